@@ -1,0 +1,27 @@
+"""What can be asked for, where it is read from, and what is said when it is wrong.
+
+``launch_config`` is the way in; ``sources`` > ``assembly`` > ``judges`` is the way a value takes.
+"""
+
+from ddpsafe._config.launch_config import (
+    AttachedFields,
+    LaunchConfig,
+    LaunchFields,
+    SpawnFields,
+)
+from ddpsafe._config.paths import AbsolutePath, DataPath, require_data_paths
+from ddpsafe._config.policies import Rendezvous, RetryPolicy
+from ddpsafe._config.timeouts import Timeouts
+
+__all__ = [
+    "AbsolutePath",
+    "AttachedFields",
+    "DataPath",
+    "LaunchConfig",
+    "LaunchFields",
+    "Rendezvous",
+    "RetryPolicy",
+    "SpawnFields",
+    "Timeouts",
+    "require_data_paths",
+]

@@ -1,0 +1,107 @@
+"""Durations as people write them: timedelta, seconds, "30s", "5min"; always finite."""
+
+from __future__ import annotations
+
+import math
+import re
+from datetime import timedelta
+from typing import Annotated, Final
+
+from pydantic import AfterValidator, BeforeValidator
+
+from ddpsafe._config.problems import wrong
+
+DurationLike = timedelta | float | int | str
+"""What a duration may be written as; a bare number means seconds."""
+
+SHORTEST: Final = timedelta(milliseconds=1)
+"""torch counts timeouts in whole milliseconds and its stores read 0 as "wait for ever"."""
+
+LONGEST: Final = timedelta(days=365)
+"""Longer than any job, and far from where nanosecond clocks overflow (292 years)."""
+
+_UNITS_S: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_SPELLINGS: Final = {
+    "ms": ("ms", "millisecond", "milliseconds"),
+    "s": ("", "s", "sec", "secs", "second", "seconds"),
+    "m": ("m", "min", "mins", "minute", "minutes"),
+    "h": ("h", "hr", "hrs", "hour", "hours"),
+    "d": ("d", "day", "days"),
+}
+_UNIT_OF: Final = {word: _UNITS_S[unit] for unit, words in _SPELLINGS.items() for word in words}
+_TEXT: Final = re.compile(r"\s*([+-]?[0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.ASCII)
+_LONGEST_TEXT: Final = 64
+_HOW: Final = 'seconds as a number (30), or a text such as "30s", "5min", "1h", "2 days"'
+
+
+def _seconds(value: DurationLike) -> float | None:
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, (int, float)):
+        return float(value) if abs(value) <= LONGEST.total_seconds() else math.inf
+    match = _TEXT.fullmatch(value.lower()) if len(value) <= _LONGEST_TEXT else None
+    if match is None or match[2] not in _UNIT_OF:
+        return None
+    return float(match[1]) * _UNIT_OF[match[2]]
+
+
+def parse_duration(value: object, *, shortest: timedelta = SHORTEST) -> object:
+    """Read a duration as people write it.
+
+    Args:
+        value: A timedelta, a number of seconds, or text with a unit.
+        shortest: The shortest duration that makes sense.
+
+    Returns:
+        The timedelta; text in another form (ISO 8601, HH:MM:SS) is left to pydantic.
+
+    Raises:
+        PydanticCustomError: When it is no duration, not finite, too short or too long.
+    """
+    if isinstance(value, bool) or not isinstance(value, (timedelta, int, float, str)):
+        raise wrong(f"a {type(value).__name__} is no duration", write=_HOW)
+    seconds = _seconds(value)
+    if seconds is None:
+        return value
+    if math.isnan(seconds):
+        raise wrong("not a number is no duration", write=_HOW)
+    if seconds > LONGEST.total_seconds():
+        raise wrong(
+            "it is longer than 365 days, and every wait has an end here",
+            write='a shorter duration, e.g. "2 days"',
+        )
+    if seconds < shortest.total_seconds():
+        least = "zero or longer" if not shortest else "longer than zero (1 ms at least)"
+        raise wrong(f"a duration has to be {least}", write=_HOW)
+    return timedelta(seconds=seconds)
+
+
+def _parse_wait(value: object) -> object:
+    return parse_duration(value, shortest=timedelta(0))
+
+
+def _judge(value: timedelta) -> object:
+    # Once more: ISO 8601 and HH:MM:SS were read by pydantic, which knows no bounds.
+    return parse_duration(value)
+
+
+def _judge_wait(value: timedelta) -> object:
+    return _parse_wait(value)
+
+
+def show_duration(value: timedelta) -> str:
+    """Return a duration as its reader would write it: "5 s", "10 min", "2 h"."""
+    seconds = value.total_seconds()
+    for unit, length in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= length and seconds % length == 0:
+            return f"{seconds / length:g} {unit}"
+    return f"{seconds:g} s"
+
+
+Duration = Annotated[timedelta, BeforeValidator(parse_duration), AfterValidator(_judge)]
+"""A timedelta of at least 1 ms and at most 365 days; a number means seconds."""
+
+Wait = Annotated[timedelta, BeforeValidator(_parse_wait), AfterValidator(_judge_wait)]
+"""As `Duration`, and zero is allowed: wait not at all."""

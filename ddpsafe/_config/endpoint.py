@@ -1,0 +1,233 @@
+"""The rendezvous endpoint: parsed and judged without the network, resolved under a deadline."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from ddpsafe._bounded import BoundedCall
+from ddpsafe._config.problems import Problem, require_none, show
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ddpsafe._clock import Deadline
+
+    IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+DEFAULT_PORT: Final = 29400
+"""The port that torchrun's c10d rendezvous takes by default; used in advice only."""
+
+_FIRST_PORT, _LAST_PORT = 1024, 65535
+_LONGEST_HOST: Final = 253
+_LABEL: Final = re.compile(r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?", re.ASCII | re.IGNORECASE)
+_NUMERIC: Final = re.compile(
+    r"(?:0x[0-9a-f]*|[0-9]+)(?:\.(?:0x[0-9a-f]*|[0-9]+))*\.?", re.ASCII | re.IGNORECASE
+)
+_EXAMPLE: Final = f'a host all nodes can reach, and a port: "gpu-01:{DEFAULT_PORT}"'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where the nodes of a job meet.
+
+    Attributes:
+        host: Name or address, IPv6 without brackets.
+        port: TCP port; 0 lets the system choose one, which only a single node can use.
+    """
+
+    host: str
+    port: int
+
+    @property
+    def is_loopback(self) -> bool:
+        """Tell whether the host, as written, is this very machine and no other."""
+        name = self.host.rstrip(".").casefold()
+        address = find_address(self.host)
+        by_name = name in ("localhost", "ip6-localhost") or name.endswith(".localhost")
+        return by_name or (address is not None and address.is_loopback)
+
+
+def find_address(host: str) -> IPAddress | None:
+    """Return the address that `host` spells out, or None where it is a name."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def parse_endpoint(text: str) -> Endpoint:
+    """Read ``host:port``; an IPv6 address comes first as it is, without brackets.
+
+    Args:
+        text: The endpoint as the user wrote it.
+
+    Returns:
+        Host and port, both judged. Nothing is resolved: the network is not touched.
+
+    Raises:
+        ValidationError: With every problem found.
+    """
+    require_none(_problems(text), given=text)
+    host, _, port = text.rpartition(":")
+    return Endpoint(host=host, port=int(port))
+
+
+def _problems(text: str) -> Iterator[Problem]:
+    shape = _shape_problem(text)
+    if shape is not None:
+        yield shape
+        return
+    host, _, port = text.rpartition(":")
+    host_problem = _name_problem(host) if find_address(host) is None else _address_problem(host)
+    if host_problem is not None:
+        yield host_problem
+    port_problem = _port_problem(host, port)
+    if port_problem is not None:
+        yield port_problem
+
+
+def _shape_problem(text: str) -> Problem | None:
+    bare = "".join(text.split())
+    if bare != text:
+        return Problem(
+            why="there are blanks or line breaks in it, which torch takes for part of the name",
+            write=repr(bare) if bare.isprintable() and bare else _EXAMPLE,
+        )
+    if "://" in text or "/" in text:
+        return Problem(why="it is a URL or a path, not a host with a port", write=_EXAMPLE)
+    if "[" in text or "]" in text:
+        return Problem(
+            why="it has brackets, which torch refuses in an endpoint",
+            write="an IPv6 address as it is, then a colon and the port: "
+            f'"2001:db8::1:{DEFAULT_PORT}"; the last colon separates the port',
+        )
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port:
+        missing = "host" if colon and not host else "port"
+        return Problem(why=f"the {missing} is missing", write=_EXAMPLE)
+    return None
+
+
+def _name_problem(host: str) -> Problem | None:
+    if _NUMERIC.fullmatch(host):
+        return Problem(
+            why=f"the host {show(host)} is made of numbers but is no IPv4 address, "
+            "and the system would read it as one (6841231 becomes 0.104.99.143)",
+            write=f'a host name, or all four numbers without leading zeros: "10.0.0.7:{DEFAULT_PORT}"',
+        )
+    labels = host.removesuffix(".").split(".")
+    if len(host) > _LONGEST_HOST or not all(_LABEL.fullmatch(label) for label in labels):
+        return Problem(
+            why=f"{show(host)} is neither a host name nor an IP address (names have ASCII "
+            "letters, digits, '-' and '.'; no part is empty or longer than 63)",
+            write=_EXAMPLE,
+        )
+    return None
+
+
+def _address_problem(host: str) -> Problem | None:
+    address = find_address(host)
+    kind = None if address is None else _unusable_kind(address)
+    if kind is None:
+        return None
+    return Problem(why=f"{host} {kind}", write=_EXAMPLE)
+
+
+def _unusable_kind(address: IPAddress) -> str | None:
+    if address.is_unspecified or (address.version == 4 and address.packed[0] == 0):  # noqa: PLR2004 - IPv4
+        return 'means "this host" or "any address", which nobody can connect to'
+    if address.is_link_local:
+        return "is link-local (169.254.0.0/16, fe80::/10): a network card made it up because none was assigned, and it leads nowhere beyond one cable"
+    if address.is_multicast or str(address) == "255.255.255.255":
+        return "addresses many hosts at once, and TCP needs one"
+    return None
+
+
+def _port_problem(host: str, port: str) -> Problem | None:
+    usable = f'a port from {_FIRST_PORT} to {_LAST_PORT}, e.g. "{host}:{DEFAULT_PORT}"'
+    if not re.fullmatch(r"[0-9]{1,5}", port, re.ASCII):
+        return Problem(why=f"the port {show(port)} is no port number", write=usable)
+    number = int(port)
+    if number == 0 or _FIRST_PORT <= number <= _LAST_PORT:
+        return None
+    low = "ports below 1024 need root" if number < _FIRST_PORT else "ports end at 65535"
+    return Problem(why=f"port {number} cannot be used: {low}", write=usable)
+
+
+Resolver = "Callable[[str, int], list[str]]"
+
+
+def resolve_host(host: str, port: int) -> list[str]:
+    """Ask the system for the addresses of a name. Blocks as long as the resolver likes.
+
+    Raises:
+        OSError: When the name does not resolve.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return sorted({str(entry[4][0]) for entry in found})
+
+
+def check_resolvable(
+    endpoint: Endpoint,
+    *,
+    deadline: Deadline,
+    nnodes: int = 1,
+    is_host: bool | None = None,
+    resolve: Callable[[str, int], list[str]] = resolve_host,
+) -> str | None:
+    """Check that the endpoint's host has a usable address, by `deadline` at the latest.
+
+    An address needs no look-up. A name is looked up in a daemon thread: a resolver that hangs
+    keeps that thread, never the caller.
+
+    Args:
+        endpoint: What `parse_endpoint` returned.
+        deadline: When to give up; 2 s are plenty for a resolver that works.
+        nnodes: Nodes of the job; with more than one, a loopback address is of no use.
+        is_host: Whether this node is the one the endpoint names, where that is known.
+        resolve: Where addresses come from.
+
+    Returns:
+        The problem as a text, or None when all is well.
+    """
+    if find_address(endpoint.host) is not None:
+        return None
+    call = BoundedCall(lambda: resolve(endpoint.host, endpoint.port), name="ddpsafe-resolve")
+    if not call.wait(deadline.remaining_s()):
+        return _unresolved(
+            endpoint,
+            f"no answer within {deadline.waited_s():.1f} s: the name server is not reachable",
+        )
+    try:
+        addresses = call.result()
+    except (OSError, UnicodeError) as error:
+        return _unresolved(endpoint, f"the host name does not resolve here ({error})")
+    if not addresses:
+        return _unresolved(endpoint, "the host name has no address")
+    return _loopback_trap(endpoint, addresses) if nnodes > 1 and not is_host else None
+
+
+def _unresolved(endpoint: Endpoint, why: str) -> str:
+    return (
+        f"rendezvous.endpoint: got {show(f'{endpoint.host}:{endpoint.port}')}: {why}.\n"
+        "     Write the IP address of the host in place of its name, or add the name to "
+        "/etc/hosts or DNS on every node; under Kubernetes, wait until the service exists."
+    )
+
+
+def _loopback_trap(endpoint: Endpoint, addresses: list[str]) -> str | None:
+    own = socket.gethostname().casefold()
+    is_own_name = endpoint.host.casefold().split(".")[0] == own.split(".")[0]
+    found = [find_address(address) for address in addresses]
+    if is_own_name or not all(address is not None and address.is_loopback for address in found):
+        return None
+    return (
+        f"rendezvous.endpoint: got {show(f'{endpoint.host}:{endpoint.port}')}: the name resolves "
+        f"to {', '.join(addresses)} on this node, so each node would wait for itself.\n"
+        "     Write the IP address of the host, or correct its line in /etc/hosts on this node."
+    )

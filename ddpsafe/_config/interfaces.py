@@ -1,0 +1,126 @@
+"""Network interface names, judged by the rules of the library that reads them.
+
+gloo takes literal names, separated by commas. NCCL takes prefixes, separated by commas, after an
+optional ``^`` (all but these) and an optional ``=`` (exact names instead of prefixes).
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING, Final
+
+from ddpsafe._config.endpoint import find_address
+from ddpsafe._config.problems import Problem, find_near, show
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+GLOO: Final = "GLOO_SOCKET_IFNAME"
+NCCL: Final = "NCCL_SOCKET_IFNAME"
+_LONGEST_NAME: Final = 15
+"""IFNAMSIZ - 1 of the Linux kernel."""
+
+
+def list_interfaces() -> list[str]:
+    """Return the names of the network interfaces of this machine."""
+    return [name for _, name in socket.if_nameindex()]
+
+
+def find_shape_problem(variable: str, value: str) -> Problem | None:
+    """Return what is wrong with an interface variable as written; look at no machine."""
+    if variable == NCCL:
+        value = value.removeprefix("^").removeprefix("=")
+    for item in value.split(","):
+        problem = _item_problem(variable, item)
+        if problem is not None:
+            return problem
+    return None
+
+
+def _item_problem(variable: str, item: str) -> Problem | None:
+    library = "gloo" if variable == GLOO else "NCCL"
+    if not item or item != item.strip():
+        why = "an interface name in it is empty or has blanks around it"
+        return Problem(why=why, write='names with commas and nothing else between: "eth0,eth1"')
+    if item[0] in "^=":
+        why = (
+            "gloo takes literal names only; '^' and '=' belong to NCCL_SOCKET_IFNAME"
+            if library == "gloo"
+            else "'^' and '=' stand once, at the very start, in this order"
+        )
+        return Problem(why=why, write='"eth0"' if library == "gloo" else '"^docker,lo" or "=eth0"')
+    if find_address(item) is not None:
+        why = f"{item} is an IP address, and {library} takes the name of an interface"
+        return Problem(
+            why=why, write='the name that `ip addr` shows beside the address, e.g. "eth0"'
+        )
+    # NCCL allows a port after a colon for InfiniBand cards only, not for sockets.
+    if len(item) > _LONGEST_NAME or any(c in "/: \t" or not c.isprintable() for c in item):
+        return Problem(
+            why=f"{show(item)} cannot be the name of an interface (at most 15 characters, "
+            "no '/', ':' or blanks)",
+            write='the name as `ip link` shows it, e.g. "eth0"',
+        )
+    return None
+
+
+def check_interfaces(
+    env: Mapping[str, str], *, existing: Iterable[str] | None = None
+) -> Iterator[str]:
+    """Check the interface variables of a rank's environment against this machine.
+
+    Args:
+        env: The environment the ranks will have, inherited variables included.
+        existing: Names of the interfaces; asks the system by default.
+
+    Yields:
+        One text for each problem.
+    """
+    names = list(list_interfaces() if existing is None else existing)
+    for variable in (GLOO, NCCL):
+        value = env.get(variable)
+        if not value:
+            continue
+        problem = find_shape_problem(variable, value) or _absent(variable, value, names)
+        if problem is not None:
+            yield f"{variable}: got {show(value)}: {problem.why}.\n     Write {problem.write}."
+
+
+def check_interface(name: str, *, existing: Iterable[str] | None = None) -> str | None:
+    """Check that `Rendezvous.interface` exists on this machine; return the problem, if any."""
+    names = list(list_interfaces() if existing is None else existing)
+    problem = find_shape_problem(GLOO, name) or _absent(GLOO, name, names)
+    if problem is None:
+        return None
+    return f"rendezvous.interface: got {show(name)}: {problem.why}.\n     Write {problem.write}."
+
+
+def _absent(variable: str, value: str, names: list[str]) -> Problem | None:
+    if variable == GLOO:
+        missing = [item for item in value.split(",") if item not in names]
+        return _missing(missing, names) if missing else None
+    if not expand_nccl(value, names):
+        return _missing([value], names)
+    return None
+
+
+def expand_nccl(value: str, names: Iterable[str]) -> list[str]:
+    """Return the interfaces that a value of ``NCCL_SOCKET_IFNAME`` selects out of `names`."""
+    excluded = value.startswith("^")
+    value = value.removeprefix("^")
+    exact = value.startswith("=")
+    items = tuple(value.removeprefix("=").split(","))
+    return [
+        name
+        for name in names
+        if (name in items if exact else name.startswith(items)) is not excluded
+    ]
+
+
+def _missing(missing: list[str], names: list[str]) -> Problem:
+    near = find_near(missing[0].lstrip("^="), names)
+    return Problem(
+        why=f"no interface of this machine is called {', '.join(map(repr, missing))}; "
+        f"it has {', '.join(names)}",
+        write=repr(near) if near else f"one of {', '.join(names)}",
+    )

@@ -1,0 +1,294 @@
+"""`LaunchConfig`: what was asked for, from arguments, environment, file and defaults."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_settings import BaseSettings, InitSettingsSource, SettingsConfigDict
+from typing_extensions import Self, TypedDict, Unpack
+
+from ddpsafe._config.assembly import build, merge, parts_as_tables, refuse_config, set_fields
+from ddpsafe._config.judges import (
+    judge_backend,
+    judge_env,
+    judge_integer,
+    judge_nproc,
+    judge_start_method,
+)
+from ddpsafe._config.paths import AbsolutePath, DataPath
+from ddpsafe._config.policies import Rendezvous, RetryPolicy
+from ddpsafe._config.problems import Problem, require_none, show, wrong
+from ddpsafe._config.sources import (
+    DELIMITER,
+    PREFIX,
+    EnvironmentSource,
+    as_file,
+    find_file,
+    read_table,
+)
+from ddpsafe._config.timeouts import Timeouts
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from pydantic_settings import PydanticBaseSettingsSource
+
+__all__ = ["LaunchConfig", "LaunchFields", "Rendezvous", "RetryPolicy", "Timeouts"]
+
+_file: ContextVar[Path | None] = ContextVar("ddpsafe_config_file", default=None)
+"""The file that `LaunchConfig.from_toml` is reading; pydantic-settings has no argument for it."""
+
+
+class AttachedFields(TypedDict, total=False):
+    """`LaunchFields` of a call that has `backend` as a parameter and starts nothing."""
+
+    nproc_per_node: int | Literal["gpu", "cpu", "auto"]
+    nnodes: int
+    node_rank: int | None
+    rendezvous: Rendezvous | Mapping[str, object]
+    timeouts: Timeouts | Mapping[str, object]
+    retry: RetryPolicy | Mapping[str, object]
+    data_paths: Mapping[str, DataPath | str | os.PathLike[str] | Mapping[str, object]]
+    run_dir: str | os.PathLike[str] | None
+    env: Mapping[str, str | int | float]
+    preflight: Literal["off", "local", "full"]
+    seed: int | None
+    console: Literal["auto", "rank-zero", "all", "tagged", "none"]
+
+
+class SpawnFields(AttachedFields, total=False):
+    """`LaunchFields` of a call that has `start_method` as a parameter."""
+
+    backend: str
+
+
+class LaunchFields(SpawnFields, total=False):
+    """The fields of `LaunchConfig` as keyword arguments, in any form the model reads."""
+
+    start_method: Literal["spawn", "forkserver"]
+
+
+class LaunchConfig(BaseSettings):
+    """What a launch is asked to do.
+
+    Each field comes from the argument, else from the environment (``DDPSAFE_*``, parts of a part
+    after two underscores: ``DDPSAFE_TIMEOUTS__GRACE=10``), else from ``[tool.ddpsafe]`` in the
+    pyproject.toml of the current directory, else from the default. Parts (`timeouts`, `retry`,
+    `rendezvous`) and tables (`env`, `data_paths`) are merged field by field.
+
+    Raises:
+        ConfigError: With every problem at once.
+    """
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        env_prefix=PREFIX,
+        env_nested_delimiter=DELIMITER,
+        env_ignore_empty=True,
+        env_parse_none_str="null",
+    )
+
+    nproc_per_node: Annotated[int | Literal["gpu", "cpu", "auto"], BeforeValidator(judge_nproc)] = (
+        Field(
+            default="auto",
+            description="Ranks on this node: a number from 1, one per GPU, one per core, or GPUs if "
+            "there are any and cores if not.",
+            examples=["4", '"gpu"', '"cpu"', '"auto"'],
+        )
+    )
+    nnodes: Annotated[int, BeforeValidator(judge_integer)] = Field(
+        default=1,
+        ge=1,
+        le=100_000,
+        description="Nodes of the job.",
+        examples=["2"],
+    )
+    node_rank: Annotated[int, BeforeValidator(judge_integer)] | None = Field(
+        default=None,
+        ge=0,
+        description="This node among all, from 0. None: agreed on at the rendezvous.",
+        examples=["0", "None"],
+    )
+    rendezvous: Rendezvous = Field(
+        default=Rendezvous(),
+        description="Where the nodes meet; needed with more than one.",
+        examples=['{"endpoint": "gpu-01:29400"}'],
+    )
+    backend: Annotated[str, BeforeValidator(judge_backend)] = Field(
+        default="auto",
+        description='Backend of the process group. "auto": nccl on GPUs, else gloo.',
+        examples=['"auto"', '"gloo"', '"cpu:gloo,cuda:nccl"'],
+    )
+    start_method: Annotated[Literal["spawn", "forkserver"], BeforeValidator(judge_start_method)] = (
+        Field(
+            default="spawn",
+            description='How ranks are started. "forkserver" has torch loaded already and is faster.',
+            examples=['"spawn"', '"forkserver"'],
+        )
+    )
+    timeouts: Timeouts = Field(
+        default=Timeouts(),
+        description="How long each phase may take.",
+        examples=['{"rendezvous": 60, "collective": "10min"}'],
+    )
+    retry: RetryPolicy = Field(
+        default=RetryPolicy(),
+        description="Which failures deserve another attempt.",
+        examples=['{"attempts": 3, "on": {"port", "mount", "peer-lost"}}'],
+    )
+    data_paths: dict[str, DataPath] = Field(
+        default={},
+        description="Paths the job needs, by name; checked on every node before ranks start.",
+        examples=['{"train": "/data/train"}'],
+    )
+    run_dir: AbsolutePath | None = Field(
+        default=None,
+        description="Where logs, errors and reports go. None: a private temporary directory that "
+        "is removed when all went well.",
+        examples=['"/scratch/runs/7"', "None"],
+    )
+    env: Annotated[dict[str, str], BeforeValidator(judge_env)] = Field(
+        default={},
+        description="Extra environment variables of the ranks.",
+        examples=['{"NCCL_DEBUG": "INFO"}'],
+    )
+    preflight: Literal["off", "local", "full"] = Field(
+        default="local",
+        description='Checks before the start: none, this machine (under 100 ms), or "full", '
+        "every node and every pair of them.",
+        examples=['"local"', '"full"', '"off"'],
+    )
+    seed: Annotated[int, BeforeValidator(judge_integer)] | None = Field(
+        default=None,
+        ge=0,
+        lt=2**63,
+        description="Seed of every rank, as `seed_all` sets it. None: seeds are left alone.",
+        examples=["0", "None"],
+    )
+    console: Literal["auto", "rank-zero", "all", "tagged", "none"] = Field(
+        default="auto",
+        description='Whose output the console shows. "auto": rank 0\'s under `launch`, every '
+        "rank's under `spawn`. \"tagged\": every rank's, each line with its rank.",
+        examples=['"rank-zero"', '"all"', '"tagged"', '"none"', '"auto"'],
+    )
+
+    def __init__(self, /, **fields: Unpack[LaunchFields]) -> None:
+        """Read the sources and judge every field."""
+        given = parts_as_tables(dict(fields))
+        build(type(self), lambda known: BaseSettings.__init__(self, **known), given)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Put the sources in order: argument, environment, file."""
+        del env_settings, dotenv_settings, file_secret_settings
+        path = _file.get() or find_file()
+        table = {} if path is None else read_table(path)
+        return (
+            init_settings,
+            EnvironmentSource(settings_cls),
+            InitSettingsSource(settings_cls, table),
+        )
+
+    @classmethod
+    def from_toml(cls, path: str | os.PathLike[str], /, **fields: Unpack[LaunchFields]) -> Self:
+        """Read a config from a TOML file, in place of the pyproject.toml of this directory.
+
+        Args:
+            path: A file with a ``[tool.ddpsafe]`` table, or with the fields at the top level.
+            **fields: Fields that win over the environment, which wins over the file.
+
+        Raises:
+            ConfigError: When the file cannot be read, or with every problem of the config.
+        """
+        token = _file.set(as_file(path))
+        try:
+            return cls(**fields)
+        finally:
+            _file.reset(token)
+
+    @classmethod
+    def resolve(cls, config: LaunchConfig | None = None, /, **fields: Unpack[LaunchFields]) -> Self:
+        """Lay `fields` over a config that is already built.
+
+        Args:
+            config: The config; None reads environment and file as the constructor does. A config
+                that is built already is not read from anywhere a second time.
+            **fields: Fields that win over it; parts and tables are merged field by field.
+
+        Raises:
+            ConfigError: With every problem at once.
+        """
+        if config is None:
+            return cls(**fields)
+        if not isinstance(config, LaunchConfig):
+            refuse_config(config)
+        given = merge(set_fields(config), parts_as_tables(dict(fields)))
+        resolved = cls.__new__(cls)
+        build(cls, lambda known: BaseModel.__init__(resolved, **known), given)
+        return resolved
+
+    @field_validator("node_rank")
+    @classmethod
+    def _be_one_of_the_nodes(cls, value: int | None, info: ValidationInfo) -> int | None:
+        nnodes = info.data.get("nnodes")
+        if value is not None and nnodes is not None and value >= nnodes:
+            raise wrong(
+                f"nodes count from 0, and nnodes={nnodes} has {nnodes} of them",
+                write=f"node_rank=0 to {nnodes - 1}, or a larger nnodes",
+            )
+        return value
+
+    @field_validator("rendezvous")
+    @classmethod
+    def _let_nodes_meet(cls, value: Rendezvous, info: ValidationInfo) -> Rendezvous:
+        nnodes = info.data.get("nnodes", 1)
+        if nnodes > 1:
+            require_none(_meeting_problems(value, nnodes), given=value.endpoint)
+        return value
+
+    @field_validator("data_paths")
+    @classmethod
+    def _have_names(cls, value: dict[str, DataPath]) -> dict[str, DataPath]:
+        for name in value:
+            if not name.strip() or not name.isprintable():
+                raise wrong(
+                    f"{show(name)} is no name to call a path by in a message",
+                    write='data_paths={"train": "/data/train"}',
+                )
+        return value
+
+
+def _meeting_problems(rendezvous: Rendezvous, nnodes: int) -> list[Problem]:
+    endpoint = rendezvous.parsed()
+    write = 'a host all nodes can reach, and a port: "gpu-01:29400"'
+    where = ("endpoint",)
+    if endpoint is None:
+        why = f"nnodes={nnodes} nodes need a place to meet"
+        return [Problem(why=why, write=write, where=where)]
+    problems = []
+    if endpoint.is_loopback:
+        why = f"{endpoint.host} is each node itself, so nnodes={nnodes} nodes never meet there"
+        problems.append(Problem(why=why, write=write, where=where))
+    if endpoint.port == 0:
+        why = f"port 0 is another free port on each of nnodes={nnodes} nodes"
+        problems.append(Problem(why=why, write=write, where=where))
+    return problems

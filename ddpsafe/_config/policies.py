@@ -1,0 +1,202 @@
+"""Two parts of a `LaunchConfig`: what to retry, and where the nodes meet."""
+
+from __future__ import annotations
+
+import builtins
+from datetime import timedelta
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_serializer,
+    field_validator,
+)
+
+from ddpsafe._config.durations import DurationLike, Wait, show_duration
+from ddpsafe._config.endpoint import Endpoint, parse_endpoint
+from ddpsafe._errors import FAILURE_KINDS, FailureKind
+from ddpsafe._config.interfaces import GLOO, find_shape_problem
+from ddpsafe._config.judges import judge_integer
+from ddpsafe._config.problems import Problem, find_near, require_none, show, wrong
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+STRICT: Final = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+DETERMINISTIC: Final = frozenset({"config", "user-error", "unpicklable"})
+"""Kinds of failure that come back the same way however often one tries."""
+
+
+def _split_kinds(value: object) -> object:
+    if isinstance(value, str):
+        return [item.strip() for item in value.split(",") if item.strip()]
+    if isinstance(value, type):
+        return [value]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    raise wrong(
+        f"a {type(value).__name__} names no kinds of failure",
+        write='a set of kinds and exception types: {"peer-lost", ConnectionError}',
+    )
+
+
+def _judge_kind(value: object) -> object:
+    if isinstance(value, type):
+        if issubclass(value, Exception):
+            return value
+        raise wrong(
+            f"{value.__name__} is no subclass of Exception; KeyboardInterrupt, SystemExit and the "
+            "like mean that somebody wants to stop",
+            write="an exception type such as ConnectionError",
+        )
+    if isinstance(value, str) and value in DETERMINISTIC:
+        raise wrong(
+            "a failure of this kind comes back the same way on every attempt",
+            write="the exception type you expect to pass, e.g. ConnectionError",
+        )
+    if isinstance(value, str) and value in FAILURE_KINDS:
+        return value
+    by_name = getattr(builtins, value, None) if isinstance(value, str) else None
+    if isinstance(by_name, type) and issubclass(by_name, Exception):
+        return by_name
+    choices = sorted(FAILURE_KINDS - DETERMINISTIC)
+    near = find_near(value, choices)
+    raise wrong(
+        f"{show(value)} is neither a kind of failure nor an exception type",
+        write=f"{near!r}, if that is what you mean" if near else f"one of {', '.join(choices)}",
+    )
+
+
+def _longest_backoff(known: dict[str, Any]) -> timedelta:
+    initial: timedelta = known.get("backoff_initial", timedelta(0))
+    return max(timedelta(seconds=30), initial)
+
+
+class RetryPolicy(BaseModel):
+    """Which failures deserve another attempt, how many, and how long to wait between them."""
+
+    model_config = STRICT
+
+    attempts: Annotated[int, BeforeValidator(judge_integer)] = Field(
+        default=3,
+        ge=1,
+        le=1000,
+        description="Attempts in all, the first one included; 1 never retries.",
+        examples=["3", "1 (never retry)"],
+    )
+    on: Annotated[
+        frozenset[Annotated[FailureKind | type[Exception], BeforeValidator(_judge_kind)]],
+        BeforeValidator(_split_kinds),
+    ] = Field(
+        default=frozenset({"startup-network", "port", "mount"}),
+        description="Kinds of failure and exception types that are worth another attempt. "
+        "The default ones happen before your function runs.",
+        examples=['{"startup-network", "port", "mount", "peer-lost", ConnectionError}'],
+    )
+    backoff_initial: Wait = Field(
+        default=timedelta(seconds=1),
+        description="Wait before the second attempt; doubles from one attempt to the next.",
+        examples=["1"],
+    )
+    backoff_max: Wait = Field(
+        default_factory=_longest_backoff,
+        description="The longest wait between two attempts, jitter aside.",
+        examples=["30"],
+    )
+    jitter: Wait = Field(
+        default=timedelta(seconds=1),
+        description="Up to this much is added to each wait at random, so that jobs which failed "
+        "together do not come back together.",
+        examples=["1"],
+    )
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            attempts: int = ...,
+            on: Iterable[FailureKind | type[Exception]] | type[Exception] = ...,
+            backoff_initial: DurationLike = ...,
+            backoff_max: DurationLike = ...,
+            jitter: DurationLike = ...,
+        ) -> None: ...
+
+    @field_validator("backoff_max")
+    @classmethod
+    def _cover_the_first_wait(cls, value: timedelta, info: ValidationInfo) -> timedelta:
+        initial = info.data.get("backoff_initial", value)
+        if value < initial:
+            raise wrong(
+                f"it is shorter than retry.backoff_initial ({show_duration(initial)}), where the "
+                "waits begin",
+                write=f"backoff_max={initial.total_seconds():g}, or a shorter backoff_initial",
+            )
+        return value
+
+    @field_serializer("on", when_used="json")
+    def _name_kinds(self, kinds: frozenset[str | type[Exception]]) -> list[str]:
+        return sorted(kind if isinstance(kind, str) else kind.__name__ for kind in kinds)
+
+
+class Rendezvous(BaseModel):
+    """Where the nodes of one job meet; a single node needs none of it."""
+
+    model_config = STRICT
+
+    endpoint: str | None = Field(
+        default=None,
+        description="host:port that every node can reach; IPv6 without brackets.",
+        examples=['"gpu-01:29400"'],
+    )
+    id: str | None = Field(
+        default=None,
+        description="Name of the job, the same on all nodes, different for two jobs that share "
+        "an endpoint.",
+        examples=['"resnet-2024-05-01"'],
+    )
+    interface: str | None = Field(
+        default=None,
+        description="Network interface the ranks of this node talk on, by its literal name.",
+        examples=['"eth0"'],
+    )
+    is_host: bool | None = Field(
+        default=None,
+        description="Whether this node holds the store. None: found out from the endpoint.",
+        examples=["True", "None"],
+    )
+
+    @field_validator("endpoint")
+    @classmethod
+    def _judge_endpoint(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_endpoint(value)
+        return value
+
+    @field_validator("id")
+    @classmethod
+    def _judge_id(cls, value: str | None) -> str | None:
+        if value is not None and (not value or not value.isprintable() or " " in value):
+            raise wrong(
+                "it becomes part of a key of the store: one printable word, no blanks",
+                write='id="resnet-7"',
+            )
+        return value
+
+    @field_validator("interface")
+    @classmethod
+    def _judge_interface(cls, value: str | None) -> str | None:
+        several = Problem(why="it is one interface, not a list", write='interface="eth0"')
+        if value is not None:
+            found = several if "," in value else find_shape_problem(GLOO, value)
+            require_none([found] if found else [], given=value)
+        return value
+
+    def parsed(self) -> Endpoint | None:
+        """Return the endpoint as host and port, or None where there is none."""
+        return None if self.endpoint is None else parse_endpoint(self.endpoint)

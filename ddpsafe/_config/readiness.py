@@ -1,0 +1,287 @@
+"""Whether a path of data is ready: one look that reports, and a wait that ends."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import stat
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import islice
+from typing import TYPE_CHECKING, Final, Protocol
+
+import tenacity
+
+from ddpsafe._bounded import BoundedCall
+from ddpsafe._clock import Deadline
+from ddpsafe._errors import PreflightError, explain
+from ddpsafe._config.mounts import find_mount_point
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+PATIENCE: Final = timedelta(seconds=5)
+"""How long one look may take before the file system counts as hung."""
+
+_FIRST_REPORT_S, _REPORT_EVERY_S = 2.0, 10.0
+_POLL_FIRST_S, _POLL_MAX_S = 0.05, 1.0
+
+
+class Wanted(Protocol):
+    """What a path has to be; `ddpsafe.DataPath` is one."""
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+
+    @property
+    def kind(self) -> str:
+        """What it has to be: "any", "directory" or "file"."""
+
+    @property
+    def mount(self) -> str:
+        """What has to be mounted: "any", "inside" or "point"."""
+
+    @property
+    def min_entries(self) -> int | None:
+        """How many entries a directory has at least."""
+
+    @property
+    def marker(self) -> str | None:
+        """Name of a file that has to exist inside."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotReady:
+    """One reason why a path is not ready.
+
+    Attributes:
+        what: What was seen.
+        cause: The likely cause.
+        fix: What to do about it.
+    """
+
+    what: str
+    cause: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.cause}. {self.fix}."
+
+
+class Watch:
+    """Looks at one path, again and again, without ever hanging with it."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self._wanted = wanted
+        self._call: BoundedCall[list[NotReady]] | None = None
+        self._looking_since = Deadline.after(None)
+
+    def look(self, patience: timedelta = PATIENCE) -> list[NotReady]:
+        """Look once; return what is not ready.
+
+        A look that hangs goes on in its own daemon thread, and the next one waits for the same:
+        however long the file system is gone, one thread is all that stays with it.
+        """
+        if self._call is None:
+            self._looking_since = Deadline.after(None)
+            self._call = BoundedCall(lambda: list(_look(self._wanted)), name="ddpsafe-look")
+        if not self._call.wait(patience.total_seconds()):
+            return [_hung(self._wanted.path, self._looking_since.waited_s())]
+        call, self._call = self._call, None
+        return call.result()
+
+
+def find_not_ready(
+    wanted: Wanted, *, name: str, deadline: Deadline, report: Callable[[str], None] | None = None
+) -> list[NotReady]:
+    """Wait until a path is ready.
+
+    Args:
+        wanted: The path and what has to be true of it.
+        name: What to call it in messages.
+        deadline: When to give up; one that has expired means a single look.
+        report: Takes a line now and then while the wait is long; logs a warning by default.
+
+    Returns:
+        What is still not ready; empty when all is well.
+    """
+    watch = Watch(wanted)
+    progress = _Progress(name, wanted.path, deadline, report or _log)
+    retrying = tenacity.Retrying(
+        retry=tenacity.retry_if_result(bool),
+        stop=lambda _: deadline.expired(),
+        wait=lambda state: min(_backoff(state), deadline.remaining_s()),
+        before_sleep=progress,
+        retry_error_callback=_last_result,
+    )
+    left: list[NotReady] = retrying(lambda: watch.look(_patience(deadline)))
+    if not left:
+        progress.finish()
+    return left
+
+
+_backoff: Final = tenacity.wait_exponential(multiplier=_POLL_FIRST_S, max=_POLL_MAX_S)
+
+
+def _last_result(state: tenacity.RetryCallState) -> list[NotReady]:
+    left: list[NotReady] = state.outcome.result() if state.outcome is not None else []
+    return left
+
+
+def _patience(deadline: Deadline) -> timedelta:
+    # A wait that is over still gets one honest look; one that goes on looks no longer than it.
+    remaining = deadline.remaining_s()
+    return PATIENCE if remaining <= 0 else min(PATIENCE, timedelta(seconds=max(remaining, 0.1)))
+
+
+def _log(line: str) -> None:
+    logger.warning("%s", line)
+
+
+class _Progress:
+    """Says now and then what a long wait is waiting for."""
+
+    def __init__(
+        self, name: str, path: Path, deadline: Deadline, report: Callable[[str], None]
+    ) -> None:
+        self._subject = f"data path {name!r} ({path})"
+        self._deadline = deadline
+        self._report = report
+        self._next_s = _FIRST_REPORT_S
+        self._spoke = False
+
+    def __call__(self, state: tenacity.RetryCallState) -> None:
+        waited_s = self._deadline.waited_s()
+        if waited_s < self._next_s or state.outcome is None:
+            return
+        self._next_s, self._spoke = waited_s + _REPORT_EVERY_S, True
+        total_s = waited_s + self._deadline.remaining_s()
+        seen = "; ".join(reason.what for reason in state.outcome.result())
+        self._report(f"waiting for {self._subject}: {seen}; {waited_s:.0f} s of {total_s:.0f} s")
+
+    def finish(self) -> None:
+        """Say that the wait is over, if anybody was told that it had begun."""
+        if self._spoke:
+            self._report(f"{self._subject} is ready after {self._deadline.waited_s():.1f} s")
+
+
+def preflight_error(
+    found: list[tuple[str, Path, list[NotReady]]], *, waited_s: float
+) -> PreflightError:
+    """Word one error for all the paths that are not ready."""
+    reasons = [(name, path, reason) for name, path, left in found for reason in left]
+    (name, _, first), *others = reasons
+    message = explain(
+        f"data path {name!r} is not ready on {socket.gethostname()} after {waited_s:.1f} s: "
+        f"{first.what}.",
+        cause=f"{first.cause}.",
+        fix=f"{first.fix}.",
+        details=[f"Also: data path {other!r}: {reason}" for other, _, reason in others],
+    )
+    report = {name: [str(reason) for reason in left] for name, _, left in found}
+    return PreflightError(message, report=report, kind="mount")
+
+
+def _hung(path: Path, waited_s: float) -> NotReady:
+    return NotReady(
+        what=f"{path} has not answered for {waited_s:.1f} s",
+        cause="it lies on a network file system whose server is gone",
+        fix=f"Check the server and the mount (`findmnt -T {path}`), then remount",
+    )
+
+
+def _look(wanted: Wanted) -> Iterator[NotReady]:
+    try:
+        mode = wanted.path.stat().st_mode
+        yield from _look_at_kind(wanted, mode)
+        yield from _look_at_mount(wanted)
+        if stat.S_ISDIR(mode):
+            yield from _look_inside(wanted)
+        elif stat.S_ISREG(mode):
+            wanted.path.open("rb").close()
+    except OSError as error:
+        yield _unreadable(wanted.path, error)
+
+
+def _look_at_kind(wanted: Wanted, mode: int) -> Iterator[NotReady]:
+    is_right = {"directory": stat.S_ISDIR, "file": stat.S_ISREG}.get(wanted.kind)
+    if is_right is not None and not is_right(mode):
+        found = "directory" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "device"
+        yield NotReady(
+            what=f"{wanted.path} is a {found}, no {wanted.kind}",
+            cause="the path is that of something else, or an unpacking step is missing",
+            fix=f'Give the path of a {wanted.kind}, or kind="any"',
+        )
+
+
+def _look_at_mount(wanted: Wanted) -> Iterator[NotReady]:
+    if wanted.mount == "any":
+        return
+    point = find_mount_point(wanted.path)
+    is_mounted = (
+        point == wanted.path.resolve() if wanted.mount == "point" else point.parent != point
+    )
+    if not is_mounted:
+        yield NotReady(
+            what=f"nothing is mounted on {wanted.path}"
+            + (" or above it" if wanted.mount == "inside" else ""),
+            cause=f"the mount has not happened yet or failed; the directory is one of {point}",
+            fix=f"Mount it (`findmnt -T {wanted.path}` shows what is there), or give the data "
+            'path a longer wait, or mount="any" where no mount is meant',
+        )
+
+
+def _look_inside(wanted: Wanted) -> Iterator[NotReady]:
+    least = wanted.min_entries or 0
+    with os.scandir(wanted.path) as entries:
+        count = sum(1 for _ in islice(entries, least))
+    if count < least:
+        yield NotReady(
+            what=f"{wanted.path} has {count} of at least {least} entries",
+            cause="a copy is not finished, or the directory is what lies under a missing mount",
+            fix="Wait for the copy (field wait), or correct min_entries",
+        )
+    if wanted.marker is not None and not (wanted.path / wanted.marker).exists():
+        yield NotReady(
+            what=f"{wanted.path / wanted.marker} does not exist",
+            cause="what writes the data has not finished: the marker comes last",
+            fix="Wait for it (field wait), or correct marker",
+        )
+
+
+def _unreadable(path: Path, error: OSError) -> NotReady:
+    if error.errno in {errno.ENOENT, errno.ENOTDIR}:
+        return _absent(path)
+    reason = error.strerror or str(error)
+    if error.errno in {errno.EACCES, errno.EPERM}:
+        return NotReady(
+            what=f"{path} cannot be read ({reason})",
+            cause=f"user id {os.getuid() if hasattr(os, 'getuid') else '?'} has no permission there",
+            fix=f"Look at the permissions (`namei -l {path}`) and grant reading",
+        )
+    return NotReady(
+        what=f"{path} cannot be read ({reason})",
+        cause="the mount is stale or the storage fails",
+        fix=f"Look at the mount (`findmnt -T {path}`) and at the kernel's log, then remount",
+    )
+
+
+def _absent(path: Path) -> NotReady:
+    if path.is_symlink():
+        return NotReady(
+            what=f"{path} is a link to {path.readlink()}, which does not exist",
+            cause="the target is not mounted here or was moved",
+            fix="Mount the target on this node, or correct the link",
+        )
+    deepest = next(parent for parent in path.parents if parent.exists())
+    return NotReady(
+        what=f"{path} does not exist",
+        cause=f"the path is misspelt or not mounted on this node; it exists up to {deepest}",
+        fix=f"Compare with `ls {deepest}`; for a mount that comes late, give the data path a wait",
+    )

@@ -1,0 +1,139 @@
+"""`Timeouts`: how long each phase of a launch may take, and the error that says it took longer."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from ddpsafe._config.durations import Duration, DurationLike, show_duration
+from ddpsafe._errors import (
+    AttemptTimeoutError,
+    BarrierTimeoutError,
+    CollectiveTimeoutError,
+    LaunchTimeoutError,
+    ProgressTimeoutError,
+    RendezvousTimeoutError,
+    ShutdownTimeoutError,
+)
+from ddpsafe._config.problems import wrong
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def _at_most(default: timedelta, bound: str, share: float = 1.0) -> Callable[[dict[str, Any]], Any]:
+    """Make a default that gives way to a shorter `bound` which the user set."""
+
+    def make(known: dict[str, Any]) -> timedelta:
+        limit = known.get(bound)
+        return default if limit is None else min(default, limit * share)
+
+    return make
+
+
+class Timeouts(BaseModel):
+    """How long each phase of a launch may take; every wait has an end.
+
+    A number means seconds; text such as "30s" or "5min" is read too.
+    Each field has the error that says it passed (`Timeouts.error_of`), except `grace`.
+    A field that is not set never exceeds one that is: its default gives way.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    attempt: Duration | None = Field(
+        default=None,
+        description="From the start of an attempt to its last rank's end: AttemptTimeoutError. "
+        "None: as long as it takes.",
+        examples=['"12h"', "None"],
+    )
+    rendezvous: Duration = Field(
+        default_factory=_at_most(timedelta(minutes=5), "attempt"),
+        description="Until all ranks have joined: RendezvousTimeoutError.",
+        examples=["300", '"5min"'],
+    )
+    collective: Duration = Field(
+        default_factory=_at_most(timedelta(minutes=10), "attempt"),
+        description="For one collective (all_reduce, …): CollectiveTimeoutError.",
+        examples=["600", '"10min"'],
+    )
+    barrier: Duration = Field(
+        default_factory=_at_most(timedelta(minutes=30), "attempt"),
+        description="For one `barrier()`, where the slowest rank may still have work to do: "
+        "BarrierTimeoutError.",
+        examples=["1800", '"30min"'],
+    )
+    progress: Duration | None = Field(
+        default=None,
+        description="Between two steps of the training: ProgressTimeoutError. None: not watched.",
+        examples=['"20min"', "None"],
+    )
+    shutdown: Duration = Field(
+        default=timedelta(seconds=30),
+        description="From the last rank's return, or the first failure, until every process is "
+        "gone: ShutdownTimeoutError.",
+        examples=["30"],
+    )
+    grace: Duration = Field(
+        default_factory=_at_most(timedelta(seconds=5), "shutdown", share=0.5),
+        description="Between SIGTERM and SIGKILL. It has no error: the kill is what follows.",
+        examples=["5"],
+    )
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            attempt: DurationLike | None = ...,
+            rendezvous: DurationLike = ...,
+            collective: DurationLike = ...,
+            barrier: DurationLike = ...,
+            progress: DurationLike | None = ...,
+            shutdown: DurationLike = ...,
+            grace: DurationLike = ...,
+        ) -> None: ...
+
+    @field_validator("rendezvous", "collective", "barrier", "progress")
+    @classmethod
+    def _end_before_the_attempt(
+        cls, value: timedelta | None, info: ValidationInfo
+    ) -> timedelta | None:
+        attempt = info.data.get("attempt")
+        if value is not None and attempt is not None and value > attempt:
+            raise wrong(
+                f"it is longer than timeouts.attempt ({show_duration(attempt)}), which would "
+                "always end the wait first and blame nobody",
+                write=f"{info.field_name}={attempt.total_seconds():g}, or a longer attempt",
+            )
+        return value
+
+    @field_validator("grace")
+    @classmethod
+    def _leave_time_to_kill(cls, value: timedelta, info: ValidationInfo) -> timedelta:
+        shutdown = info.data.get("shutdown")
+        if shutdown is not None and value >= shutdown:
+            raise wrong(
+                f"it has to be shorter than timeouts.shutdown ({show_duration(shutdown)}): SIGTERM, "
+                "the grace, SIGKILL and the reaping all happen within the shutdown",
+                write=f"grace={shutdown.total_seconds() / 2:g}, or a longer shutdown",
+            )
+        return value
+
+    @classmethod
+    def error_of(cls, field: str) -> type[LaunchTimeoutError] | None:
+        """Return the error raised when the timeout `field` passes; None for ``grace``."""
+        return _ERROR_OF[field]
+
+
+_ERROR_OF: Final[dict[str, type[LaunchTimeoutError] | None]] = {
+    "attempt": AttemptTimeoutError,
+    "rendezvous": RendezvousTimeoutError,
+    "collective": CollectiveTimeoutError,
+    "barrier": BarrierTimeoutError,
+    "progress": ProgressTimeoutError,
+    "shutdown": ShutdownTimeoutError,
+    "grace": None,
+}

@@ -1,0 +1,286 @@
+"""Every error ddpsafe raises, and the one function that words them.
+
+::
+
+    DDPSafeError
+      ConfigError (also ValueError)            before anything started; the config is wrong
+      PreflightError                           before anything started; the machine is wrong
+      LaunchError                              after the start
+        RankFailedError
+          RankRaisedError | RankExitedError | RankKilledError | RankLeftEarlyError
+        LaunchTimeoutError (also TimeoutError)
+          RendezvousTimeoutError | CollectiveTimeoutError | BarrierTimeoutError
+          ProgressTimeoutError | AttemptTimeoutError | ShutdownTimeoutError
+
+One class per phase, facts as attributes: nobody has to parse a message.
+Every error pickles, its cause and its facts included where they pickle.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Literal, get_args
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from ddpsafe._wire.outcome import RankOutcome
+
+FailureKind = Literal[
+    "config",
+    "user-error",
+    "unpicklable",
+    "startup-network",
+    "port",
+    "mount",
+    "network",
+    "peer-lost",
+    "killed",
+    "hang",
+    "preempted",
+    "out-of-memory",
+    "hardware",
+]
+"""What sort of failure it was, which is what a retry is decided by."""
+
+FAILURE_KINDS: Final[frozenset[str]] = frozenset(get_args(FailureKind))
+
+
+def explain(
+    what: str,
+    *,
+    cause: str,
+    fix: str,
+    details: Sequence[str] = (),
+    logs: Path | str | None = None,
+) -> str:
+    """Word an error so that it answers the four questions of its reader.
+
+    Args:
+        what: What happened and where: rank, host, attempt, after how long.
+        cause: The likely cause.
+        fix: What to do about it, to copy where possible.
+        details: Further lines (ranks that only lost the first one, stacks, …).
+        logs: Where to read on.
+
+    Returns:
+        The message: one line for each answer, details in between.
+    """
+    lines = [what, f"  Likely cause: {cause}", f"  What to do: {fix}"]
+    lines += [f"  {line}" for detail in details for line in detail.splitlines()]
+    if logs is not None:
+        lines.append(f"  Logs: {logs}")
+    return "\n".join(lines)
+
+
+def _rebuild(
+    cls: type[DDPSafeError], args: tuple[object, ...], facts: dict[str, object]
+) -> DDPSafeError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(facts)
+    return error
+
+
+class DDPSafeError(Exception):
+    """Base of every error of ddpsafe: ``except ddpsafe.DDPSafeError`` catches them all."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle by facts: keyword-only arguments do not survive the default protocol."""
+        return (_rebuild, (type(self), self.args, dict(self.__dict__)))
+
+
+class ConfigError(DDPSafeError, ValueError):
+    """The configuration or a call is wrong; nothing was started.
+
+    Attributes:
+        problems: One text for each problem found, all of them at once.
+    """
+
+    def __init__(self, message: str, *, problems: Sequence[str] = ()) -> None:
+        """Keep the whole text and the problems one by one."""
+        super().__init__(message)
+        self.problems: tuple[str, ...] = tuple(problems) or (message,)
+
+
+class PreflightError(DDPSafeError):
+    """The machine or the network is not as the launch needs it; nothing was started.
+
+    Attributes:
+        report: What was checked and found.
+        kind: What sort of failure it is, for the retry policy.
+    """
+
+    def __init__(
+        self, message: str, *, report: object = None, kind: FailureKind = "config"
+    ) -> None:
+        """Keep the text and the report behind it."""
+        super().__init__(message)
+        self.report = report
+        self.kind: FailureKind = kind
+
+
+class LaunchError(DDPSafeError):
+    """A launch started and did not end well.
+
+    Attributes:
+        attempt: The attempt that failed, counted from 1.
+        attempts: How many attempts the retry policy allowed.
+        outcomes: What became of each rank, by rank.
+        previous_attempts: The errors of the attempts before this one, oldest first.
+        run_dir: Where logs and reports of the launch lie; ``None`` inside a rank.
+        kind: What sort of failure it was, for the retry policy.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        attempt: int = 1,
+        attempts: int = 1,
+        outcomes: Mapping[int, RankOutcome] | None = None,
+        run_dir: Path | None = None,
+        kind: FailureKind = "user-error",
+    ) -> None:
+        """Keep the facts of the launch beside the text."""
+        super().__init__(message)
+        self.attempt = attempt
+        self.attempts = attempts
+        self.outcomes: dict[int, RankOutcome] = dict(outcomes or {})
+        self.previous_attempts: tuple[DDPSafeError, ...] = ()
+        self.run_dir = run_dir
+        self.kind: FailureKind = kind
+
+
+class RankFailedError(LaunchError):
+    """One rank broke; the others only lost it.
+
+    Attributes:
+        rank: The rank that broke, its local rank, and where it ran.
+        local_rank: Its index on its host.
+        hostname: Its host.
+        pid: Its process id; ``None`` if it never started.
+        log_path: What it wrote to stderr.
+        exit_code: The exit status a launcher script should end with.
+    """
+
+    def __init__(  # noqa: PLR0913 - the facts of a failed rank; all keyword-only
+        self,
+        message: str,
+        *,
+        rank: int,
+        local_rank: int,
+        hostname: str,
+        pid: int | None = None,
+        log_path: Path | None = None,
+        exit_code: int = 1,
+        attempt: int = 1,
+        attempts: int = 1,
+        outcomes: Mapping[int, RankOutcome] | None = None,
+        run_dir: Path | None = None,
+        kind: FailureKind = "user-error",
+    ) -> None:
+        """Keep the facts of the rank that broke."""
+        super().__init__(
+            message,
+            attempt=attempt,
+            attempts=attempts,
+            outcomes=outcomes,
+            run_dir=run_dir,
+            kind=kind,
+        )
+        self.rank = rank
+        self.local_rank = local_rank
+        self.hostname = hostname
+        self.pid = pid
+        self.log_path = log_path
+        self.exit_code = exit_code
+
+
+class RankRaisedError(RankFailedError):
+    """The user's function raised; the exception is ``__cause__`` where it could travel."""
+
+
+class RankExitedError(RankFailedError):
+    """The rank ended with a non-zero exit code and without a report."""
+
+
+class RankKilledError(RankFailedError):
+    """The rank was ended by a signal.
+
+    Attributes:
+        signal: The signal's number, e.g. 9.
+    """
+
+    @property
+    def signal(self) -> int:
+        """The number of the signal that ended the rank."""
+        return self.exit_code - 128
+
+
+class RankLeftEarlyError(RankFailedError):
+    """The rank was gone, seemingly well, while its work was not done."""
+
+
+class LaunchTimeoutError(LaunchError, TimeoutError):
+    """A deadline of `Timeouts` passed.
+
+    Attributes:
+        waited_s: How long was waited, in seconds.
+        missing_ranks: The ranks that did not come.
+        stacks: Where each rank was, by rank, as text; empty where unknown.
+    """
+
+    def __init__(  # noqa: PLR0913 - the facts of a timeout; all keyword-only
+        self,
+        message: str,
+        *,
+        waited_s: float,
+        missing_ranks: Sequence[int] = (),
+        stacks: Mapping[int, str] | None = None,
+        attempt: int = 1,
+        attempts: int = 1,
+        outcomes: Mapping[int, RankOutcome] | None = None,
+        run_dir: Path | None = None,
+        kind: FailureKind = "hang",
+    ) -> None:
+        """Keep who was missing and where the others were."""
+        super().__init__(
+            message,
+            attempt=attempt,
+            attempts=attempts,
+            outcomes=outcomes,
+            run_dir=run_dir,
+            kind=kind,
+        )
+        self.waited_s = waited_s
+        self.missing_ranks = tuple(missing_ranks)
+        self.stacks: dict[int, str] = dict(stacks or {})
+
+
+class RendezvousTimeoutError(LaunchTimeoutError):
+    """Not all ranks joined within ``Timeouts.rendezvous``."""
+
+
+class CollectiveTimeoutError(LaunchTimeoutError):
+    """A collective did not end within ``Timeouts.collective``."""
+
+
+class BarrierTimeoutError(LaunchTimeoutError):
+    """Not all ranks reached a barrier within ``Timeouts.barrier``."""
+
+
+class ProgressTimeoutError(LaunchTimeoutError):
+    """No rank made a step within ``Timeouts.progress``."""
+
+
+class AttemptTimeoutError(LaunchTimeoutError):
+    """The attempt as a whole took longer than ``Timeouts.attempt``."""
+
+
+class ShutdownTimeoutError(LaunchTimeoutError):
+    """Ranks did not end within ``Timeouts.shutdown``."""
+
+
+NO_RETRY_EXIT_CODE: Final = 78
+"""Exit status that tells a scheduler not to requeue: EX_CONFIG of sysexits.h."""

@@ -1,0 +1,83 @@
+"""`RankContext`'s methods as functions of the package, for code that has no ``ctx`` at hand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ddpsafe._worker.attached import current
+from ddpsafe._worker.collectives import unwrap
+from ddpsafe._worker.environment import seed_all
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+    from datetime import timedelta
+
+    from torch import nn
+
+    from ddpsafe._worker.context import Reducible
+
+T = TypeVar("T")
+
+__all__ = [
+    "barrier",
+    "broadcast",
+    "gather",
+    "is_main",
+    "print",
+    "rank_zero_first",
+    "reduce_mean",
+    "seed_all",
+    "stop_requested",
+    "unwrap",
+    "wrap",
+]
+
+
+def is_main() -> bool:
+    """Tell whether this is rank 0 of the job; true outside of any rank."""
+    return current().is_main
+
+
+def wrap(model: nn.Module, *, sync_batchnorm: bool = False, **ddp_kwargs: object) -> nn.Module:
+    """Do what `RankContext.wrap` does."""
+    return current().wrap(model, sync_batchnorm=sync_batchnorm, **ddp_kwargs)
+
+
+def barrier(name: str | None = None, timeout: timedelta | None = None) -> None:
+    """Do what `RankContext.barrier` does."""
+    current().barrier(name, timeout)
+
+
+def rank_zero_first(
+    fn: Callable[..., T] | None = None, /, *args: Any, local: bool = False, **kwargs: Any
+) -> AbstractContextManager[None] | T:
+    """Do what `RankContext.rank_zero_first` does."""
+    if fn is None:
+        return current().rank_zero_first(local=local)
+    return current().rank_zero_first(fn, *args, local=local, **kwargs)
+
+
+def print(*values: object, sep: str = " ", end: str = "\n") -> None:  # noqa: A001 - ctx.print
+    """Print on rank 0 only."""
+    current().print(*values, sep=sep, end=end)
+
+
+def reduce_mean(x: Reducible, weight: float | None = None) -> Reducible:
+    """Do what `RankContext.reduce_mean` does."""
+    return current().reduce_mean(x, weight)
+
+
+def gather(obj: T) -> list[T]:
+    """Do what `RankContext.gather` does."""
+    return current().gather(obj)
+
+
+def broadcast(obj: T, src: int = 0) -> T:
+    """Do what `RankContext.broadcast` does."""
+    return current().broadcast(obj, src)
+
+
+def stop_requested() -> bool:
+    """Do what `RankContext.stop_requested` does."""
+    return current().stop_requested()

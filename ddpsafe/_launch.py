@@ -1,0 +1,188 @@
+"""`launch` and `spawn`: the story in one screen."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
+
+from ddpsafe._config import LaunchConfig, require_data_paths
+from ddpsafe._errors import ConfigError, explain
+from ddpsafe._launcher.attempt import run_attempt
+from ddpsafe._launcher.handle import SpawnHandle
+from ddpsafe._launcher.main_guard import require_main_guard
+from ddpsafe._launcher.plan import make_plan
+from ddpsafe._launcher.retry import run_attempts
+from ddpsafe._launcher.run_directory import open_run_directory
+from ddpsafe._launcher.workers import PickledCall
+from ddpsafe._wire import payload
+from ddpsafe._worker import attached
+from ddpsafe._world import find_world
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from typing_extensions import Unpack
+
+    from ddpsafe._config import LaunchFields, SpawnFields
+    from ddpsafe._launcher.plan import LaunchPlan
+    from ddpsafe._worker.context import RankContext
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchResult(Generic[R]):
+    """A launch that ended well.
+
+    Attributes:
+        values: What each rank returned, by rank. In a rank that another launcher started, only
+            this rank's own.
+        attempts: How many attempts it took.
+        run_dir: The run directory; ``None`` where it was temporary and has been removed.
+    """
+
+    values: dict[int, R]
+    attempts: int
+    run_dir: Path | None = field(default=None)
+
+
+def launch(
+    fn: Callable[Concatenate[RankContext, P], R],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    config: LaunchConfig | None = None,
+    **fields: Unpack[LaunchFields],
+) -> LaunchResult[R]:
+    """Run ``fn(ctx, *args, **kwargs)`` in every rank, with the process group up.
+
+    Replaces ``mp.spawn``, ``setup()`` and ``cleanup()``. In a process that torchrun, Slurm or MPI
+    has started as a rank already, nothing is spawned: `fn` runs here, in that rank.
+
+    Args:
+        fn: The function. One that cannot be imported by name (a notebook's, a closure, a lambda)
+            travels by value.
+        args: Its positional arguments after the context.
+        kwargs: Its keyword arguments.
+        config: The configuration; without one it is read from environment and file.
+        **fields: Fields of `LaunchConfig` that win over it.
+
+    Returns:
+        What the ranks returned.
+
+    Raises:
+        ConfigError: The call or its configuration is wrong; nothing was started.
+        PreflightError: The machine is not ready; nothing was started.
+        RankFailedError: A rank failed; its own exception is ``__cause__`` where it could travel.
+        LaunchTimeoutError: A deadline passed.
+    """
+    require_main_guard()
+    resolved = LaunchConfig.resolve(config, **fields)
+    if attached.is_rank(os.environ):
+        return _run_here(fn, args, kwargs or {}, resolved)
+    plan = make_plan(resolved, style="launch")
+    call = _pickle(fn, tuple(args), dict(kwargs or {}))
+    return _run_plan(plan, call)
+
+
+def spawn(  # noqa: PLR0913 - the signature of torch.multiprocessing.spawn
+    fn: Callable[Concatenate[int, P], object],
+    args: Sequence[Any] = (),
+    nprocs: int = 1,
+    join: bool = True,  # noqa: FBT001, FBT002 - as above
+    daemon: bool = False,  # noqa: FBT001, FBT002 - as above
+    start_method: str = "spawn",
+    *,
+    config: LaunchConfig | None = None,
+    **fields: Unpack[SpawnFields],
+) -> SpawnHandle | None:
+    """Run ``fn(rank, *args)`` in `nprocs` processes; a drop-in for ``torch.multiprocessing.spawn``.
+
+    The function may keep its own ``setup()`` and ``cleanup()``, also with a hard-coded port: its
+    ``init_process_group`` meets at a store of this launch.
+
+    Args:
+        fn: The function; its return value is dropped.
+        args: Its arguments after the rank.
+        nprocs: Number of ranks.
+        join: Wait for them; otherwise return a handle.
+        daemon: Make them daemonic processes, which may not have children of their own.
+        start_method: ``spawn`` or ``forkserver``.
+        config: As in `launch`.
+        **fields: As in `launch`.
+
+    Returns:
+        ``None``, or the handle with ``join=False``.
+
+    Raises:
+        ConfigError: As in `launch`.
+        PreflightError: As in `launch`.
+        RankFailedError: As in `launch`.
+        LaunchTimeoutError: As in `launch`.
+    """
+    require_main_guard()
+    fields.update(nproc_per_node=nprocs, start_method=start_method)  # type: ignore[typeddict-item]
+    plan = make_plan(LaunchConfig.resolve(config, **fields), style="spawn", daemon=daemon)
+    call = _pickle(fn, tuple(args), {})
+    if join:
+        _run_plan(plan, call)
+        return None
+    return SpawnHandle(lambda on_start: _run_plan(plan, call, on_start) and None, daemon=daemon)
+
+
+def _run_plan(plan: LaunchPlan, call: PickledCall, on_start: Any = None) -> LaunchResult[Any]:
+    attempts = 0
+
+    def attempt(number: int) -> dict[int, object]:
+        nonlocal attempts
+        attempts = number
+        require_data_paths(plan.config.data_paths)
+        return run_attempt(number, plan=plan, call=call, directory=directory, on_start=on_start)
+
+    with open_run_directory(plan.config.run_dir) as directory:
+        values = run_attempts(plan.config.retry, attempt)
+    kept = None if directory.is_ours else directory.path
+    return LaunchResult(values=values, attempts=attempts, run_dir=kept)
+
+
+def _run_here(
+    fn: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any], config: LaunchConfig
+) -> LaunchResult[R]:
+    require_data_paths(config.data_paths)
+    with attached.process_group(config=config) as context:
+        value = fn(context, *args, **kwargs)
+    return LaunchResult(
+        values={context.rank: value}, attempts=context.attempt, run_dir=context.run_dir
+    )
+
+
+def _pickle(fn: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PickledCall:
+    if not callable(fn):
+        what = f"{fn!r} is not callable."
+        cause = "the function was called instead of being passed."
+        raise ConfigError(explain(what, cause=cause, fix="write launch(train, args=(…,))."))
+    try:
+        data, handles = payload.dumps_call((fn, args, kwargs))
+    except Exception as exc:
+        raise _cannot_travel(fn, args, kwargs, exc) from exc
+    return PickledCall(data=data, handles=handles)
+
+
+def _cannot_travel(
+    fn: object, args: tuple[Any, ...], kwargs: dict[str, Any], exc: Exception
+) -> ConfigError:
+    name = getattr(fn, "__qualname__", repr(fn))
+    for part, path in ((args, "args"), (kwargs, "kwargs"), (fn, name)):
+        found = payload.find_unpicklable(part, path)
+        if found is not None:
+            path, exc = found[0], found[1]  # type: ignore[assignment]  # noqa: PLW2901
+            break
+    else:
+        path = name
+    what = f"{path} cannot be sent to another process: {exc}"
+    cause = "open files, locks, sockets, generators and GPU tensors belong to one process."
+    fix = "pass what it is made from (a path, a seed) and make it inside the function."
+    return ConfigError(explain(what, cause=cause, fix=fix))

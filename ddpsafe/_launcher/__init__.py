@@ -1,0 +1,1 @@
+"""Runs in the process that called `launch`: plans, starts, watches, ends, explains."""

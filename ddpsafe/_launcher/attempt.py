@@ -1,0 +1,132 @@
+"""One attempt: a fresh store, all ranks, a watch, an end, a verdict."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ddpsafe._launcher import postmortem, shutdown
+from ddpsafe._launcher.console import open_console
+from ddpsafe._launcher.guard import posted_guard
+from ddpsafe._launcher.plan import rank_env
+from ddpsafe._launcher.rendezvous import open_meeting
+from ddpsafe._launcher.signals import open_inbox, pass_on
+from ddpsafe._launcher.supervisor import Ending, Watch
+from ddpsafe._launcher.workers import Worker, started_workers
+from ddpsafe._wire import payload
+from ddpsafe._wire.spec import RankSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ddpsafe._launcher.plan import LaunchPlan
+    from ddpsafe._launcher.rendezvous import Meeting
+    from ddpsafe._launcher.run_directory import RunDirectory
+    from ddpsafe._launcher.signals import SignalInbox
+    from ddpsafe._launcher.workers import PickledCall
+
+
+def run_attempt(
+    number: int,
+    *,
+    plan: LaunchPlan,
+    call: PickledCall,
+    directory: RunDirectory,
+    on_start: Callable[[Sequence[Worker], SignalInbox], None] | None = None,
+) -> dict[int, object]:
+    """Run all ranks once.
+
+    Args:
+        number: The attempt, counted from 1.
+        plan: What to start.
+        call: What the ranks run.
+        directory: Where the logs go.
+        on_start: Told the workers once all have been started, and how to stop them.
+
+    Returns:
+        What each rank returned, by rank.
+
+    Raises:
+        LaunchError: A rank failed, or a deadline passed.
+        PreflightError: The ranks could not be started.
+        KeyboardInterrupt: The user wants to stop; all ranks have ended.
+    """
+    directory.attempt(number)
+    config = plan.config
+    with ExitStack() as stack:
+        inbox = stack.enter_context(open_inbox())
+        meeting = stack.enter_context(open_meeting(timeout=config.timeouts.rendezvous))
+        guard = stack.enter_context(posted_guard(plan.launch_id))
+        stop = partial(shutdown.stop_workers, grace=config.timeouts.grace, launch_id=plan.launch_id)
+        workers = stack.enter_context(
+            started_workers(
+                _specs(plan, number, meeting, directory),
+                call,
+                start_method=config.start_method,
+                daemon=plan.daemon,
+                guard=guard,
+                stop=stop,
+            )
+        )
+        if on_start is not None:
+            on_start(workers, inbox)
+        with open_console(workers, plan.console) as console:
+            watch = Watch(workers, timeouts=config.timeouts, inbox=inbox, console=console)
+            ending = watch.until_end()
+            stop(workers)
+        outcomes = {worker.rank: worker.outcome() for worker in workers}
+        reports = {worker.rank: worker.returned for worker in workers}
+    if inbox.received is not None:
+        pass_on(inbox.received)
+    if ending.verdict != "done":
+        raise _failure(ending, outcomes, number, plan, directory)
+    return {rank: payload.loads(report.payload) for rank, report in reports.items() if report}
+
+
+def _failure(
+    ending: Ending,
+    outcomes: dict[int, postmortem.RankOutcome],
+    number: int,
+    plan: LaunchPlan,
+    directory: RunDirectory,
+) -> postmortem.LaunchError:
+    case = postmortem.Case(
+        outcomes=outcomes,
+        ending=ending,
+        attempt=number,
+        attempts=plan.config.retry.attempts,
+        run_dir=directory.path,
+    )
+    return postmortem.conclude(case)
+
+
+def _specs(
+    plan: LaunchPlan, number: int, meeting: Meeting, directory: RunDirectory
+) -> list[RankSpec]:
+    config = plan.config
+    return [
+        RankSpec(
+            world=world,
+            attempt=number,
+            attempts=config.retry.attempts,
+            launch_id=plan.launch_id,
+            launcher_pid=os.getpid(),
+            store_host=meeting.host,
+            store_port=meeting.port,
+            master_port=meeting.master_port,
+            backend=plan.backend,
+            device=plan.devices[world.rank],
+            timeouts=plan.timeouts,
+            style=plan.style,
+            env=rank_env(plan, world, meeting.master_port),
+            inherited_env=dict(os.environ) if config.start_method == "forkserver" else None,
+            cwd=os.getcwd(),  # noqa: PTH109 - plain text crosses to the rank
+            seed=config.seed,
+            num_threads=plan.num_threads,
+            logs=directory.logs(number, world),
+            run_dir=str(directory.path),
+        )
+        for world in plan.worlds
+    ]

@@ -1,0 +1,83 @@
+"""A small process that outlives the launcher for as long as it takes to clean up after it.
+
+A launcher that is killed by SIGKILL can do nothing, and a rank killed with it cannot end what it
+started. The guard learns the ranks' pids on a pipe; when the pipe ends without a good-bye, it ends
+them and all that descends from them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Final
+
+from ddpsafe._launcher.descendants import RankProcess, kill_members
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_PROGRAM: Final = (
+    "import json, sys; first = json.loads(sys.stdin.readline()); sys.path[:] = first['path']; "
+    "from ddpsafe._launcher.guard import watch; watch(first['launch_id'])"
+)
+_GOODBYE: Final = "goodbye"
+_CLEAN_UP_S: Final = 5.0
+
+
+class Guard:
+    """The launcher's end of the guard process."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        """Own the process."""
+        self._process = process
+
+    def protect(self, rank: RankProcess) -> None:
+        """End this process too, should the launcher vanish."""
+        self._say(json.dumps([rank.pid, rank.created_s]))
+
+    def dismiss(self) -> None:
+        """End the guard: the launcher has cleaned up itself."""
+        self._say(_GOODBYE)
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None  # noqa: S101 - opened with a pipe
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    def _say(self, line: str) -> None:
+        assert self._process.stdin is not None  # noqa: S101 - opened with a pipe
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+
+
+@contextlib.contextmanager
+def posted_guard(launch_id: str) -> Iterator[Guard]:
+    """Keep a guard while ranks run. Its own session keeps the terminal's signals away from it."""
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-E", "-c", _PROGRAM],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    guard = Guard(process)
+    guard._say(json.dumps({"path": sys.path, "launch_id": launch_id}))  # noqa: SLF001 - ours
+    try:
+        yield guard
+    finally:
+        guard.dismiss()
+
+
+def watch(launch_id: str) -> None:
+    """Be the guard: read pids until the launcher says good-bye or is gone."""
+    ranks: list[RankProcess] = []
+    for line in sys.stdin:
+        if line.strip() == _GOODBYE:
+            return
+        pid, created_s = json.loads(line)
+        ranks.append(RankProcess(pid, created_s))
+    kill_members(ranks, launch_id, within_s=_CLEAN_UP_S)

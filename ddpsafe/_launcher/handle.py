@@ -1,0 +1,97 @@
+"""`SpawnHandle`: ranks that run while the caller does something else."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from multiprocessing.process import BaseProcess
+
+    from ddpsafe._launcher.signals import SignalInbox
+    from ddpsafe._launcher.workers import Worker
+
+    OnStart = Callable[[Sequence[Worker], SignalInbox], None]
+
+
+class SpawnHandle:
+    """What ``spawn(join=False)`` returns, with the methods of torch's ProcessContext.
+
+    The ranks are watched all the time, in a thread of their own, not only while `join` waits.
+
+    Attributes:
+        processes: The ranks' processes, by rank.
+    """
+
+    def __init__(self, run: Callable[[OnStart], None], *, daemon: bool) -> None:
+        """Start, and return once every rank's process exists or the start has failed."""
+        self.processes: list[BaseProcess] = []
+        self._pids: list[int] = []
+        self._inbox: SignalInbox | None = None
+        self._result: Future[None] = Future()
+        self._started = threading.Event()
+        self._run = run
+        self._thread = threading.Thread(target=self._watch, name="ddpsafe-spawn", daemon=daemon)
+        self._thread.start()
+        self._started.wait()
+        if self._result.done() and not self._pids:
+            self._result.result()
+
+    def pids(self) -> list[int]:
+        """Return the ranks' process ids, by rank."""
+        return list(self._pids)
+
+    def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
+        """Wait for the ranks.
+
+        Args:
+            timeout: How long, in seconds; ``None`` until they have ended.
+            grace_period: Accepted for torch's signature; ``timeouts.grace`` of the launch applies.
+
+        Returns:
+            True when all have ended well, False when the timeout passed first.
+
+        Raises:
+            LaunchError: A rank failed.
+            KeyboardInterrupt: After the ranks have been ended.
+        """
+        del grace_period
+        try:
+            self._result.result(timeout)
+        except FutureTimeoutError:
+            if self._result.done():
+                self._thread.join()
+                raise
+            return False
+        except KeyboardInterrupt:
+            self._cancel()
+            raise
+        self._thread.join()
+        return True
+
+    def _cancel(self) -> None:
+        if self._inbox is not None:
+            with contextlib.suppress(OSError):
+                self._inbox.put(signal.SIGINT, None)
+        self._thread.join()
+
+    def _note(self, workers: Sequence[Worker], inbox: SignalInbox) -> None:
+        self.processes = [worker.process for worker in workers]
+        self._pids = [worker.pid for worker in workers if worker.pid is not None]
+        self._inbox = inbox
+        self._started.set()
+
+    def _watch(self) -> None:
+        try:
+            self._run(self._note)
+        except BaseException as exc:  # noqa: BLE001 - carried to whoever joins
+            self._result.set_exception(exc)
+        else:
+            self._result.set_result(None)
+        finally:
+            self._started.set()

@@ -1,0 +1,214 @@
+"""`LaunchConfig` to `LaunchPlan`: what was asked for, as it is on this machine."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from ddpsafe._errors import ConfigError, explain
+from ddpsafe._wire.spec import RankTimeouts
+from ddpsafe._world import World
+
+if TYPE_CHECKING:
+    from ddpsafe._config import LaunchConfig
+    from ddpsafe._wire.spec import CallStyle
+
+LOOPBACK: Final = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchPlan:
+    """One launch on one node, every "auto" decided.
+
+    Attributes:
+        config: What was asked for.
+        style: How the user's function is called.
+        worlds: The ranks to start, by rank.
+        backend: Backend for torch.
+        devices: Each rank's device, by rank.
+        num_threads: Intra-op threads of each rank; ``None`` leaves the user's choice.
+        console: Whose output the console shows.
+        launch_id: Proof at the rendezvous that processes belong to this launch.
+        timeouts: The deadlines that ranks keep by themselves.
+        daemon: Whether the ranks are daemonic processes, as ``mp.spawn(daemon=…)`` means it.
+    """
+
+    config: LaunchConfig
+    style: CallStyle
+    worlds: tuple[World, ...]
+    backend: str
+    devices: tuple[str, ...]
+    num_threads: int | None
+    console: str
+    launch_id: str
+    timeouts: RankTimeouts
+    daemon: bool
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.worlds)
+
+
+def make_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False) -> LaunchPlan:
+    """Decide every "auto" and refuse what this machine cannot do.
+
+    Args:
+        config: What was asked for.
+        style: How the user's function is called.
+        daemon: See `LaunchPlan`.
+
+    Raises:
+        ConfigError: More nodes than this launcher starts, or GPUs that are not there.
+    """
+    _require_one_node(config)
+    gpus = _count_gpus()
+    nproc = _resolve_nproc(config, gpus)
+    backend = _resolve_backend(config, gpus, nproc)
+    if "nccl" in backend and style == "launch":
+        _require_gpus(nproc, gpus)
+    return LaunchPlan(
+        config=config,
+        style=style,
+        worlds=tuple(_world(rank, nproc) for rank in range(nproc)),
+        backend=backend,
+        devices=tuple(_device(rank, nproc, backend, gpus, style) for rank in range(nproc)),
+        num_threads=_threads(nproc, config.env),
+        console=_resolve_console(config, style),
+        launch_id=secrets.token_hex(16),
+        timeouts=RankTimeouts(
+            rendezvous=config.timeouts.rendezvous,
+            collective=config.timeouts.collective,
+            barrier=config.timeouts.barrier,
+            shutdown=config.timeouts.shutdown,
+        ),
+        daemon=daemon,
+    )
+
+
+def rank_env(plan: LaunchPlan, world: World, master_port: int) -> dict[str, str]:
+    """Return the variables one rank gets on top of the caller's.
+
+    Under ``spawn`` style a variable that the caller has set stays: ``RANK`` may be the node's rank
+    in scripts that compute their own from it.
+    """
+    given = {
+        **world.as_env(),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(master_port),
+        **_loopback_interfaces(),
+    }
+    if plan.num_threads is not None:
+        given["OMP_NUM_THREADS"] = str(plan.num_threads)
+    kept = set(_loopback_interfaces())
+    if plan.style == "spawn":
+        kept |= set(given)
+    ours = {name: value for name, value in given.items() if not (name in kept & set(os.environ))}
+    return {**ours, **plan.config.env, "DDPSAFE_LAUNCH_ID": plan.launch_id}
+
+
+def _loopback_interfaces() -> dict[str, str]:
+    """Keep gloo and NCCL of a single node on loopback, where no other host can reach them."""
+    name = "lo0" if sys.platform == "darwin" else "lo"
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+
+
+def _world(rank: int, nproc: int) -> World:
+    return World(
+        rank=rank,
+        world_size=nproc,
+        local_rank=rank,
+        local_world_size=nproc,
+        node_rank=0,
+        nnodes=1,
+        started_by="ddpsafe",
+    )
+
+
+def _require_one_node(config: LaunchConfig) -> None:
+    if config.nnodes == 1:
+        return
+    what = f"nnodes={config.nnodes}: launch() itself starts the ranks of one node."
+    fix = (
+        "start the same script on every node with srun, or with torchrun "
+        f"--nnodes={config.nnodes} --nproc-per-node=… --rdzv-backend=c10d --rdzv-endpoint=…; "
+        "launch() then runs the function in each rank that they start."
+    )
+    cause = "several nodes need a launcher on each of them."
+    raise ConfigError(explain(what, cause=cause, fix=fix))
+
+
+def _count_gpus() -> int:
+    import torch
+
+    # device_count asks the driver without initialising CUDA in this process.
+    return torch.cuda.device_count()
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _resolve_nproc(config: LaunchConfig, gpus: int) -> int:
+    asked = config.nproc_per_node
+    if asked == "auto":
+        return gpus or _cores()
+    if asked == "cpu":
+        return _cores()
+    if asked == "gpu":
+        if gpus == 0:
+            _refuse_gpu('nproc_per_node="gpu"', 'nproc_per_node="cpu" (and backend="gloo")')
+        return gpus
+    return int(asked)
+
+
+def _resolve_backend(config: LaunchConfig, gpus: int, nproc: int) -> str:
+    if config.backend != "auto":
+        return config.backend
+    # More ranks than GPUs cannot use nccl: it refuses two ranks on one device.
+    return "nccl" if 0 < nproc <= gpus and config.nproc_per_node != "cpu" else "gloo"
+
+
+def _require_gpus(nproc: int, gpus: int) -> None:
+    if gpus == 0:
+        _refuse_gpu("backend nccl", 'backend="gloo"')
+    if nproc > gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        what = f"{nproc} ranks with nccl need {nproc} GPUs, but this machine shows {gpus}."
+        cause = "nccl refuses two ranks on one GPU"
+        cause += "." if visible is None else f"; CUDA_VISIBLE_DEVICES={visible!r} hides others."
+        fix = f'nproc_per_node={gpus}, or nproc_per_node="gpu", or backend="gloo".'
+        raise ConfigError(explain(what, cause=cause, fix=fix))
+
+
+def _refuse_gpu(asked: str, instead: str) -> None:
+    import torch
+
+    what = f"{asked} needs a GPU, but torch sees none."
+    cause = "this machine has no GPU, its driver is not loaded, or CUDA_VISIBLE_DEVICES hides it."
+    if torch.version.cuda is None:
+        cause = f"torch {torch.__version__} is built without CUDA."
+    raise ConfigError(explain(what, cause=cause, fix=f"write {instead}, or check nvidia-smi."))
+
+
+def _device(rank: int, nproc: int, backend: str, gpus: int, style: str) -> str:
+    if style == "spawn":
+        return f"cuda:{rank}" if nproc <= gpus else "cpu"
+    return f"cuda:{rank}" if "nccl" in backend or ("cuda" in backend and gpus) else "cpu"
+
+
+def _threads(nproc: int, env: dict[str, str]) -> int | None:
+    if "OMP_NUM_THREADS" in os.environ or "OMP_NUM_THREADS" in env:
+        return None
+    return max(1, _cores() // nproc)
+
+
+def _resolve_console(config: LaunchConfig, style: str) -> str:
+    if config.console != "auto":
+        return config.console
+    return "rank-zero" if style == "launch" else "all"

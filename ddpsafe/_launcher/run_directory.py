@@ -1,0 +1,101 @@
+"""The directory of one launch: logs and reports, kept when something failed."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddpsafe._errors import PreflightError, explain
+from ddpsafe._wire.spec import LogFiles
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ddpsafe._world import World
+
+
+class RunDirectory:
+    """Paths of a launch; `discard` decides what stays.
+
+    Attributes:
+        path: The directory.
+        is_ours: Whether we made it under the system's temporary directory.
+    """
+
+    def __init__(self, path: Path, *, is_ours: bool) -> None:
+        """Keep the path."""
+        self.path = path
+        self.is_ours = is_ours
+
+    def attempt(self, number: int) -> Path:
+        """Make the directory of an attempt, counted from 1."""
+        path = self.path / f"attempt-{number}"
+        path.mkdir(mode=0o700, exist_ok=True)
+        return path
+
+    def logs(self, number: int, world: World) -> LogFiles:
+        """Name the files of one rank in one attempt."""
+        stem = str(self.path / f"attempt-{number}" / f"rank-{world.rank}")
+        return LogFiles(stdout=f"{stem}.out", stderr=f"{stem}.err", stacks=f"{stem}.stacks")
+
+    def discard(self) -> None:
+        """Remove a directory that we made."""
+        if self.is_ours:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def open_run_directory(wanted: Path | None) -> Iterator[RunDirectory]:
+    """Make the run directory; remove a temporary one unless an error passes through.
+
+    Args:
+        wanted: The user's directory, or ``None`` for a private temporary one.
+
+    Raises:
+        PreflightError: It cannot be made or written to.
+    """
+    directory = _make_temporary() if wanted is None else _make(wanted)
+    yield directory
+    directory.discard()
+
+
+def _make_temporary() -> RunDirectory:
+    try:
+        return RunDirectory(Path(tempfile.mkdtemp(prefix="ddpsafe-")), is_ours=True)
+    except OSError as exc:
+        raise _unusable(Path(tempfile.gettempdir()), exc) from exc
+
+
+def _make(path: Path) -> RunDirectory:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        _set_aside_earlier_attempts(path)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as exc:
+        raise _unusable(path, exc) from exc
+    return RunDirectory(path, is_ours=False)
+
+
+def _set_aside_earlier_attempts(path: Path) -> None:
+    """Keep the logs of a launch that used the same directory: its crash may be why we are here."""
+    earlier = sorted(path.glob("attempt-*"))
+    if not earlier:
+        return
+    target = path / "earlier" / time.strftime("%Y%m%dT%H%M%S")
+    while target.exists():
+        target = target.with_name(target.name + "+")
+    target.mkdir(parents=True)
+    for attempt in earlier:
+        attempt.rename(target / attempt.name)
+
+
+def _unusable(path: Path, exc: OSError) -> PreflightError:
+    what = f"the run directory {path} cannot be used: {exc.strerror or exc}."
+    cause = "it is not writable, its disk is full, or a file is in its place."
+    fix = "pass run_dir= with a directory that you can write to, or make room."
+    return PreflightError(explain(what, cause=cause, fix=fix))

@@ -1,0 +1,79 @@
+"""Ending ranks: SIGTERM, grace, SIGKILL, the whole tree, always reaped, always bounded."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING
+
+from ddpsafe._clock import Deadline
+from ddpsafe._launcher.descendants import kill_members
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ddpsafe._launcher.workers import Worker
+
+logger = logging.getLogger(__name__)
+_KILL_WAIT = timedelta(seconds=5)
+_LEFTOVERS_S = 1.0
+
+
+def stop_workers(workers: Sequence[Worker], *, grace: timedelta, launch_id: str) -> None:
+    """End the ranks that are left and everything they started.
+
+    Args:
+        workers: The ranks of the attempt.
+        grace: How long a rank may take to obey SIGTERM.
+        launch_id: Marks the processes of this launch.
+    """
+    _end(workers, signal.SIGTERM, Deadline.after(grace))
+    stubborn = [worker.rank for worker in workers if worker.alive]
+    if stubborn:
+        logger.warning(
+            "rank %s ignored SIGTERM for %.1f s; sending SIGKILL",
+            ", ".join(map(str, stubborn)),
+            grace.total_seconds(),
+        )
+    _end(workers, signal.SIGKILL, Deadline.after(_KILL_WAIT))
+    _report_immortal(workers)
+    identities = [worker.identity for worker in workers if worker.identity is not None]
+    leftovers = kill_members(identities, launch_id, within_s=_LEFTOVERS_S)
+    if leftovers:
+        logger.info("ended %d processes that ranks had left behind", len(leftovers))
+
+
+def _end(workers: Sequence[Worker], signum: signal.Signals, deadline: Deadline) -> None:
+    for worker in workers:
+        if worker.alive:
+            worker.stopped = True
+            worker.signal(signum)
+    await_ends(workers, deadline)
+
+
+def await_ends(workers: Sequence[Worker], deadline: Deadline) -> None:
+    """Wait until all have ended or the deadline has passed, draining their reports."""
+    while alive := [worker for worker in workers if worker.alive]:
+        handles: list[object] = [worker.end_handle() for worker in alive]
+        handles += [worker.receiver for worker in alive if not worker.receiver.closed]
+        remaining_s = deadline.remaining_s()
+        wait(handles, min(remaining_s, 60.0))  # type: ignore[arg-type]  # descriptors and filenos
+        for worker in alive:
+            worker.take_reports()
+            if wait([worker.end_handle()], 0):
+                worker.note_end()
+        if deadline.expired():
+            return
+
+
+def _report_immortal(workers: Sequence[Worker]) -> None:
+    immortal = [worker for worker in workers if worker.alive]
+    for worker in immortal:
+        logger.error(
+            "rank %d (pid %s) does not end on SIGKILL: it waits inside the kernel, for a disk "
+            "or a device",
+            worker.rank,
+            worker.pid,
+        )

@@ -1,0 +1,79 @@
+"""Signals to the launcher while ranks run: noticed in the wait, handed back afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_TAKEN: Final = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+}
+
+
+class SignalInbox:
+    """The signal that arrived, and a descriptor that wakes a wait up.
+
+    Attributes:
+        received: The first signal that arrived; ``None`` until then.
+    """
+
+    def __init__(self, read_fd: int, write_fd: int) -> None:
+        """Own nothing: `open_inbox` closes the pipe."""
+        self._read_fd = read_fd
+        self._write_fd = write_fd
+        self.received: signal.Signals | None = None
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait on."""
+        return self._read_fd
+
+    def put(self, signum: int, frame: object) -> None:
+        """Be the handler."""
+        del frame
+        if self.received is None:
+            self.received = signal.Signals(signum)
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._write_fd, b"!")
+
+
+@contextlib.contextmanager
+def open_inbox() -> Iterator[SignalInbox]:
+    """Take over the signals that would end this process, where nobody else has.
+
+    An ignored signal stays ignored (nohup ignores SIGHUP), a handler of the user's stays in place.
+    Outside the main thread Python allows no handlers; the main thread's own apply then.
+    """
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
+    inbox = SignalInbox(read_fd, write_fd)
+    before: dict[int, Any] = {}
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for signum, default in _TAKEN.items():
+                if signal.getsignal(signum) == default:
+                    before[signum] = signal.signal(signum, inbox.put)
+        yield inbox
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+        os.close(read_fd)
+        os.close(write_fd)
+
+
+def pass_on(received: signal.Signals) -> None:
+    """Do what the signal would have done without us, now that the ranks have ended.
+
+    Raises:
+        KeyboardInterrupt: For SIGINT; any other signal ends the process.
+    """
+    if received == signal.SIGINT:
+        raise KeyboardInterrupt
+    signal.raise_signal(received)

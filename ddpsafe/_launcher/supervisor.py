@@ -1,0 +1,144 @@
+"""Watches the ranks of one attempt: first failure wins, every wait has an end."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING, Final, Literal
+
+from ddpsafe._clock import Deadline
+from ddpsafe._launcher.symptoms import is_secondary
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ddpsafe._config import Timeouts
+    from ddpsafe._launcher.console import Console
+    from ddpsafe._launcher.signals import SignalInbox
+    from ddpsafe._launcher.workers import Worker
+
+Verdict = Literal["done", "failed", "rendezvous", "attempt", "signal"]
+
+_TICK_S: Final = 0.1
+_IDLE_S: Final = 5.0
+# How long evidence may take to arrive after the first failure: the rank that broke often
+# reports after the ranks that only lost it. Longer while only such ranks have reported.
+_SETTLE: Final = timedelta(seconds=0.3)
+_SETTLE_SECONDARY: Final = timedelta(seconds=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """Why the watch ended.
+
+    Attributes:
+        verdict: In a word.
+        waited_s: How long the attempt had taken, in seconds.
+    """
+
+    verdict: Verdict
+    waited_s: float
+
+
+class Watch:
+    """One attempt under watch.
+
+    Args:
+        workers: The ranks.
+        timeouts: The launcher's deadlines.
+        inbox: Signals to the launcher.
+        console: Shows output while we wait.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        *,
+        timeouts: Timeouts,
+        inbox: SignalInbox,
+        console: Console,
+    ) -> None:
+        """Start the clocks."""
+        self._workers = workers
+        self._timeouts = timeouts
+        self._inbox = inbox
+        self._console = console
+        self._rendezvous = Deadline.after(timeouts.rendezvous)
+        self._attempt = Deadline.after(timeouts.attempt)
+
+    def until_end(self) -> Ending:
+        """Wait until the attempt has ended, well or not.
+
+        Ranks may still run when it returns; ending them is the caller's.
+        """
+        while (verdict := self._verdict()) is None:
+            self._wait(self._next_deadline())
+        if verdict == "failed":
+            self._settle()
+        elif verdict == "done":
+            self._let_leave()
+        return Ending(verdict=verdict, waited_s=self._attempt.waited_s())
+
+    def _verdict(self) -> Verdict | None:
+        if self._inbox.received is not None:
+            return "signal"
+        if any(map(has_failed, self._workers)):
+            return "failed"
+        if all(worker.returned is not None for worker in self._workers):
+            return "done"
+        if self._attempt.expired():
+            return "attempt"
+        if self._rendezvous.expired() and not all(worker.joined for worker in self._workers):
+            return "rendezvous"
+        return None
+
+    def _next_deadline(self) -> Deadline:
+        if all(worker.joined for worker in self._workers):
+            return self._attempt
+        return self._rendezvous.earlier(self._attempt)
+
+    def _settle(self) -> None:
+        settle, longer = Deadline.after(_SETTLE), Deadline.after(_SETTLE_SECONDARY)
+        while any(worker.alive for worker in self._workers):
+            deadline = longer if self._only_secondary() else settle
+            if deadline.expired():
+                return
+            self._wait(deadline)
+
+    def _only_secondary(self) -> bool:
+        reports = [worker.raised for worker in self._workers if has_failed(worker)]
+        return all(raised is not None and is_secondary(raised) for raised in reports)
+
+    def _let_leave(self) -> None:
+        """Give ranks that have returned the time to end by themselves; the result stands."""
+        deadline = Deadline.after(self._timeouts.shutdown)
+        while any(worker.alive for worker in self._workers) and not deadline.expired():
+            if self._inbox.received is not None:
+                return
+            self._wait(deadline)
+
+    def _wait(self, deadline: Deadline) -> None:
+        alive = [worker for worker in self._workers if worker.alive]
+        handles: list[object] = [self._inbox, *(worker.end_handle() for worker in alive)]
+        handles += [worker.receiver for worker in alive if not worker.receiver.closed]
+        longest_s = _TICK_S if self._console.busy else _IDLE_S
+        ready = wait(handles, min(deadline.remaining_s(), longest_s))  # type: ignore[arg-type]
+        if self._inbox in ready:
+            os.read(self._inbox.fileno(), 1)
+        for worker in alive:
+            if worker.receiver in ready:
+                worker.take_reports()
+            if worker.end_handle() in ready:
+                worker.note_end()
+        self._console.refresh()
+
+
+def has_failed(worker: Worker) -> bool:
+    """Tell whether a rank has reported a failure, or ended without any report."""
+    if worker.returned is not None:
+        return False
+    if worker.raised is not None and worker.raised.final:
+        return True
+    return not worker.alive

@@ -1,0 +1,1 @@
+"""What crosses between launcher and worker: plain, frozen, picklable, free of torch."""

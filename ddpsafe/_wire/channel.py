@@ -1,0 +1,119 @@
+"""One-way pipe from a rank to its launcher, which can never block the launcher.
+
+`multiprocessing.Connection.recv` waits for the whole message, so a rank that is stopped in the
+middle of a large result would stop its launcher too. Here the launcher reads what is there.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+import threading
+from multiprocessing import reduction
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from ddpsafe._wire.outcome import Message
+
+_HEADER: Final = struct.Struct("<Q")
+_CHUNK: Final = 1 << 20
+
+
+class InheritedFd:
+    """A file descriptor on its way into a process that is being started."""
+
+    def __init__(self, fd: int) -> None:
+        """Name the descriptor; its owner closes it."""
+        self.fd = fd
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Hand a duplicate to the process being started; works only then."""
+        return (_adopt, (reduction.DupFd(self.fd),))
+
+
+def _adopt(duplicate: reduction.DupFd) -> InheritedFd:
+    return InheritedFd(duplicate.detach())
+
+
+class Sender:
+    """The rank's end. Threads may share it."""
+
+    def __init__(self, fd: int) -> None:
+        """Own the descriptor."""
+        self._fd = fd
+        self._lock = threading.Lock()
+
+    def send(self, message: Message) -> None:
+        """Write one message.
+
+        A launcher that is gone is no error here: the lifeline ends the rank.
+        """
+        body = pickle.dumps(message)
+        with self._lock:
+            try:
+                self._write(_HEADER.pack(len(body)) + body)
+            except BrokenPipeError:
+                return
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._fd, view) :]
+
+
+class Receiver:
+    """The launcher's end; `fileno` makes it usable in a wait."""
+
+    def __init__(self, fd: int) -> None:
+        """Own the descriptor and make it non-blocking."""
+        os.set_blocking(fd, False)
+        self._fd = fd
+        self._buffer = bytearray()
+        self.closed = False
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait on."""
+        return self._fd
+
+    def receive(self) -> list[Message]:
+        """Read what has arrived, without waiting.
+
+        Returns:
+            The messages that are complete; the rest is kept for the next call.
+        """
+        self._fill()
+        messages: list[Message] = []
+        while (body := self._next_body()) is not None:
+            # The peer is our own child on an anonymous pipe, not a network peer.
+            messages.append(pickle.loads(body))  # noqa: S301 - see above
+        return messages
+
+    def close(self) -> None:
+        """Close the descriptor; a second call does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self.closed = True
+
+    def _fill(self) -> None:
+        while self._fd >= 0:
+            try:
+                chunk = os.read(self._fd, _CHUNK)
+            except BlockingIOError:
+                return
+            if not chunk:
+                self.close()
+                return
+            self._buffer += chunk
+
+    def _next_body(self) -> bytes | None:
+        if len(self._buffer) < _HEADER.size:
+            return None
+        (size,) = _HEADER.unpack_from(self._buffer)
+        end = _HEADER.size + size
+        if len(self._buffer) < end:
+            return None
+        body = bytes(memoryview(self._buffer)[_HEADER.size : end])
+        del self._buffer[:end]
+        return body

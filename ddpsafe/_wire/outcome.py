@@ -1,0 +1,168 @@
+"""What a rank reports while it lives, and what the launcher concludes about it."""
+
+from __future__ import annotations
+
+import signal
+import time
+import traceback
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+Phase = Literal["starting", "loading", "joining", "running", "leaving"]
+"""Process started > unpickling > rendezvous > the user's function > after its report."""
+
+_MAX_MESSAGE: Final = 4_000
+_MAX_TRACEBACK: Final = 64_000
+_CUT: Final = " […] "
+
+
+def clip(text: str, limit: int) -> str:
+    """Shorten text from its middle: the head says what it is, the tail how it ended."""
+    if len(text) <= limit:
+        return text
+    half = (limit - len(_CUT)) // 2
+    return text[:half] + _CUT + text[-half:]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entered:
+    """The rank entered a phase."""
+
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Returned:
+    """The user's function returned; sent before any teardown.
+
+    Attributes:
+        payload: The pickled value.
+    """
+
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raised:
+    """An exception left the user's function, or is about to; sent before any teardown.
+
+    Attributes:
+        type_name: Qualified name of the exception's type.
+        message: ``str()`` of the exception, shortened.
+        traceback: The formatted traceback with its chain, shortened.
+        payload: The pickled exception, or ``None`` where it cannot travel.
+        phase: Where the rank was.
+        at_ns: Monotonic clock of the host; comparable between the ranks of one host.
+        exit_code: Set when the exception was a request to exit.
+        final: False where the exception was only seen in flight, at a teardown of the user's.
+    """
+
+    type_name: str
+    message: str
+    traceback: str
+    payload: bytes | None
+    phase: Phase
+    at_ns: int
+    exit_code: int | None = None
+    final: bool = True
+
+    @classmethod
+    def from_exception(
+        cls,
+        exc: BaseException,
+        *,
+        phase: Phase,
+        payload: bytes | None,
+        final: bool = True,
+    ) -> Raised:
+        """Describe an exception in plain text; never raises itself."""
+        return cls(
+            type_name=_type_name(exc),
+            message=clip(_text_of(exc), _MAX_MESSAGE),
+            traceback=clip(_traceback_of(exc), _MAX_TRACEBACK),
+            payload=payload,
+            phase=phase,
+            at_ns=time.monotonic_ns(),
+            exit_code=_exit_code_of(exc),
+            final=final,
+        )
+
+
+Message = Entered | Returned | Raised
+
+
+def _type_name(exc: BaseException) -> str:
+    cls = type(exc)
+    if cls.__module__ in ("builtins", "__main__", "__mp_main__"):
+        return cls.__qualname__
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _text_of(exc: BaseException) -> str:
+    try:
+        return str(exc)
+    except Exception as broken:  # noqa: BLE001 - a user's __str__ may raise anything
+        return f"(its __str__ raised {type(broken).__name__})"
+
+
+def _traceback_of(exc: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(exc))
+    except Exception:  # noqa: BLE001 - formatting calls the user's __str__ and __repr__
+        return "".join(traceback.format_tb(exc.__traceback__)) + _type_name(exc)
+
+
+def _exit_code_of(exc: BaseException) -> int | None:
+    if isinstance(exc, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    if not isinstance(exc, SystemExit):
+        return None
+    if exc.code is None:
+        return 0
+    return exc.code if isinstance(exc.code, int) else 1
+
+
+Status = Literal["returned", "raised", "exited", "killed", "stopped", "running", "not-started"]
+"""``stopped``: ended by the launcher, so it says nothing about the rank itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOutcome:
+    """What became of one rank.
+
+    Attributes:
+        rank: The rank.
+        local_rank: Its index on its host.
+        pid: Its process id; ``None`` if it never started.
+        hostname: Its host.
+        status: In a word.
+        phase: How far it came.
+        exit_code: Exit status as `multiprocessing` gives it (negative: a signal).
+        raised: What it raised, if it did.
+        ended_ns: When the launcher saw its end (monotonic).
+        stdout: Its log of file descriptor 1.
+        stderr: Its log of file descriptor 2.
+    """
+
+    rank: int
+    local_rank: int
+    pid: int | None
+    hostname: str
+    status: Status
+    phase: Phase
+    exit_code: int | None
+    raised: Raised | None = None
+    ended_ns: int | None = None
+    stdout: str | None = None
+    stderr: str | None = None
+    stack: str = field(default="", repr=False)
+
+    @property
+    def signal_name(self) -> str | None:
+        """Name of the signal that ended it, e.g. ``SIGKILL``."""
+        if self.exit_code is None or self.exit_code >= 0:
+            return None
+        try:
+            return signal.Signals(-self.exit_code).name
+        except ValueError:
+            return f"signal {-self.exit_code}"

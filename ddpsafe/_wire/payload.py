@@ -1,0 +1,217 @@
+"""Pickling of what the user hands over: functions, arguments, results, exceptions.
+
+What can be imported by name travels by name; what cannot (notebook cells, closures, lambdas)
+travels by value. Objects that only a process being started can inherit (queues, locks, shared
+tensors) travel beside the bytes, as `multiprocessing` itself would send them.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import sys
+import types
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Final
+
+import cloudpickle
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_INHERITED_MODULES: Final = ("multiprocessing.", "torch.multiprocessing.")
+_handles: ContextVar[tuple[object, ...]] = ContextVar("ddpsafe_handles")
+
+
+class CannotTravelError(pickle.PicklingError):
+    """An object that would lose its meaning in another process."""
+
+
+class _Pickler(cloudpickle.Pickler):
+    """cloudpickle, but by name where possible, and strict about what must stay."""
+
+    def __init__(self, file: io.BytesIO, handles: list[object] | None) -> None:
+        super().__init__(file)
+        self._handles = handles
+
+    def reducer_override(self, obj: object) -> object:
+        _require_portable(obj)
+        if self._handles is not None and _is_inherited_only(obj):
+            self._handles.append(obj)
+            return (_handle, (len(self._handles) - 1,))
+        if _lives_in_importable_main(obj):
+            return obj.__qualname__  # a string reduces to "import it by this name"
+        return super().reducer_override(obj)
+
+
+class _ResultPickler(_Pickler):
+    """For what a rank sends back: its device memory dies with it, so tensors move to the CPU."""
+
+    def reducer_override(self, obj: object) -> object:
+        if _is_tensor(obj) and obj.device.type != "cpu":
+            return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return super().reducer_override(obj)
+
+
+def dumps_call(call: object) -> tuple[bytes, tuple[object, ...]]:
+    """Pickle what a rank shall run.
+
+    Args:
+        call: The function and its arguments.
+
+    Returns:
+        The bytes, and the objects that have to be inherited beside them.
+
+    Raises:
+        Exception: Whatever the objects raise; `find_unpicklable` then says where.
+    """
+    handles: list[object] = []
+    with io.BytesIO() as file:
+        _Pickler(file, handles).dump(call)
+        return file.getvalue(), tuple(handles)
+
+
+def dumps_result(value: object) -> bytes:
+    """Pickle what a rank sends back; device tensors arrive on the CPU."""
+    with io.BytesIO() as file:
+        _ResultPickler(file, None).dump(value)
+        return file.getvalue()
+
+
+def loads(data: bytes, handles: tuple[object, ...] = ()) -> object:
+    """Unpickle bytes of our own launcher or our own child."""
+    with _using(handles):
+        return pickle.loads(data)  # noqa: S301 - from our parent or child, never from a peer
+
+
+@contextmanager
+def _using(handles: tuple[object, ...]) -> Iterator[None]:
+    token = _handles.set(handles)
+    try:
+        yield
+    finally:
+        _handles.reset(token)
+
+
+def _handle(index: int) -> object:
+    return _handles.get()[index]
+
+
+def _is_tensor(obj: object) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(obj, torch.Tensor)
+
+
+def _require_portable(obj: object) -> None:
+    if isinstance(obj, io.IOBase) and not isinstance(obj, (io.BytesIO, io.StringIO)):
+        msg = f"an open file ({getattr(obj, 'name', '?')})"
+        raise CannotTravelError(msg)
+    if _is_tensor(obj) and obj.device.type == "cuda":
+        msg = f"a tensor on {obj.device}"
+        raise CannotTravelError(msg)
+
+
+def _is_inherited_only(obj: object) -> bool:
+    if _is_tensor(obj):
+        return bool(obj.is_shared())
+    if isinstance(obj, (type, types.FunctionType, BaseException)):
+        return False
+    return type(obj).__module__.startswith(_INHERITED_MODULES)
+
+
+def _lives_in_importable_main(obj: object) -> bool:
+    if not isinstance(obj, (type, types.FunctionType)) or obj.__module__ != "__main__":
+        return False
+    return main_is_importable() and _resolves(obj)
+
+
+def main_is_importable() -> bool:
+    """Tell whether a new process will import the main script, as `multiprocessing` decides it."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        # multiprocessing does not re-run `python -m package`, i.e. package/__main__.py.
+        return not (spec.name == "__main__" or spec.name.endswith(".__main__"))
+    path = getattr(main, "__file__", None)
+    return path is not None and os.path.exists(path) and "ipython" not in os.path.basename(path)
+
+
+def _resolves(obj: type | types.FunctionType) -> bool:
+    found: object = sys.modules["__main__"]
+    for name in obj.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is obj
+
+
+def find_unpicklable(obj: object, path: str) -> tuple[str, BaseException] | None:
+    """Find the innermost part of an object that cannot be pickled.
+
+    Args:
+        obj: The object.
+        path: How the reader gets to it, e.g. ``args[1]``.
+
+    Returns:
+        The path to the culprit and what its pickling raised, or ``None`` if all is well.
+    """
+    return _find(obj, path, seen=set())
+
+
+def _find(obj: object, path: str, *, seen: set[int]) -> tuple[str, BaseException] | None:
+    if id(obj) in seen:
+        return None
+    seen.add(id(obj))
+    try:
+        dumps_call(obj)
+    except Exception as exc:  # noqa: BLE001 - a user's __reduce__ may raise anything
+        for name, part in _parts(obj):
+            culprit = _find(part, path + name, seen=seen)
+            if culprit is not None:
+                return culprit
+        return path, exc
+    return None
+
+
+def _parts(obj: object) -> Iterator[tuple[str, object]]:
+    if isinstance(obj, dict):
+        yield from ((f"[{key!r}]", value) for key, value in obj.items())
+        yield from ((f" key {key!r}", key) for key in obj)
+    elif isinstance(obj, (list, tuple)):
+        yield from ((f"[{index}]", value) for index, value in enumerate(obj))
+    elif isinstance(obj, (set, frozenset)):
+        yield from ((f" element {value!r}", value) for value in obj)
+    if isinstance(obj, types.FunctionType):
+        yield from _captured(obj)
+    elif isinstance(obj, types.MethodType):
+        yield ".__self__", obj.__self__
+    if not isinstance(obj, type):
+        state = getattr(obj, "__dict__", None) or {}
+        yield from ((f".{name}", value) for name, value in list(state.items()))
+        yield from _slots(obj)
+        yield from _partial(obj)
+
+
+def _captured(function: types.FunctionType) -> Iterator[tuple[str, object]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        yield f" closure variable {name!r}", cell.cell_contents
+    for name in function.__code__.co_names:
+        if name in function.__globals__:
+            yield f" global variable {name!r}", function.__globals__[name]
+
+
+def _slots(obj: object) -> Iterator[tuple[str, object]]:
+    for cls in type(obj).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(obj, name):
+                yield f".{name}", getattr(obj, name)
+
+
+def _partial(obj: object) -> Iterator[tuple[str, object]]:
+    import functools
+
+    if isinstance(obj, functools.partial):
+        yield ".func", obj.func
+        yield ".args", obj.args
+        yield ".keywords", obj.keywords

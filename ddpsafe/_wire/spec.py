@@ -1,0 +1,87 @@
+"""What one rank needs to know, complete before its process starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from ddpsafe._world import World
+
+CallStyle = Literal["launch", "spawn"]
+"""``launch`` calls ``fn(ctx, *args)`` with the group up; ``spawn`` calls ``fn(rank, *args)``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTimeouts:
+    """The deadlines a rank keeps by itself; the launcher keeps the others.
+
+    Attributes:
+        rendezvous: From the first word with the store until the process group is up.
+        collective: Timeout of the process group.
+        barrier: How long a rank waits for the others at a named barrier.
+        shutdown: How long leaving the process group may take.
+    """
+
+    rendezvous: timedelta
+    collective: timedelta
+    barrier: timedelta
+    shutdown: timedelta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogFiles:
+    """Where one rank's file descriptors 1 and 2 and its stack dumps go."""
+
+    stdout: str
+    stderr: str
+    stacks: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSpec:
+    """Everything the launcher tells one rank.
+
+    Attributes:
+        world: The rank's place.
+        attempt: This attempt, counted from 1.
+        attempts: How many the retry policy allows.
+        launch_id: Proof at the rendezvous that two processes belong to one launch.
+        launcher_pid: The process whose death ends this one.
+        store_host: Where the launcher's store listens.
+        store_port: Its port.
+        master_port: A second, reserved port for code that insists on MASTER_PORT.
+        backend: Backend of the process group, e.g. ``gloo`` or ``cpu:gloo,cuda:nccl``.
+        device: The rank's device, e.g. ``cuda:0``.
+        timeouts: See `RankTimeouts`.
+        style: How the user's function is called.
+        env: Variables to set.
+        inherited_env: The caller's whole environment, where the start method does not carry it.
+        cwd: The caller's working directory.
+        seed: Base seed; ``None`` leaves the generators alone.
+        num_threads: Intra-op threads of the rank; ``None`` leaves the choice to the user.
+        logs: See `LogFiles`; ``None`` leaves the descriptors as they are.
+        run_dir: The run directory.
+    """
+
+    world: World
+    attempt: int
+    attempts: int
+    launch_id: str
+    launcher_pid: int
+    store_host: str
+    store_port: int
+    master_port: int
+    backend: str
+    device: str
+    timeouts: RankTimeouts
+    style: CallStyle
+    env: dict[str, str]
+    inherited_env: dict[str, str] | None
+    cwd: str
+    seed: int | None
+    num_threads: int | None
+    logs: LogFiles | None
+    run_dir: str

@@ -1,0 +1,133 @@
+"""The few collectives behind `RankContext`, each a no-op in a world of one."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+T = TypeVar("T")
+
+
+def wrap(
+    model: nn.Module,
+    device: torch.device,
+    *,
+    sync_batchnorm: bool,
+    ddp_kwargs: Mapping[str, object],
+) -> nn.Module:
+    """Move to the device, convert BatchNorm on request, wrap in DDP."""
+    from torch import nn
+
+    model = model.to(device)
+    if sync_batchnorm and device.type == "cuda":
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return model
+    options: dict[str, object] = {"device_ids": None if device.type == "cpu" else [device]}
+    options.update(ddp_kwargs)
+    return nn.parallel.DistributedDataParallel(model, **options)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return what is inside DDP and `torch.compile` wrappers."""
+    from torch import nn
+
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod  # noqa: SLF001 - the only name torch.compile gives it
+        else:
+            return model
+
+
+def group_size() -> int:
+    """Return the size of the default group; 1 where there is none."""
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def reduce_mean(x: object, weight: float | None, device: torch.device) -> object:
+    """Average a number, a tensor or a dict over the ranks; see `RankContext.reduce_mean`."""
+    if isinstance(x, Mapping):
+        _require_same_keys(x, device)
+        return {key: reduce_mean(x[key], weight, device) for key in sorted(x)}
+    if group_size() == 1:
+        return x
+    return _mean_of_tensor(x, weight, device)
+
+
+def _mean_of_tensor(x: object, weight: float | None, device: torch.device) -> object:
+    import torch
+    import torch.distributed as dist
+
+    share = 1.0 if weight is None else float(weight)
+    is_tensor = isinstance(x, torch.Tensor)
+    values = x.detach() if is_tensor else torch.tensor(x, dtype=torch.float64)
+    if not values.is_floating_point():
+        values = values.to(torch.float64)
+    # float64 carries counts and sums exactly; the result is given back in the caller's dtype.
+    total = torch.cat(
+        [values.to(torch.float64).flatten() * share, values.new_tensor([share]).to(torch.float64)]
+    ).to(device)
+    dist.all_reduce(total)
+    if total[-1] == 0:
+        msg = "reduce_mean: the weights of all ranks sum to zero; pass the number of samples."
+        raise ValueError(msg)
+    mean = (total[:-1] / total[-1]).reshape(values.shape)
+    return mean.to(device=values.device, dtype=values.dtype) if is_tensor else mean.item()
+
+
+def _require_same_keys(x: Mapping[str, object], device: torch.device) -> None:
+    """Compare the keys first: other keys would be other collectives, and a hang."""
+    if group_size() == 1:
+        return
+    import torch
+    import torch.distributed as dist
+
+    digest = zlib.crc32("\0".join(sorted(x)).encode())
+    highest = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    if highest[0].item() != -highest[1].item():
+        msg = f"reduce_mean: the ranks passed different keys; this one has {sorted(x)}."
+        raise ValueError(msg)
+
+
+def gather(obj: T) -> list[T]:
+    """Return every rank's object, by rank."""
+    import torch.distributed as dist
+
+    if group_size() == 1:
+        return [obj]
+    gathered: list[T] = [obj] * group_size()
+    dist.all_gather_object(gathered, obj)
+    return gathered
+
+
+def broadcast(obj: T, src: int, device: torch.device) -> T:
+    """Return rank `src`'s object."""
+    import torch.distributed as dist
+
+    if group_size() == 1:
+        return obj
+    box = [obj]
+    dist.broadcast_object_list(box, src=src, device=device)
+    return box[0]
+
+
+def any_rank(flag: bool, device: torch.device) -> bool:  # noqa: FBT001 - the subject of the call
+    """Tell every rank whether one of them says yes."""
+    if group_size() == 1:
+        return flag
+    import torch
+    import torch.distributed as dist
+
+    vote = torch.tensor([int(flag)], dtype=torch.int32, device=device)
+    dist.all_reduce(vote, op=dist.ReduceOp.MAX)
+    return bool(vote.item())

@@ -1,0 +1,291 @@
+"""`RankContext`: what the user's function knows and can do in its rank."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ParamSpec, TypeVar, overload
+
+from ddpsafe._clock import Deadline
+from ddpsafe._errors import BarrierTimeoutError, RankRaisedError, explain
+from ddpsafe._worker import collectives
+from ddpsafe._world import World, find_world
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
+    from datetime import timedelta
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+    from ddpsafe._worker.control import Control
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Reducible = "float | torch.Tensor | Mapping[str, float | torch.Tensor]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankContext:
+    """One rank's place in the job, and what ranks do together.
+
+    Every method that talks to other ranks has to be called by all of them, in the same order, and
+    is a no-op that returns its argument in a world of one.
+
+    Attributes:
+        world: Ranks and sizes, see the properties.
+        device: The rank's device; the current one where it is a GPU.
+        backend: Backend of the process group, e.g. ``gloo``.
+        attempt: This attempt, counted from 1.
+        run_dir: Where the launch keeps its logs; ``None`` without a launcher of ours.
+        barrier_timeout: Default deadline of `barrier` and of `rank_zero_first`.
+    """
+
+    world: World
+    device: torch.device
+    backend: str
+    attempt: int
+    run_dir: Path | None
+    barrier_timeout: timedelta
+    control: Control | None = field(repr=False)
+
+    @property
+    def rank(self) -> int:
+        """This process among all processes of the job, from 0."""
+        return self.world.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those of its node, from 0."""
+        return self.world.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """This node among all nodes, from 0."""
+        return self.world.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes of the job."""
+        return self.world.world_size
+
+    @property
+    def local_world_size(self) -> int:
+        """Number of processes on this node."""
+        return self.world.local_world_size
+
+    @property
+    def nnodes(self) -> int:
+        """Number of nodes."""
+        return self.world.nnodes
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0 of the job only: the one that saves and reports."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """True on local rank 0 of each node: the one that prepares the node's disk."""
+        return self.local_rank == 0
+
+    def wrap(
+        self, model: nn.Module, *, sync_batchnorm: bool = False, **ddp_kwargs: object
+    ) -> nn.Module:
+        """Move a model to the rank's device and wrap it in DistributedDataParallel.
+
+        Args:
+            model: The model, on any device. On a GPU it is moved in place, as ``model.to`` does.
+            sync_batchnorm: Convert BatchNorm layers to SyncBatchNorm. It needs GPUs; on the CPU
+                the layers stay as they are.
+            **ddp_kwargs: Passed to ``torch.nn.parallel.DistributedDataParallel``.
+
+        Returns:
+            The wrapped model; the model itself where it has nothing to train.
+        """
+        return collectives.wrap(
+            model, self.device, sync_batchnorm=sync_batchnorm, ddp_kwargs=ddp_kwargs
+        )
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the model inside the DDP wrapper, for saving and for rank-0-only evaluation."""
+        return collectives.unwrap(model)
+
+    def barrier(self, name: str | None = None, timeout: timedelta | None = None) -> None:
+        """Wait until every rank has come here; the CPU waits, no collective is queued.
+
+        Args:
+            name: What ranks meet for; shown when one is missing.
+            timeout: Deadline; the launch's ``timeouts.barrier`` by default.
+
+        Raises:
+            BarrierTimeoutError: On every rank that waited, naming the ranks that did not come.
+        """
+        if self.control is None:
+            return
+        deadline = Deadline.after(timeout or self.barrier_timeout)
+        label = name or "barrier"
+        missing = self.control.meet(f"barrier/{label}", deadline=deadline)
+        if missing:
+            raise self.barrier_timeout_error(label, missing, deadline)
+
+    def barrier_timeout_error(
+        self, label: str, missing: list[int], deadline: Deadline
+    ) -> BarrierTimeoutError:
+        waited_s = deadline.waited_s()
+        names = ", ".join(map(str, missing))
+        what = (
+            f"{self.world} waited {waited_s:.1f} s at the barrier {label!r} "
+            f"in attempt {self.attempt}: rank {names} did not come."
+        )
+        cause = f"rank {names} is slower, hangs, or took another branch of the script."
+        fix = "let every rank call the same barriers in the same order, or raise timeouts.barrier."
+        return BarrierTimeoutError(
+            explain(what, cause=cause, fix=fix),
+            waited_s=waited_s,
+            missing_ranks=missing,
+            attempt=self.attempt,
+        )
+
+    @overload
+    def rank_zero_first(
+        self, fn: None = None, *, local: bool = False
+    ) -> AbstractContextManager[None]: ...
+
+    @overload
+    def rank_zero_first(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+
+    def rank_zero_first(
+        self,
+        fn: Callable[..., T] | None = None,
+        /,
+        *args: object,
+        local: bool = False,
+        **kwargs: object,
+    ) -> AbstractContextManager[None] | T:
+        """Let rank 0 go first, e.g. to download, and the others follow when it is done.
+
+        As a context, ``with ctx.rank_zero_first(): …``; as a call,
+        ``ctx.rank_zero_first(download, url)``, which returns each rank's own result.
+
+        Args:
+            fn: The function of the call form.
+            *args: Its arguments.
+            local: Let local rank 0 of every node go first; for a disk that nodes do not share.
+            **kwargs: Its keyword arguments.
+
+        Raises:
+            RankRaisedError: On the other ranks, when rank 0 failed; nobody waits for it.
+            BarrierTimeoutError: Rank 0 did not come within the barrier's timeout.
+        """
+        if fn is None:
+            return self._following(local=local)
+        with self._following(local=local):
+            return fn(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _following(self, *, local: bool) -> Iterator[None]:
+        if self.control is None:
+            yield
+            return
+        name = f"rank-zero-first/{self.node_rank if local else 'all'}"
+        leads = self.is_local_main if local else self.is_main
+        if not leads:
+            self._await_leader(name)
+            yield
+            return
+        try:
+            yield
+        except BaseException as exc:
+            self.control.publish(name, f"{type(exc).__name__}: {exc}")
+            raise
+        self.control.publish(name, None)
+
+    def _await_leader(self, name: str) -> None:
+        assert self.control is not None  # noqa: S101 - checked by the caller
+        deadline = Deadline.after(self.barrier_timeout)
+        came, failure = self.control.verdict(name, deadline=deadline)
+        if not came:
+            raise self.barrier_timeout_error("rank_zero_first", [0], deadline)
+        if failure is not None:
+            what = f"rank 0 failed in rank_zero_first: {failure} (seen by {self.world})."
+            fix = "see rank 0's own error; this rank only waited for it."
+            raise RankRaisedError(
+                explain(what, cause="the error of rank 0 above.", fix=fix),
+                rank=0,
+                local_rank=0,
+                hostname="",
+                attempt=self.attempt,
+            )
+
+    def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
+        """Print on rank 0 only."""
+        if self.is_main:
+            sys.stdout.write(sep.join(map(str, values)) + end)
+            sys.stdout.flush()
+
+    def reduce_mean(self, x: Reducible, weight: float | None = None) -> Reducible:
+        """Average over ranks, never in place.
+
+        Args:
+            x: A number, a tensor (any shape, floating dtype; the result keeps both), or a dict of
+                them with the same keys on every rank.
+            weight: This rank's share, e.g. its number of samples: a mean of means over ranks
+                with different counts is wrong without it.
+
+        Returns:
+            The mean, of the type of `x`, the same on every rank.
+
+        Raises:
+            ValueError: The ranks passed different keys, or the weights sum to zero.
+        """
+        return collectives.reduce_mean(x, weight, self.device)
+
+    def gather(self, obj: T) -> list[T]:
+        """Return every rank's object, by rank, on every rank.
+
+        Objects travel by pickle between the ranks, as ``torch.distributed.all_gather_object``
+        does it.
+        """
+        return collectives.gather(obj)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Return rank `src`'s object on every rank (pickle, as `gather`)."""
+        return collectives.broadcast(obj, src, self.device)
+
+    def stop_requested(self) -> bool:
+        """Tell whether the job was asked to stop; all ranks get the same answer at the same call.
+
+        Costs one all-reduce of one number: ask once per so many steps, not in every one.
+        """
+        asked = self.control is not None and self.control.is_set(STOP_KEY)
+        return collectives.any_rank(asked, self.device)
+
+
+STOP_KEY = "control/stop"
+
+_current: RankContext | None = None
+
+
+def enter(context: RankContext | None) -> RankContext | None:
+    """Make a context the current one; return the one before, to be restored."""
+    global _current  # noqa: PLW0603 - one process is one rank
+    before, _current = _current, context
+    return before
+
+
+def find_current() -> RankContext | None:
+    """Return the context of this rank, or ``None`` outside of one."""
+    return _current
+
+
+def current_world() -> World:
+    """Return this process' place: of the context, else of the environment, else alone."""
+    import os
+
+    if _current is not None:
+        return _current.world
+    return find_world(os.environ) or World.alone()

@@ -1,0 +1,181 @@
+"""The first and the last lines of a rank: prepare, call the user's function, report, leave."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING, NoReturn
+
+from ddpsafe._clock import Deadline
+from ddpsafe._wire import payload
+from ddpsafe._wire.channel import InheritedFd, Sender
+from ddpsafe._wire.outcome import Entered, Raised, Returned
+from ddpsafe._worker import environment, lifeline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ddpsafe._wire.outcome import Phase
+    from ddpsafe._wire.spec import RankSpec
+
+_MAX_EXCEPTION_BYTES = 1 << 20
+
+
+class Reporter:
+    """What this rank tells its launcher, and at which phase it is."""
+
+    def __init__(self, sender: Sender) -> None:
+        """Start in the phase every process starts in."""
+        self._sender = sender
+        self._told: set[int] = set()
+        self.phase: Phase = "starting"
+
+    def enter(self, phase: Phase) -> None:
+        """Say that a phase begins."""
+        self.phase = phase
+        self._sender.send(Entered(phase=phase))
+
+    def returned(self, value: object) -> None:
+        """Say that the user's function returned; raises where the value cannot travel."""
+        self._sender.send(Returned(payload=_result_bytes(value)))
+        self.phase = "leaving"
+
+    def raised(self, exc: BaseException, *, final: bool) -> None:
+        """Say that an exception is on its way, once in flight and once when it is final."""
+        if not final and id(exc) in self._told:
+            return
+        self._told.add(id(exc))
+        self._sender.send(
+            Raised.from_exception(exc, phase=self.phase, payload=_exception_bytes(exc), final=final)
+        )
+
+    def exception_in_flight(self) -> None:
+        """Report an exception that the user's ``finally`` is tearing down for."""
+        exc = sys.exc_info()[1]
+        if exc is not None:
+            self.raised(exc, final=False)
+
+
+def run_rank(
+    spec: RankSpec,
+    report: InheritedFd,
+    lifeline_pipe: InheritedFd,
+    call: InheritedFd,
+    handles: tuple[object, ...],
+) -> NoReturn:
+    """Be one rank; the target of its process.
+
+    Args:
+        spec: Everything but the user's own function and arguments.
+        report: Where to write to the launcher.
+        lifeline_pipe: Ends with the launcher.
+        call: A file that holds the pickled call.
+        handles: What the call needs beside its bytes.
+    """
+    lifeline.tie_to_launcher(
+        lifeline_pipe.fd,
+        launcher_pid=spec.launcher_pid,
+        is_child=spec.inherited_env is None,
+    )
+    reporter = Reporter(Sender(report.fd))
+    try:
+        if spec.logs is not None:
+            environment.capture_output(spec.logs)
+            environment.dump_stacks_on_signal(spec.logs)
+        environment.apply_environment(spec)
+        reporter.enter("loading")
+        value = _run_user_code(spec, reporter, call, handles)
+        reporter.returned(value)
+    except BaseException as exc:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are failures
+        _report_and_exit(exc, reporter)
+    _leave(spec)
+
+
+def _run_user_code(
+    spec: RankSpec, reporter: Reporter, call: InheritedFd, handles: tuple[object, ...]
+) -> object:
+    from ddpsafe._worker import session
+
+    session.install_hooks(spec, before_destroy=reporter.exception_in_flight)
+    environment.use_threads(spec.num_threads)
+    fn, args, kwargs = _load_call(call, handles)
+    device = environment.use_device(spec.device)
+    context = session.join(spec, device, on_phase=reporter.enter)
+    if spec.seed is not None:
+        environment.seed_all(spec.seed)
+    reporter.enter("running")
+    if spec.style == "launch":
+        return fn(context, *args, **kwargs)
+    fn(spec.world.local_rank, *args, **kwargs)
+    return None  # mp.spawn drops the value too, which therefore need not be picklable
+
+
+def _load_call(
+    call: InheritedFd, handles: tuple[object, ...]
+) -> tuple[Callable[..., object], tuple[object, ...], dict[str, object]]:
+    size = os.fstat(call.fd).st_size
+    # pread: all ranks share the file's offset.
+    data = os.pread(call.fd, size, 0)
+    os.close(call.fd)
+    fn, args, kwargs = payload.loads(data, handles)  # type: ignore[misc]  # what launch packed
+    return fn, args, kwargs
+
+
+def _result_bytes(value: object) -> bytes:
+    try:
+        return payload.dumps_result(value)
+    except Exception as exc:
+        culprit = payload.find_unpicklable(value, "the returned value")
+        where = culprit[0] if culprit else "the returned value"
+        msg = f"the function's result cannot travel to the launcher: {where}: {exc}"
+        raise payload.CannotTravelError(msg) from exc
+
+
+def _exception_bytes(exc: BaseException) -> bytes | None:
+    """Pickle an exception if its reader will be able to load it."""
+    try:
+        data = payload.dumps_result(exc)
+        if len(data) > _MAX_EXCEPTION_BYTES or not isinstance(payload.loads(data), type(exc)):
+            return None
+    except Exception:  # noqa: BLE001 - a user's exception may refuse in any way
+        return None
+    return data
+
+
+def _report_and_exit(exc: BaseException, reporter: Reporter) -> NoReturn:
+    """Report, flush, exit: no collective, no destroy, no destructor on a failing path."""
+    reporter.raised(exc, final=True)
+    raised = Raised.from_exception(exc, phase=reporter.phase, payload=None)
+    if raised.exit_code is None:
+        sys.stderr.write(raised.traceback)
+    _flush()
+    os._exit(1 if raised.exit_code is None else raised.exit_code)
+
+
+def _leave(spec: RankSpec) -> NoReturn:
+    """Close the group and run what is registered for the exit, then go.
+
+    `os._exit` skips the destructors of C++ globals: a gloo thread that is still alive there
+    aborts a process whose work is done (8 of 40 runs with plain torch).
+    """
+    from ddpsafe._worker import session
+
+    session.leave(Deadline.after(spec.timeouts.barrier))
+    with contextlib.suppress(Exception):
+        # What the interpreter itself does at its end, in its order; no public names exist.
+        threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001 - see above
+        atexit._run_exitfuncs()  # noqa: SLF001 - see above
+    _flush()
+    os._exit(0)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    with contextlib.suppress(Exception):
+        ctypes.CDLL(None).fflush(None)

@@ -1,0 +1,93 @@
+"""What a rank finds around it: directory, variables, output, threads, device, seeds."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import torch
+
+    from ddpsafe._wire.spec import LogFiles, RankSpec
+
+# torch's own rendezvous would turn every private store into a client of an agent that is not
+# there (pytorch #191989), so it must never be inherited.
+_NEVER_INHERITED: Final = ("TORCHELASTIC_USE_AGENT_STORE",)
+
+# A real-time signal: SIGUSR1 and SIGUSR2 belong to schedulers and to the user's own handlers.
+STACKS_SIGNAL: Final = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 7
+
+
+def capture_output(logs: LogFiles) -> None:
+    """Send file descriptors 1 and 2 to files: what C++ prints is caught too."""
+    for fd, path in ((1, logs.stdout), (2, logs.stderr)):
+        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(target, fd)
+        os.close(target)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # text streams here
+
+
+def dump_stacks_on_signal(logs: LogFiles) -> None:
+    """Let the launcher ask where every thread is, also while the GIL is held."""
+    file = open(logs.stacks, "a", encoding="utf-8")  # noqa: SIM115 - open while the rank lives
+    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
+    faulthandler.enable()
+
+
+def apply_environment(spec: RankSpec) -> None:
+    """Set directory and variables as the caller has them, then those of this rank."""
+    os.chdir(spec.cwd)
+    if spec.inherited_env is not None:
+        os.environ.clear()
+        os.environ.update(spec.inherited_env)
+    for name in _NEVER_INHERITED:
+        os.environ.pop(name, None)
+    os.environ.update(spec.env)
+
+
+def use_threads(num_threads: int | None) -> None:
+    """Limit intra-op threads, so that N ranks do not start N times all cores."""
+    if num_threads is None:
+        return
+    import torch
+
+    torch.set_num_threads(num_threads)
+
+
+def use_device(name: str) -> torch.device:
+    """Make the rank's device the current one."""
+    import torch
+
+    device = torch.device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def seed_all(seed: int) -> None:
+    """Seed the generators of this rank.
+
+    torch is seeded the same on every rank, so that models and splits agree; ``random`` and numpy
+    are seeded by rank, so that data augmentation differs. Seeds set in the process that called
+    `launch` do not reach the ranks.
+
+    Args:
+        seed: Base seed, 0 <= seed < 2**63.
+    """
+    import random
+
+    import torch
+
+    from ddpsafe._worker.context import current_world
+
+    rank = current_world().rank
+    torch.manual_seed(seed)
+    random.seed(f"ddpsafe/{seed}/{rank}")
+    if "numpy" in sys.modules:
+        import numpy as np
+
+        np.random.seed(np.random.SeedSequence([seed, rank]).generate_state(4))

@@ -1,0 +1,56 @@
+"""A rank never outlives its launcher: three ways to notice, because each has a blind spot.
+
+The kernel's parent-death signal reaches a rank that holds the GIL or hangs in C++, but it is bound
+to the thread that started the rank, and forked bystanders do not matter to it. The pipe is seen
+wherever Python still runs, also under the forkserver. The parent check covers the moment between
+the start and both. (The launcher's guard process covers what descends from the rank.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+from typing import Final
+
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def tie_to_launcher(pipe_fd: int, *, launcher_pid: int, is_child: bool) -> None:
+    """End this process, and what it started, when the launcher is gone.
+
+    Args:
+        pipe_fd: Read end of a pipe that only the launcher can write to.
+        launcher_pid: The launcher.
+        is_child: Whether it is our direct parent (not so under the forkserver).
+    """
+    # An own session: the launcher can end all of it, and the terminal's Ctrl-C goes to the
+    # launcher alone, which then ends the ranks in order.
+    with contextlib.suppress(PermissionError):
+        os.setsid()
+    _ask_kernel()
+    if is_child and os.getppid() != launcher_pid:
+        _end_session()
+    threading.Thread(
+        target=_wait_for_eof, args=(pipe_fd,), name="ddpsafe-lifeline", daemon=True
+    ).start()
+
+
+def _ask_kernel() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+
+
+def _wait_for_eof(pipe_fd: int) -> None:
+    while os.read(pipe_fd, 1):
+        pass
+    _end_session()
+
+
+def _end_session() -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(128 + signal.SIGKILL)

@@ -1,0 +1,107 @@
+"""Opening a process group in bounded time with an explanation, and closing it without a hang."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from ddpsafe._clock import Deadline
+from ddpsafe._errors import RendezvousTimeoutError, explain
+from ddpsafe._worker.torch_hooks import DRAIN_S
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    import torch
+    from torch.distributed import Store
+
+    from ddpsafe._worker.control import Control
+    from ddpsafe._world import World
+
+logger = logging.getLogger(__name__)
+
+
+def open_group(
+    store: Store,
+    control: Control | None,
+    *,
+    world: World,
+    backend: str,
+    device: torch.device,
+    rendezvous: Deadline,
+    collective: timedelta,
+) -> None:
+    """Make the default process group.
+
+    First every rank says that it is there: a backend that waits for a missing rank names nobody
+    and may take five times its timeout.
+
+    Args:
+        store: Where the ranks find each other; fresh for this group.
+        control: Line to the other ranks; ``None`` in a world of one.
+        world: This rank's place.
+        backend: Backend for torch.
+        device: This rank's device; handed to NCCL so that it connects here and now.
+        rendezvous: When to give up.
+        collective: Timeout of the group's collectives.
+
+    Raises:
+        RendezvousTimeoutError: Some ranks did not come; it names them.
+        RuntimeError: The backend could not connect the ranks.
+    """
+    import torch.distributed as dist
+
+    if control is not None:
+        missing = control.meet("join", deadline=rendezvous)
+        if missing:
+            raise _not_joined(world, missing, rendezvous)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=collective,
+        device_id=device if device.type == "cuda" and "nccl" in backend else None,
+    )
+
+
+def _not_joined(world: World, missing: list[int], deadline: Deadline) -> RendezvousTimeoutError:
+    waited_s = deadline.waited_s()
+    names = ", ".join(map(str, missing))
+    what = f"{world} waited {waited_s:.1f} s to start, but rank {names} did not join."
+    cause = f"rank {names} was never started, died while importing, or cannot reach the store."
+    fix = (
+        f"look at the log of rank {names}; check that as many processes were started as "
+        "world_size says; raise timeouts.rendezvous if its start takes longer."
+    )
+    return RendezvousTimeoutError(
+        explain(what, cause=cause, fix=fix),
+        waited_s=waited_s,
+        missing_ranks=missing,
+        kind="startup-network",
+    )
+
+
+def close_group(control: Control | None, *, deadline: Deadline) -> list[int]:
+    """Leave the group on the good path, without a collective.
+
+    Args:
+        control: Line to the other ranks; ``None`` in a world of one.
+        deadline: How long to wait for ranks that still work.
+
+    Returns:
+        The ranks that had not come to the end by then; the group is then left as it is.
+    """
+    import torch.distributed as dist
+
+    missing = [] if control is None else control.meet("leave", deadline=deadline)
+    if missing or not dist.is_initialized():
+        return missing
+    # DDP's reducer must be gone and gloo's thread quiet before the group's destructor runs, or
+    # the two can deadlock over the GIL (pytorch #56297, #190489).
+    gc.collect()
+    time.sleep(DRAIN_S)
+    dist.destroy_process_group()
+    return []

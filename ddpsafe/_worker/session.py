@@ -1,0 +1,117 @@
+"""A rank's membership in its launch: its store, its group, its context."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddpsafe._clock import Deadline
+from ddpsafe._worker import context, process_group, torch_hooks
+from ddpsafe._worker.control import Control
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import timedelta
+
+    import torch
+    from torch.distributed import Store
+
+    from ddpsafe._wire.outcome import Phase
+    from ddpsafe._wire.spec import RankSpec
+
+_spec: RankSpec | None = None
+
+
+def find_spec() -> RankSpec | None:
+    """Return what our launcher told this rank, or ``None`` in any other process."""
+    return _spec
+
+
+def install_hooks(spec: RankSpec, *, before_destroy: Callable[[], None]) -> None:
+    """Prepare torch for scripts that make and destroy their process group themselves."""
+    global _spec  # noqa: PLW0603 - one process is one rank
+    _spec = spec
+    torch_hooks.meet_at_launcher(
+        lambda: open_fresh_store(spec),
+        world_size=spec.world.world_size,
+        env=os.environ,  # type: ignore[arg-type]  # a mapping of str, which is all it needs
+    )
+    torch_hooks.before_destroy(before_destroy)
+
+
+def join(
+    spec: RankSpec, device: torch.device, *, on_phase: Callable[[Phase], None]
+) -> context.RankContext:
+    """Become a member: connect to the launcher's store, in ``launch`` style make the group too."""
+    control = None
+    if spec.world.world_size > 1:
+        control = Control(
+            _open_store(spec, "control", spec.timeouts.rendezvous),
+            rank=spec.world.rank,
+            world_size=spec.world.world_size,
+        )
+    if spec.style == "launch":
+        on_phase("joining")
+        open_group(spec, control, backend=spec.backend, device=device)
+    member = context.RankContext(
+        world=spec.world,
+        device=device,
+        backend=spec.backend,
+        attempt=spec.attempt,
+        run_dir=Path(spec.run_dir),
+        barrier_timeout=spec.timeouts.barrier,
+        control=control,
+    )
+    context.enter(member)
+    return member
+
+
+def open_group(
+    spec: RankSpec, control: Control | None, *, backend: str, device: torch.device
+) -> None:
+    """Make the process group of this launch, at the launcher's store."""
+    process_group.open_group(
+        open_fresh_store(spec),
+        control,
+        world=spec.world,
+        backend=backend,
+        device=device,
+        rendezvous=Deadline.after(spec.timeouts.rendezvous),
+        collective=spec.timeouts.collective,
+    )
+
+
+def leave(deadline: Deadline) -> None:
+    """Leave on the good path.
+
+    A rank whose script has closed its group itself waits for nobody, but tells the others that it
+    has come.
+    """
+    import torch.distributed as dist
+
+    member = context.enter(None)
+    control = None if member is None else member.control
+    if dist.is_initialized():
+        process_group.close_group(control, deadline=deadline)
+    elif control is not None:
+        control.arrive("leave")
+
+
+_groups = itertools.count()
+
+
+def open_fresh_store(spec: RankSpec) -> Store:
+    """Open a store for the next group: a second group must not read the first one's addresses."""
+    return _open_store(spec, f"group-{next(_groups)}", spec.timeouts.rendezvous)
+
+
+def _open_store(spec: RankSpec, purpose: str, timeout: timedelta) -> Store:
+    """Open a connection whose keys only this attempt of this launch can see."""
+    import torch.distributed as dist
+
+    client = dist.TCPStore(
+        spec.store_host, spec.store_port, is_master=False, timeout=timeout, wait_for_workers=False
+    )
+    return dist.PrefixStore(f"{spec.launch_id}/attempt-{spec.attempt}/{purpose}", client)

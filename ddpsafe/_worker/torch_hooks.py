@@ -1,0 +1,117 @@
+"""The private names of torch that ddpsafe touches, all of them, each with its reason.
+
+Nothing else in the package may use a private name of torch. Each is looked up with a fallback, so
+that a torch that renames one costs the convenience behind it and nothing else; a test checks them
+against the installed torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from typing import TYPE_CHECKING, Final
+from urllib.parse import parse_qs, urlparse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import ModuleType
+
+    import torch.distributed as dist
+
+    Rendezvous = Iterator[tuple[dist.Store, int, int]]
+    Handler = Callable[..., Rendezvous]
+
+_SCHEMES: Final = ("env", "tcp", "file")
+# Long enough for gloo's thread to let go of the last collective's objects: with a pause of 50 ms
+# that releases the GIL, 0 of 15 teardowns hung that otherwise hung in 14 of 30.
+DRAIN_S: Final = 0.05
+
+_kept_groups: list[object] = []
+
+
+def meet_at_launcher(
+    open_store: Callable[[], dist.Store], *, world_size: int, env: dict[str, str]
+) -> None:
+    """Let the script's own ``init_process_group`` meet at the launcher's store.
+
+    Scripts bring hard-coded ports, and two jobs on one port can join each other without an
+    error. A rendezvous that asks for exactly this launch's ranks gets the launcher's store
+    instead, whatever address it names; every other one is left to torch.
+
+    `register_rendezvous_handler` is public but refuses to replace a scheme, hence the table.
+
+    Args:
+        open_store: Opens a store under a prefix that no other group of this launch has.
+        world_size: The launch's number of ranks.
+        env: ``os.environ``, read when the script asks.
+    """
+    handlers = _rendezvous_handlers()
+    for scheme in _SCHEMES:
+        stock = handlers.get(scheme)
+        if stock is not None:
+            handlers[scheme] = _handler(stock, open_store, world_size, env)
+
+
+def _rendezvous_handlers() -> dict[str, Handler]:
+    # `torch.distributed.rendezvous` the attribute is the function, not the module.
+    module = importlib.import_module("torch.distributed.rendezvous")
+    handlers: dict[str, Handler] = getattr(module, "_rendezvous_handlers", {})
+    return handlers
+
+
+def _handler(
+    stock: Handler, open_store: Callable[[], dist.Store], world_size: int, env: dict[str, str]
+) -> Handler:
+    def handler(url: str, **options: object) -> Rendezvous:
+        asked = parse_qs(urlparse(url).query)
+        rank = int(asked.get("rank", [env.get("RANK", "-1")])[0])
+        size = int(asked.get("world_size", [env.get("WORLD_SIZE", "-1")])[0])
+        if size == world_size and 0 <= rank < size:
+            yield open_store(), rank, size
+        else:
+            yield from stock(url, **options)
+
+    return handler
+
+
+def before_destroy(hook: Callable[[], None]) -> None:
+    """Call `hook` whenever the script destroys its process group, and make that safe.
+
+    ``destroy_process_group`` while a DDP object is alive can end in a destructor that joins a
+    thread with the GIL held, while that thread waits for the GIL: a deadlock without a timeout
+    (pytorch #56297, #190489). A rank leaves through `os._exit`, so keeping the group's object
+    until then costs nothing and its destructor never runs.
+    """
+    c10d = importlib.import_module("torch.distributed.distributed_c10d")
+    stock = c10d.destroy_process_group
+
+    def destroy_process_group(group: object = None) -> None:
+        hook()
+        _keep_groups(c10d)
+        time.sleep(DRAIN_S)
+        stock(group)
+
+    destroy_process_group.__doc__ = stock.__doc__
+    _replace(stock, destroy_process_group)
+
+
+def _replace(stock: object, ours: object) -> None:
+    """Replace the function wherever a script's ``from … import`` has already taken it."""
+    name = "destroy_process_group"
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        if names.get(name) is stock:
+            names[name] = ours
+
+
+def _keep_groups(c10d: ModuleType) -> None:
+    world = getattr(c10d, "_world", None)
+    _kept_groups.extend(getattr(world, "pg_map", ()))
+
+
+def default_store() -> dist.Store | None:
+    """Return the store of a process group that somebody else made."""
+    c10d = importlib.import_module("torch.distributed.distributed_c10d")
+    getter = getattr(c10d, "_get_default_store", None)
+    return None if getter is None else getter()

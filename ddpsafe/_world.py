@@ -1,0 +1,238 @@
+"""Who am I in the job: the ranks and sizes, and how each launcher spells them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+from ddpsafe._errors import ConfigError, explain
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+StartedBy = Literal["ddpsafe", "torchrun", "slurm", "openmpi", "mpi", "environment", "alone"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """One rank's place in the job. Ranks count from 0.
+
+    Attributes:
+        rank: This process among all processes of the job.
+        world_size: Number of processes of the job.
+        local_rank: This process among those of its node.
+        local_world_size: Number of processes on this node.
+        node_rank: This node among all nodes.
+        nnodes: Number of nodes.
+        started_by: What started the process.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    nnodes: int
+    started_by: StartedBy
+
+    @classmethod
+    def alone(cls) -> World:
+        """Return the world of a process that nothing launched."""
+        return cls(
+            rank=0,
+            world_size=1,
+            local_rank=0,
+            local_world_size=1,
+            node_rank=0,
+            nnodes=1,
+            started_by="alone",
+        )
+
+    def __str__(self) -> str:
+        """Name the rank the way every message does."""
+        return f"rank {self.rank} (world_size {self.world_size})"
+
+    def as_env(self) -> dict[str, str]:
+        """Spell the world in the variables that torch and every framework read."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self.node_rank),
+            "NODE_RANK": str(self.node_rank),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Dialect:
+    """The variables in which one launcher tells a process its place."""
+
+    started_by: StartedBy
+    marker: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str | None
+    node_rank: str | None
+
+
+# The first dialect whose marker is set wins: torchrun inside srun is torchrun's.
+# Slurm is trusted only inside a step: a batch script without srun also sees SLURM_PROCID=0 and
+# SLURM_NTASKS=4, though it is one process (measured with Slurm 22.05).
+_DIALECTS: Final = (
+    _Dialect(
+        started_by="torchrun",
+        marker="TORCHELASTIC_RUN_ID",
+        rank="RANK",
+        world_size="WORLD_SIZE",
+        local_rank="LOCAL_RANK",
+        local_world_size="LOCAL_WORLD_SIZE",
+        node_rank="GROUP_RANK",
+    ),
+    _Dialect(
+        started_by="environment",
+        marker="RANK",
+        rank="RANK",
+        world_size="WORLD_SIZE",
+        local_rank="LOCAL_RANK",
+        local_world_size="LOCAL_WORLD_SIZE",
+        node_rank="NODE_RANK",
+    ),
+    _Dialect(
+        started_by="openmpi",
+        marker="OMPI_COMM_WORLD_RANK",
+        rank="OMPI_COMM_WORLD_RANK",
+        world_size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        node_rank=None,
+    ),
+    _Dialect(
+        started_by="slurm",
+        marker="SLURM_STEP_ID",
+        rank="SLURM_PROCID",
+        world_size="SLURM_STEP_NUM_TASKS",
+        local_rank="SLURM_LOCALID",
+        local_world_size=None,
+        node_rank="SLURM_NODEID",
+    ),
+    _Dialect(
+        started_by="mpi",
+        marker="PMI_RANK",
+        rank="PMI_RANK",
+        world_size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_world_size="MPI_LOCALNRANKS",
+        node_rank=None,
+    ),
+)
+
+# A step that Slurm opens for the batch script or for an interactive shell is one process of ours.
+_SLURM_SHELL_STEPS: Final = frozenset({"4294967291", "4294967292", "4294967290"})
+
+
+def require_int(env: Mapping[str, str], name: str, *, because: str) -> int:
+    """Read an integer variable.
+
+    Args:
+        env: The environment.
+        name: The variable.
+        because: What else is set, that makes this one necessary.
+
+    Returns:
+        Its value.
+
+    Raises:
+        ConfigError: It is missing or no integer. A missing rank is never taken for 0.
+    """
+    text = env.get(name)
+    if text is None:
+        what = f"{name} is not set, but {because} is."
+        cause = f"a stray {because} in the shell, or a launcher that sets only some variables."
+        fix = f"set {name} too, or `unset {because}` to run without a launcher."
+        raise ConfigError(explain(what, cause=cause, fix=fix))
+    try:
+        return int(text)
+    except ValueError as exc:
+        what = f"{name}={text!r} is not an integer."
+        fix = f"set {name} to an integer, or unset {because}."
+        raise ConfigError(explain(what, cause="a typing error.", fix=fix)) from exc
+
+
+def find_world(env: Mapping[str, str]) -> World | None:
+    """Read the place that an outer launcher gave this process.
+
+    Args:
+        env: The environment, usually ``os.environ``.
+
+    Returns:
+        The world of this rank, or ``None`` where no launcher started the process.
+
+    Raises:
+        ConfigError: The variables contradict each other or are incomplete.
+    """
+    for dialect in _DIALECTS:
+        if dialect.marker in env and not _is_shell_step(dialect, env):
+            return _read(dialect, env)
+    return None
+
+
+def _is_shell_step(dialect: _Dialect, env: Mapping[str, str]) -> bool:
+    if dialect.started_by != "slurm":
+        return False
+    return env["SLURM_STEP_ID"] in _SLURM_SHELL_STEPS or "SLURM_STEP_NUM_TASKS" not in env
+
+
+def _read(dialect: _Dialect, env: Mapping[str, str]) -> World:
+    rank = require_int(env, dialect.rank, because=dialect.marker)
+    world_size = require_int(env, dialect.world_size, because=dialect.rank)
+    _check_range(dialect.rank, rank, dialect.world_size, world_size)
+    local_world_size = _local_world_size(dialect, env, world_size)
+    local_rank = _local_rank(dialect, env, rank, local_world_size)
+    _check_range("the local rank", local_rank, "the local world size", local_world_size)
+    nnodes = max(1, -(-world_size // local_world_size))
+    node_rank = rank // local_world_size
+    if dialect.node_rank is not None and dialect.node_rank in env:
+        node_rank = require_int(env, dialect.node_rank, because=dialect.rank)
+    return World(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        node_rank=node_rank,
+        nnodes=max(nnodes, node_rank + 1),
+        started_by=dialect.started_by,
+    )
+
+
+def _local_world_size(dialect: _Dialect, env: Mapping[str, str], world_size: int) -> int:
+    if dialect.local_world_size is not None and dialect.local_world_size in env:
+        return require_int(env, dialect.local_world_size, because=dialect.rank)
+    if dialect.started_by == "slurm":
+        return _slurm_tasks_here(env, world_size)
+    return world_size
+
+
+def _local_rank(dialect: _Dialect, env: Mapping[str, str], rank: int, local_world_size: int) -> int:
+    if dialect.local_rank in env:
+        return require_int(env, dialect.local_rank, because=dialect.rank)
+    return rank % local_world_size
+
+
+def _slurm_tasks_here(env: Mapping[str, str], world_size: int) -> int:
+    """Count this node's tasks; the format is ``2,1(x2)``: two, then one on two nodes."""
+    counts: list[int] = []
+    for part in env.get("SLURM_STEP_TASKS_PER_NODE", str(world_size)).split(","):
+        tasks, _, repeat = part.rstrip(")").partition("(x")
+        counts += [int(tasks)] * int(repeat or 1)
+    node = int(env.get("SLURM_NODEID", "0"))
+    return counts[node] if node < len(counts) else counts[-1]
+
+
+def _check_range(name: str, value: int, size_name: str, size: int) -> None:
+    if size < 1 or not 0 <= value < size:
+        what = f"{name} is {value}, but {size_name} is {size}: ranks count from 0 to {size - 1}."
+        cause = "ranks counted from 1, or variables left over from another job."
+        fix = f"start every process with 0 <= {name} < {size_name}, or unset both."
+        raise ConfigError(explain(what, cause=cause, fix=fix))

@@ -1,0 +1,81 @@
+"""What every test gets: a temporary directory of its own, and the check that nothing is left behind."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import uuid
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import leftovers
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--installed``, which nox passes."""
+    parser.addoption(
+        "--installed",
+        action="store_true",
+        help="refuse to run unless ddpsafe is imported from this environment's site-packages",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse to test the checkout where the installed package was asked for."""
+    location = _package_folder()
+    if config.getoption("--installed") and not location.is_relative_to(sys.prefix):
+        msg = f"ddpsafe would be imported from {location}, not from {sys.prefix}"
+        raise pytest.UsageError(msg)
+
+
+def pytest_report_header() -> str:
+    """Say which ddpsafe is tested."""
+    return f"ddpsafe: {_package_folder()}"
+
+
+def _package_folder() -> Path:
+    spec = find_spec("ddpsafe")
+    if spec is None or not spec.submodule_search_locations:
+        msg = "ddpsafe cannot be imported; install it, or run python -m pytest in the checkout"
+        raise pytest.UsageError(msg)
+    return Path(spec.submodule_search_locations[0])
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_temporary_directory() -> Iterator[None]:
+    """Keep what ddpsafe writes apart from other runs on this machine.
+
+    The path is short because sockets lie below it, and their paths end at 107 bytes.
+    """
+    folder = tempfile.mkdtemp(prefix="t-", dir="/tmp")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", None)
+        patch.setenv(leftovers.MARK, uuid.uuid4().hex)
+        yield
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(_own_temporary_directory: None) -> Iterator[None]:
+    """Fail a test after which a process, thread, listening socket or file of ours remains.
+
+    What was there before the test may stay, so a fixture of a wider scope may keep a process.
+    """
+    before = leftovers.Snapshot.take()
+    yield
+    remaining = leftovers.wait_until_gone(before, grace_s=leftovers.GRACE_S)
+    if remaining:
+        pytest.fail("left behind:\n  " + "\n  ".join(remaining), pytrace=False)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Give launches that are meant to fail a run directory, since they keep it for the reader."""
+    return tmp_path / "run"

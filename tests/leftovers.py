@@ -1,0 +1,142 @@
+"""Finds what a test left behind: processes, threads, listening sockets, files."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MARK: Final = "PYTEST_RUN_MARK"
+"""Set in pytest's environment: who inherited it was started by this run, an orphan too."""
+
+GRACE_S: Final = 3.0
+"""How long a process may take to be gone; the product promises one second."""
+
+HELPERS: Final = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+"""Python's own servers: one of each for the life of the process that started them."""
+
+THREADS: Final = ("pytest_timeout", "tqdm_monitor", "QueueFeederThread")
+"""Threads of libraries that end with the process, by the start of their names."""
+
+SHARED_MEMORY: Final = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """What existed at one moment.
+
+    Attributes:
+        processes: Processes of this run except pytest: pid and description.
+        threads: Threads of pytest.
+        sockets: Listening sockets of pytest: port and description.
+        files: Run directories in the temporary directory, and shared memory of anybody.
+    """
+
+    processes: dict[int, str]
+    threads: frozenset[threading.Thread]
+    sockets: dict[int, str]
+    files: frozenset[Path]
+
+    @classmethod
+    def take(cls) -> Snapshot:
+        """Look around now."""
+        return cls(
+            processes={process.pid: text for process, text in _processes_of_this_run()},
+            threads=frozenset(_threads()),
+            sockets=_listening_sockets(),
+            files=frozenset(_files()),
+        )
+
+    def new_since(self, before: Snapshot) -> list[str]:
+        """Describe what was not there before."""
+        found = [text for pid, text in self.processes.items() if pid not in before.processes]
+        found += [f"thread {thread.name}" for thread in self.threads - before.threads]
+        found += [text for port, text in self.sockets.items() if port not in before.sockets]
+        found += [f"file {path}" for path in sorted(self.files - before.files)]
+        return found
+
+
+def wait_until_gone(before: Snapshot, *, grace_s: float) -> list[str]:
+    """Wait until everything newer than `before` is gone; return what is not."""
+    remaining = _remaining(before)
+    if not remaining:
+        return []
+    gc.collect()  # a store or a socket in a reference cycle is not a leak of ours
+    strangers = {f"file {path}" for path in _files_held_by_strangers()}
+    ends_s = time.monotonic() + grace_s
+    while (remaining := _remaining(before) - strangers) and time.monotonic() < ends_s:
+        threading.Event().wait(0.05)
+    return sorted(remaining - {f"file {path}" for path in _files_held_by_strangers()})
+
+
+def _remaining(before: Snapshot) -> set[str]:
+    multiprocessing.active_children()  # reaps those that have ended
+    return set(Snapshot.take().new_since(before))
+
+
+def _processes_of_this_run() -> Iterator[tuple[psutil.Process, str]]:
+    own_pid = os.getpid()
+    children = {process.pid for process in psutil.Process().children()}
+    for pid in sorted(children.union(_marked_pids()) - {own_pid}):
+        try:
+            process = psutil.Process(pid)
+            command = " ".join(process.cmdline()) or process.name()
+            is_child = process.ppid() == own_pid
+            status = process.status()
+        except psutil.NoSuchProcess:
+            continue
+        # A rank forked by the fork server has the server's command line, but not our pid above it.
+        if not (is_child and any(helper in command for helper in HELPERS)):
+            yield process, f"process {pid} ({status}): {command[:200]}"
+
+
+def _marked_pids() -> Iterator[int]:
+    mark = f"{MARK}={os.environ[MARK]}".encode()
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and mark in (entry / "environ").read_bytes():
+                yield int(entry.name)
+        except OSError:  # it ended, or belongs to another user
+            continue
+
+
+def _threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if not thread.name.startswith(THREADS)]
+
+
+def _listening_sockets() -> dict[int, str]:
+    connections = psutil.Process().net_connections(kind="tcp")
+    listening = [each for each in connections if each.status == psutil.CONN_LISTEN]
+    return {each.laddr.port: f"listening socket {each.laddr}" for each in listening}
+
+
+def _files() -> Iterator[Path]:
+    yield from Path(tempfile.gettempdir()).glob("ddpsafe*")
+    if SHARED_MEMORY.is_dir():
+        yield from SHARED_MEMORY.iterdir()
+
+
+def _files_held_by_strangers() -> set[Path]:
+    """Find the shared memory that processes of other runs on this machine have mapped or open."""
+    ours = {process.pid for process, _ in _processes_of_this_run()} | {os.getpid()}
+    held: set[Path] = set()
+    for process in psutil.process_iter():
+        if process.pid in ours:
+            continue
+        try:
+            held.update(Path(region.path) for region in process.memory_maps())
+            held.update(Path(file.path) for file in process.open_files())
+        except (psutil.Error, OSError):  # it ended, or belongs to another user
+            continue
+    return held

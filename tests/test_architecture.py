@@ -1,0 +1,214 @@
+"""The house rules that a linter does not know, read from the source."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+from source_tree import (
+    CHECKOUT,
+    PACKAGE,
+    Import,
+    calls_of,
+    functions_of,
+    imports_of,
+    module_of,
+    python_files,
+)
+
+LAYERS: Final = {
+    "vocabulary": 0,
+    "wire": 1,
+    "machinery": 2,
+    "launch": 3,
+    "entry point": 4,
+}
+"""What may import what: only its own layer and those below."""
+
+MACHINERY: Final = {"_launcher", "_worker", "data", "checkpoint", "doctor"}
+ENTRY_POINTS: Final = {"", "__main__", "cli", "pytest_plugin", "testing"}
+
+UPWARD_FOR_TYPES: Final = {
+    ("ddpsafe._errors", "ddpsafe._wire.outcome"): "LaunchError.outcomes holds them; nothing runs",
+}
+"""Imports under TYPE_CHECKING that point up. Siblings may name each other's types freely."""
+
+TORCH_AT_IMPORT: Final[dict[str, str]] = {}
+"""Files that import torch when they are imported, each with its reason."""
+
+MAY_PRINT: Final = {
+    "cli.py": "prints tables; everything else logs or returns",
+}
+
+FORBIDDEN_MODULE_NAMES: Final = {"utils", "helpers", "common", "core", "misc"}
+
+MODULES: Final = python_files(PACKAGE)
+
+
+def part_of(module: str) -> str:
+    """Return the name right below ddpsafe: ``ddpsafe._wire.spec`` is in ``_wire``."""
+    return module.removeprefix("ddpsafe").lstrip(".").partition(".")[0]
+
+
+def layer_of(module: str) -> int:
+    """Return the height of a module; a private module that is none of the others is vocabulary."""
+    part = part_of(module)
+    if part in ENTRY_POINTS:
+        return LAYERS["entry point"]
+    if part in MACHINERY:
+        return LAYERS["machinery"]
+    if part == "_launch":
+        return LAYERS["launch"]
+    if part == "_wire":
+        return LAYERS["wire"]
+    assert part.startswith("_"), f"{module} is public, but in no layer: add it to this test"
+    return LAYERS["vocabulary"]
+
+
+def own_imports() -> list[Import]:
+    """Return every import of one module of ddpsafe by another."""
+    found = [each for file in MODULES for each in imports_of(file)]
+    return [each for each in found if each.target.split(".")[0] == "ddpsafe"]
+
+
+def test_imports_point_down() -> None:
+    """No module imports a layer above its own, not even late or for its types.
+
+    The exceptions for types are listed above, with reasons.
+    """
+    upward = [
+        str(each)
+        for each in own_imports()
+        if layer_of(each.target) > layer_of(each.module)
+        and not (each.for_types and (each.module, each.target) in UPWARD_FOR_TYPES)
+    ]
+    assert upward == []
+
+
+def test_siblings_do_not_import_each_other() -> None:
+    """Launcher, worker, data, checkpoint and doctor meet in _launch and in entry points only.
+
+    An import under TYPE_CHECKING does not run and may name a sibling's type.
+    """
+    across = [
+        str(each)
+        for each in own_imports()
+        if {part_of(each.module), part_of(each.target)} <= MACHINERY
+        and part_of(each.module) != part_of(each.target)
+        and not each.for_types
+    ]
+    assert across == []
+
+
+def test_modules_do_not_import_in_circles() -> None:
+    """Imports that run when a module is imported form no circle."""
+    edges: dict[str, set[str]] = {module_of(file): set() for file in MODULES}
+    for each in own_imports():
+        if not each.late and not each.for_types and each.target != each.module:
+            edges[each.module].add(each.target)
+    while leaves := {module for module, targets in edges.items() if not targets & edges.keys()}:
+        edges = {module: targets for module, targets in edges.items() if module not in leaves}
+    assert edges == {}
+
+
+def test_upward_imports_for_types_are_still_there() -> None:
+    """An exception that nobody needs any more is taken off the list."""
+    existing = {(each.module, each.target) for each in own_imports() if each.for_types}
+    assert UPWARD_FOR_TYPES.keys() <= existing
+
+
+def test_torch_is_imported_late() -> None:
+    """No module imports torch when it is imported, except those listed with a reason."""
+    eager = {
+        each.file.relative_to(PACKAGE).as_posix()
+        for file in MODULES
+        for each in imports_of(file)
+        if each.target.split(".")[0] == "torch" and not each.late and not each.for_types
+    }
+    assert eager == TORCH_AT_IMPORT.keys()
+
+
+def test_what_crosses_between_processes_knows_no_torch() -> None:
+    """_wire does not import torch at all, so that a launcher and a doctor can do without."""
+    imports = [each for file in python_files(PACKAGE / "_wire") for each in imports_of(file)]
+    assert [str(each) for each in imports if each.target.split(".")[0] == "torch"] == []
+
+
+def test_importing_the_package_imports_neither_torch_nor_pydantic(tmp_path: Path) -> None:
+    """``import ddpsafe`` costs next to nothing; what is heavy comes with the first use."""
+    code = f"""
+import sys
+sys.path.insert(0, {str(installed_folder().parent)!r})
+import ddpsafe
+print(*sorted({{"torch", "pydantic", "numpy", "rich", "tenacity", "psutil"}} & sys.modules.keys()))
+"""
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == []
+
+
+def installed_folder() -> Path:
+    """Return the folder of the ddpsafe that these tests import."""
+    import ddpsafe
+
+    return Path(ddpsafe.__file__).parent
+
+
+def test_source_read_here_is_the_package_that_is_tested() -> None:
+    """The installed wheel holds exactly the files of the checkout, py.typed included."""
+    names = {
+        folder: {
+            path.relative_to(folder).as_posix(): path.read_bytes()
+            for path in folder.rglob("*")
+            if path.is_file() and path.suffix not in {".pyc", ".pyo"}
+        }
+        for folder in (PACKAGE, installed_folder())
+    }
+    assert names[installed_folder()] == names[PACKAGE]
+    assert "py.typed" in names[PACKAGE]
+
+
+@pytest.mark.parametrize("file", MODULES, ids=lambda file: module_of(file))
+def test_module_is_small_and_named_for_what_it_holds(file: Path) -> None:
+    """A module has at most 300 lines, and its name says what is in it."""
+    lines = file.read_text(encoding="utf-8").count("\n")
+    assert lines <= 300, f"{lines} lines: split it along its nouns"
+    assert file.stem not in FORBIDDEN_MODULE_NAMES
+
+
+@pytest.mark.parametrize("file", MODULES, ids=lambda file: module_of(file))
+def test_functions_are_short(file: Path) -> None:
+    """A function has at most 40 lines below its signature and docstring."""
+    long = [f"{name}: {lines} lines" for name, lines in functions_of(file) if lines > 40]
+    assert long == []
+
+
+@pytest.mark.parametrize("file", MODULES, ids=lambda file: module_of(file))
+def test_only_the_console_prints(file: Path) -> None:
+    """A library logs or returns; it does not print."""
+    if file.relative_to(PACKAGE).as_posix() not in MAY_PRINT:
+        assert calls_of(file, "print") == []
+
+
+SLEEPERS: Final = [*python_files(CHECKOUT / "tests"), *python_files(CHECKOUT / "examples")]
+
+
+@pytest.mark.parametrize("file", SLEEPERS, ids=lambda file: str(file.relative_to(CHECKOUT)))
+def test_nothing_sleeps_until_something_has_probably_happened(file: Path) -> None:
+    """A sleep is no synchronisation.
+
+    A literal of 60 seconds or more is a rank that hangs on purpose: nobody waits for its end.
+    """
+    waits = [call for call in calls_of(file, "sleep") if not _is_a_hang(call)]
+    assert [f"{file}:{call.lineno}: {ast.unparse(call)}" for call in waits] == []
+
+
+def _is_a_hang(call: ast.Call) -> bool:
+    match call.args:
+        case [ast.Constant(value=int() | float() as seconds)]:
+            return seconds >= 60
+    return False

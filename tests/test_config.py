@@ -1,0 +1,452 @@
+"""What a `LaunchConfig` accepts, where its fields come from, and how it says no."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pydantic
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ddpsafe import _errors
+from ddpsafe._config import LaunchConfig, Rendezvous, RetryPolicy, Timeouts
+from ddpsafe._errors import ConfigError, LaunchTimeoutError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def _empty_launch_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start each test where no file and no variable configures anything."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("NPROC_PER_NODE", "SEED", "TIMEOUTS__GRACE", "ENV"):
+        monkeypatch.delenv(f"DDPSAFE_{name}", raising=False)
+
+
+def problems_of(**fields: object) -> dict[str, str]:
+    """Return the problems of a config, by field."""
+    with pytest.raises(ConfigError) as caught:
+        LaunchConfig(**fields)
+    return {text.split(": got ")[0]: text for text in caught.value.problems}
+
+
+def test_defaults_are_those_of_the_reference() -> None:
+    """Without any source, a config is what the reference of the configuration says."""
+    config = LaunchConfig()
+    assert config.nproc_per_node == "auto"
+    assert (config.nnodes, config.node_rank, config.backend) == (1, None, "auto")
+    assert (config.start_method, config.preflight, config.console) == ("spawn", "local", "auto")
+    assert config.timeouts.rendezvous == timedelta(minutes=5)
+    assert config.timeouts.grace == timedelta(seconds=5)
+    assert config.retry.on == {"startup-network", "port", "mount"}
+
+
+def test_every_problem_is_reported_at_once() -> None:
+    """Five wrong fields make five problems in one error, each with value, reason and remedy."""
+    found = problems_of(
+        nproc_per_node=0, nnodes=2, backend="ncll", start_method="fork", env={"RANK": "0"}
+    )
+    assert set(found) == {
+        "nproc_per_node", "rendezvous.endpoint", "backend", "start_method", "env.RANK",
+    }  # fmt: skip
+    assert all("Write " in text for text in found.values())
+    assert "got 0" in found["nproc_per_node"]
+
+
+def test_config_error_is_a_value_error_and_pickles() -> None:
+    """The error of a config crosses processes with its problems."""
+    with pytest.raises(ValueError, match="nnodes") as caught:
+        LaunchConfig(nnodes=0)
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert isinstance(copy, ConfigError)
+    assert copy.problems == caught.value.problems
+
+
+def test_misspelt_field_suggests_the_near_one() -> None:
+    """A slip in a field's name is answered with the name, at any depth."""
+    assert "'timeouts'" in problems_of(timeuots={})["timeuots"]
+    assert "'collective'" in problems_of(timeouts={"colective": 3})["timeouts.colective"]
+    assert "nproc_per_node" in problems_of(_env_file="x")["'_env_file'"]
+
+
+def test_argument_beats_environment_beats_file_beats_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nearer source wins, field by field, also inside a part."""
+    (tmp_path / "pyproject.toml").write_text(
+        "[tool.ddpsafe]\nseed = 1\nnnodes = 1\n[tool.ddpsafe.timeouts]\ngrace=1\nshutdown=7\nbarrier=9\n"
+    )
+    assert LaunchConfig().seed == 1
+    monkeypatch.setenv("DDPSAFE_SEED", "2")
+    monkeypatch.setenv("DDPSAFE_TIMEOUTS__GRACE", "2")
+    monkeypatch.setenv("DDPSAFE_TIMEOUTS__BARRIER", "1min")
+    config = LaunchConfig(seed=3, timeouts=Timeouts(grace=3))
+    assert LaunchConfig().seed == 2
+    assert config.seed == 3
+    waits = config.timeouts
+    assert [t.total_seconds() for t in (waits.grace, waits.barrier, waits.shutdown)] == [3, 60, 7]
+
+
+@pytest.mark.parametrize("text", ["seed = 4\n", "[tool.ddpsafe]\nseed = 4\n"])
+def test_toml_file_is_read_from_its_top_level_or_its_table(tmp_path: Path, text: str) -> None:
+    """Both shapes of a file work, and arguments still win over it."""
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    assert LaunchConfig.from_toml(path).seed == 4
+    assert LaunchConfig.from_toml(path, seed=5).seed == 5
+    assert LaunchConfig().seed is None
+
+
+@pytest.mark.parametrize("text", [b"seed = ", b"\xff", b"[tool]\nddpsafe = 3\n", b"sed = 1\n"])
+def test_broken_toml_file_is_a_config_error(tmp_path: Path, text: bytes) -> None:
+    """What is no TOML, has no table or an unknown field is refused with the reason."""
+    path = tmp_path / "run.toml"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match="Write"):
+        LaunchConfig.from_toml(path)
+
+
+def test_absent_toml_file_is_named() -> None:
+    """A file that does not exist is an error, not an empty config."""
+    with pytest.raises(ConfigError, match=r"absent\.toml"):
+        LaunchConfig.from_toml("absent.toml")
+    with pytest.raises(ConfigError, match="no path"):
+        LaunchConfig.from_toml(3)  # type: ignore[arg-type] # what a user may do
+
+
+def test_wrong_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A problem says which variable the value came from."""
+    monkeypatch.setenv("DDPSAFE_TIMEOUTS__GRACE", "soon")
+    monkeypatch.setenv("DDPSAFE_ENV", "{not json")
+    found = problems_of()
+    assert "DDPSAFE_TIMEOUTS__GRACE" in found["timeouts.grace"]
+    assert "DDPSAFE_ENV" in found["env"]
+
+
+def test_misspelt_environment_variable_is_not_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slip in a variable's name is reported; a variable of somebody else is let be."""
+    monkeypatch.setenv("DDPSAFE_TIMEOUT__GRACE", "3")
+    monkeypatch.setenv("DDPSAFE_SOMETHING_ELSE", "3")
+    with pytest.raises(ConfigError, match="DDPSAFE_TIMEOUTS") as caught:
+        LaunchConfig()
+    assert len(caught.value.problems) == 1
+
+
+def test_variables_of_ranks_keep_their_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DDPSAFE_ENV__NAME sets NAME, not name."""
+    monkeypatch.setenv("DDPSAFE_ENV__OMP_NUM_THREADS", "2")
+    monkeypatch.setenv("DDPSAFE_RETRY__ON", "network, ConnectionError")
+    config = LaunchConfig(env={"NCCL_DEBUG": "INFO"})
+    assert config.env == {"OMP_NUM_THREADS": "2", "NCCL_DEBUG": "INFO"}
+    assert config.retry.on == {"network", ConnectionError}
+
+
+def test_every_shape_of_field_can_come_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Counts, words, switches, nothing at all, and paths with their demands."""
+    variables = {
+        "NPROC_PER_NODE": "2",
+        "SEED": "null",
+        "RENDEZVOUS__IS_HOST": "true",
+        "RUN_DIR": "/scratch/run",
+        "DATA_PATHS__TRAIN__PATH": "/data/train",
+        "DATA_PATHS__TRAIN__WAIT": "2min",
+        "DATA_PATHS__VAL": "/data/val",
+        "RETRY__ATTEMPTS": "5",
+        "CONSOLE": "none",
+        "TIMEOUTS__ATTEMPT": "",
+    }
+    for name, text in variables.items():
+        monkeypatch.setenv(f"DDPSAFE_{name}", text)
+    config = LaunchConfig()
+    assert (config.nproc_per_node, config.seed, config.console) == (2, None, "none")
+    assert config.rendezvous.is_host is True
+    assert str(config.run_dir) == "/scratch/run"
+    assert config.data_paths["train"].wait == timedelta(minutes=2)
+    assert str(config.data_paths["val"].path) == "/data/val"
+    assert (config.retry.attempts, config.timeouts.attempt) == (5, None)
+
+
+def test_resolve_lays_fields_over_a_built_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A config that is built stays as it is, whatever the environment says later."""
+    config = LaunchConfig(seed=1, timeouts={"shutdown": 20}, env={"A": "1"})
+    monkeypatch.setenv("DDPSAFE_SEED", "9")
+    monkeypatch.setenv("DDPSAFE_TIMEOUTS__SHUTDOWN", "90")
+    resolved = LaunchConfig.resolve(config, timeouts={"grace": 2}, env={"B": "2"})
+    assert resolved.seed == 1
+    assert resolved.timeouts.shutdown == timedelta(seconds=20)
+    assert resolved.timeouts.grace == timedelta(seconds=2)
+    assert resolved.env == {"A": "1", "B": "2"}
+    assert LaunchConfig.resolve(None).seed == 9
+
+
+def test_resolve_refuses_what_is_no_config() -> None:
+    """A dict in place of a config is answered with how to pass it."""
+    with pytest.raises(ConfigError, match="keyword arguments"):
+        LaunchConfig.resolve({"seed": 1})  # type: ignore[arg-type] # what a user may do
+
+
+def test_config_is_a_field_of_a_users_own_model() -> None:
+    """Nested in a user's model, errors are those of that model."""
+
+    class Experiment(pydantic.BaseModel):
+        launch: LaunchConfig
+        waits: Timeouts = Timeouts()
+
+    assert Experiment(launch={"seed": 3}).launch.seed == 3
+    with pytest.raises(pydantic.ValidationError, match="nproc_per_node"):
+        Experiment(launch={"nproc_per_node": 0})
+
+
+def test_config_pickles_and_is_frozen() -> None:
+    """A config travels, and nobody changes it on the way."""
+    config = LaunchConfig(nproc_per_node=2, retry={"on": {OSError}})
+    assert pickle.loads(pickle.dumps(config)) == config
+    with pytest.raises(pydantic.ValidationError):
+        config.seed = 3  # type: ignore[misc] # frozen is what is tested
+
+
+def test_importing_the_config_imports_no_torch() -> None:
+    """The vocabulary works where torch is broken."""
+    program = "import sys, ddpsafe._config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("field", sorted(Timeouts.model_fields))
+def test_every_timeout_names_its_own_error(field: str) -> None:
+    """Each field pairs with one timeout error; grace has none, for the kill follows it."""
+    error = Timeouts.error_of(field)
+    text = Timeouts.model_fields[field].description or ""
+    assert (error is None) == (field == "grace")
+    assert error is None or error.__name__ in text
+
+
+def test_every_timeout_error_belongs_to_one_field() -> None:
+    """No timeout error is without a field, and none has two."""
+    paired = [Timeouts.error_of(field) for field in Timeouts.model_fields if field != "grace"]
+    errors = {
+        error
+        for error in vars(_errors).values()
+        if isinstance(error, type) and issubclass(error, LaunchTimeoutError)
+    }
+    assert len(paired) == len(set(paired))
+    assert set(paired) == errors - {LaunchTimeoutError}
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"),
+    [
+        (30, 30), (0.5, 0.5), ("30", 30), ("30s", 30), ("5min", 300), ("1h", 3600),
+        ("2 days", 172800), ("PT5M", 300), ("00:05:00", 300), (timedelta(minutes=1), 60),
+        ("250ms", 0.25),
+    ],
+)  # fmt: skip
+def test_durations_are_read_as_people_write_them(written: object, seconds: float) -> None:
+    """A number means seconds; text may carry a unit."""
+    assert Timeouts(barrier=written).barrier.total_seconds() == seconds
+
+
+@pytest.mark.parametrize(
+    "written",
+    [0, -1, 0.0001, float("nan"), float("inf"), 10**400, "soon", "PT0S", "-PT5S", True, None, [],
+     timedelta.max, "1" * 5000],
+)  # fmt: skip
+def test_durations_without_an_end_or_a_length_are_refused(written: object) -> None:
+    """Every wait lasts from 1 ms to 365 days: torch reads 0 as "for ever"."""
+    assert "timeouts.barrier" in problems_of(timeouts={"barrier": written})
+
+
+def test_timeouts_are_in_order() -> None:
+    """What the user set is held to order; a default gives way to what the user set."""
+    found = problems_of(timeouts={"attempt": 60, "collective": 61, "shutdown": 5, "grace": 5})
+    assert set(found) == {"timeouts.collective", "timeouts.grace"}
+    waits = Timeouts(attempt=60, shutdown=4)
+    assert waits.rendezvous == waits.collective == waits.barrier == timedelta(seconds=60)
+    assert waits.grace == timedelta(seconds=2)
+
+
+@pytest.mark.parametrize("on", ["network", {"network"}, ["network"], ("network",)])
+def test_retry_takes_one_kind_or_several(on: object) -> None:
+    """One value or any collection of them is read."""
+    assert RetryPolicy(on=on).on == {"network"}
+
+
+@pytest.mark.parametrize(
+    ("on", "hint"),
+    [
+        ({"peer-lots"}, "'peer-lost'"),
+        ({"user-error"}, "same way"),
+        ({KeyboardInterrupt}, "wants to stop"),
+        ({3}, "neither"),
+        (7, "set of kinds"),
+    ],
+)
+def test_retry_refuses_what_cannot_pass(on: object, hint: str) -> None:
+    """Unknown kinds suggest the near one; deterministic ones and stop requests are refused."""
+    assert any(hint in text for text in problems_of(retry={"on": on}).values())
+
+
+def test_backoff_does_not_begin_above_its_end() -> None:
+    """The longest wait is no shorter than the first one."""
+    assert "retry.backoff_max" in problems_of(retry={"backoff_initial": 9, "backoff_max": 3})
+    assert RetryPolicy(backoff_initial=60).backoff_max == timedelta(seconds=60)
+    assert "retry.attempts" in problems_of(retry={"attempts": 0})
+
+
+def test_retry_kinds_are_named_in_json() -> None:
+    """A policy can be written to a report."""
+    assert '"on":["OSError","port"]' in RetryPolicy(on={"port", OSError}).model_dump_json()
+
+
+@pytest.mark.parametrize(("given_as", "count"), [(4, 4), ("4", 4), (2.0, 2), ("GPU", "gpu")])
+def test_rank_counts_are_read(given_as: object, count: object) -> None:
+    """Counts come as numbers or, from the environment, as text."""
+    assert LaunchConfig(nproc_per_node=given_as).nproc_per_node == count
+
+
+@pytest.mark.parametrize(
+    ("given_as", "hint"),
+    [(0, "zero ranks"), (-1, "starts at 1"), (True, "bool"), (1.5, "no integer"),
+     (None, "no integer"), ("gpus", "'gpu'"), (10**30, "no node"), ([], "no integer")],
+)  # fmt: skip
+def test_rank_counts_that_mean_nothing_are_refused(given_as: object, hint: str) -> None:
+    """Zero ranks would train nothing and end in success: refused with that reason."""
+    assert hint in problems_of(nproc_per_node=given_as)["nproc_per_node"]
+
+
+@pytest.mark.parametrize(
+    "backend",
+    ["auto", "nccl", "GLOO", "mpi", "ucc", "xccl", "hccl", "cncl", "smddp", "fake", "flagcx",
+     "cpu:gloo,cuda:nccl", "cuda:nccl"],
+)  # fmt: skip
+def test_backends_of_other_packages_are_let_be(backend: str) -> None:
+    """A name nobody knows here may be registered by a package: torch will say."""
+    assert LaunchConfig(backend=backend).backend == backend.lower()
+
+
+@pytest.mark.parametrize(
+    ("backend", "hint"),
+    [("ncll", "'nccl'"), ("goo", "'gloo'"), ("cpu:gloo,cuda:ncll", "'cpu:gloo,cuda:nccl'"),
+     ("", "neither"), ("cpu:gloo,nccl", "every device"), ("cpu:gloo,cpu:mpi", "every device"),
+     ("cuda:", "neither"), (3, "no name"), ("cpu:auto,cuda:nccl", "stands alone")],
+)  # fmt: skip
+def test_slips_of_backend_names_are_refused(backend: object, hint: str) -> None:
+    """Malformed text and slips of well-known names are answered with the right form."""
+    assert hint in problems_of(backend=backend)["backend"]
+
+
+def test_fork_is_refused_with_the_reason() -> None:
+    """The reader learns why: CUDA, locks, open files."""
+    text = problems_of(start_method="fork")["start_method"]
+    assert "CUDA" in text
+    assert "locks" in text
+    assert "forkserver" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("LOCAL_RANK", "0"), ("MASTER_PORT", "29500"), ("TORCHELASTIC_USE_AGENT_STORE", "1"), ("", "x"),
+     ("A=B", "x"), ("A", "x\0y"), ("A", True), ("A", None), ("A", "\ud800"), ("\ud800", "x"), (3, "x")],
+)  # fmt: skip
+def test_variables_that_cannot_be_set_are_refused(name: object, text: object) -> None:
+    """Ranks keep what the launcher tells them, and nothing odd reaches the kernel."""
+    (problem,) = problems_of(env={name: text}).values()
+    assert problem.startswith("env.")
+
+
+def test_numbers_become_text_in_variables() -> None:
+    """OMP_NUM_THREADS = 4 in a TOML file means what it says."""
+    assert LaunchConfig(env={"OMP_NUM_THREADS": 4}).env == {"OMP_NUM_THREADS": "4"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        ({"nnodes": 2}, "rendezvous.endpoint"),
+        ({"nnodes": 2, "rendezvous": {"endpoint": "localhost:29400"}}, "rendezvous.endpoint"),
+        ({"nnodes": 2, "rendezvous": {"endpoint": "127.0.0.1:29400"}}, "rendezvous.endpoint"),
+        ({"nnodes": 2, "rendezvous": {"endpoint": "gpu-01:0"}}, "rendezvous.endpoint"),
+        ({"node_rank": 1}, "node_rank"),
+        ({"nnodes": 0}, "nnodes"),
+        ({"nnodes": True}, "nnodes"),
+        ({"rendezvous": {"interface": "^eth0"}}, "rendezvous.interface"),
+        ({"rendezvous": {"interface": "eth0,eth1"}}, "rendezvous.interface"),
+        ({"rendezvous": {"id": "my job"}}, "rendezvous.id"),
+        ({"seed": -1}, "seed"),
+        ({"data_paths": {"train": "data"}}, "data_paths.train.path"),
+        ({"run_dir": "runs"}, "run_dir"),
+        ({"data_paths": {"train": None}}, "data_paths.train"),
+        ({"data_paths": {"train": {"kind": "any"}}}, "data_paths.train.path"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(
+    fields: dict[str, object], where: str
+) -> None:
+    """Nodes that cannot meet, ranks that do not exist, paths that mean nothing elsewhere."""
+    assert where in problems_of(**fields)
+
+
+def test_nodes_that_can_meet_are_accepted() -> None:
+    """The plain case of two nodes needs an endpoint and nothing else."""
+    config = LaunchConfig(nnodes=2, rendezvous=Rendezvous(endpoint="10.0.0.7:29400"))
+    assert config.rendezvous.parsed() is not None
+
+
+GARBAGE = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(min_value=10**20, max_value=10**5000)
+    | st.floats()
+    | st.text()
+    | st.text(st.characters(categories=["Cs", "Cc", "Nd", "Lo"]))
+    | st.binary(max_size=8)
+    | st.sampled_from([timedelta.max, object(), int, OSError, 1j, ..., range(3)]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner)
+        | st.dictionaries(st.text(max_size=5) | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+PARTS = {"timeouts": Timeouts, "retry": RetryPolicy, "rendezvous": Rendezvous}
+TABLES = [
+    st.dictionaries(st.sampled_from(sorted(part.model_fields)), GARBAGE, max_size=4).map(
+        lambda table, name=name: {name: table}
+    )
+    for name, part in PARTS.items()
+]
+FIELDS = st.dictionaries(
+    st.sampled_from(sorted(LaunchConfig.model_fields)) | st.text(max_size=12), GARBAGE, max_size=5
+)
+
+
+@settings(
+    max_examples=150,
+    deadline=timedelta(seconds=1),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(fields=FIELDS | st.one_of(TABLES))
+def test_garbage_is_refused_and_never_anything_else(fields: dict[str, object]) -> None:
+    """Whatever comes in, a config comes out or a ConfigError that can be printed."""
+    try:
+        LaunchConfig(**fields)
+    except ConfigError as error:
+        str(error).encode()
+
+
+def test_garbage_is_refused_in_milliseconds() -> None:
+    """A thousand judgements cost less than a few milliseconds each, without the network."""
+    wrong = {"nnodes": 2, "rendezvous": {"endpoint": "no.such.host.invalid:99999"}, "seed": "x"}
+    began = time.perf_counter()
+    for _ in range(100):
+        problems_of(**wrong)
+    assert (time.perf_counter() - began) / 100 < 0.05

@@ -1,0 +1,221 @@
+"""Endpoints and interface names: judged without the network, resolved under a deadline."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from datetime import timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from ddpsafe._clock import Deadline
+from ddpsafe._config.endpoint import Endpoint, check_resolvable, parse_endpoint
+from ddpsafe._config.interfaces import (
+    GLOO,
+    NCCL,
+    check_interface,
+    check_interfaces,
+    expand_nccl,
+    find_shape_problem,
+    list_interfaces,
+)
+
+EXISTING = ["lo", "eth0", "eth1", "docker0"]
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("gpu-01:29400", "gpu-01", 29400),
+        ("10.0.0.7:1024", "10.0.0.7", 1024),
+        ("job-0.svc.cluster.local:65535", "job-0.svc.cluster.local", 65535),
+        ("my_service:29400", "my_service", 29400),
+        ("2001:db8::1:29400", "2001:db8::1", 29400),
+        ("localhost:0", "localhost", 0),
+    ],
+)
+def test_endpoints_are_read(text: str, host: str, port: int) -> None:
+    """The last colon separates the port."""
+    assert parse_endpoint(text) == Endpoint(host=host, port=port)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("gpu-01", "port is missing"),
+        (":29400", "host is missing"),
+        ("gpu-01:", "port is missing"),
+        ("", "port is missing"),
+        (" gpu-01:29400", "blanks"),
+        ("gpu-01:29400\n", "blanks"),
+        ("[2001:db8::1]:29400", "brackets"),
+        ("tcp://gpu-01:29400", "URL"),
+        ("6841231:29400", "0.104.99.143"),
+        ("127.1:29400", "no IPv4 address"),
+        ("0x7f.0.0.1:29400", "no IPv4 address"),
+        ("010.0.0.1:29400", "no IPv4 address"),
+        ("300.1.1.1:29400", "no IPv4 address"),
+        ("gpu..01:29400", "neither a host name"),
+        ("gpü:29400", "neither a host name"),
+        ("-gpu:29400", "neither a host name"),
+        ("2001:db8:29400", "neither a host name"),
+        ("0.0.0.0:29400", "any address"),
+        ("0.1.2.3:29400", "any address"),
+        (":::29400", "any address"),
+        ("169.254.1.1:29400", "link-local"),
+        ("fe80::1:29400", "link-local"),
+        ("::ffff:169.254.1.1:29400", "link-local"),
+        ("224.0.0.1:29400", "many hosts"),
+        ("gpu-01:80", "need root"),
+        ("gpu-01:65536", "end at 65535"),
+        ("gpu-01:http", "no port number"),
+        ("gpu-01:-1", "no port number"),
+        ("gpu-01:٢٩٤٠٠", "no port number"),
+    ],
+)
+def test_endpoints_that_lead_nowhere_are_refused(text: str, hint: str) -> None:
+    """Each trap is named, and answered with a form that works."""
+    with pytest.raises(ValidationError) as caught:
+        parse_endpoint(text)
+    (detail,) = caught.value.errors()
+    assert hint in detail["msg"]
+    assert detail["ctx"]["write"]
+
+
+def test_host_and_port_are_judged_together() -> None:
+    """A wrong host does not hide a wrong port."""
+    with pytest.raises(ValidationError) as caught:
+        parse_endpoint("0.0.0.0:80")
+    assert caught.value.error_count() == 2
+
+
+@given(st.text(max_size=40) | st.from_regex(r"[0-9a-fx.:\[\]-]{0,30}:[0-9]{0,9}", fullmatch=True))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    """Garbage never raises anything but the one error, and the network is never asked."""
+    try:
+        endpoint = parse_endpoint(text)
+    except ValidationError:
+        return
+    assert endpoint.port == 0 or 1024 <= endpoint.port <= 65535
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST.", "a.localhost", "127.9.9.9", "::1"])
+def test_loopback_is_recognised_as_written(host: str) -> None:
+    """No look-up is needed to know that a host is this machine."""
+    assert Endpoint(host=host, port=0).is_loopback
+    assert not Endpoint(host="gpu-01", port=0).is_loopback
+
+
+def test_resolver_that_hangs_does_not_hang_the_caller() -> None:
+    """The deadline holds although the resolver never answers."""
+    release = threading.Event()
+
+    def hang(host: str, port: int) -> list[str]:
+        release.wait(30)
+        return [host, str(port)]
+
+    deadline = Deadline.after(timedelta(seconds=0.1))
+    problem = check_resolvable(Endpoint(host="gpu-01", port=1), deadline=deadline, resolve=hang)
+    release.set()
+    assert deadline.waited_s() < 5
+    assert problem is not None
+    assert "no answer within" in problem
+
+
+def test_name_that_does_not_resolve_is_explained() -> None:
+    """The reader is told the name, the system's reason and the way out."""
+
+    def refuse(host: str, port: int) -> list[str]:
+        raise socket.gaierror(-2, f"Name or service not known: {host}:{port}")
+
+    deadline = Deadline.after(timedelta(seconds=2))
+    problem = check_resolvable(Endpoint(host="gpu-01", port=1), deadline=deadline, resolve=refuse)
+    assert problem is not None
+    assert "does not resolve" in problem
+    assert "Name or service not known" in problem
+    assert "/etc/hosts" in problem
+
+
+def test_name_of_another_node_that_means_this_one_is_a_trap() -> None:
+    """With several nodes, a name that resolves to loopback makes each wait for itself."""
+
+    def loop(_host: str, _port: int) -> list[str]:
+        return ["127.0.1.1"]
+
+    endpoint = Endpoint(host="surely-not-this-host", port=29400)
+
+    def check(nnodes: int, *, is_host: bool | None = None) -> str | None:
+        deadline = Deadline.after(timedelta(seconds=2))
+        return check_resolvable(
+            endpoint, deadline=deadline, nnodes=nnodes, is_host=is_host, resolve=loop
+        )
+
+    assert "wait for itself" in (check(2) or "")
+    assert check(1) is None
+    assert check(2, is_host=True) is None
+
+
+def test_address_and_localhost_need_no_network() -> None:
+    """An address is not looked up; localhost resolves anywhere."""
+    deadline = Deadline.after(timedelta(seconds=5))
+    assert check_resolvable(Endpoint(host="10.255.0.1", port=1), deadline=deadline) is None
+    assert check_resolvable(Endpoint(host="localhost", port=1), deadline=deadline) is None
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        (GLOO, "eth0"), (GLOO, "eth0,eth1"), (NCCL, "eth"), (NCCL, "=eth0"), (NCCL, "^docker,lo"),
+        (NCCL, "^=lo"),
+    ],
+)  # fmt: skip
+def test_interface_lists_follow_the_rules_of_their_library(variable: str, value: str) -> None:
+    """gloo: literal names; NCCL: prefixes after an optional '^' and '='."""
+    assert find_shape_problem(variable, value) is None
+    assert list(check_interfaces({variable: value}, existing=EXISTING)) == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "hint"),
+    [
+        (GLOO, "^lo", "literal names only"),
+        (GLOO, "=eth0", "literal names only"),
+        (GLOO, "eth0, eth1", "blanks"),
+        (GLOO, "10.0.0.1", "IP address"),
+        (GLOO, "eth0,", "empty"),
+        (NCCL, "eth0,^lo", "very start"),
+        (NCCL, "^", "empty"),
+        (NCCL, "a-name-that-is-too-long", "15 characters"),
+    ],
+)
+def test_interface_lists_in_the_wrong_syntax_are_refused(
+    variable: str, value: str, hint: str
+) -> None:
+    """What one library reads, the other takes for a name."""
+    problem = find_shape_problem(variable, value)
+    assert problem is not None
+    assert hint in problem.why
+
+
+@pytest.mark.parametrize(("variable", "value"), [(GLOO, "eth7"), (GLOO, "eth"), (NCCL, "ib")])
+def test_absent_interface_lists_the_existing_ones(variable: str, value: str) -> None:
+    """The reader sees which names this machine has."""
+    (problem,) = check_interfaces({variable: value}, existing=EXISTING)
+    assert all(name in problem for name in EXISTING)
+
+
+def test_exclusion_of_every_interface_is_refused() -> None:
+    """NCCL with nothing left to use fails late; here it fails at once."""
+    assert len(list(check_interfaces({NCCL: "^lo"}, existing=["lo"]))) == 1
+    assert expand_nccl("^=lo", ["lo", "lo1"]) == ["lo1"]
+    assert expand_nccl("eth", EXISTING) == ["eth0", "eth1"]
+
+
+def test_interfaces_of_this_machine_are_found() -> None:
+    """Every machine has one to name, and a made-up one is missing."""
+    own = list_interfaces()[0]
+    assert check_interface(own) is None
+    assert own in (check_interface("absent0") or "")

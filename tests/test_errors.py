@@ -1,0 +1,87 @@
+"""Errors cross processes whole, and each phase has exactly one."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from ddpsafe import _errors
+
+FACTS: Final = {
+    "attempt": 2,
+    "attempts": 3,
+    "exit_code": 137,
+    "hostname": "gpu-07",
+    "kind": "killed",
+    "local_rank": 1,
+    "log_path": Path("/runs/1/attempt-2/rank-3.err"),
+    "missing_ranks": (1, 3),
+    "outcomes": {3: "an outcome"},
+    "pid": 4711,
+    "problems": ("first", "second"),
+    "rank": 3,
+    "report": {"check": "finding"},
+    "run_dir": Path("/runs/1"),
+    "stacks": {1: "train.py:12"},
+    "waited_s": 20.5,
+}
+"""A value for every fact that an error of the tree takes, none of them a default."""
+
+CLASSES: Final = [
+    each
+    for each in vars(_errors).values()
+    if inspect.isclass(each) and issubclass(each, _errors.DDPSafeError)
+]
+
+NO_ERROR_OF_ITS_OWN: Final = {
+    "grace": "a rank that outlives it is killed, which is the next step and no failure",
+}
+
+
+def build(cls: type[_errors.DDPSafeError]) -> _errors.DDPSafeError:
+    """Make an error with every fact that its class takes."""
+    parameters = inspect.signature(cls).parameters.values()
+    names = [each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY]
+    error = cls("what happened", **{name: FACTS[name] for name in names})
+    error.__cause__ = ValueError("the root of it")
+    return error
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_error_survives_pickling_with_its_facts(cls: type[_errors.DDPSafeError]) -> None:
+    """Type, message and every fact arrive unchanged, so nobody has to parse a message."""
+    error = build(cls)
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is cls
+    assert str(copy) == str(error)
+    assert vars(copy) == vars(error)
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_error_survives_pickling_with_its_cause(cls: type[_errors.DDPSafeError]) -> None:
+    """The exception behind it arrives too, where it can travel at all."""
+    copy = pickle.loads(pickle.dumps(build(cls)))
+    assert repr(copy.__cause__) == repr(ValueError("the root of it"))
+
+
+def test_every_timeout_has_exactly_one_error() -> None:
+    """A field of Timeouts and a timeout error pair up by name."""
+    from ddpsafe import Timeouts
+
+    fields = set(Timeouts.model_fields) - NO_ERROR_OF_ITS_OWN.keys()
+    errors = {each.__name__ for each in _errors.LaunchTimeoutError.__subclasses__()}
+    assert errors == {f"{name.title()}TimeoutError" for name in fields}
+
+
+def test_message_answers_the_four_questions() -> None:
+    """What happened and where, the likely cause, what to do, then the logs."""
+    text = _errors.explain("what and where", cause="why", fix="do this", logs="/runs/1")
+    what, cause, fix, logs = text.splitlines()
+    assert what == "what and where"
+    assert cause.strip() == "Likely cause: why"
+    assert fix.strip() == "What to do: do this"
+    assert logs.strip() == "Logs: /runs/1"

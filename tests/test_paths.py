@@ -1,0 +1,247 @@
+"""Paths of data: absolute, judged before the launch, waited for with an end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pydantic
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpsafe._clock import Deadline
+from ddpsafe._errors import PreflightError
+from ddpsafe._config.mounts import find_mount_point, list_mount_points
+from ddpsafe._config.paths import AbsolutePath, DataPath, require_data_paths
+from ddpsafe._config.readiness import Watch
+
+
+class Mine(pydantic.BaseModel):
+    """A user's own model."""
+
+    output: AbsolutePath
+    train: DataPath = DataPath(path="/data/train")
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [("data/train", "relative"), ("./x", "relative"), ("", "empty"), ("~/x", "shells"),
+     ("/data\\train", "backslashes"), ("/a\0b", "no path can have"), (b"/x", "no path"),
+     (3, "no path"), ("/\ud800", "no path can have")],
+)  # fmt: skip
+def test_paths_that_mean_nothing_elsewhere_are_refused(path: object, hint: str) -> None:
+    """Each is answered with the reason."""
+    with pytest.raises(pydantic.ValidationError, match=hint):
+        Mine(output=path)
+
+
+def test_relative_path_is_answered_with_the_absolute_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path it would have meant is there to copy."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(pydantic.ValidationError) as caught:
+        Mine(output="data/train")
+    assert str(tmp_path / "data/train") in caught.value.errors()[0]["ctx"]["write"]
+
+
+@given(st.text() | st.none() | st.integers() | st.floats() | st.lists(st.text()))
+def test_any_path_is_taken_or_refused(path: object) -> None:
+    """Garbage raises the one error, and an accepted path is absolute."""
+    try:
+        assert Mine(output=path).output.is_absolute()
+    except pydantic.ValidationError:
+        return
+
+
+def test_data_path_is_made_from_a_path_and_looks_at_nothing() -> None:
+    """Text or a Path is enough, and the path need not exist yet."""
+    assert Mine(output="/out", train="/no/such/place").train.path == Path("/no/such/place")
+    assert Mine(output="/out", train=Path("/x")).train == DataPath(path="/x")
+
+
+def test_here_resolves_against_the_launch_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative path on purpose becomes absolute when it is written."""
+    monkeypatch.chdir(tmp_path)
+    assert DataPath.here("data/../x").path == tmp_path / "x"
+    assert DataPath.here("x", base="/base", kind="file").path == Path("/base/x")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"kind": "file", "marker": "x"}, {"kind": "file", "min_entries": 1}, {"marker": "/x"},
+     {"marker": "../x"}, {"marker": ""}, {"min_entries": 0}, {"wait": 0}, {"kind": "dir"}],
+)  # fmt: skip
+def test_demands_that_cannot_be_met_are_refused(fields: dict[str, object]) -> None:
+    """A file has no entries, a marker lies inside."""
+    with pytest.raises(pydantic.ValidationError):
+        DataPath(path="/x", **fields)
+
+
+def test_one_look_finds_what_is_missing(tmp_path: Path) -> None:
+    """Each demand that is not met is one text with a cause and a fix."""
+    (tmp_path / "one").touch()
+    wanted = DataPath(path=tmp_path, kind="directory", min_entries=2, marker="_SUCCESS")
+    entries, marker = wanted.check()
+    assert "1 of at least 2 entries" in entries
+    assert "_SUCCESS" in marker
+    (tmp_path / "_SUCCESS").touch()
+    assert wanted.check() == []
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "hint"),
+    [
+        (lambda _: None, "any", "does not exist"),
+        (lambda path: path.touch(), "directory", "is a file"),
+        (lambda path: path.mkdir(), "file", "is a directory"),
+        (lambda path: path.symlink_to("/no/such/target"), "any", "link to /no/such/target"),
+    ],
+)
+def test_wrong_kind_of_path_is_told(tmp_path: Path, make, kind: str, hint: str) -> None:  # noqa: ANN001 - a lambda per case
+    """Missing, of another kind, or a link to nowhere: said as what it is."""
+    make(tmp_path / "data")
+    (problem,) = DataPath(path=tmp_path / "data", kind=kind).check()
+    assert hint in problem
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_unreadable_path_is_told(tmp_path: Path) -> None:
+    """A file that exists but cannot be opened is found before a rank does."""
+    secret = tmp_path / "secret"
+    secret.touch(mode=0)
+    assert "permission" in DataPath(path=secret).check()[0]
+
+
+def test_missing_path_is_one_error_with_cause_and_fix(tmp_path: Path) -> None:
+    """All missing paths come in one error, which a retry policy knows as a mount."""
+    paths = {name: DataPath(path=tmp_path / name) for name in ("train", "test")}
+    with pytest.raises(PreflightError) as caught:
+        require_data_paths(paths)
+    assert caught.value.kind == "mount"
+    assert all(
+        word in str(caught.value) for word in ("'train'", "'test'", "Likely cause", "What to do")
+    )
+
+
+def test_late_directory_is_waited_for(tmp_path: Path) -> None:
+    """A directory that appears during the wait is found, and the wait ends with it."""
+    late = tmp_path / "late"
+    timer = threading.Timer(0.3, late.mkdir)
+    timer.start()
+    deadline = Deadline.after(timedelta(seconds=20))
+    assert DataPath(path=late, wait=20).require("train") == late
+    timer.join()
+    assert 0.2 < deadline.waited_s() < 10
+
+
+def test_wait_ends_at_its_own_deadline(tmp_path: Path) -> None:
+    """Waits of several paths run side by side and end when they said."""
+    paths = {name: DataPath(path=tmp_path / name, wait=0.3) for name in ("a", "b", "c")}
+    deadline = Deadline.after(timedelta(seconds=30))
+    with pytest.raises(PreflightError, match=r"after 0\.\d s"):
+        require_data_paths(paths, deadline=deadline)
+    assert 0.3 <= deadline.waited_s() < 5
+
+
+def test_deadline_of_the_caller_ends_a_longer_wait(tmp_path: Path) -> None:
+    """A path that would wait an hour is given up when the launch has no more time."""
+    deadline = Deadline.after(timedelta(seconds=0.2))
+    with pytest.raises(PreflightError):
+        DataPath(path=tmp_path / "x", wait="1h").require(deadline=deadline)
+    assert deadline.waited_s() < 5
+
+
+def test_long_wait_says_what_it_waits_for(tmp_path: Path) -> None:
+    """A line tells name, path, reason and how far the wait is; another that it is over."""
+    late = tmp_path / "late"
+    lines: list[str] = []
+
+    def report(line: str) -> None:
+        lines.append(line)
+        late.mkdir(exist_ok=True)
+
+    hurried = Deadline.after(timedelta(hours=1), clock=lambda: 20 * time.monotonic())
+    DataPath(path=late, wait=60).require("train", deadline=hurried, report=report)
+    assert "waiting for data path 'train'" in lines[0]
+    assert "does not exist" in lines[0]
+    assert "of 60 s" in lines[0]
+    assert "is ready after" in lines[-1]
+
+
+class Hanging(type(Path())):  # type: ignore[misc] # the class of a path differs between systems
+    """A path on a file system that does not answer until it is released."""
+
+    released = threading.Event()
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        """Hang as stat on a dead network mount does."""
+        self.released.wait(30)
+        return super().stat(follow_symlinks=follow_symlinks)
+
+
+def test_hung_mount_does_not_hang_the_caller() -> None:
+    """A look that hangs is given up, keeps one thread however often one looks, and may recover."""
+    wanted = DataPath.model_construct(
+        path=Hanging("/"), kind="any", mount="any", min_entries=None, marker=None
+    )
+    watch = Watch(wanted)
+    before = threading.active_count()
+    for _ in range(3):
+        (reason,) = watch.look(timedelta(seconds=0.05))
+        assert "has not answered" in reason.what
+    assert threading.active_count() == before + 1
+    Hanging.released.set()
+    assert watch.look(timedelta(seconds=10)) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/mountinfo").exists(), reason="needs Linux's mount table")
+def test_directory_under_a_missing_mount_does_not_pass(tmp_path: Path) -> None:
+    """/proc is a mount point and its parts lie inside one; / is not what is meant."""
+    assert DataPath(path="/proc", mount="point").check() == []
+    assert DataPath(path="/proc/self", mount="inside").check() == []
+    assert Path("/proc") in (list_mount_points() or ())
+    assert find_mount_point(Path("/proc/self/status")) == Path("/proc")
+    (problem,) = DataPath(path=tmp_path, mount="point").check()
+    assert "nothing is mounted" in problem
+    assert "Mount it" in problem
+
+
+LATE_MOUNT = """
+import subprocess, sys, threading
+from ddpsafe._config.paths import DataPath
+place = sys.argv[1]
+mount = lambda: subprocess.run(["mount", "-t", "tmpfs", "none", place], check=True)
+threading.Timer(0.3, mount).start()
+wanted = DataPath(path=place, mount="point", wait=20)
+assert wanted.check(), "not mounted yet"
+wanted.require("train")
+assert not wanted.check()
+"""
+
+
+def _may_mount() -> bool:
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return False
+    tried = subprocess.run(
+        ["unshare", "--mount", "true"], check=False, capture_output=True, timeout=30
+    )
+    return tried.returncode == 0
+
+
+@pytest.mark.root
+@pytest.mark.skipif(not _may_mount(), reason="needs root, to mount in a namespace of its own")
+def test_late_mount_is_told_from_the_directory_under_it(tmp_path: Path) -> None:
+    """A real file system mounted during the wait ends it; the empty directory did not."""
+    place = tmp_path / "with blank"
+    place.mkdir()
+    command = ["unshare", "--mount", sys.executable, "-c", LATE_MOUNT, str(place)]
+    subprocess.run(command, check=True, timeout=60)

@@ -1,0 +1,40 @@
+"""One door per name: what is public resolves, and the reference lists it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+import ddpsafe
+
+API_PAGE: Final = Path(__file__).parents[1] / "docs" / "reference" / "api.md"
+
+
+def test_every_public_name_resolves() -> None:
+    """What ``__all__`` promises can be had, under a name without an underscore."""
+    assert len(set(ddpsafe.__all__)) == len(ddpsafe.__all__)
+    for name in ddpsafe.__all__:
+        assert hasattr(ddpsafe, name), name
+        assert not name.startswith("_") or name == "__version__", name
+
+
+def test_dir_offers_every_public_name() -> None:
+    """A lazily resolved name is still offered by completion in a shell."""
+    assert set(ddpsafe.__all__) <= set(dir(ddpsafe))
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    """A name that does not exist fails as it does for any module, so ``hasattr`` works."""
+    with pytest.raises(AttributeError, match="no_such_name"):
+        ddpsafe.no_such_name  # noqa: B018 - resolving the name is the test
+
+
+@pytest.mark.skipif(not API_PAGE.exists(), reason="docs/reference/api.md is not written")
+def test_reference_lists_the_public_names() -> None:
+    """docs/reference/api.md has one autodoc directive for each public name, and no other."""
+    directive = re.compile(r"^\s*\.\. auto\w+:: ddpsafe\.(\w+)\s*$", re.MULTILINE)
+    documented = directive.findall(API_PAGE.read_text(encoding="utf-8"))
+    assert sorted(documented) == sorted(set(ddpsafe.__all__) - {"__version__"})

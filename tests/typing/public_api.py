@@ -1,0 +1,52 @@
+"""Checked by mypy, never run: what a type checker says about a user's code."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from typing_extensions import assert_type
+
+
+def train(ctx: ddpsafe.RankContext, epochs: int, learning_rate: float = 0.1) -> float:
+    """Stand for a user's function."""
+    assert_type(ctx.rank, int)
+    assert_type(ctx.is_main, bool)
+    return learning_rate * epochs / ctx.world_size
+
+
+def main(rank: int, epochs: int) -> None:
+    """Stand for a function that ``torch.multiprocessing.spawn`` ran."""
+
+
+def launch_keeps_the_type_of_the_result() -> None:
+    """The values of a launch have the type that the function returns."""
+    result = ddpsafe.launch(train, args=(10,), nproc_per_node=2)
+    assert_type(result, ddpsafe.LaunchResult[float])
+    assert_type(result[0], float)
+
+
+def fields_are_checked_by_name() -> None:
+    """A field that does not exist, or of the wrong type, is a type error."""
+    ddpsafe.launch(train, nproc_per_nodes=2)  # type: ignore[call-arg]  # a misspelled field
+    ddpsafe.launch(train, start_method="fork")  # type: ignore[arg-type]  # not a choice
+
+
+def config_takes_durations() -> ddpsafe.LaunchConfig:
+    """A timeout is a timedelta."""
+    timeouts = ddpsafe.Timeouts(collective=timedelta(minutes=2))
+    return ddpsafe.LaunchConfig(nproc_per_node="auto", timeouts=timeouts)
+
+
+def spawn_has_the_signature_of_torch() -> None:
+    """An unported script type checks."""
+    ddpsafe.spawn(main, args=(10,), nprocs=2, join=True)
+
+
+def process_group_gives_the_context() -> None:
+    """The context manager yields a RankContext."""
+    with ddpsafe.process_group(backend="gloo") as ctx:
+        assert_type(ctx, ddpsafe.RankContext)
