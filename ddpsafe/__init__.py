@@ -12,48 +12,116 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from ddpsafe._config import (
         AbsolutePath as AbsolutePath,
+    )
+    from ddpsafe._config import (
         DataPath as DataPath,
+    )
+    from ddpsafe._config import (
         LaunchConfig as LaunchConfig,
+    )
+    from ddpsafe._config import (
         Rendezvous as Rendezvous,
+    )
+    from ddpsafe._config import (
         RetryPolicy as RetryPolicy,
+    )
+    from ddpsafe._config import (
         Timeouts as Timeouts,
     )
     from ddpsafe._errors import (
         AttemptTimeoutError as AttemptTimeoutError,
+    )
+    from ddpsafe._errors import (
         BarrierTimeoutError as BarrierTimeoutError,
+    )
+    from ddpsafe._errors import (
         CollectiveTimeoutError as CollectiveTimeoutError,
+    )
+    from ddpsafe._errors import (
         ConfigError as ConfigError,
+    )
+    from ddpsafe._errors import (
         DDPSafeError as DDPSafeError,
+    )
+    from ddpsafe._errors import (
         LaunchError as LaunchError,
+    )
+    from ddpsafe._errors import (
         LaunchTimeoutError as LaunchTimeoutError,
+    )
+    from ddpsafe._errors import (
         PreflightError as PreflightError,
+    )
+    from ddpsafe._errors import (
         ProgressTimeoutError as ProgressTimeoutError,
+    )
+    from ddpsafe._errors import (
         RankExitedError as RankExitedError,
+    )
+    from ddpsafe._errors import (
         RankFailedError as RankFailedError,
+    )
+    from ddpsafe._errors import (
         RankKilledError as RankKilledError,
+    )
+    from ddpsafe._errors import (
         RankLeftEarlyError as RankLeftEarlyError,
+    )
+    from ddpsafe._errors import (
         RankRaisedError as RankRaisedError,
+    )
+    from ddpsafe._errors import (
         RendezvousTimeoutError as RendezvousTimeoutError,
+    )
+    from ddpsafe._errors import (
         ShutdownTimeoutError as ShutdownTimeoutError,
     )
     from ddpsafe._functions import (
         barrier as barrier,
+    )
+    from ddpsafe._functions import (
         broadcast as broadcast,
+    )
+    from ddpsafe._functions import (
         gather as gather,
+    )
+    from ddpsafe._functions import (
         is_main as is_main,
+    )
+    from ddpsafe._functions import (
         print as print,  # noqa: A004 - the name of RankContext.print
+    )
+    from ddpsafe._functions import (
         rank_zero_first as rank_zero_first,
+    )
+    from ddpsafe._functions import (
         reduce_mean as reduce_mean,
+    )
+    from ddpsafe._functions import (
         seed_all as seed_all,
+    )
+    from ddpsafe._functions import (
         stop_requested as stop_requested,
+    )
+    from ddpsafe._functions import (
         unwrap as unwrap,
+    )
+    from ddpsafe._functions import (
         wrap as wrap,
     )
-    from ddpsafe._launch import LaunchResult as LaunchResult, launch as launch, spawn as spawn
+    from ddpsafe._launch import LaunchResult as LaunchResult
+    from ddpsafe._launch import launch as launch
+    from ddpsafe._launch import spawn as spawn
     from ddpsafe._worker.attached import (
         cleanup as cleanup,
+    )
+    from ddpsafe._worker.attached import (
         current as current,
+    )
+    from ddpsafe._worker.attached import (
         process_group as process_group,
+    )
+    from ddpsafe._worker.attached import (
         setup as setup,
     )
     from ddpsafe._worker.context import RankContext as RankContext
@@ -106,7 +174,7 @@ _HOMES: Final = {
 }
 _HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = ["__version__", *_HOME_OF]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["__version__", *_HOME_OF]  # noqa: PLE0604 - the keys are strings
 
 
 def __getattr__(name: str) -> object:

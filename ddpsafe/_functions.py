@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from ddpsafe._worker.attached import current
 from ddpsafe._worker.collectives import unwrap
 from ddpsafe._worker.environment import seed_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
     from datetime import timedelta
 
+    import torch
     from torch import nn
 
-    from ddpsafe._worker.context import Reducible
 
+P = ParamSpec("P")
 T = TypeVar("T")
+X = TypeVar("X", bound="float | torch.Tensor | Mapping[str, float | torch.Tensor]")
 
 __all__ = [
     "barrier",
@@ -49,13 +51,19 @@ def barrier(name: str | None = None, timeout: timedelta | None = None) -> None:
     current().barrier(name, timeout)
 
 
-def rank_zero_first(
-    fn: Callable[..., T] | None = None, /, *args: Any, local: bool = False, **kwargs: Any
-) -> AbstractContextManager[None] | T:
+@overload
+def rank_zero_first(*, local: bool = False) -> AbstractContextManager[None]: ...
+
+
+@overload
+def rank_zero_first(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+
+
+def rank_zero_first(fn: Callable[..., Any] | None = None, /, *args: Any, **kwargs: Any) -> Any:
     """Do what `RankContext.rank_zero_first` does."""
     if fn is None:
-        return current().rank_zero_first(local=local)
-    return current().rank_zero_first(fn, *args, local=local, **kwargs)
+        return current().rank_zero_first(**kwargs)
+    return current().rank_zero_first(fn, *args, **kwargs)
 
 
 def print(*values: object, sep: str = " ", end: str = "\n") -> None:  # noqa: A001 - ctx.print
@@ -63,7 +71,7 @@ def print(*values: object, sep: str = " ", end: str = "\n") -> None:  # noqa: A0
     current().print(*values, sep=sep, end=end)
 
 
-def reduce_mean(x: Reducible, weight: float | None = None) -> Reducible:
+def reduce_mean(x: X, weight: float | None = None) -> X:
     """Do what `RankContext.reduce_mean` does."""
     return current().reduce_mean(x, weight)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -17,15 +18,15 @@ from ddpsafe._launcher.run_directory import open_run_directory
 from ddpsafe._launcher.workers import PickledCall
 from ddpsafe._wire import payload
 from ddpsafe._worker import attached
-from ddpsafe._world import find_world
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from typing_extensions import Unpack
 
     from ddpsafe._config import LaunchFields, SpawnFields
+    from ddpsafe._launcher.handle import OnStart
     from ddpsafe._launcher.plan import LaunchPlan
     from ddpsafe._worker.context import RankContext
 
@@ -79,16 +80,16 @@ def launch(
         RankFailedError: A rank failed; its own exception is ``__cause__`` where it could travel.
         LaunchTimeoutError: A deadline passed.
     """
-    require_main_guard()
     resolved = LaunchConfig.resolve(config, **fields)
     if attached.is_rank(os.environ):
         return _run_here(fn, args, kwargs or {}, resolved)
+    require_main_guard()
     plan = make_plan(resolved, style="launch")
-    call = _pickle(fn, tuple(args), dict(kwargs or {}))
+    call = _pickle(fn, args, kwargs or {})
     return _run_plan(plan, call)
 
 
-def spawn(  # noqa: PLR0913 - the signature of torch.multiprocessing.spawn
+def spawn(
     fn: Callable[Concatenate[int, P], object],
     args: Sequence[Any] = (),
     nprocs: int = 1,
@@ -124,16 +125,23 @@ def spawn(  # noqa: PLR0913 - the signature of torch.multiprocessing.spawn
         LaunchTimeoutError: As in `launch`.
     """
     require_main_guard()
-    fields.update(nproc_per_node=nprocs, start_method=start_method)  # type: ignore[typeddict-item]
-    plan = make_plan(LaunchConfig.resolve(config, **fields), style="spawn", daemon=daemon)
-    call = _pickle(fn, tuple(args), {})
+    given = LaunchConfig.resolve(config, **fields)
+    resolved = LaunchConfig.resolve(
+        given,
+        nproc_per_node=nprocs,
+        start_method=start_method,  # type: ignore[arg-type]  # judged by the config
+    )
+    plan = make_plan(resolved, style="spawn", daemon=daemon)
+    call = _pickle(fn, args, {})
     if join:
         _run_plan(plan, call)
         return None
-    return SpawnHandle(lambda on_start: _run_plan(plan, call, on_start) and None, daemon=daemon)
+    return SpawnHandle(lambda on_start: _run_plan(plan, call, on_start), daemon=daemon)
 
 
-def _run_plan(plan: LaunchPlan, call: PickledCall, on_start: Any = None) -> LaunchResult[Any]:
+def _run_plan(
+    plan: LaunchPlan, call: PickledCall, on_start: OnStart | None = None
+) -> LaunchResult[Any]:
     attempts = 0
 
     def attempt(number: int) -> dict[int, object]:
@@ -159,20 +167,24 @@ def _run_here(
     )
 
 
-def _pickle(fn: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PickledCall:
+def _pickle(fn: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PickledCall:
     if not callable(fn):
         what = f"{fn!r} is not callable."
         cause = "the function was called instead of being passed."
         raise ConfigError(explain(what, cause=cause, fix="write launch(train, args=(…,))."))
+    if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
+        what = f"args is a {type(args).__name__}, not a tuple of the function's arguments."
+        cause = "a single argument was passed by itself."
+        raise ConfigError(explain(what, cause=cause, fix="write args=(value,) with a comma."))
     try:
-        data, handles = payload.dumps_call((fn, args, kwargs))
+        data, handles = payload.dumps_call((fn, tuple(args), dict(kwargs)))
     except Exception as exc:
         raise _cannot_travel(fn, args, kwargs, exc) from exc
     return PickledCall(data=data, handles=handles)
 
 
 def _cannot_travel(
-    fn: object, args: tuple[Any, ...], kwargs: dict[str, Any], exc: Exception
+    fn: object, args: Sequence[Any], kwargs: Mapping[str, Any], exc: Exception
 ) -> ConfigError:
     name = getattr(fn, "__qualname__", repr(fn))
     for part, path in ((args, "args"), (kwargs, "kwargs"), (fn, name)):

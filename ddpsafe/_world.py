@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -75,6 +76,7 @@ class _Dialect:
     local_rank: str
     local_world_size: str | None
     node_rank: str | None
+    nnodes: str | None
 
 
 # The first dialect whose marker is set wins: torchrun inside srun is torchrun's.
@@ -89,6 +91,7 @@ _DIALECTS: Final = (
         local_rank="LOCAL_RANK",
         local_world_size="LOCAL_WORLD_SIZE",
         node_rank="GROUP_RANK",
+        nnodes="GROUP_WORLD_SIZE",
     ),
     _Dialect(
         started_by="environment",
@@ -98,6 +101,7 @@ _DIALECTS: Final = (
         local_rank="LOCAL_RANK",
         local_world_size="LOCAL_WORLD_SIZE",
         node_rank="NODE_RANK",
+        nnodes=None,
     ),
     _Dialect(
         started_by="openmpi",
@@ -107,6 +111,7 @@ _DIALECTS: Final = (
         local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
         local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
         node_rank=None,
+        nnodes=None,
     ),
     _Dialect(
         started_by="slurm",
@@ -116,6 +121,7 @@ _DIALECTS: Final = (
         local_rank="SLURM_LOCALID",
         local_world_size=None,
         node_rank="SLURM_NODEID",
+        nnodes="SLURM_STEP_NUM_NODES",
     ),
     _Dialect(
         started_by="mpi",
@@ -125,11 +131,13 @@ _DIALECTS: Final = (
         local_rank="MPI_LOCALRANKID",
         local_world_size="MPI_LOCALNRANKS",
         node_rank=None,
+        nnodes=None,
     ),
 )
 
 # A step that Slurm opens for the batch script or for an interactive shell is one process of ours.
 _SLURM_SHELL_STEPS: Final = frozenset({"4294967291", "4294967292", "4294967290"})
+_TASKS: Final = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def require_int(env: Mapping[str, str], name: str, *, because: str) -> int:
@@ -191,17 +199,14 @@ def _read(dialect: _Dialect, env: Mapping[str, str]) -> World:
     local_world_size = _local_world_size(dialect, env, world_size)
     local_rank = _local_rank(dialect, env, rank, local_world_size)
     _check_range("the local rank", local_rank, "the local world size", local_world_size)
-    nnodes = max(1, -(-world_size // local_world_size))
-    node_rank = rank // local_world_size
-    if dialect.node_rank is not None and dialect.node_rank in env:
-        node_rank = require_int(env, dialect.node_rank, because=dialect.rank)
+    node_rank, nnodes = _node(dialect, env, rank, local_world_size, world_size)
     return World(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=local_world_size,
         node_rank=node_rank,
-        nnodes=max(nnodes, node_rank + 1),
+        nnodes=nnodes,
         started_by=dialect.started_by,
     )
 
@@ -217,17 +222,36 @@ def _local_world_size(dialect: _Dialect, env: Mapping[str, str], world_size: int
 def _local_rank(dialect: _Dialect, env: Mapping[str, str], rank: int, local_world_size: int) -> int:
     if dialect.local_rank in env:
         return require_int(env, dialect.local_rank, because=dialect.rank)
-    return rank % local_world_size
+    return rank % max(1, local_world_size)
+
+
+def _node(
+    dialect: _Dialect, env: Mapping[str, str], rank: int, local_world_size: int, world_size: int
+) -> tuple[int, int]:
+    """Return this node and the number of nodes; where nothing says, they are filled evenly."""
+    node_rank = rank // local_world_size
+    if dialect.node_rank is not None and dialect.node_rank in env:
+        node_rank = require_int(env, dialect.node_rank, because=dialect.rank)
+    nnodes = max(-(-world_size // local_world_size), node_rank + 1)
+    if dialect.nnodes is not None and dialect.nnodes in env:
+        nnodes = require_int(env, dialect.nnodes, because=dialect.rank)
+    _check_range("the node's rank", node_rank, "the number of nodes", nnodes)
+    return node_rank, nnodes
 
 
 def _slurm_tasks_here(env: Mapping[str, str], world_size: int) -> int:
     """Count this node's tasks; the format is ``2,1(x2)``: two, then one on two nodes."""
-    counts: list[int] = []
-    for part in env.get("SLURM_STEP_TASKS_PER_NODE", str(world_size)).split(","):
-        tasks, _, repeat = part.rstrip(")").partition("(x")
-        counts += [int(tasks)] * int(repeat or 1)
-    node = int(env.get("SLURM_NODEID", "0"))
-    return counts[node] if node < len(counts) else counts[-1]
+    text = env.get("SLURM_STEP_TASKS_PER_NODE", str(world_size))
+    node = require_int({"SLURM_NODEID": "0", **env}, "SLURM_NODEID", because="SLURM_STEP_ID")
+    first = 0
+    for part in map(_TASKS.fullmatch, text.split(",")):
+        last = first if part is None else first + int(part[2] or 1)
+        if part is not None and first <= node < last:
+            return int(part[1])
+        first = last
+    what = f"SLURM_STEP_TASKS_PER_NODE={text!r} does not say how many tasks node {node} has."
+    fix = "start the script with srun, or `unset SLURM_STEP_ID` to run without Slurm."
+    raise ConfigError(explain(what, cause="variables changed by hand.", fix=fix))
 
 
 def _check_range(name: str, value: int, size_name: str, size: int) -> None:

@@ -16,8 +16,8 @@ import tenacity
 
 from ddpsafe._bounded import BoundedCall
 from ddpsafe._clock import Deadline
-from ddpsafe._errors import PreflightError, explain
 from ddpsafe._config.mounts import find_mount_point
+from ddpsafe._errors import PreflightError, explain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -33,7 +33,7 @@ class EnvironmentSource(EnvSettingsSource):
     validator, whose message helps; and ``DDPSAFE_ENV__NAME`` keeps the case of NAME.
     """
 
-    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:  # noqa: ANN401 - overrides
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
         """Read JSON where it is JSON; leave other text to the field's validator."""
         try:
             return super().decode_complex_value(field_name, field, value)

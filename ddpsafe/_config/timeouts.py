@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from ddpsafe._config.durations import Duration, DurationLike, show_duration
+from ddpsafe._config.problems import wrong
 from ddpsafe._errors import (
     AttemptTimeoutError,
     BarrierTimeoutError,
@@ -17,7 +18,6 @@ from ddpsafe._errors import (
     RendezvousTimeoutError,
     ShutdownTimeoutError,
 )
-from ddpsafe._config.problems import wrong
 
 if TYPE_CHECKING:
     from collections.abc import Callable

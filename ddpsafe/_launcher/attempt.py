@@ -7,25 +7,28 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ddpsafe._launcher import postmortem, shutdown
+from ddpsafe._launcher import evidence, postmortem, shutdown
 from ddpsafe._launcher.console import open_console
 from ddpsafe._launcher.guard import posted_guard
 from ddpsafe._launcher.plan import rank_env
 from ddpsafe._launcher.rendezvous import open_meeting
 from ddpsafe._launcher.signals import open_inbox, pass_on
 from ddpsafe._launcher.supervisor import Ending, Watch
-from ddpsafe._launcher.workers import Worker, started_workers
+from ddpsafe._launcher.workers import started_workers
 from ddpsafe._wire import payload
 from ddpsafe._wire.spec import RankSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ddpsafe._errors import LaunchError
     from ddpsafe._launcher.plan import LaunchPlan
     from ddpsafe._launcher.rendezvous import Meeting
     from ddpsafe._launcher.run_directory import RunDirectory
     from ddpsafe._launcher.signals import SignalInbox
+    from ddpsafe._launcher.worker import Worker
     from ddpsafe._launcher.workers import PickledCall
+    from ddpsafe._wire.outcome import RankOutcome
 
 
 def run_attempt(
@@ -75,23 +78,26 @@ def run_attempt(
         with open_console(workers, plan.console) as console:
             watch = Watch(workers, timeouts=config.timeouts, inbox=inbox, console=console)
             ending = watch.until_end()
+            if ending.verdict not in ("done", "signal"):
+                evidence.collect(workers)
             stop(workers)
         outcomes = {worker.rank: worker.outcome() for worker in workers}
         reports = {worker.rank: worker.returned for worker in workers}
     if inbox.received is not None:
         pass_on(inbox.received)
     if ending.verdict != "done":
+        directory.note_tracebacks(outcomes.values())
         raise _failure(ending, outcomes, number, plan, directory)
     return {rank: payload.loads(report.payload) for rank, report in reports.items() if report}
 
 
 def _failure(
     ending: Ending,
-    outcomes: dict[int, postmortem.RankOutcome],
+    outcomes: dict[int, RankOutcome],
     number: int,
     plan: LaunchPlan,
     directory: RunDirectory,
-) -> postmortem.LaunchError:
+) -> LaunchError:
     case = postmortem.Case(
         outcomes=outcomes,
         ending=ending,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from rich.live import Live
 
-    from ddpsafe._launcher.workers import Worker
+    from ddpsafe._launcher.worker import Worker
 
 _QUIET_S: Final = 1.0
 _PLAIN_EVERY_S: Final = 30.0
@@ -40,7 +40,9 @@ class _Tail:
             cut = max(text.rfind("\n"), text.rfind("\r")) + 1
             text, self._pending = text[:cut], text[cut:]
         if text:
-            self._stream.write(self._tagged(text))
+            encoding = getattr(self._stream, "encoding", None) or "utf-8"
+            shown = self._tagged(text).encode(encoding, "replace").decode(encoding)
+            self._stream.write(shown)
             self._stream.flush()
 
     def _read(self) -> bytes:
@@ -82,11 +84,10 @@ class Console:
 
     def refresh(self) -> None:
         """Copy new output; keep the line of the start up to date."""
-        waiting = [worker.rank for worker in self._workers if not worker.joined]
-        if waiting:
-            self._show_waiting(waiting)
-        else:
+        if all(worker.joined for worker in self._workers):
             self._clear()
+        else:
+            self._show_waiting()
         for tail in self._tails:
             tail.pump()
 
@@ -96,14 +97,16 @@ class Console:
         for tail in self._tails:
             tail.pump(final=True)
 
-    def _show_waiting(self, waiting: Sequence[int]) -> None:
+    def _show_waiting(self) -> None:
         elapsed_s = time.monotonic() - self._started_s
         if elapsed_s < _QUIET_S:
             return
         total = len(self._workers)
-        names = ", ".join(map(str, waiting))
-        line = f"ddpsafe: {total - len(waiting)} of {total} ranks have joined"
-        line += f", waiting for rank {names} ({elapsed_s:.0f} s)"
+        # Ranks that have come wait in "joining" for the others: they are not the missing ones.
+        late = [w.rank for w in self._workers if w.phase in ("starting", "loading")]
+        what = f"waiting for rank {', '.join(map(str, late))}" if late else "connecting them"
+        line = f"ddpsafe: {total - len(late)} of {total} ranks have joined, {what}"
+        line += f" ({elapsed_s:.0f} s)"
         if sys.stderr.isatty():
             self._update_live(line)
         elif elapsed_s >= self._next_line_s:

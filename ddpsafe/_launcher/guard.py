@@ -56,7 +56,7 @@ class Guard:
 @contextlib.contextmanager
 def posted_guard(launch_id: str) -> Iterator[Guard]:
     """Keep a guard while ranks run. Its own session keeps the terminal's signals away from it."""
-    process = subprocess.Popen(
+    process = subprocess.Popen(  # noqa: S603 - our own interpreter and program
         [sys.executable, "-S", "-E", "-c", _PROGRAM],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,

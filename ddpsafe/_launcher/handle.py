@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     from ddpsafe._launcher.signals import SignalInbox
-    from ddpsafe._launcher.workers import Worker
+    from ddpsafe._launcher.worker import Worker
 
     OnStart = Callable[[Sequence[Worker], SignalInbox], None]
 
@@ -28,7 +28,7 @@ class SpawnHandle:
         processes: The ranks' processes, by rank.
     """
 
-    def __init__(self, run: Callable[[OnStart], None], *, daemon: bool) -> None:
+    def __init__(self, run: Callable[[OnStart], object], *, daemon: bool) -> None:
         """Start, and return once every rank's process exists or the start has failed."""
         self.processes: list[BaseProcess] = []
         self._pids: list[int] = []
@@ -81,7 +81,7 @@ class SpawnHandle:
         self._thread.join()
 
     def _note(self, workers: Sequence[Worker], inbox: SignalInbox) -> None:
-        self.processes = [worker.process for worker in workers]
+        self.processes = [worker.lend_process() for worker in workers]
         self._pids = [worker.pid for worker in workers if worker.pid is not None]
         self._inbox = inbox
         self._started.set()

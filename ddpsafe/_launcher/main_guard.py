@@ -49,10 +49,9 @@ def _is_under_an_if(path: str, line: int) -> bool:
         tree = ast.parse(Path(path).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return True  # no source to judge by
-    for statement in tree.body:
-        if statement.lineno <= line <= (statement.end_lineno or line):
-            return isinstance(statement, ast.If)
-    return True
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    around = [node for node in statements if node.lineno <= line <= (node.end_lineno or line)]
+    return not around or any(isinstance(node, ast.If) for node in around)
 
 
 def _missing(what: str) -> ConfigError:

@@ -106,7 +106,7 @@ def rank_env(plan: LaunchPlan, world: World, master_port: int) -> dict[str, str]
     kept = set(_loopback_interfaces())
     if plan.style == "spawn":
         kept |= set(given)
-    ours = {name: value for name, value in given.items() if not (name in kept & set(os.environ))}
+    ours = {name: value for name, value in given.items() if name not in kept & set(os.environ)}
     return {**ours, **plan.config.env, "DDPSAFE_LAUNCH_ID": plan.launch_id}
 
 

@@ -1,34 +1,43 @@
-"""Outcomes and evidence to one cause, the ranks that only lost it, and a message."""
+"""Outcomes to one error: its class, its words, its facts, its cause."""
 
 from __future__ import annotations
 
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import (
     AttemptTimeoutError,
-    FailureKind,
+    CollectiveTimeoutError,
     LaunchError,
+    ProgressTimeoutError,
     RankExitedError,
-    RankFailedError,
     RankKilledError,
     RankLeftEarlyError,
     RankRaisedError,
     RendezvousTimeoutError,
     explain,
 )
+from ddpsafe._launcher import advice
+from ddpsafe._launcher.causes import Cause, find_cause, is_own_fault, last_collective
 from ddpsafe._launcher.symptoms import find_symptom, kind_of
 from ddpsafe._wire import payload
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from ddpsafe._launcher.supervisor import Ending
     from ddpsafe._wire.outcome import Raised, RankOutcome
 
 _TAIL_LINES: Final = 12
+_SHOWN_RANKS: Final = 16
+_DOING: Final = {
+    "starting": "starting (importing the script)",
+    "loading": "loading the function and its arguments",
+    "joining": "joining the process group",
+    "running": "running",
+    "leaving": "leaving",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +59,17 @@ class Case:
     run_dir: Path
 
     @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return len(self.outcomes)
-
-    @property
     def when(self) -> str:
         """Say at which attempt and after how long it ended."""
         return f"attempt {self.attempt} of {self.attempts}, after {self.ending.waited_s:.1f} s"
+
+    def name(self, outcome: RankOutcome) -> str:
+        """Name a rank with the number of ranks."""
+        return f"rank {outcome.rank} (world_size {len(self.outcomes)})"
+
+    def place(self, outcome: RankOutcome) -> str:
+        """Say where a rank was, what it did, and when it was over."""
+        return f"on {outcome.hostname} while {_DOING[outcome.phase]}, {self.when}"
 
     def facts(self) -> dict[str, Any]:
         """Return what every `LaunchError` carries."""
@@ -68,165 +80,84 @@ class Case:
             "run_dir": self.run_dir,
         }
 
+    def rank_facts(self, root: RankOutcome) -> dict[str, Any]:
+        """Return what every `RankFailedError` carries."""
+        return {
+            **self.facts(),
+            "rank": root.rank,
+            "local_rank": root.local_rank,
+            "hostname": root.hostname,
+            "pid": root.pid,
+            "log_path": Path(root.stderr) if root.stderr else None,
+        }
+
+    def timeout_facts(self, missing: Iterable[RankOutcome], waited_s: float) -> dict[str, Any]:
+        """Return what every `LaunchTimeoutError` carries."""
+        stacks = {rank: where(outcome) for rank, outcome in self.outcomes.items()}
+        return {
+            **self.facts(),
+            "waited_s": waited_s,
+            "missing_ranks": [outcome.rank for outcome in missing],
+            "stacks": {rank: text for rank, text in stacks.items() if text},
+        }
+
 
 class RemoteTraceback(Exception):  # noqa: N818 - shown as text above the error it belongs to
     """The traceback of another process, as text."""
-
-    def __init__(self, text: str) -> None:
-        """Keep the text."""
-        super().__init__(text)
 
     def __str__(self) -> str:
         """Show it as Python shows a traceback."""
         return f"\n{self.args[0]}"
 
 
-def find_root_cause(
-    outcomes: Mapping[int, RankOutcome],
-) -> tuple[RankOutcome, list[RankOutcome]]:
-    """Tell the rank that broke from those that only lost it.
-
-    Evidence is ranked by what it can mean, and by time only within one rank of it: the ranks that
-    lost a peer often complain before the one that broke has said anything.
-
-    Args:
-        outcomes: At least one of them a failure.
-
-    Returns:
-        The rank that broke, and the other failed ranks, by rank.
-    """
-    failed = [outcome for outcome in outcomes.values() if _weight(outcome) is not None]
-    root = min(failed, key=lambda outcome: (_weight(outcome), _time(outcome), outcome.rank))
-    if root.raised is not None and find_symptom(root.raised) is not None:
-        early = _left_early(outcomes)
-        if early is not None:
-            return early, failed
-    return root, [outcome for outcome in failed if outcome.rank != root.rank]
-
-
-def _weight(outcome: RankOutcome) -> int | None:
-    """Order the evidence: 0 can only be a cause, 2 is an echo, ``None`` is no failure."""
-    if outcome.status in ("killed", "exited"):
-        return 0
-    if outcome.status == "raised" and outcome.raised is not None:
-        symptom = find_symptom(outcome.raised)
-        if symptom is None:
-            return 0
-        return 1 if symptom.sort == "peer-lost" else 2
-    return None
-
-
-def _time(outcome: RankOutcome) -> int:
-    if outcome.raised is not None:
-        return outcome.raised.at_ns
-    return outcome.ended_ns or 0
-
-
-def _left_early(outcomes: Mapping[int, RankOutcome]) -> RankOutcome | None:
-    """Find a rank that returned while the others waited for it in a collective."""
-    gone = [outcome for outcome in outcomes.values() if outcome.status == "returned"]
-    return min(gone, key=lambda outcome: (_time(outcome), outcome.rank), default=None)
-
-
 def conclude(case: Case) -> LaunchError:
     """Turn a failed attempt into the error to raise, with its cause attached."""
     if case.ending.verdict == "rendezvous":
         return _not_all_joined(case)
-    if case.ending.verdict == "attempt":
-        return _too_long(case)
-    root, collateral = find_root_cause(case.outcomes)
-    if root.status == "returned":
-        return _left_error(case, root, collateral)
-    if root.status == "killed":
-        return _killed_error(case, root, collateral)
-    if root.raised is not None and root.raised.exit_code is None:
-        return _raised_error(case, root, root.raised, collateral)
-    return _exited_error(case, root, collateral)
+    cause = find_cause(case.outcomes)
+    if case.ending.verdict in ("attempt", "progress"):
+        return _too_long(case, cause)
+    if cause.sort == "left":
+        return _left(case, cause)
+    if cause.sort != "broke" and (cause.sort != "unknown" or _timed_out(cause)):
+        return _hung(case, cause)
+    return _broke(case, cause)
 
 
-def _facts_of(case: Case, root: RankOutcome) -> dict[str, Any]:
-    return {
-        **case.facts(),
-        "rank": root.rank,
-        "local_rank": root.local_rank,
-        "hostname": root.hostname,
-        "pid": root.pid,
-        "log_path": Path(root.stderr) if root.stderr else None,
-    }
+def _broke(case: Case, cause: Cause) -> LaunchError:
+    if cause.root.status == "killed":
+        return _killed(case, cause)
+    if cause.root.raised is not None and cause.root.raised.exit_code is None:
+        return _raised(case, cause, cause.root.raised)
+    return _exited(case, cause)
 
 
-def _named(case: Case, root: RankOutcome) -> str:
-    return f"rank {root.rank} (world_size {case.world_size})"
+def where(outcome: RankOutcome) -> str:
+    """Say where a rank was: the line that raised, or the line it was at when it was asked."""
+    return outcome.raised.where if outcome.raised is not None else outcome.stack
 
 
-def _where(case: Case, root: RankOutcome) -> str:
-    return f"on {root.hostname} while {_DOING[root.phase]}, {case.when}"
+def _timed_out(cause: Cause) -> bool:
+    if cause.root.raised is None:
+        return False
+    symptom = find_symptom(cause.root.raised)
+    return symptom is not None and symptom.sort == "timeout"
 
 
-_DOING: Final = {
-    "starting": "starting (importing the script)",
-    "loading": "loading the function and its arguments",
-    "joining": "joining the process group",
-    "running": "running",
-    "leaving": "leaving",
-}
-
-
-def _raised_error(
-    case: Case, root: RankOutcome, raised: Raised, collateral: Sequence[RankOutcome]
-) -> RankFailedError:
-    kind = kind_of(raised)
-    cause, fix = _ADVICE.get(kind, _ADVICE["user-error"])
+def _raised(case: Case, cause: Cause, raised: Raised) -> LaunchError:
+    root, kind = cause.root, kind_of(raised)
+    likely, fix = advice.BY_KIND.get(kind, advice.BY_KIND["user-error"])
+    at = [f"at {raised.where}"] if raised.where else []
     message = explain(
-        f"{_named(case, root)} raised {raised.type_name} {_where(case, root)}: {raised.message}",
-        cause=cause,
+        f"{case.name(root)} raised {raised.type_name} {case.place(root)}: {raised.message}",
+        cause=likely,
         fix=fix,
-        details=_collateral_lines(case, collateral),
+        details=[*at, *_others(case, cause)],
         logs=root.stderr,
     )
-    error = RankRaisedError(message, **_facts_of(case, root), kind=kind)
+    error = RankRaisedError(message, **case.rank_facts(root), kind=kind)
     error.__cause__ = _original(raised)
     return error
-
-
-_ADVICE: Final[dict[FailureKind, tuple[str, str]]] = {
-    "user-error": (
-        "the error above, at the last line of its traceback.",
-        "mend what the traceback points to; the other ranks were stopped and need no change.",
-    ),
-    "out-of-memory": (
-        "the rank asked for more memory than there was.",
-        "lower the batch size, num_workers or prefetch_factor, or raise the memory limit.",
-    ),
-    "network": (
-        "a connection of this rank's own broke; that may pass.",
-        'see which address it talked to; RetryPolicy(on={"network"}) tries again.',
-    ),
-    "startup-network": (
-        "the ranks could not be connected.",
-        "check the interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) and the firewall.",
-    ),
-    "port": (
-        "another program holds the port the script asks for.",
-        "drop the hard-coded port: the launcher brings its own; or end that program.",
-    ),
-    "peer-lost": (
-        "a peer vanished, and no rank of this launch reported why.",
-        "look at the logs of all ranks, and at dmesg for the out-of-memory killer.",
-    ),
-    "hang": (
-        "a collective timed out: a rank did not take part in it, or took part in another one.",
-        "compare where the ranks are; call the same collectives, in the same order, everywhere.",
-    ),
-    "unpicklable": (
-        "the value cannot be sent to another process.",
-        "return plain data: numbers, strings, tensors; keep open files and locks in the rank.",
-    ),
-    "hardware": (
-        "the device itself reported an error.",
-        "take the host out of service and run elsewhere; trying again here will not help.",
-    ),
-}
 
 
 def _original(raised: Raised) -> BaseException:
@@ -244,149 +175,168 @@ def _original(raised: Raised) -> BaseException:
     return exc
 
 
-def _killed_error(
-    case: Case, root: RankOutcome, collateral: Sequence[RankOutcome]
-) -> RankFailedError:
+def _killed(case: Case, cause: Cause) -> LaunchError:
+    root = cause.root
     number = -(root.exit_code or 0)
-    cause, fix = _SIGNAL_ADVICE.get(number, _OTHER_SIGNAL)
+    likely, fix = advice.BY_SIGNAL.get(number, advice.OTHER_SIGNAL)
     message = explain(
-        f"{_named(case, root)} was killed by {root.signal_name} {_where(case, root)}.",
-        cause=cause,
-        fix=fix.replace("HOST", root.hostname),
-        details=_tail(root) + _collateral_lines(case, collateral),
+        f"{case.name(root)} was killed by {root.signal_name} {case.place(root)}.",
+        cause=likely,
+        fix=fix.format(host=root.hostname),
+        details=[*_last_words(root), *_others(case, cause)],
         logs=root.stderr,
     )
-    return RankKilledError(message, **_facts_of(case, root), exit_code=128 + number, kind="killed")
+    return RankKilledError(message, **case.rank_facts(root), exit_code=128 + number, kind="killed")
 
 
-_SIGNAL_ADVICE: Final = {
-    int(signal.SIGKILL): (
-        "the kernel's out-of-memory killer, a container's memory limit, or somebody's kill -9.",
-        "see dmesg on HOST; lower num_workers or the batch size, or raise the memory limit.",
-    ),
-    int(signal.SIGSEGV): (
-        "a bug in native code: an extension, a driver, mixed library versions.",
-        "the Python stack at the crash is in the log below; check versions of CUDA and torch.",
-    ),
-    int(signal.SIGBUS): (
-        "shared memory or a mapped file ran out: /dev/shm is 64 MB in most containers.",
-        "enlarge it (docker run --shm-size=8g, or an emptyDir of medium Memory) or lower "
-        "num_workers.",
-    ),
-    int(signal.SIGABRT): (
-        "native code gave up: a failed assertion, or an exception nobody caught in C++.",
-        "its last words are in the log below.",
-    ),
-}
-_OTHER_SIGNAL: Final = (
-    "somebody or something sent it: a scheduler, another user, the script itself.",
-    "find the sender on HOST; ranks are ended by their launcher alone.",
-)
-
-
-def _exited_error(
-    case: Case, root: RankOutcome, collateral: Sequence[RankOutcome]
-) -> RankFailedError:
+def _exited(case: Case, cause: Cause) -> LaunchError:
+    root, raised = cause.root, cause.root.raised
     code = root.exit_code or 0
-    if root.raised is not None and root.raised.exit_code is not None:
-        code = root.raised.exit_code
-    how = "with code 0" if code == 0 else f"with code {code}"
     called = "sys.exit() or os._exit() was called in the rank"
-    if root.raised is not None and root.raised.type_name == "KeyboardInterrupt":
-        called = "KeyboardInterrupt was raised in the rank alone"
-    if root.phase == "starting":
-        called = "the script failed while the new process imported it; see its output above"
+    if raised is not None and raised.exit_code is not None:
+        code = raised.exit_code
+        called = f"{raised.type_name} was raised at {raised.where or 'an unknown line'}"
+    elif root.phase == "starting":
+        called = "the script failed while the new process imported it; its output stands above"
     message = explain(
-        f"{_named(case, root)} exited {how} before its function returned, {_where(case, root)}.",
+        f"{case.name(root)} exited with code {code} before its function returned, "
+        f"{case.place(root)}.",
         cause=f"{called}.",
         fix="return from the function to end a rank well; raise an exception to end it badly.",
-        details=_tail(root) + _collateral_lines(case, collateral),
+        details=[*_last_words(root), *_others(case, cause)],
         logs=root.stderr,
     )
     cls = RankLeftEarlyError if code == 0 else RankExitedError
-    return cls(message, **_facts_of(case, root), exit_code=code or 1)
+    return cls(message, **case.rank_facts(root), exit_code=code or 1)
 
 
-def _left_error(
-    case: Case, root: RankOutcome, collateral: Sequence[RankOutcome]
-) -> RankFailedError:
-    names = ", ".join(str(outcome.rank) for outcome in collateral)
+def _left(case: Case, cause: Cause) -> LaunchError:
+    root = cause.root
+    waiting = [outcome.rank for outcome in case.outcomes.values() if outcome.status != "returned"]
+    likely, fix = advice.BY_SORT["left"]
     message = explain(
-        f"{_named(case, root)} returned early on {root.hostname}, {case.when}: "
-        f"rank {names} still waited for it.",
-        cause="the ranks had different numbers of batches or took different branches.",
-        fix="give every rank the same number of steps (drop_last, DistributedSampler, "
-        "torch's Join), or let all of them leave the loop together.",
-        details=_collateral_lines(case, collateral),
-        logs=root.stderr,
+        f"{case.name(root)} returned early on {root.hostname}, {case.when}: "
+        f"rank {_listed(waiting)} still waited for it.",
+        cause=likely,
+        fix=fix,
+        details=_positions(case),
+        logs=case.run_dir,
     )
-    return RankLeftEarlyError(message, **_facts_of(case, root))
+    return RankLeftEarlyError(message, **case.rank_facts(root), kind="user-error")
+
+
+def _hung(case: Case, cause: Cause) -> LaunchError:
+    root = cause.root
+    likely, fix = advice.BY_SORT[cause.sort]
+    how = {
+        "stopped": "is stopped",
+        "behind": "is behind the others",
+        "elsewhere": "did not take part in the collective that the others waited in",
+        "mismatch": "entered another collective than the others",
+    }.get(cause.sort, "timed out in a collective")
+    message = explain(
+        f"{case.name(root)} {how}, {case.place(root)}.",
+        cause=likely,
+        fix=fix.format(host=root.hostname, pid=root.pid),
+        details=_positions(case),
+        logs=case.run_dir,
+    )
+    missing = [] if cause.sort == "unknown" else [root]
+    return CollectiveTimeoutError(message, **case.timeout_facts(missing, case.ending.waited_s))
 
 
 def _not_all_joined(case: Case) -> LaunchError:
-    missing = [
-        outcome for outcome in case.outcomes.values() if outcome.phase not in ("running", "leaving")
-    ]
-    names = ", ".join(str(outcome.rank) for outcome in missing)
-    where = [f"rank {outcome.rank} was {_DOING[outcome.phase]}" for outcome in missing]
+    early = [out for out in case.outcomes.values() if out.phase in ("starting", "loading")]
+    # Ranks that have come wait in "joining" for the others: they are not the missing ones.
+    missing = early or [out for out in case.outcomes.values() if out.phase == "joining"]
+    names = _listed(outcome.rank for outcome in missing)
     message = explain(
-        f"rank {names} (world_size {case.world_size}) did not join in time, {case.when}.",
+        f"rank {names} (world_size {len(case.outcomes)}) did not join in time, {case.when}.",
         cause="slow imports, work at the top of the script, or a rank that hangs before it joins.",
         fix="move heavy work below the main guard or into the function, or raise "
         "timeouts.rendezvous.",
-        details=[*where, *_stack_lines(missing)],
+        details=[f"rank {out.rank} was {_DOING[out.phase]} {where(out)}" for out in missing],
         logs=case.run_dir,
     )
-    return RendezvousTimeoutError(
-        message,
-        **case.facts(),
-        waited_s=case.ending.waited_s,
-        missing_ranks=[outcome.rank for outcome in missing],
-        stacks={outcome.rank: outcome.stack for outcome in case.outcomes.values()},
-        kind="startup-network",
-    )
+    facts = case.timeout_facts(missing, case.ending.waited_s)
+    return RendezvousTimeoutError(message, **facts, kind="startup-network")
 
 
-def _too_long(case: Case) -> LaunchError:
+def _too_long(case: Case, cause: Cause) -> LaunchError:
     running = [
         outcome for outcome in case.outcomes.values() if outcome.status in ("running", "stopped")
     ]
-    names = ", ".join(str(outcome.rank) for outcome in running)
+    accused = cause.root if cause.sort in ("stopped", "behind", "elsewhere", "left") else None
+    missing = [accused] if accused is not None else running
+    names = _listed(outcome.rank for outcome in missing)
+    setting, limit = {
+        "attempt": ("timeouts.attempt", "still ran at the end of timeouts.attempt"),
+        "progress": ("timeouts.progress", "made no step within timeouts.progress"),
+    }[case.ending.verdict]
+    likely, fix = (
+        advice.BY_SORT[cause.sort]
+        if accused
+        else (
+            "the work takes longer than the deadline, or a rank hangs.",
+            f"see where the ranks were; raise {setting} if they were at work.",
+        )
+    )
     message = explain(
-        f"rank {names} (world_size {case.world_size}) still ran at the end of "
-        f"timeouts.attempt, {case.when}.",
-        cause="the work takes longer than the deadline, or a rank hangs.",
-        fix="raise timeouts.attempt if the ranks were at work; else look where they were.",
-        details=_stack_lines(running),
+        f"rank {names} (world_size {len(case.outcomes)}) {limit}, {case.when}.",
+        cause=likely,
+        fix=fix.format(host=missing[0].hostname, pid=missing[0].pid),
+        details=_positions(case),
         logs=case.run_dir,
     )
-    return AttemptTimeoutError(
-        message,
-        **case.facts(),
-        waited_s=case.ending.waited_s,
-        missing_ranks=[outcome.rank for outcome in running],
-        stacks={outcome.rank: outcome.stack for outcome in case.outcomes.values()},
-    )
+    cls = AttemptTimeoutError if case.ending.verdict == "attempt" else ProgressTimeoutError
+    return cls(message, **case.timeout_facts(missing, case.ending.waited_s))
 
 
-def _collateral_lines(case: Case, collateral: Sequence[RankOutcome]) -> list[str]:
-    lines = []
-    for outcome in collateral:
-        raised = outcome.raised
-        how = outcome.status if raised is None else f"{raised.type_name}: {raised.message}"
-        lines.append(f"rank {outcome.rank} only lost it: {how.splitlines()[0][:160]}")
+def _others(case: Case, cause: Cause) -> list[str]:
+    """Name the ranks that only lost the one that broke."""
+    lines = [
+        f"rank {out.rank} {'also failed' if is_own_fault(out) else 'only lost it'}: "
+        f"{_first_line(out)}"
+        for out in cause.collateral[:_SHOWN_RANKS]
+    ]
     stopped = [outcome for outcome in case.outcomes.values() if outcome.status == "stopped"]
-    if stopped:
-        names = ", ".join(str(outcome.rank) for outcome in stopped)
-        lines.append(f"rank {names}: stopped by the launcher, nothing wrong there")
+    for outcome in stopped[:_SHOWN_RANKS]:
+        at = f" at {outcome.stack}" if outcome.stack else ""
+        lines.append(f"rank {outcome.rank} was stopped by the launcher{at}")
     return lines
 
 
-def _stack_lines(outcomes: Sequence[RankOutcome]) -> list[str]:
-    return [f"rank {outcome.rank} was at {outcome.stack}" for outcome in outcomes if outcome.stack]
+def _first_line(outcome: RankOutcome) -> str:
+    raised = outcome.raised
+    if raised is None:
+        return outcome.status if outcome.signal_name is None else f"killed by {outcome.signal_name}"
+    text = f"{raised.type_name}: {raised.message}".splitlines()[0]
+    return text if len(text) <= 100 else text[:99] + "…"  # noqa: PLR2004 - one line of a screen
 
 
-def _tail(root: RankOutcome) -> list[str]:
+def _positions(case: Case) -> list[str]:
+    """Say of each rank where it was, in the code and in the sequence of collectives."""
+    lines = []
+    for outcome in list(case.outcomes.values())[:_SHOWN_RANKS]:
+        last = last_collective(outcome)
+        parts = [f"rank {outcome.rank}"]
+        if outcome.state == "stopped":
+            parts.append("is stopped (SIGSTOP)")
+        elif outcome.status == "returned":
+            parts.append("has returned")
+        if text := where(outcome):
+            parts.append(f"at {text}")
+        if last is not None:
+            parts.append(f"{'after' if last.done else 'in'} {last}")
+        lines.append(", ".join(parts))
+    return lines
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _last_words(root: RankOutcome) -> list[str]:
     """Show the last lines a rank wrote to stderr, when nothing else says why it ended."""
     if root.stderr is None:
         return []
@@ -395,4 +345,4 @@ def _tail(root: RankOutcome) -> list[str]:
     except OSError:
         return []
     lines = text.splitlines()[-_TAIL_LINES:]
-    return ["last lines of its stderr:", *(f"| {line[:200]}" for line in lines)] if lines else []
+    return ["last lines of its stderr:", *(f"| {line[:160]}" for line in lines)] if lines else []

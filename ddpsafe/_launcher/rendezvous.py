@@ -53,7 +53,13 @@ def open_meeting(*, timeout: timedelta) -> Iterator[Meeting]:
             timeout=timeout,
             master_listen_fd=listener.detach(),
         )
-        yield Meeting(store, port=port, master_port=master_port)
+        meeting = Meeting(store, port=port, master_port=master_port)
+        del store
+        try:
+            yield meeting
+        finally:
+            # The traceback of an error keeps these frames, and would keep the socket listening.
+            del meeting.store
 
 
 @contextlib.contextmanager

@@ -9,12 +9,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpsafe._errors import PreflightError, explain
+from ddpsafe._errors import LaunchError, PreflightError, explain
 from ddpsafe._wire.spec import LogFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
+    from ddpsafe._wire.outcome import RankOutcome
     from ddpsafe._world import World
 
 
@@ -42,6 +43,16 @@ class RunDirectory:
         stem = str(self.path / f"attempt-{number}" / f"rank-{world.rank}")
         return LogFiles(stdout=f"{stem}.out", stderr=f"{stem}.err", stacks=f"{stem}.stacks")
 
+    def note_tracebacks(self, outcomes: Iterable[RankOutcome]) -> None:
+        """Append what each rank raised to its log, where a reader looks for it.
+
+        The rank does not print it: the console would show the echoes before the cause.
+        """
+        for outcome in outcomes:
+            if outcome.raised is not None and outcome.stderr is not None:
+                with contextlib.suppress(OSError), Path(outcome.stderr).open("a") as file:
+                    file.write(outcome.raised.traceback)
+
     def discard(self) -> None:
         """Remove a directory that we made."""
         if self.is_ours:
@@ -50,7 +61,7 @@ class RunDirectory:
 
 @contextlib.contextmanager
 def open_run_directory(wanted: Path | None) -> Iterator[RunDirectory]:
-    """Make the run directory; remove a temporary one unless an error passes through.
+    """Make the run directory; remove a temporary one unless a rank has failed.
 
     Args:
         wanted: The user's directory, or ``None`` for a private temporary one.
@@ -59,7 +70,13 @@ def open_run_directory(wanted: Path | None) -> Iterator[RunDirectory]:
         PreflightError: It cannot be made or written to.
     """
     directory = _make_temporary() if wanted is None else _make(wanted)
-    yield directory
+    try:
+        yield directory
+    except LaunchError:
+        raise  # it names the directory: the logs are in there
+    except BaseException:
+        directory.discard()
+        raise
     directory.discard()
 
 

@@ -14,11 +14,12 @@ from ddpsafe._launcher.descendants import kill_members
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ddpsafe._launcher.workers import Worker
+    from ddpsafe._launcher.worker import Worker
 
 logger = logging.getLogger(__name__)
 _KILL_WAIT = timedelta(seconds=5)
 _LEFTOVERS_S = 1.0
+_LONGEST_WAIT_S = 60.0  # poll takes at most 24 days, a deadline may be never
 
 
 def stop_workers(workers: Sequence[Worker], *, grace: timedelta, launch_id: str) -> None:
@@ -56,10 +57,9 @@ def _end(workers: Sequence[Worker], signum: signal.Signals, deadline: Deadline) 
 def await_ends(workers: Sequence[Worker], deadline: Deadline) -> None:
     """Wait until all have ended or the deadline has passed, draining their reports."""
     while alive := [worker for worker in workers if worker.alive]:
-        handles: list[object] = [worker.end_handle() for worker in alive]
-        handles += [worker.receiver for worker in alive if not worker.receiver.closed]
-        remaining_s = deadline.remaining_s()
-        wait(handles, min(remaining_s, 60.0))  # type: ignore[arg-type]  # descriptors and filenos
+        handles = [worker.end_handle() for worker in alive]
+        handles += [worker.receiver.fileno() for worker in alive if not worker.receiver.closed]
+        wait(handles, min(deadline.remaining_s(), _LONGEST_WAIT_S))
         for worker in alive:
             worker.take_reports()
             if wait([worker.end_handle()], 0):

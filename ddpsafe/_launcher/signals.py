@@ -54,7 +54,7 @@ def open_inbox() -> Iterator[SignalInbox]:
     read_fd, write_fd = os.pipe()
     os.set_blocking(write_fd, False)
     inbox = SignalInbox(read_fd, write_fd)
-    before: dict[int, Any] = {}
+    before: dict[signal.Signals, Any] = {}
     try:
         if threading.current_thread() is threading.main_thread():
             for signum, default in _TAKEN.items():

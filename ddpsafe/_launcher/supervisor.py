@@ -9,17 +9,19 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._clock import Deadline
+from ddpsafe._launcher.headway import ProgressWatch, SequenceWatch
 from ddpsafe._launcher.symptoms import is_secondary
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ddpsafe._config import Timeouts
     from ddpsafe._launcher.console import Console
     from ddpsafe._launcher.signals import SignalInbox
-    from ddpsafe._launcher.workers import Worker
+    from ddpsafe._launcher.worker import Worker
 
-Verdict = Literal["done", "failed", "rendezvous", "attempt", "signal"]
+Verdict = Literal["done", "failed", "left", "progress", "rendezvous", "attempt", "signal"]
+"""``left``: a rank has returned and the others are in a collective that needs it."""
 
 _TICK_S: Final = 0.1
 _IDLE_S: Final = 5.0
@@ -67,6 +69,8 @@ class Watch:
         self._console = console
         self._rendezvous = Deadline.after(timeouts.rendezvous)
         self._attempt = Deadline.after(timeouts.attempt)
+        self._sequence = SequenceWatch(workers)
+        self._progress = ProgressWatch(workers, timeouts.progress)
 
     def until_end(self) -> Ending:
         """Wait until the attempt has ended, well or not.
@@ -82,17 +86,21 @@ class Watch:
         return Ending(verdict=verdict, waited_s=self._attempt.waited_s())
 
     def _verdict(self) -> Verdict | None:
-        if self._inbox.received is not None:
-            return "signal"
-        if any(map(has_failed, self._workers)):
-            return "failed"
-        if all(worker.returned is not None for worker in self._workers):
-            return "done"
-        if self._attempt.expired():
-            return "attempt"
-        if self._rendezvous.expired() and not all(worker.joined for worker in self._workers):
-            return "rendezvous"
-        return None
+        """Return the first reason to end the watch, the most telling one first."""
+        workers = self._workers
+        reasons: tuple[tuple[Verdict, Callable[[], bool]], ...] = (
+            ("signal", lambda: self._inbox.received is not None),
+            ("failed", lambda: any(map(has_failed, workers))),
+            ("done", lambda: all(worker.returned is not None for worker in workers)),
+            ("left", self._sequence.somebody_left),
+            ("attempt", self._attempt.expired),
+            ("progress", self._progress.stalled),
+            ("rendezvous", self._late),
+        )
+        return next((verdict for verdict, holds in reasons if holds()), None)
+
+    def _late(self) -> bool:
+        return self._rendezvous.expired() and not all(worker.joined for worker in self._workers)
 
     def _next_deadline(self) -> Deadline:
         if all(worker.joined for worker in self._workers):
@@ -121,18 +129,21 @@ class Watch:
 
     def _wait(self, deadline: Deadline) -> None:
         alive = [worker for worker in self._workers if worker.alive]
-        handles: list[object] = [self._inbox, *(worker.end_handle() for worker in alive)]
-        handles += [worker.receiver for worker in alive if not worker.receiver.closed]
-        longest_s = _TICK_S if self._console.busy else _IDLE_S
-        ready = wait(handles, min(deadline.remaining_s(), longest_s))  # type: ignore[arg-type]
-        if self._inbox in ready:
+        handles = [self._inbox.fileno(), *(worker.end_handle() for worker in alive)]
+        handles += [worker.receiver.fileno() for worker in alive if not worker.receiver.closed]
+        ready = wait(handles, min(deadline.remaining_s(), self._longest_s()))
+        if self._inbox.fileno() in ready:
             os.read(self._inbox.fileno(), 1)
         for worker in alive:
-            if worker.receiver in ready:
-                worker.take_reports()
+            worker.take_reports()
             if worker.end_handle() in ready:
                 worker.note_end()
         self._console.refresh()
+
+    def _longest_s(self) -> float:
+        if self._console.busy:
+            return _TICK_S
+        return min(self._sequence.interval_s(), self._progress.interval_s(), _IDLE_S)
 
 
 def has_failed(worker: Worker) -> bool:

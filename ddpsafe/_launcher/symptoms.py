@@ -88,6 +88,8 @@ def kind_of(raised: Raised) -> FailureKind:
         kind = "hang" if symptom.sort == "timeout" else "peer-lost"
     else:
         kind = next((name for name, pattern in _KINDS if pattern.search(text)), "user-error")
-    if kind in ("network", "peer-lost", "hang") and raised.phase in ("starting", "joining"):
+    before = raised.phase in ("starting", "loading", "joining")
+    if before and kind in ("network", "peer-lost", "hang"):
         return "startup-network"
-    return kind
+    # "port" is tried again by default, which is safe only while the function has not run.
+    return "network" if kind == "port" and not before else kind

@@ -5,27 +5,21 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import socket
 import tempfile
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ddpsafe._errors import PreflightError, explain
-from ddpsafe._launcher.descendants import RankProcess
-from ddpsafe._wire.channel import InheritedFd, Receiver
-from ddpsafe._wire.outcome import Entered, Phase, Raised, RankOutcome, Returned
+from ddpsafe._launcher.worker import Worker
+from ddpsafe._wire.channel import Inheritance, InheritedFd
+from ddpsafe._wire.step_counter import StepCounter
 from ddpsafe._worker.entrypoint import run_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from multiprocessing.process import BaseProcess
 
     from ddpsafe._launcher.guard import Guard
     from ddpsafe._wire.spec import RankSpec
-
-# What `multiprocessing` gives a worker that raised before our first line ran.
-_POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,140 +33,6 @@ class PickledCall:
 
     data: bytes
     handles: tuple[object, ...]
-
-
-class Worker:
-    """One rank as the launcher sees it.
-
-    Attributes:
-        spec: What it was told.
-        phase: The last phase it reported.
-        returned: Its report of success, if it came.
-        raised: Its report of an exception, the first one if there are several.
-        ended_ns: When its end was seen (monotonic).
-        stopped: Whether the launcher has asked it to end.
-        stack: Where it was when it was asked, as text.
-    """
-
-    def __init__(self, spec: RankSpec, process: BaseProcess, report_fd: int) -> None:
-        """Own the process and the read end of its report."""
-        self.spec = spec
-        self.receiver = Receiver(report_fd)
-        self.phase: Phase = "starting"
-        self.returned: Returned | None = None
-        self.raised: Raised | None = None
-        self.ended_ns: int | None = None
-        self.stopped = False
-        self.stack = ""
-        self._process = process
-        self._pidfd = _open_pidfd(process.pid)
-        self.identity = RankProcess.of(process.pid) if process.pid is not None else None
-
-    @property
-    def rank(self) -> int:
-        """Its rank."""
-        return self.spec.world.rank
-
-    @property
-    def pid(self) -> int | None:
-        """Its process id."""
-        return self._process.pid
-
-    @property
-    def process(self) -> BaseProcess:
-        """The `multiprocessing` process behind it."""
-        return self._process
-
-    @property
-    def exitcode(self) -> int | None:
-        """Exit status as `multiprocessing` gives it; ``None`` while it runs."""
-        return self._process.exitcode
-
-    @property
-    def alive(self) -> bool:
-        """Whether its end has not been seen yet."""
-        return self.ended_ns is None
-
-    @property
-    def joined(self) -> bool:
-        """Whether it got as far as the user's function."""
-        return self.phase in ("running", "leaving")
-
-    def end_handle(self) -> int:
-        """Return a descriptor that becomes readable when the process ends.
-
-        The sentinel of `multiprocessing` is a pipe, which a forked DataLoader worker keeps open
-        beyond the rank's death; a pidfd is not fooled.
-        """
-        return self._process.sentinel if self._pidfd is None else self._pidfd
-
-    def take_reports(self) -> None:
-        """Read what the rank has sent."""
-        for message in self.receiver.receive():
-            if isinstance(message, Entered):
-                self.phase = message.phase
-            elif isinstance(message, Returned):
-                self.returned, self.phase = message, "leaving"
-            elif self.raised is None or message.final:
-                self.raised = message
-
-    def note_end(self) -> None:
-        """Record that the process has ended, with the last it had to say."""
-        self._process.join(_POLL_S)
-        self.take_reports()
-        self.ended_ns = time.monotonic_ns()
-
-    def outcome(self) -> RankOutcome:
-        """Say what became of it."""
-        logs = self.spec.logs
-        return RankOutcome(
-            rank=self.rank,
-            local_rank=self.spec.world.local_rank,
-            pid=self.pid,
-            hostname=socket.gethostname(),
-            status=self._status(),
-            phase=self.raised.phase if self.raised else self.phase,
-            exit_code=self.exitcode,
-            raised=self.raised,
-            ended_ns=self.ended_ns,
-            stdout=logs.stdout if logs else None,
-            stderr=logs.stderr if logs else None,
-            stack=self.stack,
-        )
-
-    def _status(self) -> Any:
-        if self.returned is not None:
-            return "returned"
-        if self.raised is not None:
-            return "raised"
-        if self.stopped:
-            return "stopped"
-        if self.alive:
-            return "running"
-        return "killed" if (self.exitcode or 0) < 0 else "exited"
-
-    def signal(self, signum: int) -> None:
-        """Send a signal, if the process has not been reaped."""
-        if self.pid is not None and self.exitcode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signum)
-
-    def close(self) -> None:
-        """Release descriptors; the process must have ended."""
-        self.receiver.close()
-        if self._pidfd is not None:
-            os.close(self._pidfd)
-            self._pidfd = None
-        with contextlib.suppress(ValueError):  # still running, in spite of SIGKILL
-            self._process.close()
-
-
-def _open_pidfd(pid: int | None) -> int | None:
-    if pid is None or not hasattr(os, "pidfd_open"):
-        return None
-    with contextlib.suppress(OSError):
-        return os.pidfd_open(pid)
-    return None
 
 
 @contextlib.contextmanager
@@ -205,21 +65,15 @@ def started_workers(
     context = _context(start_method)
     workers: list[Worker] = []
     with contextlib.ExitStack() as stack:
-        lifeline_read, lifeline_write = os.pipe()
-        stack.callback(os.close, lifeline_write)
         stack.callback(lambda: _close_all(workers))
         stack.callback(lambda: stop(workers))
         try:
             call_file = stack.enter_context(_unnamed_file(call.data))
             for spec in specs:
-                workers.append(
-                    _start(context, spec, lifeline_read, call_file, call.handles, daemon=daemon)
-                )
+                workers.append(_start(context, spec, call_file, call.handles, daemon=daemon))
                 _protect(guard, workers[-1])
         except OSError as exc:
             raise _not_started(len(workers), len(specs), exc) from exc
-        finally:
-            os.close(lifeline_read)
         yield workers
 
 
@@ -234,33 +88,38 @@ def _context(start_method: str) -> Any:
 def _start(
     context: Any,
     spec: RankSpec,
-    lifeline_read: int,
     call_file: int,
     handles: tuple[object, ...],
     *,
     daemon: bool,
 ) -> Worker:
-    report_read, report_write = os.pipe()
-    try:
+    with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as theirs:
+        report_read, report_write = os.pipe()
+        on_failure.callback(os.close, report_read)
+        theirs.callback(os.close, report_write)
+        lifeline_read, lifeline_write = os.pipe()
+        on_failure.callback(os.close, lifeline_write)
+        theirs.callback(os.close, lifeline_read)
+        step_file = theirs.enter_context(_unnamed_file(StepCounter.EMPTY))
         process = context.Process(
             target=run_rank,
             args=(
                 spec,
-                InheritedFd(report_write),
-                InheritedFd(lifeline_read),
-                InheritedFd(call_file),
-                handles,
+                Inheritance(
+                    report=InheritedFd(report_write),
+                    lifeline=InheritedFd(lifeline_read),
+                    call=InheritedFd(call_file),
+                    steps=InheritedFd(step_file),
+                    handles=handles,
+                ),
             ),
             name=f"ddpsafe-rank-{spec.world.rank}",
             daemon=daemon,
         )
+        steps = StepCounter(step_file)
         process.start()
-    except BaseException:
-        os.close(report_read)
-        raise
-    finally:
-        os.close(report_write)
-    return Worker(spec, process, report_read)
+        on_failure.pop_all()
+    return Worker(spec, process, report_fd=report_read, lifeline_fd=lifeline_write, steps=steps)
 
 
 def _protect(guard: Guard, worker: Worker) -> None:

@@ -10,8 +10,9 @@ import os
 import pickle
 import struct
 import threading
+from dataclasses import dataclass
 from multiprocessing import reduction
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from ddpsafe._wire.outcome import Message
@@ -32,8 +33,27 @@ class InheritedFd:
         return (_adopt, (reduction.DupFd(self.fd),))
 
 
-def _adopt(duplicate: reduction.DupFd) -> InheritedFd:
+def _adopt(duplicate: Any) -> InheritedFd:
     return InheritedFd(duplicate.detach())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inheritance:
+    """What a rank inherits beside its `RankSpec`.
+
+    Attributes:
+        report: Where it writes to the launcher.
+        lifeline: Ends with the launcher; every byte on it asks for the rank's position.
+        call: A file with the pickled call.
+        steps: A file that holds the rank's `StepCounter`.
+        handles: What the call needs beside its bytes.
+    """
+
+    report: InheritedFd
+    lifeline: InheritedFd
+    call: InheritedFd
+    steps: InheritedFd
+    handles: tuple[object, ...]
 
 
 class Sender:

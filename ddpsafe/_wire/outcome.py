@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import signal
+import sysconfig
 import time
 import traceback
-from dataclasses import dataclass, field
-from typing import Final, Literal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+if TYPE_CHECKING:
+    from types import TracebackType
 
 Phase = Literal["starting", "loading", "joining", "running", "leaving"]
 """Process started > unpickling > rendezvous > the user's function > after its report."""
@@ -25,6 +30,40 @@ def clip(text: str, limit: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """The last collective a rank has entered in a process group.
+
+    Attributes:
+        group: The group's description, e.g. ``default_pg``.
+        number: Its count in that group, from 1; equal numbers belong together.
+        name: What it does, e.g. ``gloo:all_reduce``.
+        sizes: Shapes of its inputs.
+        done: Whether it has ended.
+    """
+
+    group: str
+    number: int
+    name: str
+    sizes: str
+    done: bool
+
+    def __str__(self) -> str:
+        """Name it as a reader would look for it."""
+        return f"{self.name.partition(':')[2] or self.name} number {self.number} {self.sizes}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where a rank is in the sequence of collectives, by group; sent when asked and at its end."""
+
+    collectives: tuple[Collective, ...]
+
+    def in_group(self, group: str) -> Collective | None:
+        """Return the last collective in that group."""
+        return next((last for last in self.collectives if last.group == group), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Entered:
     """The rank entered a phase."""
 
@@ -37,9 +76,11 @@ class Returned:
 
     Attributes:
         payload: The pickled value.
+        position: Where the rank was by then.
     """
 
     payload: bytes
+    position: Position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +93,8 @@ class Raised:
         traceback: The formatted traceback with its chain, shortened.
         payload: The pickled exception, or ``None`` where it cannot travel.
         phase: Where the rank was.
+        where: File, line and function of the innermost frame that is the user's.
+        position: Where the rank was in the sequence of collectives.
         at_ns: Monotonic clock of the host; comparable between the ranks of one host.
         exit_code: Set when the exception was a request to exit.
         final: False where the exception was only seen in flight, at a teardown of the user's.
@@ -62,6 +105,8 @@ class Raised:
     traceback: str
     payload: bytes | None
     phase: Phase
+    where: str
+    position: Position
     at_ns: int
     exit_code: int | None = None
     final: bool = True
@@ -73,6 +118,7 @@ class Raised:
         *,
         phase: Phase,
         payload: bytes | None,
+        position: Position,
         final: bool = True,
     ) -> Raised:
         """Describe an exception in plain text; never raises itself."""
@@ -82,13 +128,36 @@ class Raised:
             traceback=clip(_traceback_of(exc), _MAX_TRACEBACK),
             payload=payload,
             phase=phase,
+            where=where_of(exc.__traceback__),
+            position=position,
             at_ns=time.monotonic_ns(),
-            exit_code=_exit_code_of(exc),
+            exit_code=exit_code_of(exc),
             final=final,
         )
 
 
-Message = Entered | Returned | Raised
+Message = Entered | Position | Returned | Raised
+
+
+def where_of(tb: TracebackType | None) -> str:
+    """Name the innermost line of a traceback that belongs to the user.
+
+    Returns:
+        ``path:line in function``, or nothing where every frame is a library's.
+    """
+    frames = traceback.extract_tb(tb)
+    own = [frame for frame in frames if not is_library(frame.filename)]
+    frame = own[-1] if own else None
+    return f"{frame.filename}:{frame.lineno} in {frame.name}" if frame else ""
+
+
+def is_library(filename: str) -> bool:
+    """Tell whether a file belongs to Python, to an installed package or to ddpsafe."""
+    return filename.startswith(("<frozen", _PACKAGE, _STDLIB)) or "site-packages" in filename
+
+
+_PACKAGE: Final = str(Path(__file__).parents[1])
+_STDLIB: Final = sysconfig.get_path("stdlib")
 
 
 def _type_name(exc: BaseException) -> str:
@@ -112,7 +181,8 @@ def _traceback_of(exc: BaseException) -> str:
         return "".join(traceback.format_tb(exc.__traceback__)) + _type_name(exc)
 
 
-def _exit_code_of(exc: BaseException) -> int | None:
+def exit_code_of(exc: BaseException) -> int | None:
+    """Return the code an exception asks to exit with; ``None`` where it is no such request."""
     if isinstance(exc, KeyboardInterrupt):
         return 128 + signal.SIGINT
     if not isinstance(exc, SystemExit):
@@ -140,6 +210,10 @@ class RankOutcome:
         exit_code: Exit status as `multiprocessing` gives it (negative: a signal).
         raised: What it raised, if it did.
         ended_ns: When the launcher saw its end (monotonic).
+        position: Where it was in the sequence of collectives, where that is known.
+        state: What the system said of the process before it was ended, e.g. ``stopped``.
+        stack: Where its main thread was before it was ended: the user's innermost line.
+        in_collective: Whether that line waited in a collective; ``None`` where unknown.
         stdout: Its log of file descriptor 1.
         stderr: Its log of file descriptor 2.
     """
@@ -153,9 +227,12 @@ class RankOutcome:
     exit_code: int | None
     raised: Raised | None = None
     ended_ns: int | None = None
+    position: Position | None = None
+    state: str = ""
+    stack: str = ""
+    in_collective: bool | None = None
     stdout: str | None = None
     stderr: str | None = None
-    stack: str = field(default="", repr=False)
 
     @property
     def signal_name(self) -> str | None:

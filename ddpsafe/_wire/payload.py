@@ -7,14 +7,15 @@ tensors) travel beside the bytes, as `multiprocessing` itself would send them.
 
 from __future__ import annotations
 
+import functools
 import io
-import os
 import pickle
 import sys
 import types
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import cloudpickle
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _INHERITED_MODULES: Final = ("multiprocessing.", "torch.multiprocessing.")
+_SEARCHED_LEVELS: Final = 64
+"""Deeper, the search would meet Python's recursion limit, and nobody would read the path."""
+
 _handles: ContextVar[tuple[object, ...]] = ContextVar("ddpsafe_handles")
 
 
@@ -29,14 +33,14 @@ class CannotTravelError(pickle.PicklingError):
     """An object that would lose its meaning in another process."""
 
 
-class _Pickler(cloudpickle.Pickler):
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships no types
     """cloudpickle, but by name where possible, and strict about what must stay."""
 
     def __init__(self, file: io.BytesIO, handles: list[object] | None) -> None:
         super().__init__(file)
         self._handles = handles
 
-    def reducer_override(self, obj: object) -> object:
+    def reducer_override(self, obj: Any) -> object:
         _require_portable(obj)
         if self._handles is not None and _is_inherited_only(obj):
             self._handles.append(obj)
@@ -49,8 +53,8 @@ class _Pickler(cloudpickle.Pickler):
 class _ResultPickler(_Pickler):
     """For what a rank sends back: its device memory dies with it, so tensors move to the CPU."""
 
-    def reducer_override(self, obj: object) -> object:
-        if _is_tensor(obj) and obj.device.type != "cpu":
+    def reducer_override(self, obj: Any) -> object:
+        if _is_tensor(obj) and obj.device.type not in ("cpu", "meta"):
             return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return super().reducer_override(obj)
 
@@ -104,24 +108,33 @@ def _is_tensor(obj: object) -> bool:
     return torch is not None and isinstance(obj, torch.Tensor)
 
 
-def _require_portable(obj: object) -> None:
+def _require_portable(obj: Any) -> None:
     if isinstance(obj, io.IOBase) and not isinstance(obj, (io.BytesIO, io.StringIO)):
         msg = f"an open file ({getattr(obj, 'name', '?')})"
         raise CannotTravelError(msg)
     if _is_tensor(obj) and obj.device.type == "cuda":
         msg = f"a tensor on {obj.device}"
         raise CannotTravelError(msg)
+    if type(obj).__module__.startswith(_INHERITED_MODULES) and _is_for_forks(obj):
+        msg = "it serves forked processes only; make it with multiprocessing.get_context('spawn')"
+        raise CannotTravelError(msg)
 
 
-def _is_inherited_only(obj: object) -> bool:
+def _is_for_forks(obj: object) -> bool:
+    parts = (obj, *getattr(obj, "__dict__", {}).values())
+    return any(getattr(part, "_is_fork_ctx", False) for part in parts)
+
+
+def _is_inherited_only(obj: Any) -> bool:
     if _is_tensor(obj):
-        return bool(obj.is_shared())
+        # A sparse tensor has no storage to ask; its parts are asked when they are pickled.
+        return obj.layout is sys.modules["torch"].strided and bool(obj.is_shared())
     if isinstance(obj, (type, types.FunctionType, BaseException)):
         return False
     return type(obj).__module__.startswith(_INHERITED_MODULES)
 
 
-def _lives_in_importable_main(obj: object) -> bool:
+def _lives_in_importable_main(obj: Any) -> bool:
     if not isinstance(obj, (type, types.FunctionType)) or obj.__module__ != "__main__":
         return False
     return main_is_importable() and _resolves(obj)
@@ -134,8 +147,8 @@ def main_is_importable() -> bool:
     if spec is not None:
         # multiprocessing does not re-run `python -m package`, i.e. package/__main__.py.
         return not (spec.name == "__main__" or spec.name.endswith(".__main__"))
-    path = getattr(main, "__file__", None)
-    return path is not None and os.path.exists(path) and "ipython" not in os.path.basename(path)
+    file = getattr(main, "__file__", None)
+    return file is not None and Path(file).exists() and "ipython" not in Path(file).name
 
 
 def _resolves(obj: type | types.FunctionType) -> bool:
@@ -155,18 +168,20 @@ def find_unpicklable(obj: object, path: str) -> tuple[str, BaseException] | None
     Returns:
         The path to the culprit and what its pickling raised, or ``None`` if all is well.
     """
-    return _find(obj, path, seen=set())
+    return _find(obj, path, seen=set(), levels=_SEARCHED_LEVELS)
 
 
-def _find(obj: object, path: str, *, seen: set[int]) -> tuple[str, BaseException] | None:
+def _find(
+    obj: object, path: str, *, seen: set[int], levels: int
+) -> tuple[str, BaseException] | None:
     if id(obj) in seen:
         return None
     seen.add(id(obj))
     try:
         dumps_call(obj)
     except Exception as exc:  # noqa: BLE001 - a user's __reduce__ may raise anything
-        for name, part in _parts(obj):
-            culprit = _find(part, path + name, seen=seen)
+        for name, part in _parts(obj) if levels else ():
+            culprit = _find(part, path + name, seen=seen, levels=levels - 1)
             if culprit is not None:
                 return culprit
         return path, exc
@@ -209,8 +224,6 @@ def _slots(obj: object) -> Iterator[tuple[str, object]]:
 
 
 def _partial(obj: object) -> Iterator[tuple[str, object]]:
-    import functools
-
     if isinstance(obj, functools.partial):
         yield ".func", obj.func
         yield ".args", obj.args

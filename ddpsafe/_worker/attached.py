@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import ConfigError, explain
 from ddpsafe._worker import context as contexts
-from ddpsafe._worker import environment, meeting, process_group as groups, session, torch_hooks
+from ddpsafe._worker import environment, meeting, session, torch_hooks
+from ddpsafe._worker import process_group as groups
 from ddpsafe._worker.context import RankContext
 from ddpsafe._worker.control import Control
 from ddpsafe._world import World, find_world
@@ -18,9 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     import torch
+    from torch.distributed import Store
     from typing_extensions import Unpack
 
-    from ddpsafe._config import LaunchConfig, AttachedFields
+    from ddpsafe._config import AttachedFields, LaunchConfig
 
 
 def is_rank(env: Mapping[str, str]) -> bool:
@@ -102,7 +104,7 @@ def setup(
 
 def cleanup() -> None:
     """Leave the process group that `setup` joined; harmless when called twice or without it."""
-    global _opened  # noqa: PLW0603 - see setup
+    global _opened
     member, _opened = _opened, None
     if member is not None:
         _close(member, opened=True)
@@ -125,9 +127,9 @@ def _enter(
         return _join_launch(current, backend), True
     from ddpsafe._config import LaunchConfig
 
-    if backend != "auto":
-        fields["backend"] = backend
     resolved = LaunchConfig.resolve(config, **fields)
+    if backend != "auto":
+        resolved = LaunchConfig.resolve(resolved, backend=backend)
     return _join_job(_place(rank, world_size), resolved), True
 
 
@@ -191,18 +193,18 @@ def _join_launch(current: RankContext, backend: str) -> RankContext:
 
 
 def _join_job(world: World, config: LaunchConfig) -> RankContext:
-    import torch.distributed as dist
+    from torch.distributed import HashStore
 
     os.environ.update(config.env)
     deadline = Deadline.after(config.timeouts.rendezvous)
     backend = _choose_backend(config.backend, world)
     device = _device(world, backend)
     control = None
-    store: dist.Store = dist.HashStore()
+    store: Store = HashStore()
     if world.world_size > 1:
         endpoint = meeting.find_endpoint(world, os.environ)
-        store = meeting.open_store(endpoint, world, os.environ, deadline=deadline)
-        control = Control(store.clone(), rank=world.rank, world_size=world.world_size)
+        store, line = meeting.open_stores(endpoint, world, os.environ, deadline=deadline)
+        control = Control(line, rank=world.rank, world_size=world.world_size)
     groups.open_group(
         store,
         control,

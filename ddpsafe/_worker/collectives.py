@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    Reducible = float | torch.Tensor | Mapping[str, float | torch.Tensor]
 
 T = TypeVar("T")
 
@@ -18,17 +20,17 @@ def wrap(
     device: torch.device,
     *,
     sync_batchnorm: bool,
-    ddp_kwargs: Mapping[str, object],
+    ddp_kwargs: Mapping[str, Any],
 ) -> nn.Module:
     """Move to the device, convert BatchNorm on request, wrap in DDP."""
     from torch import nn
 
     model = model.to(device)
     if sync_batchnorm and device.type == "cuda":
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return model
-    options: dict[str, object] = {"device_ids": None if device.type == "cpu" else [device]}
+    options: dict[str, Any] = {"device_ids": None if device.type == "cpu" else [device]}
     options.update(ddp_kwargs)
     return nn.parallel.DistributedDataParallel(model, **options)
 
@@ -38,12 +40,14 @@ def unwrap(model: nn.Module) -> nn.Module:
     from torch import nn
 
     while True:
+        inner: nn.Module | None
         if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif hasattr(model, "_orig_mod"):
-            model = model._orig_mod  # noqa: SLF001 - the only name torch.compile gives it
+            inner = model.module
         else:
+            inner = getattr(model, "_orig_mod", None)  # what torch.compile wraps
+        if inner is None:
             return model
+        model = inner
 
 
 def group_size() -> int:
@@ -53,7 +57,7 @@ def group_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def reduce_mean(x: object, weight: float | None, device: torch.device) -> object:
+def reduce_mean(x: Reducible, weight: float | None, device: torch.device) -> object:
     """Average a number, a tensor or a dict over the ranks; see `RankContext.reduce_mean`."""
     if isinstance(x, Mapping):
         _require_same_keys(x, device)
@@ -63,13 +67,12 @@ def reduce_mean(x: object, weight: float | None, device: torch.device) -> object
     return _mean_of_tensor(x, weight, device)
 
 
-def _mean_of_tensor(x: object, weight: float | None, device: torch.device) -> object:
+def _mean_of_tensor(x: float | torch.Tensor, weight: float | None, device: torch.device) -> object:
     import torch
     import torch.distributed as dist
 
     share = 1.0 if weight is None else float(weight)
-    is_tensor = isinstance(x, torch.Tensor)
-    values = x.detach() if is_tensor else torch.tensor(x, dtype=torch.float64)
+    values = x.detach() if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=torch.float64)
     if not values.is_floating_point():
         values = values.to(torch.float64)
     # float64 carries counts and sums exactly; the result is given back in the caller's dtype.
@@ -81,7 +84,9 @@ def _mean_of_tensor(x: object, weight: float | None, device: torch.device) -> ob
         msg = "reduce_mean: the weights of all ranks sum to zero; pass the number of samples."
         raise ValueError(msg)
     mean = (total[:-1] / total[-1]).reshape(values.shape)
-    return mean.to(device=values.device, dtype=values.dtype) if is_tensor else mean.item()
+    if not isinstance(x, torch.Tensor):
+        return mean.item()
+    return mean.to(device=values.device, dtype=values.dtype)
 
 
 def _require_same_keys(x: Mapping[str, object], device: torch.device) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, overload
 
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import BarrierTimeoutError, RankRaisedError, explain
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Reducible = "float | torch.Tensor | Mapping[str, float | torch.Tensor]"
+X = TypeVar("X", bound="float | torch.Tensor | Mapping[str, float | torch.Tensor]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,21 +151,19 @@ class RankContext:
         )
 
     @overload
-    def rank_zero_first(
-        self, fn: None = None, *, local: bool = False
-    ) -> AbstractContextManager[None]: ...
+    def rank_zero_first(self, /, *, local: bool = False) -> AbstractContextManager[None]: ...
 
     @overload
     def rank_zero_first(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
 
-    def rank_zero_first(
+    def rank_zero_first(  # type: ignore[misc]  # a `local` of the function's own is taken by us
         self,
-        fn: Callable[..., T] | None = None,
+        fn: Any = None,
         /,
-        *args: object,
+        *args: Any,
         local: bool = False,
-        **kwargs: object,
-    ) -> AbstractContextManager[None] | T:
+        **kwargs: Any,
+    ) -> Any:
         """Let rank 0 go first, e.g. to download, and the others follow when it is done.
 
         As a context, ``with ctx.rank_zero_first(): …``; as a call,
@@ -227,7 +225,7 @@ class RankContext:
             sys.stdout.write(sep.join(map(str, values)) + end)
             sys.stdout.flush()
 
-    def reduce_mean(self, x: Reducible, weight: float | None = None) -> Reducible:
+    def reduce_mean(self, x: X, weight: float | None = None) -> X:
         """Average over ranks, never in place.
 
         Args:
@@ -242,7 +240,7 @@ class RankContext:
         Raises:
             ValueError: The ranks passed different keys, or the weights sum to zero.
         """
-        return collectives.reduce_mean(x, weight, self.device)
+        return cast("X", collectives.reduce_mean(x, weight, self.device))
 
     def gather(self, obj: T) -> list[T]:
         """Return every rank's object, by rank, on every rank.
@@ -272,7 +270,7 @@ _current: RankContext | None = None
 
 def enter(context: RankContext | None) -> RankContext | None:
     """Make a context the current one; return the one before, to be restored."""
-    global _current  # noqa: PLW0603 - one process is one rank
+    global _current
     before, _current = _current, context
     return before
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 # Waiting happens in C++, where signals are not handled: short slices let Ctrl-C through.
 _SLICE_S: Final = 0.5
-_FAILED: Final = b"failed "
-_WELL: Final = b"well"
+_FAILED: Final = "failed "
+_WELL: Final = "well"
 
 
 class Control:
@@ -63,7 +63,7 @@ class Control:
 
     def publish(self, name: str, failure: str | None) -> None:
         """Tell the others how the step of that name ended here."""
-        text = _WELL if failure is None else _FAILED + failure.encode()
+        text = _WELL if failure is None else _FAILED + failure
         self._store.set(self._turn(name), text)
 
     def verdict(self, name: str, *, deadline: Deadline) -> tuple[bool, str | None]:
@@ -75,9 +75,8 @@ class Control:
         key = self._turn(name)
         if not self.wait_for([key], deadline=deadline):
             return False, None
-        text: bytes = self._store.get(key)
-        failed = text.startswith(_FAILED)
-        return True, text.removeprefix(_FAILED).decode() if failed else None
+        text = self._store.get(key).decode()
+        return True, text.removeprefix(_FAILED) if text.startswith(_FAILED) else None
 
     def wait_for(self, keys: Iterable[str], *, deadline: Deadline) -> bool:
         """Wait until all keys are set; tell whether they were before the deadline."""

@@ -8,19 +8,22 @@ import ctypes
 import os
 import sys
 import threading
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from ddpsafe._clock import Deadline
 from ddpsafe._wire import payload
-from ddpsafe._wire.channel import InheritedFd, Sender
-from ddpsafe._wire.outcome import Entered, Raised, Returned
+from ddpsafe._wire.channel import Sender
+from ddpsafe._wire.outcome import Entered, Position, Raised, Returned, exit_code_of
 from ddpsafe._worker import environment, lifeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ddpsafe._wire.channel import Inheritance, InheritedFd
     from ddpsafe._wire.outcome import Phase
     from ddpsafe._wire.spec import RankSpec
+
+    Call = tuple[Callable[..., object], tuple[object, ...], dict[str, object]]
 
 _MAX_EXCEPTION_BYTES = 1 << 20
 
@@ -41,7 +44,7 @@ class Reporter:
 
     def returned(self, value: object) -> None:
         """Say that the user's function returned; raises where the value cannot travel."""
-        self._sender.send(Returned(payload=_result_bytes(value)))
+        self._sender.send(Returned(payload=_result_bytes(value), position=position()))
         self.phase = "leaving"
 
     def raised(self, exc: BaseException, *, final: bool) -> None:
@@ -50,8 +53,18 @@ class Reporter:
             return
         self._told.add(id(exc))
         self._sender.send(
-            Raised.from_exception(exc, phase=self.phase, payload=_exception_bytes(exc), final=final)
+            Raised.from_exception(
+                _without_our_frames(exc),
+                phase=self.phase,
+                payload=_exception_bytes(exc),
+                position=position(),
+                final=final,
+            )
         )
+
+    def position(self) -> None:
+        """Say where this rank is in the sequence of collectives."""
+        self._sender.send(position())
 
     def exception_in_flight(self) -> None:
         """Report an exception that the user's ``finally`` is tearing down for."""
@@ -60,49 +73,47 @@ class Reporter:
             self.raised(exc, final=False)
 
 
-def run_rank(
-    spec: RankSpec,
-    report: InheritedFd,
-    lifeline_pipe: InheritedFd,
-    call: InheritedFd,
-    handles: tuple[object, ...],
-) -> NoReturn:
+def position() -> Position:
+    """Return the last collective of each group; none where torch is not loaded yet."""
+    from ddpsafe._worker.torch_hooks import read_flight_recorder
+
+    return Position(collectives=read_flight_recorder())
+
+
+def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
     """Be one rank; the target of its process.
 
     Args:
         spec: Everything but the user's own function and arguments.
-        report: Where to write to the launcher.
-        lifeline_pipe: Ends with the launcher.
-        call: A file that holds the pickled call.
-        handles: What the call needs beside its bytes.
+        inheritance: Pipes and files shared with the launcher.
     """
+    reporter = Reporter(Sender(inheritance.report.fd))
     lifeline.tie_to_launcher(
-        lifeline_pipe.fd,
+        inheritance.lifeline.fd,
         launcher_pid=spec.launcher_pid,
         is_child=spec.inherited_env is None,
+        on_question=reporter.position,
     )
-    reporter = Reporter(Sender(report.fd))
     try:
         if spec.logs is not None:
             environment.capture_output(spec.logs)
             environment.dump_stacks_on_signal(spec.logs)
         environment.apply_environment(spec)
         reporter.enter("loading")
-        value = _run_user_code(spec, reporter, call, handles)
+        value = _run_user_code(spec, reporter, inheritance)
         reporter.returned(value)
     except BaseException as exc:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are failures
         _report_and_exit(exc, reporter)
     _leave(spec)
 
 
-def _run_user_code(
-    spec: RankSpec, reporter: Reporter, call: InheritedFd, handles: tuple[object, ...]
-) -> object:
+def _run_user_code(spec: RankSpec, reporter: Reporter, inheritance: Inheritance) -> object:
     from ddpsafe._worker import session
 
     session.install_hooks(spec, before_destroy=reporter.exception_in_flight)
     environment.use_threads(spec.num_threads)
-    fn, args, kwargs = _load_call(call, handles)
+    environment.count_steps(inheritance.steps.fd)
+    fn, args, kwargs = _load_call(inheritance.call, inheritance.handles)
     device = environment.use_device(spec.device)
     context = session.join(spec, device, on_phase=reporter.enter)
     if spec.seed is not None:
@@ -114,15 +125,12 @@ def _run_user_code(
     return None  # mp.spawn drops the value too, which therefore need not be picklable
 
 
-def _load_call(
-    call: InheritedFd, handles: tuple[object, ...]
-) -> tuple[Callable[..., object], tuple[object, ...], dict[str, object]]:
+def _load_call(call: InheritedFd, handles: tuple[object, ...]) -> Call:
     size = os.fstat(call.fd).st_size
     # pread: all ranks share the file's offset.
     data = os.pread(call.fd, size, 0)
     os.close(call.fd)
-    fn, args, kwargs = payload.loads(data, handles)  # type: ignore[misc]  # what launch packed
-    return fn, args, kwargs
+    return cast("Call", payload.loads(data, handles))
 
 
 def _result_bytes(value: object) -> bytes:
@@ -146,14 +154,20 @@ def _exception_bytes(exc: BaseException) -> bytes | None:
     return data
 
 
+def _without_our_frames(exc: BaseException) -> BaseException:
+    """Let the traceback begin at the user's function."""
+    tb = exc.__traceback__
+    while tb is not None and tb.tb_frame.f_globals.get("__name__") == __name__:
+        tb = tb.tb_next
+    return exc.with_traceback(tb) if tb is not None else exc
+
+
 def _report_and_exit(exc: BaseException, reporter: Reporter) -> NoReturn:
     """Report, flush, exit: no collective, no destroy, no destructor on a failing path."""
     reporter.raised(exc, final=True)
-    raised = Raised.from_exception(exc, phase=reporter.phase, payload=None)
-    if raised.exit_code is None:
-        sys.stderr.write(raised.traceback)
     _flush()
-    os._exit(1 if raised.exit_code is None else raised.exit_code)
+    code = exit_code_of(exc)
+    os._exit(1 if code is None else code)
 
 
 def _leave(spec: RankSpec) -> NoReturn:

@@ -6,7 +6,10 @@ import faulthandler
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+from ddpsafe._wire.step_counter import StepCounter
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +36,7 @@ def capture_output(logs: LogFiles) -> None:
 
 def dump_stacks_on_signal(logs: LogFiles) -> None:
     """Let the launcher ask where every thread is, also while the GIL is held."""
-    file = open(logs.stacks, "a", encoding="utf-8")  # noqa: SIM115 - open while the rank lives
+    file = Path(logs.stacks).open("a", encoding="utf-8")  # noqa: SIM115 - open while the rank lives
     faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
     faulthandler.enable()
 
@@ -50,12 +53,26 @@ def apply_environment(spec: RankSpec) -> None:
 
 
 def use_threads(num_threads: int | None) -> None:
-    """Limit intra-op threads, so that N ranks do not start N times all cores."""
-    if num_threads is None:
+    """Limit intra-op threads, so that N ranks do not start N times all cores.
+
+    torch reads OMP_NUM_THREADS when it is loaded, which the script or the forkserver may have done
+    before the rank's variables were set.
+    """
+    chosen = os.environ.get("OMP_NUM_THREADS", "") if num_threads is None else str(num_threads)
+    if not chosen.isdecimal() or int(chosen) < 1:
         return
     import torch
 
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(int(chosen))
+
+
+def count_steps(fd: int) -> None:
+    """Count optimizer steps where the launcher can read them: its sign that the rank gets on."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    counter = StepCounter(fd)
+    os.close(fd)
+    register_optimizer_step_post_hook(lambda *_: counter.count())
 
 
 def use_device(name: str) -> torch.device:
@@ -90,4 +107,5 @@ def seed_all(seed: int) -> None:
     if "numpy" in sys.modules:
         import numpy as np
 
-        np.random.seed(np.random.SeedSequence([seed, rank]).generate_state(4))
+        state = np.random.SeedSequence([seed, rank]).generate_state(4)
+        np.random.seed(state)  # noqa: NPY002 - the global generator is what scripts use

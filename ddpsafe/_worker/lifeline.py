@@ -14,18 +14,24 @@ import os
 import signal
 import sys
 import threading
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _PR_SET_PDEATHSIG: Final = 1
 
 
-def tie_to_launcher(pipe_fd: int, *, launcher_pid: int, is_child: bool) -> None:
+def tie_to_launcher(
+    pipe_fd: int, *, launcher_pid: int, is_child: bool, on_question: Callable[[], None]
+) -> None:
     """End this process, and what it started, when the launcher is gone.
 
     Args:
         pipe_fd: Read end of a pipe that only the launcher can write to.
         launcher_pid: The launcher.
         is_child: Whether it is our direct parent (not so under the forkserver).
+        on_question: Called in a thread for every byte the launcher writes.
     """
     # An own session: the launcher can end all of it, and the terminal's Ctrl-C goes to the
     # launcher alone, which then ends the ranks in order.
@@ -35,7 +41,7 @@ def tie_to_launcher(pipe_fd: int, *, launcher_pid: int, is_child: bool) -> None:
     if is_child and os.getppid() != launcher_pid:
         _end_session()
     threading.Thread(
-        target=_wait_for_eof, args=(pipe_fd,), name="ddpsafe-lifeline", daemon=True
+        target=_listen, args=(pipe_fd, on_question), name="ddpsafe-lifeline", daemon=True
     ).start()
 
 
@@ -44,9 +50,10 @@ def _ask_kernel() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
-def _wait_for_eof(pipe_fd: int) -> None:
+def _listen(pipe_fd: int, on_question: Callable[[], None]) -> None:
     while os.read(pipe_fd, 1):
-        pass
+        with contextlib.suppress(Exception):  # no answer is an answer too
+            on_question()
     _end_session()
 
 

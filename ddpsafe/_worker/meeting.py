@@ -6,11 +6,11 @@ import hashlib
 import itertools
 import json
 import multiprocessing
-import os
 import re
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import tenacity
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _PORTS: Final = range(20_000, 30_000)
 _PROBE_S: Final = 2.0
+_LONGEST_S: Final = 86_400.0
 # What tells one job from another on the same address and port.
 _JOB_VARIABLES: Final = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_orte_jobid")
 
@@ -116,14 +117,14 @@ def _identity(env: Mapping[str, str]) -> dict[str, str]:
 
 def _pid_namespace() -> str:
     try:
-        return os.readlink("/proc/self/ns/pid")
+        return str(Path("/proc/self/ns/pid").readlink())
     except OSError:
         return ""
 
 
-def open_store(
+def open_stores(
     endpoint: Endpoint, world: World, env: Mapping[str, str], *, deadline: Deadline
-) -> Store:
+) -> tuple[Store, Store]:
     """Connect to the job's store, serving it where this is rank 0's task.
 
     Args:
@@ -132,31 +133,41 @@ def open_store(
         env: The environment.
         deadline: When to give up.
 
+    Returns:
+        Two connections with keys that no earlier group of this job has used: one for the process
+        group, one for the talk between ranks, which must not wait for each other.
+
     Raises:
         PreflightError: The port is taken, or the host cannot be reached or resolved.
         RendezvousTimeoutError: Nobody serves the store.
         ConfigError: The store is another job's.
     """
-    import torch.distributed as dist
+    from torch.distributed import PrefixStore
 
     serves = world.rank == 0 and not endpoint.is_served
     if not serves:
         _await_server(endpoint, world, deadline)
-    timeout = timedelta(seconds=max(1.0, min(deadline.remaining_s(), 86_400.0)))
+    prefix = _fresh_prefix(env)
+    group = PrefixStore(prefix, _connect(endpoint, world, deadline, serves=serves))
+    require_same_job(group, endpoint, world, env, deadline=deadline)
+    control = PrefixStore(prefix, _connect(endpoint, world, deadline, serves=False))
+    return group, control
+
+
+def _connect(endpoint: Endpoint, world: World, deadline: Deadline, *, serves: bool) -> Store:
+    from torch.distributed import TCPStore
+
     try:
-        store: Store = dist.TCPStore(
+        return TCPStore(
             endpoint.host,
             endpoint.port,
             is_master=serves,
-            timeout=timeout,
+            timeout=timedelta(seconds=max(1.0, min(deadline.remaining_s(), _LONGEST_S))),
             wait_for_workers=False,
             multi_tenant=True,
         )
     except RuntimeError as exc:
         raise _cannot_serve(endpoint, world, exc) from exc
-    store = dist.PrefixStore(_fresh_prefix(env), store)
-    require_same_job(store, endpoint, world, env, deadline=deadline)
-    return store
 
 
 _groups = itertools.count()
@@ -233,7 +244,7 @@ def _owner(endpoint: Endpoint) -> str:
 
     try:
         for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == endpoint.port:
+            if connection.status == psutil.CONN_LISTEN and endpoint.port in connection.laddr:
                 name = psutil.Process(connection.pid).name() if connection.pid else "?"
                 return f" by {name} (pid {connection.pid})"
     except psutil.Error:

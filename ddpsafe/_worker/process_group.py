@@ -7,7 +7,6 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from ddpsafe._clock import Deadline
 from ddpsafe._errors import RendezvousTimeoutError, explain
 from ddpsafe._worker.torch_hooks import DRAIN_S
 
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
+    from ddpsafe._clock import Deadline
     from ddpsafe._worker.control import Control
     from ddpsafe._world import World
 

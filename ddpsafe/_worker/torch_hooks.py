@@ -8,18 +8,21 @@ against the installed torch.
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qs, urlparse
+
+from ddpsafe._wire.outcome import Collective
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import ModuleType
 
-    import torch.distributed as dist
+    from torch.distributed import Store
 
-    Rendezvous = Iterator[tuple[dist.Store, int, int]]
+    Rendezvous = Iterator[tuple[Store, int, int]]
     Handler = Callable[..., Rendezvous]
 
 _SCHEMES: Final = ("env", "tcp", "file")
@@ -31,7 +34,7 @@ _kept_groups: list[object] = []
 
 
 def meet_at_launcher(
-    open_store: Callable[[], dist.Store], *, world_size: int, env: dict[str, str]
+    open_store: Callable[[], Store], *, world_size: int, env: dict[str, str]
 ) -> None:
     """Let the script's own ``init_process_group`` meet at the launcher's store.
 
@@ -61,7 +64,7 @@ def _rendezvous_handlers() -> dict[str, Handler]:
 
 
 def _handler(
-    stock: Handler, open_store: Callable[[], dist.Store], world_size: int, env: dict[str, str]
+    stock: Handler, open_store: Callable[[], Store], world_size: int, env: dict[str, str]
 ) -> Handler:
     def handler(url: str, **options: object) -> Rendezvous:
         asked = parse_qs(urlparse(url).query)
@@ -110,8 +113,40 @@ def _keep_groups(c10d: ModuleType) -> None:
     _kept_groups.extend(getattr(world, "pg_map", ()))
 
 
-def default_store() -> dist.Store | None:
+def default_store() -> Store | None:
     """Return the store of a process group that somebody else made."""
     c10d = importlib.import_module("torch.distributed.distributed_c10d")
     getter = getattr(c10d, "_get_default_store", None)
     return None if getter is None else getter()
+
+
+def read_flight_recorder() -> tuple[Collective, ...]:
+    """Return the last collective of each process group, from torch's flight recorder.
+
+    It is on by default since torch 2.9 for gloo and NCCL; an empty result says nothing.
+    """
+    c10d = sys.modules.get("torch._C._distributed_c10d")
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(c10d, name, None)
+        if dump is not None:
+            entries = json.loads(dump()).get("entries", [])
+            return _last_of_each_group(entries)
+    return ()
+
+
+def _last_of_each_group(entries: list[dict[str, Any]]) -> tuple[Collective, ...]:
+    last: dict[str, Collective] = {}
+    for entry in entries:
+        if entry.get("is_p2p"):
+            continue
+        collective = Collective(
+            group=entry["process_group"][1],
+            number=int(entry["collective_seq_id"]),
+            name=entry["profiling_name"],
+            sizes=str(entry["input_sizes"]),
+            done=bool(entry["retired"]),
+        )
+        before = last.get(collective.group)
+        if before is None or before.number <= collective.number:
+            last[collective.group] = collective
+    return tuple(last.values())

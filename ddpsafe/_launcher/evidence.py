@@ -1,0 +1,98 @@
+"""Asking the living where they are, before they are ended."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import psutil
+
+from ddpsafe._clock import Deadline
+from ddpsafe._wire.outcome import is_library
+from ddpsafe._worker.environment import STACKS_SIGNAL
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ddpsafe._launcher.worker import Worker
+
+_ANSWER: Final = timedelta(seconds=0.4)
+_POLL_S: Final = 0.02
+_FRAME: Final = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
+_COLLECTIVES: Final = "distributed_c10d.py"
+_ENTRYPOINT: Final = "_worker/entrypoint.py"
+
+
+def collect(workers: Sequence[Worker]) -> None:
+    """Learn state, stack and position of every rank that is alive, within half a second.
+
+    The stack comes from faulthandler, which answers while the GIL is held too; the position comes
+    from a thread, which does not; a stopped process answers neither, but its state says so.
+    """
+    asked = [worker for worker in workers if worker.alive and worker.returned is None]
+    for worker in asked:
+        worker.state = _state_of(worker)
+        worker.ask_position()
+        if worker.phase != "starting":  # before that, the signal would end it
+            worker.signal(STACKS_SIGNAL)
+    deadline = Deadline.after(_ANSWER)
+    while not deadline.expired() and not all(map(_has_answered, asked)):
+        wait([worker.receiver.fileno() for worker in asked if not worker.receiver.closed], _POLL_S)
+        for worker in asked:
+            worker.take_reports()
+    for worker in asked:
+        worker.stack, worker.in_collective = read_stack(_dump_of(worker))
+
+
+def _state_of(worker: Worker) -> str:
+    with contextlib.suppress(psutil.Error):
+        if worker.pid is not None:
+            return str(psutil.Process(worker.pid).status())
+    return ""
+
+
+def _has_answered(worker: Worker) -> bool:
+    if not worker.alive or worker.state == psutil.STATUS_STOPPED:
+        return True
+    return worker.position is not None and _ENTRYPOINT in _dump_of(worker)
+
+
+def _dump_of(worker: Worker) -> str:
+    if worker.spec.logs is None:
+        return ""
+    try:
+        return Path(worker.spec.logs.stacks).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def read_stack(dump: str) -> tuple[str, bool | None]:
+    """Read a dump of faulthandler.
+
+    Args:
+        dump: Its text, all threads, the innermost frame of each first.
+
+    Returns:
+        The innermost line of the main thread that is the user's (``path:line in function``), and
+        whether the thread waits in a collective; nothing and ``None`` where there is no dump.
+    """
+    frames = _main_thread(dump)
+    if not frames:
+        return "", None
+    own = [frame for frame in frames if not is_library(frame["file"])]
+    shown = own[0] if own else frames[0]
+    where = f"{shown['file']}:{shown['line']} in {shown['name']}"
+    return where, any(_COLLECTIVES in frame["file"] for frame in frames)
+
+
+def _main_thread(dump: str) -> list[re.Match[str]]:
+    """Return the frames of the thread that runs the rank, from the last dump in the text."""
+    threads = re.split(r"^(?:Current thread|Thread) .*$", dump, flags=re.MULTILINE)
+    mine = [thread for thread in threads if _ENTRYPOINT in thread and "in run_rank" in thread]
+    if not mine:
+        return []
+    return [match for line in mine[-1].splitlines() if (match := _FRAME.match(line))]

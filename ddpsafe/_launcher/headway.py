@@ -1,0 +1,110 @@
+"""Whether ranks get on: hangs that can be told before any collective times out."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final
+
+from ddpsafe._clock import Deadline
+from ddpsafe._launcher.causes import MAIN_GROUP
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import timedelta
+
+    from ddpsafe._launcher.worker import Worker
+    from ddpsafe._wire.outcome import Collective, Position
+
+_ASK_EVERY_S: Final = 0.5
+_NEVER_S: Final = 3600.0
+
+
+class SequenceWatch:
+    """Notices that a rank has returned while another waits in a collective that needs it.
+
+    A rank that has returned will enter no further collective; another rank that stays in a later
+    one of the group of all ranks waits for ever, so there is no timeout to wait for.
+    """
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        """Ask nobody until a rank has returned."""
+        self._workers = workers
+        self._next_s = 0.0
+        self._waiting: dict[int, Collective] = {}
+
+    def interval_s(self) -> float:
+        """Return how often to look, in seconds."""
+        return _ASK_EVERY_S if self._is_needed() else _NEVER_S
+
+    def somebody_left(self) -> bool:
+        """Tell whether a rank waits, for the second time in a row, for one that has returned."""
+        if not self._is_needed() or time.monotonic() < self._next_s:
+            return False
+        self._next_s = time.monotonic() + _ASK_EVERY_S
+        waiting = self._who_waits()
+        same = {rank for rank, last in waiting.items() if self._waiting.get(rank) == last}
+        self._waiting = waiting
+        for worker in self._workers:
+            if worker.alive and worker.returned is None:
+                worker.ask_position()
+        return bool(same)
+
+    def _is_needed(self) -> bool:
+        returned = [worker.returned is not None for worker in self._workers]
+        return any(returned) and not all(returned)
+
+    def _who_waits(self) -> dict[int, Collective]:
+        ends = [
+            _number(worker.returned.position)
+            for worker in self._workers
+            if worker.returned is not None
+        ]
+        return {
+            worker.rank: last
+            for worker in self._workers
+            if worker.returned is None
+            and worker.position is not None
+            and (last := worker.position.in_group(MAIN_GROUP)) is not None
+            and not last.done
+            and last.number > min(ends)
+        }
+
+
+def _number(position: Position) -> int:
+    last = position.in_group(MAIN_GROUP)
+    return 0 if last is None else last.number
+
+
+class ProgressWatch:
+    """Notices that no rank has made a step, or entered a collective, for too long."""
+
+    def __init__(self, workers: Sequence[Worker], longest: timedelta | None) -> None:
+        """Start the clock; ``None`` never stalls."""
+        self._workers = workers
+        self._longest = longest
+        self._deadline = Deadline.after(longest)
+        self._seen: object = None
+        self._next_s = 0.0
+
+    def interval_s(self) -> float:
+        """Return how often to look, in seconds."""
+        return _NEVER_S if self._longest is None else min(1.0, self._deadline.remaining_s() + 0.01)
+
+    def stalled(self) -> bool:
+        """Tell whether the deadline passed without a sign of headway."""
+        if self._longest is None:
+            return False
+        self._ask()
+        seen = [(w.phase, w.steps(), w.position, w.returned is None) for w in self._workers]
+        if seen != self._seen:
+            self._seen = seen
+            self._deadline = Deadline.after(self._longest)
+        return self._deadline.expired()
+
+    def _ask(self) -> None:
+        if time.monotonic() < self._next_s:
+            return
+        self._next_s = time.monotonic() + 1.0
+        for worker in self._workers:
+            if worker.alive and worker.joined:
+                worker.ask_position()

@@ -1,0 +1,192 @@
+"""One rank as the launcher sees it: its process, its reports, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from ddpsafe._launcher.descendants import RankProcess
+from ddpsafe._wire.channel import Receiver
+from ddpsafe._wire.outcome import Entered, Phase, Position, Raised, RankOutcome, Returned
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
+    from ddpsafe._wire.outcome import Status
+    from ddpsafe._wire.spec import RankSpec
+    from ddpsafe._wire.step_counter import StepCounter
+
+_POLL_S = 0.5
+
+
+class Worker:
+    """One rank as the launcher sees it.
+
+    Attributes:
+        spec: What it was told.
+        phase: The last phase it reported.
+        returned: Its report of success, if it came.
+        raised: Its report of an exception, the first one if there are several.
+        ended_ns: When its end was seen (monotonic).
+        stopped: Whether the launcher has asked it to end.
+        position: The last it said about where it is in the sequence of collectives.
+        state: What the system says of the process, when it was asked.
+        stack: The user's innermost line, when it was asked.
+        in_collective: Whether it waited in a collective there.
+    """
+
+    def __init__(
+        self,
+        spec: RankSpec,
+        process: BaseProcess,
+        *,
+        report_fd: int,
+        lifeline_fd: int,
+        steps: StepCounter,
+    ) -> None:
+        """Own the process, the read end of its report and the write end of its lifeline."""
+        self.spec = spec
+        self._steps = steps
+        self._lifeline_fd = lifeline_fd
+        os.set_blocking(lifeline_fd, False)
+        self.receiver = Receiver(report_fd)
+        self.phase: Phase = "starting"
+        self.returned: Returned | None = None
+        self.raised: Raised | None = None
+        self.ended_ns: int | None = None
+        self.stopped = False
+        self.position: Position | None = None
+        self.state = ""
+        self.stack = ""
+        self.in_collective: bool | None = None
+        self._process = process
+        self._is_lent = False
+        self._pidfd = _open_pidfd(process.pid)
+        self.identity = RankProcess.of(process.pid) if process.pid is not None else None
+
+    @property
+    def rank(self) -> int:
+        """Its rank."""
+        return self.spec.world.rank
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id."""
+        return self._process.pid
+
+    def lend_process(self) -> BaseProcess:
+        """Return the `multiprocessing` process, whose exit status can be read ever after."""
+        self._is_lent = True
+        return self._process
+
+    @property
+    def exitcode(self) -> int | None:
+        """Exit status as `multiprocessing` gives it; ``None`` while it runs."""
+        return self._process.exitcode
+
+    @property
+    def alive(self) -> bool:
+        """Whether its end has not been seen yet."""
+        return self.ended_ns is None
+
+    @property
+    def joined(self) -> bool:
+        """Whether it got as far as the user's function."""
+        return self.phase in ("running", "leaving")
+
+    def end_handle(self) -> int:
+        """Return a descriptor that becomes readable when the process ends.
+
+        The sentinel of `multiprocessing` is a pipe, which a forked DataLoader worker keeps open
+        beyond the rank's death; a pidfd is not fooled.
+        """
+        return self._process.sentinel if self._pidfd is None else self._pidfd
+
+    def take_reports(self) -> None:
+        """Read what the rank has sent."""
+        for message in self.receiver.receive():
+            if isinstance(message, Entered):
+                self.phase = message.phase
+            elif isinstance(message, Returned):
+                self.returned, self.phase = message, "leaving"
+                self.position = message.position
+            elif isinstance(message, Position):
+                self.position = message
+            elif self.raised is None or message.final:
+                self.raised, self.position = message, message.position
+
+    def steps(self) -> int:
+        """Return how many optimizer steps it has made."""
+        return self._steps.read()
+
+    def ask_position(self) -> None:
+        """Ask where it is; the answer is a report. A rank that holds the GIL cannot answer."""
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            os.write(self._lifeline_fd, b"?")
+
+    def note_end(self) -> None:
+        """Record that the process has ended, with the last it had to say."""
+        self._process.join(_POLL_S)
+        self.take_reports()
+        self.ended_ns = time.monotonic_ns()
+
+    def outcome(self) -> RankOutcome:
+        """Say what became of it."""
+        logs = self.spec.logs
+        return RankOutcome(
+            rank=self.rank,
+            local_rank=self.spec.world.local_rank,
+            pid=self.pid,
+            hostname=socket.gethostname(),
+            status=self._status(),
+            phase=self.raised.phase if self.raised else self.phase,
+            exit_code=self.exitcode,
+            raised=self.raised,
+            ended_ns=self.ended_ns,
+            stdout=logs.stdout if logs else None,
+            stderr=logs.stderr if logs else None,
+            position=self.position,
+            state=self.state,
+            stack=self.stack,
+            in_collective=self.in_collective,
+        )
+
+    def _status(self) -> Status:
+        if self.returned is not None:
+            return "returned"
+        if self.raised is not None:
+            return "raised"
+        if self.stopped:
+            return "stopped"
+        if self.alive:
+            return "running"
+        return "killed" if (self.exitcode or 0) < 0 else "exited"
+
+    def signal(self, signum: int) -> None:
+        """Send a signal, if the process has not been reaped."""
+        if self.pid is not None and self.exitcode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signum)
+
+    def close(self) -> None:
+        """Release descriptors; the process must have ended."""
+        self.receiver.close()
+        self._steps.close()
+        os.close(self._lifeline_fd)
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+        if not self._is_lent:
+            with contextlib.suppress(ValueError):  # still running, in spite of SIGKILL
+                self._process.close()
+
+
+def _open_pidfd(pid: int | None) -> int | None:
+    if pid is None or not hasattr(os, "pidfd_open"):
+        return None
+    with contextlib.suppress(OSError):
+        return os.pidfd_open(pid)
+    return None
