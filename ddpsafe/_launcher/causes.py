@@ -64,13 +64,19 @@ def _accuse(everyone: list[RankOutcome], failed: list[RankOutcome]) -> tuple[Sor
         ("left", behind[:1] if behind and behind[0].status == "returned" else []),
         ("behind", behind),
         ("left", [out for out in everyone if out.status == "returned"]),
-        ("elsewhere", [out for out in everyone if out.in_collective is False]),
+        ("elsewhere", _find_elsewhere(everyone)),
         ("mismatch", [] if odd is None else [odd]),
     ]
     for sort, suspects in suspicions:
         if suspects:
             return sort, suspects[0]
     return "unknown", min(failed or everyone, key=_order)
+
+
+def _find_elsewhere(everyone: list[RankOutcome]) -> list[RankOutcome]:
+    """Return ranks that are not in a collective, if others are or timed out in one."""
+    waiting = [out for out in everyone if out.in_collective or out.raised is not None]
+    return [out for out in everyone if out.in_collective is False] if waiting else []
 
 
 def is_own_fault(outcome: RankOutcome) -> bool:
@@ -89,6 +95,12 @@ def _order(outcome: RankOutcome) -> tuple[int, int, int]:
 def last_collective(outcome: RankOutcome) -> Collective | None:
     """Return the last collective the rank entered in the group of all ranks."""
     return None if outcome.position is None else outcome.position.in_group(MAIN_GROUP)
+
+
+def furthest_collective(outcomes: Iterable[RankOutcome]) -> Collective | None:
+    """Return the collective that the rank which got furthest has entered."""
+    known = [last for outcome in outcomes if (last := last_collective(outcome)) is not None]
+    return max(known, key=lambda last: last.number, default=None)
 
 
 def find_behind(outcomes: Iterable[RankOutcome]) -> list[RankOutcome]:

@@ -19,18 +19,18 @@ from ddpsafe._errors import (
     explain,
 )
 from ddpsafe._launcher import advice
-from ddpsafe._launcher.causes import Cause, find_cause, is_own_fault, last_collective
+from ddpsafe._launcher.causes import Cause, find_cause, furthest_collective
 from ddpsafe._launcher.symptoms import find_symptom, kind_of
+from ddpsafe._launcher.wording import last_words, listed, others, positions, where
 from ddpsafe._wire import payload
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from ddpsafe._launcher.causes import Sort
     from ddpsafe._launcher.supervisor import Ending
     from ddpsafe._wire.outcome import Raised, RankOutcome
 
-_TAIL_LINES: Final = 12
-_SHOWN_RANKS: Final = 16
 _DOING: Final = {
     "starting": "starting (importing the script)",
     "loading": "loading the function and its arguments",
@@ -132,11 +132,6 @@ def _broke(case: Case, cause: Cause) -> LaunchError:
     return _exited(case, cause)
 
 
-def where(outcome: RankOutcome) -> str:
-    """Say where a rank was: the line that raised, or the line it was at when it was asked."""
-    return outcome.raised.where if outcome.raised is not None else outcome.stack
-
-
 def _timed_out(cause: Cause) -> bool:
     if cause.root.raised is None:
         return False
@@ -152,7 +147,7 @@ def _raised(case: Case, cause: Cause, raised: Raised) -> LaunchError:
         f"{case.name(root)} raised {raised.type_name} {case.place(root)}: {raised.message}",
         cause=likely,
         fix=fix,
-        details=[*at, *_others(case, cause)],
+        details=[*at, *others(case.outcomes.values(), cause)],
         logs=root.stderr,
     )
     error = RankRaisedError(message, **case.rank_facts(root), kind=kind)
@@ -183,7 +178,7 @@ def _killed(case: Case, cause: Cause) -> LaunchError:
         f"{case.name(root)} was killed by {root.signal_name} {case.place(root)}.",
         cause=likely,
         fix=fix.format(host=root.hostname),
-        details=[*_last_words(root), *_others(case, cause)],
+        details=[*last_words(root), *others(case.outcomes.values(), cause)],
         logs=root.stderr,
     )
     return RankKilledError(message, **case.rank_facts(root), exit_code=128 + number, kind="killed")
@@ -203,7 +198,7 @@ def _exited(case: Case, cause: Cause) -> LaunchError:
         f"{case.place(root)}.",
         cause=f"{called}.",
         fix="return from the function to end a rank well; raise an exception to end it badly.",
-        details=[*_last_words(root), *_others(case, cause)],
+        details=[*last_words(root), *others(case.outcomes.values(), cause)],
         logs=root.stderr,
     )
     cls = RankLeftEarlyError if code == 0 else RankExitedError
@@ -216,10 +211,10 @@ def _left(case: Case, cause: Cause) -> LaunchError:
     likely, fix = advice.BY_SORT["left"]
     message = explain(
         f"{case.name(root)} returned early on {root.hostname}, {case.when}: "
-        f"rank {_listed(waiting)} still waited for it.",
+        f"rank {listed(waiting)} still waited for it.",
         cause=likely,
         fix=fix,
-        details=_positions(case),
+        details=positions(case.outcomes.values()),
         logs=case.run_dir,
     )
     return RankLeftEarlyError(message, **case.rank_facts(root), kind="user-error")
@@ -228,28 +223,35 @@ def _left(case: Case, cause: Cause) -> LaunchError:
 def _hung(case: Case, cause: Cause) -> LaunchError:
     root = cause.root
     likely, fix = advice.BY_SORT[cause.sort]
-    how = {
-        "stopped": "is stopped",
-        "behind": "is behind the others",
-        "elsewhere": "did not take part in the collective that the others waited in",
-        "mismatch": "entered another collective than the others",
-    }.get(cause.sort, "timed out in a collective")
+    at = f" at {where(root)}" if where(root) else ""
+    waiting = [out.rank for out in case.outcomes.values() if out.rank != root.rank]
+    goal = furthest_collective(case.outcomes.values())
+    awaited = "" if goal is None else f"; rank {listed(waiting)} waited for it in {goal}"
     message = explain(
-        f"{case.name(root)} {how}, {case.place(root)}.",
+        f"{case.name(root)} {_HUNG[cause.sort]}{at}, on {root.hostname}, {case.when}{awaited}.",
         cause=likely,
         fix=fix.format(host=root.hostname, pid=root.pid),
-        details=_positions(case),
+        details=positions(case.outcomes.values()),
         logs=case.run_dir,
     )
     missing = [] if cause.sort == "unknown" else [root]
     return CollectiveTimeoutError(message, **case.timeout_facts(missing, case.ending.waited_s))
 
 
+_HUNG: Final[dict[Sort, str]] = {
+    "stopped": "is stopped",
+    "behind": "is behind",
+    "elsewhere": "was elsewhere",
+    "mismatch": "entered another collective than the others",
+    "unknown": "timed out in a collective",
+}
+
+
 def _not_all_joined(case: Case) -> LaunchError:
     early = [out for out in case.outcomes.values() if out.phase in ("starting", "loading")]
     # Ranks that have come wait in "joining" for the others: they are not the missing ones.
     missing = early or [out for out in case.outcomes.values() if out.phase == "joining"]
-    names = _listed(outcome.rank for outcome in missing)
+    names = listed(outcome.rank for outcome in missing)
     message = explain(
         f"rank {names} (world_size {len(case.outcomes)}) did not join in time, {case.when}.",
         cause="slow imports, work at the top of the script, or a rank that hangs before it joins.",
@@ -268,7 +270,7 @@ def _too_long(case: Case, cause: Cause) -> LaunchError:
     ]
     accused = cause.root if cause.sort in ("stopped", "behind", "elsewhere", "left") else None
     missing = [accused] if accused is not None else running
-    names = _listed(outcome.rank for outcome in missing)
+    names = listed(outcome.rank for outcome in missing)
     setting, limit = {
         "attempt": ("timeouts.attempt", "still ran at the end of timeouts.attempt"),
         "progress": ("timeouts.progress", "made no step within timeouts.progress"),
@@ -285,64 +287,8 @@ def _too_long(case: Case, cause: Cause) -> LaunchError:
         f"rank {names} (world_size {len(case.outcomes)}) {limit}, {case.when}.",
         cause=likely,
         fix=fix.format(host=missing[0].hostname, pid=missing[0].pid),
-        details=_positions(case),
+        details=positions(case.outcomes.values()),
         logs=case.run_dir,
     )
     cls = AttemptTimeoutError if case.ending.verdict == "attempt" else ProgressTimeoutError
     return cls(message, **case.timeout_facts(missing, case.ending.waited_s))
-
-
-def _others(case: Case, cause: Cause) -> list[str]:
-    """Name the ranks that only lost the one that broke."""
-    lines = [
-        f"rank {out.rank} {'also failed' if is_own_fault(out) else 'only lost it'}: "
-        f"{_first_line(out)}"
-        for out in cause.collateral[:_SHOWN_RANKS]
-    ]
-    stopped = [outcome for outcome in case.outcomes.values() if outcome.status == "stopped"]
-    for outcome in stopped[:_SHOWN_RANKS]:
-        at = f" at {outcome.stack}" if outcome.stack else ""
-        lines.append(f"rank {outcome.rank} was stopped by the launcher{at}")
-    return lines
-
-
-def _first_line(outcome: RankOutcome) -> str:
-    raised = outcome.raised
-    if raised is None:
-        return outcome.status if outcome.signal_name is None else f"killed by {outcome.signal_name}"
-    text = f"{raised.type_name}: {raised.message}".splitlines()[0]
-    return text if len(text) <= 100 else text[:99] + "…"  # noqa: PLR2004 - one line of a screen
-
-
-def _positions(case: Case) -> list[str]:
-    """Say of each rank where it was, in the code and in the sequence of collectives."""
-    lines = []
-    for outcome in list(case.outcomes.values())[:_SHOWN_RANKS]:
-        last = last_collective(outcome)
-        parts = [f"rank {outcome.rank}"]
-        if outcome.state == "stopped":
-            parts.append("is stopped (SIGSTOP)")
-        elif outcome.status == "returned":
-            parts.append("has returned")
-        if text := where(outcome):
-            parts.append(f"at {text}")
-        if last is not None:
-            parts.append(f"{'after' if last.done else 'in'} {last}")
-        lines.append(", ".join(parts))
-    return lines
-
-
-def _listed(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, ranks))
-
-
-def _last_words(root: RankOutcome) -> list[str]:
-    """Show the last lines a rank wrote to stderr, when nothing else says why it ended."""
-    if root.stderr is None:
-        return []
-    try:
-        text = Path(root.stderr).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    lines = text.splitlines()[-_TAIL_LINES:]
-    return ["last lines of its stderr:", *(f"| {line[:160]}" for line in lines)] if lines else []

@@ -1,0 +1,107 @@
+"""The lines of a message: who only lost whom, and where each rank was."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ddpsafe._launcher.causes import is_own_fault, last_collective
+from ddpsafe._launcher.symptoms import find_symptom
+from ddpsafe._wire.outcome import is_library
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from ddpsafe._launcher.causes import Cause
+    from ddpsafe._wire.outcome import RankOutcome
+
+_LAST_LINES: Final = 8
+_SHOWN_RANKS: Final = 16
+_WIDTH: Final = 100
+_GLOO_SOURCE: Final = re.compile(r"\[\S*/gloo/\S+:\d+\] ")
+_CRASH: Final = "Fatal Python error:"
+_FRAME: Final = re.compile(r'^\s*File "(?P<file>.+)", line \d+ in ')
+
+
+def where(outcome: RankOutcome) -> str:
+    """Say where a rank was: the line that raised, or the line it was at when it was asked."""
+    return outcome.raised.where if outcome.raised is not None else outcome.stack
+
+
+def others(outcomes: Collection[RankOutcome], cause: Cause) -> list[str]:
+    """Name the ranks that only lost the one that broke."""
+    lines = [
+        f"rank {out.rank} {'also failed' if is_own_fault(out) else 'only lost it'}: "
+        f"{_first_line(out)}"
+        for out in cause.collateral[:_SHOWN_RANKS]
+    ]
+    stopped = [outcome for outcome in outcomes if outcome.status == "stopped"]
+    for outcome in stopped[:_SHOWN_RANKS]:
+        at = f" at {outcome.stack}" if outcome.stack else ""
+        lines.append(f"rank {outcome.rank} was stopped by the launcher{at}")
+    return lines
+
+
+def _first_line(outcome: RankOutcome) -> str:
+    raised = outcome.raised
+    if raised is None:
+        return outcome.status if outcome.signal_name is None else f"killed by {outcome.signal_name}"
+    text = _GLOO_SOURCE.sub("", f"{raised.type_name}: {raised.message}".splitlines()[0])
+    return text if len(text) <= _WIDTH else text[: _WIDTH - 1] + "…"
+
+
+def positions(outcomes: Collection[RankOutcome]) -> list[str]:
+    """Say of each rank where it was, in the code and in the sequence of collectives."""
+    return [_position(outcome) for outcome in list(outcomes)[:_SHOWN_RANKS]]
+
+
+def _position(outcome: RankOutcome) -> str:
+    parts = [f"rank {outcome.rank}"]
+    if outcome.state == "stopped":
+        parts.append("is stopped (SIGSTOP)")
+    elif outcome.status == "returned":
+        parts.append("has returned")
+    if text := where(outcome):
+        parts.append(f"at {text}")
+    last = last_collective(outcome)
+    if last is not None:
+        parts.append(f"{_relation(outcome, done=last.done)} {last}")
+    return ", ".join(parts)
+
+
+def _relation(outcome: RankOutcome, *, done: bool) -> str:
+    """Say how a rank stands to its last collective; torch marks one that failed as done too."""
+    symptom = None if outcome.raised is None else find_symptom(outcome.raised)
+    if symptom is not None:
+        return "timed out in" if symptom.sort == "timeout" else "lost a peer in"
+    return "after" if done else "in"
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """List ranks for a message."""
+    return ", ".join(map(str, ranks))
+
+
+def last_words(outcome: RankOutcome) -> list[str]:
+    """Show the last lines a rank wrote to stderr, when nothing else says why it ended.
+
+    Of the stacks that faulthandler writes at a crash only the user's lines are shown.
+    """
+    if outcome.stderr is None or outcome.raised is not None:
+        return []
+    try:
+        text = Path(outcome.stderr).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    said, _, stacks = text.partition(_CRASH)
+    lines = said.splitlines()[-_LAST_LINES:]
+    lines += [line for line in stacks.splitlines() if _is_users_frame(line)]
+    if not lines:
+        return []
+    return ["last lines of its stderr:", *(f"| {line.rstrip()[:160]}" for line in lines)]
+
+
+def _is_users_frame(line: str) -> bool:
+    frame = _FRAME.match(line)
+    return frame is not None and frame["file"] != "<string>" and not is_library(frame["file"])
