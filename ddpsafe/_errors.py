@@ -206,15 +206,11 @@ class RankExitedError(RankFailedError):
 
 
 class RankKilledError(RankFailedError):
-    """The rank was ended by a signal.
-
-    Attributes:
-        signal: The signal's number, e.g. 9.
-    """
+    """The rank was ended by a signal."""
 
     @property
     def signal(self) -> int:
-        """The number of the signal that ended the rank."""
+        """The number of the signal that ended the rank, e.g. 9."""
         return self.exit_code - 128
 
 

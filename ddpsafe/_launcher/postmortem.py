@@ -20,13 +20,14 @@ from ddpsafe._errors import (
 )
 from ddpsafe._launcher import advice
 from ddpsafe._launcher.causes import Cause, find_cause, furthest_collective
-from ddpsafe._launcher.symptoms import find_symptom, kind_of
+from ddpsafe._launcher.symptoms import find_symptom, kind_of, wants_busy_port
 from ddpsafe._launcher.wording import last_words, listed, others, positions, where
 from ddpsafe._wire import payload
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from ddpsafe._errors import FailureKind
     from ddpsafe._launcher.causes import Sort
     from ddpsafe._launcher.supervisor import Ending
     from ddpsafe._wire.outcome import Raised, RankOutcome
@@ -141,7 +142,8 @@ def _timed_out(cause: Cause) -> bool:
 
 def _raised(case: Case, cause: Cause, raised: Raised) -> LaunchError:
     root, kind = cause.root, kind_of(raised)
-    likely, fix = advice.BY_KIND.get(kind, advice.BY_KIND["user-error"])
+    topic: FailureKind = "port" if wants_busy_port(raised) else kind
+    likely, fix = advice.BY_KIND.get(topic, advice.BY_KIND["user-error"])
     at = [f"at {raised.where}"] if raised.where else []
     message = explain(
         f"{case.name(root)} raised {raised.type_name} {case.place(root)}: {raised.message}",

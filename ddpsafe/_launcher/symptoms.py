@@ -63,11 +63,19 @@ def is_secondary(raised: Raised) -> bool:
     return find_symptom(raised) is not None
 
 
+_BUSY_PORT: Final = re.compile(r"EADDRINUSE|Address already in use", re.IGNORECASE)
+
+
+def wants_busy_port(raised: Raised) -> bool:
+    """Tell whether a port is taken, whatever the failure's kind is called."""
+    return _BUSY_PORT.search(f"{raised.type_name}: {raised.message}") is not None
+
+
 _KINDS: Final[tuple[tuple[FailureKind, re.Pattern[str]], ...]] = (
     ("out-of-memory", re.compile(r"OutOfMemoryError|MemoryError|out of memory", re.IGNORECASE)),
     ("hardware", re.compile(r"uncorrectable ECC|Xid|fallen off the bus", re.IGNORECASE)),
     ("unpicklable", re.compile(r"CannotTravelError|PicklingError")),
-    ("port", re.compile(r"EADDRINUSE|Address already in use", re.IGNORECASE)),
+    ("port", _BUSY_PORT),
     (
         "network",
         re.compile(

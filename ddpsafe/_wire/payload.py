@@ -131,7 +131,9 @@ def _is_inherited_only(obj: Any) -> bool:
         return obj.layout is sys.modules["torch"].strided and bool(obj.is_shared())
     if isinstance(obj, (type, types.FunctionType, BaseException)):
         return False
-    return type(obj).__module__.startswith(_INHERITED_MODULES)
+    # RawValue and RawArray are plain ctypes objects that hold on to their shared memory.
+    holder = (getattr(obj, "__dict__", None) or {}).get("_wrapper")
+    return any(type(part).__module__.startswith(_INHERITED_MODULES) for part in (obj, holder))
 
 
 def _lives_in_importable_main(obj: Any) -> bool:
@@ -189,6 +191,8 @@ def _find(
 
 
 def _parts(obj: object) -> Iterator[tuple[str, object]]:
+    if type(obj).__module__.startswith(_INHERITED_MODULES):
+        return  # it travels as a whole
     if isinstance(obj, dict):
         yield from ((f"[{key!r}]", value) for key, value in obj.items())
         yield from ((f" key {key!r}", key) for key in obj)

@@ -13,6 +13,7 @@ from ddpsafe._worker import environment, meeting, session, torch_hooks
 from ddpsafe._worker import process_group as groups
 from ddpsafe._worker.context import RankContext
 from ddpsafe._worker.control import Control
+from ddpsafe._worker.endpoint import find_endpoint
 from ddpsafe._world import World, find_world
 
 if TYPE_CHECKING:
@@ -202,9 +203,8 @@ def _join_job(world: World, config: LaunchConfig) -> RankContext:
     control = None
     store: Store = HashStore()
     if world.world_size > 1:
-        endpoint = meeting.find_endpoint(world, os.environ)
-        store, line = meeting.open_stores(endpoint, world, os.environ, deadline=deadline)
-        control = Control(line, rank=world.rank, world_size=world.world_size)
+        endpoint = find_endpoint(world, os.environ)
+        store, control = meeting.open_stores(endpoint, world, os.environ, deadline=deadline)
     groups.open_group(
         store,
         control,

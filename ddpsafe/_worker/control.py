@@ -6,18 +6,22 @@ store answers at once who is there, and every rank can read it.
 
 from __future__ import annotations
 
+import json
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
+from ddpsafe._clock import Deadline
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterator
 
     from torch.distributed import Store
 
-    from ddpsafe._clock import Deadline
-
-# Waiting happens in C++, where signals are not handled: short slices let Ctrl-C through.
-_SLICE_S: Final = 0.5
+_FIRST_PAUSE_S: Final = 0.001
+_LONGEST_PAUSE_S: Final = 0.1
+# How long the rank that serves the store stays for the others to read how a meeting ended.
+_LINGER: Final = timedelta(seconds=2)
 _FAILED: Final = "failed "
 _WELL: Final = "well"
 
@@ -30,41 +34,73 @@ class Control:
             here must not block the process group's.
         rank: This rank.
         world_size: How many there are.
+        served_by_rank_zero: Whether the store goes when rank 0 goes.
     """
 
-    def __init__(self, store: Store, *, rank: int, world_size: int) -> None:
+    def __init__(
+        self, store: Store, *, rank: int, world_size: int, served_by_rank_zero: bool = False
+    ) -> None:
         """Keep the connection."""
         self._store = store
         self._rank = rank
         self._world_size = world_size
+        self._served_by_rank_zero = served_by_rank_zero
         self._turns: dict[str, int] = {}
 
-    def meet(self, name: str, *, deadline: Deadline) -> list[int]:
+    def meet(self, name: str, *, deadline: Deadline, is_last: bool = False) -> list[int]:
         """Wait until every rank has come to the meeting of that name.
 
         Args:
             name: Ranks meet under one name; every use of it is a new meeting.
             deadline: When to stop waiting.
+            is_last: Ranks may exit right after it.
 
         Returns:
-            The ranks that did not come in time: empty when all met.
+            The ranks that did not come in time, the same on every rank: empty when all met.
         """
-        keys = self.arrive(name)
-        if self.wait_for(keys, deadline=deadline):
-            return []
-        return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        meeting = self.arrive(name)
+        try:
+            missing = self._await_all(meeting, deadline)
+            if missing or is_last:
+                self._part(meeting)
+        except RuntimeError:
+            if not self._served_by_rank_zero or self._rank == 0:
+                raise
+            # The store went with rank 0, which leaves a last meeting only when all have come.
+            return [] if is_last else [0]
+        return missing
 
-    def arrive(self, name: str) -> list[str]:
-        """Come to a meeting without waiting for the others; return everyone's keys, by rank."""
-        prefix = self._turn(name)
-        keys = [f"{prefix}/{rank}" for rank in range(self._world_size)]
-        self._store.set(keys[self._rank], "here")
-        return keys
+    def arrive(self, name: str) -> str:
+        """Come to a meeting without waiting for the others; return its name in the store."""
+        meeting = self._turn(name)
+        self._store.set(f"{meeting}/{self._rank}", "here")
+        if self._store.add(f"{meeting}/count", 1) == self._world_size:
+            self._store.set(f"{meeting}/missing", "[]")
+        return meeting
+
+    def _await_all(self, meeting: str, deadline: Deadline) -> list[int]:
+        """Wait for the list of missing ranks, which the last to come or to give up writes."""
+        if not self.wait_for(f"{meeting}/missing", deadline=deadline):
+            missing = [rank for rank in range(self._world_size) if not self._came(meeting, rank)]
+            self._store.compare_set(f"{meeting}/missing", "", json.dumps(missing))
+        known: list[int] = json.loads(self._store.get(f"{meeting}/missing"))
+        return known
+
+    def _came(self, meeting: str, rank: int) -> bool:
+        return bool(self._store.check([f"{meeting}/{rank}"]))
+
+    def _part(self, meeting: str) -> None:
+        """Let everyone read how it ended before the store goes with rank 0."""
+        self._store.set(f"{meeting}/seen/{self._rank}", "yes")
+        if self._served_by_rank_zero and self._rank == 0:
+            linger = Deadline.after(_LINGER)
+            for rank in range(self._world_size):
+                if self._came(meeting, rank):
+                    self.wait_for(f"{meeting}/seen/{rank}", deadline=linger)
 
     def publish(self, name: str, failure: str | None) -> None:
         """Tell the others how the step of that name ended here."""
-        text = _WELL if failure is None else _FAILED + failure
-        self._store.set(self._turn(name), text)
+        self._store.set(self._turn(name), _WELL if failure is None else _FAILED + failure)
 
     def verdict(self, name: str, *, deadline: Deadline) -> tuple[bool, str | None]:
         """Wait for what `publish` told.
@@ -73,24 +109,23 @@ class Control:
             Whether it came in time, and the failure's text if it was one.
         """
         key = self._turn(name)
-        if not self.wait_for([key], deadline=deadline):
+        if not self.wait_for(key, deadline=deadline):
             return False, None
         text = self._store.get(key).decode()
         return True, text.removeprefix(_FAILED) if text.startswith(_FAILED) else None
 
-    def wait_for(self, keys: Iterable[str], *, deadline: Deadline) -> bool:
-        """Wait until all keys are set; tell whether they were before the deadline."""
-        wanted = list(keys)
-        while not deadline.expired():
-            wait = timedelta(seconds=min(_SLICE_S, max(0.01, deadline.remaining_s())))
-            try:
-                self._store.wait(wanted, wait)
-            except RuntimeError as exc:  # DistStoreError: the slice is over
-                if not _is_wait_timeout(exc):
-                    raise
-            else:
-                return True
-        return bool(self._store.check(wanted))
+    def wait_for(self, key: str, *, deadline: Deadline) -> bool:
+        """Wait until a key is set; tell whether it was before the deadline.
+
+        It looks again and again with growing pauses: torch's own wait handles no Ctrl-C and writes
+        warnings to stderr whenever a slice of it ends.
+        """
+        pauses = _pauses()
+        while not self.is_set(key):
+            if deadline.expired():
+                return False
+            time.sleep(min(next(pauses), deadline.remaining_s()))
+        return True
 
     def is_set(self, key: str) -> bool:
         """Look at a key without waiting."""
@@ -102,7 +137,8 @@ class Control:
         return f"control/{name}/{turn}"
 
 
-def _is_wait_timeout(exc: RuntimeError) -> bool:
-    import torch.distributed as dist
-
-    return isinstance(exc, dist.DistStoreError) or "timeout" in str(exc).lower()
+def _pauses() -> Iterator[float]:
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        yield pause_s
+        pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)

@@ -96,7 +96,7 @@ def close_group(control: Control | None, *, deadline: Deadline) -> list[int]:
     """
     import torch.distributed as dist
 
-    missing = [] if control is None else control.meet("leave", deadline=deadline)
+    missing = [] if control is None else control.meet("leave", deadline=deadline, is_last=True)
     if missing or not dist.is_initialized():
         return missing
     # DDP's reducer must be gone and gloo's thread quiet before the group's destructor runs, or

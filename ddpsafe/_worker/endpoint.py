@@ -1,0 +1,90 @@
+"""Where ranks that another launcher started meet."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from ddpsafe._errors import ConfigError, explain
+from ddpsafe._worker.identity import identity_of
+from ddpsafe._world import require_int
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ddpsafe._world import World
+
+_PORTS: Final = range(20_000, 30_000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where the store is.
+
+    Attributes:
+        host: Address or name.
+        port: Port.
+        is_served: Whether somebody else (torchrun's agent) serves it already.
+    """
+
+    host: str
+    port: int
+    is_served: bool
+
+    def __str__(self) -> str:
+        """Spell it host:port."""
+        return f"{self.host}:{self.port}"
+
+
+def find_endpoint(world: World, env: Mapping[str, str]) -> Endpoint:
+    """Find where to meet: from MASTER_ADDR and MASTER_PORT, else from the launcher's variables.
+
+    Raises:
+        ConfigError: Nothing says where.
+    """
+    is_served = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    host = env.get("MASTER_ADDR") or _guess_host(world, env)
+    if env.get("MASTER_PORT"):
+        port = require_int(env, "MASTER_PORT", because="MASTER_ADDR")
+    else:
+        port = _guess_port(world, env)
+    if not 0 < port < 1 << 16:
+        what = f"MASTER_PORT={port} is not a port."
+        cause = "a typing error; ports end at 65535."
+        raise ConfigError(explain(what, cause=cause, fix="use a free port from 1024 to 65535."))
+    return Endpoint(host=host, port=port, is_served=is_served)
+
+
+def _guess_host(world: World, env: Mapping[str, str]) -> str:
+    if world.started_by == "slurm" and "SLURM_STEP_NODELIST" in env:
+        return _first_host(env["SLURM_STEP_NODELIST"])
+    if world.local_world_size == world.world_size:
+        return "127.0.0.1"
+    what = f"MASTER_ADDR is not set, and {world} spans {world.nnodes} nodes."
+    cause = f"{world.started_by} does not say where rank 0 runs."
+    fix = "export MASTER_ADDR=<host of rank 0> and MASTER_PORT=<a free port there>."
+    raise ConfigError(explain(what, cause=cause, fix=fix))
+
+
+def _first_host(nodelist: str) -> str:
+    """Return the first host of ``n[01-03,7],m5``, as ``scontrol show hostnames`` lists it."""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodelist)
+    if match is None:
+        return nodelist
+    prefix, first, suffix = match.groups()
+    return f"{prefix}{first or ''}{suffix or ''}"
+
+
+def _guess_port(world: World, env: Mapping[str, str]) -> int:
+    """Derive a port that all ranks of the job agree on and other jobs hardly share."""
+    job = identity_of(env)
+    if not job:
+        what = f"MASTER_PORT is not set ({world}, started by {world.started_by})."
+        cause = "RANK and WORLD_SIZE are set by hand, MASTER_PORT was forgotten."
+        fix = "export MASTER_PORT=<a free port on the host of rank 0>, the same for all ranks."
+        raise ConfigError(explain(what, cause=cause, fix=fix))
+    digest = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).digest()
+    return _PORTS[int.from_bytes(digest[:4], "big") % len(_PORTS)]
