@@ -18,6 +18,7 @@ Every error pickles, its cause and its facts included where they pickle.
 
 from __future__ import annotations
 
+import pickle
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
 if TYPE_CHECKING:
@@ -74,12 +75,25 @@ def explain(
 
 
 def _rebuild(
-    cls: type[DDPSafeError], args: tuple[object, ...], facts: dict[str, object]
+    cls: type[DDPSafeError],
+    args: tuple[object, ...],
+    facts: dict[str, object],
+    cause: BaseException | None,
 ) -> DDPSafeError:
     error = cls.__new__(cls, *args)
     error.args = args
     error.__dict__.update(facts)
+    error.__cause__ = cause
     return error
+
+
+def _portable(exc: BaseException | None) -> BaseException | None:
+    """Return an exception if it survives pickling; Python itself drops every cause."""
+    try:
+        pickle.loads(pickle.dumps(exc))  # noqa: S301 - our own bytes
+    except Exception:  # noqa: BLE001 - a user's exception may refuse in any way
+        return None
+    return exc
 
 
 class DDPSafeError(Exception):
@@ -87,7 +101,8 @@ class DDPSafeError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle by facts: keyword-only arguments do not survive the default protocol."""
-        return (_rebuild, (type(self), self.args, dict(self.__dict__)))
+        facts = dict(self.__dict__)
+        return (_rebuild, (type(self), self.args, facts, _portable(self.__cause__)))
 
 
 class ConfigError(DDPSafeError, ValueError):

@@ -18,6 +18,7 @@ from ddpsafe._launcher.run_directory import open_run_directory
 from ddpsafe._launcher.workers import PickledCall
 from ddpsafe._wire import payload
 from ddpsafe._worker import attached
+from ddpsafe._worker.entrypoint import run_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -148,7 +149,9 @@ def _run_plan(
         nonlocal attempts
         attempts = number
         require_data_paths(plan.config.data_paths)
-        return run_attempt(number, plan=plan, call=call, directory=directory, on_start=on_start)
+        return run_attempt(
+            number, plan=plan, call=call, run_rank=run_rank, directory=directory, on_start=on_start
+        )
 
     with open_run_directory(plan.config.run_dir) as directory:
         values = run_attempts(plan.config.retry, attempt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -260,3 +261,9 @@ def _check_range(name: str, value: int, size_name: str, size: int) -> None:
         cause = "ranks counted from 1, or variables left over from another job."
         fix = f"start every process with 0 <= {name} < {size_name}, or unset both."
         raise ConfigError(explain(what, cause=cause, fix=fix))
+
+
+def loopback_interfaces() -> dict[str, str]:
+    """Return variables that keep gloo and NCCL on loopback, where no other host can reach them."""
+    name = "lo0" if sys.platform == "darwin" else "lo"
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}

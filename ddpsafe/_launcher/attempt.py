@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.run_directory import RunDirectory
     from ddpsafe._launcher.signals import SignalInbox
     from ddpsafe._launcher.worker import Worker
-    from ddpsafe._launcher.workers import PickledCall
+    from ddpsafe._launcher.workers import PickledCall, RunRank
     from ddpsafe._wire.outcome import RankOutcome
 
 
@@ -36,6 +36,7 @@ def run_attempt(
     *,
     plan: LaunchPlan,
     call: PickledCall,
+    run_rank: RunRank,
     directory: RunDirectory,
     on_start: Callable[[Sequence[Worker], SignalInbox], None] | None = None,
 ) -> dict[int, object]:
@@ -45,6 +46,7 @@ def run_attempt(
         number: The attempt, counted from 1.
         plan: What to start.
         call: What the ranks run.
+        run_rank: What their processes run.
         directory: Where the logs go.
         on_start: Told the workers once all have been started, and how to stop them.
 
@@ -69,6 +71,7 @@ def run_attempt(
                 call,
                 start_method=config.start_method,
                 daemon=plan.daemon,
+                run_rank=run_rank,
                 guard=guard,
                 stop=stop,
             )

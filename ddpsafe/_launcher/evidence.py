@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -13,7 +14,7 @@ import psutil
 
 from ddpsafe._clock import Deadline
 from ddpsafe._wire.outcome import is_library
-from ddpsafe._worker.environment import STACKS_SIGNAL
+from ddpsafe._wire.spec import STACKS_SIGNAL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +32,8 @@ def collect(workers: Sequence[Worker]) -> None:
     """Learn state, stack and position of every rank that is alive, within half a second.
 
     The stack comes from faulthandler, which answers while the GIL is held too; the position comes
-    from a thread, which does not; a stopped process answers neither, but its state says so.
+    from a thread, which does not; a stopped process answers neither until it is continued, which
+    does no harm to one that is to be ended.
     """
     asked = [worker for worker in workers if worker.alive and worker.returned is None]
     for worker in asked:
@@ -39,6 +41,8 @@ def collect(workers: Sequence[Worker]) -> None:
         worker.ask_position()
         if worker.phase != "starting":  # before that, the signal would end it
             worker.signal(STACKS_SIGNAL)
+        if worker.state == psutil.STATUS_STOPPED:
+            worker.signal(signal.SIGCONT)  # it handles the signal above before anything else
     deadline = Deadline.after(_ANSWER)
     while not deadline.expired() and not all(map(_has_answered, asked)):
         wait([worker.receiver.fileno() for worker in asked if not worker.receiver.closed], _POLL_S)
@@ -56,7 +60,7 @@ def _state_of(worker: Worker) -> str:
 
 
 def _has_answered(worker: Worker) -> bool:
-    if not worker.alive or worker.state == psutil.STATUS_STOPPED:
+    if not worker.alive:
         return True
     return worker.position is not None and _ENTRYPOINT in _dump_of(worker)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import signal
 import threading
@@ -41,6 +42,9 @@ class SpawnHandle:
         self._started.wait()
         if self._result.done() and not self._pids:
             self._result.result()
+        if daemon:
+            # A daemonic thread is frozen at the interpreter's end and could not clean up.
+            atexit.register(self._cancel)
 
     def pids(self) -> list[int]:
         """Return the ranks' process ids, by rank."""
@@ -62,16 +66,15 @@ class SpawnHandle:
         """
         del grace_period
         try:
-            self._result.result(timeout)
+            self._result.exception(timeout)
         except FutureTimeoutError:
-            if self._result.done():
-                self._thread.join()
-                raise
             return False
         except KeyboardInterrupt:
             self._cancel()
             raise
         self._thread.join()
+        atexit.unregister(self._cancel)
+        self._result.result()
         return True
 
     def _cancel(self) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import ConfigError, explain
 from ddpsafe._wire.spec import RankTimeouts
-from ddpsafe._world import World
+from ddpsafe._world import World, loopback_interfaces
 
 if TYPE_CHECKING:
     from ddpsafe._config import LaunchConfig
@@ -99,21 +98,15 @@ def rank_env(plan: LaunchPlan, world: World, master_port: int) -> dict[str, str]
         **world.as_env(),
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(master_port),
-        **_loopback_interfaces(),
+        **loopback_interfaces(),
     }
     if plan.num_threads is not None:
         given["OMP_NUM_THREADS"] = str(plan.num_threads)
-    kept = set(_loopback_interfaces())
+    kept = set(loopback_interfaces())
     if plan.style == "spawn":
         kept |= set(given)
     ours = {name: value for name, value in given.items() if name not in kept & set(os.environ)}
     return {**ours, **plan.config.env, "DDPSAFE_LAUNCH_ID": plan.launch_id}
-
-
-def _loopback_interfaces() -> dict[str, str]:
-    """Keep gloo and NCCL of a single node on loopback, where no other host can reach them."""
-    name = "lo0" if sys.platform == "darwin" else "lo"
-    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
 
 
 def _world(rank: int, nproc: int) -> World:

@@ -51,6 +51,7 @@ def _end(workers: Sequence[Worker], signum: signal.Signals, deadline: Deadline) 
         if worker.alive:
             worker.stopped = True
             worker.signal(signum)
+            worker.signal(signal.SIGCONT)  # a stopped process obeys nothing but SIGKILL
     await_ends(workers, deadline)
 
 

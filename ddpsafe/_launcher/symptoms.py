@@ -72,7 +72,13 @@ def wants_busy_port(raised: Raised) -> bool:
 
 
 _KINDS: Final[tuple[tuple[FailureKind, re.Pattern[str]], ...]] = (
-    ("out-of-memory", re.compile(r"OutOfMemoryError|MemoryError|out of memory", re.IGNORECASE)),
+    (
+        "out-of-memory",
+        re.compile(
+            r"OutOfMemoryError|MemoryError|out of memory|(?:can't|cannot) allocate memory",
+            re.IGNORECASE,
+        ),
+    ),
     ("hardware", re.compile(r"uncorrectable ECC|Xid|fallen off the bus", re.IGNORECASE)),
     ("unpicklable", re.compile(r"CannotTravelError|PicklingError")),
     ("port", _BUSY_PORT),

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import psutil
+
 from ddpsafe._launcher.causes import is_own_fault, last_collective
 from ddpsafe._launcher.symptoms import find_symptom
 from ddpsafe._wire.outcome import is_library
@@ -26,7 +28,9 @@ _FRAME: Final = re.compile(r'^\s*File "(?P<file>.+)", line \d+ in ')
 
 def where(outcome: RankOutcome) -> str:
     """Say where a rank was: the line that raised, or the line it was at when it was asked."""
-    return outcome.raised.where if outcome.raised is not None else outcome.stack
+    if outcome.raised is None or outcome.state == psutil.STATUS_STOPPED:
+        return outcome.stack
+    return outcome.raised.where
 
 
 def others(outcomes: Collection[RankOutcome], cause: Cause) -> list[str]:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import sys
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpsafe._errors import PreflightError, explain
 from ddpsafe._launcher.worker import Worker
 from ddpsafe._wire.channel import Inheritance, InheritedFd
 from ddpsafe._wire.step_counter import StepCounter
-from ddpsafe._worker.entrypoint import run_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ddpsafe._launcher.guard import Guard
     from ddpsafe._wire.spec import RankSpec
+
+    RunRank = Callable[[RankSpec, Inheritance], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,7 @@ def started_workers(
     *,
     start_method: str,
     daemon: bool,
+    run_rank: RunRank,
     guard: Guard,
     stop: Callable[[Sequence[Worker]], None],
 ) -> Iterator[list[Worker]]:
@@ -56,6 +60,7 @@ def started_workers(
         call: What they run.
         start_method: ``spawn`` or ``forkserver``.
         daemon: See `LaunchPlan`.
+        run_rank: What each process runs; imported by name there.
         guard: Ends them should this process be killed.
         stop: Ends and reaps workers.
 
@@ -70,7 +75,9 @@ def started_workers(
         try:
             call_file = stack.enter_context(_unnamed_file(call.data))
             for spec in specs:
-                workers.append(_start(context, spec, call_file, call.handles, daemon=daemon))
+                workers.append(
+                    _start(context, spec, call_file, call.handles, daemon=daemon, run_rank=run_rank)
+                )
                 _protect(guard, workers[-1])
         except OSError as exc:
             raise _not_started(len(workers), len(specs), exc) from exc
@@ -92,6 +99,7 @@ def _start(
     handles: tuple[object, ...],
     *,
     daemon: bool,
+    run_rank: RunRank,
 ) -> Worker:
     with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as theirs:
         report_read, report_write = os.pipe()
@@ -117,9 +125,25 @@ def _start(
             daemon=daemon,
         )
         steps = StepCounter(step_file)
-        process.start()
+        with _main_only_if_it_exists():
+            process.start()
         on_failure.pop_all()
     return Worker(spec, process, report_fd=report_read, lifeline_fd=lifeline_write, steps=steps)
+
+
+@contextlib.contextmanager
+def _main_only_if_it_exists() -> Iterator[None]:
+    """Keep ranks from importing ``<stdin>``, which Python calls the file of ``python -``."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if file is None or Path(file).exists():
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = file
 
 
 def _protect(guard: Guard, worker: Worker) -> None:

@@ -7,12 +7,15 @@ tensors) travel beside the bytes, as `multiprocessing` itself would send them.
 
 from __future__ import annotations
 
+import ast
+import ctypes
 import functools
 import io
 import pickle
 import sys
 import types
-from contextlib import contextmanager
+from collections import deque
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _INHERITED_MODULES: Final = ("multiprocessing.", "torch.multiprocessing.")
+_CTYPES: Final = (ctypes.Array, ctypes.Structure, ctypes.Union, *ctypes.c_int.__bases__)
 _SEARCHED_LEVELS: Final = 64
 """Deeper, the search would meet Python's recursion limit, and nobody would read the path."""
 
@@ -132,7 +136,7 @@ def _is_inherited_only(obj: Any) -> bool:
     if isinstance(obj, (type, types.FunctionType, BaseException)):
         return False
     # RawValue and RawArray are plain ctypes objects that hold on to their shared memory.
-    holder = (getattr(obj, "__dict__", None) or {}).get("_wrapper")
+    holder = vars(obj).get("_wrapper") if isinstance(obj, _CTYPES) else None
     return any(type(part).__module__.startswith(_INHERITED_MODULES) for part in (obj, holder))
 
 
@@ -154,10 +158,30 @@ def main_is_importable() -> bool:
 
 
 def _resolves(obj: type | types.FunctionType) -> bool:
-    found: object = sys.modules["__main__"]
-    for name in obj.__qualname__.split("."):
+    """Tell whether a rank that imports the main script will find the object under its name."""
+    main = sys.modules["__main__"]
+    names = obj.__qualname__.split(".")
+    if names[0] in _defined_under_guard(str(main.__file__)):
+        return False
+    found: object = main
+    for name in names:
         found = getattr(found, name, None)
     return found is obj
+
+
+@functools.cache
+def _defined_under_guard(script: str) -> frozenset[str]:
+    """Find what the script defines under ``if __name__ == "__main__":``, so not when imported."""
+    try:
+        tree = ast.parse(Path(script).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return frozenset()
+    ifs = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+    guarded = [node for part in ifs if "__name__" in ast.unparse(part.test) for node in part.body]
+    inside = [node for statement in guarded for node in ast.walk(statement)]
+    return frozenset(
+        node.name for node in inside if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    )
 
 
 def find_unpicklable(obj: object, path: str) -> tuple[str, BaseException] | None:
@@ -191,15 +215,23 @@ def _find(
 
 
 def _parts(obj: object) -> Iterator[tuple[str, object]]:
+    """Yield what is inside, as far as a user's ``__repr__`` and ``__getattr__`` let us look."""
+    with suppress(Exception):
+        yield from _every_part(obj)
+
+
+def _every_part(obj: object) -> Iterator[tuple[str, object]]:
     if type(obj).__module__.startswith(_INHERITED_MODULES):
         return  # it travels as a whole
     if isinstance(obj, dict):
         yield from ((f"[{key!r}]", value) for key, value in obj.items())
         yield from ((f" key {key!r}", key) for key in obj)
-    elif isinstance(obj, (list, tuple)):
+    elif isinstance(obj, (list, tuple, deque)):
         yield from ((f"[{index}]", value) for index, value in enumerate(obj))
     elif isinstance(obj, (set, frozenset)):
         yield from ((f" element {value!r}", value) for value in obj)
+    elif isinstance(obj, BaseException):
+        yield ".args", obj.args
     if isinstance(obj, types.FunctionType):
         yield from _captured(obj)
     elif isinstance(obj, types.MethodType):

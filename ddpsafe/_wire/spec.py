@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
     from ddpsafe._world import World
+
+# A real-time signal: SIGUSR1 and SIGUSR2 belong to schedulers and to the user's own handlers.
+STACKS_SIGNAL: Final = int(signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2)
 
 CallStyle = Literal["launch", "spawn"]
 """``launch`` calls ``fn(ctx, *args)`` with the group up; ``spawn`` calls ``fn(rank, *args)``."""

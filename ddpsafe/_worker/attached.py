@@ -14,7 +14,7 @@ from ddpsafe._worker import process_group as groups
 from ddpsafe._worker.context import RankContext
 from ddpsafe._worker.control import Control
 from ddpsafe._worker.endpoint import find_endpoint
-from ddpsafe._world import World, find_world
+from ddpsafe._world import World, find_world, loopback_interfaces
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -197,6 +197,9 @@ def _join_job(world: World, config: LaunchConfig) -> RankContext:
     from torch.distributed import HashStore
 
     os.environ.update(config.env)
+    if world.local_world_size == world.world_size:
+        for name, interface in loopback_interfaces().items():
+            os.environ.setdefault(name, interface)
     deadline = Deadline.after(config.timeouts.rendezvous)
     backend = _choose_backend(config.backend, world)
     device = _device(world, backend)

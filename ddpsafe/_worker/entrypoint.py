@@ -149,7 +149,7 @@ def _exception_bytes(exc: BaseException) -> bytes | None:
         data = payload.dumps_result(exc)
         if len(data) > _MAX_EXCEPTION_BYTES or not isinstance(payload.loads(data), type(exc)):
             return None
-    except Exception:  # noqa: BLE001 - a user's exception may refuse in any way
+    except BaseException:  # noqa: BLE001 - a user's exception may refuse in any way, exits included
         return None
     return data
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from ddpsafe._wire.spec import STACKS_SIGNAL
 from ddpsafe._wire.step_counter import StepCounter
 
 if TYPE_CHECKING:
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 # torch's own rendezvous would turn every private store into a client of an agent that is not
 # there (pytorch #191989), so it must never be inherited.
 _NEVER_INHERITED: Final = ("TORCHELASTIC_USE_AGENT_STORE",)
-
-# A real-time signal: SIGUSR1 and SIGUSR2 belong to schedulers and to the user's own handlers.
-STACKS_SIGNAL: Final = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 7
 
 
 def capture_output(logs: LogFiles) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import socket
 from datetime import timedelta
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _PROBE_S: Final = 2.0
 _LONGEST_S: Final = 86_400.0
+_BACKLOG: Final = 1024
 # A pod's or a node's name may appear in DNS a little later than the pod itself.
 _NAME_WAIT: Final = timedelta(seconds=10)
 
@@ -126,6 +128,7 @@ def _connect(endpoint: Endpoint, world: World, deadline: Deadline, *, serves: bo
     from torch.distributed import TCPStore
 
     timeout = timedelta(seconds=max(1.0, min(deadline.remaining_s(), _LONGEST_S)))
+    listening = _listen(endpoint, world).detach() if serves else None
     making = BoundedCall(
         lambda: TCPStore(
             endpoint.host,
@@ -133,7 +136,7 @@ def _connect(endpoint: Endpoint, world: World, deadline: Deadline, *, serves: bo
             is_master=serves,
             timeout=timeout,
             wait_for_workers=False,
-            multi_tenant=True,
+            master_listen_fd=listening,
         ),
         name="ddpsafe-store",
     )
@@ -142,9 +145,27 @@ def _connect(endpoint: Endpoint, world: World, deadline: Deadline, *, serves: bo
     try:
         return making.result()
     except RuntimeError as exc:
-        if serves:
-            raise _cannot_serve(endpoint, world, exc) from exc
         raise _nobody_serves(endpoint, world, str(exc).splitlines()[0], deadline) from exc
+
+
+def _listen(endpoint: Endpoint, world: World) -> socket.socket:
+    """Take the port; on one node only at the address of MASTER_ADDR, not on every interface."""
+    try:
+        if world.local_world_size < world.world_size:
+            return _listen_everywhere(endpoint.port)
+        found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = found[0]
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    except OSError as exc:
+        raise _cannot_serve(endpoint, world, exc) from exc
+
+
+def _listen_everywhere(port: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+        )
+    return socket.create_server(("", port), backlog=_BACKLOG)
 
 
 def _await_listener(endpoint: Endpoint, world: World, deadline: Deadline) -> None:
@@ -203,13 +224,13 @@ def _stranger(endpoint: Endpoint, world: World, deadline: Deadline) -> Preflight
     return PreflightError(explain(what, cause=cause, fix=fix), kind="port")
 
 
-def _cannot_serve(endpoint: Endpoint, world: World, exc: RuntimeError) -> PreflightError:
-    if "EADDRINUSE" in str(exc) or "Address already in use" in str(exc):
+def _cannot_serve(endpoint: Endpoint, world: World, exc: OSError) -> PreflightError:
+    if exc.errno == errno.EADDRINUSE:
         what = f"{world} cannot serve the store at {endpoint}: the port is taken{_owner(endpoint)}."
         cause = "another job on this host uses the same MASTER_PORT, or a former one still runs."
         fix = "choose another MASTER_PORT for this job, or end the process that holds it."
         return PreflightError(explain(what, cause=cause, fix=fix), kind="port")
-    what = f"{world} cannot open the store at {endpoint}: {str(exc).splitlines()[0]}"
+    what = f"{world} cannot serve the store at {endpoint}: {exc.strerror or exc}."
     cause = "MASTER_ADDR is no address of this host, or its name resolves to another one."
     fix = "set MASTER_ADDR to an address of the host on which rank 0 runs (see `ip addr`)."
     return PreflightError(explain(what, cause=cause, fix=fix), kind="startup-network")
