@@ -96,8 +96,19 @@ def _portable(exc: BaseException | None) -> BaseException | None:
     return exc
 
 
+NO_RETRY_EXIT_CODE: Final = 78
+"""Exit status that tells a scheduler not to requeue: EX_CONFIG of sysexits.h."""
+
+
 class DDPSafeError(Exception):
-    """Base of every error of ddpsafe: ``except ddpsafe.DDPSafeError`` catches them all."""
+    """Base of every error of ddpsafe: ``except ddpsafe.DDPSafeError`` catches them all.
+
+    Attributes:
+        exit_code: The status a script ends with when nobody catches the error: the rank's own
+            code, 128 + signal for a rank that was killed, 78 where a retry cannot help, else 1.
+    """
+
+    exit_code: int = 1
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle by facts: keyword-only arguments do not survive the default protocol."""
@@ -111,6 +122,8 @@ class ConfigError(DDPSafeError, ValueError):
     Attributes:
         problems: One text for each problem found, all of them at once.
     """
+
+    exit_code = NO_RETRY_EXIT_CODE
 
     def __init__(self, message: str, *, problems: Sequence[str] = ()) -> None:
         """Keep the whole text and the problems one by one."""
@@ -133,6 +146,7 @@ class PreflightError(DDPSafeError):
         super().__init__(message)
         self.report = report
         self.kind: FailureKind = kind
+        self.exit_code = NO_RETRY_EXIT_CODE if kind == "config" else 1
 
 
 class LaunchError(DDPSafeError):
@@ -176,7 +190,6 @@ class RankFailedError(LaunchError):
         hostname: Its host.
         pid: Its process id; ``None`` if it never started.
         log_path: What it wrote to stderr.
-        exit_code: The exit status a launcher script should end with.
     """
 
     def __init__(  # noqa: PLR0913 - the facts of a failed rank; all keyword-only
@@ -293,5 +306,6 @@ class ShutdownTimeoutError(LaunchTimeoutError):
     """Ranks did not end within ``Timeouts.shutdown``."""
 
 
-NO_RETRY_EXIT_CODE: Final = 78
-"""Exit status that tells a scheduler not to requeue: EX_CONFIG of sysexits.h."""
+for _cls in [value for value in globals().values() if isinstance(value, type)]:
+    if issubclass(_cls, DDPSafeError):
+        _cls.__module__ = "ddpsafe"  # the name to import it by, as a traceback should show it

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from ddpsafe._config import LaunchConfig, require_data_paths
-from ddpsafe._errors import ConfigError, explain
+from ddpsafe._errors import ConfigError, DDPSafeError, explain
 from ddpsafe._launcher.attempt import run_attempt
 from ddpsafe._launcher.handle import SpawnHandle
 from ddpsafe._launcher.main_guard import require_main_guard
 from ddpsafe._launcher.plan import make_plan
+from ddpsafe._launcher.presentation import presentable
 from ddpsafe._launcher.retry import run_attempts
 from ddpsafe._launcher.run_directory import open_run_directory
 from ddpsafe._launcher.workers import PickledCall
@@ -81,13 +82,15 @@ def launch(
         RankFailedError: A rank failed; its own exception is ``__cause__`` where it could travel.
         LaunchTimeoutError: A deadline passed.
     """
-    resolved = LaunchConfig.resolve(config, **fields)
-    if attached.is_rank(os.environ):
-        return _run_here(fn, args, kwargs or {}, resolved)
-    require_main_guard()
-    plan = make_plan(resolved, style="launch")
-    call = _pickle(fn, args, kwargs or {})
-    return _run_plan(plan, call)
+    try:
+        resolved = LaunchConfig.resolve(config, **fields)
+        if attached.is_rank(os.environ):
+            return _run_here(fn, args, kwargs or {}, resolved)
+        require_main_guard()
+        plan = make_plan(resolved, style="launch")
+        return _run_plan(plan, _pickle(fn, args, kwargs or {}))
+    except DDPSafeError as error:
+        raise presentable(error)  # noqa: B904 - the same error, with its own cause
 
 
 def spawn(
@@ -125,19 +128,21 @@ def spawn(
         RankFailedError: As in `launch`.
         LaunchTimeoutError: As in `launch`.
     """
-    require_main_guard()
-    given = LaunchConfig.resolve(config, **fields)
-    resolved = LaunchConfig.resolve(
-        given,
-        nproc_per_node=nprocs,
-        start_method=start_method,  # type: ignore[arg-type]  # judged by the config
-    )
-    plan = make_plan(resolved, style="spawn", daemon=daemon)
-    call = _pickle(fn, args, {})
-    if join:
-        _run_plan(plan, call)
-        return None
-    return SpawnHandle(lambda on_start: _run_plan(plan, call, on_start), daemon=daemon)
+    try:
+        require_main_guard()
+        resolved = LaunchConfig.resolve(
+            LaunchConfig.resolve(config, **fields),
+            nproc_per_node=nprocs,
+            start_method=start_method,  # type: ignore[arg-type]  # judged by the config
+        )
+        plan = make_plan(resolved, style="spawn", daemon=daemon)
+        call = _pickle(fn, args, {})
+        if join:
+            _run_plan(plan, call)
+            return None
+        return SpawnHandle(lambda on_start: _run_plan(plan, call, on_start), daemon=daemon)
+    except DDPSafeError as error:
+        raise presentable(error)  # noqa: B904 - the same error, with its own cause
 
 
 def _run_plan(

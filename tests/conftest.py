@@ -7,6 +7,7 @@ import sys
 import tempfile
 import uuid
 from importlib.util import find_spec
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,18 +49,20 @@ def _package_folder() -> Path:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _own_temporary_directory() -> Iterator[None]:
+def _own_temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep what ddpsafe writes apart from other runs on this machine.
 
     The path is short because sockets lie below it, and their paths end at 107 bytes.
     """
+    tmp_path_factory.getbasetemp()  # stays where pytest keeps it, to look at after a failure
     folder = tempfile.mkdtemp(prefix="t-", dir="/tmp")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", None)
         patch.setenv(leftovers.MARK, uuid.uuid4().hex)
         yield
-    shutil.rmtree(folder, ignore_errors=True)
+    # multiprocessing removes its own folder below this one at exit, with priority -100.
+    Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-200)
 
 
 @pytest.fixture(autouse=True)

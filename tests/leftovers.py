@@ -104,11 +104,15 @@ def _processes_of_this_run() -> Iterator[tuple[psutil.Process, str]]:
 def _marked_pids() -> Iterator[int]:
     mark = f"{MARK}={os.environ[MARK]}".encode()
     for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and mark in (entry / "environ").read_bytes():
-                yield int(entry.name)
-        except OSError:  # it ended, or belongs to another user
-            continue
+        if entry.name.isdigit() and mark in _environment_of(entry):
+            yield int(entry.name)
+
+
+def _environment_of(process: Path) -> bytes:
+    try:
+        return (process / "environ").read_bytes()
+    except OSError:  # it ended, or belongs to another user
+        return b""
 
 
 def _threads() -> list[threading.Thread]:

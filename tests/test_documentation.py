@@ -13,7 +13,8 @@ import pytest
 CHECKOUT: Final = Path(__file__).parents[1]
 PAGES: Final = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").rglob("*.md"))]
 BLOCK: Final = re.compile(
-    r"(?:^<!-- (?P<note>not run: .+|new script) -->\n)?^```python\n(?P<code>.*?)^```$", re.M | re.S
+    r"(?:^<!-- (?P<note>not run: .+|new script) -->\n)?^```python\n(?P<code>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
 )
 
 
@@ -60,7 +61,7 @@ def test_examples_of_a_page_run_as_one_script(script: Script, tmp_path: Path) ->
 def test_readme_commands_come_first_and_one_per_block() -> None:
     """The first two bash blocks run the main job and the tests; CI pastes the second one."""
     readme = (CHECKOUT / "README.md").read_text(encoding="utf-8")
-    demo, tests = re.findall(r"^```bash\n(.*?)^```$", readme, re.M | re.S)[:2]
+    demo, tests = re.findall(r"^```bash\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)[:2]
     assert demo.count("\n") == tests.count("\n") == 1
     assert "examples/digits/train.py" in demo
     assert "nox -s tests" in tests

@@ -44,8 +44,9 @@ NO_ERROR_OF_ITS_OWN: Final = {
 
 def build(cls: type[_errors.DDPSafeError]) -> _errors.DDPSafeError:
     """Make an error with every fact that its class takes."""
-    parameters = inspect.signature(cls).parameters.values()
-    names = [each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY]
+    names: list[str] = []
+    if inspect.isfunction(cls.__init__):  # the base takes a message only, as Exception does
+        names = inspect.getfullargspec(cls.__init__).kwonlyargs
     error = cls("what happened", **{name: FACTS[name] for name in names})
     error.__cause__ = ValueError("the root of it")
     return error

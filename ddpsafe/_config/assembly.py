@@ -56,15 +56,13 @@ def build(
         )
         for name in odd
     ]
-    cause: ValidationError | None = None
     try:
         make({name: value for name, value in given.items() if name not in odd})
     except ValidationError as error:
         problems += problems_of(error, model, origin=lambda loc: _origin(loc, given))
-        cause = error
     problems += slipped_variables(model.model_fields)
     if problems:
-        raise_config_error(problems, cause=cause)
+        raise_config_error(problems)
 
 
 def _origin(location: Sequence[int | str], given: Mapping[str, object]) -> str:

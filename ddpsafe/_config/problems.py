@@ -87,13 +87,16 @@ def find_near(word: object, choices: Iterable[str], *, cutoff: float = 0.6) -> s
     return folded[near[0]] if near else None
 
 
-def raise_config_error(problems: Iterable[str], *, cause: BaseException | None = None) -> NoReturn:
-    """Raise the one `ConfigError` that lists all problems."""
+def raise_config_error(problems: Iterable[str]) -> NoReturn:
+    """Raise the one `ConfigError` that lists all problems.
+
+    Without a cause: pydantic's own list of the same problems would only stand above ours.
+    """
     found = tuple(problems)
     count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
     lines = [f"The configuration has {count}; nothing was started."]
     lines += [f"  {number}. {text}" for number, text in enumerate(found, start=1)]
-    raise ConfigError("\n".join(lines), problems=found) from cause
+    raise ConfigError("\n".join(lines), problems=found) from None
 
 
 def word_problem(field: str, *, given: str, why: str, write: str, origin: str = "") -> str:

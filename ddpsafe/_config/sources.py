@@ -125,13 +125,13 @@ def _load(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             table: dict[str, Any] = tomllib.load(file)
     except OSError as error:
-        _refuse_file(path, f"it cannot be read ({error.strerror or error})", cause=error)
+        _refuse_file(path, f"it cannot be read ({error.strerror or error})")
     except (ValueError, RecursionError) as error:
-        _refuse_file(path, f"it is no valid TOML ({error})", cause=error)
+        _refuse_file(path, f"it is no valid TOML ({error})")
     return table
 
 
-def _refuse_file(path: object, why: str, *, cause: Exception | None = None) -> NoReturn:
+def _refuse_file(path: object, why: str) -> NoReturn:
     raise_config_error(
         [
             word_problem(
@@ -141,5 +141,4 @@ def _refuse_file(path: object, why: str, *, cause: Exception | None = None) -> N
                 write="the path of a TOML file with a table [tool.ddpsafe], e.g. `nproc_per_node = 4` in it",
             )
         ],
-        cause=cause,
     )

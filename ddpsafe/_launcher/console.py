@@ -107,6 +107,8 @@ class Console:
         what = f"waiting for rank {', '.join(map(str, late))}" if late else "connecting them"
         line = f"ddpsafe: {total - len(late)} of {total} ranks have joined, {what}"
         line += f" ({elapsed_s:.0f} s)"
+        if sys.stderr is None:
+            return
         if sys.stderr.isatty():
             self._update_live(line)
         elif elapsed_s >= self._next_line_s:
@@ -137,7 +139,8 @@ def _tails(worker: Worker, show: str) -> Iterator[_Tail]:
     # A lone rank's progress bar is shown as it is; lines of several must not be torn apart.
     whole_lines = show != "rank-zero"
     for path, stream in ((logs.stdout, sys.stdout), (logs.stderr, sys.stderr)):
-        yield _Tail(path, stream, prefix=prefix, whole_lines=whole_lines)
+        if stream is not None:  # a service may have none
+            yield _Tail(path, stream, prefix=prefix, whole_lines=whole_lines)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ddpsafe._wire.outcome import Collective, Position
 
 _ASK_EVERY_S: Final = 0.5
+_ASK_IN_FLIGHT_S: Final = 0.25
 _NEVER_S: Final = 3600.0
 
 
@@ -71,8 +72,63 @@ class SequenceWatch:
 
 
 def _number(position: Position) -> int:
-    last = position.in_group(MAIN_GROUP)
+    last = _last(position)
     return 0 if last is None else last.number
+
+
+class FlightWatch:
+    """Notices that a rank with an exception in flight waits for ranks that wait for it elsewhere.
+
+    Neither ``except: dist.barrier()`` nor the all-reduce that the others are in would end before
+    its timeout, though everything is known.
+    """
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        """Ask nobody until an exception has been seen in flight."""
+        self._workers = workers
+        self._next_s = 0.0
+        self._seen: dict[int, Collective | None] = {}
+
+    def interval_s(self) -> float:
+        """Return how often to look, in seconds."""
+        return _ASK_IN_FLIGHT_S if self._failing() else _NEVER_S
+
+    def stuck(self) -> bool:
+        """Tell whether such ranks are where they were when they were last asked."""
+        failing = self._failing()
+        if not failing or time.monotonic() < self._next_s:
+            return False
+        self._next_s = time.monotonic() + _ASK_IN_FLIGHT_S
+        running = [worker for worker in self._workers if worker.alive and worker.returned is None]
+        before = self._seen
+        self._seen = {worker.rank: _last(worker.position) for worker in running}
+        for worker in running:
+            worker.ask_position()
+        pairs = [
+            (self._seen[mine.rank], theirs) for mine in failing for theirs in self._seen.values()
+        ]
+        return self._seen == before and any(_wait_for_each_other(*pair) for pair in pairs)
+
+    def _failing(self) -> list[Worker]:
+        return [
+            worker
+            for worker in self._workers
+            if worker.alive and worker.raised is not None and not worker.raised.final
+        ]
+
+
+def _wait_for_each_other(mine: Collective | None, theirs: Collective | None) -> bool:
+    """Tell whether another rank waits in a collective that this one is not in."""
+    if theirs is None or theirs.done:
+        return False
+    if mine is None or mine.number < theirs.number:
+        return True
+    others = (mine.name, mine.sizes) != (theirs.name, theirs.sizes)
+    return mine.number == theirs.number and not mine.done and others
+
+
+def _last(position: Position | None) -> Collective | None:
+    return None if position is None else position.in_group(MAIN_GROUP)
 
 
 class ProgressWatch:

@@ -9,7 +9,7 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._clock import Deadline
-from ddpsafe._launcher.headway import ProgressWatch, SequenceWatch
+from ddpsafe._launcher.headway import FlightWatch, ProgressWatch, SequenceWatch
 from ddpsafe._launcher.symptoms import is_secondary
 
 if TYPE_CHECKING:
@@ -20,8 +20,11 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.signals import SignalInbox
     from ddpsafe._launcher.worker import Worker
 
-Verdict = Literal["done", "failed", "left", "progress", "rendezvous", "attempt", "signal"]
-"""``left``: a rank has returned and the others are in a collective that needs it."""
+Verdict = Literal[
+    "done", "failed", "failing", "left", "progress", "rendezvous", "attempt", "signal"
+]
+"""``left``: a rank has returned and the others are in a collective that needs it.
+``failing``: a rank waits for the others while its exception is on the way."""
 
 _TICK_S: Final = 0.1
 _IDLE_S: Final = 5.0
@@ -70,6 +73,7 @@ class Watch:
         self._rendezvous = Deadline.after(timeouts.rendezvous)
         self._attempt = Deadline.after(timeouts.attempt)
         self._sequence = SequenceWatch(workers)
+        self._flight = FlightWatch(workers)
         self._progress = ProgressWatch(workers, timeouts.progress)
 
     def until_end(self) -> Ending:
@@ -92,6 +96,7 @@ class Watch:
             ("signal", lambda: self._inbox.received is not None),
             ("failed", lambda: any(map(has_failed, workers))),
             ("done", lambda: all(worker.returned is not None for worker in workers)),
+            ("failing", self._flight.stuck),
             ("left", self._sequence.somebody_left),
             ("attempt", self._attempt.expired),
             ("progress", self._progress.stalled),
@@ -143,7 +148,8 @@ class Watch:
     def _longest_s(self) -> float:
         if self._console.busy:
             return _TICK_S
-        return min(self._sequence.interval_s(), self._progress.interval_s(), _IDLE_S)
+        watches = (self._sequence, self._flight, self._progress)
+        return min(_IDLE_S, *(watch.interval_s() for watch in watches))
 
 
 def has_failed(worker: Worker) -> bool:

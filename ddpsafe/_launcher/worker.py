@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 
 from ddpsafe._launcher.descendants import RankProcess
 from ddpsafe._wire.channel import Receiver
-from ddpsafe._wire.outcome import Entered, Phase, Position, Raised, RankOutcome, Returned
+from ddpsafe._wire.outcome import (
+    Entered,
+    Phase,
+    Position,
+    Raised,
+    RankOutcome,
+    Recovered,
+    Returned,
+)
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -115,6 +123,8 @@ class Worker:
                 self.position = message.position
             elif isinstance(message, Position):
                 self.position = message
+            elif isinstance(message, Recovered):
+                self.raised = None
             elif self.raised is None or message.final:
                 self.raised, self.position = message, message.position
 

@@ -97,7 +97,7 @@ class Raised:
         position: Where the rank was in the sequence of collectives.
         at_ns: Monotonic clock of the host; comparable between the ranks of one host.
         exit_code: Set when the exception was a request to exit.
-        final: False where the exception was only seen in flight, at a teardown of the user's.
+        final: False where the exception was only seen in flight, at a teardown or a barrier.
     """
 
     type_name: str
@@ -136,7 +136,12 @@ class Raised:
         )
 
 
-Message = Entered | Position | Returned | Raised
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """The exception that was seen in flight did not end the rank."""
+
+
+Message = Entered | Position | Returned | Raised | Recovered
 
 
 def where_of(tb: TracebackType | None) -> str:

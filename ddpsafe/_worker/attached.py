@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from typing import TYPE_CHECKING
 
 from ddpsafe._clock import Deadline
@@ -69,6 +70,7 @@ def process_group(
 
 
 _opened: RankContext | None = None
+_handled_at_setup: BaseException | None = None
 
 
 def setup(
@@ -96,19 +98,35 @@ def setup(
         PreflightError: As in `process_group`.
         RendezvousTimeoutError: As in `process_group`.
     """
-    global _opened  # noqa: PLW0603 - setup and cleanup are one block, written as two calls
+    global _opened, _handled_at_setup
     member, opened = _enter(rank, world_size, backend or "auto", config, fields)
     if opened:
-        _opened = member
+        _opened, _handled_at_setup = member, sys.exc_info()[1]
     return member
 
 
 def cleanup() -> None:
-    """Leave the process group that `setup` joined; harmless when called twice or without it."""
+    """Leave the process group that `setup` joined; harmless when called twice or without it.
+
+    While an exception is on its way, as in ``finally: cleanup()``, it waits for nobody.
+    """
     global _opened
     member, _opened = _opened, None
-    if member is not None:
+    if member is None:
+        return
+    exc = sys.exc_info()[1]
+    if exc is None or exc is _handled_at_setup:
         _close(member, opened=True)
+    else:
+        _abandon(member)
+
+
+def _abandon(member: RankContext) -> None:
+    """Leave on a failing path; ranks that are at the end already need not wait for this one."""
+    if member.control is not None:
+        with contextlib.suppress(RuntimeError):  # the store went with rank 0
+            member.control.arrive("leave")
+    _forget(member)
 
 
 def _enter(

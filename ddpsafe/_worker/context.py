@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, overload
 
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import BarrierTimeoutError, RankRaisedError, explain
-from ddpsafe._worker import collectives
+from ddpsafe._worker import collectives, in_flight
 from ddpsafe._world import World, find_world
 
 if TYPE_CHECKING:
@@ -128,7 +128,8 @@ class RankContext:
             return
         deadline = Deadline.after(timeout or self.barrier_timeout)
         label = name or "barrier"
-        missing = self.control.meet(f"barrier/{label}", deadline=deadline)
+        with in_flight.waiting():
+            missing = self.control.meet(f"barrier/{label}", deadline=deadline)
         if missing:
             raise self.barrier_timeout_error(label, missing, deadline)
 

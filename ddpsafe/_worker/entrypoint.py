@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NoReturn, cast
 from ddpsafe._clock import Deadline
 from ddpsafe._wire import payload
 from ddpsafe._wire.channel import Sender
-from ddpsafe._wire.outcome import Entered, Position, Raised, Returned, exit_code_of
-from ddpsafe._worker import environment, lifeline
+from ddpsafe._wire.outcome import Entered, Position, Raised, Recovered, Returned, exit_code_of
+from ddpsafe._worker import environment, in_flight, lifeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,11 +66,17 @@ class Reporter:
         """Say where this rank is in the sequence of collectives."""
         self._sender.send(position())
 
-    def exception_in_flight(self) -> None:
-        """Report an exception that the user's ``finally`` is tearing down for."""
+    def exception_in_flight(self) -> BaseException | None:
+        """Report an exception that the user's ``except`` or ``finally`` is at; return it."""
         exc = sys.exc_info()[1]
         if exc is not None:
             self.raised(exc, final=False)
+        return exc
+
+    def recovered(self, exc: BaseException) -> None:
+        """Say that the rank goes on in spite of the exception it has reported."""
+        self._told.discard(id(exc))
+        self._sender.send(Recovered())
 
 
 def position() -> Position:
@@ -110,6 +116,7 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
 def _run_user_code(spec: RankSpec, reporter: Reporter, inheritance: Inheritance) -> object:
     from ddpsafe._worker import session
 
+    in_flight.tell(reporter)
     session.install_hooks(spec, before_destroy=reporter.exception_in_flight)
     environment.use_threads(spec.num_threads)
     environment.count_steps(inheritance.steps.fd)

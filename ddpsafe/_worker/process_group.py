@@ -53,10 +53,7 @@ def open_group(
     """
     import torch.distributed as dist
 
-    if control is not None:
-        missing = control.meet("join", deadline=rendezvous)
-        if missing:
-            raise _not_joined(world, missing, rendezvous)
+    require_everyone(control, world, deadline=rendezvous)
     dist.init_process_group(
         backend,
         store=store,
@@ -65,6 +62,17 @@ def open_group(
         timeout=collective,
         device_id=device if device.type == "cuda" and "nccl" in backend else None,
     )
+
+
+def require_everyone(control: Control | None, world: World, *, deadline: Deadline) -> None:
+    """Wait until every rank is about to make the group.
+
+    Raises:
+        RendezvousTimeoutError: Some ranks did not come; it names them.
+    """
+    missing = [] if control is None else control.meet("join", deadline=deadline)
+    if missing:
+        raise _not_joined(world, missing, deadline)
 
 
 def _not_joined(world: World, missing: list[int], deadline: Deadline) -> RendezvousTimeoutError:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpsafe._clock import Deadline
-from ddpsafe._worker import context, process_group, torch_hooks
+from ddpsafe._worker import context, in_flight, process_group, torch_hooks
 from ddpsafe._worker.control import Control
 
 if TYPE_CHECKING:
@@ -34,11 +34,21 @@ def install_hooks(spec: RankSpec, *, before_destroy: Callable[[], None]) -> None
     global _spec  # noqa: PLW0603 - one process is one rank
     _spec = spec
     torch_hooks.meet_at_launcher(
-        lambda: open_fresh_store(spec),
+        lambda timeout: _meet(spec, timeout),
         world_size=spec.world.world_size,
         env=os.environ,  # type: ignore[arg-type]  # a mapping of str, which is all it needs
     )
     torch_hooks.before_destroy(before_destroy)
+    torch_hooks.around_barrier(in_flight.waiting)
+
+
+def _meet(spec: RankSpec, timeout: timedelta | None) -> Store:
+    """Wait for all ranks before the script's own group is made: gloo and NCCL would name nobody."""
+    member = context.find_current()
+    control = None if member is None else member.control
+    limit = spec.timeouts.rendezvous if timeout is None else min(timeout, spec.timeouts.rendezvous)
+    process_group.require_everyone(control, spec.world, deadline=Deadline.after(limit))
+    return open_fresh_store(spec)
 
 
 def join(

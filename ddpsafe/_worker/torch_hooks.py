@@ -7,6 +7,7 @@ against the installed torch.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import sys
@@ -18,6 +19,8 @@ from ddpsafe._wire.outcome import Collective
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+    from datetime import timedelta
     from types import ModuleType
 
     from torch.distributed import Store
@@ -34,7 +37,7 @@ _kept_groups: list[object] = []
 
 
 def meet_at_launcher(
-    open_store: Callable[[], Store], *, world_size: int, env: dict[str, str]
+    open_store: Callable[[timedelta | None], Store], *, world_size: int, env: dict[str, str]
 ) -> None:
     """Let the script's own ``init_process_group`` meet at the launcher's store.
 
@@ -45,7 +48,8 @@ def meet_at_launcher(
     `register_rendezvous_handler` is public but refuses to replace a scheme, hence the table.
 
     Args:
-        open_store: Opens a store under a prefix that no other group of this launch has.
+        open_store: Opens a store under a prefix that no other group of this launch has, once all
+            ranks are there or the timeout that the script gave has passed.
         world_size: The launch's number of ranks.
         env: ``os.environ``, read when the script asks.
     """
@@ -64,14 +68,17 @@ def _rendezvous_handlers() -> dict[str, Handler]:
 
 
 def _handler(
-    stock: Handler, open_store: Callable[[], Store], world_size: int, env: dict[str, str]
+    stock: Handler,
+    open_store: Callable[[timedelta | None], Store],
+    world_size: int,
+    env: dict[str, str],
 ) -> Handler:
-    def handler(url: str, **options: object) -> Rendezvous:
+    def handler(url: str, **options: Any) -> Rendezvous:
         asked = parse_qs(urlparse(url).query)
         rank = int(asked.get("rank", [env.get("RANK", "-1")])[0])
         size = int(asked.get("world_size", [env.get("WORLD_SIZE", "-1")])[0])
         if size == world_size and 0 <= rank < size:
-            yield open_store(), rank, size
+            yield open_store(options.get("timeout")), rank, size
         else:
             yield from stock(url, **options)
 
@@ -96,12 +103,24 @@ def before_destroy(hook: Callable[[], None]) -> None:
         stock(group)
 
     destroy_process_group.__doc__ = stock.__doc__
-    _replace(stock, destroy_process_group)
+    _replace("destroy_process_group", stock, destroy_process_group)
 
 
-def _replace(stock: object, ours: object) -> None:
+def around_barrier(waiting: Callable[[], AbstractContextManager[None]]) -> None:
+    """Be in the context `waiting` whenever the script waits in ``torch.distributed.barrier``."""
+    c10d = importlib.import_module("torch.distributed.distributed_c10d")
+    stock = c10d.barrier
+
+    @functools.wraps(stock)
+    def barrier(*args: object, **options: object) -> object:
+        with waiting():
+            return stock(*args, **options)
+
+    _replace("barrier", stock, barrier)
+
+
+def _replace(name: str, stock: object, ours: object) -> None:
     """Replace the function wherever a script's ``from … import`` has already taken it."""
-    name = "destroy_process_group"
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
         if names.get(name) is stock:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING
+
+from typing_extensions import assert_type
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from typing_extensions import assert_type
 
 
 def train(ctx: ddpsafe.RankContext, epochs: int, learning_rate: float = 0.1) -> float:
@@ -26,7 +24,7 @@ def launch_keeps_the_type_of_the_result() -> None:
     """The values of a launch have the type that the function returns."""
     result = ddpsafe.launch(train, args=(10,), nproc_per_node=2)
     assert_type(result, ddpsafe.LaunchResult[float])
-    assert_type(result[0], float)
+    assert_type(result.values[0], float)
 
 
 def fields_are_checked_by_name() -> None:

@@ -1,0 +1,102 @@
+"""What can be done with this repository: ``nox -l`` lists it, ``nox -s NAME`` does it.
+
+Every session installs with ``constraints.txt``, so it runs the tested versions and no others.
+A session runs on the Python that runs nox; ``nox -P 3.12 -s tests`` takes another one.
+What stands after ``--`` goes to the session's tool: ``nox -s tests -- -k retry``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.4.15"
+nox.options.sessions = ["lint", "types", "tests"]
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+
+ROOT = Path(__file__).parent
+CONSTRAINTS = str(ROOT / "constraints.txt")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and formatting; ``-- --fix`` repairs what can be repaired."""
+    _install(session, "ruff")
+    session.run("ruff", "check", *session.posargs, ".")
+    session.run("ruff", "format", *([] if "--fix" in session.posargs else ["--check"]), ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check the types of the package and of the usage samples in tests/typing."""
+    # mypy reads the code as Python 3.10 would run it, and there TOML is read with tomli.
+    _install(session, ".[examples]", "mypy", "types-psutil", "tomli")
+    session.run("mypy", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Build the wheel, install it, and run the tests against what was installed."""
+    _install_wheel(session, extras="test,examples")
+    arguments = [_absolute(argument) for argument in session.posargs]
+    if not any(argument.startswith(str(ROOT)) for argument in arguments):
+        arguments.append(str(ROOT / "tests"))
+    # From an empty folder, neither the tests nor a process they start can import the checkout;
+    # --installed makes pytest refuse to run if they could.
+    session.chdir(_folder(session, "empty"))
+    session.run("pytest", "-c", str(ROOT / "pyproject.toml"), "--installed", *arguments)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation, warnings being errors, and run its examples."""
+    _install_wheel(session, extras="docs,test,examples")
+    session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html")
+    examples = str(ROOT / "tests" / "test_documentation.py")
+    session.chdir(_folder(session, "empty"))
+    session.run("pytest", "-c", str(ROOT / "pyproject.toml"), "--installed", examples)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Run every benchmark, or those named after ``--``."""
+    _install_wheel(session, extras="examples")
+    for script in session.posargs or sorted(str(path) for path in ROOT.glob("benchmarks/*.py")):
+        session.run("python", script)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Train the digits example."""
+    _install_wheel(session, extras="examples")
+    session.run("python", "examples/digits/train.py", *session.posargs)
+
+
+def _install(session: nox.Session, *requirements: str) -> None:
+    session.install("-c", CONSTRAINTS, *requirements)
+
+
+def _install_wheel(session: nox.Session, *, extras: str) -> None:
+    folder = _folder(session, "wheel")
+    for old in folder.glob("*.whl"):
+        old.unlink()
+    session.run("pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT))
+    (wheel,) = folder.glob("*.whl")
+    _install(session, f"ddpsafe[{extras}] @ {wheel.as_uri()}")
+    # The version number is the same from one edit to the next, so pip would keep the old files.
+    session.install("--force-reinstall", "--no-deps", str(wheel))
+
+
+def _folder(session: nox.Session, name: str) -> Path:
+    folder = session.cache_dir.resolve() / session.name / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _absolute(argument: str) -> str:
+    """Anchor a test's path in the checkout; leave every other argument alone."""
+    path = argument.partition("::")[0]
+    is_path = not path.startswith("-") and (ROOT / path).exists()
+    return str(ROOT / argument) if is_path else argument

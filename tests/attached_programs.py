@@ -1,0 +1,170 @@
+"""What ranks do that another launcher started; run by test_attached.py."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PATIENT = {"rendezvous": 30, "collective": 30, "barrier": 30}
+"""Timeouts of ranks that shall meet, on a busy machine too."""
+
+
+def join(timeouts: Mapping[str, float] = PATIENT) -> dict[str, Any]:
+    """Be a rank, sum up the ranks, and leave."""
+    import torch
+    import torch.distributed as dist
+
+    with ddpsafe.process_group(timeouts=dict(timeouts)) as ctx:
+        total = torch.tensor([float(ctx.rank + 1)])
+        dist.all_reduce(total)
+        found = {
+            "place": place(ctx),
+            "started_by": ctx.world.started_by,
+            "attempt": ctx.attempt,
+            "total": total.item(),
+            "is_current": ddpsafe.current() is ctx,
+        }
+    return found | {"group_is_gone": not dist.is_initialized()}
+
+
+def place(ctx: ddpsafe.RankContext) -> tuple[int, ...]:
+    """Return rank, world size, local rank, local world size, node rank, number of nodes."""
+    return (
+        ctx.rank,
+        ctx.world_size,
+        ctx.local_rank,
+        ctx.local_world_size,
+        ctx.node_rank,
+        ctx.nnodes,
+    )
+
+
+def join_again_and_again(cycles: int) -> list[float]:
+    """Set up and clean up in a loop, as k-fold validation does; return each group's sum."""
+    import torch
+    import torch.distributed as dist
+
+    totals = []
+    for cycle in range(cycles):
+        ctx = ddpsafe.setup(timeouts=PATIENT)
+        total = torch.tensor([float(ctx.rank + cycle)])
+        dist.all_reduce(total)
+        totals.append(total.item())
+        ddpsafe.cleanup()
+        assert not dist.is_initialized()
+    return totals
+
+
+def clean_up_too_often() -> list[bool]:
+    """Call cleanup before setup and three times after it; return whether a group was left."""
+    import torch.distributed as dist
+
+    ddpsafe.cleanup()
+    ddpsafe.setup(timeouts=PATIENT)
+    left = []
+    for _ in range(3):
+        ddpsafe.cleanup()
+        left.append(dist.is_initialized())
+    return left
+
+
+def set_up_twice() -> list[bool]:
+    """Call setup inside of setup, as nested helpers do; one cleanup ends it."""
+    import torch.distributed as dist
+
+    first = ddpsafe.setup(timeouts=PATIENT)
+    second = ddpsafe.setup(timeouts=PATIENT)
+    ddpsafe.cleanup()
+    return [second is first, dist.is_initialized()]
+
+
+def fail_inside(folder: str) -> None:
+    """Let rank 1 raise inside the group while rank 0 waits for it in a collective."""
+    import torch
+    import torch.distributed as dist
+
+    with ddpsafe.process_group(timeouts=PATIENT) as ctx:
+        if ctx.rank == 1:
+            msg = f"bad batch in {folder}"
+            raise ValueError(msg)
+        dist.all_reduce(torch.ones(1))
+
+
+def listen_alone() -> dict[str, Any]:
+    """Be a world of one; return the addresses on which this process listens."""
+    import torch
+    import torch.distributed as dist
+
+    with ddpsafe.process_group(timeouts=PATIENT) as ctx:
+        total = torch.ones(2)
+        dist.all_reduce(total)
+        return {"place": place(ctx), "total": total.tolist(), "listening": listening()}
+
+
+def listen_together() -> list[str]:
+    """Be a rank of several on this host; return the addresses on which this process listens."""
+    with ddpsafe.process_group(timeouts=PATIENT) as ctx:
+        found = listening()
+        ctx.barrier("all have looked")
+        return found
+
+
+def listening() -> list[str]:
+    """Return the addresses on which this process listens."""
+    connections = psutil.Process().net_connections("inet")
+    return [each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN]
+
+
+def adopt_own_group() -> dict[str, Any]:
+    """Make the group by hand, use ddpsafe inside it in both forms, and say what was left."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    found = _use_adopted_group()
+    dist.destroy_process_group()
+    return found
+
+
+def adopt_group_of_accelerate() -> dict[str, Any]:
+    """Let Accelerate make the group."""
+    from accelerate import PartialState
+
+    state = PartialState(cpu=True)
+    found = _use_adopted_group()
+    state.destroy_process_group()
+    return found
+
+
+def adopt_group_of_fabric() -> dict[str, Any]:
+    """Let Lightning Fabric make the group."""
+    import torch.distributed as dist
+    from lightning_fabric import Fabric
+
+    # With LOCAL_RANK, Fabric knows that it is a rank and starts no processes of its own.
+    os.environ.update(LOCAL_RANK=os.environ["RANK"], NODE_RANK="0")
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    found = _use_adopted_group()
+    dist.destroy_process_group()
+    return found
+
+
+def _use_adopted_group() -> dict[str, Any]:
+    import torch.distributed as dist
+
+    with ddpsafe.process_group() as ctx:
+        ctx.barrier("adopted")
+        found: dict[str, Any] = {"place": place(ctx)[:2], "gathered": ctx.gather(ctx.rank)}
+    found["left_by_process_group"] = dist.is_initialized()
+    ddpsafe.setup()
+    ddpsafe.cleanup()
+    found["left_by_cleanup"] = dist.is_initialized()
+    found["still_works"] = ddpsafe.gather(dist.get_rank())
+    return found

@@ -1,0 +1,51 @@
+"""What ranks write in test_console.py."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import scripts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ddpsafe import RankContext
+
+LINES = 200
+
+
+def speak(ctx: RankContext) -> None:
+    """Say one line on each stream."""
+    print(f"out of rank {ctx.rank}")
+    print(f"err of rank {ctx.rank}", file=sys.stderr)
+
+
+def write_in_pieces(rank: int) -> None:
+    """Write many lines, each of them in pieces, as fast as possible."""
+    for number in range(LINES):
+        for piece in ("rank ", f"{rank} ", "line ", f"{number}"):
+            os.write(1, piece.encode())
+        os.write(1, b"\n")
+
+
+def show_progress(ctx: RankContext, gate: Path) -> None:
+    """Redraw a line as a progress bar does, and hold it at 50 % until the gate opens."""
+    if not ctx.is_main:
+        return
+    os.write(2, b"\r  0%|     |")
+    os.write(2, "\r 50%|██▌  |".encode())
+    scripts.wait_until(gate.exists)
+    os.write(2, "\r100%|█████|\n".encode())
+
+
+def write_bytes(_ctx: RankContext, gate: Path) -> None:
+    """Write text that some terminals cannot show, one character in two parts, and no text at all."""
+    os.write(1, b"caf\xc3")
+    scripts.wait_until(gate.exists)
+    os.write(1, b"\xa9 \xff\n")
+
+
+def say_nothing(_ctx: RankContext) -> None:
+    """Be done at once."""

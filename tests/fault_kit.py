@@ -1,0 +1,206 @@
+"""What every fault has to come to: the right error, in time, explained, and nothing left behind.
+
+A promise in seconds holds on a machine that has a core to spare. On a busier one it is stretched by
+the length of the queue for the processor (`patience`), so that the suite tells a slow launcher from
+a slow machine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import fault_programs
+import leftovers
+import psutil
+import pytest
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from ddpsafe import LaunchError
+
+E = TypeVar("E", bound="ddpsafe.LaunchError")
+
+CRASH_S: Final = 2.0
+"""From a rank's fault to the launcher's exit."""
+
+HANG_S: Final = 2.0
+"""From the end of the timeout that notices a hang to the launcher's exit."""
+
+GONE_S: Final = 1.0
+"""From the launcher's exit until nothing of it is left."""
+
+COLLECTIVE_S: Final = 1.5
+"""Timeout of collectives in tests of hangs that only a timeout can tell."""
+
+WORLDS: Final = [
+    pytest.param(2, "forkserver", id="2-forkserver"),
+    pytest.param(4, "forkserver", id="4-forkserver"),
+    pytest.param(2, "spawn", id="2-spawn"),
+]
+"""Numbers of ranks and start methods for faults where either may matter."""
+
+SIZES: Final = [2, 4]
+
+_SCREEN_LINES: Final = 40
+_PROGRAMS: Final = Path(fault_programs.__file__)
+_PLACE: Final = re.compile(r"(?P<file>\S+):(?P<line>\d+) in (?P<name>\S+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """How a fault is launched.
+
+    Attributes:
+        folder: Where the rank writes down when its fault strikes; the run directory lies below.
+        ranks: Number of ranks.
+        start_method: ``spawn`` or ``forkserver``.
+    """
+
+    folder: Path
+    ranks: int = 2
+    start_method: str = "forkserver"
+
+    def launch(self, program: Callable[..., Any], *args: Any, **fields: Any) -> Any:
+        """Run ``program(ctx, folder, *args)`` on every rank."""
+        return ddpsafe.launch(
+            program, (self.folder, *args), nproc_per_node=self.ranks, **self._fields(fields)
+        )
+
+    def spawn(self, program: Callable[..., Any], *args: Any, **fields: Any) -> None:
+        """Run ``program(rank, world_size, folder, *args)`` on every rank."""
+        ddpsafe.spawn(
+            program, (self.ranks, self.folder, *args), nprocs=self.ranks, **self._fields(fields)
+        )
+
+    def _fields(self, fields: dict[str, Any]) -> dict[str, Any]:
+        ours = {
+            "start_method": self.start_method,
+            "backend": "gloo",
+            "run_dir": self.folder / "run",
+            "console": "none",
+        }
+        return {**ours, **fields}
+
+    def launch_fails(self, error: type[E], program: Callable[..., Any], *args: Any, **how: Any) -> E:
+        """Launch what must fail: see `_fails`."""
+        return _fails(error, self, self.launch, program, *args, **how)
+
+    def spawn_fails(self, error: type[E], program: Callable[..., Any], *args: Any, **how: Any) -> E:
+        """Spawn what must fail: see `_fails`."""
+        return _fails(error, self, self.spawn, program, *args, **how)
+
+
+def patience() -> float:
+    """Return by how much to stretch a promise: processes that want to run, for each core."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    waiting = os.getloadavg()[0]
+    if (status := Path("/proc/loadavg")).exists():  # a burst shows here before it shows in the mean
+        waiting = max(waiting, float(status.read_text().split()[3].partition("/")[0]))
+    return max(1.0, waiting / (cores or 1))
+
+
+def _fails(
+    error: type[E],
+    world: World,
+    call: Callable[..., Any],
+    *args: Any,
+    within_s: float = CRASH_S,
+    **fields: Any,
+) -> E:
+    """Make a call that must fail with just this error, in time, and leave nothing behind.
+
+    Args:
+        error: The error's class, exactly.
+        world: How it is launched.
+        call: `World.launch` or `World.spawn`.
+        *args: Its arguments.
+        within_s: Seconds from the fault to the end of the call.
+        **fields: Fields of `LaunchConfig`.
+    """
+    before = leftovers.Snapshot.take()
+    with pytest.raises(ddpsafe.LaunchError) as caught:
+        call(*args, **fields)
+    took_s = time.monotonic() - struck_at(world.folder)
+    assert type(caught.value) is error, caught.value
+    require_in_time(took_s, within_s, caught.value)
+    require_nothing_left(before, caught.value)
+    require_answers(caught.value)
+    return caught.value
+
+
+def require_in_time(took_s: float, within_s: float, what: object = "") -> None:
+    """Fail if something took longer than promised, on a machine as busy as this one is."""
+    limit_s = within_s * patience()
+    assert took_s < limit_s, f"took {took_s:.1f} s, promised are {within_s} s ({limit_s:.1f}): {what}"
+
+
+def struck_at(folder: Path) -> float:
+    """Return when the fault struck, on the monotonic clock."""
+    return float((folder / "fault").read_text())
+
+
+def require_nothing_left(before: leftovers.Snapshot, error: LaunchError | None = None) -> None:
+    """Fail unless everything newer than `before` is gone in time, sessions of ranks included."""
+    remaining = leftovers.wait_until_gone(before, grace_s=GONE_S * patience())
+    if error is not None:
+        remaining += _in_sessions_of(error)
+    assert remaining == [], "\n".join(remaining)
+
+
+def _in_sessions_of(error: LaunchError) -> list[str]:
+    leaders = {outcome.pid for outcome in error.outcomes.values()}
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) in leaders:
+                found.append(f"in a rank's session: {process}")
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def require_answers(error: LaunchError) -> None:
+    """Fail unless the message answers the four questions, names the logs, and fits one screen."""
+    lines = str(error).splitlines()
+    assert len(lines) <= _SCREEN_LINES, str(error)
+    size = len(error.outcomes)
+    assert re.search(rf"rank \d+(, \d+)* \(world_size {size}\)", lines[0]), lines[0]
+    assert re.search(rf"attempt {error.attempt} of \d+, after \d+\.\d s", lines[0]), lines[0]
+    for start in ("Likely cause: ", "What to do: "):
+        assert [line for line in lines if line.startswith(f"  {start}")], f"no {start!r} in {error}"
+    logs = [line for line in lines if line.startswith("  Logs: ")]
+    assert len(logs) == 1, str(error)
+    assert Path(logs[0].removeprefix("  Logs: ")).exists() or error.run_dir is None
+
+
+def require_rank(error: ddpsafe.RankFailedError, rank: int) -> None:
+    """Fail unless that rank is blamed, first and in the facts."""
+    assert error.rank == rank, error
+    assert str(error).startswith(f"rank {rank} (world_size "), error
+    assert error.pid == error.outcomes[rank].pid
+
+
+def require_places(error: LaunchError, ranks: Iterable[int]) -> dict[int, str]:
+    """Fail unless each rank's own line is shown, in the code, where it is stuck.
+
+    Returns:
+        The name of the function each rank was in.
+    """
+    names = {}
+    for rank in ranks:
+        (line,) = [text for text in str(error).splitlines() if text.startswith(f"  rank {rank}")]
+        place = _PLACE.search(line)
+        assert place is not None, line
+        assert Path(place["file"]) == _PROGRAMS, line
+        source = _PROGRAMS.read_text().splitlines()[int(place["line"]) - 1]
+        assert "# stuck here" in source, f"{line}: {source}"
+        names[rank] = place["name"]
+    return names

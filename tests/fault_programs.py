@@ -1,0 +1,789 @@
+"""Ranks that go wrong, each in one way; what the tests in faults/ run.
+
+`train` and `train_by_hand` are an ordinary training loop in which one rank meets a fault. Every
+fault writes down the moment at which it strikes (`mark`), and the line on which a rank stays is
+marked "# stuck here", so that a test can compare it with the line that the launcher names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import scripts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ddpsafe import RankContext
+
+    Fault = Callable[[Path], object]
+
+STEPS = 5
+FAULT_STEP = 2
+FOREVER_S = 600
+"""Longer than any test: a rank that waits so long is meant to be ended."""
+
+
+def mark(folder: Path) -> None:
+    """Write down that the fault strikes now, on the clock that all processes share."""
+    temporary = folder / f"fault-{os.getpid()}"
+    temporary.write_text(repr(time.monotonic()))
+    temporary.rename(folder / "fault")
+
+
+def train(ctx: RankContext, folder: Path, fault: Fault, culprit: int = 1) -> int:
+    """Train; rank `culprit` meets the fault in the third step, the others wait for it."""
+    for step in range(STEPS):
+        if step == FAULT_STEP and ctx.rank == culprit:
+            mark(folder)
+            fault(folder)
+        average_gradients()
+    return ctx.rank
+
+
+def average_gradients() -> None:
+    """Take part in one all-reduce, as a step of DDP does."""
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.ones(8))  # stuck here
+
+
+def setup(rank: int, world_size: int, *, timeout_s: float = 60) -> None:
+    """Make the group as the tutorials do, on a hard-coded port."""
+    import torch.distributed as dist
+
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = "12355"
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timeout)
+
+
+def cleanup() -> None:
+    """Destroy the group as the tutorials do."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+
+
+def train_by_hand(
+    rank: int, world_size: int, folder: Path, fault: Fault, culprit: int = 1
+) -> None:
+    """Be the script of a tutorial: `setup`, `train`, `cleanup` only when all went well."""
+    setup(rank, world_size)
+    for step in range(STEPS):
+        if step == FAULT_STEP and rank == culprit:
+            mark(folder)
+            fault(folder)
+        average_gradients()
+    cleanup()
+
+
+# A rank raises.
+
+
+class LostSampleError(Exception):
+    """An error of the user's own, with a fact that has to survive the journey."""
+
+    def __init__(self, message: str, index: int) -> None:
+        """Keep the index."""
+        super().__init__(message, index)
+        self.index = index
+
+
+def raise_own_error(_folder: Path) -> NoReturn:
+    """Raise as a broken sample does."""
+    msg = "sample is broken"
+    raise LostSampleError(msg, 17)  # stuck here
+
+
+def raise_before_the_group(rank: int, world_size: int, folder: Path) -> None:
+    """Fail while the others already wait in `setup`."""
+    if rank == 1:
+        mark(folder)
+        raise_own_error(folder)
+    setup(rank, world_size)
+
+
+def raise_in_finally(ctx: RankContext, folder: Path) -> None:
+    """Fail in the block that should tidy up."""
+    try:
+        average_gradients()
+    finally:
+        if ctx.rank == 1:
+            mark(folder)
+            raise_own_error(folder)
+    average_gradients()
+
+
+def raise_while_saving(ctx: RankContext, folder: Path) -> None:
+    """Let rank 0 save to a directory that is not there, while the others wait at a barrier."""
+    import torch
+    import torch.distributed as dist
+
+    average_gradients()
+    if ctx.is_main:
+        mark(folder)
+        torch.save({"step": 1}, folder / "missing" / "model.pt")
+    dist.barrier()
+
+
+def raise_on_all(ctx: RankContext, folder: Path) -> None:
+    """Fail everywhere, rank 1 first."""
+    average_gradients()
+    if ctx.rank != 1:
+        scripts.wait_until((folder / "fault").exists)
+    else:
+        mark(folder)
+    raise_own_error(folder)
+
+
+def train_a_model(ctx: RankContext, folder: Path, culprit: int) -> float:
+    """Train with DistributedDataParallel; rank `culprit` fails in its third step."""
+    import torch
+    from torch import nn
+
+    model = ctx.wrap(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        if step == FAULT_STEP and ctx.rank == culprit:
+            mark(folder)
+            raise_own_error(folder)
+        optimizer.zero_grad()
+        loss = model(torch.ones(8, 4)).sum()
+        loss.backward()
+        optimizer.step()
+    return float(loss)
+
+
+def tidy_up_with_destroy(rank: int, world_size: int, folder: Path) -> None:
+    """Destroy the group in ``finally``, as the official tutorial does."""
+    setup(rank, world_size)
+    try:
+        _train_and_fail(rank, folder)
+    finally:
+        cleanup()
+
+
+def tidy_up_with_barrier(rank: int, world_size: int, folder: Path) -> None:
+    """Meet the others in ``except``, though they wait elsewhere."""
+    import torch.distributed as dist
+
+    setup(rank, world_size)
+    try:
+        _train_and_fail(rank, folder)
+    except Exception:
+        dist.barrier()
+        raise
+    finally:
+        cleanup()
+
+
+def tidy_up_with_barrier_and_destroy(rank: int, world_size: int, folder: Path) -> None:
+    """Do both in ``finally``, on the good path and on the bad one."""
+    import torch.distributed as dist
+
+    setup(rank, world_size)
+    try:
+        _train_and_fail(rank, folder)
+    finally:
+        dist.barrier()
+        cleanup()
+
+
+def tidy_up_with_our_barrier(ctx: RankContext, folder: Path) -> None:
+    """Wait for the others at a barrier of ddpsafe's, in ``finally``."""
+    try:
+        _train_and_fail(ctx.rank, folder)
+    finally:
+        ctx.barrier("the end")
+
+
+def tidy_up_with_our_cleanup(rank: int, world_size: int, folder: Path) -> None:
+    """Use ddpsafe's own names in the places of the script's."""
+    import ddpsafe
+
+    ddpsafe.setup(rank, world_size)
+    try:
+        _train_and_fail(rank, folder)
+    finally:
+        ddpsafe.cleanup()
+
+
+def swallow_and_go_on(rank: int, world_size: int, folder: Path) -> None:
+    """Log the error and go on, as ``except Exception: print`` does: the rank is then behind."""
+    setup(rank, world_size)
+    for step in range(STEPS):
+        try:
+            if rank == 1 and step == FAULT_STEP:
+                mark(folder)
+                raise_own_error(folder)
+            average_gradients()
+        except LostSampleError as exc:
+            print("skipping", exc)
+    cleanup()
+
+
+def _train_and_fail(rank: int, folder: Path) -> None:
+    for step in range(STEPS):
+        if rank == 1 and step == FAULT_STEP:
+            mark(folder)
+            raise_own_error(folder)
+        average_gradients()
+
+
+class LockedError(Exception):
+    """An exception that cannot be pickled."""
+
+    def __init__(self, message: str) -> None:
+        """Hold a lock."""
+        super().__init__(message)
+        self.lock = threading.Lock()
+
+
+class KeywordError(Exception):
+    """An exception that pickle takes, and cannot build again."""
+
+    def __init__(self, *, code: int) -> None:
+        """Take keywords only."""
+        super().__init__(f"keyword code {code}")
+
+
+class BombError(Exception):
+    """An exception that does harm where it is built again: its reader must not be the victim."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Exit whoever unpickles it."""
+        return (sys.exit, (99,))
+
+
+class RudeError(BaseException):
+    """No `Exception`: ``except Exception`` lets it through."""
+
+
+def raise_locked(_folder: Path) -> NoReturn:
+    """Raise what cannot be pickled."""
+    msg = "locked text"
+    raise LockedError(msg)
+
+
+def raise_keyword(_folder: Path) -> NoReturn:
+    """Raise what cannot be built again."""
+    raise KeywordError(code=7)
+
+
+def raise_bomb(_folder: Path) -> NoReturn:
+    """Raise what ends the process that builds it again."""
+    msg = "bomb text"
+    raise BombError(msg)
+
+
+def raise_large(_folder: Path) -> NoReturn:
+    """Raise 50 MB of text."""
+    msg = "large text " + "x" * 50_000_000 + " end of text"
+    raise ValueError(msg)
+
+
+def raise_rude(_folder: Path) -> NoReturn:
+    """Raise a bare `BaseException`."""
+    msg = "rude text"
+    raise RudeError(msg)
+
+
+def raise_chained(_folder: Path) -> NoReturn:
+    """Raise one error from another."""
+    try:
+        _ = {}["key of the first"]
+    except KeyError as exc:
+        msg = "second text"
+        raise ValueError(msg) from exc
+
+
+def raise_group(_folder: Path) -> NoReturn:
+    """Raise several at once."""
+    parts = [ValueError("left part"), TypeError("right part")]
+    raise ExceptionGroup("both parts", parts)  # noqa: F821 - Python 3.11 has it
+
+
+# A rank exits.
+
+
+def exit_well(_folder: Path) -> NoReturn:
+    """Ask for exit code 0 in the middle of the work."""
+    sys.exit(0)
+
+
+def exit_badly(_folder: Path) -> NoReturn:
+    """Ask for exit code 3."""
+    sys.exit(3)
+
+
+def vanish_well(_folder: Path) -> NoReturn:
+    """End without a word, with code 0."""
+    os._exit(0)
+
+
+def vanish_badly(_folder: Path) -> NoReturn:
+    """End without a word, with code 7."""
+    os._exit(7)
+
+
+def be_interrupted(_folder: Path) -> NoReturn:
+    """Raise as a Ctrl-C that reaches one rank does."""
+    raise KeyboardInterrupt
+
+
+# A rank is killed.
+
+
+def die_by_kill(_folder: Path) -> None:
+    """Be ended by the strongest signal."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_by_terminate(_folder: Path) -> None:
+    """Be ended by somebody's `kill`."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def die_by_null_pointer(_folder: Path) -> None:
+    """Read memory that is not there: a real SIGSEGV."""
+    ctypes.string_at(0)  # stuck here
+
+
+def die_by_short_mapping(folder: Path) -> None:
+    """Read beyond the end of a mapped file: a real SIGBUS, as with a full /dev/shm."""
+    import mmap
+
+    with (folder / "mapped").open("w+b") as file:
+        file.truncate(2 * mmap.PAGESIZE)
+        memory = mmap.mmap(file.fileno(), 2 * mmap.PAGESIZE)
+        file.truncate(0)
+        _ = memory[mmap.PAGESIZE]
+
+
+def die_by_abort(_folder: Path) -> None:
+    """Give up as a failed assertion in C does: a real SIGABRT."""
+    ctypes.CDLL(None).abort()
+
+
+# Memory runs out.
+
+
+def outgrow_the_process(_folder: Path) -> None:
+    """Ask for more than the process may have: Python's own MemoryError."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + (256 << 20), hard))
+    hoard: list[bytearray] = []
+    while True:
+        hoard.append(bytearray(64 << 20))
+
+
+def outgrow_torch(_folder: Path) -> None:
+    """Ask torch for more than the process may have: a RuntimeError of its allocator."""
+    import torch
+
+    _soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + (256 << 20), hard))
+    torch.ones(1 << 30)
+
+
+def outgrow_the_machine(folder: Path) -> None:
+    """Move into a memory cgroup that the test has made, and fill it: the kernel kills."""
+    (Path((folder / "cgroup").read_text()) / "cgroup.procs").write_text(str(os.getpid()))
+    hoard: list[bytearray] = []
+    while True:
+        hoard.append(bytearray(os.urandom(1) * (8 << 20)))
+
+
+# A rank hangs.
+
+
+def stop(_folder: Path) -> None:
+    """Be frozen, as by a debugger or Ctrl-Z."""
+    os.kill(os.getpid(), signal.SIGSTOP)  # stuck here
+
+
+def sleep(_folder: Path) -> None:
+    """Wait in Python for nothing."""
+    time.sleep(FOREVER_S)  # stuck here
+
+
+def be_busy(_folder: Path) -> None:
+    """Compute in Python without an end."""
+    ends = time.monotonic() + FOREVER_S
+    while time.monotonic() < ends:
+        pass  # stuck here
+
+
+def hold_the_gil(_folder: Path) -> None:
+    """Compute in C without ever letting another Python thread run.
+
+    A sleep would not do: the signal that asks for the stacks interrupts it.
+    """
+    digits = 9**400_000
+    pow(digits, digits, 9**400_001 + 2)  # stuck here
+
+
+def read_from_nobody(folder: Path) -> None:
+    """Read from a FIFO that nobody writes to, as from a mount that hangs."""
+    fifo = folder / f"fifo-{os.getpid()}"
+    os.mkfifo(fifo)
+    fifo.read_bytes()  # stuck here
+
+
+def wait_for_each_other(_folder: Path) -> None:
+    """Take two locks in two orders, in two threads."""
+    first, second = threading.Lock(), threading.Lock()
+    both = threading.Barrier(2)
+
+    def other() -> None:
+        with second:
+            both.wait()
+            first.acquire()
+
+    threading.Thread(target=other, daemon=True).start()
+    with first:
+        both.wait()
+        second.acquire()  # stuck here
+
+
+# Ranks come apart.
+
+
+def skip_one(ctx: RankContext, folder: Path, culprit: int) -> None:
+    """Leave out one all-reduce, as a ``continue`` on a bad batch does, and then save."""
+    import torch.distributed as dist
+
+    for step in range(STEPS):
+        if step == FAULT_STEP and ctx.rank == culprit:
+            mark(folder)
+            continue
+        average_gradients()
+    dist.all_gather_object([None] * ctx.world_size, ctx.rank)
+
+
+def run_out_of_batches(ctx: RankContext, folder: Path, batches: list[int]) -> int:
+    """Train on as many batches as this rank has."""
+    for _ in range(batches[ctx.rank]):
+        average_gradients()
+    if batches[ctx.rank] == min(batches):
+        mark(folder)
+    return ctx.rank
+
+
+def return_early(ctx: RankContext, folder: Path) -> str:
+    """Leave through a condition that only this rank meets."""
+    average_gradients()
+    if ctx.rank == 1:
+        mark(folder)
+        return "early stopping"
+    average_gradients()
+    return "trained"
+
+
+def pass_other_shapes(ctx: RankContext, folder: Path, culprit: int) -> None:
+    """Reduce a last batch that is shorter than the others'."""
+    import torch
+    import torch.distributed as dist
+
+    average_gradients()
+    mark(folder)
+    dist.all_reduce(torch.ones(1000 if ctx.rank == culprit else 2000))  # stuck here
+    dist.all_reduce(torch.ones(4))
+
+
+def call_another_collective(ctx: RankContext, folder: Path, culprit: int) -> None:
+    """Broadcast where the others reduce."""
+    import torch
+    import torch.distributed as dist
+
+    average_gradients()
+    if ctx.rank == culprit:
+        mark(folder)
+        dist.all_gather([torch.ones(8)] * ctx.world_size, torch.ones(8))  # stuck here
+    else:
+        average_gradients()
+
+
+def evaluate_on_rank_zero(ctx: RankContext, folder: Path) -> None:
+    """Evaluate on rank 0 alone through the wrapper: BatchNorm's buffers are then broadcast."""
+    import torch
+    from torch import nn
+
+    model = ctx.wrap(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    model(torch.randn(8, 4)).sum().backward()
+    if ctx.is_main:
+        mark(folder)
+        model(torch.randn(8, 4))  # stuck here
+    else:
+        model(torch.randn(8, 4)).sum().backward()
+
+
+# A rank does not join.
+
+
+class FailsToLoad:
+    """An argument that rank 1 cannot unpickle."""
+
+    def __init__(self, folder: Path) -> None:
+        """Keep what `__reduce__` needs."""
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Load through `load_badly`."""
+        return (load_badly, (self.folder,))
+
+
+def load_badly(folder: Path) -> str:
+    """Unpickle; fail on rank 1."""
+    if os.environ.get("RANK") == "1":
+        mark(folder)
+        raise_own_error(folder)
+    return "loaded"
+
+
+def join_never(rank: int, world_size: int, folder: Path) -> None:
+    """Hang before `setup`."""
+    if rank == 1:
+        mark(folder)
+        sleep(folder)
+    setup(rank, world_size)
+
+
+def join_late(rank: int, world_size: int, folder: Path, delay_s: float) -> None:
+    """Come to `setup` after the others have waited for a while."""
+    if rank == 1:
+        time.sleep(delay_s)
+    setup(rank, world_size)
+    average_gradients()
+    (folder / f"done-{rank}").touch()
+    cleanup()
+
+
+class SlowToLoad:
+    """An argument that takes its time to unpickle on rank 1: stuck before the function runs."""
+
+    def __init__(self, folder: Path, delay_s: float = FOREVER_S) -> None:
+        """Keep what `__reduce__` needs."""
+        self.folder = folder
+        self.delay_s = delay_s
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Load through `load_slowly`."""
+        return (load_slowly, (self.folder, self.delay_s))
+
+
+def load_slowly(folder: Path, delay_s: float) -> str:
+    """Unpickle, on rank 1 with a delay; once, so that a check in the caller is quick."""
+    if os.environ.get("RANK") == "1":
+        mark(folder)
+        time.sleep(delay_s)  # stuck here
+    return "loaded"
+
+
+def take(ctx: RankContext, _folder: Path, _argument: object) -> int:
+    """Take an argument and do nothing with it."""
+    return ctx.rank
+
+
+# A rank does not end.
+
+
+def ignore_terminate(ctx: RankContext, folder: Path) -> None:
+    """Let rank 0 ignore SIGTERM, and rank 1 fail."""
+    if ctx.rank != 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        average_gradients()
+        sleep(folder)
+    average_gradients()
+    mark(folder)
+    raise_own_error(folder)
+
+
+def return_and_stay(ctx: RankContext, folder: Path) -> str:
+    """Return a value, and leave a thread behind that never ends."""
+    average_gradients()
+    if ctx.rank == 1:
+        threading.Thread(target=sleep, args=(folder,), name="never ends").start()
+        mark(folder)
+    return f"value of {ctx.rank}"
+
+
+# What ranks start.
+
+_STUBBORN = (
+    "import signal, sys, time\n"
+    "for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):\n"
+    "    signal.signal(number, signal.SIG_IGN)\n"
+    "print('up', flush=True)\n"
+    f"time.sleep({FOREVER_S})\n"
+)
+
+
+def start_stubborn(*, own_session: bool) -> int:
+    """Start a process that ignores every signal that can be ignored; return its pid."""
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-c", _STUBBORN],
+        stdout=subprocess.PIPE,
+        start_new_session=own_session,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process.pid
+
+
+def leave_children_and_fail(ctx: RankContext, folder: Path) -> None:
+    """Start two stubborn processes on each rank, then let rank 1 fail."""
+    pids = [start_stubborn(own_session=own) for own in (False, True)]
+    (folder / f"children-{ctx.rank}").write_text(" ".join(map(str, pids)))
+    ctx.barrier("all have children")
+    if ctx.rank == 1:
+        mark(folder)
+        raise_own_error(folder)
+    average_gradients()
+
+
+class Numbers:
+    """A dataset whose worker is killed at one sample."""
+
+    def __init__(self, folder: Path, deadly: int | None) -> None:
+        """Keep the sample's index."""
+        self.folder = folder
+        self.deadly = deadly
+
+    def __len__(self) -> int:
+        """Be long enough for a few batches."""
+        return 64
+
+    def __getitem__(self, index: int) -> int:
+        """Return the index; at the deadly one, kill the process that asks."""
+        if index == self.deadly:
+            mark(self.folder)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+def lose_a_loader_worker(ctx: RankContext, folder: Path) -> None:
+    """Read through a DataLoader whose worker dies on rank 1."""
+    from torch.utils.data import DataLoader
+
+    deadly = 40 if ctx.rank == 1 else None
+    for _ in DataLoader(Numbers(folder, deadly), batch_size=8, num_workers=1):  # type: ignore[arg-type]  # has what it needs
+        average_gradients()
+
+
+def work_with_everything(ctx: RankContext, folder: Path, how: str) -> None:
+    """Hold a DataLoader's worker and stubborn children, then wait in Python, in gloo or in C."""
+    from torch.utils.data import DataLoader
+
+    loader = iter(DataLoader(Numbers(folder, None), batch_size=8, num_workers=1))  # type: ignore[arg-type]  # as above
+    next(loader)
+    pids = [os.getpid(), *(start_stubborn(own_session=own) for own in (False, True))]
+    pids += [worker.pid for worker in loader._workers]
+    (folder / f"pids-{ctx.rank}.tmp").write_text(" ".join(map(str, pids)))
+    (folder / f"pids-{ctx.rank}.tmp").rename(folder / f"pids-{ctx.rank}")
+    ctx.barrier("all have children")
+    wait_somewhere(ctx, folder, how)
+
+
+def wait_somewhere(ctx: RankContext, folder: Path, how: str) -> None:
+    """Be in Python, blocked in gloo, or in C with the GIL held."""
+    (folder / f"ready-{ctx.rank}").touch()
+    if how == "gil":
+        hold_the_gil(folder)
+    if how == "python" or ctx.rank == 1:
+        sleep(folder)
+    average_gradients()
+
+
+# Retry.
+
+
+def fail_on_attempts(ctx: RankContext, folder: Path, attempts: int, error: str) -> int:
+    """Fail on rank 1 in the first attempts, then work."""
+    with (folder / f"ran-{ctx.rank}").open("a") as file:
+        file.write(f"{ctx.attempt}\n")
+    average_gradients()
+    if ctx.rank == 1 and ctx.attempt <= attempts:
+        mark(folder)
+        if error == "killed":
+            die_by_kill(folder)
+        raise {"network": ConnectionError, "value": ValueError, "memory": MemoryError}[error](
+            f"failure {ctx.attempt}"
+        )
+    average_gradients()
+    return ctx.attempt
+
+
+def needs_less(ctx: RankContext, folder: Path, batch_size: int) -> int:
+    """Run out of memory above a batch size of 8."""
+    average_gradients()
+    if batch_size > 8:
+        mark(folder)
+        msg = f"batch size {batch_size}"
+        raise MemoryError(msg)
+    average_gradients()
+    return batch_size
+
+
+def step_and_die(ctx: RankContext, folder: Path, steps: int) -> None:
+    """Make optimizer steps, then be killed: the same end on every attempt."""
+    import torch
+
+    with (folder / f"ran-{ctx.rank}").open("a") as file:
+        file.write(f"{ctx.attempt}\n")
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    for _ in range(steps):
+        parameter.sum().backward()
+        optimizer.step()
+    average_gradients()
+    if ctx.rank == 1:
+        mark(folder)
+        die_by_kill(folder)
+    average_gradients()
+
+
+def do_nothing(ctx: RankContext) -> int:
+    """Return the rank."""
+    return ctx.rank
+
+
+def describe_meeting(ctx: RankContext, folder: Path) -> dict[str, Any]:
+    """Write down where this attempt meets and logs, and fail on the first one."""
+    from ddpsafe._worker import session
+
+    spec = session.find_spec()
+    assert spec is not None
+    assert spec.logs is not None
+    facts = [str(spec.store_port), spec.logs.stderr, str(os.getpid()), str(spec.attempt)]
+    (folder / f"attempt-{ctx.attempt}-rank-{ctx.rank}").write_text("\n".join(facts))
+    average_gradients()
+    if ctx.attempt == 1 and ctx.rank == 1:
+        mark(folder)
+        die_by_kill(folder)
+    average_gradients()
+    return {}
+
+
+@contextlib.contextmanager
+def noted(folder: Path, name: str) -> Any:
+    """Write a file when the block is left, however that happens."""
+    try:
+        yield
+    finally:
+        (folder / name).touch()

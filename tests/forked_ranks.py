@@ -1,0 +1,168 @@
+"""Ranks that some other launcher has started, for tests: a process each, with given variables.
+
+They are forked from a server that has torch already, which takes a tenth of a second where a new
+interpreter takes two. What a real interpreter does at its end is tested with real scripts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.process
+import os
+import pickle
+import socket
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import ddpsafe._launcher.workers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
+    from pathlib import Path
+
+    Env = Mapping[str, str]
+
+LIMIT_S: Final = 60
+"""How long ranks may take together, on a busy machine."""
+
+LAUNCHERS: Final = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI", "TORCHEL")
+"""Beginnings of variables that a launcher of the whole test run might have set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """What became of one rank.
+
+    Attributes:
+        value: What the program returned.
+        error: What it raised.
+        took_s: How long it ran, in seconds.
+        stderr: What it wrote to file descriptor 2.
+        exitcode: How its process ended.
+    """
+
+    value: Any
+    error: BaseException | None
+    took_s: float
+    stderr: str
+    exitcode: int | None
+
+
+def by_hand(rank: int, world_size: int, port: int, host: str = "127.0.0.1") -> dict[str, str]:
+    """Return the variables that people set by hand, and torch's ``env://`` reads."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+    }
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on now; only a program that names it will take it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def run(
+    program: Callable[..., object], envs: Sequence[Env], *args: object, folder: Path
+) -> list[Ended]:
+    """Run ``program(*args)`` in one process for each environment, all at once.
+
+    Args:
+        program: A function that a new process can import.
+        envs: What each of them finds in its environment, on top of ours.
+        *args: Its arguments.
+        folder: Where their stderr goes.
+
+    Returns:
+        What became of each, in the order of `envs`.
+    """
+    with contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(_started(program, env, args, folder / f"stderr-{number}"))
+            for number, env in enumerate(envs)
+        ]
+        ends_s = time.monotonic() + LIMIT_S
+        return [_await(process, reports, log, ends_s) for process, reports, log in started]
+
+
+def values(ranks: Sequence[Ended]) -> list[Any]:
+    """Return what ranks returned that must all have ended well and in silence."""
+    for rank in ranks:
+        if rank.error is not None:
+            raise rank.error
+    assert [(rank.exitcode, rank.stderr) for rank in ranks] == [(0, "")] * len(ranks)
+    return [rank.value for rank in ranks]
+
+
+@contextlib.contextmanager
+def _started(
+    program: Callable[..., object], env: Env, args: tuple[object, ...], log: Path
+) -> Iterator[tuple[BaseProcess, Connection, Path]]:
+    # The server is shared with the launches of other tests, which need what they preload.
+    context = ddpsafe._launcher.workers._context("forkserver")
+    reports, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_be, args=(sender, _environment(env), program, args, str(log)))
+    process.start()
+    sender.close()
+    try:
+        yield process, reports, log
+    finally:
+        reports.close()
+        process.kill()
+        process.join()
+        process.close()
+
+
+def _environment(env: Env) -> dict[str, str]:
+    ours = {name: text for name, text in os.environ.items() if not name.startswith(LAUNCHERS)}
+    return {**ours, **env}
+
+
+def _await(process: BaseProcess, reports: Connection, log: Path, ends_s: float) -> Ended:
+    assert reports.poll(max(0.0, ends_s - time.monotonic())), f"it did not end: {log.read_text()}"
+    value, error, took_s = reports.recv()
+    process.join(max(0.0, ends_s - time.monotonic()))
+    return Ended(
+        value=value,
+        error=error,
+        took_s=took_s,
+        stderr=log.read_text(encoding="utf-8"),
+        exitcode=process.exitcode,
+    )
+
+
+def _be(
+    sender: Connection,
+    env: Env,
+    program: Callable[..., object],
+    args: tuple[object, ...],
+    log: str,
+) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+    os.dup2(file, 2)
+    os.environ.clear()
+    os.environ.update(env)
+    # A shell or a scheduler starts processes without a parent that multiprocessing knows.
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
+    started_s = time.monotonic()
+    value, error = None, None
+    try:
+        value = program(*args)
+    except BaseException as exc:  # noqa: BLE001 - sent to the test, which judges it
+        error = _portable(exc)
+    sender.send((value, error, time.monotonic() - started_s))
+
+
+def _portable(exc: BaseException) -> BaseException:
+    try:
+        pickle.loads(pickle.dumps(exc))
+    except Exception:  # noqa: BLE001 - an exception may refuse in any way
+        return RuntimeError(f"{type(exc).__name__}: {exc}")
+    return exc

@@ -1,0 +1,223 @@
+"""What the ranks of test_launch.py and test_console.py run."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import scripts
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from ddpsafe import RankContext
+
+
+def describe(ctx: RankContext, *args: object, **kwargs: object) -> dict[str, object]:
+    """Return what a rank knows about itself, with a sum over all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    ranks = torch.tensor([ctx.rank + 1.0])
+    dist.all_reduce(ranks)
+    names = ("rank", "local_rank", "node_rank", "world_size", "local_world_size", "nnodes")
+    return {
+        **{name: getattr(ctx, name) for name in names},
+        "mains": (ctx.is_main, ctx.is_local_main),
+        "device": str(ctx.device),
+        "backend": (ctx.backend, dist.get_backend()),
+        "attempt": ctx.attempt,
+        "sum": ranks.item(),
+        "args": args,
+        "kwargs": kwargs,
+        "pid": os.getpid(),
+    }
+
+
+def surroundings(ctx: RankContext, *names: str) -> dict[str, object]:
+    """Return where the rank finds itself: directory, threads, some variables."""
+    import torch
+
+    return {
+        "rank": ctx.rank,
+        "cwd": str(Path.cwd()),
+        "threads": torch.get_num_threads(),
+        "env": {name: os.environ.get(name) for name in names},
+    }
+
+
+def draw(_ctx: RankContext) -> tuple[float, float, float]:
+    """Return one number from each generator: torch, random, numpy."""
+    import numpy as np
+    import torch
+
+    return torch.rand(()).item(), random.random(), float(np.random.random())  # noqa: NPY002 - seeded
+
+
+def add_up(ctx: RankContext, number: int) -> float:
+    """Return the sum of the numbers of all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor([float(number)])
+    dist.all_reduce(total)
+    return total.item() + ctx.rank
+
+
+def meet_another_launch(ctx: RankContext, folder: Path, mine: str, theirs: str) -> float:
+    """Run while another launch runs, and sum over this launch alone."""
+    (folder / f"{mine}-{ctx.rank}").touch()
+    scripts.wait_until((folder / f"{theirs}-{ctx.rank}").exists)
+    return add_up(ctx, 100 if mine == "first" else 1)
+
+
+def launch_again(ctx: RankContext) -> tuple[int, dict[int, int], float]:
+    """Launch inside the rank, and use the group afterwards."""
+    inner = ddpsafe.launch(pid_of, nproc_per_node=7)
+    return os.getpid(), inner.values, add_up(ctx, 1)
+
+
+def pid_of(_ctx: RankContext) -> int:
+    """Return the process id."""
+    return os.getpid()
+
+
+def give(_ctx: RankContext, value: object) -> object:
+    """Return the argument."""
+    return value
+
+
+def large_result(ctx: RankContext, size: int) -> tuple[object, bytes]:
+    """Return `size` bytes as a tensor on rank 0, as an array on rank 1, and some as bytes."""
+    import numpy as np
+    import torch
+
+    value = torch.full((size,), 1, dtype=torch.uint8)
+    value[-1] = 7
+    return (value if ctx.is_main else np.asarray(value)), b"\x01" * (size // 8)
+
+
+def where_it_runs(ctx: RankContext) -> Path | None:
+    """Return the run directory."""
+    return ctx.run_dir
+
+
+def write_everywhere(ctx: RankContext, word: str) -> None:
+    """Write to both descriptors from Python, from the system and from C."""
+    print(f"python {word} {ctx.rank}")
+    print(f"python error {word} {ctx.rank}", file=sys.stderr)
+    os.write(1, f"system {word} {ctx.rank}\n".encode())
+    os.write(2, f"system error {word} {ctx.rank}\n".encode())
+    ctypes.CDLL(None).puts(f"libc {word} {ctx.rank}".encode())
+
+
+def fail_at_the_port(_ctx: RankContext, port: int, journal: Path) -> None:
+    """Serve a hard-coded port that is taken, and note each try."""
+    with journal.open("a") as file:
+        file.write("tried\n")
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+
+
+def give_a_lock(_ctx: RankContext, journal: Path) -> dict[str, object]:
+    """Return what cannot travel, and note each try."""
+    with journal.open("a") as file:
+        file.write("tried\n")
+    return {"loss": 0.5, "model": {"lock": threading.Lock()}}
+
+
+class PlainError(Exception):
+    """An exception with a fact."""
+
+    def __init__(self, message: str, fact: int) -> None:
+        """Keep the fact."""
+        super().__init__(message, fact)
+        self.fact = fact
+
+
+class KeywordError(Exception):
+    """An exception that pickle takes, and cannot build again."""
+
+    def __init__(self, *, code: int) -> None:
+        """Take keywords only."""
+        super().__init__(f"keyword code {code}")
+
+
+class LockedError(Exception):
+    """An exception that cannot be pickled."""
+
+    def __init__(self, message: str) -> None:
+        """Hold a lock."""
+        super().__init__(message)
+        self.lock = threading.Lock()
+
+
+class RudeError(BaseException):
+    """No `Exception`: ``except Exception`` lets it through."""
+
+
+class SilentError(Exception):
+    """An exception that cannot even be shown."""
+
+    def __str__(self) -> str:
+        """Fail."""
+        msg = "never show me"
+        raise RuntimeError(msg)
+
+
+def raise_plain() -> NoReturn:
+    """Raise with a fact and a note."""
+    error = PlainError("plain text", 42)
+    if sys.version_info >= (3, 11):
+        error.add_note("a note from the rank")
+    raise error
+
+
+def raise_keyword() -> NoReturn:
+    """Raise what cannot be built again."""
+    raise KeywordError(code=7)
+
+
+def raise_locked() -> NoReturn:
+    """Raise what cannot be pickled."""
+    msg = "locked text"
+    raise LockedError(msg)
+
+
+def raise_chained() -> NoReturn:
+    """Raise one error from another."""
+    try:
+        _ = {}["key of the first"]
+    except KeyError as exc:
+        msg = "second text"
+        raise ValueError(msg) from exc
+
+
+def raise_rude() -> NoReturn:
+    """Raise a bare `BaseException`."""
+    msg = "rude text"
+    raise RudeError(msg)
+
+
+def raise_silent() -> NoReturn:
+    """Raise what has no text."""
+    raise SilentError
+
+
+def raise_group() -> NoReturn:
+    """Raise several at once."""
+    parts = [ValueError("left part"), TypeError("right part")]
+    raise ExceptionGroup("both parts", parts)  # noqa: F821 - Python 3.11 has it
+
+
+def fail_on_rank_one(ctx: RankContext, fail: Any) -> None:
+    """Let rank 1 fail, while rank 0 waits for it."""
+    if ctx.rank == 1:
+        fail()
+    ctx.barrier("the other one")

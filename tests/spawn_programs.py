@@ -1,0 +1,149 @@
+"""Training scripts as people write them, for ``spawn``: with a setup and a cleanup of their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import scripts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+
+def setup(rank: int, world_size: int, port: int) -> None:
+    """Meet at a hard-coded port, as the tutorial does."""
+    import torch.distributed as dist
+
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = str(port)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+
+
+def cleanup() -> None:
+    """Leave, as the tutorial does."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+
+
+def total(rank: int) -> float:
+    """Sum the ranks, counted from 1, over the group."""
+    import torch
+    import torch.distributed as dist
+
+    number = torch.tensor([rank + 1.0])
+    dist.all_reduce(number)
+    return number.item()
+
+
+def note(rank: int, folder: Path, text: object) -> None:
+    """Leave a line for the test to read."""
+    with (folder / f"rank-{rank}").open("a", encoding="utf-8") as file:
+        file.write(f"{text}\n")
+
+
+def train(rank: int, world_size: int, port: int, folder: Path) -> object:
+    """Set up, work, clean up; return what could not be sent back."""
+    setup(rank, world_size, port)
+    note(rank, folder, total(rank))
+    cleanup()
+    return threading.Lock()
+
+
+def train_twice(rank: int, world_size: int, port: int, folder: Path) -> None:
+    """Open and close the group two times over."""
+    for _ in range(2):
+        setup(rank, world_size, port)
+        note(rank, folder, total(rank))
+        cleanup()
+
+
+def meet_by_url(rank: int, url: str, folder: Path) -> None:
+    """Name the meeting place by URL."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=url, rank=rank, world_size=2)
+    note(rank, folder, total(rank))
+    cleanup()
+
+
+def meet_by_environment(rank: int, folder: Path) -> None:
+    """Name no place and no rank: the environment has both."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    note(rank, folder, (dist.get_rank(), dist.get_world_size(), total(rank)))
+    cleanup()
+
+
+def be_alone(rank: int, folder: Path) -> None:
+    """Make a group of one's own in every rank, which is none of the launch's business."""
+    import torch.distributed as dist
+
+    url = f"file://{folder / f'store-{rank}'}"
+    dist.init_process_group("gloo", init_method=url, rank=0, world_size=1)
+    note(rank, folder, total(rank))
+    cleanup()
+
+
+def node_rank_idiom(gpu: int, gpus_per_node: int, folder: Path) -> None:
+    """Read RANK as the node's rank and WORLD_SIZE as the number of nodes, as ImageNet does."""
+    import torch.distributed as dist
+
+    found = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    rank = int(os.environ["RANK"]) * gpus_per_node + gpu
+    world_size = int(os.environ["WORLD_SIZE"]) * gpus_per_node
+    dist.init_process_group(
+        "gloo", init_method="tcp://127.0.0.1:12355", rank=rank, world_size=world_size
+    )
+    note(rank, folder, (found, total(rank)))
+    cleanup()
+
+
+def note_environment(rank: int, folder: Path, *names: str) -> None:
+    """Write down some variables."""
+    note(rank, folder, [os.environ.get(name) for name in names])
+
+
+def wait_for_gate(rank: int, folder: Path) -> None:
+    """Run until the test opens the gate."""
+    note(rank, folder, os.getpid())
+    scripts.wait_until((folder / "gate").exists)
+
+
+def wait_and_fail(rank: int, folder: Path) -> None:
+    """Fail in rank 1 when the gate opens, while rank 0 goes on."""
+    wait_for_gate(rank, folder)
+    if rank == 1:
+        msg = "no such class: 17"
+        raise LookupError(msg)
+    scripts.wait_until((folder / "never").exists)
+
+
+def share(
+    rank: int, queue: Any, lock: Any, event: Any, counter: Any, weights: torch.Tensor
+) -> None:
+    """Use everything that only a process being started can inherit."""
+    event.wait(30)
+    for _ in range(100):
+        with lock:
+            counter.value += 1
+    weights[rank] = rank + 1
+    queue.put((rank, "x" * 100_000))  # more than a pipe holds: a thread sends it at the exit
+
+
+def try_to_have_a_child(rank: int, folder: Path) -> None:
+    """Say whether this process is daemonic, and what it may not do."""
+    process = multiprocessing.get_context("spawn").Process(target=os.getpid)
+    try:
+        process.start()
+        process.join()
+        outcome = "had a child"
+    except AssertionError as exc:
+        outcome = str(exc)
+    note(rank, folder, f"{multiprocessing.current_process().daemon}: {outcome}")

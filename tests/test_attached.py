@@ -1,0 +1,394 @@
+"""`process_group`, `setup`, `cleanup` and `launch` in ranks that something else has started."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+import attached_programs as programs
+import forked_ranks
+import pytest
+import scripts
+from forked_ranks import by_hand, free_port
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+IMPATIENT: Final = {"rendezvous": 3, "collective": 3, "barrier": 3}
+"""Timeouts of ranks that shall not meet, in seconds."""
+
+LOOPBACK: Final = {"127.0.0.1"}
+
+ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}
+"""Without it torchrun and Accelerate write to stderr that they choose a number themselves."""
+
+SLACK_S: Final = 5
+"""What a busy machine may add to a deadline."""
+
+
+def slurm(rank: int, *, job: str = "4711", step: str = "0") -> dict[str, str]:
+    """Return what ``srun -N1 -n2`` sets."""
+    return {
+        "SLURM_JOB_ID": job,
+        "SLURM_STEP_ID": step,
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0",
+    }
+
+
+def openmpi(rank: int) -> dict[str, str]:
+    """Return what ``mpirun -n 2`` of OpenMPI sets."""
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "PMIX_NAMESPACE": f"prterun-{os.getpid()}@1",
+    }
+
+
+def torchrun(*arguments: str) -> list[str]:
+    """Return the arguments of Python that run torchrun with two ranks."""
+    options = ["--standalone", "--nproc-per-node", "2"]
+    return ["-m", "torch.distributed.run", *options, *arguments]
+
+
+def reports(folder: Path) -> list[Any]:
+    """Return what ranks wrote down, by rank."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
+
+
+def places(found: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
+    """Return the ranks and sizes that ranks have found."""
+    return [tuple(each["place"]) for each in found]
+
+
+BOTH: Final = [(0, 2, 0, 2, 0, 1), (1, 2, 1, 2, 0, 1)]
+"""The places of two ranks on one node."""
+
+
+# Under every launcher.
+
+
+def test_script_runs_under_torchrun(tmp_path: Path) -> None:
+    """Context manager, pair of calls and launch() all join torchrun's ranks, one after another.
+
+    Nothing is spawned, each rank gets its own value, torchrun ends well, and nobody complains.
+    """
+    script = scripts.write(
+        tmp_path,
+        "train.py",
+        """
+        import json, pathlib
+        import attached_programs as programs
+        import ddpsafe
+
+        def train(ctx, factor):
+            return [ctx.rank, ctx.gather(factor * ctx.rank)]
+
+        if __name__ == "__main__":
+            found = programs.join()
+            found["totals"] = programs.join_again_and_again(2)
+            result = ddpsafe.launch(train, args=(10,), timeouts=programs.PATIENT)
+            found["launched"] = [list(result.values.items()), result.attempts]
+            rank = found["place"][0]
+            pathlib.Path(f"rank-{rank}.json").write_text(json.dumps(found))
+        """,
+    )
+    run = scripts.Script(torchrun(str(script)), folder=tmp_path, env=ONE_THREAD).end()
+    assert (run.code, run.err) == (0, "")
+    found = reports(tmp_path)
+    assert places(found) == BOTH
+    assert [each["started_by"] for each in found] == ["torchrun", "torchrun"]
+    assert [each["total"] for each in found] == [3.0, 3.0]
+    assert [each["totals"] for each in found] == [[1.0, 3.0]] * 2
+    assert [each["launched"] for each in found] == [
+        [[[rank, [rank, [0, 10]]]], 1] for rank in range(2)
+    ]
+    assert all(each["group_is_gone"] for each in found)
+
+
+def test_restart_by_torchrun_is_the_next_attempt(tmp_path: Path) -> None:
+    """Rank 1 fails once: torchrun starts both again, and they meet with `ctx.attempt` 2."""
+    script = scripts.write(
+        tmp_path,
+        "train.py",
+        """
+        import json, pathlib
+        import attached_programs as programs
+        import ddpsafe
+
+        def train(ctx):
+            if ctx.attempt == 1 and ctx.rank == 1:
+                raise ValueError("the first attempt fails")
+            found = {"attempt": ctx.attempt, "attempts": ctx.gather(ctx.attempt)}
+            pathlib.Path(f"rank-{ctx.rank}.json").write_text(json.dumps(found))
+
+        if __name__ == "__main__":
+            ddpsafe.launch(train, timeouts=programs.PATIENT)
+        """,
+    )
+    command = torchrun("--max-restarts", "1", str(script))
+    run = scripts.Script(command, folder=tmp_path, env=ONE_THREAD).end()
+    assert run.code == 0, run.err
+    assert "ValueError: the first attempt fails" in run.err
+    assert reports(tmp_path) == [{"attempt": 2, "attempts": [2, 2]}] * 2
+
+
+@pytest.mark.parametrize(
+    ("launcher", "variables"),
+    [("slurm", slurm), ("openmpi", openmpi)],
+    ids=["slurm", "openmpi"],
+)
+def test_tasks_meet_where_their_launcher_says_nothing(
+    launcher: str, variables: Callable[[int], dict[str, str]], tmp_path: Path
+) -> None:
+    """Ranks of srun and mpirun find a port of their own, without MASTER_ADDR and MASTER_PORT."""
+    envs = [variables(rank) for rank in range(2)]
+    found = forked_ranks.values(forked_ranks.run(programs.join, envs, folder=tmp_path))
+    assert places(found) == BOTH
+    assert [each["started_by"] for each in found] == [launcher, launcher]
+    assert [each["total"] for each in found] == [3.0, 3.0]
+
+
+def test_variables_set_by_hand_make_a_group(tmp_path: Path) -> None:
+    """Two shells with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are two ranks.
+
+    Real interpreters, to their very end: exit code 0, nothing on stderr.
+    """
+    script = scripts.write(
+        tmp_path,
+        "train.py",
+        """
+        import json
+        import torch
+        import ddpsafe
+
+        with ddpsafe.process_group() as ctx:
+            model = ctx.wrap(torch.nn.Linear(4, 2))
+            model(torch.ones(1, 4)).sum().backward()
+            print(json.dumps([ctx.rank, ctx.world.started_by, ctx.gather(ctx.rank)]))
+        """,
+    )
+    port = free_port()
+    running = [
+        scripts.Script([str(script)], folder=tmp_path, env=by_hand(rank, 2, port) | ONE_THREAD)
+        for rank in range(2)
+    ]
+    runs = [script.end() for script in running]
+    assert [run.err for run in runs] == ["", ""]
+    assert [json.loads(run.lines()[0]) for run in runs] == [
+        [rank, "environment", [0, 1]] for rank in range(2)
+    ]
+
+
+def test_setup_and_cleanup_of_ddpsafe_replace_those_of_a_script(tmp_path: Path) -> None:
+    """``from ddpsafe import setup, cleanup`` is the whole change to a script with mp.spawn."""
+    script = scripts.write(
+        tmp_path,
+        "train.py",
+        f"""
+        import os
+        import torch
+        import torch.distributed as dist
+        import torch.multiprocessing as mp
+        from ddpsafe import setup, cleanup
+
+        def demo(rank, world_size):
+            os.environ["MASTER_ADDR"] = "localhost"
+            os.environ["MASTER_PORT"] = "{free_port()}"
+            setup(rank, world_size)
+            total = torch.tensor([rank + 1.0])
+            dist.all_reduce(total)
+            open(f"rank-{{rank}}.json", "w").write(str(total.item()))
+            cleanup()
+
+        if __name__ == "__main__":
+            mp.spawn(demo, args=(2,), nprocs=2, join=True)
+        """,
+    )
+    run = scripts.Script([str(script)], folder=tmp_path, env=ONE_THREAD).end()
+    assert (run.code, run.err) == (0, "")
+    assert reports(tmp_path) == [3.0, 3.0]
+
+
+def test_process_alone_needs_no_port(tmp_path: Path) -> None:
+    """Without any launcher there is a group of one, and no other host could connect to it."""
+    (found,) = forked_ranks.values(forked_ranks.run(programs.listen_alone, [{}], folder=tmp_path))
+    assert found["place"] == (0, 1, 0, 1, 0, 1)
+    assert found["total"] == [1.0, 1.0]
+    assert set(found["listening"]) <= LOOPBACK
+
+
+def test_ranks_of_one_node_listen_on_loopback_only(tmp_path: Path) -> None:
+    """MASTER_ADDR=127.0.0.1: neither the store nor gloo is open to another host."""
+    port = free_port()
+    envs = [by_hand(rank, 2, port) for rank in range(2)]
+    found = forked_ranks.values(forked_ranks.run(programs.listen_together, envs, folder=tmp_path))
+    assert [set(each) for each in found] == [LOOPBACK, LOOPBACK]
+
+
+# Groups, one after another and inside of each other.
+
+
+def test_setup_and_cleanup_may_be_called_in_a_loop(tmp_path: Path) -> None:
+    """Twenty groups on one MASTER_PORT, one after another: no rank meets a group of the past."""
+    port, cycles = free_port(), 20
+    envs = [by_hand(rank, 2, port) for rank in range(2)]
+    ranks = forked_ranks.run(programs.join_again_and_again, envs, cycles, folder=tmp_path)
+    assert forked_ranks.values(ranks) == [[2.0 * cycle + 1 for cycle in range(cycles)]] * 2
+
+
+def test_cleanup_is_harmless_at_any_time(tmp_path: Path) -> None:
+    """Before setup, and a second and third time after it, cleanup does nothing."""
+    port = free_port()
+    envs = [by_hand(rank, 2, port) for rank in range(2)]
+    ranks = forked_ranks.run(programs.clean_up_too_often, envs, folder=tmp_path)
+    assert forked_ranks.values(ranks) == [[False, False, False]] * 2
+
+
+def test_setup_inside_of_setup_joins_the_same_group(tmp_path: Path) -> None:
+    """A second setup returns the first one's context, and one cleanup ends the group."""
+    (found,) = forked_ranks.values(forked_ranks.run(programs.set_up_twice, [{}], folder=tmp_path))
+    assert found == [True, False]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        programs.adopt_own_group,
+        programs.adopt_group_of_accelerate,
+        programs.adopt_group_of_fabric,
+    ],
+    ids=["own", "accelerate", "fabric"],
+)
+def test_group_of_somebody_else_is_adopted_and_left_alone(
+    program: Callable[[], dict[str, Any]], tmp_path: Path
+) -> None:
+    """A group that the script, Accelerate or Fabric has made is used, and not destroyed."""
+    port = free_port()
+    envs = [by_hand(rank, 2, port) | ONE_THREAD for rank in range(2)]
+    ranks = forked_ranks.run(program, envs, folder=tmp_path)
+    assert [rank.error for rank in ranks] == [None, None]
+    assert [rank.value for rank in ranks] == [
+        {
+            "place": (rank, 2),
+            "gathered": [0, 1],
+            "left_by_process_group": True,
+            "left_by_cleanup": True,
+            "still_works": [0, 1],
+        }
+        for rank in range(2)
+    ]
+
+
+def test_error_inside_the_group_leaves_at_once(tmp_path: Path) -> None:
+    """No barrier and no destroy on a failing path: both ranks are out in seconds, each with its own."""
+    port = free_port()
+    envs = [by_hand(rank, 2, port) for rank in range(2)]
+    waiting, failed = forked_ranks.run(programs.fail_inside, envs, str(tmp_path), folder=tmp_path)
+    assert isinstance(failed.error, ValueError)
+    assert "Connection closed by peer" in str(waiting.error)
+    assert max(waiting.took_s, failed.took_s) < 10
+
+
+# Who does not come, and who comes uninvited.
+
+
+@pytest.mark.parametrize("present", [(0, 1), (0, 2), (1, 2)], ids=str)
+def test_missing_rank_is_named_on_every_rank(present: tuple[int, ...], tmp_path: Path) -> None:
+    """Two of three ranks come: within the deadline, both say who is missing, in silence else."""
+    (missing,) = {0, 1, 2} - set(present)
+    port = free_port()
+    envs = [by_hand(rank, 3, port) for rank in present]
+    ranks = forked_ranks.run(programs.join, envs, IMPATIENT, folder=tmp_path)
+    for number, rank in zip(present, ranks, strict=True):
+        assert isinstance(rank.error, ddpsafe.RendezvousTimeoutError)
+        assert rank.error.missing_ranks == (missing,)
+        assert rank.error.kind == "startup-network"
+        assert f"rank {number} (world_size 3)" in str(rank.error)
+        assert "What to do:" in str(rank.error)
+        assert rank.took_s < IMPATIENT["rendezvous"] + SLACK_S
+        assert rank.stderr == ""
+
+
+def test_port_of_another_program_is_named_with_its_owner(tmp_path: Path) -> None:
+    """MASTER_PORT is taken: a `PreflightError` of kind "port" that names the program, on each rank."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        envs = [by_hand(rank, 2, port) for rank in range(2)]
+        ranks = forked_ranks.run(programs.join, envs, IMPATIENT, folder=tmp_path)
+    for rank in ranks:
+        assert isinstance(rank.error, ddpsafe.PreflightError)
+        assert rank.error.kind == "port"
+        assert f"127.0.0.1:{port}" in str(rank.error)
+        assert f"(pid {os.getpid()})" in str(rank.error)
+        assert rank.took_s < IMPATIENT["rendezvous"] + SLACK_S
+    assert "the port is taken" in str(ranks[0].error)
+
+
+def test_name_that_does_not_resolve_is_refused_within_seconds(tmp_path: Path) -> None:
+    """A misspelled MASTER_ADDR is found out long before the default timeout of five minutes."""
+    port = free_port()
+    envs = [by_hand(rank, 2, port, host="no-such-host.invalid") for rank in range(2)]
+    ranks = forked_ranks.run(programs.join, envs, {}, folder=tmp_path)
+    for rank in ranks:
+        assert isinstance(rank.error, ddpsafe.PreflightError)
+        assert rank.error.kind == "startup-network"
+        assert "cannot resolve no-such-host.invalid" in str(rank.error)
+        assert "MASTER_ADDR" in str(rank.error)
+        assert rank.took_s < 10 + SLACK_S
+        assert rank.stderr == ""
+
+
+def test_rank_that_two_processes_claim_is_refused_to_one(tmp_path: Path) -> None:
+    """Rank 1 starts twice: one of the two joins, the other is told why it cannot."""
+    port = free_port()
+    envs = [by_hand(0, 2, port), by_hand(1, 2, port), by_hand(1, 2, port)]
+    first, *claimants = forked_ranks.run(programs.join, envs, folder=tmp_path)
+    assert first.value["total"] == 3.0
+    (refused,) = [rank.error for rank in claimants if rank.error is not None]
+    assert isinstance(refused, ddpsafe.ConfigError)
+    assert "rank 1 has joined there already" in str(refused)
+
+
+def test_tasks_of_another_step_on_the_same_port_are_refused(tmp_path: Path) -> None:
+    """Two Slurm steps with one MASTER_PORT: the second's rank is told that the store is not its own."""
+    port = free_port()
+    ours = [slurm(rank) | by_hand(rank, 2, port) for rank in range(2)]
+    theirs = slurm(1, step="1") | by_hand(1, 2, port)
+    for env in (*ours, theirs):
+        del env["RANK"], env["WORLD_SIZE"]
+    *joined, refused = forked_ranks.run(programs.join, [*ours, theirs], folder=tmp_path)
+    assert [rank["total"] for rank in forked_ranks.values(joined)] == [3.0, 3.0]
+    assert isinstance(refused.error, ddpsafe.ConfigError)
+    assert "another job" in str(refused.error)
+    assert "SLURM_STEP_ID" in str(refused.error)
+
+
+def test_half_of_the_arguments_is_refused() -> None:
+    """setup(rank=1) without a world size says which half is missing."""
+    with pytest.raises(ddpsafe.ConfigError, match="says only half of it"):
+        ddpsafe.setup(rank=1)
+
+
+def test_missing_master_port_is_explained(tmp_path: Path) -> None:
+    """RANK and WORLD_SIZE without MASTER_PORT: which variable to set, at once."""
+    env = by_hand(1, 2, 1)
+    del env["MASTER_PORT"]
+    (rank,) = forked_ranks.run(programs.join, [env], folder=tmp_path)
+    assert isinstance(rank.error, ddpsafe.ConfigError)
+    assert "MASTER_PORT is not set" in str(rank.error)
+
+

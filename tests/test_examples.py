@@ -1,0 +1,166 @@
+"""The examples run as their readers run them, and the pages about them show what is there."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+CHECKOUT: Final = Path(__file__).parents[1]
+DIGITS: Final = CHECKOUT / "examples" / "digits"
+PORTS: Final = sorted(path.parent for path in CHECKOUT.glob("examples/ports/*/before.py"))
+TORCHRUN: Final = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+pytest.importorskip(
+    "sklearn", reason="the examples need the extra: pip install 'ddpsafe[examples]'"
+)
+
+
+def run_python(*arguments: object, cwd: Path) -> str:
+    """Run the interpreter, in an empty folder, and return what it wrote to stdout."""
+    command = [sys.executable, *map(str, arguments)]
+    run = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=90, check=False)
+    assert run.returncode == 0, f"{command}\n{run.stdout}\n{run.stderr}"
+    return run.stdout
+
+
+def port(name: str) -> Path:
+    """Return the script that a port ended with."""
+    return CHECKOUT / "examples" / "ports" / name / "after.py"
+
+
+def diff_of(before: Path, after: Path) -> list[str]:
+    """Return the unified diff with one line of context, without the file names."""
+    texts = [path.read_text(encoding="utf-8").splitlines() for path in (before, after)]
+    return list(difflib.unified_diff(*texts, lineterm="", n=1))[2:]
+
+
+def assert_page_shows(diff: list[str], page: Path) -> None:
+    """Fail with the block to paste where a page's diff is not the files' diff."""
+    block = "\n".join(["```diff", *diff, "```"])
+    shown = block in page.read_text(encoding="utf-8")
+    assert shown, f"{page} has to show:\n{block}"
+
+
+@pytest.mark.parametrize("folder", PORTS, ids=lambda folder: folder.name)
+def test_port_changes_at_most_ten_lines(folder: Path) -> None:
+    """Lines taken away and lines put in, together; blank lines aside."""
+    diff = diff_of(folder / "before.py", folder / "after.py")
+    changed = [line for line in diff if line[0] in "+-" and line[1:].strip()]
+    assert 0 < len(changed) <= 10, "\n".join(changed)
+
+
+@pytest.mark.parametrize("folder", PORTS, ids=lambda folder: folder.name)
+def test_porting_page_shows_the_diff_of_the_files(folder: Path) -> None:
+    """What the page shows cannot drift from what runs."""
+    diff = diff_of(folder / "before.py", folder / "after.py")
+    assert_page_shows(diff, CHECKOUT / "docs" / "how-to" / "porting.md")
+
+
+def test_digits_readme_shows_the_diff_of_the_files() -> None:
+    """What the readme shows cannot drift from what runs."""
+    assert_page_shows(
+        diff_of(DIGITS / "train_by_hand.py", DIGITS / "train.py"), DIGITS / "README.md"
+    )
+
+
+def test_ported_mp_spawn_script_finds_the_line(tmp_path: Path) -> None:
+    """The points lie on y = 3 x + 2."""
+    output = run_python(port("mp_spawn"), cwd=tmp_path)
+    found = re.search(r"^y = (\S+) x \+ (\S+)$", output, re.MULTILINE)
+    assert found, output
+    assert [float(number) for number in found.groups()] == pytest.approx([3, 2], abs=0.2)
+
+
+def test_two_jobs_of_the_ported_mp_spawn_script_stay_apart(tmp_path: Path) -> None:
+    """Started together, the hand-written ones meet at port 12355; these do not know of each other."""
+    command = [sys.executable, str(port("mp_spawn"))]
+    jobs = [subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE) for _ in range(2)]
+    outputs = [job.communicate(timeout=90)[0] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0]
+    assert [output.splitlines()[-1][:3] for output in outputs] == [b"y =", b"y ="]
+
+
+def test_ported_torchrun_script_goes_on_from_its_snapshot_without_torchrun(tmp_path: Path) -> None:
+    """Two ranks under torchrun train three epochs; `python` alone trains the other two."""
+    options = (port("torchrun_snapshot"), "--snapshot", tmp_path / "run.pt")
+    first = run_python(*TORCHRUN, *options, "--epochs", 3, cwd=tmp_path)
+    assert re.findall(r"^epoch (\d)", first, re.MULTILINE) == ["0", "1", "2"]
+    second = run_python(*options, cwd=tmp_path)
+    assert re.findall(r"^epoch (\d) \(started with 3\)", second, re.MULTILINE) == ["3", "4"]
+
+
+def test_ported_slurm_script_evaluates_on_rank_0_only(tmp_path: Path) -> None:
+    """Two tasks of a Slurm step make one world, and one of them reports."""
+    tasks = [start_slurm_task(rank, cwd=tmp_path) for rank in range(2)]
+    outputs = [task.communicate(timeout=90) for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], outputs
+    assert last_accuracy(outputs[0][0]) > 0.9
+    assert outputs[1][0] == ""
+
+
+def test_ported_slurm_script_runs_without_slurm(tmp_path: Path) -> None:
+    """Alone it is a world of one, to try things out on a laptop."""
+    assert last_accuracy(run_python(port("slurm_evaluation"), cwd=tmp_path)) > 0.9
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, ()], ids=["torchrun", "python"])
+def test_ported_gradient_accumulation_learns(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    """Batch norm stays as it is on CPUs, which have no SyncBatchNorm."""
+    output = run_python(*launcher, port("gradient_accumulation"), cwd=tmp_path)
+    losses = [float(loss) for loss in re.findall(r"^epoch \d: loss (\S+),", output, re.MULTILINE)]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, ()], ids=["torchrun", "python"])
+def test_digits_are_read_and_pictures_drawn(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    """More than 97 percent of the test images, the same images under either launcher."""
+    options = ("--out", tmp_path / "out", "--data", tmp_path / "data", "--nproc-per-node", 2)
+    output = run_python(*launcher, DIGITS / "train.py", *options, cwd=tmp_path)
+    found = re.search(r"^test accuracy (\S+) \(world_size 2\)$", output, re.MULTILINE)
+    assert found, output
+    assert float(found[1]) > 0.97
+    assert len(list(tmp_path.glob("data/*/*/*.png"))) == 1797
+    for picture in ("curves.png", "misread.png"):
+        assert_drawn(tmp_path / "out" / picture)
+
+
+def last_accuracy(output: str) -> float:
+    """Return the accuracy after the last of five epochs."""
+    accuracies = re.findall(r"^epoch \d: accuracy (\S+)$", output, re.MULTILINE)
+    assert len(accuracies) == 5, output
+    return float(accuracies[-1])
+
+
+def assert_drawn(picture: Path) -> None:
+    """Fail unless the file is a picture of some size with black and white in it."""
+    from PIL import Image
+
+    with Image.open(picture) as image:
+        darkest, brightest = image.convert("L").getextrema()
+        assert image.format == "PNG"
+        assert min(image.size) > 150
+        assert brightest - darkest > 200
+
+
+def start_slurm_task(rank: int, *, cwd: Path) -> subprocess.Popen[str]:
+    """Start the Slurm port as srun starts one of two tasks on one node."""
+    place = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": 0, "SLURM_NTASKS": 2}
+    step = {"SLURM_STEP_ID": 0, "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_TASKS_PER_NODE": 2}
+    # The port to meet at follows from the job: no other test run on this machine may share it.
+    job = {"SLURM_JOB_ID": os.getpid(), "SLURM_STEP_NODELIST": "localhost"}
+    return subprocess.Popen(
+        [sys.executable, str(port("slurm_evaluation"))],
+        env=os.environ | {name: str(value) for name, value in (place | step | job).items()},
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )

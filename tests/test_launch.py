@@ -1,0 +1,567 @@
+"""`launch` on one node: what comes back, what ranks find, and how the caller is left."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import launch_programs as programs
+import psutil
+import pytest
+import scripts
+
+import ddpsafe
+from ddpsafe import LaunchConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TWO: Final[dict[str, Any]] = {
+    "nproc_per_node": 2,
+    "backend": "gloo",
+    "start_method": "forkserver",
+}
+"""Two ranks, started fast; the start method is not the point of most tests."""
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# What comes back.
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_every_rank_runs_the_function_in_one_group_and_its_value_comes_back(
+    start_method: str,
+) -> None:
+    """Values lie by rank; each rank knows its place, its arguments, and the others."""
+    result = ddpsafe.launch(
+        programs.describe,
+        args=("data", 10),
+        kwargs={"lr": 0.1},
+        nproc_per_node=2,
+        backend="gloo",
+        start_method=start_method,
+    )
+    assert list(result.values) == [0, 1]
+    assert (result.attempts, result.run_dir) == (1, None)
+    for rank, value in result.values.items():
+        assert value.pop("pid") != os.getpid()
+        assert value == {
+            "rank": rank,
+            "local_rank": rank,
+            "node_rank": 0,
+            "world_size": 2,
+            "local_world_size": 2,
+            "nnodes": 1,
+            "mains": (rank == 0, rank == 0),
+            "device": "cpu",
+            "backend": ("gloo", "gloo"),
+            "attempt": 1,
+            "sum": 3.0,
+            "args": ("data", 10),
+            "kwargs": {"lr": 0.1},
+        }
+
+
+@pytest.mark.skipif(_has_gpu(), reason="about machines without a GPU")
+def test_without_a_gpu_auto_means_gloo_on_the_cpu_with_one_rank_per_core() -> None:
+    """Nothing has to be said on a laptop."""
+    values = ddpsafe.launch(programs.describe, start_method="forkserver").values
+    assert len(values) == _cores()
+    assert {(value["device"], value["backend"]) for value in values.values()} == {
+        ("cpu", ("gloo", "gloo"))
+    }
+
+
+def test_a_world_of_one_is_a_launch_too() -> None:
+    """One rank has a group, a sum and a value like any number of them."""
+    (value,) = ddpsafe.launch(programs.describe, **{**TWO, "nproc_per_node": 1}).values.values()
+    assert (value["world_size"], value["sum"], value["mains"]) == (1, 1.0, (True, True))
+
+
+def test_results_of_200_megabytes_arrive_whole() -> None:
+    """A tensor, an array and bytes of any size come back; the launcher drains while it waits."""
+    import numpy as np
+
+    size = 200_000_000
+    values = ddpsafe.launch(programs.large_result, (size,), **TWO).values
+    assert [type(value).__name__ for value, _ in values.values()] == ["Tensor", "ndarray"]
+    for value, data in values.values():
+        array = np.asarray(value)
+        assert (len(array), array[-1]) == (size, 7)
+        assert np.count_nonzero(array == 1) == size - 1
+        assert data == b"\x01" * (size // 8)
+
+
+def test_types_of_the_script_itself_come_back_as_themselves(tmp_path: Path) -> None:
+    """A result and an exception of a class in the script's `__main__` are of that class here.
+
+    Each rank imports the script, and with it torch, before it knows its number of threads.
+    """
+    source = """
+        import dataclasses, sys, torch, ddpsafe
+
+        @dataclasses.dataclass
+        class Report:
+            rank: int
+            threads: int
+
+        class BadBatch(Exception):
+            def __init__(self, index):
+                super().__init__(f"batch {index}")
+                self.index = index
+
+        def train(ctx, fails):
+            if fails and ctx.rank == 1:
+                raise BadBatch(17)
+            return Report(ctx.rank, torch.get_num_threads())
+
+        if __name__ == "__main__":
+            for method in ("spawn", "forkserver"):
+                options = {"nproc_per_node": 2, "start_method": method, "run_dir": sys.argv[1]}
+                values = ddpsafe.launch(train, (False,), env={"OMP_NUM_THREADS": 3}, **options).values
+                print(values == {0: Report(0, 3), 1: Report(1, 3)})
+                try:
+                    ddpsafe.launch(train, (True,), **options)
+                except ddpsafe.RankRaisedError as error:
+                    print(error.rank, type(error.__cause__) is BadBatch, error.__cause__.index)
+    """
+    run = scripts.run(tmp_path, source, str(tmp_path / "run"))
+    assert run.lines() == ["True", "1 True 17"] * 2
+
+
+# What may go wrong in a rank.
+
+
+@pytest.mark.parametrize(
+    ("fail", "travels_as", "texts"),
+    [
+        (programs.raise_plain, programs.PlainError, ["PlainError", "plain text", "42"]),
+        (programs.raise_keyword, None, ["KeywordError", "keyword code 7"]),
+        (programs.raise_locked, None, ["LockedError", "locked text"]),
+        (programs.raise_chained, ValueError, ["ValueError", "second text"]),
+        (programs.raise_rude, programs.RudeError, ["RudeError", "rude text"]),
+        (programs.raise_silent, programs.SilentError, ["SilentError", "__str__ raised"]),
+        pytest.param(
+            programs.raise_group,
+            "ExceptionGroup",
+            ["ExceptionGroup", "both parts"],
+            marks=pytest.mark.skipif(
+                sys.version_info < (3, 11), reason="exception groups came with Python 3.11"
+            ),
+        ),
+    ],
+)
+def test_an_exception_keeps_its_type_where_it_can_travel_and_its_text_everywhere(
+    run_dir: Path,
+    fail: Callable[[], None],
+    travels_as: type[BaseException] | str | None,
+    texts: list[str],
+) -> None:
+    """The blamed rank's own exception is the cause, its remote traceback the cause of that."""
+    with pytest.raises(ddpsafe.RankRaisedError) as caught:
+        ddpsafe.launch(programs.fail_on_rank_one, (fail,), run_dir=run_dir, **TWO)
+    error = caught.value
+    assert (error.rank, error.local_rank, error.kind, error.attempt) == (1, 1, "user-error", 1)
+    assert error.hostname == socket.gethostname()
+    first_line = str(error).splitlines()[0]
+    assert first_line.startswith("rank 1 (world_size 2) raised ")
+    assert all(text in first_line for text in texts)
+    remote = error.__cause__
+    if travels_as is not None:
+        assert remote is not None
+        assert travels_as in {type(remote), type(remote).__name__}
+        remote = remote.__cause__
+    assert f"in {fail.__name__}\n" in str(remote)
+    assert "launch_programs.py" in str(remote)
+
+
+def test_a_traveller_keeps_its_facts_and_the_traceback_its_chain(run_dir: Path) -> None:
+    """Attributes and notes survive; what an error was raised from is in the remote traceback."""
+    with pytest.raises(ddpsafe.RankRaisedError) as plain:
+        ddpsafe.launch(programs.fail_on_rank_one, (programs.raise_plain,), run_dir=run_dir, **TWO)
+    cause = plain.value.__cause__
+    assert isinstance(cause, programs.PlainError)
+    assert cause.fact == 42
+    if sys.version_info >= (3, 11):
+        assert cause.__notes__ == ["a note from the rank"]
+    with pytest.raises(ddpsafe.RankRaisedError) as chained:
+        ddpsafe.launch(programs.fail_on_rank_one, (programs.raise_chained,), run_dir=run_dir, **TWO)
+    assert chained.value.__cause__ is not None
+    remote = str(chained.value.__cause__.__cause__)
+    assert "KeyError: 'key of the first'" in remote
+    assert "direct cause of the following exception" in remote
+
+
+def test_a_result_that_cannot_travel_is_named_by_its_path_and_not_tried_again(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    """Kind "unpicklable", the path inside the value, one attempt."""
+    journal = tmp_path / "journal"
+    with pytest.raises(ddpsafe.RankRaisedError) as caught:
+        ddpsafe.launch(programs.give_a_lock, (journal,), run_dir=run_dir, **TWO)
+    error = caught.value
+    assert (error.kind, error.attempt) == ("unpicklable", 1)
+    assert "the returned value['model']['lock']" in str(error)
+    assert "What to do: return plain data" in str(error)
+    assert journal.read_text() == "tried\n" * 2
+
+
+def test_a_port_that_the_function_wants_and_another_program_has_is_explained(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    """The function has run, so it is not run again, though a lost port is retried by default."""
+    journal = tmp_path / "journal"
+    with socket.create_server(("127.0.0.1", 0)) as owner:
+        port = owner.getsockname()[1]
+        with pytest.raises(ddpsafe.RankRaisedError) as caught:
+            ddpsafe.launch(
+                programs.fail_at_the_port,
+                (port, journal),
+                run_dir=run_dir,
+                **{**TWO, "nproc_per_node": 1},
+            )
+    assert "another program holds the port" in str(caught.value)
+    assert journal.read_text() == "tried\n"
+
+
+def test_a_busy_hard_coded_master_port_of_the_caller_disturbs_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks meet at a port of the launch; MASTER_PORT of the caller stays the caller's."""
+    with socket.create_server(("127.0.0.1", 0)) as owner:
+        port = str(owner.getsockname()[1])
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", port)
+        values = ddpsafe.launch(programs.surroundings, ("MASTER_PORT",), **TWO).values
+        assert os.environ["MASTER_PORT"] == port
+    ports = {value["env"]["MASTER_PORT"] for value in values.values()}
+    assert len(ports) == 1
+    assert port not in ports
+
+
+# What ranks find.
+
+
+def test_a_field_wins_over_the_config_and_tables_are_merged() -> None:
+    """`config` says what the fields leave open."""
+    config = LaunchConfig(
+        nproc_per_node=1,
+        start_method="forkserver",
+        backend="gloo",
+        env={"FROM_CONFIG": "config", "FROM_BOTH": "config"},
+    )
+    values = ddpsafe.launch(
+        programs.surroundings,
+        ("FROM_CONFIG", "FROM_BOTH", "FROM_FIELD"),
+        config=config,
+        nproc_per_node=2,
+        env={"FROM_BOTH": "field", "FROM_FIELD": "field"},
+    ).values
+    expected = {"FROM_CONFIG": "config", "FROM_BOTH": "field", "FROM_FIELD": "field"}
+    assert [value["env"] for value in values.values()] == [expected, expected]
+
+
+def test_a_seed_is_one_for_models_and_differs_by_rank_for_data() -> None:
+    """Models: torch draws alike on all ranks. Data: random and numpy do not; a second launch repeats both."""
+    import numpy as np
+    import torch
+
+    before = (torch.get_rng_state(), random.getstate(), np.random.get_state())  # noqa: NPY002 - theirs
+    first = ddpsafe.launch(programs.draw, seed=0, **TWO).values
+    second = ddpsafe.launch(programs.draw, seed=0, **TWO).values
+    other = ddpsafe.launch(programs.draw, seed=1, **TWO).values
+    assert first == second
+    assert first[0][0] == first[1][0]
+    assert first[0][1] != first[1][1]
+    assert first[0][2] != first[1][2]
+    assert all(a != b for a, b in zip(first[0], other[0], strict=True))
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == random.getstate()
+    assert np.array_equal(before[2][1], np.random.get_state()[1])  # noqa: NPY002 - as above
+
+
+def test_ranks_share_the_cores_unless_the_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OMP_NUM_THREADS and torch agree: cores over ranks, or the user's number, left as it is."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    share = max(1, _cores() // 2)
+    value = ddpsafe.launch(programs.surroundings, ("OMP_NUM_THREADS",), **TWO).values[1]
+    assert (value["threads"], value["env"]) == (share, {"OMP_NUM_THREADS": str(share)})
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    value = ddpsafe.launch(programs.surroundings, ("OMP_NUM_THREADS",), **TWO).values[1]
+    assert (value["threads"], value["env"]) == (3, {"OMP_NUM_THREADS": "3"})
+
+
+def test_the_users_number_of_threads_may_come_from_the_field_env(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`env` wins over the caller's environment, for torch too."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    value = ddpsafe.launch(
+        programs.surroundings, ("OMP_NUM_THREADS",), env={"OMP_NUM_THREADS": "5"}, **TWO
+    ).values[0]
+    assert (value["threads"], value["env"]) == (5, {"OMP_NUM_THREADS": "5"})
+
+
+def test_ranks_find_directory_and_variables_as_the_caller_has_them_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also under a forkserver that was started in another directory, with other variables."""
+    monkeypatch.setenv("FROM_CALLER", "old")
+    monkeypatch.setenv("GONE", "old")
+    ddpsafe.launch(programs.surroundings, **TWO)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FROM_CALLER", "new")
+    monkeypatch.delenv("GONE")
+    names = ("FROM_CALLER", "GONE")
+    for value in ddpsafe.launch(programs.surroundings, names, **TWO).values.values():
+        assert value["cwd"] == str(tmp_path.resolve())
+        assert value["env"] == {"FROM_CALLER": "new", "GONE": None}
+
+
+# How the caller is left.
+
+
+def _everything_of_the_caller() -> dict[str, object]:
+    descriptors = Path("/proc/self/fd") if Path("/proc/self/fd").exists() else Path("/dev/fd")
+    return {
+        "environment": dict(os.environ),
+        "directory": Path.cwd(),
+        "handlers": {signum: signal.getsignal(signum) for signum in signal.valid_signals()},
+        "mask": signal.pthread_sigmask(signal.SIG_BLOCK, []),
+        "threads": set(threading.enumerate()),
+        "descriptors": len(list(descriptors.iterdir())),
+        "start method": multiprocessing.get_start_method(allow_none=True),
+        "children": {child.pid for child in psutil.Process().children()},
+        "search path": list(sys.path),
+        "temporary": sorted(Path(tempfile.gettempdir()).iterdir()),
+    }
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_a_launch_leaves_the_caller_as_it_found_it(run_dir: Path, start_method: str) -> None:
+    """Environment, directory, handlers, threads, descriptors, start method: also after a failure.
+
+    The exception is still held when we look: its traceback must not keep a socket open.
+    """
+    options = {**TWO, "start_method": start_method}
+    ddpsafe.launch(programs.pid_of, **TWO)  # Python's own helper processes start here
+    before = _everything_of_the_caller()
+    ddpsafe.launch(programs.describe, **options)
+    assert _everything_of_the_caller() == before
+    try:
+        ddpsafe.launch(
+            programs.fail_on_rank_one, (programs.raise_plain,), run_dir=run_dir, **options
+        )
+    except ddpsafe.RankRaisedError:
+        assert _everything_of_the_caller() == before
+    else:
+        pytest.fail("the rank did not fail")
+
+
+def test_a_launch_from_a_helper_thread_works_and_touches_no_handler() -> None:
+    """The kernel ties a rank to the thread that started it, so that thread must be the one to wait."""
+    before = signal.getsignal(signal.SIGINT)
+    with ThreadPoolExecutor(1) as pool:
+        options = {**TWO, "start_method": "spawn"}
+        values = pool.submit(ddpsafe.launch, programs.add_up, (1,), **options).result().values
+    assert values == {0: 2.0, 1: 3.0}
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_two_launches_at_once_do_not_mix(tmp_path: Path) -> None:
+    """Each rank waits until the other launch's rank runs too; each sums over its own launch."""
+    with ThreadPoolExecutor(2) as pool:
+        first, second = (
+            pool.submit(ddpsafe.launch, programs.meet_another_launch, (tmp_path, *names), **TWO)
+            for names in (("first", "second"), ("second", "first"))
+        )
+        assert first.result().values == {0: 200.0, 1: 201.0}
+        assert second.result().values == {0: 2.0, 1: 3.0}
+
+
+def test_a_launch_inside_a_rank_runs_in_that_rank() -> None:
+    """Nothing is spawned, the group is the rank's own, and it is still there afterwards."""
+    values = ddpsafe.launch(programs.launch_again, **TWO).values
+    for rank, (pid, inner, total) in values.items():
+        assert inner == {rank: pid}
+        assert total == 2.0 + rank
+
+
+def test_launches_in_a_row_are_independent_also_after_a_failure(run_dir: Path) -> None:
+    """No launch sees another one's processes, store or error."""
+    pids = set()
+    for fails in (False, True, False):
+        context = pytest.raises(ddpsafe.RankRaisedError) if fails else contextlib.nullcontext()
+        with context:
+            ddpsafe.launch(
+                programs.fail_on_rank_one,
+                (programs.raise_rude if fails else int,),
+                run_dir=run_dir,
+                **TWO,
+            )
+        pids.update(ddpsafe.launch(programs.pid_of, **TWO).values.values())
+    assert len(pids) == 6
+
+
+# Calls that are wrong: nothing is started.
+
+
+@pytest.mark.parametrize(
+    ("fields", "texts"),
+    [
+        ({"nproc_per_node": 0}, ["nproc_per_node", "zero ranks", "device_count() is 0"]),
+        ({"nproc_per_node": -1}, ["nproc_per_node", "starts at 1"]),
+        ({"start_method": "fork"}, ["start_method", "inherits CUDA", '"forkserver"']),
+        ({"nproc_per_nod": 2}, ["nproc_per_nod", "nproc_per_node"]),
+        (
+            {"nnodes": 2, "rendezvous": {"endpoint": "10.1.2.3:29400"}},
+            ["nnodes=2", "several nodes", "torchrun", "srun"],
+        ),
+        ({"env": {"RANK": "0"}}, ["env", "RANK", "the launcher sets it"]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_wrong_config_is_explained_before_anything_starts(
+    run_dir: Path, fields: dict[str, object], texts: list[str]
+) -> None:
+    """What is wrong, why, and what to write instead; not even the run directory is made."""
+    with pytest.raises(ddpsafe.ConfigError) as caught:
+        ddpsafe.launch(programs.pid_of, run_dir=run_dir, **fields)  # type: ignore[arg-type]
+    assert [text for text in texts if text not in str(caught.value)] == []
+    assert not run_dir.exists()
+
+
+@pytest.mark.skipif(_has_gpu(), reason="about machines without a GPU")
+@pytest.mark.parametrize("fields", [{"backend": "nccl"}, {"nproc_per_node": "gpu"}])
+def test_asking_for_gpus_where_there_are_none_is_refused(
+    run_dir: Path, fields: dict[str, Any]
+) -> None:
+    """The message says why there is none and what runs without."""
+    with pytest.raises(ddpsafe.ConfigError, match="needs a GPU, but torch sees none") as caught:
+        ddpsafe.launch(programs.pid_of, run_dir=run_dir, **fields)
+    assert re.search(r'What to do: write .*backend="gloo"', str(caught.value))
+    assert not run_dir.exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not _has_gpu(), reason="needs a GPU")
+def test_more_ranks_than_gpus_is_refused_with_nccl(run_dir: Path) -> None:
+    """The library would refuse two ranks on one device, much later and less clearly."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    with pytest.raises(ddpsafe.ConfigError, match=f"{gpus + 1} ranks with nccl need {gpus + 1}"):
+        ddpsafe.launch(programs.pid_of, nproc_per_node=gpus + 1, backend="nccl", run_dir=run_dir)
+    assert not run_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "text"),
+    [(None, (), "not callable"), (programs.give, 5, "args=(value,)")],
+    ids=["fn", "args"],
+)
+def test_a_wrong_call_is_a_config_error(run_dir: Path, fn: Any, args: Any, text: str) -> None:
+    """``launch(train())`` and ``args=5`` say what to write."""
+    with pytest.raises(ddpsafe.ConfigError, match=re.escape(text)):
+        ddpsafe.launch(fn, args, run_dir=run_dir, **TWO)
+    assert not run_dir.exists()
+
+
+# The run directory.
+
+
+def test_a_given_run_directory_keeps_what_every_rank_wrote_at_every_level(run_dir: Path) -> None:
+    """Python's, the system's and libc's output lie in the rank's files, both streams apart."""
+    result = ddpsafe.launch(programs.write_everywhere, ("one",), run_dir=run_dir / "deep", **TWO)
+    assert result.run_dir == run_dir / "deep"
+    for rank in (0, 1):
+        stem = run_dir / "deep" / "attempt-1" / f"rank-{rank}"
+        out = stem.with_suffix(".out").read_text().splitlines()
+        assert sorted(out) == [f"libc one {rank}", f"python one {rank}", f"system one {rank}"]
+        err = stem.with_suffix(".err").read_text().splitlines()
+        assert err == [f"python error one {rank}", f"system error one {rank}"]
+
+
+def test_a_second_launch_sets_the_logs_of_the_first_aside(run_dir: Path) -> None:
+    """The crash before this launch may be why it runs: its logs are kept, and not mixed."""
+    for word in ("one", "two", "three"):
+        ddpsafe.launch(programs.write_everywhere, (word,), run_dir=str(run_dir), **TWO)
+    latest = (run_dir / "attempt-1" / "rank-1.out").read_text()
+    assert "python three 1" in latest
+    assert "python one 1" not in latest
+    earlier = sorted((run_dir / "earlier").glob("*/attempt-1/rank-1.out"))
+    assert [re.findall(r"python (\w+) 1", path.read_text()) for path in earlier] == [
+        ["one"],
+        ["two"],
+    ]
+
+
+def test_a_temporary_run_directory_is_removed_after_success_and_named_after_failure() -> None:
+    """The reader of an error finds the logs it speaks of."""
+    (path,) = set(ddpsafe.launch(programs.where_it_runs, **TWO).values.values())
+    assert path is not None
+    assert path.parent == Path(tempfile.gettempdir())
+    assert not path.exists()
+    with pytest.raises(ddpsafe.RankRaisedError) as caught:
+        ddpsafe.launch(programs.fail_on_rank_one, (programs.raise_plain,), **TWO)
+    error = caught.value
+    assert error.run_dir is not None
+    assert error.log_path == error.run_dir / "attempt-1" / "rank-1.err"
+    assert "PlainError" in error.log_path.read_text()
+    assert f"Logs: {error.log_path}" in str(error)
+    assert error.run_dir.stat().st_mode & 0o077 == 0
+    shutil.rmtree(error.run_dir)
+
+
+def test_no_temporary_directory_is_left_where_nothing_was_started(tmp_path: Path) -> None:
+    """Without logs there is nothing to keep: an empty directory would be litter."""
+    before = sorted(Path(tempfile.gettempdir()).iterdir())
+    with pytest.raises(ddpsafe.PreflightError, match="data path 'train' is not ready"):
+        ddpsafe.launch(
+            programs.pid_of,
+            data_paths={"train": tmp_path / "missing"},
+            retry={"attempts": 1},
+            **TWO,
+        )
+    assert sorted(Path(tempfile.gettempdir()).iterdir()) == before
+
+
+@pytest.mark.parametrize("below", ["", "deep"])
+def test_a_run_directory_that_cannot_be_one_is_named(tmp_path: Path, below: str) -> None:
+    """A file in its place, or on the way to it."""
+    wanted = tmp_path / "file" / below if below else tmp_path / "file"
+    (tmp_path / "file").touch()
+    with pytest.raises(ddpsafe.PreflightError) as caught:
+        ddpsafe.launch(programs.pid_of, run_dir=wanted, **TWO)
+    assert f"the run directory {wanted} cannot be used" in str(caught.value)
+    assert "What to do: pass run_dir=" in str(caught.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_run_directory_without_write_permission_is_named(tmp_path: Path) -> None:
+    """As for a file in its place."""
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o500)
+    with pytest.raises(ddpsafe.PreflightError, match="Permission denied"):
+        ddpsafe.launch(programs.pid_of, run_dir=closed, **TWO)

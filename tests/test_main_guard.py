@@ -1,0 +1,255 @@
+"""Where a launch may stand: scripts, modules, standard input, REPL, notebook."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import scripts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from nbformat import NotebookNode
+
+REFUSED = re.compile(
+    r"^ddpsafe\._errors\.ConfigError: (.*):(\d+) launches at the top level", re.MULTILINE
+)
+
+
+def launching(*lines: str) -> str:
+    """Write a script that says when it is imported, defines a function, and ends as given."""
+    head = [
+        "import ddpsafe, os",
+        "os.write(1, f'imported as {__name__}\\n'.encode())",
+        "def train(ctx): return ctx.rank + 10",
+        "def main(**options):",
+        "    print(ddpsafe.launch(train, nproc_per_node=2, **options).values)",
+    ]
+    return "\n".join([*head, *lines]) + "\n"
+
+
+FIRST_LINE = launching().count("\n") + 1
+"""The line on which what is given to `launching` starts."""
+
+
+# Refused.
+
+
+@pytest.mark.parametrize(
+    ("lines", "line"),
+    [
+        (["main()"], 0),
+        (["result = ddpsafe.launch(", "    train,", ")"], 0),
+        (["ddpsafe.spawn(train, nprocs=2)"], 0),
+        (["try:", "    main()", "except ValueError:", "    raise", "else:", "    pass"], 1),
+        (["with open(__file__):", "    for _ in range(2):", "        main()"], 2),
+        (["while True:", "    [main() for _ in range(2)]"], 1),
+        (["class Job:", "    main()"], None),
+    ],
+    ids=["call", "several lines", "spawn", "try", "with and for", "while", "class"],
+)
+def test_a_script_without_a_guard_is_refused_where_it_stands_before_anything_starts(
+    tmp_path: Path, lines: list[str], line: int | None
+) -> None:
+    """The message has file and line, the reason, and the line to write; nothing imports twice."""
+    run = scripts.run(tmp_path, launching(*lines))
+    assert run.code == 1
+    assert run.out == "imported as __main__\n"
+    found = REFUSED.search(run.err)
+    assert found is not None, run.err
+    assert found[1] == str(tmp_path / "script.py")
+    if line is not None:
+        assert int(found[2]) == FIRST_LINE + line
+    assert "Likely cause: every rank imports the script" in run.err
+    assert 'if __name__ == "__main__":' in run.err
+
+
+def test_a_module_without_a_guard_is_refused_too(tmp_path: Path) -> None:
+    """``python -m package.module`` is imported by ranks as a script is."""
+    (tmp_path / "package").mkdir()
+    module = scripts.write(tmp_path, "package/module.py", launching("main()"))
+    run = scripts.Script(["-m", "package.module"], folder=tmp_path).end()
+    found = REFUSED.search(run.err)
+    assert found is not None, run.err
+    assert (found[1], int(found[2])) == (str(module), FIRST_LINE)
+    assert run.out == "imported as __main__\n"
+
+
+def test_a_launch_under_an_if_that_is_no_guard_ends_with_the_first_generation(
+    tmp_path: Path,
+) -> None:
+    """What the source does not tell, the first ranks do: they launch none of their own."""
+    call = f"main(start_method='forkserver', run_dir={str(tmp_path / 'run')!r})"
+    run = scripts.run(tmp_path, launching("if ddpsafe:", f"    {call}"))
+    assert run.code == 1
+    assert 1 <= run.out.count("imported as __mp_main__") <= 2
+    assert run.out.count("imported as") <= 3
+    assert "started by another launch and imports its script" in run.err
+    assert "RankExitedError: rank " in run.err
+    assert "while starting (importing the script)" in run.err
+
+
+# Accepted.
+
+
+def test_a_guard_may_stand_inside_other_statements_and_hold_the_function(tmp_path: Path) -> None:
+    """What is defined under the guard cannot be imported by name, so it travels by value."""
+    source = launching(
+        "try:",
+        "    if ddpsafe:",
+        "        if __name__ == '__main__':",
+        "            offset = 20",
+        "            class Twenty:",
+        "                def __init__(self, rank): self.value = rank + offset",
+        "            def late(ctx): return Twenty(ctx.rank)",
+        "            main(start_method='spawn')",
+        "            options = {'nproc_per_node': 2, 'start_method': 'forkserver'}",
+        "            values = ddpsafe.launch(late, **options).values",
+        "            print([(type(each) is Twenty, each.value) for each in values.values()])",
+        "finally:",
+        "    pass",
+    )
+    run = scripts.run(tmp_path, source)
+    assert run.lines() == [
+        "imported as __main__",
+        "imported as __mp_main__",
+        "imported as __mp_main__",
+        "{0: 10, 1: 11}",
+        "imported as __mp_main__",
+        "imported as __mp_main__",
+        "[(True, 20), (True, 21)]",
+    ]
+    assert run.err == ""
+
+
+def test_a_module_of_a_package_is_launched_with_its_relative_imports(tmp_path: Path) -> None:
+    """``python -m package.module`` and ``python -m package``, which ranks do not run again."""
+    scripts.write(tmp_path, "package/settings.py", "OFFSET = 30\n")
+    source = """
+        from .settings import OFFSET
+        import ddpsafe
+
+        def train(ctx):
+            return ctx.rank + OFFSET
+
+        if __name__ == "__main__":
+            print(ddpsafe.launch(train, nproc_per_node=2, start_method="forkserver").values)
+    """
+    scripts.write(tmp_path, "package/module.py", source)
+    scripts.write(tmp_path, "package/__main__.py", source)
+    for name in ("package.module", "package"):
+        run = scripts.Script(["-m", name], folder=tmp_path).end()
+        assert run.lines() == ["{0: 30, 1: 31}"]
+        assert run.err == ""
+
+
+def test_a_rank_that_torchrun_started_needs_no_guard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is spawned there, so nothing is imported again."""
+    for name, text in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, text)
+    run = scripts.run(tmp_path, launching("main()"))
+    assert run.lines() == ["imported as __main__", "{0: 10}"]
+
+
+# No script at all: functions travel by value.
+
+BY_VALUE = """\
+import ddpsafe
+class Report:
+    def __init__(self, rank): self.rank = rank
+    def __repr__(self): return f"Report({self.rank + base})"
+
+base = 40
+def helper(rank): return Report(rank)
+
+def train(ctx, *, fails=False):
+    assert not fails, "it fails"
+    return helper(ctx.rank)
+
+options = dict(nproc_per_node=2, start_method="METHOD")
+values = ddpsafe.launch(train, **options).values
+print(values, type(values[0]) is Report)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "method"),
+    [(["-"], "forkserver"), (["-c"], "spawn"), (["-i", "-q"], "forkserver")],
+)
+def test_functions_without_a_file_are_launched(
+    tmp_path: Path, arguments: list[str], method: str
+) -> None:
+    """A program on standard input, on the command line, or typed at the prompt."""
+    text = BY_VALUE.replace("METHOD", method)
+    if arguments == ["-c"]:
+        run = scripts.Script(["-c", text], folder=tmp_path).end()
+    else:
+        run = scripts.Script(arguments, folder=tmp_path, text=text).end()
+    assert run.lines() == ["{0: Report(40), 1: Report(41)} True"]
+    if "-i" not in arguments:  # the prompt itself goes to stderr
+        assert run.err == ""
+
+
+def execute(folder: Path, *cells: str) -> list[NotebookNode]:
+    """Run a notebook in a kernel of its own, as Jupyter does; return the cells' outputs."""
+    import nbclient
+    import nbformat
+    from nbformat import v4
+
+    path = folder / "notebook.ipynb"
+    nbformat.write(v4.new_notebook(cells=[v4.new_code_cell(cell) for cell in cells]), path)
+    notebook = nbformat.read(path, as_version=4)
+    client = nbclient.NotebookClient(
+        notebook,
+        timeout=scripts.LIMIT_S,
+        kernel_name="python3",
+        allow_errors=True,
+        resources={"metadata": {"path": str(folder)}},
+    )
+    client.execute()
+    return [cell.outputs for cell in notebook.cells]
+
+
+# jupyter_client and zmq warn about themselves.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_notebook_launches_a_function_from_a_cell(tmp_path: Path) -> None:
+    """Rank 0 prints into the cell, values are shown, an exception has its own type."""
+    outputs: list[Any] = execute(
+        tmp_path,
+        """
+            import ddpsafe, torch
+            torch.set_num_threads(1)
+            class BadBatch(Exception):
+                pass
+            def train(ctx, fails):
+                print(f"hello from rank {ctx.rank}")
+                if fails:
+                    raise BadBatch("batch 17")
+                return ctx.broadcast({"from": ctx.rank}, src=1), ctx.rank
+        """,
+        "ddpsafe.launch(train, (False,), nproc_per_node=2).values",
+        """
+            try:
+                ddpsafe.launch(train, (True,), nproc_per_node=2, start_method="forkserver")
+            except ddpsafe.RankRaisedError as error:
+                print(type(error.__cause__) is BadBatch, error.run_dir.exists())
+                import shutil
+                shutil.rmtree(error.run_dir)
+                raise
+        """,
+    )
+    defined, launched, failed = outputs
+    assert defined == []
+    stream, result = launched
+    assert (stream.name, stream.text) == ("stdout", "hello from rank 0\n")
+    assert result.data["text/plain"] == "{0: ({'from': 1}, 0), 1: ({'from': 1}, 1)}"
+    assert failed[0].text == "hello from rank 0\n"
+    told = "".join(output.text for output in failed if output.get("name") == "stdout")
+    assert told == "hello from rank 0\nTrue True\n"
+    assert failed[-1].ename == "RankRaisedError"
+    assert "raised BadBatch" in failed[-1].evalue
+    assert "batch 17" in failed[-1].evalue

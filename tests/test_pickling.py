@@ -1,0 +1,370 @@
+"""What travels to the ranks, how, and what is said of that which cannot."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import io
+import re
+import socket
+import sys
+import tempfile
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+import hypothesis
+import pickling_programs as programs
+import pytest
+from hypothesis import strategies as st
+
+import ddpsafe
+from ddpsafe._wire import payload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+TWO: Final[dict[str, Any]] = {
+    "nproc_per_node": 2,
+    "backend": "gloo",
+    "start_method": "forkserver",
+}
+
+
+def there_and_back(obj: object) -> Any:
+    """Send an object as `launch` sends arguments, and load it as a rank does."""
+    data, handles = payload.dumps_call(obj)
+    return payload.loads(data, handles)
+
+
+# By name and by value.
+
+
+def test_what_can_be_imported_travels_by_name() -> None:
+    """A rank runs the code of the file, and a class is the same class there."""
+    for obj in (programs.double, programs.Holder, programs.Trainer.run):
+        data, handles = payload.dumps_call(obj)
+        assert b"pickling_programs" in data
+        assert len(data) < 100
+        assert handles == ()
+        assert there_and_back(obj) is obj
+
+
+def test_functions_of_every_sort_are_launched() -> None:
+    """A lambda, a closure, a partial, a bound method, a callable object: each one runs."""
+    offset = 100
+
+    def closure(ctx: ddpsafe.RankContext) -> int:
+        return offset + ctx.rank
+
+    by_partial = functools.partial(lambda ctx, plus, *, minus: ctx.rank + plus - minus, minus=10)
+    trainer = programs.Trainer(100)
+    for fn in (lambda ctx: 100 + ctx.rank, closure, trainer.run, trainer):
+        assert ddpsafe.launch(fn, **TWO).values == {0: 100, 1: 101}
+    assert ddpsafe.launch(by_partial, (110,), **TWO).values == {0: 100, 1: 101}
+
+
+def test_what_cannot_be_imported_travels_by_value_among_arguments_and_results() -> None:
+    """Local classes too: what comes back is of the class that was sent."""
+    base = 5
+
+    class Local:
+        def __init__(self, x: int) -> None:
+            self.x = x
+
+        def add(self, x: int) -> int:
+            return self.x + x + base
+
+    def recursive(n: int) -> int:
+        return 1 if n == 0 else n * recursive(n - 1)
+
+    functions = [
+        programs.double,
+        lambda x: x + base,
+        Local(1).add,
+        functools.partial(max, 3),
+        recursive,
+        Local,
+        str,
+    ]
+    values = ddpsafe.launch(programs.call_each, (functions,), **TWO).values
+    for rank, (doubled, *others, local, text) in values.items():
+        n = rank + 10
+        assert (doubled, others, text) == (2 * n, [n + 5, n + 6, n, recursive(n)], str(n))
+        assert type(local) is Local
+        assert local.x == n
+
+
+def test_a_lambda_carries_the_globals_it_names_and_no_others() -> None:
+    """A lock elsewhere in the module is no obstacle."""
+    namespace: dict[str, Any] = {"FACTOR": 3, "LOCK": threading.Lock(), "__name__": "notebook"}
+    exec("triple = lambda x: FACTOR * x", namespace)
+    assert there_and_back(namespace["triple"])(2) == 6
+
+
+def test_large_arguments_arrive_whole_in_every_rank() -> None:
+    """64 MB of bytes and as much of a tensor, where a pipe holds 64 KB."""
+    import torch
+
+    size = 64_000_000
+    tensor = torch.full((size // 8,), 2.0, dtype=torch.float64)
+    values = ddpsafe.launch(programs.summary, (b"\x01" * (size - 1) + b"\x07", tensor), **TWO)
+    assert values.values == dict.fromkeys((0, 1), (size, 7, size / 4))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")  # torch: beta
+def test_tensors_of_every_layout_travel() -> None:
+    """Sparse, quantised, meta, half, empty, with a gradient: as through torch's own pickling."""
+    import torch
+
+    tensors = [
+        torch.eye(3).to_sparse(),
+        torch.eye(3).to_sparse_csr(),
+        torch.empty(2, 3, device="meta"),
+        torch.empty(0, 5),
+        torch.ones(2, dtype=torch.bfloat16),
+        torch.ones(2, dtype=torch.complex64),
+        torch.nn.Parameter(torch.ones(2)),
+        torch.arange(12).reshape(3, 4).T,
+    ]
+    for sent in tensors:
+        for received in (there_and_back(sent), payload.loads(payload.dumps_result(sent))):
+            for fact in ("layout", "dtype", "shape", "device", "requires_grad"):
+                assert getattr(received, fact) == getattr(sent, fact)
+            assert type(received) is type(sent)
+            if sent.device.type != "meta":
+                assert torch.equal(received.to_dense(), sent.to_dense())
+
+
+def test_a_shared_tensor_stays_shared_also_inside_a_model() -> None:
+    """Hogwild: the ranks work on the caller's own weights, found in any depth."""
+    import torch
+
+    model = torch.nn.Linear(2, 1, bias=False).share_memory()
+    data, handles = payload.dumps_call({"models": [model]})
+    assert [type(handle) for handle in handles] == [torch.nn.Parameter]
+    assert payload.loads(data, handles)["models"][0].weight is model.weight
+
+
+# What cannot travel.
+
+
+def open_file() -> Any:
+    """Open a file that somebody has to close."""
+    return tempfile.TemporaryFile()
+
+
+def generator() -> Iterator[int]:
+    """Be half way through."""
+    yield 1
+
+
+STUCK: Final[dict[str, Callable[[], Any]]] = {
+    "an open file": open_file,
+    "a text file": lambda: io.TextIOWrapper(open_file()),
+    "a lock": threading.Lock,
+    "a re-entrant lock": threading.RLock,
+    "an event": threading.Event,
+    "a generator": generator,
+    "a socket": socket.socket,
+    "a frame": sys._getframe,
+}
+
+
+@pytest.fixture
+def stuck(request: pytest.FixtureRequest) -> Iterator[object]:
+    """Make something that cannot travel, and close it afterwards."""
+    thing = STUCK[request.param]()
+    yield thing
+    if hasattr(thing, "close"):
+        thing.close()
+
+
+@pytest.mark.parametrize("stuck", STUCK, indirect=True)
+def test_a_thing_of_one_process_is_refused_and_nothing_starts(stuck: object, run_dir: Path) -> None:
+    """The message names it by its path, says why, and what to pass instead."""
+    with pytest.raises(ddpsafe.ConfigError) as caught:
+        ddpsafe.launch(programs.double, ("fine", {"model": [1, stuck]}), run_dir=run_dir, **TWO)
+    first, cause, fix = str(caught.value).splitlines()[:3]
+    assert first.startswith("args[1]['model'][1]")
+    assert "cannot be sent to another process: " in first
+    assert "belong to one process" in cause
+    assert "make it inside the function" in fix
+    assert caught.value.__cause__ is not None
+    assert not run_dir.exists()
+
+
+@pytest.fixture
+def lock() -> Any:
+    """Make a lock, which cannot travel."""
+    return threading.Lock()
+
+
+def in_a_slot(lock: object) -> programs.Slotted:
+    """Put the lock into a slot that the class inherits."""
+    return programs.Slotted("fine", base=lock)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "path"),
+    [
+        (lambda lock: lock, "args[0]"),
+        (lambda lock: {"model": programs.Options(file=lock)}, "args[0]['model'].file"),
+        (lambda lock: programs.Options(extra={"a": (1, lock)}), "args[0].extra['a'][1]"),
+        (lambda lock: programs.Holder([lock]), "args[0].held[0]"),
+        (programs.Slotted, "args[0].held"),
+        (in_a_slot, "args[0].base_slot"),
+        (programs.FrozenHolder, "args[0].held"),
+        (lambda lock: programs.Holder(lock).method, "args[0].__self__.held"),
+        (lambda lock: functools.partial(max, 1, lock), "args[0].args[1]"),
+        (lambda lock: functools.partial(max, key=lock), "args[0].keywords['key']"),
+        (lambda lock: lambda: lock, "args[0] closure variable 'lock'"),
+        (lambda lock: lambda: [lambda: lock], "args[0] closure variable 'lock'"),
+        (lambda lock: {(1, 2): {None: lock}}, "args[0][(1, 2)][None]"),
+        (lambda lock: {lock: 1}, "args[0] key <unlocked"),
+        (lambda lock: {lock}, "args[0] element <unlocked"),
+        (lambda lock: ValueError("text", lock), "args[0].args[1]"),
+        (lambda lock: collections.deque([0, lock]), "args[0][1]"),
+    ],
+)
+def test_the_path_leads_to_the_culprit(
+    lock: object, wrap: Callable[[object], object], path: str
+) -> None:
+    """Through containers, attributes, slots, methods, partials and closures."""
+    with pytest.raises(ddpsafe.ConfigError) as caught:
+        ddpsafe.launch(programs.double, (wrap(lock),), **TWO)
+    named = str(caught.value).partition(" cannot be sent to another process: ")[0]
+    if "<" in path:
+        assert named.startswith(path)
+    else:
+        assert named == path
+
+
+def test_keyword_arguments_and_the_function_itself_are_searched_too(lock: Any) -> None:
+    """What the function closes over, its globals, its defaults."""
+    with pytest.raises(ddpsafe.ConfigError, match=re.escape("kwargs['lock'] cannot be sent")):
+        ddpsafe.launch(programs.double, kwargs={"lock": lock}, **TWO)
+
+    def train(_ctx: object) -> bool:
+        return bool(lock.locked())
+
+    with pytest.raises(ddpsafe.ConfigError, match=r"train closure variable 'lock' cannot be sent"):
+        ddpsafe.launch(train, **TWO)
+    namespace: dict[str, Any] = {"LOCK": lock, "__name__": "notebook"}
+    exec("def train(ctx): return LOCK.locked()", namespace)
+    with pytest.raises(ddpsafe.ConfigError, match=r"train global variable 'LOCK' cannot be sent"):
+        ddpsafe.launch(namespace["train"], **TWO)
+
+    def with_default(_ctx: object, guard: object = lock) -> None:
+        del guard
+
+    with pytest.raises(ddpsafe.ConfigError, match=r"with_default.* cannot be sent"):
+        ddpsafe.launch(with_default, **TWO)
+
+
+class Refuses:
+    """Says itself why it does not travel."""
+
+    def __reduce__(self) -> Any:
+        """Refuse."""
+        msg = "open the database in the rank"
+        raise RuntimeError(msg)
+
+
+def test_the_reason_that_an_object_gives_itself_is_shown() -> None:
+    """Whatever a user's class raises, it is part of the message."""
+    with pytest.raises(
+        ddpsafe.ConfigError, match=re.escape("args[0]['db'] cannot be sent")
+    ) as caught:
+        ddpsafe.launch(programs.double, ({"db": Refuses()},), **TWO)
+    assert "open the database in the rank" in str(caught.value)
+
+
+# The search itself.
+
+
+@st.composite
+def nests(draw: st.DrawFn) -> tuple[object, str]:
+    """Make nested containers with one lock in them, and the path to it."""
+    nested: object = threading.Lock()
+    path = ""
+    for sort in draw(st.lists(st.sampled_from(("list", "tuple", "dict", "object")), max_size=12)):
+        before = draw(st.lists(st.integers(), max_size=3))
+        if sort == "dict":
+            key = draw(st.text(max_size=5) | st.integers())
+            nested, step = {**dict.fromkeys(map(str, before)), key: nested}, f"[{key!r}]"
+        elif sort == "object":
+            nested, step = programs.Holder(nested), ".held"
+        else:
+            items = [*before, nested, None]
+            nested, step = (items if sort == "list" else tuple(items)), f"[{len(before)}]"
+        path = step + path
+    return nested, path
+
+
+@hypothesis.given(nests())
+@hypothesis.settings(max_examples=100, deadline=None)
+def test_the_path_found_is_the_path_there(nested: tuple[object, str]) -> None:
+    """A reader can paste it after the name of the argument."""
+    obj, path = nested
+    found = payload.find_unpicklable(obj, "args[0]")
+    assert found is not None
+    assert found[0] == f"args[0]{path}"
+    assert isinstance(found[1], TypeError)
+
+
+def test_nothing_is_found_where_all_is_well() -> None:
+    """Cycles are no reason to fail: pickle follows them."""
+    cycle: list[object] = [1, {"a": programs.Holder(None)}]
+    cycle.append(cycle)
+    assert payload.find_unpicklable(cycle, "args") is None
+
+
+@pytest.mark.timeout(20)
+def test_the_search_ends_in_cycles_and_in_great_depth(lock: object) -> None:
+    """It names something on the way, within seconds, whatever the graph looks like."""
+    ring = [programs.Holder(None) for _ in range(200)]
+    for one, next_one in zip(ring, [*ring[1:], ring[0]], strict=True):
+        one.held = next_one
+    knot: list[object] = [ring[0], lock]
+    knot += [knot, {"self": knot}]
+    found = payload.find_unpicklable(knot, "args")
+    assert found is not None
+    assert found[0] == "args[1]"
+    deep: object = lock
+    for _ in range(100_000):
+        deep = [deep]
+    found = payload.find_unpicklable(deep, "args")
+    assert found is not None
+    assert re.fullmatch(r"args(\[0\])+", found[0])
+    assert len(found[0]) < 1000
+
+
+def test_the_search_survives_objects_that_fail_when_looked_at(lock: object) -> None:
+    """An empty cell, a property that raises, a representation that raises."""
+
+    class Hostile:
+        __slots__ = ("inner",)
+
+        def __init__(self) -> None:
+            self.inner = lock
+
+        def __repr__(self) -> str:
+            raise RuntimeError
+
+        def __getattr__(self, name: str) -> object:
+            raise LookupError(name)
+
+        def __hash__(self) -> int:
+            return 1
+
+    def with_empty_cell() -> object:
+        return later
+
+    for obj in (Hostile(), {Hostile(): 1}, {Hostile()}, with_empty_cell, [lock, with_empty_cell]):
+        found = payload.find_unpicklable([obj], "args")
+        assert found is None or found[0].startswith("args[0]")
+        if obj is not with_empty_cell:
+            assert found is not None
+    later = 1
+    assert with_empty_cell() == later

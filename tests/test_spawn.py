@@ -1,0 +1,377 @@
+"""`spawn` in place of ``torch.multiprocessing.spawn``: scripts run as they are."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import traceback
+from typing import TYPE_CHECKING, Any, Final
+
+import psutil
+import pytest
+import scripts
+import spawn_programs as programs
+
+import ddpsafe
+from ddpsafe import spawn
+from ddpsafe._launcher.handle import SpawnHandle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+METHOD: Final[dict[str, Any]] = {"start_method": "forkserver"}
+FAST: Final[dict[str, Any]] = {"nprocs": 2, **METHOD}
+SUM: Final = 3.0
+"""Ranks 0 and 1 add up to this where they are in one group."""
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    """Have another program listen on a port, as the next user's job does."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def notes(folder: Path) -> dict[int, list[Any]]:
+    """Read what the ranks have noted, by rank."""
+    return {
+        int(path.name.removeprefix("rank-")): [
+            ast.literal_eval(line) for line in path.read_text().splitlines()
+        ]
+        for path in sorted(folder.glob("rank-*"))
+    }
+
+
+# The call.
+
+
+def test_the_signature_is_that_of_torch() -> None:
+    """Names, order and defaults; what is ours besides can be given by keyword only."""
+    import torch.multiprocessing as mp
+
+    torchs = inspect.signature(mp.spawn).parameters.values()
+    ours = list(inspect.signature(spawn).parameters.values())
+    positional = [each for each in ours if each.kind is each.POSITIONAL_OR_KEYWORD]
+    assert [(each.name, each.default) for each in positional] == [
+        (each.name, each.default) for each in torchs
+    ]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda fn, args: ddpsafe.spawn(fn, args=args, nprocs=2, join=True, **METHOD),
+        lambda fn, args: ddpsafe.spawn(fn, nprocs=2, args=args, **METHOD),
+        lambda fn, args: ddpsafe.spawn(fn, args, 2, True, False, "forkserver"),  # noqa: FBT003
+        lambda fn, args: spawn(fn, list(args), 2, **METHOD),
+        lambda fn, args: spawn(args=args, fn=fn, nprocs=2, daemon=False, **METHOD),
+    ],
+    ids=["as in the tutorial", "other order", "by position", "from import", "by keyword"],
+)
+def test_every_spelling_of_the_call_runs_the_script(
+    call: Callable[..., object], tmp_path: Path, busy_port: int
+) -> None:
+    """Its own setup and cleanup stay, and so does its port, which another program has taken.
+
+    What the function returns is dropped, though it could not even be pickled.
+    """
+    assert call(programs.train, (2, busy_port, tmp_path)) is None
+    assert notes(tmp_path) == {0: [SUM], 1: [SUM]}
+
+
+def test_a_script_runs_unchanged_with_the_default_start_method(tmp_path: Path) -> None:
+    """The tutorial's script, one word changed, with two demos in a row; nothing else is printed."""
+    source = """
+        import os, sys, torch
+        import torch.distributed as dist
+        import torch.nn as nn
+        from torch.nn.parallel import DistributedDataParallel as DDP
+        import ddpsafe as mp
+
+        def setup(rank, world_size):
+            os.environ["MASTER_ADDR"] = "localhost"
+            os.environ["MASTER_PORT"] = sys.argv[1]
+            dist.init_process_group("gloo", rank=rank, world_size=world_size)
+
+        def cleanup():
+            dist.destroy_process_group()
+
+        def demo_sum(rank, world_size):
+            setup(rank, world_size)
+            number = torch.ones(1)
+            dist.all_reduce(number)
+            print("sum", number.item())
+            cleanup()
+
+        def demo_basic(rank, world_size):
+            setup(rank, world_size)
+            model = DDP(nn.Linear(10, 5))
+            loss = nn.MSELoss()(model(torch.randn(20, 10)), torch.zeros(20, 5))
+            loss.backward()
+            gradient = model.module.weight.grad.clone()
+            dist.broadcast(gradient, src=0)
+            print("gradient", torch.equal(gradient, model.module.weight.grad))
+            cleanup()
+
+        def run_demo(demo_fn, world_size):
+            mp.spawn(demo_fn, args=(world_size,), nprocs=world_size, join=True)
+
+        if __name__ == "__main__":
+            run_demo(demo_sum, 2)
+            run_demo(demo_basic, 2)
+    """
+    with socket.create_server(("127.0.0.1", 0)) as other_program:
+        port = str(other_program.getsockname()[1])
+        run = scripts.run(tmp_path, source, port)
+    assert run.lines() == ["sum 2.0", "sum 2.0", "gradient True", "gradient True"]
+    assert run.err == ""
+
+
+def test_several_calls_in_a_row_may_use_one_port(tmp_path: Path, busy_port: int) -> None:
+    """No call has to wait for the port of the one before."""
+    for _ in range(3):
+        spawn(programs.train, (2, busy_port, tmp_path), **FAST)
+    assert notes(tmp_path) == {0: [SUM] * 3, 1: [SUM] * 3}
+
+
+def test_a_rank_may_open_and_close_its_group_twice(tmp_path: Path, busy_port: int) -> None:
+    """The second group does not read the first one's addresses."""
+    spawn(programs.train_twice, (2, busy_port, tmp_path), **FAST)
+    assert notes(tmp_path) == {0: [SUM] * 2, 1: [SUM] * 2}
+
+
+@pytest.mark.parametrize("nprocs", [0, -1])
+def test_no_ranks_are_no_success(tmp_path: Path, nprocs: int) -> None:
+    """``nprocs=torch.cuda.device_count()`` without a GPU says so, where torch returns at once."""
+    with pytest.raises(ddpsafe.ConfigError, match="nproc") as caught:
+        spawn(programs.note_environment, (tmp_path,), nprocs=nprocs)
+    if nprocs == 0:
+        assert "torch.cuda.device_count() is 0 on a machine without GPUs" in str(caught.value)
+    assert notes(tmp_path) == {}
+
+
+def test_fork_is_refused_with_the_reason(tmp_path: Path) -> None:
+    """The message says what a fork would inherit, and what to write instead."""
+    with pytest.raises(ddpsafe.ConfigError, match="inherits CUDA") as caught:
+        spawn(programs.note_environment, (tmp_path,), nprocs=2, start_method="fork")
+    assert '"forkserver"' in str(caught.value)
+
+
+# Where ranks meet.
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "new file", "stale file"])
+def test_ranks_meet_at_the_launcher_whatever_place_the_script_names(
+    tmp_path: Path, busy_port: int, scheme: str
+) -> None:
+    """A taken port and a file left by a killed job are no obstacle."""
+    file = tmp_path / "store"
+    if scheme == "stale file":
+        file.write_bytes(b"\x07left by a job that was killed" * 10)
+    url = f"tcp://127.0.0.1:{busy_port}" if scheme == "tcp" else f"file://{file}"
+    spawn(programs.meet_by_url, (url, tmp_path), **FAST)
+    assert notes(tmp_path) == {0: [SUM], 1: [SUM]}
+
+
+def test_ranks_find_place_and_number_in_the_environment(tmp_path: Path) -> None:
+    """``init_process_group()`` without a rank works, though torch's spawn sets no variables."""
+    spawn(programs.meet_by_environment, (tmp_path,), **FAST)
+    assert notes(tmp_path) == {0: [(0, 2, SUM)], 1: [(1, 2, SUM)]}
+
+
+def test_a_group_of_other_ranks_than_ours_is_left_to_torch(tmp_path: Path) -> None:
+    """Every rank may have a world of its own, at the place that it names."""
+    spawn(programs.be_alone, (tmp_path,), **FAST)
+    assert notes(tmp_path) == {0: [1.0], 1: [2.0]}
+    assert (tmp_path / "store-0").exists()
+
+
+def test_variables_that_the_caller_has_set_stay_for_scripts_that_compute_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RANK as the node's rank, WORLD_SIZE as the number of nodes: the idiom of the ImageNet example."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    spawn(programs.node_rank_idiom, (2, tmp_path), **FAST)
+    assert notes(tmp_path) == {
+        rank: [({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": str(rank)}, SUM)] for rank in (0, 1)
+    }
+    assert os.environ["RANK"] == "0"
+
+
+def test_fields_of_the_config_work_beside_torchs_arguments(tmp_path: Path) -> None:
+    """``env`` reaches the ranks; nprocs and start_method are the call's."""
+    config = ddpsafe.LaunchConfig(nproc_per_node=5, env={"FROM_CONFIG": "yes"})
+    names = ("FROM_CONFIG", "FROM_FIELD", "WORLD_SIZE")
+    spawn(
+        programs.note_environment,
+        (tmp_path, *names),
+        config=config,
+        env={"FROM_FIELD": "too"},
+        **FAST,
+    )
+    assert notes(tmp_path) == {0: [["yes", "too", "2"]], 1: [["yes", "too", "2"]]}
+
+
+# What travels beside the bytes.
+
+
+def test_queues_locks_events_and_shared_tensors_are_inherited() -> None:
+    """They are the caller's own, not copies; what a rank has put arrives before it is gone."""
+    import torch
+
+    context = multiprocessing.get_context("forkserver")
+    queue, lock, event = context.Queue(), context.Lock(), context.Event()
+    counter = context.RawValue("i", 0)
+    weights = torch.zeros(2).share_memory_()
+    handle = spawn(programs.share, (queue, lock, event, counter, weights), join=False, **FAST)
+    event.set()
+    received = sorted(queue.get(timeout=30) for _ in range(2))
+    assert handle.join()
+    assert [(rank, len(text)) for rank, text in received] == [(0, 100_000), (1, 100_000)]
+    assert counter.value == 200
+    assert weights.tolist() == [1.0, 2.0]
+    queue.close()
+    queue.join_thread()
+
+
+def test_a_lock_made_for_forks_is_refused_by_its_path() -> None:
+    """``multiprocessing.Queue()`` where fork is the default would fail while a rank starts."""
+    if "fork" not in multiprocessing.get_all_start_methods():
+        pytest.skip("this system cannot fork")
+    queue = multiprocessing.get_context("fork").Queue()
+    with pytest.raises(ddpsafe.ConfigError, match=re.escape("args[0]['queue']")) as caught:
+        spawn(programs.note_environment, ({"queue": queue},), **FAST)
+    assert "get_context('spawn')" in str(caught.value)
+    queue.close()
+
+
+# join=False.
+
+
+@pytest.fixture
+def gated(tmp_path: Path) -> SpawnHandle:
+    """Spawn two ranks that run until the gate opens."""
+    handle = spawn(programs.wait_for_gate, (tmp_path,), join=False, **FAST)
+    scripts.wait_until(lambda: len(notes(tmp_path)) == 2)
+    assert handle is not None
+    return handle
+
+
+def test_a_handle_tells_who_runs_and_when_they_have_ended(
+    tmp_path: Path, gated: SpawnHandle
+) -> None:
+    """``join(timeout)`` is False while ranks run and True after; pids and processes are theirs."""
+    scripts.wait_until(lambda: all(notes(tmp_path).values()))
+    assert gated.pids() == [pid for (pid,) in notes(tmp_path).values()]
+    assert [process.pid for process in gated.processes] == gated.pids()
+    assert all(process.is_alive() for process in gated.processes)
+    assert gated.join(timeout=0.1) is False
+    assert gated.join(0) is False
+    (tmp_path / "gate").touch()
+    assert gated.join(timeout=30) is True
+    assert [process.exitcode for process in gated.processes] == [0, 0]
+    assert gated.join() is True
+    assert not any(psutil.pid_exists(pid) for pid in gated.pids())
+
+
+def test_a_failure_is_raised_at_join_and_names_the_rank(tmp_path: Path, run_dir: Path) -> None:
+    """The caller may do something else meanwhile; every join tells it again."""
+    handle = spawn(programs.wait_and_fail, (tmp_path,), join=False, run_dir=run_dir, **FAST)
+    assert handle.join(0) is False
+    (tmp_path / "gate").touch()
+    for timeout in (None, 1):
+        with pytest.raises(ddpsafe.RankRaisedError, match="no such class: 17") as caught:
+            handle.join(timeout)
+    assert caught.value.rank == 1
+    assert isinstance(caught.value.__cause__, LookupError)
+    assert not any(psutil.pid_exists(pid) for pid in handle.pids())
+
+
+def test_a_call_that_is_wrong_fails_at_once_also_without_joining(tmp_path: Path) -> None:
+    """Nobody has to join to learn that nothing was started."""
+    with pytest.raises(ddpsafe.ConfigError, match="device_count"):
+        spawn(programs.wait_for_gate, (tmp_path,), nprocs=0, join=False)
+    (tmp_path / "file").touch()
+    with pytest.raises(ddpsafe.PreflightError, match="cannot be used"):
+        spawn(programs.wait_for_gate, (tmp_path,), join=False, run_dir=tmp_path / "file", **FAST)
+
+
+def test_ctrl_c_at_join_ends_the_ranks_and_is_raised(gated: SpawnHandle) -> None:
+    """The interrupt comes back as KeyboardInterrupt, after the ranks have gone."""
+    interrupter = threading.Thread(
+        target=_interrupt_when_inside, args=(SpawnHandle.join, threading.get_ident())
+    )
+    interrupter.start()
+    with pytest.raises(KeyboardInterrupt):
+        gated.join(timeout=30)
+    interrupter.join()
+    assert not any(psutil.pid_exists(pid) for pid in gated.pids())
+
+
+def _interrupt_when_inside(function: Any, thread: int) -> None:
+    """Send the signal of Ctrl-C once a thread is inside a function."""
+
+    def is_inside() -> bool:
+        stack = traceback.walk_stack(sys._current_frames()[thread])
+        return any(frame.f_code is function.__code__ for frame, _ in stack)
+
+    scripts.wait_until(is_inside)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("daemon", [True, False])
+def test_daemon_is_what_multiprocessing_means_by_it(tmp_path: Path, *, daemon: bool) -> None:
+    """Daemonic ranks may have no children; others may."""
+    spawn(programs.try_to_have_a_child, (tmp_path,), **{**FAST, "nprocs": 1}, daemon=daemon)
+    text = (tmp_path / "rank-0").read_text()
+    assert text == (
+        "True: daemonic processes are not allowed to have children\n"
+        if daemon
+        else "False: had a child\n"
+    )
+
+
+def test_daemonic_ranks_end_with_a_caller_that_never_joins(tmp_path: Path) -> None:
+    """The caller does not wait for them, and nothing of them is left, not even a directory."""
+    source = """
+        import sys, spawn_programs, ddpsafe
+        from pathlib import Path
+
+        if __name__ == "__main__":
+            folder = Path(sys.argv[1])
+            handle = ddpsafe.spawn(
+                spawn_programs.wait_for_gate, (folder,), 2, False, True, "forkserver"
+            )
+            spawn_programs.scripts.wait_until((folder / "rank-1").exists)
+            print(*handle.pids())
+    """
+    run = scripts.run(tmp_path, source, str(tmp_path))
+    (line,) = run.lines()
+    assert run.err == ""
+    scripts.wait_until(lambda: not any(psutil.pid_exists(int(pid)) for pid in line.split()))
+
+
+def test_the_interpreter_waits_at_its_end_for_ranks_that_are_not_daemonic(tmp_path: Path) -> None:
+    """A caller that never joins loses no work, as with torch."""
+    source = """
+        import sys, spawn_programs, ddpsafe
+        from pathlib import Path
+
+        if __name__ == "__main__":
+            fn, folder = spawn_programs.wait_for_gate, Path(sys.argv[1])
+            handle = ddpsafe.spawn(fn, (folder,), nprocs=2, join=False, start_method="forkserver")
+            print(*handle.pids(), flush=True)
+            (folder / "gate").touch()
+    """
+    run = scripts.run(tmp_path, source, str(tmp_path))
+    assert run.lines() == [" ".join(str(pid) for (pid,) in notes(tmp_path).values())]
+    assert run.err == ""

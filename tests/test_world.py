@@ -1,0 +1,366 @@
+"""Who a process is, told from the variables of every launcher, and never guessed from half of them.
+
+The variables are those that real launchers set: torchrun of torch 2.13, Slurm 22.05, OpenMPI 4 and
+MPICH 4.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import string
+from typing import Final
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from ddpsafe import ConfigError
+from ddpsafe._world import World, find_world, require_int
+
+SLURM_JOB: Final = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_NTASKS": "4",
+    "SLURM_NPROCS": "4",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_JOB_NODELIST": "n[0-1]",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+}
+"""What every process of a job sees, the shell of ``salloc`` included."""
+
+
+def slurm_step(
+    *, rank: int, world_size: int, local_rank: int, node: int, tasks: str, nodes: int = 2
+) -> dict[str, str]:
+    """Return what ``srun`` sets in one task of a step, on top of the job's variables."""
+    return {
+        **SLURM_JOB,
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": str(world_size),
+        "SLURM_STEP_NUM_NODES": str(nodes),
+        "SLURM_STEP_TASKS_PER_NODE": tasks,
+        "SLURM_STEP_NODELIST": "n[0-1]",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(local_rank),
+        "SLURM_NODEID": str(node),
+    }
+
+
+def torchrun(**changes: str) -> dict[str, str]:
+    """Return what torchrun sets in rank 3 of two nodes with two ranks each."""
+    env = {
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "ROLE_RANK": "3",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29500",
+    }
+    return env | changes
+
+
+def require_world(env: dict[str, str]) -> World:
+    """Return the world of a process that something has launched."""
+    world = find_world(env)
+    assert world is not None
+    return world
+
+
+def places(world: World) -> tuple[int, int, int, int, int, int]:
+    """Return every number of a world, in the order of their names in `World`."""
+    return (
+        world.rank,
+        world.world_size,
+        world.local_rank,
+        world.local_world_size,
+        world.node_rank,
+        world.nnodes,
+    )
+
+
+def test_process_without_a_launcher_has_no_world() -> None:
+    """An ordinary shell's variables make no rank, MASTER_PORT alone included."""
+    assert find_world({"PATH": "/bin", "MASTER_ADDR": "localhost", "MASTER_PORT": "12355"}) is None
+    assert places(World.alone()) == (0, 1, 0, 1, 0, 1)
+
+
+def test_rank_of_torchrun_knows_its_place_on_its_node() -> None:
+    """Rank 3 of 2 nodes with 2 ranks each is local rank 1 of node 1."""
+    world = require_world(torchrun())
+    assert world.started_by == "torchrun"
+    assert places(world) == (3, 4, 1, 2, 1, 2)
+
+
+def test_nodes_of_torchrun_may_have_different_numbers_of_ranks() -> None:
+    """Rank 1 of 1 + 2 + 1 ranks is the first of node 1, and there are 3 nodes."""
+    env = torchrun(RANK="1", LOCAL_RANK="0", GROUP_RANK="1", GROUP_WORLD_SIZE="3")
+    assert places(require_world(env)) == (1, 4, 0, 2, 1, 3)
+
+
+def test_torchrun_inside_a_slurm_step_is_the_launcher() -> None:
+    """``srun -N2 --ntasks-per-node=1 torchrun …``: the ranks are torchrun's, not Slurm's tasks."""
+    task = slurm_step(rank=1, world_size=2, local_rank=0, node=1, tasks="1(x2)")
+    world = require_world(task | torchrun())
+    assert world.started_by == "torchrun"
+    assert (world.rank, world.world_size) == (3, 4)
+
+
+def test_hand_written_variables_are_enough() -> None:
+    """RANK and WORLD_SIZE make a rank; without more, all ranks are taken to share one node."""
+    world = require_world({"RANK": "1", "WORLD_SIZE": "2"})
+    assert world.started_by == "environment"
+    assert places(world) == (1, 2, 1, 2, 0, 1)
+
+
+def test_hand_written_variables_may_span_nodes() -> None:
+    """LOCAL_WORLD_SIZE says how the ranks lie on the nodes, node after node."""
+    env = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+    assert places(require_world(env)) == (5, 8, 1, 4, 1, 2)
+
+
+def test_own_words_say_the_same_world_again() -> None:
+    """What a launch exports is read back as the world it came from."""
+    world = World(
+        rank=5,
+        world_size=8,
+        local_rank=1,
+        local_world_size=4,
+        node_rank=1,
+        nnodes=2,
+        started_by="ddpsafe",
+    )
+    assert places(require_world(world.as_env())) == places(world)
+
+
+def test_task_of_a_slurm_step_is_a_rank() -> None:
+    """``srun -N2 --ntasks-per-node=2``: task 3 is local rank 1 of node 1."""
+    world = require_world(slurm_step(rank=3, world_size=4, local_rank=1, node=1, tasks="2(x2)"))
+    assert world.started_by == "slurm"
+    assert places(world) == (3, 4, 1, 2, 1, 2)
+
+
+def test_slurm_step_may_be_smaller_than_its_job() -> None:
+    """``srun -n1`` in a job of four tasks is one rank: the step's numbers count, not the job's."""
+    world = require_world(
+        slurm_step(rank=0, world_size=1, local_rank=0, node=0, tasks="1", nodes=1)
+    )
+    assert places(world) == (0, 1, 0, 1, 0, 1)
+
+
+def test_slurm_batch_script_without_srun_is_alone() -> None:
+    """SLURM_PROCID=0 and SLURM_NTASKS=4 in a batch script are one process, not rank 0 of 4."""
+    assert find_world(SLURM_JOB | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}) is None
+
+
+def test_salloc_shell_is_alone() -> None:
+    """The shell of an allocation sees the job's numbers and is no rank."""
+    assert find_world(SLURM_JOB) is None
+
+
+@pytest.mark.parametrize("step", ["4294967291", "4294967292", "4294967290"])
+def test_slurm_step_of_a_shell_is_alone(step: str) -> None:
+    """The steps that Slurm opens for batch scripts and interactive shells are no ranks."""
+    env = slurm_step(rank=0, world_size=1, local_rank=0, node=0, tasks="1", nodes=1)
+    assert find_world(env | {"SLURM_STEP_ID": step}) is None
+
+
+@pytest.mark.parametrize(
+    ("node", "here"), [(0, 2), (1, 1), (2, 1)], ids=["first", "second", "third"]
+)
+def test_slurm_nodes_may_have_different_numbers_of_tasks(node: int, here: int) -> None:
+    """``2,1(x2)`` is two tasks on the first node and one on each of the two others."""
+    rank = {0: 1, 1: 2, 2: 3}[node]
+    local_rank = 1 if node == 0 else 0
+    env = slurm_step(
+        rank=rank, world_size=4, local_rank=local_rank, node=node, tasks="2,1(x2)", nodes=3
+    )
+    world = require_world(env)
+    assert (world.local_world_size, world.node_rank, world.local_rank) == (here, node, local_rank)
+
+
+@pytest.mark.parametrize("node", [0, 1, 2])
+def test_every_slurm_node_counts_the_same_nodes(node: int) -> None:
+    """All ranks of a job with uneven nodes agree on nnodes."""
+    rank = {0: 0, 1: 2, 2: 3}[node]
+    env = slurm_step(rank=rank, world_size=4, local_rank=0, node=node, tasks="2,1(x2)", nodes=3)
+    assert require_world(env).nnodes == 3
+
+
+def test_cyclic_slurm_ranks_are_on_the_node_that_slurm_says() -> None:
+    """``--distribution=cyclic`` puts ranks 0 and 2 on node 0: rank // tasks-per-node is wrong."""
+    worlds = [
+        require_world(slurm_step(rank=rank, world_size=4, local_rank=local, node=node, tasks="2,2"))
+        for rank, local, node in [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
+    ]
+    assert [world.node_rank for world in worlds] == [0, 1, 0, 1]
+    assert [world.local_rank for world in worlds] == [0, 0, 1, 1]
+    assert {world.nnodes for world in worlds} == {2}
+
+
+def test_rank_of_openmpi_knows_its_place_on_its_node() -> None:
+    """``mpirun`` of OpenMPI spells rank and local rank in OMPI_COMM_WORLD_*."""
+    world = require_world(
+        {
+            "OMPI_COMM_WORLD_RANK": "2",
+            "OMPI_COMM_WORLD_SIZE": "4",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            "OMPI_COMM_WORLD_NODE_RANK": "0",
+        }
+    )
+    assert world.started_by == "openmpi"
+    assert places(world) == (2, 4, 0, 2, 1, 2)
+
+
+def test_rank_of_mpich_knows_its_place_on_its_node() -> None:
+    """``mpiexec`` of MPICH and Intel MPI spells it in PMI_* and MPI_LOCAL*."""
+    env = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+    world = require_world(env)
+    assert world.started_by == "mpi"
+    assert places(world) == (3, 4, 1, 2, 1, 2)
+
+
+def test_rank_of_pmi_alone_is_taken_to_be_on_one_node() -> None:
+    """Without MPI_LOCAL*, the ranks are those of one node."""
+    assert places(require_world({"PMI_RANK": "3", "PMI_SIZE": "4"})) == (3, 4, 3, 4, 0, 1)
+
+
+def test_rank_without_world_size_is_refused() -> None:
+    """RANK alone is half a launcher: an error that names both variables, never rank 0 of 1."""
+    with pytest.raises(ConfigError) as caught:
+        find_world({"RANK": "1"})
+    text = str(caught.value)
+    assert "WORLD_SIZE is not set, but RANK is." in text
+    assert "unset RANK" in text
+
+
+def test_torchrun_without_rank_is_refused() -> None:
+    """A missing RANK is an error, never rank 0."""
+    env = torchrun()
+    del env["RANK"]
+    with pytest.raises(ConfigError, match="RANK is not set, but TORCHELASTIC_RUN_ID is"):
+        find_world(env)
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size"), [("2", "2"), ("7", "2"), ("-1", "2"), ("0", "0"), ("0", "-3")]
+)
+def test_rank_outside_of_the_world_is_refused(rank: str, world_size: str) -> None:
+    """0 <= RANK < WORLD_SIZE, and the message shows both numbers."""
+    with pytest.raises(ConfigError) as caught:
+        find_world({"RANK": rank, "WORLD_SIZE": world_size})
+    text = str(caught.value)
+    assert f"RANK is {rank}, but WORLD_SIZE is {world_size}" in text
+    assert "What to do:" in text
+
+
+@pytest.mark.parametrize("text", ["", "one", "1.0", "0x1", "1 2", "9" * 5000])
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+def test_number_that_is_none_is_refused_by_its_name(name: str, text: str) -> None:
+    """Every variable must be a whole number; the message names the variable and shows the value."""
+    env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", name: text}
+    with pytest.raises(ConfigError) as caught:
+        find_world(env)
+    assert f"{name}=" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"LOCAL_RANK": "2"},
+        {"LOCAL_RANK": "-1"},
+        {"LOCAL_WORLD_SIZE": "0"},
+        {"LOCAL_WORLD_SIZE": "-2"},
+        {"GROUP_RANK": "-1"},
+        {"GROUP_RANK": "2"},
+        {"GROUP_WORLD_SIZE": "0"},
+    ],
+    ids=str,
+)
+def test_place_outside_of_the_node_is_refused(changes: dict[str, str]) -> None:
+    """A local rank beyond its node, a node of no ranks and a node below 0 are contradictions."""
+    with pytest.raises(ConfigError, match="What to do:"):
+        find_world(torchrun(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"SLURM_STEP_TASKS_PER_NODE": "two"},
+        {"SLURM_STEP_TASKS_PER_NODE": ""},
+        {"SLURM_STEP_TASKS_PER_NODE": "2(x"},
+        {"SLURM_STEP_TASKS_PER_NODE": "2(x999999999999)"},
+        {"SLURM_STEP_TASKS_PER_NODE": "0(x2)"},
+        {"SLURM_NODEID": "-3"},
+        {"SLURM_NODEID": "here"},
+        {"SLURM_NODEID": "7"},
+    ],
+    ids=str,
+)
+def test_broken_slurm_variable_is_refused_or_read(changes: dict[str, str]) -> None:
+    """A damaged step is a `ConfigError` or a world in range: no other error, and no hang."""
+    env = slurm_step(rank=0, world_size=4, local_rank=0, node=0, tasks="2(x2)") | changes
+    require_sane(env)
+
+
+def test_require_int_names_both_variables() -> None:
+    """The message says which variable is missing and which one makes it necessary."""
+    with pytest.raises(ConfigError, match="WORLD_SIZE is not set, but RANK is"):
+        require_int({}, "WORLD_SIZE", because="RANK")
+    assert require_int({"WORLD_SIZE": " 3 "}, "WORLD_SIZE", because="RANK") == 3
+
+
+NAMES: Final = sorted(
+    {
+        *torchrun(),
+        *slurm_step(rank=0, world_size=1, local_rank=0, node=0, tasks="1"),
+        *("NODE_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    }
+)
+"""Every variable that any dialect reads, and some that none does."""
+
+TASKS: Final = string.digits + "(x),-_ "
+VALUES: Final = st.one_of(
+    st.integers(-3, 9).map(str),
+    st.integers().map(str),
+    st.text(TASKS, max_size=8),
+    st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=6),
+)
+
+
+def require_sane(env: dict[str, str]) -> None:
+    """Assert that an environment is refused with a `ConfigError`, or read as a world in range."""
+    world = None
+    with contextlib.suppress(ConfigError):
+        world = find_world(env)
+    if world is not None:
+        assert 0 <= world.rank < world.world_size
+        assert 0 <= world.local_rank < world.local_world_size
+        assert 0 <= world.node_rank < world.nnodes
+
+
+@settings(max_examples=300, deadline=2000)
+@given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=len(NAMES)))
+@example({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "0"})
+def test_no_environment_causes_another_error(env: dict[str, str]) -> None:
+    """Whatever the variables say, the answer is a world in range, none, or a `ConfigError`."""
+    require_sane(env)
+
+
+@settings(max_examples=200, deadline=2000)
+@given(
+    node=st.integers(0, 5) | st.integers(),
+    tasks=st.text(TASKS, max_size=12),
+    rank=st.integers(0, 3),
+)
+def test_no_list_of_slurm_tasks_causes_another_error(node: int, tasks: str, rank: int) -> None:
+    """SLURM_STEP_TASKS_PER_NODE may hold anything: in milliseconds, and with no other error."""
+    require_sane(slurm_step(rank=rank, world_size=4, local_rank=0, node=node, tasks=tasks))
