@@ -19,32 +19,14 @@ Every error pickles, its cause and its facts included where they pickle.
 from __future__ import annotations
 
 import pickle
-from typing import TYPE_CHECKING, Final, Literal, get_args
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from ddpsafe._kinds import FailureKind
     from ddpsafe._wire.outcome import RankOutcome
-
-FailureKind = Literal[
-    "config",
-    "user-error",
-    "unpicklable",
-    "startup-network",
-    "port",
-    "mount",
-    "network",
-    "peer-lost",
-    "killed",
-    "hang",
-    "preempted",
-    "out-of-memory",
-    "hardware",
-]
-"""What sort of failure it was, which is what a retry is decided by."""
-
-FAILURE_KINDS: Final[frozenset[str]] = frozenset(get_args(FailureKind))
 
 
 def explain(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
+import scripts
 
 import ddpsafe
 
@@ -168,3 +171,55 @@ def _use_adopted_group() -> dict[str, Any]:
     found["left_by_cleanup"] = dist.is_initialized()
     found["still_works"] = ddpsafe.gather(dist.get_rank())
     return found
+
+
+def run_jobs(name: str, other: str, style: str, rounds: int, port: int) -> None:
+    """Be the launcher of one of two jobs that start at the same moment, again and again.
+
+    Every rank adds up its job's value and writes down what it got.
+
+    Args:
+        name: This job, whose value is its number.
+        other: The job to start together with.
+        style: ``setup`` for plain torch.multiprocessing and ddpsafe.setup, ``spawn`` for
+            ddpsafe.spawn and the script's own init_process_group.
+        rounds: How often.
+        port: The MASTER_PORT that both have in their source.
+    """
+    import multiprocessing
+
+    import torch.multiprocessing as mp
+
+    preload = ["torch", "attached_programs", "ddpsafe._launch", "ddpsafe._worker.preload"]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+    for number in range(rounds):
+        Path(f"ready-{name}-{number}").touch()
+        scripts.wait_until(Path(f"ready-{other}-{number}").exists)
+        args = (2, float(name), port, f"{name}-{number}", style)
+        if style == "spawn":
+            ddpsafe.spawn(be_job, args=args, nprocs=2, start_method="forkserver")
+        else:
+            mp.start_processes(be_job, args=args, nprocs=2, start_method="forkserver")
+
+
+def be_job(
+    rank: int, world_size: int, value: float, port: int, name: str, style: Literal["setup", "spawn"]
+) -> None:
+    """Be a rank of a script with a hard-coded port."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    result: object
+    try:
+        if style == "spawn":
+            dist.init_process_group("gloo", rank=rank, world_size=world_size)
+        else:
+            ddpsafe.setup(rank, world_size, timeouts=PATIENT)
+        total = torch.tensor([value])
+        dist.all_reduce(total)
+        result = total.item()
+        (dist.destroy_process_group if style == "spawn" else ddpsafe.cleanup)()
+    except ddpsafe.DDPSafeError as error:
+        result = [type(error).__name__, str(error)]
+    Path(f"rank-{name}-{rank}.json").write_text(json.dumps(result))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import fault_programs
 import leftovers
 import psutil
 import pytest
+import scripts
 
 import ddpsafe
 
@@ -204,3 +206,38 @@ def require_places(error: LaunchError, ranks: Iterable[int]) -> dict[int, str]:
         assert "# stuck here" in source, f"{line}: {source}"
         names[rank] = place["name"]
     return names
+
+
+def run_script(folder: Path, statements: str, *arguments: str) -> scripts.Run:
+    """Run a script with statements below its main guard, to its end.
+
+    In scope are `folder`, `ddpsafe`, the programs as ``p``, and `options` for two ranks.
+    """
+    return scripts.Script(write_script(folder, statements, *arguments), folder=folder).end()
+
+
+def write_script(folder: Path, statements: str, *arguments: str) -> list[str]:
+    """Write such a script; return the arguments for Python to run it."""
+    options = {"nproc_per_node": 2, "backend": "gloo", "start_method": "forkserver"}
+    source = "\n".join(
+        [
+            "import os, signal, sys, threading, time",
+            "from pathlib import Path",
+            "import ddpsafe",
+            "import fault_programs as p",
+            f"folder = Path({str(folder)!r})",
+            f"options = dict({options!r}, run_dir=folder / 'run')",
+            "if __name__ == '__main__':",
+            textwrap.indent(textwrap.dedent(statements).strip(), "    "),
+        ]
+    )
+    return [str(scripts.write(folder, "script.py", source)), *arguments]
+
+
+def require_hang(error: ddpsafe.LaunchTimeoutError, rank: int) -> None:
+    """Fail unless that rank is the one that did not come, first and in the facts."""
+    assert error.missing_ranks == (rank,), error
+    assert str(error).startswith(f"rank {rank} (world_size "), error
+    assert error.kind == "hang"
+    assert error.waited_s > 0
+    assert rank in error.stacks

@@ -7,6 +7,7 @@ marked "# stuck here", so that a test can compare it with the line that the laun
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -78,10 +79,15 @@ def cleanup() -> None:
 
 
 def train_by_hand(
-    rank: int, world_size: int, folder: Path, fault: Fault, culprit: int = 1
+    rank: int,
+    world_size: int,
+    folder: Path,
+    fault: Fault,
+    culprit: int = 1,
+    timeout_s: float = 60,
 ) -> None:
     """Be the script of a tutorial: `setup`, `train`, `cleanup` only when all went well."""
-    setup(rank, world_size)
+    setup(rank, world_size, timeout_s=timeout_s)
     for step in range(STEPS):
         if step == FAULT_STEP and rank == culprit:
             mark(folder)
@@ -461,6 +467,37 @@ def wait_for_each_other(_folder: Path) -> None:
         second.acquire()  # stuck here
 
 
+def sleep_before_a_barrier(ctx: RankContext, folder: Path) -> None:
+    """Let rank 1 sleep while the others wait for it at a barrier of ddpsafe's."""
+    if ctx.rank == 1:
+        mark(folder)
+        sleep(folder)
+    ctx.barrier("after the epoch")
+
+
+def sleep_everywhere(ctx: RankContext, folder: Path) -> None:
+    """Let all ranks sleep: no collective is there to time out."""
+    average_gradients()
+    if ctx.is_main:
+        mark(folder)
+    sleep(folder)
+
+
+def step_slowly(ctx: RankContext, _folder: Path, how: str, takes_s: float) -> str:
+    """Make steps of a third of a second for a while."""
+    import torch
+
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    ends = time.monotonic() + takes_s
+    while ctx.broadcast(time.monotonic() < ends) if how == "collective" else time.monotonic() < ends:
+        if how == "optimizer":
+            parameter.sum().backward()
+            optimizer.step()
+        time.sleep(0.3)
+    return "done"
+
+
 # Ranks come apart.
 
 
@@ -517,6 +554,27 @@ def call_another_collective(ctx: RankContext, folder: Path, culprit: int) -> Non
         dist.all_gather([torch.ones(8)] * ctx.world_size, torch.ones(8))  # stuck here
     else:
         average_gradients()
+
+
+def gather_other_shapes(ctx: RankContext, folder: Path, culprit: int) -> None:
+    """Gather from one rank more than the others expect."""
+    import torch
+    import torch.distributed as dist
+
+    average_gradients()
+    mark(folder)
+    size = 4 if ctx.rank == culprit else 8
+    dist.all_gather([torch.ones(size)] * ctx.world_size, torch.ones(size))  # stuck here
+    dist.all_reduce(torch.ones(4))
+
+
+def work_alone_at_the_end(ctx: RankContext, _folder: Path, takes_s: float) -> str:
+    """Let rank 0 save and evaluate after the others have returned."""
+    average_gradients()
+    if not ctx.is_main:
+        return "done"
+    time.sleep(takes_s)
+    return "saved"
 
 
 def evaluate_on_rank_zero(ctx: RankContext, folder: Path) -> None:
@@ -787,3 +845,71 @@ def noted(folder: Path, name: str) -> Any:
         yield
     finally:
         (folder / name).touch()
+
+
+def recover_together(ctx: RankContext, folder: Path) -> str:
+    """Handle the same error on all ranks, and meet in its `except` block, rank 0 late."""
+    import torch.distributed as dist
+
+    try:
+        (folder / "no-checkpoint").read_text()
+    except FileNotFoundError:
+        if ctx.is_main:
+            time.sleep(1)
+        dist.barrier()
+        ctx.barrier("all have recovered")
+        if ctx.is_main:
+            time.sleep(1)
+        average_gradients()
+    return "recovered"
+
+
+def fail_beside_a_handled_error(ctx: RankContext, folder: Path) -> None:
+    """Let rank 1 fail while rank 0 waits for it inside an `except` block."""
+    try:
+        import no_such_module_at_all  # noqa: F401 - it is not there
+    except ImportError:
+        average_gradients()
+        if ctx.rank == 1:
+            time.sleep(0.2)
+            mark(folder)
+            raise_own_error(folder)
+        ctx.barrier("never")
+
+
+def run_inside_an_except_block(rank: int, world_size: int, folder: Path) -> None:
+    """Be a script whose main function is called in an `except` block."""
+    import torch.distributed as dist
+
+    import ddpsafe
+
+    try:
+        import no_such_module_at_all  # noqa: F401 - it is not there
+    except ImportError:
+        ddpsafe.setup(rank, world_size)
+        average_gradients()
+        ddpsafe.cleanup()
+        (folder / f"closed-{rank}").write_text(str(not dist.is_initialized()))
+
+
+class KillsWhoLoads(FailsToLoad):
+    """An argument that kills rank 1 while it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Load through `load_and_die`."""
+        return (load_and_die, (self.folder,))
+
+
+def load_and_die(folder: Path) -> str:
+    """Unpickle; die on rank 1."""
+    if os.environ.get("RANK") == "1":
+        mark(folder)
+        die_by_kill(folder)
+    return "loaded"
+
+
+def be_killed_at_exit(ctx: RankContext, _folder: Path) -> int:
+    """Return, and be killed on the way out."""
+    if ctx.rank == 1:
+        atexit.register(os.kill, os.getpid(), signal.SIGKILL)
+    return ctx.rank

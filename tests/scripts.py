@@ -96,7 +96,8 @@ def run(folder: Path, source: str, *arguments: str) -> Run:
 def clean_environment() -> dict[str, str]:
     """Return this environment, with our rank programs importable and no threads chosen."""
     inherited = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
-    return {**inherited, "PYTHONPATH": str(TESTS)}
+    path = [str(TESTS), *filter(None, [inherited.get("PYTHONPATH")])]
+    return {**inherited, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def wait_until(

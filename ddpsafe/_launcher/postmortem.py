@@ -27,7 +27,7 @@ from ddpsafe._wire import payload
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from ddpsafe._errors import FailureKind
+    from ddpsafe._kinds import FailureKind
     from ddpsafe._launcher.causes import Sort
     from ddpsafe._launcher.supervisor import Ending
     from ddpsafe._wire.outcome import Raised, RankOutcome

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 if TYPE_CHECKING:
-    from ddpsafe._errors import FailureKind
+    from ddpsafe._kinds import FailureKind
     from ddpsafe._wire.outcome import Raised
 
 

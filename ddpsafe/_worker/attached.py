@@ -8,23 +8,26 @@ import sys
 from typing import TYPE_CHECKING
 
 from ddpsafe._clock import Deadline
-from ddpsafe._errors import ConfigError, explain
 from ddpsafe._worker import context as contexts
-from ddpsafe._worker import environment, meeting, session, torch_hooks
 from ddpsafe._worker import process_group as groups
-from ddpsafe._worker.context import RankContext
-from ddpsafe._worker.control import Control
-from ddpsafe._worker.endpoint import find_endpoint
-from ddpsafe._world import World, find_world, loopback_interfaces
+from ddpsafe._worker import session
+from ddpsafe._worker.joining import (
+    adopt_group,
+    describe,
+    device_for,
+    join_job,
+    join_launch,
+    place_of,
+)
+from ddpsafe._world import World, find_world
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    import torch
-    from torch.distributed import Store
     from typing_extensions import Unpack
 
     from ddpsafe._config import AttachedFields, LaunchConfig
+    from ddpsafe._worker.context import RankContext
 
 
 def is_rank(env: Mapping[str, str]) -> bool:
@@ -141,15 +144,15 @@ def _enter(
 
     current = contexts.find_current()
     if dist.is_initialized():
-        return current or _adopt(), False
+        return current or adopt_group(), False
     if current is not None and session.find_spec() is not None:
-        return _join_launch(current, backend), True
+        return join_launch(current, backend), True
     from ddpsafe._config import LaunchConfig
 
     resolved = LaunchConfig.resolve(config, **fields)
     if backend != "auto":
         resolved = LaunchConfig.resolve(resolved, backend=backend)
-    return _join_job(_place(rank, world_size), resolved), True
+    return join_job(place_of(rank, world_size), resolved), True
 
 
 def current() -> RankContext:
@@ -163,139 +166,9 @@ def current() -> RankContext:
     if member is not None:
         return member
     if dist.is_available() and dist.is_initialized():
-        return _adopt()
+        return adopt_group()
     place = find_world(os.environ) or World.alone()
-    return _describe(place, _device(place, "gloo"), "none", None)
-
-
-def _place(rank: int | None, world_size: int | None) -> World:
-    if rank is None and world_size is None:
-        return find_world(os.environ) or World.alone()
-    if rank is None or world_size is None:
-        what = f"setup(rank={rank}, world_size={world_size}) says only half of it."
-        fix = "pass both, or neither to take them from the launcher."
-        raise ConfigError(explain(what, cause="an argument was forgotten.", fix=fix))
-    spoken = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    given = find_world({**_local_variables(os.environ), **spoken})
-    assert given is not None  # noqa: S101 - RANK is set
-    return given
-
-
-def _local_variables(env: Mapping[str, str]) -> dict[str, str]:
-    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
-    return {name: env[name] for name in names if name in env}
-
-
-def _adopt() -> RankContext:
-    """Describe a group that somebody else has made (Accelerate, Fabric, the script itself)."""
-    import torch.distributed as dist
-
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    place = find_world(os.environ)
-    if place is None or (place.rank, place.world_size) != (rank, world_size):
-        place = _place(rank, world_size)
-    store = torch_hooks.default_store()
-    control = None
-    if store is not None and world_size > 1:
-        private = dist.PrefixStore("ddpsafe/adopted", store)
-        control = Control(private, rank=rank, world_size=world_size)
-    return _remember(place, _device(place, dist.get_backend()), dist.get_backend(), control)
-
-
-def _join_launch(current: RankContext, backend: str) -> RankContext:
-    """Make the group of a rank that `spawn` started, at the launcher's store."""
-    spec = session.find_spec()
-    assert spec is not None  # noqa: S101 - checked by the caller
-    chosen = _choose_backend(backend, current.world)
-    session.open_group(spec, current.control, backend=chosen, device=current.device)
-    return current
-
-
-def _join_job(world: World, config: LaunchConfig) -> RankContext:
-    from torch.distributed import HashStore
-
-    os.environ.update(config.env)
-    if world.local_world_size == world.world_size:
-        for name, interface in loopback_interfaces().items():
-            os.environ.setdefault(name, interface)
-    deadline = Deadline.after(config.timeouts.rendezvous)
-    backend = _choose_backend(config.backend, world)
-    device = _device(world, backend)
-    control = None
-    store: Store = HashStore()
-    if world.world_size > 1:
-        endpoint = find_endpoint(world, os.environ)
-        store, control = meeting.open_stores(endpoint, world, os.environ, deadline=deadline)
-    groups.open_group(
-        store,
-        control,
-        world=world,
-        backend=backend,
-        device=device,
-        rendezvous=deadline,
-        collective=config.timeouts.collective,
-    )
-    member = _remember(world, device, backend, control, config=config)
-    if config.seed is not None:
-        environment.seed_all(config.seed)
-    return member
-
-
-def _choose_backend(asked: str, world: World) -> str:
-    import torch
-
-    if asked != "auto":
-        return asked
-    return "nccl" if torch.cuda.device_count() >= world.local_world_size else "gloo"
-
-
-def _device(world: World, backend: str) -> torch.device:
-    import torch
-
-    if "nccl" not in backend:
-        return torch.device("cpu")
-    gpus = torch.cuda.device_count()
-    if world.local_rank >= gpus:
-        what = f"{world} has local_rank {world.local_rank}, but this host shows {gpus} GPUs."
-        cause = "more ranks than GPUs, a missing LOCAL_RANK, or CUDA_VISIBLE_DEVICES."
-        fix = "start one rank per GPU and set LOCAL_RANK, or use backend='gloo'."
-        raise ConfigError(explain(what, cause=cause, fix=fix))
-    return environment.use_device(f"cuda:{world.local_rank}")
-
-
-def _remember(
-    world: World,
-    device: torch.device,
-    backend: str,
-    control: Control | None,
-    *,
-    config: LaunchConfig | None = None,
-) -> RankContext:
-    member = _describe(world, device, backend, control, config=config)
-    contexts.enter(member)
-    return member
-
-
-def _describe(
-    world: World,
-    device: torch.device,
-    backend: str,
-    control: Control | None,
-    *,
-    config: LaunchConfig | None = None,
-) -> RankContext:
-    from ddpsafe._config import Timeouts
-
-    timeouts = config.timeouts if config is not None else Timeouts()
-    return RankContext(
-        world=world,
-        device=device,
-        backend=backend,
-        attempt=1 + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        run_dir=config.run_dir if config is not None else None,
-        barrier_timeout=timeouts.barrier,
-        control=control,
-    )
+    return describe(place, device_for(place, "gloo"), "none", None)
 
 
 def _close(member: RankContext, *, opened: bool) -> None:

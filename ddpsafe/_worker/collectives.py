@@ -22,10 +22,13 @@ def wrap(
     sync_batchnorm: bool,
     ddp_kwargs: Mapping[str, Any],
 ) -> nn.Module:
-    """Move to the device, convert BatchNorm on request, wrap in DDP."""
+    """Move to the device, convert BatchNorm on request, wrap in DDP where there is a group."""
+    import torch.distributed as dist
     from torch import nn
 
     model = model.to(device)
+    if not dist.is_initialized():
+        return model
     if sync_batchnorm and device.type == "cuda":
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -76,9 +79,11 @@ def _mean_of_tensor(x: float | torch.Tensor, weight: float | None, device: torch
     if not values.is_floating_point():
         values = values.to(torch.float64)
     # float64 carries counts and sums exactly; the result is given back in the caller's dtype.
-    total = torch.cat(
-        [values.to(torch.float64).flatten() * share, values.new_tensor([share]).to(torch.float64)]
-    ).to(device)
+    total = torch.zeros(values.numel() + 1, dtype=torch.float64, device=values.device)
+    total[-1] = share
+    if share:  # the mean of no samples is nan, and counts for nothing
+        total[:-1] = values.to(torch.float64).flatten() * share
+    total = total.to(device)
     dist.all_reduce(total)
     if total[-1] == 0:
         msg = "reduce_mean: the weights of all ranks sum to zero; pass the number of samples."

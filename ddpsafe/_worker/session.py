@@ -29,7 +29,7 @@ def find_spec() -> RankSpec | None:
     return _spec
 
 
-def install_hooks(spec: RankSpec, *, before_destroy: Callable[[], None]) -> None:
+def install_hooks(spec: RankSpec, *, before_destroy: Callable[[], object]) -> None:
     """Prepare torch for scripts that make and destroy their process group themselves."""
     global _spec  # noqa: PLW0603 - one process is one rank
     _spec = spec

@@ -85,7 +85,7 @@ def _handler(
     return handler
 
 
-def before_destroy(hook: Callable[[], None]) -> None:
+def before_destroy(hook: Callable[[], object]) -> None:
     """Call `hook` whenever the script destroys its process group, and make that safe.
 
     ``destroy_process_group`` while a DDP object is alive can end in a destructor that joins a

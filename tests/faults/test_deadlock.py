@@ -1,0 +1,34 @@
+"""Two threads of a rank wait for each other's locks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import fault_programs as programs
+import pytest
+from fault_kit import COLLECTIVE_S, HANG_S, SIZES, World, require_hang, require_places
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_the_main_threads_line_is_named_and_the_other_threads_is_in_the_stacks(
+    tmp_path: Path, ranks: int
+) -> None:
+    """The message shows where the rank waits; the run directory has all its threads."""
+    world = World(folder=tmp_path, ranks=ranks)
+    error = world.launch_fails(
+        ddpsafe.CollectiveTimeoutError,
+        programs.train,
+        programs.wait_for_each_other,
+        within_s=COLLECTIVE_S + HANG_S,
+        timeouts={"collective": COLLECTIVE_S},
+    )
+    require_hang(error, 1)
+    assert require_places(error, [1]) == {1: "wait_for_each_other"}
+    stacks = (tmp_path / "run" / "attempt-1" / "rank-1.stacks").read_text()
+    assert f'File "{programs.__file__}", line' in stacks
+    assert "in other" in stacks

@@ -1,0 +1,72 @@
+"""A rank exits before its function has returned: always a failure, whatever code it gives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import fault_programs as programs
+import pytest
+from fault_kit import SIZES, World, require_rank, run_script
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+EXITS = [
+    pytest.param(programs.exit_well, ddpsafe.RankLeftEarlyError, 1, id="sys.exit(0)"),
+    pytest.param(programs.exit_badly, ddpsafe.RankExitedError, 3, id="sys.exit(3)"),
+    pytest.param(programs.vanish_well, ddpsafe.RankLeftEarlyError, 1, id="os._exit(0)"),
+    pytest.param(programs.vanish_badly, ddpsafe.RankExitedError, 7, id="os._exit(7)"),
+    pytest.param(programs.be_interrupted, ddpsafe.RankExitedError, 130, id="KeyboardInterrupt"),
+]
+
+
+@pytest.mark.parametrize(("fault", "error_class", "code"), EXITS)
+@pytest.mark.parametrize("ranks", SIZES)
+def test_it_is_a_failure_of_that_rank(
+    tmp_path: Path,
+    ranks: int,
+    fault: Callable[..., Any],
+    error_class: type[ddpsafe.RankFailedError],
+    code: int,
+) -> None:
+    """Exit code 0 included: without a returned value the work is not done."""
+    world = World(folder=tmp_path, ranks=ranks)
+    error = world.launch_fails(error_class, programs.train, fault)
+    require_rank(error, 1)
+    assert error.exit_code == code
+    assert "before its function returned" in str(error)
+
+
+@pytest.mark.parametrize(("fault", "error_class", "code"), EXITS)
+def test_it_is_a_failure_in_an_unported_script_too(
+    tmp_path: Path,
+    fault: Callable[..., Any],
+    error_class: type[ddpsafe.RankFailedError],
+    code: int,
+) -> None:
+    """`torch.multiprocessing.spawn` returns normally for three of the five."""
+    world = World(folder=tmp_path, start_method="forkserver")
+    error = world.spawn_fails(error_class, programs.train_by_hand, fault)
+    require_rank(error, 1)
+    assert error.exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [("exit_well", 1), ("exit_badly", 3), ("die_by_kill", 137), ("raise_own_error", 1)],
+)
+def test_the_script_ends_with_the_ranks_code(tmp_path: Path, fault: str, code: int) -> None:
+    """Nobody has to catch anything: an uncaught error ends the script with the rank's own code."""
+    script = run_script(tmp_path, f"ddpsafe.launch(p.train, (folder, p.{fault}), **options)")
+    assert script.code == code, script.err
+    assert "rank 1 (world_size 2)" in script.err
+    assert "What to do: " in script.err
+
+
+def test_the_script_ends_with_78_where_a_retry_cannot_help(tmp_path: Path) -> None:
+    """A scheduler that knows the code does not put the job into the queue again."""
+    script = run_script(tmp_path, "ddpsafe.launch(p.do_nothing, nproc_per_node=0)")
+    assert script.code == 78, script.err

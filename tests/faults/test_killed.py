@@ -1,0 +1,80 @@
+"""A rank is ended by a signal."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING, Any
+
+import fault_programs as programs
+import pytest
+from fault_kit import SIZES, WORLDS, World, require_rank
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@pytest.mark.parametrize(
+    ("fault", "signum"),
+    [
+        (programs.die_by_kill, signal.SIGKILL),
+        (programs.die_by_terminate, signal.SIGTERM),
+        (programs.die_by_null_pointer, signal.SIGSEGV),
+        (programs.die_by_short_mapping, signal.SIGBUS),
+        (programs.die_by_abort, signal.SIGABRT),
+    ],
+    ids=["SIGKILL", "SIGTERM", "SIGSEGV", "SIGBUS", "SIGABRT"],
+)
+@pytest.mark.parametrize("ranks", SIZES)
+def test_the_signal_is_named(
+    tmp_path: Path, ranks: int, fault: Callable[..., Any], signum: signal.Signals
+) -> None:
+    """With its number as a fact, and 128 + signal for the script's exit status."""
+    world = World(folder=tmp_path, ranks=ranks)
+    error = world.launch_fails(ddpsafe.RankKilledError, programs.train, fault)
+    require_rank(error, 1)
+    assert (error.signal, error.exit_code, error.kind) == (signum, 128 + signum, "killed")
+    assert f"was killed by {signum.name} " in str(error)
+
+
+@pytest.mark.parametrize(("ranks", "start_method"), WORLDS)
+def test_in_an_unported_script(tmp_path: Path, ranks: int, start_method: str) -> None:
+    """The same under `spawn`."""
+    world = World(folder=tmp_path, ranks=ranks, start_method=start_method)
+    error = world.spawn_fails(
+        ddpsafe.RankKilledError, programs.train_by_hand, programs.die_by_kill
+    )
+    require_rank(error, 1)
+
+
+@pytest.mark.parametrize(
+    "fault", [programs.die_by_null_pointer, programs.die_by_short_mapping, programs.die_by_abort]
+)
+def test_a_crash_in_native_code_shows_the_python_line_that_led_there(
+    tmp_path: Path, fault: Callable[..., Any]
+) -> None:
+    """The last words of the process are in the message, the whole stack in the log."""
+    world = World(folder=tmp_path)
+    error = world.launch_fails(ddpsafe.RankKilledError, programs.train, fault)
+    assert f"in {fault.__name__}" in str(error)
+    assert error.log_path is not None
+    assert "Fatal Python error" in error.log_path.read_text()
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_before_its_function_runs(tmp_path: Path, start_method: str) -> None:
+    """Nobody waits for a rank that died while it loaded its arguments."""
+    world = World(folder=tmp_path, start_method=start_method)
+    error = world.launch_fails(
+        ddpsafe.RankKilledError, programs.take, programs.KillsWhoLoads(tmp_path)
+    )
+    require_rank(error, 1)
+    assert "while loading the function and its arguments" in str(error)
+
+
+def test_after_its_value_has_arrived(tmp_path: Path) -> None:
+    """A rank that is killed after it has returned has done its work: the result stands."""
+    world = World(folder=tmp_path)
+    assert world.launch(programs.be_killed_at_exit).values == {0: 0, 1: 1}

@@ -1,0 +1,66 @@
+"""Ranks call collectives that do not belong together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import fault_programs as programs
+import pytest
+from fault_kit import COLLECTIVE_S, HANG_S, World, require_hang, require_places
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ONE_OF: list[tuple[int, int]] = [(2, 1), (4, 2)]
+"""World size and culprit."""
+
+
+@pytest.mark.parametrize(("ranks", "culprit"), ONE_OF)
+def test_another_collective(tmp_path: Path, ranks: int, culprit: int) -> None:
+    """The rank that is alone with its call is named, and what each rank called."""
+    world = World(folder=tmp_path, ranks=ranks)
+    error = world.launch_fails(
+        ddpsafe.CollectiveTimeoutError,
+        programs.call_another_collective,
+        culprit,
+        within_s=COLLECTIVE_S + HANG_S,
+        timeouts={"collective": COLLECTIVE_S},
+    )
+    require_hang(error, culprit)
+    assert "entered another collective than the others" in str(error)
+    assert "all_gather number 2 " in str(error)
+    assert "all_reduce number 2 " in str(error)
+    names = require_places(error, range(ranks))
+    assert names.pop(culprit) == "call_another_collective"
+    assert set(names.values()) == {"average_gradients"}
+
+
+@pytest.mark.parametrize(("ranks", "culprit"), ONE_OF)
+def test_other_shapes(tmp_path: Path, ranks: int, culprit: int) -> None:
+    """gloo aborts a process on the first wrong byte, and not always the one that is wrong.
+
+    So the message says which rank died, that shapes are the likely reason, and the line.
+    """
+    world = World(folder=tmp_path, ranks=ranks)
+    error = world.launch_fails(
+        ddpsafe.RankKilledError, programs.pass_other_shapes, culprit, within_s=COLLECTIVE_S + HANG_S
+    )
+    assert error.signal == 6
+    assert "compare the shapes" in str(error)
+    assert "in pass_other_shapes" in str(error)
+
+
+@pytest.mark.parametrize(("ranks", "culprit"), ONE_OF)
+def test_other_shapes_that_gloo_does_not_notice(tmp_path: Path, ranks: int, culprit: int) -> None:
+    """A shape that only makes one rank wait is named from the record of the calls."""
+    world = World(folder=tmp_path, ranks=ranks)
+    error = world.launch_fails(
+        ddpsafe.CollectiveTimeoutError,
+        programs.gather_other_shapes,
+        culprit,
+        within_s=COLLECTIVE_S + HANG_S,
+        timeouts={"collective": COLLECTIVE_S},
+    )
+    require_hang(error, culprit)

@@ -1,0 +1,79 @@
+"""No rank gets on, and no collective is there to time out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import fault_programs as programs
+import pytest
+from fault_kit import HANG_S, SIZES, World, require_places
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROGRESS_S = 1.5
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_no_step_for_too_long_is_a_hang(tmp_path: Path, ranks: int) -> None:
+    """`timeouts.progress` ends it, and says where every rank is."""
+    world = World(folder=tmp_path, ranks=ranks)
+    error = world.launch_fails(
+        ddpsafe.ProgressTimeoutError,
+        programs.sleep_everywhere,
+        within_s=PROGRESS_S + HANG_S,
+        timeouts={"progress": PROGRESS_S},
+    )
+    assert error.missing_ranks == tuple(range(ranks))
+    assert require_places(error, range(ranks)) == dict.fromkeys(range(ranks), "sleep")
+
+
+def test_a_rank_behind_the_others_is_named_by_the_progress_timeout_too(tmp_path: Path) -> None:
+    """With a collective timeout of minutes, the shorter one ends the wait, and blames the same."""
+    world = World(folder=tmp_path)
+    error = world.launch_fails(
+        ddpsafe.ProgressTimeoutError,
+        programs.train,
+        programs.sleep,
+        within_s=PROGRESS_S + HANG_S,
+        timeouts={"progress": PROGRESS_S},
+    )
+    assert error.missing_ranks == (1,)
+
+
+def test_a_rank_that_holds_the_gil_does_not_count_as_one_that_gets_on(tmp_path: Path) -> None:
+    """It answers nothing, which is no sign of life."""
+    world = World(folder=tmp_path)
+    error = world.launch_fails(
+        ddpsafe.ProgressTimeoutError,
+        programs.train,
+        programs.hold_the_gil,
+        within_s=PROGRESS_S + HANG_S,
+        timeouts={"progress": PROGRESS_S},
+    )
+    assert error.missing_ranks == (1,)
+
+
+@pytest.mark.parametrize("how", ["optimizer", "collective"])
+def test_steps_that_are_made_push_the_timeout_back(tmp_path: Path, how: str) -> None:
+    """A job of many short steps may take longer than the timeout."""
+    world = World(folder=tmp_path)
+    values = world.launch(
+        programs.step_slowly, how, 3 * PROGRESS_S, timeouts={"progress": PROGRESS_S}
+    ).values
+    assert values == {0: "done", 1: "done"}
+
+
+def test_an_attempt_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    """`timeouts.attempt` ends everything, whatever the ranks do."""
+    world = World(folder=tmp_path)
+    error = world.launch_fails(
+        ddpsafe.AttemptTimeoutError,
+        programs.sleep_everywhere,
+        within_s=PROGRESS_S + HANG_S,
+        timeouts={"attempt": PROGRESS_S},
+    )
+    assert error.missing_ranks == (0, 1)
+    assert require_places(error, [0, 1]) == {0: "sleep", 1: "sleep"}

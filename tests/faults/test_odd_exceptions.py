@@ -1,0 +1,71 @@
+"""A rank raises what cannot travel, or should not."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import fault_programs as programs
+import pytest
+from fault_kit import World, require_rank
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+NEEDS_GROUPS = pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="exception groups came with Python 3.11"
+)
+
+
+@pytest.mark.parametrize(
+    ("fault", "travels_as", "text"),
+    [
+        pytest.param(programs.raise_locked, None, "locked text", id="cannot-be-pickled"),
+        pytest.param(programs.raise_keyword, None, "keyword code 7", id="cannot-be-built-again"),
+        pytest.param(programs.raise_bomb, None, "bomb text", id="exits-where-it-is-built-again"),
+        pytest.param(programs.raise_rude, programs.RudeError, "rude text", id="base-exception"),
+        pytest.param(programs.raise_chained, ValueError, "second text", id="chained"),
+        pytest.param(
+            programs.raise_group, "ExceptionGroup", "both parts", id="group", marks=NEEDS_GROUPS
+        ),
+    ],
+)
+def test_its_text_arrives_and_its_type_where_it_can(
+    tmp_path: Path,
+    fault: Callable[..., Any],
+    travels_as: type[BaseException] | str | None,
+    text: str,
+) -> None:
+    """The text is in the first line, the whole traceback below the cause."""
+    world = World(folder=tmp_path)
+    error = world.launch_fails(ddpsafe.RankRaisedError, programs.train, fault)
+    require_rank(error, 1)
+    assert text in str(error).splitlines()[0]
+    remote = error.__cause__
+    if travels_as is not None:
+        assert travels_as in {type(remote), type(remote).__name__}
+        assert remote is not None
+        remote = remote.__cause__
+    assert f"in {fault.__name__}" in str(remote)
+
+
+def test_fifty_megabytes_of_text(tmp_path: Path) -> None:
+    """The launcher shows the beginning and the end of it, and is as quick as ever."""
+    world = World(folder=tmp_path)
+    error = world.launch_fails(ddpsafe.RankRaisedError, programs.train, programs.raise_large)
+    require_rank(error, 1)
+    assert len(str(error)) < 10_000
+    assert "large text" in str(error)
+    assert "end of text" in str(error)
+    assert sum(path.stat().st_size for path in (tmp_path / "run").rglob("*")) < 1_000_000
+
+
+def test_chain_and_parts_are_in_the_log(tmp_path: Path) -> None:
+    """What an error was raised from is read where the message says the log is."""
+    world = World(folder=tmp_path)
+    error = world.launch_fails(ddpsafe.RankRaisedError, programs.train, programs.raise_chained)
+    assert error.log_path is not None
+    assert "KeyError: 'key of the first'" in error.log_path.read_text()

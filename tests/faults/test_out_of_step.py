@@ -1,0 +1,69 @@
+"""Ranks come apart: one makes fewer collectives than the others, or leaves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import fault_programs as programs
+import pytest
+from fault_kit import COLLECTIVE_S, HANG_S, SIZES, WORLDS, World, require_hang, require_rank
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LEFT_S = 3.0
+"""A rank that left is told by two looks, half a second apart, without any timeout."""
+
+
+@pytest.mark.parametrize(("ranks", "culprit"), [(2, 1), (4, 2)])
+def test_a_rank_that_skips_an_all_reduce_meets_the_others_in_the_wrong_place(
+    tmp_path: Path, ranks: int, culprit: int
+) -> None:
+    """Its next collective is another one; who is alone with it is named, and so are both calls."""
+    world = World(folder=tmp_path, ranks=ranks)
+    error = world.launch_fails(
+        ddpsafe.CollectiveTimeoutError,
+        programs.skip_one,
+        culprit,
+        within_s=COLLECTIVE_S + HANG_S,
+        timeouts={"collective": COLLECTIVE_S},
+    )
+    require_hang(error, culprit)
+    assert "all_gather number 5 " in str(error)
+    assert "all_reduce number 5 " in str(error)
+    assert f"in skip_one, " in str(error)
+
+
+@pytest.mark.parametrize(
+    ("batches", "culprit"), [([5, 3], 1), ([3, 5], 0), ([5, 5, 3, 4], 2)], ids=str
+)
+def test_uneven_numbers_of_batches(tmp_path: Path, batches: list[int], culprit: int) -> None:
+    """The rank that ran out of batches first is named, long before any timeout."""
+    world = World(folder=tmp_path, ranks=len(batches))
+    error = world.launch_fails(
+        ddpsafe.RankLeftEarlyError, programs.run_out_of_batches, batches, within_s=LEFT_S
+    )
+    require_rank(error, culprit)
+    assert error.exit_code == 1
+    assert "returned early" in str(error)
+    assert "Join" in str(error)
+
+
+@pytest.mark.parametrize(("ranks", "start_method"), WORLDS)
+def test_a_rank_that_returns_early(tmp_path: Path, ranks: int, start_method: str) -> None:
+    """`mp.spawn` and torchrun blame a rank that still worked."""
+    world = World(folder=tmp_path, ranks=ranks, start_method=start_method)
+    error = world.launch_fails(
+        ddpsafe.RankLeftEarlyError, programs.return_early, within_s=LEFT_S
+    )
+    require_rank(error, 1)
+
+
+def test_a_rank_that_works_alone_after_the_others_have_returned_is_no_failure(
+    tmp_path: Path,
+) -> None:
+    """Rank 0 saves and evaluates by itself at the end: nobody waits for anybody."""
+    world = World(folder=tmp_path)
+    assert world.launch(programs.work_alone_at_the_end, 2.0).values == {0: "saved", 1: "done"}

@@ -1,0 +1,82 @@
+"""The user's own `except` and `finally` meet or destroy the group while an exception is on its way.
+
+Everywhere else this hides the error until a timeout, or blames a rank that only lost a peer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import fault_programs as programs
+import pytest
+from fault_kit import SIZES, WORLDS, World, require_rank
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@pytest.mark.parametrize(
+    "tidy_up",
+    [
+        programs.tidy_up_with_destroy,
+        programs.tidy_up_with_barrier,
+        programs.tidy_up_with_barrier_and_destroy,
+        programs.tidy_up_with_our_cleanup,
+    ],
+)
+@pytest.mark.parametrize("ranks", SIZES)
+def test_in_a_script_of_its_own(tmp_path: Path, ranks: int, tidy_up: Callable[..., Any]) -> None:
+    """The exception is told before the wait that it would hide behind."""
+    world = World(folder=tmp_path, ranks=ranks)
+    error = world.spawn_fails(ddpsafe.RankRaisedError, tidy_up)
+    require_rank(error, 1)
+    assert isinstance(error.__cause__, programs.LostSampleError)
+    assert "in raise_own_error" in str(error)
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_a_barrier_of_ours_in_finally(tmp_path: Path, ranks: int) -> None:
+    """`ctx.barrier` does not hide it either."""
+    world = World(folder=tmp_path, ranks=ranks)
+    error = world.launch_fails(ddpsafe.RankRaisedError, programs.tidy_up_with_our_barrier)
+    require_rank(error, 1)
+    assert isinstance(error.__cause__, programs.LostSampleError)
+
+
+@pytest.mark.parametrize(("ranks", "start_method"), WORLDS)
+def test_an_error_that_is_swallowed_leaves_the_rank_behind(
+    tmp_path: Path, ranks: int, start_method: str
+) -> None:
+    """``except Exception: print`` skips a step: the rank returns while the others still wait."""
+    world = World(folder=tmp_path, ranks=ranks, start_method=start_method)
+    error = world.spawn_fails(
+        ddpsafe.RankLeftEarlyError, programs.swallow_and_go_on, within_s=3.0
+    )
+    require_rank(error, 1)
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_a_barrier_that_is_meant_is_no_failure(tmp_path: Path, ranks: int) -> None:
+    """All ranks handle the same expected error and meet in its `except` block, slowly."""
+    world = World(folder=tmp_path, ranks=ranks)
+    values = world.launch(programs.recover_together).values
+    assert values == {rank: "recovered" for rank in range(ranks)}
+
+
+def test_a_handled_error_is_not_blamed_for_another_ranks_end(tmp_path: Path) -> None:
+    """Rank 0 trains inside an `except` block, and waits at a barrier there when rank 1 fails."""
+    world = World(folder=tmp_path)
+    error = world.launch_fails(ddpsafe.RankRaisedError, programs.fail_beside_a_handled_error)
+    require_rank(error, 1)
+    assert isinstance(error.__cause__, programs.LostSampleError)
+
+
+def test_cleanup_inside_an_except_block_closes_the_group(tmp_path: Path) -> None:
+    """A script that runs inside ``except ImportError:`` as a whole ends well, group closed."""
+    world = World(folder=tmp_path, ranks=2)
+    world.spawn(programs.run_inside_an_except_block)
+    closed = {path.read_text() for path in tmp_path.glob("closed-*")}
+    assert closed == {"True"}

@@ -1,0 +1,48 @@
+"""A rank is stopped: SIGSTOP, a debugger, a frozen container."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import fault_programs as programs
+import pytest
+from fault_kit import COLLECTIVE_S, HANG_S, WORLDS, World, require_hang, require_places
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize(("ranks", "start_method"), WORLDS)
+def test_the_stopped_rank_is_named_and_where_it_was(
+    tmp_path: Path, ranks: int, start_method: str
+) -> None:
+    """It answers no question, but the system says its state, and it shows its line at the end."""
+    world = World(folder=tmp_path, ranks=ranks, start_method=start_method)
+    error = world.launch_fails(
+        ddpsafe.CollectiveTimeoutError,
+        programs.train,
+        programs.stop,
+        within_s=COLLECTIVE_S + HANG_S,
+        timeouts={"collective": COLLECTIVE_S},
+    )
+    require_hang(error, 1)
+    assert str(error).startswith(f"rank 1 (world_size {ranks}) is stopped at ")
+    assert "kill -CONT" in str(error)
+    names = require_places(error, range(ranks))
+    assert names == {rank: "stop" if rank == 1 else "average_gradients" for rank in range(ranks)}
+
+
+def test_in_an_unported_script(tmp_path: Path) -> None:
+    """The timeout is then the script's own."""
+    world = World(folder=tmp_path)
+    error = world.spawn_fails(
+        ddpsafe.CollectiveTimeoutError,
+        programs.train_by_hand,
+        programs.stop,
+        1,
+        COLLECTIVE_S,
+        within_s=COLLECTIVE_S + HANG_S,
+    )
+    require_hang(error, 1)
