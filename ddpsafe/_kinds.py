@@ -22,3 +22,6 @@ FailureKind = Literal[
 """What sort of failure it was, which is what a retry is decided by."""
 
 FAILURE_KINDS: Final[frozenset[str]] = frozenset(get_args(FailureKind))
+
+STARTUP_KINDS: Final[frozenset[FailureKind]] = frozenset({"startup-network", "port", "mount"})
+"""Failures from before the user's function ran: trying again repeats nothing."""

@@ -30,6 +30,18 @@ def write_in_pieces(rank: int) -> None:
         os.write(1, b"\n")
 
 
+def write_half_a_line(rank: int, folder: Path) -> None:
+    """Leave rank 0 in the middle of a line while rank 1 writes one."""
+    if rank == 0:
+        os.write(1, b"first half, ")
+        (folder / "half").touch()
+        scripts.wait_until((folder / "gate").exists)
+        os.write(1, b"second half\n")
+    else:
+        scripts.wait_until((folder / "half").exists)
+        os.write(1, b"a whole line\n")
+
+
 def show_progress(ctx: RankContext, gate: Path) -> None:
     """Redraw a line as a progress bar does, and hold it at 50 % until the gate opens."""
     if not ctx.is_main:

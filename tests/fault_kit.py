@@ -53,7 +53,7 @@ SIZES: Final = [2, 4]
 
 _SCREEN_LINES: Final = 40
 _PROGRAMS: Final = Path(fault_programs.__file__)
-_PLACE: Final = re.compile(r"(?P<file>\S+):(?P<line>\d+) in (?P<name>\S+)")
+_PLACE: Final = re.compile(r"(?P<file>\S+):(?P<line>\d+) in (?P<name>[^\s,]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,9 @@ class World:
         }
         return {**ours, **fields}
 
-    def launch_fails(self, error: type[E], program: Callable[..., Any], *args: Any, **how: Any) -> E:
+    def launch_fails(
+        self, error: type[E], program: Callable[..., Any], *args: Any, **how: Any
+    ) -> E:
         """Launch what must fail: see `_fails`."""
         return _fails(error, self, self.launch, program, *args, **how)
 
@@ -141,7 +143,9 @@ def _fails(
 def require_in_time(took_s: float, within_s: float, what: object = "") -> None:
     """Fail if something took longer than promised, on a machine as busy as this one is."""
     limit_s = within_s * patience()
-    assert took_s < limit_s, f"took {took_s:.1f} s, promised are {within_s} s ({limit_s:.1f}): {what}"
+    assert took_s < limit_s, (
+        f"took {took_s:.1f} s, promised are {within_s} s ({limit_s:.1f}): {what}"
+    )
 
 
 def struck_at(folder: Path) -> float:

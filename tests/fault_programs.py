@@ -13,6 +13,7 @@ import ctypes
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -41,6 +42,11 @@ def mark(folder: Path) -> None:
     temporary = folder / f"fault-{os.getpid()}"
     temporary.write_text(repr(time.monotonic()))
     temporary.rename(folder / "fault")
+
+
+def since(moment: float) -> float:
+    """Return how long ago a moment on that clock was, in seconds."""
+    return time.monotonic() - moment
 
 
 def train(ctx: RankContext, folder: Path, fault: Fault, culprit: int = 1) -> int:
@@ -431,7 +437,7 @@ def sleep(_folder: Path) -> None:
 def be_busy(_folder: Path) -> None:
     """Compute in Python without an end."""
     ends = time.monotonic() + FOREVER_S
-    while time.monotonic() < ends:
+    while time.monotonic() < ends:  # stuck here
         pass  # stuck here
 
 
@@ -483,17 +489,35 @@ def sleep_everywhere(ctx: RankContext, folder: Path) -> None:
     sleep(folder)
 
 
-def step_slowly(ctx: RankContext, _folder: Path, how: str, takes_s: float) -> str:
-    """Make steps of a third of a second for a while."""
+class Optimizer:
+    """An argument that is one parameter and its optimizer in the rank.
+
+    torch imports its compiler when the first optimizer is made, which takes longer than the
+    timeouts of these tests; so it is made while the argument is loaded.
+    """
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Load through `make_optimizer`."""
+        return (make_optimizer, ())
+
+
+def make_optimizer() -> Any:
+    """Return an optimizer of one parameter."""
     import torch
 
-    parameter = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    return torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+
+
+def step_slowly(
+    ctx: RankContext, _folder: Path, how: str, takes_s: float, optimizer: Any = None
+) -> str:
+    """Make steps of a third of a second for a while."""
     ends = time.monotonic() + takes_s
-    while ctx.broadcast(time.monotonic() < ends) if how == "collective" else time.monotonic() < ends:
+    while time.monotonic() < ends:
         if how == "optimizer":
-            parameter.sum().backward()
             optimizer.step()
+        elif how == "collective" and ctx.is_main:
+            average_gradients()
         time.sleep(0.3)
     return "done"
 
@@ -532,14 +556,16 @@ def return_early(ctx: RankContext, folder: Path) -> str:
     return "trained"
 
 
-def pass_other_shapes(ctx: RankContext, folder: Path, culprit: int) -> None:
-    """Reduce a last batch that is shorter than the others'."""
+def pass_other_shapes(
+    ctx: RankContext, folder: Path, culprit: int, its_size: int, others_size: int
+) -> None:
+    """Reduce a last batch that has another size than the others'."""
     import torch
     import torch.distributed as dist
 
     average_gradients()
     mark(folder)
-    dist.all_reduce(torch.ones(1000 if ctx.rank == culprit else 2000))  # stuck here
+    dist.all_reduce(torch.ones(its_size if ctx.rank == culprit else others_size))  # stuck here
     dist.all_reduce(torch.ones(4))
 
 
@@ -556,18 +582,6 @@ def call_another_collective(ctx: RankContext, folder: Path, culprit: int) -> Non
         average_gradients()
 
 
-def gather_other_shapes(ctx: RankContext, folder: Path, culprit: int) -> None:
-    """Gather from one rank more than the others expect."""
-    import torch
-    import torch.distributed as dist
-
-    average_gradients()
-    mark(folder)
-    size = 4 if ctx.rank == culprit else 8
-    dist.all_gather([torch.ones(size)] * ctx.world_size, torch.ones(size))  # stuck here
-    dist.all_reduce(torch.ones(4))
-
-
 def work_alone_at_the_end(ctx: RankContext, _folder: Path, takes_s: float) -> str:
     """Let rank 0 save and evaluate after the others have returned."""
     average_gradients()
@@ -579,16 +593,37 @@ def work_alone_at_the_end(ctx: RankContext, _folder: Path, takes_s: float) -> st
 
 def evaluate_on_rank_zero(ctx: RankContext, folder: Path) -> None:
     """Evaluate on rank 0 alone through the wrapper: BatchNorm's buffers are then broadcast."""
-    import torch
+    model = _train_with_buffers(ctx)
+    if ctx.is_main:
+        mark(folder)
+        model(_batch())
+    for _ in range(STEPS):
+        model(_batch()).sum().backward()
+
+
+def evaluate_unwrapped_on_rank_zero(ctx: RankContext, _folder: Path) -> str:
+    """Evaluate on rank 0 alone, through the bare model."""
+    model = _train_with_buffers(ctx)
+    if ctx.is_main:
+        ctx.unwrap(model)(_batch())
+    for _ in range(STEPS):
+        model(_batch()).sum().backward()
+    return "evaluated" if ctx.is_main else "trained"
+
+
+def _train_with_buffers(ctx: RankContext) -> Any:
+    """Make one step of a wrapped model that has buffers."""
     from torch import nn
 
     model = ctx.wrap(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-    model(torch.randn(8, 4)).sum().backward()
-    if ctx.is_main:
-        mark(folder)
-        model(torch.randn(8, 4))  # stuck here
-    else:
-        model(torch.randn(8, 4)).sum().backward()
+    model(_batch()).sum().backward()
+    return model
+
+
+def _batch() -> Any:
+    import torch
+
+    return torch.ones(8, 4)
 
 
 # A rank does not join.
@@ -614,12 +649,12 @@ def load_badly(folder: Path) -> str:
     return "loaded"
 
 
-def join_never(rank: int, world_size: int, folder: Path) -> None:
+def join_never(rank: int, world_size: int, folder: Path, timeout_s: float = 60) -> None:
     """Hang before `setup`."""
     if rank == 1:
         mark(folder)
         sleep(folder)
-    setup(rank, world_size)
+    setup(rank, world_size, timeout_s=timeout_s)
 
 
 def join_late(rank: int, world_size: int, folder: Path, delay_s: float) -> None:
@@ -656,6 +691,34 @@ def load_slowly(folder: Path, delay_s: float) -> str:
 def take(ctx: RankContext, _folder: Path, _argument: object) -> int:
     """Take an argument and do nothing with it."""
     return ctx.rank
+
+
+# Ports.
+
+
+def do_nothing_about_it(_folder: Path) -> None:
+    """Be no fault at all."""
+
+
+def listen_on(ctx: RankContext, folder: Path, port: int) -> None:
+    """Open a hard-coded port on rank 1."""
+    average_gradients()
+    if ctx.rank == 1:
+        mark(folder)
+        socket.create_server(("127.0.0.1", port))
+    average_gradients()
+
+
+def count_ranks_by_hand(rank: int, world_size: int, folder: Path) -> None:
+    """Add up one for each rank, on a hard-coded port."""
+    import torch
+    import torch.distributed as dist
+
+    setup(rank, world_size)
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    (folder / f"count-{rank}").write_text(str(ones.item()))
+    cleanup()
 
 
 # A rank does not end.
@@ -713,6 +776,12 @@ def leave_children_and_fail(ctx: RankContext, folder: Path) -> None:
         mark(folder)
         raise_own_error(folder)
     average_gradients()
+
+
+def leave_children_and_return(ctx: RankContext, _folder: Path) -> list[int]:
+    """Start two stubborn processes on each rank, and return their pids."""
+    ctx.barrier("all are there")
+    return [start_stubborn(own_session=own) for own in (False, True)]
 
 
 class Numbers:

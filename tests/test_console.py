@@ -73,6 +73,24 @@ def test_spawn_shows_all_ranks_and_tears_no_line_apart(
     assert out.count("\n") == 2 * programs.LINES
 
 
+def test_a_line_of_several_ranks_is_shown_once_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that is in the middle of a line does not spoil the line of another one."""
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", screen)
+    fields: dict[str, Any] = {"nprocs": 2, "start_method": "forkserver", "join": False}
+    handle = ddpsafe.spawn(programs.write_half_a_line, (tmp_path,), **fields)
+    assert handle is not None
+    try:
+        scripts.wait_until(lambda: "a whole line" in screen.getvalue())
+        assert screen.getvalue() == "a whole line\n"
+    finally:
+        (tmp_path / "gate").touch()
+        handle.join()
+    assert screen.getvalue() == "a whole line\nfirst half, second half\n"
+
+
 def test_a_progress_bar_is_shown_as_it_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,10 +116,13 @@ def test_results_of_200_megabytes_arrive_whole() -> None:
 def test_types_of_the_script_itself_come_back_as_themselves(tmp_path: Path) -> None:
     """A result and an exception of a class in the script's `__main__` are of that class here.
 
-    Each rank imports the script, and with it torch, before it knows its number of threads.
+    Each rank imports the script, and with it a lock that could not travel, and torch, before it
+    knows its number of threads.
     """
     source = """
-        import dataclasses, sys, torch, ddpsafe
+        import dataclasses, sys, threading, torch, ddpsafe
+
+        lock = threading.Lock()
 
         @dataclasses.dataclass
         class Report:
@@ -134,7 +137,8 @@ def test_types_of_the_script_itself_come_back_as_themselves(tmp_path: Path) -> N
         def train(ctx, fails):
             if fails and ctx.rank == 1:
                 raise BadBatch(17)
-            return Report(ctx.rank, torch.get_num_threads())
+            with lock:
+                return Report(ctx.rank, torch.get_num_threads())
 
         if __name__ == "__main__":
             for method in ("spawn", "forkserver"):
@@ -365,8 +369,11 @@ def test_a_launch_leaves_the_caller_as_it_found_it(run_dir: Path, start_method: 
     The exception is still held when we look: its traceback must not keep a socket open.
     """
     options = {**TWO, "start_method": start_method}
+    at_first = _everything_of_the_caller()
     ddpsafe.launch(programs.pid_of, **TWO)  # Python's own helper processes start here
     before = _everything_of_the_caller()
+    for name in ("environment", "directory", "handlers", "mask", "threads", "start method"):
+        assert before[name] == at_first[name]
     ddpsafe.launch(programs.describe, **options)
     assert _everything_of_the_caller() == before
     try:

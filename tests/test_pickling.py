@@ -320,17 +320,27 @@ def test_nothing_is_found_where_all_is_well() -> None:
     assert payload.find_unpicklable(cycle, "args") is None
 
 
+def test_a_child_that_knows_its_parent_is_not_blamed_for_it(lock: object) -> None:
+    """A callback holds the trainer that holds a lock: the lock is named, not the callback."""
+    trainer, callback = programs.Holder(None), programs.Holder(None)
+    callback.held = {"trainer": trainer}
+    trainer.held = [callback, {"guard": lock}]
+    found = payload.find_unpicklable(trainer, "args[0]")
+    assert found is not None
+    assert found[0] == "args[0].held[1]['guard']"
+
+
 @pytest.mark.timeout(20)
 def test_the_search_ends_in_cycles_and_in_great_depth(lock: object) -> None:
     """It names something on the way, within seconds, whatever the graph looks like."""
     ring = [programs.Holder(None) for _ in range(200)]
     for one, next_one in zip(ring, [*ring[1:], ring[0]], strict=True):
         one.held = next_one
-    knot: list[object] = [ring[0], lock]
-    knot += [knot, {"self": knot}]
+    knot: list[object] = []
+    knot += [knot, {"self": knot}, ring[0], lock]
     found = payload.find_unpicklable(knot, "args")
     assert found is not None
-    assert found[0] == "args[1]"
+    assert found[0] == "args[3]"
     deep: object = lock
     for _ in range(100_000):
         deep = [deep]

@@ -21,7 +21,7 @@ from ddpsafe._config.endpoint import Endpoint, parse_endpoint
 from ddpsafe._config.interfaces import GLOO, find_shape_problem
 from ddpsafe._config.judges import judge_integer
 from ddpsafe._config.problems import Problem, find_near, require_none, show, wrong
-from ddpsafe._kinds import FAILURE_KINDS, FailureKind
+from ddpsafe._kinds import FAILURE_KINDS, STARTUP_KINDS, FailureKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -93,7 +93,7 @@ class RetryPolicy(BaseModel):
         frozenset[Annotated[FailureKind | type[Exception], BeforeValidator(_judge_kind)]],
         BeforeValidator(_split_kinds),
     ] = Field(
-        default=frozenset({"startup-network", "port", "mount"}),
+        default=STARTUP_KINDS,
         description="Kinds of failure and exception types that are worth another attempt. "
         "The default ones happen before your function runs.",
         examples=['{"startup-network", "port", "mount", "peer-lost", ConnectionError}'],

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ddpsafe._kinds import STARTUP_KINDS
 from ddpsafe._launcher import evidence, postmortem, shutdown
 from ddpsafe._launcher.console import open_console
 from ddpsafe._launcher.guard import posted_guard
@@ -70,6 +71,7 @@ def run_attempt(
                 _specs(plan, number, meeting, directory),
                 call,
                 start_method=config.start_method,
+                expects_restarts=bool(config.retry.on - STARTUP_KINDS),
                 daemon=plan.daemon,
                 run_rank=run_rank,
                 guard=guard,

@@ -84,12 +84,17 @@ def is_own_fault(outcome: RankOutcome) -> bool:
     return outcome.raised is None or find_symptom(outcome.raised) is None
 
 
-def _order(outcome: RankOutcome) -> tuple[int, int, int]:
-    """Order ranks that failed: an error from inside a collective may be an echo after all."""
+def _order(outcome: RankOutcome) -> tuple[bool, bool, int, int]:
+    """Order ranks that failed.
+
+    An error from inside a collective may be an echo after all, and one that was only seen in
+    flight may have been caught.
+    """
     raised = outcome.raised
     inside = raised is not None and "distributed_c10d.py" in raised.traceback
     seen_ns = raised.at_ns if raised is not None else (outcome.ended_ns or 0)
-    return (int(inside), seen_ns, outcome.rank)
+    in_flight = raised is not None and not raised.final
+    return (inside, in_flight, seen_ns, outcome.rank)
 
 
 def last_collective(outcome: RankOutcome) -> Collective | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import re
 import signal
 from datetime import timedelta
@@ -40,9 +41,9 @@ def collect(workers: Sequence[Worker]) -> None:
         worker.state = _state_of(worker)
         worker.ask_position()
         if worker.phase != "starting":  # before that, the signal would end it
-            worker.signal(STACKS_SIGNAL)
+            _ask_stacks(worker)
         if worker.state == psutil.STATUS_STOPPED:
-            worker.signal(signal.SIGCONT)  # it handles the signal above before anything else
+            worker.signal(signal.SIGCONT)
     deadline = Deadline.after(_ANSWER)
     while not deadline.expired() and not all(map(_has_answered, asked)):
         wait([worker.receiver.fileno() for worker in asked if not worker.receiver.closed], _POLL_S)
@@ -50,6 +51,19 @@ def collect(workers: Sequence[Worker]) -> None:
             worker.take_reports()
     for worker in asked:
         worker.stack, worker.in_collective = read_stack(_dump_of(worker))
+
+
+def _ask_stacks(worker: Worker) -> None:
+    """Send the signal to the main thread, which then dumps before it does anything else.
+
+    Of a stopped process that is continued, any thread could take a signal sent to the process, while
+    the main thread moves on.
+    """
+    tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # glibc has it since 2.30
+    if tgkill is None or worker.pid is None or worker.exitcode is not None:
+        worker.signal(STACKS_SIGNAL)
+    else:
+        tgkill(worker.pid, worker.pid, STACKS_SIGNAL)
 
 
 def _state_of(worker: Worker) -> str:

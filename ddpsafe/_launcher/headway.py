@@ -152,7 +152,8 @@ class ProgressWatch:
             return False
         self._ask()
         seen = [(w.phase, w.steps(), w.position, w.returned is None) for w in self._workers]
-        if seen != self._seen:
+        starting = not all(worker.joined for worker in self._workers)  # under a deadline of its own
+        if starting or seen != self._seen:
             self._seen = seen
             self._deadline = Deadline.after(self._longest)
         return self._deadline.expired()

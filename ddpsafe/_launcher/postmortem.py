@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import (
     AttemptTimeoutError,
+    BarrierTimeoutError,
     CollectiveTimeoutError,
     LaunchError,
+    LaunchTimeoutError,
     ProgressTimeoutError,
     RankExitedError,
     RankKilledError,
@@ -20,9 +22,10 @@ from ddpsafe._errors import (
 )
 from ddpsafe._launcher import advice
 from ddpsafe._launcher.causes import Cause, find_cause, furthest_collective
+from ddpsafe._launcher.originals import original_of
 from ddpsafe._launcher.symptoms import find_symptom, kind_of, wants_busy_port
 from ddpsafe._launcher.wording import last_words, listed, others, positions, where
-from ddpsafe._wire import payload
+from ddpsafe._wire.outcome import clip
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.supervisor import Ending
     from ddpsafe._wire.outcome import Raised, RankOutcome
 
+_MAX_MESSAGE: Final = 1_000
 _DOING: Final = {
     "starting": "starting (importing the script)",
     "loading": "loading the function and its arguments",
@@ -103,14 +107,6 @@ class Case:
         }
 
 
-class RemoteTraceback(Exception):  # noqa: N818 - shown as text above the error it belongs to
-    """The traceback of another process, as text."""
-
-    def __str__(self) -> str:
-        """Show it as Python shows a traceback."""
-        return f"\n{self.args[0]}"
-
-
 def conclude(case: Case) -> LaunchError:
     """Turn a failed attempt into the error to raise, with its cause attached."""
     if case.ending.verdict == "rendezvous":
@@ -145,31 +141,17 @@ def _raised(case: Case, cause: Cause, raised: Raised) -> LaunchError:
     topic: FailureKind = "port" if wants_busy_port(raised) else kind
     likely, fix = advice.BY_KIND.get(topic, advice.BY_KIND["user-error"])
     at = [f"at {raised.where}"] if raised.where else []
+    said = f": {clip(raised.message, _MAX_MESSAGE)}" if raised.message else "."
     message = explain(
-        f"{case.name(root)} raised {raised.type_name} {case.place(root)}: {raised.message}",
+        f"{case.name(root)} raised {raised.type_name} {case.place(root)}{said}",
         cause=likely,
         fix=fix,
         details=[*at, *others(case.outcomes.values(), cause)],
         logs=root.stderr,
     )
     error = RankRaisedError(message, **case.rank_facts(root), kind=kind)
-    error.__cause__ = _original(raised)
+    error.__cause__ = original_of(raised)
     return error
-
-
-def _original(raised: Raised) -> BaseException:
-    """Return the rank's own exception where it could travel, its traceback above it."""
-    remote = RemoteTraceback(raised.traceback)
-    if raised.payload is None:
-        return remote
-    try:
-        exc = payload.loads(raised.payload)
-    except Exception:  # noqa: BLE001 - a user's exception may refuse to be built here
-        return remote
-    if not isinstance(exc, BaseException):
-        return remote
-    exc.__cause__ = remote
-    return exc
 
 
 def _killed(case: Case, cause: Cause) -> LaunchError:
@@ -237,7 +219,19 @@ def _hung(case: Case, cause: Cause) -> LaunchError:
         logs=case.run_dir,
     )
     missing = [] if cause.sort == "unknown" else [root]
-    return CollectiveTimeoutError(message, **case.timeout_facts(missing, case.ending.waited_s))
+    cls = _class_of_wait(case)
+    kind: FailureKind = "startup-network" if cls is RendezvousTimeoutError else "hang"
+    facts = case.timeout_facts(missing, case.ending.waited_s)
+    return cls(message, **facts, kind=kind)
+
+
+def _class_of_wait(case: Case) -> type[LaunchTimeoutError]:
+    """Return the class of the wait that timed out: a barrier and a rendezvous have their own."""
+    names = [
+        out.raised.type_name.rpartition(".")[2] for out in case.outcomes.values() if out.raised
+    ]
+    ours = {cls.__name__: cls for cls in (RendezvousTimeoutError, BarrierTimeoutError)}
+    return next((ours[name] for name in names if name in ours), CollectiveTimeoutError)
 
 
 _HUNG: Final[dict[Sort, str]] = {

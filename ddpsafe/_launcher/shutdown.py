@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ddpsafe._clock import Deadline
 from ddpsafe._launcher.descendants import kill_members
+from ddpsafe._launcher.semaphores import remove_semaphores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,6 +45,7 @@ def stop_workers(workers: Sequence[Worker], *, grace: timedelta, launch_id: str)
     leftovers = kill_members(identities, launch_id, within_s=_LEFTOVERS_S)
     if leftovers:
         logger.info("ended %d processes that ranks had left behind", len(leftovers))
+    remove_semaphores(launch_id)
 
 
 def _end(workers: Sequence[Worker], signum: signal.Signals, deadline: Deadline) -> None:

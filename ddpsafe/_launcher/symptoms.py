@@ -36,7 +36,8 @@ def _symptom(pattern: str, sort: Literal["peer-lost", "timeout"], seen: str) -> 
 
 SECONDARY: Final = (
     _symptom(r"Connection closed by peer", "peer-lost", "2.13 gloo"),
-    _symptom(r"Read error .*reset by peer|Connection reset by peer", "peer-lost", "2.13 gloo"),
+    # Not a plain ConnectionResetError of Python's: that is a DataLoader's worker, or the user's own.
+    _symptom(r"^(?!Connection\w*Error).*Connection reset by peer", "peer-lost", "2.13 gloo"),
     _symptom(r"(?:write|writev|send).*Broken pipe", "peer-lost", "2.13 gloo"),
     _symptom(r"connectFullMesh failed", "peer-lost", "2.13 gloo"),
     _symptom(r"remote process exited or there was a network error", "peer-lost", "2.x nccl"),

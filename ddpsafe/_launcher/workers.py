@@ -44,6 +44,7 @@ def started_workers(
     call: PickledCall,
     *,
     start_method: str,
+    expects_restarts: bool,
     daemon: bool,
     run_rank: RunRank,
     guard: Guard,
@@ -59,6 +60,7 @@ def started_workers(
         specs: The ranks, by rank.
         call: What they run.
         start_method: ``spawn`` or ``forkserver``.
+        expects_restarts: Whether the user asked for more attempts after a failure in training.
         daemon: See `LaunchPlan`.
         run_rank: What each process runs; imported by name there.
         guard: Ends them should this process be killed.
@@ -67,7 +69,7 @@ def started_workers(
     Raises:
         PreflightError: The system would not start another process.
     """
-    context = _context(start_method)
+    context = _context(start_method, expects_restarts=expects_restarts)
     workers: list[Worker] = []
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: _close_all(workers))
@@ -84,11 +86,16 @@ def started_workers(
         yield workers
 
 
-def _context(start_method: str) -> Any:
-    """Return the context; the forkserver loads torch once, for all ranks it will ever fork."""
+def _context(start_method: str, *, expects_restarts: bool) -> Any:
+    """Return the context; the forkserver loads torch once, for all ranks it will ever fork.
+
+    DistributedDataParallel imports torch._dynamo when it is made, a second of work for each rank.
+    Loading that too delays the first start, and pays as soon as ranks are started again.
+    """
     context = multiprocessing.get_context(start_method)
     if start_method == "forkserver":
-        context.set_forkserver_preload(["torch", "ddpsafe._worker.preload"])
+        modules = ["torch", "ddpsafe._worker.preload"]
+        context.set_forkserver_preload([*modules, *(["torch._dynamo"] * expects_restarts)])
     return context
 
 

@@ -194,23 +194,36 @@ def find_unpicklable(obj: object, path: str) -> tuple[str, BaseException] | None
     Returns:
         The path to the culprit and what its pickling raised, or ``None`` if all is well.
     """
-    return _find(obj, path, seen=set(), levels=_SEARCHED_LEVELS)
+    exc = _failure(obj)
+    if exc is None:
+        return None
+    return _find(obj, path, exc, fails={}, levels=_SEARCHED_LEVELS) or (path, exc)
 
 
 def _find(
-    obj: object, path: str, *, seen: set[int], levels: int
+    obj: object, path: str, exc: BaseException, *, fails: dict[int, bool], levels: int
 ) -> tuple[str, BaseException] | None:
-    if id(obj) in seen:
-        return None
-    seen.add(id(obj))
+    """Search an object that fails; `fails` knows of every object met so far whether it does."""
+    fails[id(obj)] = True
+    parts = list(_parts(obj)) if levels else []
+    for name, part in parts:
+        if id(part) in fails:
+            continue
+        found = _failure(part)
+        fails[id(part)] = found is not None
+        if found is not None:
+            culprit = _find(part, path + name, found, fails=fails, levels=levels - 1)
+            if culprit is not None:
+                return culprit
+    # With a part that fails and was met before (a child that knows its parent), look elsewhere.
+    return None if any(fails[id(part)] for _, part in parts) else (path, exc)
+
+
+def _failure(obj: object) -> BaseException | None:
     try:
         dumps_call(obj)
     except Exception as exc:  # noqa: BLE001 - a user's __reduce__ may raise anything
-        for name, part in _parts(obj) if levels else ():
-            culprit = _find(part, path + name, seen=seen, levels=levels - 1)
-            if culprit is not None:
-                return culprit
-        return path, exc
+        return exc
     return None
 
 

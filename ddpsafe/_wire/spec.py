@@ -14,6 +14,12 @@ if TYPE_CHECKING:
 # A real-time signal: SIGUSR1 and SIGUSR2 belong to schedulers and to the user's own handlers.
 STACKS_SIGNAL: Final = int(signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2)
 
+
+def semaphore_prefix(launch_id: str) -> str:
+    """Return how the names of a launch's semaphores begin; macOS allows them 31 characters."""
+    return f"/ddpsafe-{launch_id[:8]}"
+
+
 CallStyle = Literal["launch", "spawn"]
 """``launch`` calls ``fn(ctx, *args)`` with the group up; ``spawn`` calls ``fn(rank, *args)``."""
 

@@ -8,9 +8,9 @@ import sys
 from typing import TYPE_CHECKING
 
 from ddpsafe._clock import Deadline
-from ddpsafe._worker import context as contexts
 from ddpsafe._worker import process_group as groups
 from ddpsafe._worker import session
+from ddpsafe._worker.current import enter, find_current
 from ddpsafe._worker.joining import (
     adopt_group,
     describe,
@@ -142,7 +142,7 @@ def _enter(
     """Return the context, and whether the group is ours to close."""
     import torch.distributed as dist
 
-    current = contexts.find_current()
+    current = find_current()
     if dist.is_initialized():
         return current or adopt_group(), False
     if current is not None and session.find_spec() is not None:
@@ -162,7 +162,7 @@ def current() -> RankContext:
     """
     import torch.distributed as dist
 
-    member = contexts.find_current()
+    member = find_current()
     if member is not None:
         return member
     if dist.is_available() and dist.is_initialized():
@@ -181,5 +181,5 @@ def _close(member: RankContext, *, opened: bool) -> None:
 
 
 def _forget(member: RankContext) -> None:
-    if session.find_spec() is None and contexts.find_current() is member:
-        contexts.enter(None)
+    if session.find_spec() is None and find_current() is member:
+        enter(None)

@@ -6,9 +6,13 @@ import zlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ddpsafe._errors import ConfigError, explain
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from ddpsafe._world import World
 
     Reducible = float | torch.Tensor | Mapping[str, float | torch.Tensor]
 
@@ -51,6 +55,21 @@ def unwrap(model: nn.Module) -> nn.Module:
         if inner is None:
             return model
         model = inner
+
+
+def require_group(world: World) -> None:
+    """Refuse to act as if alone in a rank that has peers but no group yet.
+
+    Raises:
+        ConfigError: The world has several ranks and no process group was made.
+    """
+    import torch.distributed as dist
+
+    if world.world_size > 1 and not dist.is_initialized():
+        what = f"{world} has no process group yet."
+        cause = "a method that needs the other ranks was called before setup(), or after cleanup()."
+        fix = "call it inside ddpsafe.process_group(), or between setup() and cleanup()."
+        raise ConfigError(explain(what, cause=cause, fix=fix))
 
 
 def group_size() -> int:

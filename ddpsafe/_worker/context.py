@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar, cast, overload
 
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import BarrierTimeoutError, RankRaisedError, explain
 from ddpsafe._worker import collectives, in_flight
-from ddpsafe._world import World, find_world
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ddpsafe._worker.control import Control
+    from ddpsafe._world import World
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,8 +32,9 @@ X = TypeVar("X", bound="float | torch.Tensor | Mapping[str, float | torch.Tensor
 class RankContext:
     """One rank's place in the job, and what ranks do together.
 
-    Every method that talks to other ranks has to be called by all of them, in the same order, and
-    is a no-op that returns its argument in a world of one.
+    Every method that talks to other ranks has to be called by all of them, in the same order. It
+    is a no-op that returns its argument in a world of one, and a `ConfigError` in a rank of more
+    that has no process group yet.
 
     Attributes:
         world: Ranks and sizes, see the properties.
@@ -106,6 +107,7 @@ class RankContext:
         Returns:
             The wrapped model; the model itself where it has nothing to train.
         """
+        collectives.require_group(self.world)
         return collectives.wrap(
             model, self.device, sync_batchnorm=sync_batchnorm, ddp_kwargs=ddp_kwargs
         )
@@ -125,6 +127,7 @@ class RankContext:
             BarrierTimeoutError: On every rank that waited, naming the ranks that did not come.
         """
         if self.control is None:
+            collectives.require_group(self.world)
             return
         deadline = Deadline.after(timeout or self.barrier_timeout)
         label = name or "barrier"
@@ -188,6 +191,7 @@ class RankContext:
     @contextlib.contextmanager
     def _following(self, *, local: bool) -> Iterator[None]:
         if self.control is None:
+            collectives.require_group(self.world)
             yield
             return
         name = f"rank-zero-first/{self.node_rank if local else 'all'}"
@@ -241,6 +245,7 @@ class RankContext:
         Raises:
             ValueError: The ranks passed different keys, or the weights sum to zero.
         """
+        collectives.require_group(self.world)
         return cast("X", collectives.reduce_mean(x, weight, self.device))
 
     def gather(self, obj: T) -> list[T]:
@@ -249,10 +254,12 @@ class RankContext:
         Objects travel by pickle between the ranks, as ``torch.distributed.all_gather_object``
         does it.
         """
+        collectives.require_group(self.world)
         return collectives.gather(obj)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return rank `src`'s object on every rank (pickle, as `gather`)."""
+        collectives.require_group(self.world)
         return collectives.broadcast(obj, src, self.device)
 
     def stop_requested(self) -> bool:
@@ -260,31 +267,9 @@ class RankContext:
 
         Costs one all-reduce of one number: ask once per so many steps, not in every one.
         """
+        collectives.require_group(self.world)
         asked = self.control is not None and self.control.is_set(STOP_KEY)
         return collectives.any_rank(asked, self.device)
 
 
-STOP_KEY = "control/stop"
-
-_current: RankContext | None = None
-
-
-def enter(context: RankContext | None) -> RankContext | None:
-    """Make a context the current one; return the one before, to be restored."""
-    global _current
-    before, _current = _current, context
-    return before
-
-
-def find_current() -> RankContext | None:
-    """Return the context of this rank, or ``None`` outside of one."""
-    return _current
-
-
-def current_world() -> World:
-    """Return this process' place: of the context, else of the environment, else alone."""
-    import os
-
-    if _current is not None:
-        return _current.world
-    return find_world(os.environ) or World.alone()
+STOP_KEY: Final = "control/stop"

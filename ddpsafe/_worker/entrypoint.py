@@ -105,6 +105,7 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
             environment.capture_output(spec.logs)
             environment.dump_stacks_on_signal(spec.logs)
         environment.apply_environment(spec)
+        environment.name_semaphores(spec.launch_id)
         reporter.enter("loading")
         value = _run_user_code(spec, reporter, inheritance)
         reporter.returned(value)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._wire.spec import STACKS_SIGNAL
+from ddpsafe._wire.spec import STACKS_SIGNAL, semaphore_prefix
 from ddpsafe._wire.step_counter import StepCounter
 
 if TYPE_CHECKING:
@@ -47,6 +48,13 @@ def apply_environment(spec: RankSpec) -> None:
     for name in _NEVER_INHERITED:
         os.environ.pop(name, None)
     os.environ.update(spec.env)
+
+
+def name_semaphores(launch_id: str) -> None:
+    """Let the launcher recognise the semaphores of this rank and of the processes it starts."""
+    # Python has no public name for it; without it they are removed when the launcher ends.
+    config = getattr(multiprocessing.current_process(), "_config", {})
+    config["semprefix"] = semaphore_prefix(launch_id)
 
 
 def use_threads(num_threads: int | None) -> None:
@@ -96,7 +104,7 @@ def seed_all(seed: int) -> None:
 
     import torch
 
-    from ddpsafe._worker.context import current_world
+    from ddpsafe._worker.current import current_world
 
     rank = current_world().rank
     torch.manual_seed(seed)

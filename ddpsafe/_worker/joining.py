@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import ConfigError, explain
-from ddpsafe._worker import context as contexts
 from ddpsafe._worker import environment, meeting, process_group, session, torch_hooks
 from ddpsafe._worker.context import RankContext
 from ddpsafe._worker.control import Control
+from ddpsafe._worker.current import enter
 from ddpsafe._worker.endpoint import find_endpoint
 from ddpsafe._world import World, find_world, loopback_interfaces
 
@@ -139,7 +139,7 @@ def _remember(
     config: LaunchConfig | None = None,
 ) -> RankContext:
     member = describe(world, device, backend, control, config=config)
-    contexts.enter(member)
+    enter(member)
     return member
 
 

@@ -1,11 +1,23 @@
-"""What the forkserver loads once, so that every rank it forks has it already."""
+"""What the forkserver loads once, so that every rank it forks has it already.
+
+None of these imports starts a thread, which a forked process would lose.
+"""
 
 from ddpsafe._wire import payload
-from ddpsafe._worker import context, control, entrypoint, process_group, session, torch_hooks
+from ddpsafe._worker import (
+    context,
+    control,
+    current,
+    entrypoint,
+    process_group,
+    session,
+    torch_hooks,
+)
 
 __all__ = [
     "context",
     "control",
+    "current",
     "entrypoint",
     "payload",
     "process_group",

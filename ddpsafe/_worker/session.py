@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpsafe._clock import Deadline
-from ddpsafe._worker import context, in_flight, process_group, torch_hooks
+from ddpsafe._worker import context, current, in_flight, process_group, torch_hooks
 from ddpsafe._worker.control import Control
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def install_hooks(spec: RankSpec, *, before_destroy: Callable[[], object]) -> No
 
 def _meet(spec: RankSpec, timeout: timedelta | None) -> Store:
     """Wait for all ranks before the script's own group is made: gloo and NCCL would name nobody."""
-    member = context.find_current()
+    member = current.find_current()
     control = None if member is None else member.control
     limit = spec.timeouts.rendezvous if timeout is None else min(timeout, spec.timeouts.rendezvous)
     process_group.require_everyone(control, spec.world, deadline=Deadline.after(limit))
@@ -74,7 +74,7 @@ def join(
         barrier_timeout=spec.timeouts.barrier,
         control=control,
     )
-    context.enter(member)
+    current.enter(member)
     return member
 
 
@@ -101,7 +101,7 @@ def leave(deadline: Deadline) -> None:
     """
     import torch.distributed as dist
 
-    member = context.enter(None)
+    member = current.enter(None)
     control = None if member is None else member.control
     if dist.is_initialized():
         process_group.close_group(control, deadline=deadline)

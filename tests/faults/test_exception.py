@@ -32,9 +32,7 @@ def test_in_the_middle_of_training(tmp_path: Path, ranks: int, start_method: str
 
 
 @pytest.mark.parametrize(("ranks", "start_method"), WORLDS)
-def test_in_a_script_with_a_group_of_its_own(
-    tmp_path: Path, ranks: int, start_method: str
-) -> None:
+def test_in_a_script_with_a_group_of_its_own(tmp_path: Path, ranks: int, start_method: str) -> None:
     """The same for an unported script under `spawn`."""
     world = World(folder=tmp_path, ranks=ranks, start_method=start_method)
     error = world.spawn_fails(
@@ -56,7 +54,9 @@ def test_before_the_process_group(tmp_path: Path, ranks: int) -> None:
 def test_while_the_argument_is_loaded(tmp_path: Path) -> None:
     """An argument that cannot be unpickled on one rank fails that rank, before its function."""
     world = World(folder=tmp_path)
-    error = world.launch_fails(ddpsafe.RankRaisedError, programs.take, programs.FailsToLoad(tmp_path))
+    error = world.launch_fails(
+        ddpsafe.RankRaisedError, programs.take, programs.FailsToLoad(tmp_path)
+    )
     require_rank(error, 1)
     assert "while loading the function and its arguments" in str(error)
     assert isinstance(error.__cause__, programs.LostSampleError)

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize(("ranks", "start_method"), WORLDS)
-def test_the_rank_and_its_line_are_named(
-    tmp_path: Path, ranks: int, start_method: str
-) -> None:
+def test_the_rank_and_its_line_are_named(tmp_path: Path, ranks: int, start_method: str) -> None:
     """The stack comes from a signal handler in C, which needs no GIL."""
     world = World(folder=tmp_path, ranks=ranks, start_method=start_method)
     error = world.launch_fails(

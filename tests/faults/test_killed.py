@@ -43,9 +43,7 @@ def test_the_signal_is_named(
 def test_in_an_unported_script(tmp_path: Path, ranks: int, start_method: str) -> None:
     """The same under `spawn`."""
     world = World(folder=tmp_path, ranks=ranks, start_method=start_method)
-    error = world.spawn_fails(
-        ddpsafe.RankKilledError, programs.train_by_hand, programs.die_by_kill
-    )
+    error = world.spawn_fails(ddpsafe.RankKilledError, programs.train_by_hand, programs.die_by_kill)
     require_rank(error, 1)
 
 

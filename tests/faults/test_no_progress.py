@@ -56,14 +56,37 @@ def test_a_rank_that_holds_the_gil_does_not_count_as_one_that_gets_on(tmp_path: 
     assert error.missing_ranks == (1,)
 
 
-@pytest.mark.parametrize("how", ["optimizer", "collective"])
-def test_steps_that_are_made_push_the_timeout_back(tmp_path: Path, how: str) -> None:
+def test_steps_push_the_timeout_back(tmp_path: Path) -> None:
     """A job of many short steps may take longer than the timeout."""
     world = World(folder=tmp_path)
     values = world.launch(
-        programs.step_slowly, how, 3 * PROGRESS_S, timeouts={"progress": PROGRESS_S}
+        programs.step_slowly,
+        "optimizer",
+        3 * PROGRESS_S,
+        programs.Optimizer(),
+        timeouts={"progress": PROGRESS_S},
     ).values
     assert values == {0: "done", 1: "done"}
+
+
+def test_collectives_push_the_timeout_back(tmp_path: Path) -> None:
+    """An evaluation makes no step of an optimizer, but its ranks talk to each other."""
+    world = World(folder=tmp_path, ranks=1)
+    values = world.launch(
+        programs.step_slowly, "collective", 3 * PROGRESS_S, timeouts={"progress": PROGRESS_S}
+    ).values
+    assert values == {0: "done"}
+
+
+def test_a_slow_start_is_no_hang(tmp_path: Path) -> None:
+    """Until all ranks have joined, `timeouts.rendezvous` is the limit."""
+    world = World(folder=tmp_path)
+    values = world.launch(
+        programs.take,
+        programs.SlowToLoad(tmp_path, 2 * PROGRESS_S),
+        timeouts={"progress": PROGRESS_S},
+    ).values
+    assert values == {0: 0, 1: 1}
 
 
 def test_an_attempt_that_takes_too_long_is_ended(tmp_path: Path) -> None:

@@ -55,9 +55,7 @@ def test_uneven_numbers_of_batches(tmp_path: Path, batches: list[int], culprit: 
 def test_a_rank_that_returns_early(tmp_path: Path, ranks: int, start_method: str) -> None:
     """`mp.spawn` and torchrun blame a rank that still worked."""
     world = World(folder=tmp_path, ranks=ranks, start_method=start_method)
-    error = world.launch_fails(
-        ddpsafe.RankLeftEarlyError, programs.return_early, within_s=LEFT_S
-    )
+    error = world.launch_fails(ddpsafe.RankLeftEarlyError, programs.return_early, within_s=LEFT_S)
     require_rank(error, 1)
 
 

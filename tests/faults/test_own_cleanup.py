@@ -52,9 +52,7 @@ def test_an_error_that_is_swallowed_leaves_the_rank_behind(
 ) -> None:
     """``except Exception: print`` skips a step: the rank returns while the others still wait."""
     world = World(folder=tmp_path, ranks=ranks, start_method=start_method)
-    error = world.spawn_fails(
-        ddpsafe.RankLeftEarlyError, programs.swallow_and_go_on, within_s=3.0
-    )
+    error = world.spawn_fails(ddpsafe.RankLeftEarlyError, programs.swallow_and_go_on, within_s=3.0)
     require_rank(error, 1)
 
 

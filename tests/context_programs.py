@@ -1,0 +1,318 @@
+"""What ranks do with their context; run by test_context.py, each in worlds of one and of three."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import scripts
+
+import ddpsafe
+from ddpsafe._worker import context as contexts
+from ddpsafe._worker.control import Control
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from ddpsafe import RankContext
+
+SHORT = timedelta(seconds=1)
+
+
+def caught(function: Callable[[], object]) -> BaseException:
+    """Return what the call raises; it must raise."""
+    try:
+        value = function()
+    except Exception as error:  # noqa: BLE001 - judged by the test
+        return error
+    msg = f"it returned {value!r}"
+    raise AssertionError(msg)
+
+
+def facts(ctx: RankContext) -> dict[str, Any]:
+    """Look at everything that the context says about this rank."""
+    return {
+        "place": (ctx.rank, ctx.local_rank, ctx.node_rank),
+        "sizes": (ctx.world_size, ctx.local_world_size, ctx.nnodes),
+        "device": str(ctx.device),
+        "backend": ctx.backend,
+        "attempt": ctx.attempt,
+        "run_dir_exists": ctx.run_dir is not None and ctx.run_dir.is_dir(),
+        "is_main": (ctx.is_main, ctx.is_local_main, ddpsafe.is_main()),
+        "current": [_deep_down(3) is ctx, _in_a_thread(ddpsafe.current) is ctx],
+    }
+
+
+def _deep_down(levels: int) -> RankContext:
+    return ddpsafe.current() if levels == 0 else _deep_down(levels - 1)
+
+
+def _in_a_thread(function: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def wrap_and_unwrap(ctx: RankContext, door: str) -> dict[str, Any]:
+    """Wrap models of several kinds, by method or by function, and get them back."""
+    import torch
+    from torch import nn
+
+    api: Any = ctx if door == "method" else ddpsafe
+    plain = nn.Linear(2, 1, bias=False)
+    wrapped = api.wrap(plain, gradient_as_bucket_view=True)
+    wrapped(torch.full((1, 2), float(ctx.rank))).sum().backward()
+    frozen = nn.Linear(2, 1).requires_grad_(requires_grad=False)
+    normed = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    wrapped_norm = api.wrap(normed, sync_batchnorm=True)
+    compiled = torch.compile(wrapped)
+    return {
+        "type": type(wrapped).__name__,
+        "option": wrapped.gradient_as_bucket_view,
+        "gradient": api.unwrap(wrapped).weight.grad.tolist(),
+        "frozen_as_is": api.wrap(frozen) is frozen,
+        "norm": type(api.unwrap(wrapped_norm)[1]).__name__,
+        "unwrapped": [
+            api.unwrap(wrapped) is plain,
+            api.unwrap(compiled) is plain,
+            api.unwrap(torch.compile(plain)) is plain,
+            api.unwrap(plain) is plain,
+            api.unwrap(wrapped_norm) is normed,
+        ],
+        "weights": ctx.gather(plain.weight.detach().tolist()),
+    }
+
+
+def reduce_everything(ctx: RankContext, door: str) -> dict[str, Any]:
+    """Average rank numbers (0, 1, 2) in every form."""
+    import torch
+
+    api: Any = ctx if door == "method" else ddpsafe
+    rank = ctx.rank
+    found: dict[str, Any] = {
+        "float": api.reduce_mean(float(rank)),
+        "int": api.reduce_mean(rank),
+        "weighted": api.reduce_mean(float(rank), weight=rank + 1),
+        "weight_beside_nan": api.reduce_mean(
+            float("nan") if rank == 0 else float(rank), weight=0 if rank == 0 else 1
+        ),
+        "many_samples": api.reduce_mean(
+            torch.tensor(float(rank), dtype=torch.bfloat16), weight=100_003 if rank == 0 else 1
+        ).item(),
+        "dict": api.reduce_mean(
+            dict(sorted({"a": float(rank), "b": torch.ones(2) * rank}.items(), reverse=rank == 1))
+        ),
+        "dict_weighted": api.reduce_mean({"loss": float(rank)}, weight=rank),
+        "int_tensor": api.reduce_mean(torch.tensor([rank, 2 * rank])),
+        "bool_tensor": api.reduce_mean(torch.tensor([rank > 0])),
+    }
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for shape in ((), (0,), (3,), (2, 3)):
+            found[f"{dtype} {shape}"] = api.reduce_mean(torch.full(shape, float(rank), dtype=dtype))
+    strided = torch.arange(6.0).reshape(2, 3).t() + rank
+    found["strided"] = api.reduce_mean(strided)
+    return found
+
+
+def reduce_a_live_loss(ctx: RankContext) -> dict[str, Any]:
+    """Average the loss between forward and backward: it has to stay what it was."""
+    import torch
+
+    parameter = torch.ones(1, requires_grad=True)
+    loss = parameter.sum() * (ctx.rank + 1)
+    metrics = {"loss": loss}
+    mean = ctx.reduce_mean(loss)
+    ctx.reduce_mean(metrics)
+    loss.backward()
+    return {
+        "mean": mean.item(),
+        "loss": loss.item(),
+        "gradient": parameter.grad.item() if parameter.grad is not None else None,
+        "dict_untouched": metrics["loss"] is loss,
+    }
+
+
+def reduce_nonsense(ctx: RankContext) -> dict[str, Any]:
+    """Pass other keys on one rank, and weights that sum to zero; then go on."""
+    keys = {"loss": 1.0, "accuracy": 2.0} if ctx.rank == 1 else {"loss": 1.0}
+    started_s = time.monotonic()
+    errors = [
+        caught(lambda: ctx.reduce_mean(keys)),
+        caught(lambda: ctx.reduce_mean(1.0, weight=0)),
+    ]
+    return {
+        "errors": [f"{type(error).__name__}: {error}" for error in errors],
+        "took_s": time.monotonic() - started_s,
+        "after": ctx.reduce_mean(float(ctx.rank)),
+    }
+
+
+def exchange(ctx: RankContext, door: str) -> dict[str, Any]:
+    """Gather and broadcast objects of several kinds."""
+    import torch
+
+    api: Any = ctx if door == "method" else ddpsafe
+    mine = {"rank": ctx.rank, "text": "x" * ctx.rank, "tensor": torch.full((2,), ctx.rank)}
+    last = ctx.world_size - 1
+    return {
+        "gathered": [(each["rank"], each["tensor"].tolist()) for each in api.gather(mine)],
+        "by_length": [len(each["text"]) for each in api.gather(mine)],
+        "broadcast": api.broadcast({"seed": ctx.rank + 7}),
+        "broadcast_src": api.broadcast(f"from {ctx.rank}", src=last),
+        "broadcast_none": api.broadcast(None if ctx.is_main else "x"),
+    }
+
+
+def meet(ctx: RankContext, folder: Path, door: str) -> list[list[int]]:
+    """Meet at barriers whose names come again; return who had written a note by each of them.
+
+    Another rank is the last to write each time, and gives the others time to slip through.
+    """
+    api: Any = ctx if door == "method" else ddpsafe
+    seen = []
+    for turn, name in enumerate(["epoch", None, "epoch", None, "epoch"]):
+        if turn % ctx.world_size == ctx.rank:
+            threading.Event().wait(0.05)
+        (folder / f"{turn}-{ctx.rank}").touch()
+        api.barrier(name, timeout=timedelta(seconds=30))
+        seen.append([rank for rank in range(3) if (folder / f"{turn}-{rank}").exists()])
+    return seen
+
+
+def wait_for_late_rank(ctx: RankContext, work_s: float) -> None:
+    """Let rank 1 come to the barrier, and then to its own first, later than the others."""
+    if ctx.rank == 1:
+        threading.Event().wait(work_s)
+    ctx.barrier("after the work")
+    with ctx.rank_zero_first():
+        if ctx.is_main:
+            threading.Event().wait(work_s)
+
+
+def miss_a_barrier(ctx: RankContext) -> dict[str, Any]:
+    """Rank 2 leaves out a barrier; say what the others see, and how long it took."""
+    if ctx.rank == 2:
+        return {}
+    started_s = time.monotonic()
+    error = caught(lambda: ctx.barrier("save the model", timeout=SHORT))
+    return {"error": error, "took_s": time.monotonic() - started_s}
+
+
+def meet_under_other_names(ctx: RankContext) -> BaseException:
+    """Rank 0 waits at another barrier than the others."""
+    name = "evaluate" if ctx.is_main else "train"
+    return caught(lambda: ctx.barrier(name, timeout=SHORT))
+
+
+def follow_rank_zero(ctx: RankContext, folder: Path, form: str, door: str) -> list[tuple[int, str]]:
+    """Prepare two folders in some form of rank_zero_first; tell which rank came first to each."""
+    api: Any = ctx if door == "method" else ddpsafe
+    found = []
+    for name in ("train", "test"):
+        (folder / f"{name}-wanted-by-{ctx.rank}").touch()
+        if form == "call":
+            found.append(api.rank_zero_first(_prepare, ctx, folder, name=name))
+        else:
+            with api.rank_zero_first(local=form == "local"):
+                found.append(_prepare(ctx, folder, name=name))
+    return found
+
+
+def _prepare(ctx: RankContext, folder: Path, *, name: str) -> tuple[int, str]:
+    """Do what only the first rank must do; rank 0 gives the others every chance to overtake it."""
+    first = folder / f"{name}-first"
+    if ctx.is_main:
+        wanted = [folder / f"{name}-wanted-by-{rank}" for rank in range(ctx.world_size)]
+        scripts.wait_until(lambda: all(each.exists() for each in wanted))
+        assert not first.exists(), f"rank {first.read_text()} was here before rank 0"
+    if not first.exists():
+        first.write_text(str(ctx.rank))
+    return int(first.read_text()), name
+
+
+def fail_first(ctx: RankContext, form: str) -> None:
+    """Let rank 0 fail while the others wait for it."""
+    if form == "call":
+        ctx.rank_zero_first(_download, ctx)
+    with ctx.rank_zero_first():
+        _download(ctx)
+
+
+def _download(ctx: RankContext) -> None:
+    if ctx.is_main:
+        msg = "the mirror is gone"
+        raise ConnectionRefusedError(msg)
+
+
+def survive_failure_of_rank_zero(ctx: RankContext) -> dict[str, Any]:
+    """Catch the failure of rank 0 on every rank, and go on together."""
+    started_s = time.monotonic()
+    error = caught(lambda: fail_first(ctx, "context"))
+    return {
+        "error": error,
+        "took_s": time.monotonic() - started_s,
+        "gathered": ctx.gather(ctx.rank),
+        "second": ctx.rank_zero_first(lambda: "well"),
+    }
+
+
+def keep_them_waiting(ctx: RankContext) -> BaseException | None:
+    """Rank 0 does not come to rank_zero_first at all."""
+    return None if ctx.is_main else caught(lambda: ctx.rank_zero_first(str))
+
+
+def speak(ctx: RankContext, door: str) -> None:
+    """Print on every rank; rank 0 alone is heard."""
+    api: Any = ctx if door == "method" else ddpsafe
+    api.print("hello", "from", ctx.rank, sep="-", end="!\n")
+    api.print()
+
+
+def ask_to_stop(ctx: RankContext, door: str) -> list[bool]:
+    """Ask twice; the second time, the last rank alone knows of a request to stop."""
+    api: Any = ctx if door == "method" else ddpsafe
+    answers = [api.stop_requested()]
+    if ctx.rank == ctx.world_size - 1:
+        informed = _with_request(ctx)
+        contexts.enter(informed)
+        api = informed if door == "method" else ddpsafe
+    answers.append(api.stop_requested())
+    return answers
+
+
+def _with_request(ctx: RankContext) -> RankContext:
+    """Return this rank's context with a line on which the request has come already."""
+    from torch.distributed import HashStore
+
+    store = HashStore()
+    store.set(contexts.STOP_KEY, "asked")
+    line = Control(store, rank=ctx.rank, world_size=ctx.world_size)
+    return dataclasses.replace(ctx, control=line)
+
+
+def seed(ctx: RankContext) -> dict[str, Any]:
+    """Seed by function; return what every generator says next."""
+    import random
+
+    import numpy as np
+    import torch
+
+    ddpsafe.seed_all(7)
+    return {
+        "torch": torch.rand(2).tolist(),
+        "random": random.random(),
+        "numpy": float(np.random.rand()),  # noqa: NPY002 - the generator that scripts use
+        "rank": ctx.rank,
+    }
+
+
+def take_another_branch(ctx: RankContext) -> None:
+    """Rank 0 leaves out what the others do, and nobody catches what that leads to."""
+    if not ctx.is_main:
+        ctx.rank_zero_first(str)

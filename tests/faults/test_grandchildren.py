@@ -1,0 +1,54 @@
+"""Processes that ranks have started: they go when the launch ends, however it ends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import fault_programs as programs
+import leftovers
+import psutil
+import pytest
+from fault_kit import SIZES, WORLDS, World, require_nothing_left, require_rank
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize(("ranks", "start_method"), WORLDS)
+def test_subprocesses_that_ignore_signals_are_gone_after_a_failure(
+    tmp_path: Path, ranks: int, start_method: str
+) -> None:
+    """Those in a session of their own too."""
+    world = World(folder=tmp_path, ranks=ranks, start_method=start_method)
+    error = world.launch_fails(ddpsafe.RankRaisedError, programs.leave_children_and_fail)
+    require_rank(error, 1)
+    pids = [pid for path in tmp_path.glob("children-*") for pid in path.read_text().split()]
+    assert len(pids) == 2 * ranks
+    assert [pid for pid in pids if psutil.pid_exists(int(pid))] == []
+
+
+def test_subprocesses_are_gone_after_a_good_end(tmp_path: Path) -> None:
+    """A rank that returns leaves nothing behind either."""
+    before = leftovers.Snapshot.take()
+    values = World(folder=tmp_path).launch(programs.leave_children_and_return).values
+    require_nothing_left(before)
+    assert [pid for pids in values.values() for pid in pids if psutil.pid_exists(pid)] == []
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_a_killed_data_loader_worker_is_the_failure_of_its_rank(
+    tmp_path: Path, ranks: int
+) -> None:
+    """torch raises in the rank; its other workers, and the others' workers, are gone."""
+    world = World(folder=tmp_path, ranks=ranks)
+    error = world.launch_fails(
+        ddpsafe.RankRaisedError, programs.lose_a_loader_worker, within_s=LOADER_S
+    )
+    require_rank(error, 1)
+    assert "DataLoader worker" in str(error)
+
+
+LOADER_S = 7.0
+"""torch's DataLoader looks after its workers every 5 s, unless a signal interrupts its wait."""

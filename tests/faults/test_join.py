@@ -1,0 +1,109 @@
+"""A rank does not join, or joins late."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import fault_programs as programs
+import pytest
+import scripts
+from fault_kit import HANG_S, SIZES, World, require_in_time, require_places, write_script
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+JOIN_S = 2.0
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_stuck_before_the_scripts_own_setup(tmp_path: Path, ranks: int) -> None:
+    """The ranks that wait in `init_process_group` do so for ours, and name the one that is missing.
+
+    gloo would wait for five times its timeout and name nobody.
+    """
+    world = World(folder=tmp_path, ranks=ranks)
+    error = world.spawn_fails(
+        ddpsafe.RendezvousTimeoutError,
+        programs.join_never,
+        within_s=JOIN_S + HANG_S,
+        timeouts={"rendezvous": JOIN_S},
+        retry={"attempts": 1},
+    )
+    assert error.missing_ranks == (1,)
+    assert error.kind == "startup-network"
+    assert require_places(error, [1]) == {1: "sleep"}
+
+
+def test_the_scripts_own_shorter_timeout_counts(tmp_path: Path) -> None:
+    """``init_process_group(timeout=…)`` of the script is kept."""
+    world = World(folder=tmp_path)
+    error = world.spawn_fails(
+        ddpsafe.RendezvousTimeoutError,
+        programs.join_never,
+        JOIN_S,
+        within_s=JOIN_S + HANG_S,
+        retry={"attempts": 1},
+    )
+    assert error.missing_ranks == (1,)
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_stuck_while_its_arguments_are_loaded(tmp_path: Path, ranks: int) -> None:
+    """Before the function runs, the launcher keeps the time."""
+    world = World(folder=tmp_path, ranks=ranks)
+    error = world.launch_fails(
+        ddpsafe.RendezvousTimeoutError,
+        programs.take,
+        programs.SlowToLoad(tmp_path),
+        within_s=JOIN_S + HANG_S,
+        timeouts={"rendezvous": JOIN_S},
+        retry={"attempts": 1},
+    )
+    assert error.missing_ranks == (1,)
+    assert error.kind == "startup-network"
+    assert "did not join in time" in str(error)
+    assert "in load_slowly" in str(error)
+
+
+def test_stuck_in_the_import_of_the_script(tmp_path: Path) -> None:
+    """Work at the top of the script runs again in every rank; the message says so."""
+    arguments = write_script(
+        tmp_path,
+        f"""
+        started = time.monotonic()
+        try:
+            ddpsafe.launch(
+                p.do_nothing, nproc_per_node=2, start_method="spawn", run_dir=folder / "run",
+                timeouts={{"rendezvous": {JOIN_S}}}, retry={{"attempts": 1}},
+            )
+        except ddpsafe.RendezvousTimeoutError as error:
+            print(time.monotonic() - started)
+            print(error.missing_ranks)
+            print(error)
+        """,
+    )
+    script = tmp_path / "script.py"
+    top = "if __name__ == '__mp_main__':\n    time.sleep(600)\nif __name__ == '__main__':"
+    script.write_text(script.read_text().replace("if __name__ == '__main__':", top))
+    took_s, missing, *message = scripts.Script(arguments, folder=tmp_path).end().lines()
+    require_in_time(float(took_s), JOIN_S + HANG_S)
+    assert missing == "(0, 1)"
+    assert "did not join in time" in message[0]
+    assert any("importing the script" in line for line in message)
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_late_but_in_time(tmp_path: Path, ranks: int) -> None:
+    """A rank may take almost as long as the timeout."""
+    world = World(folder=tmp_path, ranks=ranks)
+    world.spawn(programs.join_late, 1.5, timeouts={"rendezvous": 60})
+    assert len(list(tmp_path.glob("done-*"))) == ranks
+
+
+def test_late_while_its_arguments_are_loaded(tmp_path: Path) -> None:
+    """The same under `launch`."""
+    world = World(folder=tmp_path)
+    late = programs.SlowToLoad(tmp_path, 1.5)
+    assert world.launch(programs.take, late, timeouts={"rendezvous": 60}).values == {0: 0, 1: 1}

@@ -1,0 +1,58 @@
+"""The port that the environment or the script asks for belongs to somebody else."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+import fault_programs as programs
+import leftovers
+import pytest
+from fault_kit import World, require_nothing_left, require_rank
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_a_hard_coded_port_in_setup_is_no_failure(tmp_path: Path) -> None:
+    """The ranks meet at the launcher's store, whatever port the script names."""
+    with socket.socket() as owner:
+        owner.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        owner.bind(("127.0.0.1", 12355))
+        owner.listen()
+        before = leftovers.Snapshot.take()
+        World(folder=tmp_path).spawn(programs.train_by_hand, programs.do_nothing_about_it)
+        require_nothing_left(before)
+
+
+def test_a_port_that_the_function_opens_itself_is_explained_and_not_tried_again(
+    tmp_path: Path,
+) -> None:
+    """The function has run, so it is not run again."""
+    with socket.create_server(("127.0.0.1", 0)) as owner:
+        world = World(folder=tmp_path)
+        error = world.launch_fails(
+            ddpsafe.RankRaisedError, programs.listen_on, owner.getsockname()[1]
+        )
+    require_rank(error, 1)
+    assert error.attempt == 1
+    assert "another program holds the port" in str(error)
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_two_jobs_at_once_never_meet(tmp_path: Path, start_method: str) -> None:
+    """Both with the same hard-coded port: each reduces over its own ranks."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(2) as pool:
+        jobs = []
+        for name in ("first", "second"):
+            (tmp_path / name).mkdir()
+            world = World(folder=tmp_path / name, start_method=start_method)
+            jobs.append(pool.submit(world.spawn, programs.count_ranks_by_hand))
+        for job in jobs:
+            job.result()
+    counts = {path.read_text() for path in tmp_path.glob("*/count-*")}
+    assert counts == {"2.0"}

@@ -1,0 +1,49 @@
+"""A rank does not end when it is told to, or when its work is done."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import fault_programs as programs
+import leftovers
+import pytest
+from fault_kit import CRASH_S, SIZES, World, require_in_time, require_nothing_left, require_rank, struck_at
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GRACE_S = 0.5
+SHUTDOWN_S = 1.5
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(
+    tmp_path: Path, ranks: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rank that failed is still the one that is blamed, and the log says what we did."""
+    world = World(folder=tmp_path, ranks=ranks)
+    error = world.launch_fails(
+        ddpsafe.RankRaisedError,
+        programs.ignore_terminate,
+        within_s=CRASH_S + GRACE_S,
+        timeouts={"grace": GRACE_S},
+    )
+    require_rank(error, 1)
+    assert "ignored SIGTERM for 0.5 s; sending SIGKILL" in caplog.text
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_a_rank_that_has_returned_and_never_exits_is_ended_and_its_value_stands(
+    tmp_path: Path, ranks: int
+) -> None:
+    """A thread that never ends keeps no launcher waiting for longer than `timeouts.shutdown`."""
+    before = leftovers.Snapshot.take()
+    world = World(folder=tmp_path, ranks=ranks)
+    timeouts = {"shutdown": SHUTDOWN_S, "grace": GRACE_S}
+    result = world.launch(programs.return_and_stay, timeouts=timeouts)
+    took_s = programs.since(struck_at(tmp_path))
+    assert result.values == {rank: f"value of {rank}" for rank in range(ranks)}
+    require_in_time(took_s, SHUTDOWN_S + GRACE_S + CRASH_S)
+    require_nothing_left(before)

@@ -1,0 +1,319 @@
+"""What a rank can do: every method of `RankContext`, and its twin in the package.
+
+A world of one and a world of three, and no world at all.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import TYPE_CHECKING, Any, Final
+
+import context_programs as programs
+import pytest
+import torch
+from torch import nn
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+MEAN: Final = {1: 0.0, 3: 1.0}
+"""The mean of the ranks' numbers, by world size."""
+
+
+def launch(
+    program: Callable[..., Any], *args: object, nproc: int = 3, **fields: Any
+) -> dict[int, Any]:
+    """Run a program in that many ranks; return what each returned."""
+    defaults = {"backend": "gloo", "start_method": "forkserver"}
+    return ddpsafe.launch(program, args, nproc_per_node=nproc, **(defaults | fields)).values
+
+
+both_worlds = pytest.mark.parametrize("nproc", [1, 3])
+both_doors = pytest.mark.parametrize("door", ["method", "function"])
+worlds_and_doors = pytest.mark.parametrize(
+    ("nproc", "door"), [(1, "method"), (3, "method"), (3, "function")]
+)
+
+
+# Who am I.
+
+
+@both_worlds
+def test_context_describes_the_rank(nproc: int) -> None:
+    """Ranks, sizes, device, backend, attempt and run directory; `current` finds it everywhere."""
+    assert launch(programs.facts, nproc=nproc) == {
+        rank: {
+            "place": (rank, rank, 0),
+            "sizes": (nproc, nproc, 1),
+            "device": "cpu",
+            "backend": "gloo",
+            "attempt": 1,
+            "run_dir_exists": True,
+            "is_main": (rank == 0,) * 3,
+            "current": [True, True],
+        }
+        for rank in range(nproc)
+    }
+
+
+# Models.
+
+
+@pytest.mark.parametrize(("nproc", "door"), [(1, "function"), (3, "method")])
+def test_model_is_wrapped_and_comes_back(nproc: int, door: str) -> None:
+    """DDP with the given options and averaged gradients; what cannot train stays as it is.
+
+    BatchNorm stays itself on the CPU, and unwrap looks through DDP and torch.compile.
+    """
+    values = launch(programs.wrap_and_unwrap, door, nproc=nproc)
+    for found in values.values():
+        assert (found["type"], found["option"]) == ("DistributedDataParallel", True)
+        assert found["gradient"] == [[MEAN[nproc]] * 2]
+        assert found["frozen_as_is"]
+        assert found["norm"] == "BatchNorm1d"
+        assert all(found["unwrapped"])
+        assert found["weights"] == [found["weights"][0]] * nproc
+
+
+# Means.
+
+
+@worlds_and_doors
+def test_mean_has_the_type_of_what_was_given(nproc: int, door: str) -> None:
+    """Numbers, dicts, and tensors of every floating dtype and shape, the same on every rank."""
+    values = launch(programs.reduce_everything, door, nproc=nproc)
+    mean = MEAN[nproc]
+    for found in values.values():
+        assert (found["float"], found["int"]) == (mean, mean)
+        assert found["dict"].keys() == {"a", "b"}
+        assert found["dict"]["a"] == mean
+        assert found["dict"]["b"].tolist() == [mean, mean]
+        assert found["int_tensor"].tolist() == [mean, 2 * mean]
+        assert torch.equal(found["strided"], torch.arange(6.0).reshape(2, 3).t() + mean)
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            for shape in ((), (0,), (3,), (2, 3)):
+                assert torch.equal(
+                    found[f"{dtype} {shape}"], torch.full(shape, mean, dtype=dtype)
+                ), (dtype, shape)
+
+
+def test_weights_make_the_mean_of_samples() -> None:
+    """1, 2 and 3 samples; a rank without samples counts for nothing; counts are not rounded."""
+    for found in launch(programs.reduce_everything, "method").values():
+        assert found["weighted"] == pytest.approx((0 * 1 + 1 * 2 + 2 * 3) / 6)
+        assert found["weight_beside_nan"] == 1.5
+        assert found["many_samples"] == pytest.approx((1 + 2) / 100_005, rel=0.01)
+        assert found["dict_weighted"] == {"loss": pytest.approx((1 * 1 + 2 * 2) / 3)}
+        assert found["bool_tensor"].tolist() == pytest.approx([2 / 3])
+
+
+@both_worlds
+def test_mean_of_a_loss_leaves_the_loss_alone(nproc: int) -> None:
+    """Never in place: the loss keeps its value and its graph, and backward gives its own gradient."""
+    mean = sum(range(1, nproc + 1)) / nproc
+    assert launch(programs.reduce_a_live_loss, nproc=nproc) == {
+        rank: {
+            "mean": mean,
+            "loss": rank + 1.0,
+            "gradient": rank + 1.0,
+            "dict_untouched": True,
+        }
+        for rank in range(nproc)
+    }
+
+
+def test_ranks_that_disagree_about_a_mean_are_told_at_once() -> None:
+    """Other keys on one rank, and weights of zero: a ValueError on every rank, no hang, go on."""
+    for rank, found in launch(programs.reduce_nonsense).items():
+        keys, zero = found["errors"]
+        own = ["accuracy", "loss"] if rank == 1 else ["loss"]
+        assert keys.startswith("ValueError: reduce_mean: the ranks passed different keys")
+        assert str(own) in keys
+        assert zero.startswith("ValueError: reduce_mean: the weights of all ranks sum to zero")
+        assert found["took_s"] < 5
+        assert found["after"] == 1.0
+
+
+# Objects.
+
+
+@worlds_and_doors
+def test_objects_are_gathered_by_rank_and_broadcast_from_any(nproc: int, door: str) -> None:
+    """Every rank gets all objects, in the order of ranks, of any length; broadcast takes a source."""
+    expected = {
+        "gathered": [(rank, [rank, rank]) for rank in range(nproc)],
+        "by_length": list(range(nproc)),
+        "broadcast": {"seed": 7},
+        "broadcast_src": f"from {nproc - 1}",
+        "broadcast_none": None,
+    }
+    values = launch(programs.exchange, door, nproc=nproc)
+    assert values == dict.fromkeys(range(nproc), expected)
+
+
+# Barriers.
+
+
+@worlds_and_doors
+def test_nobody_passes_a_barrier_before_all_have_come(
+    nproc: int, door: str, tmp_path: Path
+) -> None:
+    """Not even where its name has been used before: each use is a new meeting."""
+    values = launch(programs.meet, tmp_path, door, nproc=nproc)
+    assert values == {rank: [list(range(nproc))] * 5 for rank in range(nproc)}
+
+
+def test_missing_rank_is_named_on_every_rank_that_waited() -> None:
+    """Rank 2 does not come: ranks 0 and 1 both say so, with the barrier's name, within the limit."""
+    values = launch(programs.miss_a_barrier)
+    for rank in (0, 1):
+        error = values[rank]["error"]
+        assert isinstance(error, ddpsafe.BarrierTimeoutError)
+        assert error.missing_ranks == (2,)
+        assert error.waited_s == pytest.approx(1, abs=0.5)
+        assert values[rank]["took_s"] < 1 + 2
+        assert f"rank {rank} (world_size 3)" in str(error)
+        assert "at the barrier 'save the model'" in str(error)
+        assert "rank 2 did not come" in str(error)
+        assert "attempt 1" in str(error)
+        assert "What to do:" in str(error)
+
+
+def test_ranks_at_different_barriers_do_not_meet() -> None:
+    """Rank 0 is at "evaluate", the others are at "train": each side misses the other."""
+    values = launch(programs.meet_under_other_names)
+    missing = {rank: error.missing_ranks for rank, error in values.items()}
+    assert missing == {0: (1, 2), 1: (0,), 2: (0,)}
+
+
+def test_rank_that_took_another_branch_is_blamed(run_dir: Path) -> None:
+    """Where nobody catches it, the launch blames rank 0, which returned while others waited for it."""
+    with pytest.raises(ddpsafe.RankLeftEarlyError, match="still waited for it") as caught:
+        launch(programs.take_another_branch, timeouts={"barrier": 1}, run_dir=run_dir)
+    assert caught.value.rank == 0
+
+
+def test_waiting_for_a_slow_rank_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
+    """Nothing is written while ranks wait for each other, torch's own warnings included."""
+    launch(programs.wait_for_late_rank, 1.2, console="all")
+    assert capfd.readouterr() == ("", "")
+
+
+# Rank 0 first.
+
+
+@both_doors
+@pytest.mark.parametrize("form", ["context", "local", "call"])
+def test_rank_zero_goes_first(form: str, door: str, tmp_path: Path) -> None:
+    """All forms: rank 0 has finished before any other rank begins, and each gets its own result."""
+    values = launch(programs.follow_rank_zero, tmp_path, form, door)
+    assert values == {rank: [(0, "train"), (0, "test")] for rank in range(3)}
+
+
+def test_rank_zero_first_is_nothing_special_alone(tmp_path: Path) -> None:
+    """In a world of one the only rank goes ahead."""
+    values = launch(programs.follow_rank_zero, tmp_path, "context", "method", nproc=1)
+    assert values == {0: [(0, "train"), (0, "test")]}
+
+
+@pytest.mark.parametrize("form", ["context", "call"])
+def test_failure_of_rank_zero_is_the_error_of_the_launch(form: str, run_dir: Path) -> None:
+    """The others do not wait for rank 0 when it fails, and it is blamed, not they."""
+    with pytest.raises(ddpsafe.RankRaisedError, match="the mirror is gone") as caught:
+        launch(programs.fail_first, form, run_dir=run_dir)
+    assert caught.value.rank == 0
+    assert isinstance(caught.value.__cause__, ConnectionRefusedError)
+
+
+def test_failure_of_rank_zero_is_raised_on_all_ranks_at_once() -> None:
+    """Rank 0 gets its own error, the others one that quotes it; nobody hangs, and all can go on."""
+    values = launch(programs.survive_failure_of_rank_zero)
+    assert isinstance(values[0]["error"], ConnectionRefusedError)
+    for rank in (1, 2):
+        error = values[rank]["error"]
+        assert isinstance(error, ddpsafe.RankRaisedError)
+        assert error.rank == 0
+        assert "ConnectionRefusedError: the mirror is gone" in str(error)
+        assert f"rank {rank} (world_size 3)" in str(error)
+    for found in values.values():
+        assert found["took_s"] < 5
+        assert found["gathered"] == [0, 1, 2]
+        assert found["second"] == "well"
+
+
+def test_rank_zero_that_does_not_come_is_named() -> None:
+    """The ranks that follow wait no longer than timeouts.barrier, and say for whom."""
+    values = launch(programs.keep_them_waiting, timeouts={"barrier": 1})
+    for rank in (1, 2):
+        assert isinstance(values[rank], ddpsafe.BarrierTimeoutError)
+        assert values[rank].missing_ranks == (0,)
+
+
+# The rest.
+
+
+@worlds_and_doors
+def test_only_rank_zero_prints(nproc: int, door: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """One line for the job, not one for each rank; separator and end are print's own."""
+    launch(programs.speak, door, nproc=nproc, console="all")
+    assert capfd.readouterr().out == "hello-from-0!\n\n"
+
+
+@both_doors
+def test_all_ranks_agree_to_stop(door: str) -> None:
+    """One rank sees the request; all of them get the same answer at the same call."""
+    assert launch(programs.ask_to_stop, door) == {rank: [False, True] for rank in range(3)}
+
+
+def test_seeds_agree_for_models_and_differ_for_data() -> None:
+    """Models agree, torch being the same on every rank; random and numpy are each rank's own."""
+    first, second = launch(programs.seed), launch(programs.seed)
+    assert first == second
+    assert first[0]["torch"] == first[1]["torch"] == first[2]["torch"]
+    assert len({found["random"] for found in first.values()}) == 3
+    assert len({found["numpy"] for found in first.values()}) == 3
+
+
+# Outside of any rank.
+
+
+def test_functions_do_nothing_outside_of_any_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    """A script that is run alone, without any launcher, needs no ``if`` around them."""
+    model, loss = nn.Linear(2, 2), torch.ones(1)
+    ddpsafe.barrier("nobody else")
+    with ddpsafe.rank_zero_first():
+        pass
+    ddpsafe.print("hello", "alone")
+    assert ddpsafe.is_main()
+    assert ddpsafe.wrap(model) is model
+    assert ddpsafe.unwrap(model) is model
+    assert ddpsafe.gather("me") == ["me"]
+    assert ddpsafe.broadcast("me") == "me"
+    assert ddpsafe.reduce_mean(3.0, weight=2) == 3.0
+    assert torch.equal(ddpsafe.reduce_mean(loss), loss)
+    assert ddpsafe.reduce_mean({"b": 1.0, "a": 2.0}) == {"b": 1.0, "a": 2.0}
+    assert ddpsafe.rank_zero_first(math.sqrt, 4) == 2
+    assert not ddpsafe.stop_requested()
+    assert capsys.readouterr().out == "hello alone\n"
+
+
+def test_context_outside_of_any_rank_is_a_world_of_one() -> None:
+    """`current` answers everywhere, so that code needs no second branch."""
+    ctx = ddpsafe.current()
+    assert (ctx.rank, ctx.world_size, ctx.local_rank, ctx.nnodes) == (0, 1, 0, 1)
+    assert (ctx.attempt, ctx.run_dir, str(ctx.device)) == (1, None, "cpu")
+
+
+def test_seed_all_works_outside_of_any_rank() -> None:
+    """The same seed gives the same numbers."""
+    state = random.getstate()
+    drawn = []
+    for _ in range(2):
+        ddpsafe.seed_all(3)
+        drawn.append((torch.rand(1).item(), random.random()))
+    random.setstate(state)
+    assert drawn[0] == drawn[1]
