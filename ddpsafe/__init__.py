@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from ddpsafe import data as data
     from ddpsafe._config import (
         AbsolutePath as AbsolutePath,
     )
@@ -172,6 +173,7 @@ _HOMES: Final = {
     "ddpsafe._worker.attached": ("cleanup", "current", "process_group", "setup"),
     "ddpsafe._worker.context": ("RankContext",),
 }
+_NAMESPACES: Final = ("data",)
 _HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = ["__version__", *_HOME_OF]  # noqa: PLE0604 - the keys are strings
@@ -179,6 +181,8 @@ __all__ = ["__version__", *_HOME_OF]  # noqa: PLE0604 - the keys are strings
 
 def __getattr__(name: str) -> object:
     """Load a public name when it is first used (PEP 562)."""
+    if name in _NAMESPACES:
+        return importlib.import_module(f"{__name__}.{name}")
     home = _HOME_OF.get(name)
     if home is None:
         msg = f"module {__name__!r} has no attribute {name!r}"
@@ -190,4 +194,4 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     """List the public names, loaded or not."""
-    return sorted(__all__)
+    return sorted([*__all__, *_NAMESPACES])

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import scripts
 
 import ddpsafe
-from ddpsafe._worker import context as contexts
+from ddpsafe._worker import current
+from ddpsafe._worker.context import STOP_KEY
 from ddpsafe._worker.control import Control
 
 if TYPE_CHECKING:
@@ -280,7 +281,7 @@ def ask_to_stop(ctx: RankContext, door: str) -> list[bool]:
     answers = [api.stop_requested()]
     if ctx.rank == ctx.world_size - 1:
         informed = _with_request(ctx)
-        contexts.enter(informed)
+        current.enter(informed)
         api = informed if door == "method" else ddpsafe
     answers.append(api.stop_requested())
     return answers
@@ -291,7 +292,7 @@ def _with_request(ctx: RankContext) -> RankContext:
     from torch.distributed import HashStore
 
     store = HashStore()
-    store.set(contexts.STOP_KEY, "asked")
+    store.set(STOP_KEY, "asked")
     line = Control(store, rank=ctx.rank, world_size=ctx.world_size)
     return dataclasses.replace(ctx, control=line)
 
@@ -316,3 +317,19 @@ def take_another_branch(ctx: RankContext) -> None:
     """Rank 0 leaves out what the others do, and nobody catches what that leads to."""
     if not ctx.is_main:
         ctx.rank_zero_first(str)
+
+
+def act_before_setup() -> dict[str, BaseException]:
+    """Call what needs the other ranks where RANK and WORLD_SIZE are set, but no group is made."""
+    from torch import nn
+
+    calls: dict[str, Callable[[], object]] = {
+        "wrap": lambda: ddpsafe.wrap(nn.Linear(1, 1)),
+        "barrier": ddpsafe.barrier,
+        "rank_zero_first": lambda: ddpsafe.rank_zero_first(str),
+        "reduce_mean": lambda: ddpsafe.reduce_mean(1.0),
+        "gather": lambda: ddpsafe.gather("me"),
+        "broadcast": lambda: ddpsafe.broadcast("me"),
+        "stop_requested": ddpsafe.stop_requested,
+    }
+    return {name: caught(call) for name, call in calls.items()}

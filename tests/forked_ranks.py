@@ -16,8 +16,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import ddpsafe._launcher.workers
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from multiprocessing.connection import Connection
@@ -105,8 +103,9 @@ def values(ranks: Sequence[Ended]) -> list[Any]:
 def _started(
     program: Callable[..., object], env: Env, args: tuple[object, ...], log: Path
 ) -> Iterator[tuple[BaseProcess, Connection, Path]]:
-    # The server is shared with the launches of other tests, which need what they preload.
-    context = ddpsafe._launcher.workers._context("forkserver")
+    context = multiprocessing.get_context("forkserver")
+    # As launches preload it: the first to start the server starts it for all.
+    context.set_forkserver_preload(["torch", "ddpsafe._worker.preload"])
     reports, sender = context.Pipe(duplex=False)
     process = context.Process(target=_be, args=(sender, _environment(env), program, args, str(log)))
     process.start()

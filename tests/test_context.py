@@ -10,6 +10,7 @@ import random
 from typing import TYPE_CHECKING, Any, Final
 
 import context_programs as programs
+import forked_ranks
 import pytest
 import torch
 from torch import nn
@@ -299,6 +300,16 @@ def test_functions_do_nothing_outside_of_any_rank(capsys: pytest.CaptureFixture[
     assert ddpsafe.rank_zero_first(math.sqrt, 4) == 2
     assert not ddpsafe.stop_requested()
     assert capsys.readouterr().out == "hello alone\n"
+
+
+def test_rank_with_peers_does_not_act_alone_before_setup(tmp_path: Path) -> None:
+    """WORLD_SIZE is 2 and nobody has called setup: an error, not a model without its peers."""
+    env = forked_ranks.by_hand(1, 2, forked_ranks.free_port())
+    ranks = forked_ranks.run(programs.act_before_setup, [env], folder=tmp_path)
+    (errors,) = forked_ranks.values(ranks)
+    for name, error in errors.items():
+        assert isinstance(error, ddpsafe.ConfigError), name
+        assert "rank 1 (world_size 2) has no process group yet" in str(error)
 
 
 def test_context_outside_of_any_rank_is_a_world_of_one() -> None:

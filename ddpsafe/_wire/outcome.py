@@ -54,13 +54,28 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where a rank is in the sequence of collectives, by group; sent when asked and at its end."""
+    """Where a rank is in the sequence of collectives; sent when asked and at its end.
+
+    Attributes:
+        collectives: The last few of each group, in the order in which they were entered.
+    """
 
     collectives: tuple[Collective, ...]
 
     def in_group(self, group: str) -> Collective | None:
         """Return the last collective in that group."""
-        return next((last for last in self.collectives if last.group == group), None)
+        return max(
+            (each for each in self.collectives if each.group == group),
+            key=lambda each: each.number,
+            default=None,
+        )
+
+    def numbered(self, group: str, number: int) -> Collective | None:
+        """Return the collective of that number in that group, if it is among the last few."""
+        wanted = (group, number)
+        return next(
+            (each for each in self.collectives if (each.group, each.number) == wanted), None
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

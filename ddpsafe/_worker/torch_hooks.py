@@ -12,6 +12,7 @@ import importlib
 import json
 import sys
 import time
+from collections import defaultdict, deque
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qs, urlparse
 
@@ -32,6 +33,9 @@ _SCHEMES: Final = ("env", "tcp", "file")
 # Long enough for gloo's thread to let go of the last collective's objects: with a pause of 50 ms
 # that releases the GIL, 0 of 15 teardowns hung that otherwise hung in 14 of 30.
 DRAIN_S: Final = 0.05
+
+# Ranks that have come apart are found a few collectives later: two for each batch norm's buffers.
+_KEPT: Final = 16
 
 _kept_groups: list[object] = []
 
@@ -140,7 +144,7 @@ def default_store() -> Store | None:
 
 
 def read_flight_recorder() -> tuple[Collective, ...]:
-    """Return the last collective of each process group, from torch's flight recorder.
+    """Return the last few collectives of each process group, from torch's flight recorder.
 
     It is on by default since torch 2.9 for gloo and NCCL; an empty result says nothing.
     """
@@ -154,18 +158,15 @@ def read_flight_recorder() -> tuple[Collective, ...]:
 
 
 def _last_of_each_group(entries: list[dict[str, Any]]) -> tuple[Collective, ...]:
-    last: dict[str, Collective] = {}
+    groups: dict[str, deque[Collective]] = defaultdict(lambda: deque(maxlen=_KEPT))
     for entry in entries:
-        if entry.get("is_p2p"):
-            continue
-        collective = Collective(
-            group=entry["process_group"][1],
-            number=int(entry["collective_seq_id"]),
-            name=entry["profiling_name"],
-            sizes=str(entry["input_sizes"]),
-            done=bool(entry["retired"]),
-        )
-        before = last.get(collective.group)
-        if before is None or before.number <= collective.number:
-            last[collective.group] = collective
-    return tuple(last.values())
+        if not entry.get("is_p2p"):
+            collective = Collective(
+                group=entry["process_group"][1],
+                number=int(entry["collective_seq_id"]),
+                name=entry["profiling_name"],
+                sizes=str(entry["input_sizes"]),
+                done=bool(entry["retired"]),
+            )
+            groups[collective.group].append(collective)
+    return tuple(collective for group in groups.values() for collective in group)

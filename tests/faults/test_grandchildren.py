@@ -38,10 +38,8 @@ def test_subprocesses_are_gone_after_a_good_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_a_killed_data_loader_worker_is_the_failure_of_its_rank(
-    tmp_path: Path, ranks: int
-) -> None:
-    """torch raises in the rank; its other workers, and the others' workers, are gone."""
+def test_a_killed_data_loader_worker_is_the_failure_of_its_rank(tmp_path: Path, ranks: int) -> None:
+    """Torch raises in the rank; its other workers, and the others' workers, are gone."""
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(
         ddpsafe.RankRaisedError, programs.lose_a_loader_worker, within_s=LOADER_S

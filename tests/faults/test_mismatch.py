@@ -40,7 +40,7 @@ def test_another_collective(tmp_path: Path, ranks: int, culprit: int) -> None:
 
 @pytest.mark.parametrize(("ranks", "culprit"), ONE_OF)
 def test_a_shorter_tensor(tmp_path: Path, ranks: int, culprit: int) -> None:
-    """gloo aborts the process that is sent more than it expects, here the one that is wrong.
+    """Gloo aborts the process that is sent more than it expects, here the one that is wrong.
 
     The message says that shapes are the likely reason, and the line.
     """
@@ -56,7 +56,7 @@ def test_a_shorter_tensor(tmp_path: Path, ranks: int, culprit: int) -> None:
 
 @pytest.mark.parametrize(("ranks", "culprit"), ONE_OF)
 def test_a_longer_tensor(tmp_path: Path, ranks: int, culprit: int) -> None:
-    """gloo then aborts a rank that did nothing wrong, so the message has to say more than that."""
+    """Gloo then aborts a rank that did nothing wrong, so the message has to say more than that."""
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(
         ddpsafe.RankKilledError, programs.pass_other_shapes, culprit, 2000, 1000

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import fault_programs as programs
 import pytest
-from fault_kit import COLLECTIVE_S, HANG_S, SIZES, WORLDS, World, require_hang, require_rank
+from fault_kit import COLLECTIVE_S, HANG_S, WORLDS, World, require_hang, require_rank
 
 import ddpsafe
 
@@ -33,7 +33,7 @@ def test_a_rank_that_skips_an_all_reduce_meets_the_others_in_the_wrong_place(
     require_hang(error, culprit)
     assert "all_gather number 5 " in str(error)
     assert "all_reduce number 5 " in str(error)
-    assert f"in skip_one, " in str(error)
+    assert "in skip_one, " in str(error)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_a_barrier_that_is_meant_is_no_failure(tmp_path: Path, ranks: int) -> No
     """All ranks handle the same expected error and meet in its `except` block, slowly."""
     world = World(folder=tmp_path, ranks=ranks)
     values = world.launch(programs.recover_together).values
-    assert values == {rank: "recovered" for rank in range(ranks)}
+    assert values == dict.fromkeys(range(ranks), "recovered")
 
 
 def test_a_handled_error_is_not_blamed_for_another_ranks_end(tmp_path: Path) -> None:

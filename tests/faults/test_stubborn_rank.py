@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 import fault_programs as programs
 import leftovers
 import pytest
-from fault_kit import CRASH_S, SIZES, World, require_in_time, require_nothing_left, require_rank, struck_at
+from fault_kit import (
+    CRASH_S,
+    SIZES,
+    World,
+    require_in_time,
+    require_nothing_left,
+    require_rank,
+    struck_at,
+)
 
 import ddpsafe
 

@@ -1,0 +1,264 @@
+"""Batches whose lengths are balanced over the ranks, so that no rank waits for the longest."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.utils.data import Sampler
+
+from ddpsafe.data._cursor import AutoEpoch
+from ddpsafe.data._dealing import Cost, bad_balance, check_lengths, deal, item_costs
+from ddpsafe.data._position_sampler import check_epoch, require_int, warn_empty_epoch
+from ddpsafe.data._replica import resolve_replica
+from ddpsafe.data._samplers import DistributedSampler
+from ddpsafe.data._state import VERSION, compare_identity, digest, parse_state
+from ddpsafe.data._token_plan import TokenPlan
+from ddpsafe.data._window_plan import Place, WindowPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from ddpsafe.data._samplers import Algorithm
+
+logger = logging.getLogger(__name__)
+
+
+class BalancedBatchSampler(Sampler[list[int]]):
+    """Deals each global batch so that ranks have equal counts and similar total lengths.
+
+    With ``window=0`` the samples of every global batch are exactly those of
+    `DistributedSampler`: only who gets which changes, so training statistics do not (a third
+    less step time for packed sequences of lognormal lengths). With ``window=k`` samples of k global
+    batches are sorted by length first, which saves padding as well. Use as ``batch_sampler=``.
+
+    Args:
+        lengths: Shape (n,), the length of each sample.
+        batch_size: Samples per batch of one rank; the most, where `max_tokens` is given.
+        window: How many global batches are sorted by length together; 0 for none.
+        cost: What a batch costs; see `Cost`.
+        max_tokens: Fill batches up to this cost instead of a fixed size.
+        num_replicas: Among how many ranks to divide; the world size by default.
+        rank: Whose part to read, from 0; this rank by default.
+        shuffle: Whether to shuffle, as `DistributedSampler`.
+        seed: The same on every rank.
+        drop_last: Drop the last global batch if it is smaller.
+        algorithm: The shuffle, as in `DistributedSampler`.
+
+    Attributes:
+        dropped_batches: With `max_tokens`: how many batches of the epoch found no step.
+
+    Raises:
+        DataConfigError: Lengths are negative, NaN or not of shape (n,); a sample is longer than
+            `max_tokens`; the sizes are below 1.
+    """
+
+    def __init__(  # noqa: PLR0913 - keyword-only after the subject of the call
+        self,
+        lengths: Sequence[float] | NDArray[Any],
+        batch_size: int,
+        *,
+        window: int = 0,
+        cost: Cost = "sum",
+        max_tokens: float | None = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        algorithm: Algorithm = "torch",
+    ) -> None:
+        replica = resolve_replica(num_replicas, rank)
+        self.num_replicas, self.rank = replica.num_replicas, replica.rank
+        self.batch_size = _at_least(batch_size, 1, "batch_size")
+        self.window = _at_least(window, 0, "window")
+        self.lengths = check_lengths(lengths)
+        self.drop_last = drop_last
+        self.seed = seed
+        self.epoch = 0
+        self.fingerprint: str | None = None
+        self.dropped_batches = 0
+        self._costs = item_costs(self.lengths, cost)
+        self._padded = cost == "padded"
+        self._cost_name = cost if isinstance(cost, str) else "callable"
+        self._order = DistributedSampler(
+            len(self.lengths), 1, 0, shuffle=shuffle, seed=seed, algorithm=algorithm
+        )
+        self._digest = digest(self._costs.tobytes())
+        self._place = Place()
+        self._tokens = self._token_plan(max_tokens)
+        if self._tokens is None and self._plan().steps(self._place) == 0:
+            raise bad_balance(
+                f"{len(self.lengths)} samples with drop_last=True are less than one global batch of "
+                f"{self._plan().batch}: every rank would read nothing",
+                "use smaller batches, fewer ranks, or drop_last=False",
+            )
+        self._token_list: tuple[int, list[list[int]]] | None = None
+
+    def _token_plan(self, max_tokens: float | None) -> TokenPlan | None:
+        if max_tokens is None:
+            return None
+        plan = TokenPlan(
+            max_tokens=max_tokens,
+            batch_size=self.batch_size,
+            window=self.window * self.batch_size * self.num_replicas,
+            padded=self._padded,
+        )
+        plan.check(self._costs)
+        return plan
+
+    def _plan(self) -> WindowPlan:
+        return WindowPlan(
+            n=len(self.lengths),
+            batch=self.batch_size * self.num_replicas,
+            window=self.window,
+            drop_last=self.drop_last,
+        )
+
+    def population(self) -> int:
+        """Return the length of the dataset the indices point into."""
+        return len(self.lengths)
+
+    def offset(self) -> int:
+        """Return how much of the epoch was read before it was resumed."""
+        return self._place.consumed()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch: the same epoch keeps a resumed offset, any other starts at 0."""
+        check_epoch(epoch)
+        if epoch != self.epoch:
+            self._place = Place()
+        self.epoch = epoch
+        self._order.set_epoch(int(epoch))
+
+    def is_finished(self) -> bool:
+        """Tell whether a loaded state says that nothing of this epoch is left."""
+        return self._place.start > 0 and self._steps_left() == 0
+
+    def __len__(self) -> int:
+        return self._steps_left()
+
+    def _steps_left(self) -> int:
+        if self._tokens is None:
+            return self._plan().steps(self._place)
+        return (len(self._all_batches()) - self._place.start) // self.num_replicas
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self.is_finished():
+            warn_empty_epoch(self.epoch)
+            return iter(())
+        return self._token_batches() if self._tokens is not None else self._window_batches()
+
+    def _token_batches(self) -> Iterator[list[int]]:
+        batches, steps = self._all_batches(), self._steps_left()
+        self.dropped_batches = len(batches) - self._place.start - steps * self.num_replicas
+        if self.dropped_batches:
+            logger.warning(
+                "epoch %d: %d of %d batches find no step on %d ranks and are not read",
+                int(self.epoch),
+                self.dropped_batches,
+                len(batches),
+                self.num_replicas,
+            )
+        first = self._place.start + self.rank
+        for step in range(steps):
+            yield batches[first + step * self.num_replicas]
+
+    def _all_batches(self) -> list[list[int]]:
+        assert self._tokens is not None, "only asked for with max_tokens"  # noqa: S101 - our own invariant
+        epoch = int(self.epoch)
+        if self._token_list is None or self._token_list[0] != epoch:
+            order = np.fromiter(self._order, dtype=np.int64, count=len(self.lengths))
+            found = self._tokens.batches(order, self._costs, (self.seed, epoch))
+            self._token_list = (epoch, found)
+        return self._token_list[1]
+
+    def _window_batches(self) -> Iterator[list[int]]:
+        look_up = self._order.open_epoch()
+        words = (self.seed, int(self.epoch))
+        for batch in self._plan().read(self._place, self._costs, look_up, words):
+            lacking = -len(batch) % self.num_replicas
+            padded = self._pad(batch, lacking, look_up) if lacking else batch
+            hands = deal(self._costs[padded], self.num_replicas, padded=self._padded)
+            yield padded[hands[self.rank]].tolist()
+
+    def _pad(self, batch: NDArray[np.int64], lacking: int, look_up: Any) -> NDArray[np.int64]:
+        # As torch: what is missing at the end is repeated from the epoch's beginning.
+        n = len(self.lengths)
+        positions = [place % n for place in range(lacking)]
+        extra = [look_up(place, place + 1)[0] for place in positions]
+        return np.concatenate([batch, np.asarray(extra, dtype=np.int64)])
+
+    def identity(self) -> dict[str, object]:
+        """Return what must be equal for a saved position to mean the same."""
+        tokens = self._tokens
+        return {
+            **self._order.identity(),
+            "lengths": self._digest,
+            "window": self.window,
+            "cost": self._cost_name,
+            "fingerprint": self.fingerprint,
+            "max_tokens": None if tokens is None else tokens.max_tokens,
+            "batch_size": None if tokens is None else self.batch_size,
+        }
+
+    def state_after(
+        self,
+        batches: int,
+        *,
+        batch_size: int,  # noqa: ARG002 - part of the Cursor protocol
+        drop_last: bool,  # noqa: ARG002 - part of the Cursor protocol
+        exhausted: bool,
+    ) -> dict[str, Any]:
+        """Return the state after `batches` batches of each rank; equal on all ranks."""
+        if self._tokens is None:
+            place = self._plan().advance(self._place, batches)
+        else:
+            place = Place(start=self._place.start + batches * self.num_replicas)
+        finished = exhausted or batches >= self._steps_left()
+        return {
+            "version": VERSION,
+            "epoch": int(self.epoch),
+            "consumed": len(self.lengths) if finished else place.consumed(),
+            "finished": finished,
+            "world_size": self.num_replicas,
+            "place": place.to_json(),
+            "token_window": None if self._tokens is None else self._tokens.window,
+            "identity": self.identity(),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position this epoch was resumed at; the loader counts what came since."""
+        return self.state_after(0, batch_size=1, drop_last=False, exhausted=False)
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Continue where `state` was taken; world size and batch size may be others.
+
+        Raises:
+            StateMismatchError: It is damaged, or belongs to other data.
+        """
+        parsed = parse_state(state)
+        compare_identity(
+            parsed["identity"], self.identity(), strict=strict, what=type(self).__name__
+        )
+        place = Place.from_json(parsed.get("place"))
+        self.epoch = AutoEpoch(parsed["epoch"])
+        self._order.set_epoch(parsed["epoch"])
+        if self._tokens is not None:
+            # The list of batches must stay as it was, whatever the world size is now.
+            self._tokens = replace(self._tokens, window=int(parsed["token_window"]))
+            self._token_list = None
+            end = len(self._all_batches())
+        else:
+            end = len(self.lengths)
+        self._place = Place(start=end) if parsed["finished"] else place
+
+
+def _at_least(value: int, least: int, name: str) -> int:
+    if require_int(value, name) < least:
+        raise bad_balance(f"{name} is {value}", f"pass {name} >= {least}")
+    return value

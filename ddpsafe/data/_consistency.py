@@ -1,0 +1,205 @@
+"""Do all ranks see the same data? If not, every rank raises and says who differs, and where."""
+
+from __future__ import annotations
+
+import collections
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+from ddpsafe._errors import explain
+from ddpsafe.data._collective import gather_json
+from ddpsafe.data._fingerprint import DatasetView, view_dataset
+from ddpsafe.data.errors import DatasetInconsistencyError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch.distributed import ProcessGroup
+
+_CHUNKS: Final = 256
+_SHOWN_TEXT: Final = 200
+
+
+def check_dataset_consistency(
+    dataset: object,
+    *,
+    probes: int = 64,
+    key: Callable[[int], object] | None = None,
+    facts: Mapping[str, object] | None = None,
+    group: ProcessGroup | None = None,
+) -> str:
+    """Make sure that all ranks hold the same dataset in the same order; every rank calls it.
+
+    The dataset is compared by the first of these that it has: `key`, ``fingerprint()``, a list
+    of paths (``samples``, ``imgs``, ``files``, ``paths``; relative to its root, so mount
+    points may differ), or `probes` of its items, read with fixed randomness.
+
+    Args:
+        dataset: The dataset.
+        probes: How many items are read where nothing else identifies them.
+        key: Index -> something that identifies the item, cheaper than reading it.
+        facts: Further plain values that must be equal, e.g. ``{"seed": 0, "batch_size": 32}``.
+        group: The ranks that take part; all by default.
+
+    Returns:
+        The fingerprint: 32 hexadecimal digits, equal on all ranks.
+
+    Raises:
+        DatasetInconsistencyError: On every rank, naming the ranks that differ (or that could not
+            read) and the first item that does.
+    """
+    view, report = _examine(dataset, probes, key, facts or {})
+    reports = gather_json(report, group)
+    _refuse_broken(reports)
+    _refuse_differing_facts(reports)
+    if len({entry["fingerprint"] for entry in reports}) > 1:
+        assert view is not None, "a rank without a view has reported an error"  # noqa: S101 - our own invariant
+        _refuse_differing_data(view, reports, group)
+    return str(report["fingerprint"])
+
+
+def _examine(
+    dataset: object,
+    probes: int,
+    key: Callable[[int], object] | None,
+    facts: Mapping[str, object],
+) -> tuple[DatasetView | None, dict[str, Any]]:
+    """Read what is compared. An exception is reported: alone, it would leave the others waiting."""
+    plain = {name: repr(value) for name, value in facts.items()}
+    try:
+        view = view_dataset(dataset, probes=probes, key=key)
+        fingerprint = view.fingerprint()
+    except Exception as error:  # noqa: BLE001 - raised again on every rank
+        return None, {"error": f"{type(error).__name__}: {error}", "facts": plain}
+    return view, {
+        "error": None,
+        "facts": plain,
+        "fingerprint": fingerprint,
+        "length": view.length,
+        "kind": view.kind,
+        "compared": len(view.indices),
+    }
+
+
+def _refuse_broken(reports: list[dict[str, Any]]) -> None:
+    broken = [rank for rank, report in enumerate(reports) if report["error"]]
+    if broken:
+        raise DatasetInconsistencyError(
+            explain(
+                f"{_ranks(broken)} of {len(reports)} could not read the dataset: "
+                f"{reports[broken[0]]['error']}.",
+                cause="a file is missing or damaged there, or the storage is not mounted.",
+                fix="make the data readable on every host before training starts.",
+                details=[f"rank {rank}: {reports[rank]['error']}" for rank in broken[1:]],
+            ),
+            ranks=broken,
+        )
+
+
+def _refuse_differing_facts(reports: list[dict[str, Any]]) -> None:
+    for name in sorted({name for report in reports for name in report["facts"]}):
+        values = [report["facts"].get(name) for report in reports]
+        odd = _minority(values)
+        if odd:
+            raise DatasetInconsistencyError(
+                explain(
+                    f"{_ranks(odd)} of {len(reports)} have another {name}: {values[odd[0]]}, "
+                    f"where the others have {_majority(values)}.",
+                    cause="it is computed or configured per rank.",
+                    fix=f"give every rank the same {name}.",
+                ),
+                ranks=odd,
+            )
+
+
+def _refuse_differing_data(
+    view: DatasetView, reports: list[dict[str, Any]], group: ProcessGroup | None
+) -> None:
+    odd = _minority([report["fingerprint"] for report in reports])
+    usual = next(rank for rank in range(len(reports)) if rank not in odd)
+    chunk = max(1, math.ceil(max(report["compared"] for report in reports) / _CHUNKS))
+    place = _first_difference(view, odd[0], usual, chunk, group)
+    if len({report["length"] for report in reports}) > 1 and "probes" in view.kind:
+        place = None  # probes of datasets of unequal length are not the same items
+    shown = gather_json(_text(view, place), group)
+    index = None if place is None else _index(view, place)
+    where = "" if index is None else f" The first difference is at item {index}."
+    raise DatasetInconsistencyError(
+        explain(
+            f"{_ranks(odd)} of {len(reports)} see other data than the rest.{where}",
+            cause="the order of a directory listing, files that are missing on a host, or samples "
+            "filtered or shuffled per rank.",
+            fix="list files with ddpsafe.data.sorted_files(), and filter by what all ranks share.",
+            details=[
+                f"rank {rank}: {report['length']} samples, {report['kind']}"
+                f"{'' if shown[rank] is None else f', there: {shown[rank]}'}"
+                for rank, report in enumerate(reports)
+                if rank in {usual, *odd}
+            ],
+        ),
+        ranks=odd,
+        index=index,
+    )
+
+
+def _first_difference(
+    view: DatasetView, odd: int, usual: int, chunk: int, group: ProcessGroup | None
+) -> int | None:
+    """Return the place of the first compared item that differs, found in two steps."""
+    count = len(view.indices)
+    chunks = [view.digest(first, first + chunk) for first in range(0, count, chunk)]
+    number = _first_unequal(*_pair(gather_json(chunks, group), odd, usual))
+    first = 0 if number is None else number * chunk
+    # All ranks take part in both rounds, also where the first has found nothing.
+    items = [view.digest(i, i + 1) for i in range(first, min(first + chunk, count))]
+    offset = _first_unequal(*_pair(gather_json(items, group), odd, usual))
+    return None if number is None or offset is None else first + offset
+
+
+def _pair(values: list[Any], odd: int, usual: int) -> tuple[list[str], list[str]]:
+    return values[odd], values[usual]
+
+
+def _first_unequal(left: list[str], right: list[str]) -> int | None:
+    for place, (one, other) in enumerate(zip(left, right, strict=False)):
+        if one != other:
+            return place
+    return None if len(left) == len(right) else min(len(left), len(right))
+
+
+def _index(view: DatasetView, place: int) -> int:
+    return view.indices[place] if place < len(view.indices) else place
+
+
+def _text(view: DatasetView, place: int | None) -> str | None:
+    if place is None:
+        return None
+    if place >= len(view.indices):
+        return "nothing"
+    return view.item(view.indices[place])[:_SHOWN_TEXT]
+
+
+def _majority(values: list[Any]) -> Any:
+    return collections.Counter(values).most_common(1)[0][0]
+
+
+def _minority(values: list[Any]) -> list[int]:
+    usual = _majority(values)
+    return [rank for rank, value in enumerate(values) if value != usual]
+
+
+def _ranks(ranks: list[int]) -> str:
+    listed = ", ".join(str(rank) for rank in ranks)
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
+
+
+def loader_facts(loader: Any) -> dict[str, object]:
+    """Return what must be equal on all ranks of a loader, beside its dataset."""
+    sampler = loader.batch_sampler if loader.batch_size is None else loader.sampler
+    return {
+        "seed": getattr(sampler, "seed", None),
+        "batch size": loader.batch_size or getattr(sampler, "batch_size", None),
+        "drop_last": loader.drop_last,
+        "sampler": type(sampler).__name__,
+        "num_replicas": getattr(sampler, "num_replicas", None),
+    }

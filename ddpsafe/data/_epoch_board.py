@@ -1,0 +1,219 @@
+"""How workers that outlive an epoch learn of the next one, and say what they are reading.
+
+Persistent workers hold a copy of the dataset from before the first epoch:
+``dataset.set_epoch()`` in the main process does not reach them. A few integers in shared
+memory do.
+"""
+
+from __future__ import annotations
+
+import errno
+import resource
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from ddpsafe._errors import explain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+_EPOCH: Final = 0
+_OFFSET: Final = 1
+_FIRST_WORKER: Final = 2
+_NOTES_IN_EXCEPTIONS: Final = sys.version_info >= (3, 11)
+
+
+class EpochBoard:
+    """Shared integers: the epoch, the offset in it, and the index each worker reads."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._cells = torch.full((_FIRST_WORKER + num_workers,), -1, dtype=torch.int64)
+        self._cells.share_memory_()  # type: ignore[no-untyped-call]  # torch has no types here
+        self._view: memoryview | None = None
+
+    def cells(self) -> memoryview:
+        """Return the integers as a memoryview: an order faster than indexing the tensor."""
+        if self._view is None:
+            self._view = memoryview(self._cells.numpy())  # type: ignore[arg-type]  # has the buffer protocol
+        return self._view
+
+    def announce(self, epoch: int, offset: int) -> None:
+        """Tell the workers which epoch comes, and where it is resumed."""
+        self.cells()[_EPOCH] = epoch
+        self.cells()[_OFFSET] = offset
+        for worker in range(len(self._cells) - _FIRST_WORKER):
+            self.cells()[_FIRST_WORKER + worker] = -1
+
+    def epoch(self) -> int | None:
+        """Return the announced epoch; ``None`` before the first."""
+        value = int(self.cells()[_EPOCH])
+        return None if value < 0 else value
+
+    def offset(self) -> int:
+        """Return how many samples of the epoch were read before it was resumed."""
+        return int(self.cells()[_OFFSET])
+
+    def reading(self, worker: int) -> int | None:
+        """Return the index that a worker was reading last."""
+        value = int(self.cells()[_FIRST_WORKER + worker])
+        return None if value < 0 else value
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the shared tensor only."""
+        return {**self.__dict__, "_view": None}
+
+
+def epoch_targets(*items: object) -> list[Any]:
+    """Find what wants to know the epoch: the dataset, what it wraps, the collate function."""
+    found: list[Any] = []
+    waiting = list(items)
+    while waiting:
+        item = waiting.pop(0)
+        if callable(getattr(item, "set_epoch", None)):
+            found.append(item)
+            continue
+        inner = getattr(item, "dataset", None)
+        waiting.extend([inner] if inner is not None else [])
+        parts = getattr(item, "datasets", None)
+        waiting.extend(parts if isinstance(parts, list | tuple) else [])
+    return found
+
+
+def tell_epoch(*items: object, epoch: int, but: object) -> list[Any]:
+    """Call ``set_epoch()`` of the targets in `items`, except `but`.
+
+    Returns:
+        Those that keep what they were given: if they hold another epoch later, the user set it.
+    """
+    told = []
+    for target in epoch_targets(*items):
+        if target is but:
+            continue
+        target.set_epoch(epoch)
+        if getattr(target, "epoch", None) is epoch:
+            told.append(target)
+    return told
+
+
+class FollowedDataset:
+    """Stands before the user's dataset inside a worker, and follows the board."""
+
+    def __init__(self, dataset: Any, collate_fn: object, board: EpochBoard) -> None:
+        self.dataset = dataset
+        self._targets = epoch_targets(dataset, collate_fn)
+        self._board = board
+        self._epoch = board.epoch()
+        self._cell = -1
+        self._rank = 0
+        self._reseed: Callable[[int], None] | None = None
+
+    def enter_worker(self, worker_id: int, reseed: Callable[[int], None], rank: int) -> None:
+        """Learn which worker this is; runs in the worker."""
+        self._cell = _FIRST_WORKER + worker_id
+        self._rank = rank
+        self._reseed = reseed
+        self._epoch = self._board.epoch()
+
+    def _follow(self) -> None:
+        epoch = self._board.epoch()
+        if epoch == self._epoch or epoch is None:
+            return
+        self._epoch = epoch
+        if self._reseed is not None:
+            self._reseed(epoch)
+        for target in self._targets:
+            target.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._follow()
+        if hasattr(self.dataset, "seek_consumed"):
+            self.dataset.seek_consumed(self._board.offset())
+        return iter(self.dataset)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._read([index])[0]
+
+    def __getitems__(self, indices: Sequence[Any]) -> Any:
+        many = getattr(self.dataset, "__getitems__", None)
+        return self._read(indices) if many is None else self._read_many(many, indices)
+
+    def _read(self, indices: Sequence[Any]) -> list[Any]:
+        self._follow()
+        cells, cell, dataset = self._board.cells(), self._cell, self.dataset
+        items = []
+        index = None
+        try:
+            for index in indices:
+                cells[cell] = index if type(index) is int else -1
+                items.append(dataset[index])
+        except Exception as error:
+            self._annotate(error, index)
+            raise
+        return items
+
+    def _read_many(self, many: Callable[[Any], Any], indices: Sequence[Any]) -> Any:
+        self._follow()
+        first = indices[0] if indices else -1
+        self._board.cells()[self._cell] = first if type(first) is int else -1
+        try:
+            return many(indices)
+        except Exception as error:
+            self._annotate(error, f"{list(indices[:3])}...")
+            raise
+
+    def _annotate(self, error: Exception, index: object) -> None:
+        path = sample_path(self.dataset, index)
+        where = f"index {index}" + (f" ({path})" if path else "")
+        note = (
+            f"While reading {where} in DataLoader worker {self._cell - _FIRST_WORKER} "
+            f"of rank {self._rank}."
+        )
+        add_note(error, "\n".join([note, *limit_notes(error)]))
+
+
+def sample_path(dataset: object, index: object) -> str | None:
+    """Return the path of a sample where the dataset lists paths, as torchvision's do."""
+    if not isinstance(index, int):
+        return None
+    for name in ("samples", "imgs", "files", "paths"):
+        listed = getattr(dataset, name, None)
+        try:
+            entry = listed[index] if listed is not None else None
+        except Exception:  # noqa: BLE001, S112 - describing a failure must not fail
+            continue
+        if isinstance(entry, tuple | list) and entry:
+            entry = entry[0]
+        if entry is not None:
+            return str(entry)
+    return None
+
+
+def limit_notes(error: Exception) -> list[str]:
+    """Say which limit of the machine an OSError hit, if it hit one."""
+    if not isinstance(error, OSError):
+        return []
+    if error.errno in {errno.EMFILE, errno.ENFILE}:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return [
+            explain(
+                f"This process may open {soft} files (RLIMIT_NOFILE, hard limit {hard}).",
+                cause="files are opened for each sample and not closed, or many tensors are "
+                "passed as file descriptors.",
+                fix=f"close files, open them once in a PerProcess, `ulimit -n {hard}`, or "
+                "torch.multiprocessing.set_sharing_strategy('file_system').",
+            )
+        ]
+    return []
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Append a note to an exception without changing its type."""
+    if _NOTES_IN_EXCEPTIONS:
+        error.add_note(note)  # type: ignore[attr-defined]  # since Python 3.11
+    elif len(error.args) == 1 and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{note}",)

@@ -1,0 +1,252 @@
+"""Divides a stream over ranks and workers, so that every sample is read once."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import warnings
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast, get_args
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from ddpsafe._errors import explain
+from ddpsafe.data._cursor import AutoEpoch
+from ddpsafe.data._position_sampler import check_epoch, warn_empty_epoch
+from ddpsafe.data._replica import resolve_replica
+from ddpsafe.data._state import VERSION, compare_identity, parse_state
+from ddpsafe.data.errors import DataConfigError, DataWarning, UnevenStepsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+T = TypeVar("T")
+Shard = Literal["batch", "sample", "files"]
+Even = Literal["truncate", "repeat", "error"]
+
+
+class ShardedIterable(IterableDataset[T], Generic[T]):
+    """A stream, divided over ranks and DataLoader workers.
+
+    ``shard="batch"`` (for streams that are cheap to read): item q goes to rank q % R, and whole
+    batches to workers, in turn. The batches a rank receives are identical for any number of
+    workers, and the position can be resumed under any world size, batch size and worker count.
+    ``shard="files"`` (for large data): each rank, then each worker, reads its own files.
+    ``shard="sample"`` strides over ranks and workers; its order depends on the worker count.
+
+    `source` may have ``set_epoch(epoch)``, called before each pass, and ``seek(position)``,
+    called before a resumed pass instead of reading up to the position.
+
+    Args:
+        source: What to iterate over, anew in each epoch and worker: an iterable, or a function
+            that returns one. With ``shard="files"``: the paths.
+        shard: How to divide.
+        read: With ``shard="files"``: path -> iterable of its samples.
+        even: With ``shard="batch"``, if the ranks' shares differ by one at the end:
+            ``"truncate"`` drops the incomplete round, ``"repeat"`` fills it from the beginning,
+            ``"error"`` raises on every rank, ``None`` leaves it (see `even_steps`).
+        batch_size: Samples per batch of a rank; `ddpsafe.data.DataLoader` sets it by itself.
+        num_replicas: Among how many ranks to divide; the world size by default.
+        rank: Whose part to read, from 0; this rank by default.
+
+    Raises:
+        DataConfigError: Fewer files than ranks, or arguments that do not go together.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[T] | Callable[[], Iterable[T]] | Iterable[str],
+        *,
+        shard: Shard = "batch",
+        read: Callable[[str], Iterable[T]] | None = None,
+        even: Even | None = None,
+        batch_size: int = 1,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        replica = resolve_replica(num_replicas, rank)
+        self.num_replicas, self.rank = replica.num_replicas, replica.rank
+        self.source = source
+        self.shard: Shard = shard
+        self.read = read
+        self.even: Even | None = even
+        self.batch_size = batch_size
+        self.epoch = 0
+        self._num_workers = 0
+        self._consumed = 0
+        self._finished = False
+        self._check()
+
+    def _check(self) -> None:
+        if self.shard not in get_args(Shard) or self.even not in {*get_args(Even), None}:
+            raise _bad(
+                f"shard={self.shard!r} with even={self.even!r} is unknown",
+                f"shard is one of {get_args(Shard)}, even one of {get_args(Even)} or None",
+            )
+        if self.even is not None and self.shard != "batch":
+            raise _bad(
+                f"even={self.even!r} needs shard='batch': no rank knows how much the others read",
+                "wrap the loader in even_steps()",
+            )
+        if (self.shard == "files") != (self.read is not None):
+            raise _bad("shard='files' and read= go together", "pass read=function(path) -> samples")
+        if self.shard == "files" and len(self.files()) < self.num_replicas:
+            raise _bad(
+                f"{len(self.files())} files are too few for {self.num_replicas} ranks: some would "
+                "have nothing to read while the others wait for them",
+                "write more, smaller files, use fewer ranks, or shard='batch'",
+            )
+
+    def files(self) -> list[str]:
+        """Return the files of all ranks, in the byte order of their paths."""
+        return sorted((os.fspath(path) for path in cast("Any", self.source)), key=os.fsencode)
+
+    def bind_loader(self, *, batch_size: int, num_workers: int) -> None:
+        """Learn the loader's batch size and worker count; the loader calls it."""
+        self.batch_size = batch_size
+        self._num_workers = num_workers
+        readers = self.num_replicas * max(1, num_workers)
+        if self.shard == "files" and len(self.files()) < readers:
+            warnings.warn(
+                f"{len(self.files())} files for {self.num_replicas} ranks with {num_workers} "
+                "workers each: some workers have nothing to read.",
+                DataWarning,
+                stacklevel=4,
+            )
+
+    def __iter__(self) -> Iterator[T]:
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        if self._finished:
+            warn_empty_epoch(self.epoch)
+            return iter(())
+        if self.shard == "files":
+            own = self.files()[self.rank :: self.num_replicas][worker::workers]
+            assert self.read is not None, "checked with the arguments"  # noqa: S101 - our own invariant
+            return itertools.chain.from_iterable(self.read(path) for path in own)
+        if self.shard == "sample":
+            stream = itertools.islice(self._open(), self.rank, None, self.num_replicas)
+            return itertools.islice(stream, worker, None, workers)
+        return self._whole_batches(worker, workers)
+
+    def _open(self) -> Iterator[T]:
+        source = self.source
+        if hasattr(source, "set_epoch"):
+            source.set_epoch(int(self.epoch))
+        return iter(cast("Iterable[T]", source() if callable(source) else source))
+
+    def _resumed(self) -> Iterator[T]:
+        seek = getattr(self.source, "seek", None)
+        if self._consumed and callable(seek):
+            seek(self._consumed)
+            return self._open()
+        return itertools.islice(self._open(), self._consumed, None)
+
+    def _whole_batches(self, worker: int, workers: int) -> Iterator[T]:
+        """Yield the samples of the rank's batches number worker, worker + workers, ..."""
+        for number, item in enumerate(self._own_items()):
+            if number // self.batch_size % workers == worker:
+                yield item
+
+    def _own_items(self) -> Iterator[T]:
+        held: list[T] = []
+        place = -1
+        for place, item in enumerate(self._resumed()):
+            slot = place % self.num_replicas
+            if slot == self.rank:
+                held.append(item)
+            # To truncate, an item counts only once its round is complete.
+            if self.even != "truncate" or slot == self.num_replicas - 1:
+                yield from held
+                held.clear()
+        yield from self._last_round(place + 1)
+
+    def _last_round(self, total: int) -> Iterator[T]:
+        missing = -total % self.num_replicas
+        if missing == 0 or self.even in {None, "truncate"}:
+            return
+        if self.even == "error":
+            raise UnevenStepsError(
+                explain(
+                    f"The stream ended after {total} samples, which {self.num_replicas} ranks "
+                    "cannot share evenly.",
+                    cause="its length is not a multiple of the world size.",
+                    fix="choose even='truncate' or even='repeat'.",
+                ),
+                finished_ranks=range(self.num_replicas - missing, self.num_replicas),
+                step=total // self.num_replicas,
+            )
+        for extra, item in enumerate(itertools.islice(itertools.cycle(self._open()), missing)):
+            if (total + extra) % self.num_replicas == self.rank:
+                yield item
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch: the same epoch keeps a resumed offset, any other starts at 0."""
+        check_epoch(epoch)
+        if epoch != self.epoch:
+            self._consumed, self._finished = 0, False
+        self.epoch = epoch
+
+    def offset(self) -> int:
+        """Return how much of the epoch was read before it was resumed."""
+        return self._consumed
+
+    def seek_consumed(self, consumed: int) -> None:
+        """Learn the offset in a worker that outlives the epoch."""
+        self._consumed = consumed
+
+    def batches_to_skip(self) -> int:
+        """Return how many batches the loader must read again and discard."""
+        return 0 if self.shard == "batch" else self._consumed
+
+    def is_finished(self) -> bool:
+        """Tell whether a loaded state says that nothing of this epoch is left."""
+        return self._finished
+
+    def identity(self) -> dict[str, object]:
+        """Return what must be equal for a saved position to mean the same."""
+        same: dict[str, object] = {"shard": self.shard, "fingerprint": None}
+        if self.shard != "batch":
+            same |= {
+                "num_replicas": self.num_replicas,
+                "num_workers": self._num_workers,
+                "batch_size": self.batch_size,
+            }
+        return same
+
+    def state_after(
+        self,
+        batches: int,
+        *,
+        batch_size: int,
+        drop_last: bool,  # noqa: ARG002 - part of the Cursor protocol
+        exhausted: bool,
+    ) -> dict[str, Any]:
+        """Return the state after `batches` batches of each rank."""
+        unit = batch_size * self.num_replicas if self.shard == "batch" else 1
+        return {
+            "version": VERSION,
+            "epoch": int(self.epoch),
+            "consumed": self._consumed + batches * unit,
+            "finished": exhausted or self._finished,
+            "world_size": self.num_replicas,
+            "identity": self.identity(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Continue where `state` was taken.
+
+        Raises:
+            StateMismatchError: It is damaged, or this way of dividing needs the same topology.
+        """
+        parsed = parse_state(state)
+        compare_identity(
+            parsed["identity"], self.identity(), strict=strict, what=type(self).__name__
+        )
+        self.epoch = AutoEpoch(parsed["epoch"])
+        self._consumed, self._finished = parsed["consumed"], parsed["finished"]
+
+
+def _bad(what: str, fix: str) -> DataConfigError:
+    return DataConfigError(
+        explain(f"ShardedIterable: {what}.", cause="the arguments do not fit.", fix=f"{fix}.")
+    )

@@ -1,0 +1,135 @@
+"""One pass over a loader: counts what was delivered, and guards the epoch it belongs to."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from ddpsafe._errors import explain
+from ddpsafe.data._worker_death import explained
+from ddpsafe.data.errors import DataWarning, LateSetEpochError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ddpsafe.data._cursor import AutoEpoch
+    from ddpsafe.data._epoch_board import EpochBoard
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclass(slots=True)
+class Delivery:
+    """What one pass has delivered.
+
+    Attributes:
+        epoch: The epoch of the pass, as the loader marked it; ``None`` before the first pass.
+        batches: How many batches were handed out.
+        held_back: How many of them somebody between loader and user still holds.
+        exhausted: Whether the end was reached.
+        superseded: Why the pass must not go on, if another one began or a state was loaded.
+        severe: Whether going on would deliver wrong data.
+    """
+
+    epoch: AutoEpoch | None = None
+    batches: int = 0
+    held_back: int = 0
+    exhausted: bool = False
+    superseded: str | None = None
+    severe: bool = False
+
+    def supersede(self, why: str, *, severe: bool) -> None:
+        """Note that the pass is over, whatever still holds its iterator."""
+        self.superseded = why
+        self.severe = severe
+
+
+class EpochIterator(Generic[T_co]):
+    """What ``iter(loader)`` returns: torch's iterator, counted."""
+
+    def __init__(
+        self,
+        inner: Iterator[T_co],
+        delivery: Delivery,
+        holder: Any,
+        board: EpochBoard | None,
+    ) -> None:
+        self._inner = inner
+        self._delivery = delivery
+        self._holder = holder
+        self._board = board
+        self._mark = delivery.epoch
+
+    def __iter__(self) -> EpochIterator[T_co]:
+        return self
+
+    def __next__(self) -> T_co:
+        delivery = self._delivery
+        if self._holder.epoch is not self._mark or delivery.superseded is not None:
+            self._check_current()
+        try:
+            batch = next(self._inner)
+        except StopIteration:
+            delivery.exhausted = True
+            raise
+        except Exception as error:
+            explanation = explained(error, self._inner, self._board)
+            if explanation is None:
+                raise
+            raise explanation from error
+        delivery.batches += 1
+        return batch
+
+    def hold_back(self, batches: int) -> None:
+        """Learn how many delivered batches somebody in between still holds, unused."""
+        self._delivery.held_back = batches
+
+    def __len__(self) -> int:
+        return len(self._inner)  # type: ignore[arg-type]  # torch's iterators have a length
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_inner":
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    def _check_current(self) -> None:
+        delivery = self._delivery
+        if delivery.superseded is not None:
+            self._refuse_superseded(delivery.superseded)
+        elif self._holder.epoch == self._mark:
+            self._holder.epoch = self._mark
+        else:
+            raise late_set_epoch(int(self._holder.epoch), int(self._mark or 0), delivery.batches)
+
+    def _refuse_superseded(self, why: str) -> None:
+        delivery = self._delivery
+        if delivery.severe or delivery.batches == 0:
+            raise LateSetEpochError(
+                explain(
+                    f"This iterator of epoch {int(self._mark or 0)} is no longer valid: {why}.",
+                    cause="two loops use one loader at the same time, or an old iterator was kept.",
+                    fix="finish or drop one iteration before the next begins, or make two loaders.",
+                )
+            )
+        warnings.warn(
+            f"an iterator is used further although {why}; only the newest is counted for "
+            "state_dict().",
+            DataWarning,
+            stacklevel=4,
+        )
+        self._mark = self._holder.epoch
+        delivery.superseded = None
+
+
+def late_set_epoch(asked: int, running: int, batches: int) -> LateSetEpochError:
+    """Word the refusal of an epoch that can no longer take effect."""
+    return LateSetEpochError(
+        explain(
+            f"set_epoch({asked}) came after iter(): the iteration of epoch {running} has begun "
+            f"and delivered {batches} batches.",
+            cause="workers have already been given indices of the old epoch, so torch would "
+            "ignore the call without a word.",
+            fix="call set_epoch() before the loop, or loop `for epoch in loader.epochs(n):`.",
+        )
+    )

@@ -1,0 +1,295 @@
+"""torch's DataLoader for ranks: sets the epoch, seeds the workers, resumes in mid-epoch."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
+
+import torch
+from torch.utils.data import IterableDataset
+
+from ddpsafe._errors import explain
+from ddpsafe.data._cursor import AutoEpoch, Cursor
+from ddpsafe.data._epoch_board import EpochBoard, tell_epoch
+from ddpsafe.data._iterable import ShardedIterable
+from ddpsafe.data._iteration import Delivery, EpochIterator, late_set_epoch
+from ddpsafe.data._loader_state import cursor_of, save_state
+from ddpsafe.data._permutation import derive_keys
+from ddpsafe.data._position_sampler import check_epoch, require_int
+from ddpsafe.data._replica import current_replica
+from ddpsafe.data._sampler_search import (
+    check_population,
+    enter_epoch,
+    find_epoch_holder,
+    refuse_undivided,
+)
+from ddpsafe.data._samplers import LocalSampler
+from ddpsafe.data._seeding import WorkerInit
+from ddpsafe.data._start_method import WorkerSafety
+from ddpsafe.data._worker_loader import WorkerLoader
+from ddpsafe.data.errors import DataConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from torch.utils.data import Dataset, Sampler
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class DataLoader(WorkerLoader[T_co]):
+    """torch's `DataLoader` with torch's arguments, safe to use in every rank.
+
+    It sets the epoch by itself (``set_epoch()`` by the user wins) and tells the sampler, the
+    dataset and the collate function, in persistent workers too; seeds workers by
+    (seed, epoch, rank, worker); leaves the global random number generator alone; resumes
+    exactly, under another world size, batch size or number of workers as well.
+
+    Recommended loop::
+
+        for epoch in loader.epochs(10):
+            for batch in loader:
+                ...
+
+    Args:
+        dataset: As in torch, and so are all arguments up to `in_order`.
+        seed: Of the workers, and of the order if the loader makes the sampler. By default the
+            sampler's, or 0.
+        worker_safety: What to do if the dataset holds an open handle that workers would share:
+            ``"error"``, ``"warn"`` or ``"off"``.
+
+    Raises:
+        DataConfigError: The arguments contradict each other.
+        DatasetChangedError: The sampler was made for a dataset of another length.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - torch's own arguments, in torch's order
+        self,
+        dataset: Dataset[T_co],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,  # noqa: FBT001 - torch's signature
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+        drop_last: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], object] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        seed: int | None = None,
+        worker_safety: WorkerSafety = "error",
+    ) -> None:
+        _check_arguments(sampler, batch_sampler, worker_safety)
+        if sampler is None and batch_sampler is None and generator is None:
+            sampler, shuffle = _local_sampler(dataset, shuffle=shuffle, seed=seed or 0)
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            num_workers,
+            collate_fn,
+            pin_memory,
+            drop_last,
+            timeout,
+            None,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+        )
+        # Frameworks rebuild a loader from attributes named like its arguments.
+        self.seed = seed
+        self.worker_safety: WorkerSafety = worker_safety
+        self._holder: Any = find_epoch_holder(self)
+        if isinstance(dataset, ShardedIterable):
+            dataset.bind_loader(batch_size=batch_size or 1, num_workers=num_workers)
+        check_population(self, self._holder)
+        self._worker_seed = _worker_seed(seed, self._holder)
+        user_fn = (
+            worker_init_fn.user_fn if isinstance(worker_init_fn, WorkerInit) else worker_init_fn
+        )
+        self.worker_init_fn = WorkerInit(self._worker_seed, user_fn)
+        self._board: EpochBoard | None = None
+        self._delivery = Delivery()
+        self._told: list[Any] = []
+        self._running: weakref.ref[EpochIterator[T_co]] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration; otherwise each iteration is the next one.
+
+        Args:
+            epoch: From 0. The epoch of a loaded state keeps its offset; others start anew.
+
+        Raises:
+            LateSetEpochError: An iteration has begun and delivered nothing yet: too late.
+        """
+        check_epoch(epoch)
+        running = None if self._running is None else self._running()
+        delivery = self._delivery
+        if running is not None and not delivery.exhausted and delivery.batches == 0:
+            if epoch == delivery.epoch:
+                return
+            raise late_set_epoch(epoch, int(delivery.epoch or 0), 0)
+        self._holder.set_epoch(int(epoch))
+
+    def epochs(self, num_epochs: int) -> Iterator[int]:
+        """Loop over the epochs that are left: ``for epoch in loader.epochs(10)``.
+
+        Args:
+            num_epochs: How many epochs there are in all, those before a resume included.
+
+        Yields:
+            The epoch, from the resumed one (or the next, if iterated before) on.
+        """
+        first = self._next_epoch()
+        for epoch in range(first, require_int(num_epochs, "num_epochs")):
+            self.set_epoch(epoch)
+            yield epoch
+
+    def _next_epoch(self) -> int:
+        """Return the epoch that the next iteration reads."""
+        epoch = self._holder.epoch
+        last = self._delivery.epoch
+        if not isinstance(epoch, AutoEpoch):
+            chosen = _chosen_by_dataset(self._told) if last is not None and epoch == last else None
+            return int(epoch) if chosen is None else chosen
+        if last is not None:
+            chosen = _chosen_by_dataset(self._told)
+            return int(last) + 1 if chosen is None else chosen
+        finished = isinstance(self._holder, Cursor) and self._holder.is_finished()
+        return int(epoch) + 1 if finished else int(epoch)
+
+    def __iter__(self) -> _BaseDataLoaderIter:
+        refuse_undivided(self)
+        epoch = self._begin_epoch()
+        if self._board is not None:
+            offset = self._holder.offset() if hasattr(self._holder, "offset") else 0
+            self._board.announce(epoch, offset)
+        with self._private_generator(epoch):
+            inner = super().__iter__()
+        for _ in range(getattr(self._holder, "batches_to_skip", int)()):
+            next(inner)
+        iterator = EpochIterator(inner, self._delivery, self._holder, self._board)
+        self._running = weakref.ref(iterator)
+        return iterator  # type: ignore[return-value]  # delegates to torch's iterator
+
+    def _begin_epoch(self) -> AutoEpoch:
+        epoch = AutoEpoch(self._next_epoch())
+        self._delivery.supersede("another iteration has begun", severe=self.persistent_workers)
+        self._holder = enter_epoch(self._holder, epoch)
+        self._delivery = Delivery(epoch=epoch)
+        if self.num_workers > 0 and self._board is None:
+            self._board = EpochBoard(self.num_workers)
+        self._told = tell_epoch(self.dataset, self.collate_fn, epoch=epoch, but=self._holder)
+        return epoch
+
+    @contextlib.contextmanager
+    def _private_generator(self, epoch: int) -> Iterator[None]:
+        # torch draws the base seed of the workers here; from the global generator it would
+        # make a validation pass change the training that follows.
+        if self.generator is not None:
+            yield
+            return
+        rank = current_replica().rank
+        key = derive_keys(self._worker_seed, epoch, rank, count=1)[0]
+        self.generator = torch.Generator().manual_seed(key >> 1)
+        try:
+            yield
+        finally:
+            self.generator = None
+
+    def state_dict(self, batches: int | None = None) -> dict[str, Any]:
+        """Return the position after the batches delivered so far; call it after the step.
+
+        Args:
+            batches: How many batches of this iteration were used, if something between the
+                loader and the training loop (a prefetcher) holds some back.
+
+        Returns:
+            A small dict of plain values, equal on every rank: save it from rank 0 alone.
+
+        Raises:
+            DataConfigError: The sampler cannot be resumed, or ``in_order=False``.
+        """
+        return save_state(self, self._delivery, batches)
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Continue where `state` was taken: nothing is lost, nothing is repeated.
+
+        Args:
+            state: What `state_dict` returned; of any world size, batch size, worker count.
+            strict: Refuse a state of other data; ``False`` warns instead.
+
+        Raises:
+            StateMismatchError: It is damaged, or belongs to other data.
+        """
+        cursor_of(self).load_state_dict(state, strict=strict)
+        self._delivery.supersede("a state was loaded", severe=True)
+        self._delivery = Delivery()
+        self._running = None
+
+    def remember_fingerprint(self, fingerprint: str) -> None:
+        """Keep the dataset's fingerprint in the state, so that it is not loaded for other data."""
+        if hasattr(self._holder, "fingerprint"):
+            self._holder.fingerprint = fingerprint
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle without the iteration under way."""
+        return {**self.__dict__, "_running": None, "_board": None, "_iterator": None}
+
+
+def _check_arguments(sampler: object, batch_sampler: object, worker_safety: str) -> None:
+    if sampler is not None and batch_sampler is not None:
+        raise DataConfigError(
+            explain(
+                "A sampler and a batch_sampler were given together.",
+                cause="a batch_sampler already decides which samples are read.",
+                fix="give one of them.",
+            )
+        )
+    if worker_safety not in get_args(WorkerSafety):
+        raise DataConfigError(
+            explain(
+                f"worker_safety cannot be {worker_safety!r}.",
+                cause="the name is misspelled.",
+                fix=f"choose one of {', '.join(get_args(WorkerSafety))}.",
+            )
+        )
+
+
+def _local_sampler(
+    dataset: object, *, shuffle: bool | None, seed: int
+) -> tuple[LocalSampler | None, bool | None]:
+    """Make the resumable sampler of a world of one; in larger worlds the caller must give one."""
+    sized = hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)
+    if not sized or current_replica().num_replicas > 1:
+        return None, shuffle
+    return LocalSampler(dataset, shuffle=bool(shuffle), seed=seed), None  # type: ignore[arg-type]  # sized
+
+
+def _worker_seed(seed: int | None, holder: object) -> int:
+    if seed is not None:
+        return require_int(seed, "seed")
+    inherited = getattr(holder, "seed", 0)
+    return inherited if isinstance(inherited, int) else 0
+
+
+def _chosen_by_dataset(told: list[Any]) -> int | None:
+    """Return the epoch the user gave the dataset since the last iteration, if they did."""
+    for target in told:
+        if not isinstance(target.epoch, AutoEpoch):
+            return int(target.epoch)
+    return None

@@ -1,0 +1,76 @@
+"""The position of a loader: which batches count as read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ddpsafe._errors import explain
+from ddpsafe.data._cursor import Cursor
+from ddpsafe.data._position_sampler import require_int
+from ddpsafe.data._sampler_search import batch_geometry, find_epoch_holder
+from ddpsafe.data.errors import DataConfigError
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from ddpsafe.data._iteration import Delivery
+
+
+def cursor_of(loader: DataLoader[Any]) -> Cursor:
+    """Return the sampler that knows the position.
+
+    Raises:
+        DataConfigError: None does, or batches cannot be counted.
+    """
+    return _resolve(loader)[0]
+
+
+def save_state(loader: DataLoader[Any], delivery: Delivery, batches: int | None) -> dict[str, Any]:
+    """Return the state after the delivered batches, or after the first `batches` of them."""
+    cursor, batch_size, drop_last = _resolve(loader)
+    if delivery.epoch is None or cursor.epoch is not delivery.epoch:
+        # Nothing was read of the epoch that the cursor stands in.
+        used, exhausted = 0, False
+    else:
+        used = _used(delivery, batches)
+        exhausted = delivery.exhausted and used == delivery.batches
+    return cursor.state_after(used, batch_size=batch_size, drop_last=drop_last, exhausted=exhausted)
+
+
+def _resolve(loader: DataLoader[Any]) -> tuple[Cursor, int, bool]:
+    if not loader.in_order:
+        raise _not_resumable("in_order=False delivers batches in no order", "in_order=True")
+    holder = find_epoch_holder(loader)
+    geometry = batch_geometry(loader, holder) if isinstance(holder, Cursor) else None
+    if geometry is None:
+        name = type(loader.sampler).__name__
+        raise _not_resumable(
+            f"the position in a {name} cannot be restored",
+            "sampler=ddpsafe.data.DistributedSampler(dataset), the same order as torch's",
+        )
+    return holder, *geometry
+
+
+def _used(delivery: Delivery, batches: int | None) -> int:
+    if batches is None:
+        return delivery.batches - delivery.held_back
+    used = require_int(batches, "batches")
+    if not 0 <= used <= delivery.batches:
+        raise DataConfigError(
+            explain(
+                f"batches={used}, but this iteration has delivered {delivery.batches}.",
+                cause="batches counts from the beginning of this iteration.",
+                fix="pass how many of its batches were used.",
+            )
+        )
+    return used
+
+
+def _not_resumable(why: str, instead: str) -> DataConfigError:
+    return DataConfigError(
+        explain(
+            f"This loader has no state: {why}.",
+            cause="a resume must know which samples were read, and find the others again.",
+            fix=f"use {instead}.",
+        )
+    )

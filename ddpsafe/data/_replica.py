@@ -1,0 +1,73 @@
+"""Which part of the data is mine: the rank and the world that samplers divide by."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from ddpsafe._errors import explain
+from ddpsafe.data.errors import DataConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """One of `num_replicas` readers of the same data, counted from 0."""
+
+    num_replicas: int
+    rank: int
+
+
+def has_group() -> bool:
+    """Tell whether this process is part of a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def current_replica() -> Replica:
+    """Return rank and world size of the process group, or the world of one without a group."""
+    if has_group():
+        return Replica(num_replicas=dist.get_world_size(), rank=dist.get_rank())
+    return Replica(num_replicas=1, rank=0)
+
+
+def resolve_replica(num_replicas: int | None, rank: int | None) -> Replica:
+    """Complete what the caller gave from the process group, and check it.
+
+    Raises:
+        DataConfigError: The rank lies outside of the world, or a launcher announces more
+            ranks (``WORLD_SIZE``) while no process group exists that could tell them apart.
+    """
+    if num_replicas is None or rank is None:
+        _refuse_unborn_group()
+    current = current_replica()
+    replica = Replica(
+        num_replicas=current.num_replicas if num_replicas is None else num_replicas,
+        rank=current.rank if rank is None else rank,
+    )
+    if replica.num_replicas < 1 or not 0 <= replica.rank < replica.num_replicas:
+        raise DataConfigError(
+            explain(
+                f"rank {replica.rank} is outside of the world: num_replicas is "
+                f"{replica.num_replicas}, so ranks go from 0 to {replica.num_replicas - 1}.",
+                cause="rank and num_replicas come from two places, or were swapped.",
+                fix="leave both out: they are read from the process group.",
+            )
+        )
+    return replica
+
+
+def _refuse_unborn_group() -> None:
+    # Reading as a world of one here would feed every rank the same data, silently.
+    announced = os.environ.get("WORLD_SIZE", "1")
+    if has_group() or not announced.isdigit() or int(announced) <= 1:
+        return
+    raise DataConfigError(
+        explain(
+            f"WORLD_SIZE is {announced}, but this process has no process group yet.",
+            cause="the sampler or loader is made before setup(), or in a helper process "
+            "that inherited a rank's environment.",
+            fix="make it after ddpsafe.setup() / init_process_group(), or pass "
+            "num_replicas and rank.",
+        )
+    )

@@ -1,0 +1,186 @@
+"""Finds, in a loader, the sampler that divides the data and the one that knows the position."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, Final
+
+from torch.utils.data import (
+    BatchSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from ddpsafe._errors import explain
+from ddpsafe.data._cursor import Cursor
+from ddpsafe.data._replica import Replica, resolve_replica
+from ddpsafe.data._samplers import LocalSampler
+from ddpsafe.data.errors import (
+    DataConfigError,
+    DatasetChangedError,
+    DataWarning,
+    MissingDistributedSamplerError,
+)
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+# Accelerate nests its own batch samplers three deep.
+_DEEPEST: Final = 4
+_UNDIVIDED: Final = (
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+    SubsetRandomSampler,
+    LocalSampler,
+)
+
+
+class OwnEpoch:
+    """The epoch of a loader whose sampler knows of none."""
+
+    def __init__(self) -> None:
+        self.epoch: int = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch."""
+        self.epoch = epoch
+
+
+def samplers_of(loader: DataLoader[Any]) -> list[Any]:
+    """Return what produces the loader's indices, the outermost first."""
+    found: list[Any] = []
+    if isinstance(loader.dataset, IterableDataset):
+        return [loader.dataset]
+    item: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    while item is not None and len(found) < _DEEPEST:
+        found.append(item)
+        item = getattr(item, "batch_sampler", None) or getattr(item, "sampler", None)
+    return found
+
+
+def find_epoch_holder(loader: DataLoader[Any]) -> Any:
+    """Return the object whose ``epoch`` decides the order, or an own one if there is none."""
+    chain = samplers_of(loader)
+    for item in chain:
+        if isinstance(item, Cursor):
+            return item
+    for item in chain:
+        # Without a readable epoch nobody can tell whether the user has set it: leave it alone.
+        if callable(getattr(item, "set_epoch", None)) and isinstance(
+            getattr(item, "epoch", None), int
+        ):
+            return item
+    return OwnEpoch()
+
+
+def enter_epoch(holder: Any, epoch: int) -> Any:
+    """Set the epoch; return the holder, which keeps the very object it was given."""
+    holder.set_epoch(epoch)
+    if holder.epoch is epoch:
+        return holder
+    try:
+        holder.epoch = epoch
+    except AttributeError:
+        # Its epoch cannot be marked as ours, so nobody could tell when the user sets it.
+        holder = OwnEpoch()
+        holder.set_epoch(epoch)
+    return holder
+
+
+def batch_geometry(loader: DataLoader[Any], cursor: Cursor) -> tuple[int, bool] | None:
+    """Return (batch size, drop_last) of what batches the cursor's indices; ``None``: unknown."""
+    batcher: Any = loader.batch_sampler
+    sampler: Any = loader.sampler
+    dataset: Any = loader.dataset
+    if batcher is cursor:
+        return 1, False
+    if dataset is cursor:
+        return loader.batch_size or 1, loader.drop_last
+    if batcher is None:
+        return (1, False) if sampler is cursor else None
+    inner: Any = getattr(batcher, "sampler", None)
+    if type(batcher) is BatchSampler and inner is cursor:
+        return batcher.batch_size, batcher.drop_last
+    return None
+
+
+def check_population(loader: DataLoader[Any], cursor: object) -> None:
+    """Refuse a sampler that was made for a dataset of another length."""
+    if loader.drop_last and isinstance(cursor, Cursor) and len(loader) == 0:
+        warnings.warn(
+            f"drop_last=True leaves no batch of {loader.batch_size} for this rank: nothing is read.",
+            DataWarning,
+            stacklevel=4,
+        )
+    population = getattr(cursor, "population", None)
+    if population is None or not hasattr(loader.dataset, "__len__"):
+        return
+    expected, actual = population(), len(loader.dataset)
+    if expected != actual:
+        raise DatasetChangedError(
+            explain(
+                f"{type(cursor).__name__} was made for {expected} samples, "
+                f"but the dataset has {actual}.",
+                cause="the sampler, its weights or its lengths belong to another dataset.",
+                fix="make the sampler from the dataset that the loader reads.",
+            )
+        )
+
+
+def refuse_undivided(loader: DataLoader[Any]) -> None:
+    """Raise if every rank would read the same samples, or some samples would be read by nobody.
+
+    Raises:
+        MissingDistributedSamplerError: The sampler knows nothing of ranks.
+        DataConfigError: It divides by a number that does not fit the world.
+    """
+    world = resolve_replica(None, None)
+    if world.num_replicas == 1:
+        return
+    chain = samplers_of(loader)
+    divided = [item for item in chain if isinstance(getattr(item, "num_replicas", None), int)]
+    if divided:
+        _check_division(divided[0], world)
+    elif isinstance(loader.dataset, IterableDataset):
+        warnings.warn(
+            f"{type(loader.dataset).__name__} is read by {world.num_replicas} ranks; unless it "
+            "divides itself, each of them sees every sample. ddpsafe.data.ShardedIterable does.",
+            DataWarning,
+            stacklevel=4,
+        )
+    elif isinstance(chain[-1], _UNDIVIDED):
+        raise _missing(chain[-1], world)
+
+
+def _missing(sampler: object, world: Replica) -> MissingDistributedSamplerError:
+    shuffle = not isinstance(sampler, SequentialSampler) and getattr(sampler, "shuffle", True)
+    return MissingDistributedSamplerError(
+        explain(
+            f"Rank {world.rank} (world_size {world.num_replicas}) would read the whole dataset, "
+            f"as would every other rank: {type(sampler).__name__} does not divide it.",
+            cause="the loader has no distributed sampler.",
+            fix=f"DataLoader(dataset, sampler=DistributedSampler(dataset, shuffle={shuffle})); "
+            "for evaluation sampler=EvalSampler(dataset). If this rank is meant to read "
+            "everything: DistributedSampler(dataset, num_replicas=1, rank=0).",
+        )
+    )
+
+
+def _check_division(sampler: Any, world: Replica) -> None:
+    replicas = sampler.num_replicas
+    # Fewer replicas than ranks is right where ranks share a model (tensor parallel).
+    if world.num_replicas % replicas == 0:
+        return
+    raise DataConfigError(
+        explain(
+            f"{type(sampler).__name__} divides the data by {replicas}, but the world has "
+            f"{world.num_replicas} ranks.",
+            cause="num_replicas was given by hand, or the sampler was made before the process "
+            "group: samples would be lost or read twice.",
+            fix="leave num_replicas and rank out, and make the sampler after the process group.",
+        )
+    )

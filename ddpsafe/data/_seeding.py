@@ -1,0 +1,138 @@
+"""Random numbers that do not depend on how many ranks and workers there are, or differ by them."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import numpy as np
+import torch
+from torch.utils.data import get_worker_info
+
+from ddpsafe._errors import explain
+from ddpsafe.data._epoch_board import FollowedDataset
+from ddpsafe.data._permutation import MASK64, derive_keys
+from ddpsafe.data._replica import current_replica, has_group
+from ddpsafe.data.errors import DataConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ddpsafe.data._epoch_board import EpochBoard
+
+RngKind = Literal["torch", "numpy", "random"]
+
+
+def seed_worker(seed: int, epoch: int, rank: int, worker_id: int) -> None:
+    """Seed `random`, numpy's global generator and torch's, differently for each worker.
+
+    torch mixes no rank into its worker seeds (torch/utils/data/_utils/worker.py), so ranks
+    with equal seeds draw equal augmentations.
+
+    Args:
+        seed: The run's seed.
+        epoch: From 0.
+        rank: From 0.
+        worker_id: From 0 within the rank.
+    """
+    _seed_everything([seed, epoch, rank, worker_id])
+
+
+def _seed_everything(words: list[int]) -> None:
+    sequence = np.random.SeedSequence([word & MASK64 for word in words])
+    first, second, *rest = (int(word) for word in sequence.generate_state(6, np.uint32))
+    random.seed(first << 32 | second)
+    np.random.seed(rest)  # noqa: NPY002 - augmentations use the global generator
+    # torch.manual_seed would cost 154 us, nearly all of it for devices a worker must not touch.
+    torch.default_generator.manual_seed(random.getrandbits(63))
+    random.seed(second << 32 | first)
+
+
+@overload
+def sample_rng(
+    seed: int, epoch: int, index: int, kind: Literal["torch"] = "torch"
+) -> torch.Generator: ...
+@overload
+def sample_rng(
+    seed: int, epoch: int, index: int, kind: Literal["numpy"]
+) -> np.random.Generator: ...
+@overload
+def sample_rng(seed: int, epoch: int, index: int, kind: Literal["random"]) -> random.Random: ...
+def sample_rng(
+    seed: int, epoch: int, index: int, kind: RngKind = "torch"
+) -> torch.Generator | np.random.Generator | random.Random:
+    """Make the generator of one sample: the same for any ranks, workers, batch size and resume.
+
+    Args:
+        seed: The run's seed.
+        epoch: From 0; a dataset learns it by its ``set_epoch()``, which the loader calls.
+        index: The sample's index in the dataset.
+        kind: Whose generator.
+
+    Returns:
+        A fresh generator that belongs to this sample alone.
+    """
+    key = derive_keys(seed, epoch, index, count=1)[0]
+    if kind == "torch":
+        return torch.Generator().manual_seed(key >> 1)
+    if kind == "numpy":
+        return np.random.Generator(np.random.Philox(key=key))
+    if kind == "random":
+        return random.Random(key)  # noqa: S311 - augmentation, not secrets
+    raise DataConfigError(
+        explain(
+            f"There is no generator of the kind {kind!r}.",
+            cause="the name is misspelled.",
+            fix="choose 'torch', 'numpy' or 'random'.",
+        )
+    )
+
+
+class WorkerInit:
+    """Seeds a DataLoader worker by (seed, epoch, rank, worker), then runs the user's function.
+
+    A class and not a closure: spawned workers receive it pickled.
+    """
+
+    def __init__(
+        self, seed: int, user_fn: Callable[[int], object] | None, board: EpochBoard | None = None
+    ) -> None:
+        self.seed = seed
+        self.user_fn = user_fn
+        self.board = board
+        self._rank = current_replica().rank
+
+    def __call__(self, worker_id: int) -> None:
+        """Run in the worker, before it reads anything."""
+        self._seed(worker_id)
+        _hide_follower(worker_id, self.seed, self.rank())
+        if self.user_fn is not None:
+            self.user_fn(worker_id)
+
+    def _seed(self, worker_id: int) -> None:
+        epoch = None if self.board is None else self.board.epoch()
+        if epoch is not None:
+            seed_worker(self.seed, epoch, self.rank(), worker_id)
+            return
+        # Another loader (Accelerate, Lightning) rebuilt itself from ours and starts the
+        # workers: torch's own seed is then what changes from epoch to epoch.
+        info = get_worker_info()
+        _seed_everything([self.seed, info.seed if info else 0, self.rank(), worker_id])
+
+    def rank(self) -> int:
+        """Return the rank that owns the worker; a forked worker still knows the group."""
+        return current_replica().rank if has_group() else self._rank
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Take the rank along: a spawned worker has no process group to ask."""
+        return {**self.__dict__, "_rank": self.rank()}
+
+
+def _hide_follower(worker_id: int, seed: int, rank: int) -> None:
+    info = get_worker_info()
+    if info is None or not isinstance(info.dataset, FollowedDataset):
+        return
+    follower = info.dataset
+    follower.enter_worker(worker_id, lambda epoch: seed_worker(seed, epoch, rank, worker_id), rank)
+    # Worker init functions configure get_worker_info().dataset: give them the user's own.
+    object.__setattr__(info, "dataset", follower.dataset)

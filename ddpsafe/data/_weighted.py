@@ -1,0 +1,187 @@
+"""Draws samples by weight: one global stream, however many ranks share it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+import torch
+
+from ddpsafe._errors import explain
+from ddpsafe.data._permutation import derive_keys, open_permutation, uniform_at
+from ddpsafe.data._position_sampler import PositionSampler, require_int
+from ddpsafe.data._state import digest
+from ddpsafe.data.errors import DataConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from ddpsafe.data._position_sampler import Lookup
+
+WeightMode = Literal["iid", "repeat"]
+_SHOWN: int = 3
+
+
+class WeightedSampler(PositionSampler):
+    """Draws indices by weight; the stream is the same for any world size, and can be resumed.
+
+    torch's `WeightedRandomSampler` knows no ranks and refuses more than 2**24 weights. Here
+    position p of the stream is a function of (seed, epoch, p) alone, so each rank draws its own
+    positions and nothing is broadcast.
+
+    Args:
+        weights: Shape (n,), not negative, not all zero; they need not sum to 1.
+        num_samples: How many to draw per epoch over all ranks; n by default.
+        replacement: Whether a sample can be drawn twice in an epoch.
+        mode: ``"iid"`` draws independently. ``"repeat"`` takes weights as repeat factors: sample
+            i comes floor(w) or ceil(w) times per epoch, w times on average, in shuffled order
+            (detectron2's RepeatFactorTrainingSampler); the epoch's length then varies.
+        num_replicas: Among how many ranks to divide; the world size by default.
+        rank: Whose part to read, from 0; this rank by default.
+        seed: The same on every rank.
+        drop_last: Drop the tail so that all ranks have equally many samples.
+        pad: Repeat the first draws so that all ranks have equally many.
+
+    Raises:
+        DataConfigError: Weights are negative, NaN, infinite, all zero or not of shape (n,);
+            more samples are asked for than can be drawn.
+    """
+
+    def __init__(  # noqa: PLR0913 - keyword-only after the subject of the call
+        self,
+        weights: Sequence[float] | torch.Tensor | NDArray[Any],
+        num_samples: int | None = None,
+        replacement: bool = True,  # noqa: FBT001, FBT002 - torch's signature
+        *,
+        mode: WeightMode = "iid",
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        seed: int = 0,
+        drop_last: bool = False,
+        pad: bool = True,
+    ) -> None:
+        super().__init__(
+            num_replicas=num_replicas, rank=rank, seed=seed, drop_last=drop_last, pad=pad
+        )
+        self.weights = check_weights(weights)
+        self.replacement = replacement
+        self.mode: WeightMode = mode
+        self._draws = self._check_draws(num_samples)
+        self._digest = digest(self.weights.tobytes())
+        self._repeats: tuple[int, NDArray[np.int64]] | None = None
+        self._measure()
+
+    def _check_draws(self, num_samples: int | None) -> int:
+        if self.mode not in get_args(WeightMode):
+            raise _bad_call(f"mode cannot be {self.mode!r}", "choose 'iid' or 'repeat'")
+        if self.mode == "repeat" and num_samples is not None:
+            raise _bad_call(
+                "mode='repeat' decides itself how many samples an epoch has",
+                "leave num_samples out, or scale the weights",
+            )
+        draws = (
+            len(self.weights) if num_samples is None else require_int(num_samples, "num_samples")
+        )
+        possible = int(np.count_nonzero(self.weights))
+        if draws < 1 or (not self.replacement and self.mode == "iid" and draws > possible):
+            raise _bad_call(
+                f"{draws} samples cannot be drawn from {possible} with a weight above zero"
+                f"{'' if self.replacement else ' without replacement'}",
+                "ask for fewer samples, or use replacement=True",
+            )
+        return draws
+
+    def size(self) -> int:
+        return int(self._repeat_ends()[-1]) if self.mode == "repeat" else self._draws
+
+    def population(self) -> int:
+        return len(self.weights)
+
+    def identity(self) -> dict[str, object]:
+        return {
+            "n": len(self.weights),
+            "weights": self._digest,
+            "draws": self._draws,
+            "replacement": self.replacement,
+            "mode": self.mode,
+            "seed": self.seed,
+            "fingerprint": self.fingerprint,
+        }
+
+    def open_epoch(self) -> Lookup:
+        if self.mode == "repeat":
+            return self._open_repeat()
+        return self._open_iid() if self.replacement else self._open_exclusive()
+
+    def _open_iid(self) -> Lookup:
+        key = derive_keys(self.seed, int(self.epoch), count=1)[0]
+        ends = np.cumsum(self.weights)
+        last = int(np.flatnonzero(self.weights)[-1])
+
+        def look_up(start: int, stop: int) -> list[int]:
+            targets = uniform_at(self._positions(start, stop), key) * ends[-1]
+            places = np.searchsorted(ends, targets, side="right")
+            return list(np.minimum(places, last).tolist())
+
+        return look_up
+
+    def _open_exclusive(self) -> Lookup:
+        # Efraimidis and Spirakis, "Weighted random sampling with a reservoir", 2006: the
+        # smallest exponential arrival times are a draw without replacement.
+        key = derive_keys(self.seed, int(self.epoch), count=1)[0]
+        uniform = uniform_at(np.arange(len(self.weights), dtype=np.int64), key)
+        with np.errstate(divide="ignore"):
+            arrivals = -np.log1p(-uniform) / self.weights
+        arrivals[self.weights == 0] = np.inf
+        order = np.argsort(arrivals, kind="stable")[: self._draws]
+        return lambda start, stop: order[self._positions(start, stop)].tolist()
+
+    def _open_repeat(self) -> Lookup:
+        ends = self._repeat_ends()
+        permute = open_permutation(int(ends[-1]), seed=self.seed, epoch=int(self.epoch))
+
+        def look_up(start: int, stop: int) -> list[int]:
+            places = permute(self._positions(start, stop))
+            return list(np.searchsorted(ends, places, side="right").tolist())
+
+        return look_up
+
+    def _repeat_ends(self) -> NDArray[np.int64]:
+        """Return where the repeats of each sample end in this epoch: shape (n,), int64."""
+        epoch = int(self.epoch)
+        if self._repeats is None or self._repeats[0] != epoch:
+            key = derive_keys(self.seed, epoch, count=2)[1]
+            uniform = uniform_at(np.arange(len(self.weights), dtype=np.int64), key)
+            whole = np.floor(self.weights)
+            counts = whole + (uniform < self.weights - whole)
+            self._repeats = (epoch, np.cumsum(counts.astype(np.int64)))
+        return self._repeats[1]
+
+
+def check_weights(weights: Sequence[float] | torch.Tensor | NDArray[Any]) -> NDArray[np.float64]:
+    """Return the weights as shape (n,), float64, or raise naming the first bad ones."""
+    plain = weights.detach().cpu().numpy() if isinstance(weights, torch.Tensor) else weights
+    values = np.ascontiguousarray(plain, dtype=np.float64)
+    if values.ndim != 1 or len(values) == 0:
+        raise _bad_call(
+            f"weights must have the shape (n,) with n >= 1, not {values.shape}",
+            "pass one weight for each sample",
+        )
+    bad = np.flatnonzero(~np.isfinite(values) | (values < 0))
+    if len(bad):
+        shown = ", ".join(f"weights[{i}] = {values[i]}" for i in bad[:_SHOWN])
+        raise _bad_call(
+            f"{len(bad)} weights are negative or not finite: {shown}",
+            "pass finite weights of zero or more",
+        )
+    if not values.any():
+        raise _bad_call("all weights are zero", "give at least one sample a weight")
+    return values
+
+
+def _bad_call(what: str, fix: str) -> DataConfigError:
+    return DataConfigError(
+        explain(f"WeightedSampler: {what}.", cause="the arguments do not fit.", fix=f"{fix}.")
+    )

@@ -1,0 +1,130 @@
+"""Turns "DataLoader worker exited unexpectedly" into who, where, why and what to do."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ddpsafe._errors import explain
+from ddpsafe.data._epoch_board import sample_path
+from ddpsafe.data._replica import current_replica
+from ddpsafe.data.errors import WorkerDiedError
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
+    from ddpsafe.data._epoch_board import EpochBoard
+
+_SHM: Final = Path("/dev/shm")  # noqa: S108 - the mount whose size is the limit
+_CGROUP: Final = Path("/sys/fs/cgroup")
+
+
+def explained(error: Exception, iterator: object, board: EpochBoard | None) -> Exception | None:
+    """Return the explanation of a worker's death, or ``None`` if no worker died."""
+    workers: list[BaseProcess] = getattr(iterator, "_workers", [])
+    if not isinstance(error, RuntimeError) or not workers:
+        return None
+    for worker, process in enumerate(workers):
+        if process.exitcode not in {None, 0}:
+            dataset = getattr(getattr(iterator, "_dataset", None), "dataset", None)
+            return _died(worker, process, board, dataset)
+    return None
+
+
+def _died(
+    worker: int, process: BaseProcess, board: EpochBoard | None, dataset: object
+) -> WorkerDiedError:
+    replica = current_replica()
+    index = None if board is None else board.reading(worker)
+    path = sample_path(dataset, index)
+    exitcode = process.exitcode or 0
+    reading = "before it read anything" if index is None else f"while it read index {index}"
+    cause, fix, details = _why(exitcode)
+    return WorkerDiedError(
+        explain(
+            f"DataLoader worker {worker} (pid {process.pid}) of rank {replica.rank} "
+            f"(world_size {replica.num_replicas}) {_how(exitcode)} {reading}"
+            f"{f' ({path})' if path else ''}.",
+            cause=cause,
+            fix=fix,
+            details=details,
+        ),
+        rank=replica.rank,
+        worker=worker,
+        pid=process.pid,
+        exitcode=exitcode,
+        index=index,
+    )
+
+
+def _how(exitcode: int) -> str:
+    if exitcode >= 0:
+        return f"exited with code {exitcode}"
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:
+        name = f"signal {-exitcode}"
+    return f"was killed by {name}"
+
+
+def _why(exitcode: int) -> tuple[str, str, list[str]]:
+    """Return the likely cause, what to do, and the state of the limit that was hit."""
+    if exitcode == -signal.SIGKILL:
+        cause = "the machine or the container ran out of memory."
+        fix = (
+            "lower num_workers or prefetch_factor, keep metadata in a PackedList, or raise the "
+            "memory limit; see dmesg."
+        )
+        return cause, fix, [describe_memory()]
+    if exitcode == -signal.SIGBUS:
+        cause = "shared memory is full, or a memory-mapped file was shortened."
+        fix = "lower num_workers, prefetch_factor or batch_size; in a container raise --shm-size."
+        return cause, fix, [describe_shared_memory()]
+    if exitcode < 0:
+        cause = "native code crashed; often a library or a handle that does not survive fork."
+        fix = (
+            "open resources in a ddpsafe.data.PerProcess, or multiprocessing_context='forkserver'."
+        )
+        return cause, fix, []
+    cause = (
+        "code in the worker called sys.exit() or os._exit(), or it could not start (with "
+        "spawn or forkserver: a missing `if __name__ == '__main__':` guard)."
+    )
+    return cause, "read the worker's own output above this error.", []
+
+
+def describe_shared_memory() -> str:
+    """Say how large /dev/shm is and how much of it is free."""
+    try:
+        stats = os.statvfs(_SHM)
+    except OSError as error:
+        return f"{_SHM}: {error}"
+    free, total = stats.f_bavail * stats.f_frsize, stats.f_blocks * stats.f_frsize
+    return f"{_SHM} has {free / 2**20:.0f} MiB free of {total / 2**20:.0f} MiB."
+
+
+def describe_memory() -> str:
+    """Say how much memory the machine has left, and the container's limit."""
+    parts = [
+        f"the machine has {int(line.split()[1]) / 2**10:.0f} MiB available"
+        for line in _read(Path("/proc/meminfo")).splitlines()
+        if line.startswith("MemAvailable:")
+    ]
+    limit = _read(_CGROUP / "memory.max").strip()
+    if limit.isdigit():
+        parts.append(f"the container's limit is {int(limit) / 2**20:.0f} MiB")
+    parts += [
+        f"it has killed {line.split()[1]} processes for memory so far"
+        for line in _read(_CGROUP / "memory.events").splitlines()
+        if line.startswith("oom_kill ")
+    ]
+    return "Memory: " + ("; ".join(parts) or "unknown") + "."
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except OSError:
+        return ""

@@ -1,0 +1,81 @@
+"""How a loader starts its worker processes: safely, and following its epochs."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import warnings
+from typing import TYPE_CHECKING, TypeVar
+
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from ddpsafe.data._epoch_board import EpochBoard, FollowedDataset
+from ddpsafe.data._seeding import WorkerInit
+from ddpsafe.data._start_method import WorkerSafety, choose_start_method, explain_pickling
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class WorkerLoader(TorchDataLoader[T_co]):
+    """The part of `DataLoader` that has to do with worker processes.
+
+    Attributes:
+        worker_safety: What to do if workers would share an open handle.
+    """
+
+    worker_safety: WorkerSafety
+    _board: EpochBoard | None
+
+    def _get_iterator(self) -> _BaseDataLoaderIter:
+        if self.num_workers == 0:
+            return super()._get_iterator()
+        parts = self._parts_for_workers()
+        method = choose_start_method(
+            parts, requested=self.multiprocessing_context, safety=self.worker_safety
+        )
+        if method is not None:
+            self.multiprocessing_context = method
+        try:
+            with self._followed(), warnings.catch_warnings():
+                # torch recommends fork here, which is what made the dataset unsafe.
+                warnings.filterwarnings("ignore", message="Got pickle error when attempting")
+                return super()._get_iterator()
+        except Exception as error:
+            explanation = explain_pickling(error, parts) if _may_be_pickling(error) else None
+            if explanation is None:
+                raise
+            raise explanation from error
+
+    def _parts_for_workers(self) -> dict[str, object]:
+        init = self.worker_init_fn
+        return {
+            "dataset": self.dataset,
+            "collate_fn": self.collate_fn,
+            "worker_init_fn": init.user_fn if isinstance(init, WorkerInit) else init,
+        }
+
+    @contextlib.contextmanager
+    def _followed(self) -> Iterator[None]:
+        """Let the workers receive the dataset behind its follower; `self.dataset` stays."""
+        if not isinstance(self.worker_init_fn, WorkerInit) or self._board is None:
+            yield
+            return
+        dataset = self.dataset
+        self.worker_init_fn.board = self._board
+        self.__dict__["dataset"] = FollowedDataset(dataset, self.collate_fn, self._board)
+        try:
+            yield
+        finally:
+            self.__dict__["dataset"] = dataset
+            self.worker_init_fn.board = None
+
+
+def _may_be_pickling(error: Exception) -> bool:
+    # What pickle raises depends on the object, the protocol and the version of Python.
+    kinds = (pickle.PicklingError, TypeError, AttributeError, ValueError)
+    return isinstance(error, kinds)

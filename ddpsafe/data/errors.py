@@ -1,0 +1,152 @@
+"""What can be wrong with the data of a distributed run, one class per kind.
+
+::
+
+    DDPSafeError
+      DataError
+        DataConfigError (also ValueError)      the call is wrong: n = 0, rank outside, NaN weights
+        MissingDistributedSamplerError         every rank would read everything
+        StateMismatchError (also ValueError)   the state belongs to other data, or is damaged
+        DatasetChangedError                    the dataset is not what it was when reading began
+        LateSetEpochError                      set_epoch() came after iter()
+        UnsafeWorkersError                     the dataset cannot be handed to worker processes
+        WorkerDiedError (also RuntimeError)    a DataLoader worker process died
+        DatasetInconsistencyError              the ranks do not see the same data
+        UnevenStepsError                       a rank ran out of batches before the others
+        IncompleteGatherError                  results miss samples or hold them twice
+      DataWarning (a UserWarning)              something you would want to know
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ddpsafe._errors import DDPSafeError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+class DataError(DDPSafeError):
+    """Base of everything that ``ddpsafe.data`` raises."""
+
+
+class DataConfigError(DataError, ValueError):
+    """A sampler, loader or function of ``ddpsafe.data`` was called with bad arguments."""
+
+
+class MissingDistributedSamplerError(DataError):
+    """The sampler does not divide the data over the ranks of this world."""
+
+
+class StateMismatchError(DataError, ValueError):
+    """A saved position belongs to another dataset or sampler, or is damaged.
+
+    Attributes:
+        differences: What differs, by key: ``(saved, current)``.
+    """
+
+    def __init__(
+        self, message: str, *, differences: Mapping[str, tuple[object, object]] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.differences: dict[str, tuple[object, object]] = dict(differences or {})
+
+
+class DatasetChangedError(DataError):
+    """The length of the dataset changed after the sampler was made."""
+
+
+class LateSetEpochError(DataError):
+    """``set_epoch()`` was called while an iteration was under way and cannot take effect."""
+
+
+class UnsafeWorkersError(DataError):
+    """The dataset holds something that must not cross into a worker process.
+
+    Attributes:
+        paths: Where in the dataset, e.g. ``dataset.reader.file``.
+    """
+
+    def __init__(self, message: str, *, paths: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.paths = tuple(paths)
+
+
+class WorkerDiedError(DataError, RuntimeError):
+    """A DataLoader worker process died without an exception of its own.
+
+    Attributes:
+        rank: The rank that owned the worker, from 0.
+        worker: The worker's id, from 0.
+        pid: Its process id.
+        exitcode: As `multiprocessing` gives it: negative for a signal.
+        index: The dataset index it was reading; ``None`` where unknown.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int,
+        worker: int,
+        pid: int | None,
+        exitcode: int | None,
+        index: int | None,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.worker = worker
+        self.pid = pid
+        self.exitcode = exitcode
+        self.index = index
+
+
+class DatasetInconsistencyError(DataError):
+    """The ranks do not hold the same dataset, order, seed or batch size.
+
+    Attributes:
+        ranks: The ranks that differ from the majority, or that could not read.
+        index: The first item that differs; ``None`` where it is not an item.
+    """
+
+    def __init__(
+        self, message: str, *, ranks: Sequence[int] = (), index: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.index = index
+
+
+class UnevenStepsError(DataError):
+    """Some ranks ran out of batches while others still have some.
+
+    Attributes:
+        finished_ranks: The ranks without a further batch.
+        step: The step at which it showed, from 0.
+    """
+
+    def __init__(self, message: str, *, finished_ranks: Sequence[int], step: int) -> None:
+        super().__init__(message)
+        self.finished_ranks = tuple(finished_ranks)
+        self.step = step
+
+
+class IncompleteGatherError(DataError):
+    """The gathered results do not cover the dataset exactly once.
+
+    Attributes:
+        missing: Indices nobody delivered, the first of them.
+        duplicated: Indices delivered more than once, the first of them.
+    """
+
+    def __init__(
+        self, message: str, *, missing: Sequence[int] = (), duplicated: Sequence[int] = ()
+    ) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+        self.duplicated = tuple(duplicated)
+
+
+class DataWarning(UserWarning):
+    """Nothing is lost, but it is probably not what was meant."""

@@ -1,0 +1,23 @@
+"""What the data tests share."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# A shared machine is slow at times; what is tested is the result, not the time it took.
+settings.register_profile("data", deadline=None)
+settings.load_profile("data")
+
+
+@pytest.fixture(autouse=True)
+def _drop_iterators_that_tracebacks_hold() -> Iterator[None]:
+    """End the workers of a test that raised: its frames hold the iterator, in a cycle."""
+    yield
+    gc.collect()

@@ -1,0 +1,162 @@
+"""Balanced batches: equal counts, unchanged global batches, less waiting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from data_programs import Numbers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddpsafe.data import BalancedBatchSampler, DataLoader, DistributedSampler
+from ddpsafe.data.errors import DataConfigError, DatasetChangedError
+
+pytestmark = pytest.mark.filterwarnings("ignore::ddpsafe.data.errors.DataWarning")
+
+lengths_lists = st.lists(st.integers(0, 500), min_size=1, max_size=150)
+
+
+def plan(lengths: Any, replicas: int, batch_size: int, **options: Any) -> list[list[list[int]]]:
+    """Return each rank's batches."""
+    return [
+        list(BalancedBatchSampler(lengths, batch_size, num_replicas=replicas, rank=rank, **options))
+        for rank in range(replicas)
+    ]
+
+
+@given(
+    lengths=lengths_lists,
+    replicas=st.integers(1, 6),
+    batch_size=st.integers(1, 8),
+    window=st.integers(0, 4),
+    cost=st.sampled_from(["sum", "padded"]),
+    drop_last=st.booleans(),
+)
+@settings(max_examples=80)
+def test_ranks_have_equal_counts(
+    *,
+    lengths: list[int],
+    replicas: int,
+    batch_size: int,
+    window: int,
+    cost: str,
+    drop_last: bool,
+) -> None:
+    """Whatever the lengths: equal numbers of batches, equal sizes in each step, nothing lost."""
+    drop_last = drop_last and len(lengths) >= replicas * batch_size
+    options = {"window": window, "cost": cost, "drop_last": drop_last}
+    ranks = plan(lengths, replicas, batch_size, **options)
+    assert len({len(batches) for batches in ranks}) == 1
+    assert all(len({len(b) for b in step}) == 1 for step in zip(*ranks, strict=True))
+    read = [index for batches in ranks for batch in batches for index in batch]
+    if drop_last:
+        assert (
+            len(read)
+            == len(set(read))
+            == len(lengths) // (replicas * batch_size) * (replicas * batch_size)
+        )
+    else:
+        assert set(read) == set(range(len(lengths)))
+
+
+@given(lengths=lengths_lists, replicas=st.integers(1, 6), batch_size=st.integers(1, 8))
+@settings(max_examples=60)
+def test_window_0_keeps_the_global_batches(
+    lengths: list[int], replicas: int, batch_size: int
+) -> None:
+    """Each step reads the samples that DistributedSampler would: statistics do not change."""
+    n = len(lengths)
+    ranks = plan(lengths, replicas, batch_size)
+    steps = [sorted(i for batch in step for i in batch) for step in zip(*ranks, strict=True)]
+    plain = [list(DistributedSampler(n, replicas, rank)) for rank in range(replicas)]
+    expected = [
+        sorted(i for own in plain for i in own[first : first + batch_size])
+        for first in range(0, len(plain[0]), batch_size)
+    ]
+    # Padding repeats the epoch's first samples in both.
+    assert steps == expected
+
+
+@pytest.mark.parametrize(("window", "cost", "at_most"), [(0, "sum", 0.75), (8, "padded", 0.45)])
+def test_slowest_rank_waits_less(window: int, cost: str, at_most: float) -> None:
+    """Sum over steps of the slowest rank's cost, against the strided deal (lognormal lengths)."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(5, 1, 8 * 16 * 40), 16, 4096).round()
+    plain = [list(DistributedSampler(len(lengths), 8, rank)) for rank in range(8)]
+    strided = [[own[i : i + 16] for i in range(0, len(own), 16)] for own in plain]
+    balanced = plan(lengths, 8, 16, window=window, cost=cost)
+
+    def time(ranks: list[list[list[int]]]) -> float:
+        measure = np.sum if cost == "sum" else lambda part: len(part) * part.max()
+        return sum(
+            max(float(measure(lengths[batch])) for batch in step)
+            for step in zip(*ranks, strict=True)
+        )
+
+    assert time(balanced) / time(strided) < at_most
+
+
+@given(lengths=lengths_lists, replicas=st.integers(1, 4), window=st.integers(0, 3))
+@settings(max_examples=60)
+def test_token_batches_stay_under_the_limit(lengths: list[int], replicas: int, window: int) -> None:
+    """No batch is over, ranks step equally often, and what found no step is counted."""
+    samplers = [
+        BalancedBatchSampler(
+            lengths, 16, window=window, max_tokens=500, num_replicas=replicas, rank=rank
+        )
+        for rank in range(replicas)
+    ]
+    ranks = [list(sampler) for sampler in samplers]
+    assert len({len(batches) for batches in ranks}) == 1
+    for batches in ranks:
+        assert all(sum(lengths[i] for i in batch) <= 500 for batch in batches)
+        assert all(len(batch) <= 16 for batch in batches)
+    read = [i for batches in ranks for batch in batches for i in batch]
+    assert len(read) == len(set(read))
+    assert samplers[0].dropped_batches < replicas
+    if samplers[0].dropped_batches == 0:
+        assert set(read) == set(range(len(lengths)))
+
+
+def test_epochs_differ_and_repeat() -> None:
+    """The order is a function of (seed, epoch)."""
+    sampler = BalancedBatchSampler(range(1, 101), 5, window=3, num_replicas=2, rank=0)
+    first = list(sampler)
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"lengths": []}, r"shape \(n,\)"),
+        ({"lengths": [1, float("nan")]}, r"lengths\[1\] = nan"),
+        ({"lengths": [1, -1]}, "negative"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"window": -1}, "window is -1"),
+        ({"drop_last": True, "batch_size": 4}, "every rank would read nothing"),
+        ({"cost": "cube"}, "cost cannot be"),
+        ({"max_tokens": 2}, r"lengths\[2\] = 3 is more than max_tokens"),
+    ],
+)
+def test_bad_lengths_are_refused(arguments: dict[str, Any], text: str) -> None:
+    """The first bad length is named."""
+    with pytest.raises(DataConfigError, match=text):
+        BalancedBatchSampler(**({"lengths": [1, 2, 3], "batch_size": 2} | arguments))
+
+
+def test_lengths_of_another_dataset_are_refused_by_the_loader() -> None:
+    """Lengths of the wrong size would read other samples than they describe."""
+    sampler = BalancedBatchSampler([1, 2, 3], 2)
+    with pytest.raises(DatasetChangedError, match="made for 3 samples, but the dataset has 10"):
+        DataLoader(Numbers(10), batch_sampler=sampler)
+
+
+def test_cost_can_be_a_function_of_the_length() -> None:
+    """Attention costs the square."""
+    ranks = plan([10, 1, 1, 1, 1, 1, 1, 9], 2, 4, cost=lambda length: length**2, shuffle=False)
+    assert not any({0, 7} <= set(batch) for batches in ranks for batch in batches)

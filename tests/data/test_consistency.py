@@ -1,0 +1,81 @@
+"""All ranks see the same data, or every rank raises and says who differs, and where."""
+
+from __future__ import annotations
+
+import random
+from collections import UserList
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from data_programs import Numbers, consistency
+
+import ddpsafe
+from ddpsafe.data import check_dataset_consistency
+from ddpsafe.data._fingerprint import stable_text
+
+
+def test_same_data_below_different_mount_points_agree() -> None:
+    """What counts is the path below the root; every rank gets the same fingerprint."""
+    result = ddpsafe.launch(consistency, args=("none",), nproc_per_node=2, backend="gloo")
+    assert result.values[0] == result.values[1]
+    assert len(result.values[0]) == 32
+
+
+@pytest.mark.parametrize(
+    ("fault", "text", "index"),
+    [
+        ("swap", "first difference is at item 300", 300),
+        ("drop", "first difference is at item 999", 999),
+        ("item", "first difference is at item 999", 999),
+        ("raise", "could not read the dataset: FileNotFoundError", None),
+        ("seed", "another seed: 1, where the others have 0", None),
+    ],
+)
+def test_every_rank_raises_and_names_the_rank(fault: str, text: str, index: int | None) -> None:
+    """Two items exchanged, one missing, another content, an exception, another seed on rank 2."""
+    result = ddpsafe.launch(consistency, args=(fault,), nproc_per_node=3, backend="gloo")
+    for rank in range(3):
+        message, ranks, found = result.values[rank]
+        assert text in message
+        assert "What to do" in message
+        if fault == "seed":
+            assert ranks == (1, 2)
+        else:
+            assert ranks == (1,)
+            assert "rank 1 of 3" in message
+        assert found == index
+
+
+def test_alone_it_returns_the_fingerprint_and_leaves_randomness_alone() -> None:
+    """Probing draws with fixed randomness, and puts the generators back."""
+    before = (random.getstate(), torch.get_rng_state())
+    first = check_dataset_consistency(Numbers(100))
+    assert first == check_dataset_consistency(Numbers(100))
+    assert first != check_dataset_consistency(Numbers(101))
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+
+
+def test_identity_of_a_dataset_is_what_it_offers() -> None:
+    """A key, its own fingerprint, or what its items are: the order matters."""
+    items = [torch.arange(3), {"a": np.float32(1)}, [None, "x", b"y"], 2.5]
+    assert check_dataset_consistency(items) != check_dataset_consistency(items[::-1])
+    by_key = check_dataset_consistency(Numbers(10), key=str)
+    assert by_key != check_dataset_consistency(Numbers(10), key=lambda i: str(-i))
+
+    class Fingerprinted(UserList[Any]):
+        _fingerprint = "abc"
+
+    assert check_dataset_consistency(Fingerprinted([1])) == check_dataset_consistency(
+        Fingerprinted([1])
+    )
+
+
+def test_text_of_an_item_holds_no_address() -> None:
+    """Equal objects in two processes have equal texts."""
+    assert "0x" not in stable_text([object(), lambda: None])
+    assert stable_text(torch.ones(2)) != stable_text(torch.ones(2).double())
+    assert stable_text(torch.zeros(2, 1)) != stable_text(torch.zeros(1, 2))
+    assert stable_text(np.arange(3)) != stable_text(np.arange(1, 4))

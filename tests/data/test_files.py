@@ -1,0 +1,43 @@
+"""The same order of files on every host."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ddpsafe.data import sorted_files
+from ddpsafe.data.errors import DataConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_order_is_that_of_the_bytes_and_hidden_files_are_left_out(tmp_path: Path) -> None:
+    """Not that of the file system, nor of a locale."""
+    names = [
+        "b/2.jpg",
+        "b/10.JPG",
+        "a-b/1.jpg",
+        "a/1.jpg",
+        "Z.jpg",
+        "ä.jpg",
+        "notes.txt",
+        ".x/1.jpg",
+    ]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    found = [
+        path.relative_to(tmp_path).as_posix() for path in sorted_files(tmp_path, suffixes={".jpg"})
+    ]
+    assert found == ["Z.jpg", "a-b/1.jpg", "a/1.jpg", "b/10.JPG", "b/2.jpg", "ä.jpg"]
+    assert [path.name for path in sorted_files(str(tmp_path), "*.txt")] == ["notes.txt"]
+
+
+def test_no_directory_and_no_file_are_errors(tmp_path: Path) -> None:
+    """An empty list would become an empty dataset, or a different one per host."""
+    with pytest.raises(DataConfigError, match="no directory"):
+        sorted_files(tmp_path / "train")
+    with pytest.raises(DataConfigError, match=r"No file in .* matches"):
+        sorted_files(tmp_path, suffixes={".jpg"})

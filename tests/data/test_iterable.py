@@ -1,0 +1,214 @@
+"""Streams: every sample once over ranks and workers, and the same order for any worker count."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from data_programs import lines_of, numbers_to
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpsafe.data import DataLoader, ShardedIterable
+from ddpsafe.data.errors import DataConfigError, DataWarning, StateMismatchError, UnevenStepsError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+def read(loader: DataLoader[Any]) -> list[list[int]]:
+    """Return the batches of one pass."""
+    return [[int(x) for x in batch] for batch in loader]
+
+
+@pytest.mark.parametrize("n", [0, 1, 5, 64, 97])
+def test_batches_do_not_depend_on_the_number_of_workers(n: int) -> None:
+    """Workers 0, 1, 2 and 3 deliver the same batches in the same order."""
+    for replicas in (1, 3):
+        whole: Counter[int] = Counter()
+        for rank in range(replicas):
+            streams = [
+                read(
+                    DataLoader(
+                        ShardedIterable(range(n), num_replicas=replicas, rank=rank),
+                        7,
+                        num_workers=workers,
+                    )
+                )
+                for workers in ((0, 1, 2, 3) if rank == 0 else (0,))
+            ]
+            assert all(stream == streams[0] for stream in streams)
+            whole.update(x for batch in streams[0] for x in batch)
+        assert whole == Counter(range(n))
+
+
+@given(
+    n=st.integers(0, 200),
+    replicas=st.integers(1, 6),
+    even=st.sampled_from([None, "truncate", "repeat"]),
+)
+def test_shares_are_as_even_as_asked(n: int, replicas: int, even: Any) -> None:
+    """None: differ by one at most. truncate: less than a round is lost. repeat: less is added."""
+    shares = [
+        list(ShardedIterable(range(n), num_replicas=replicas, rank=rank, even=even))
+        for rank in range(replicas)
+    ]
+    sizes = {len(share) for share in shares}
+    counts = Counter(x for share in shares for x in share)
+    if even is None:
+        assert counts == Counter(range(n))
+        assert max(sizes) - min(sizes) <= 1
+        return
+    assert len(sizes) == 1
+    if even == "truncate":
+        assert set(counts.values()) <= {1}
+        assert counts.total() == n // replicas * replicas
+    else:
+        assert set(counts) == set(range(n))
+        assert counts.total() - n < replicas
+
+
+def test_uneven_stream_can_be_an_error() -> None:
+    """Raised on every rank, naming those that would have one less."""
+    for rank in range(3):
+        stream = ShardedIterable(range(10), num_replicas=3, rank=rank, even="error")
+        with pytest.raises(UnevenStepsError, match="after 10 samples") as caught:
+            list(stream)
+        assert caught.value.finished_ranks == (1, 2)
+
+
+def write_shards(folder: Path, count: int) -> list[str]:
+    """Write files of different sizes; return their paths in no order."""
+    paths = []
+    for number in range(count):
+        path = folder / f"shard-{number:02d}"
+        path.write_text(" ".join(str(number * 100 + line) for line in range(5 + number)))
+        paths.append(str(path))
+    random.Random(0).shuffle(paths)
+    return paths
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_files_are_read_once_over_ranks_and_workers(tmp_path: Path, workers: int) -> None:
+    """Each rank and each worker has its own files, in the order of their names."""
+    paths = write_shards(tmp_path, 7)
+    seen: Counter[int] = Counter()
+    for rank in range(2):
+        stream = ShardedIterable[Any](
+            paths, shard="files", read=lines_of, num_replicas=2, rank=rank
+        )
+        loader = DataLoader(stream, 4, num_workers=workers)
+        seen.update(int(x) for batch in loader for x in batch)
+    assert seen == Counter(n * 100 + line for n in range(7) for line in range(5 + n))
+
+
+def test_files_resume_by_reading_again_with_the_same_topology(tmp_path: Path) -> None:
+    """What was delivered is read and discarded; another worker count is refused."""
+    paths = write_shards(tmp_path, 6)
+
+    def make(workers: int) -> DataLoader[Any]:
+        stream = ShardedIterable[Any](paths, shard="files", read=lines_of, num_replicas=2, rank=0)
+        return DataLoader(stream, 4, num_workers=workers)
+
+    whole = list(make(2))
+    loader = make(2)
+    iterator = iter(loader)
+    first = [next(iterator) for _ in range(3)]
+    state = loader.state_dict()
+    resumed = make(2)
+    resumed.load_state_dict(state)
+    assert first + list(resumed) == whole
+    with pytest.raises(StateMismatchError, match="num_workers"):
+        make(0).load_state_dict(state)
+
+
+def test_persistent_workers_resume_the_stream() -> None:
+    """The offset of a resume reaches them, and is gone in the next epoch."""
+    make = functools.partial(
+        DataLoader,
+        ShardedIterable(range(50), num_replicas=2, rank=1),
+        4,
+        num_workers=2,
+        persistent_workers=True,
+    )
+    loader = make()
+    whole = read(loader)
+    iterator = iter(loader)
+    first = [[int(x) for x in next(iterator)] for _ in range(3)]
+    resumed = make()
+    resumed.load_state_dict(loader.state_dict())
+    assert first + read(resumed) == whole
+    assert read(resumed) == whole
+
+
+class Seekable:
+    """A source that can seek, and counts what it reads."""
+
+    def __init__(self) -> None:
+        self.first, self.read, self.epoch = 0, 0, -1
+
+    def seek(self, position: int) -> None:
+        """Go to a position."""
+        self.first = position
+
+    def set_epoch(self, epoch: int) -> None:
+        """Learn the epoch."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        first, self.first = self.first, 0
+        for x in range(first, 100):
+            self.read += 1
+            yield x + 1000 * self.epoch
+
+
+def test_source_that_can_seek_is_not_read_again() -> None:
+    """O(1) skip; the source knows the epoch."""
+    loader = DataLoader(ShardedIterable(Seekable(), num_replicas=1, rank=0), 10)
+    list(loader)
+    iterator = iter(loader)
+    for _ in range(9):
+        next(iterator)
+    source = Seekable()
+    resumed = DataLoader(ShardedIterable(source, num_replicas=1, rank=0), 10)
+    resumed.load_state_dict(loader.state_dict())
+    assert read(resumed) == [list(range(1090, 1100))]
+    assert source.read == 10
+
+
+def test_source_may_be_a_function() -> None:
+    """Called anew for each pass."""
+    stream = ShardedIterable(functools.partial(numbers_to, 4), num_replicas=1, rank=0)
+    assert list(stream) == list(stream) == [0, 1, 2, 3]
+
+
+def test_fewer_files_than_ranks_is_an_error_and_than_workers_a_warning(tmp_path: Path) -> None:
+    """Known before anything is read, on every rank: nobody hangs."""
+    paths = write_shards(tmp_path, 3)
+    for rank in range(4):
+        with pytest.raises(DataConfigError, match="3 files are too few for 4 ranks"):
+            ShardedIterable[Any](paths, shard="files", read=lines_of, num_replicas=4, rank=rank)
+    stream = ShardedIterable[Any](paths, shard="files", read=lines_of, num_replicas=2, rank=0)
+    with pytest.warns(DataWarning, match="3 files for 2 ranks with 2 workers each"):
+        DataLoader(stream, num_workers=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"shard": "rows"}, "unknown"),
+        ({"even": "pad"}, "unknown"),
+        ({"shard": "files"}, "go together"),
+        ({"read": lines_of}, "go together"),
+        ({"shard": "sample", "even": "repeat"}, "needs shard='batch'"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: dict[str, Any], text: str) -> None:
+    """What does not go together is said."""
+    with pytest.raises(DataConfigError, match=text):
+        ShardedIterable(range(3), num_replicas=1, rank=0, **arguments)

@@ -1,0 +1,348 @@
+"""The loader keeps the epoch right, takes torch's arguments, and refuses what would be silent."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from data_programs import Augmented, Numbers, Stream
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    Sampler,
+    Subset,
+    TensorDataset,
+)
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import DistributedSampler as TorchDistributedSampler
+
+from ddpsafe.data import DataLoader, DistributedSampler, build_loader
+from ddpsafe.data.errors import DataConfigError, DataWarning, LateSetEpochError
+
+N = 40
+
+
+def read(loader: Any) -> list[list[int]]:
+    """Return the batches of one pass."""
+    return [[int(x) for x in batch] for batch in loader]
+
+
+def epoch_order(epoch: int) -> list[list[int]]:
+    """Return rank 1 of 2's batches of an epoch in torch's order."""
+    sampler = TorchDistributedSampler(range(N), 2, 1)
+    sampler.set_epoch(epoch)
+    own = list(sampler)
+    return [own[i : i + 8] for i in range(0, len(own), 8)]
+
+
+def make(sampler: Any = None, **options: Any) -> DataLoader[int]:
+    """Make rank 1 of 2's loader."""
+    return DataLoader(Numbers(N), 8, sampler=sampler or DistributedSampler(N, 2, 1), **options)
+
+
+@pytest.mark.parametrize("kind", [DistributedSampler, TorchDistributedSampler])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_epoch_advances_by_itself(kind: Any, workers: int) -> None:
+    """Each pass is the next epoch, also after a break, with torch's own sampler too."""
+    loader = make(kind(range(N), 2, 1), num_workers=workers)
+    assert read(loader) == epoch_order(0)
+    for batch in loader:
+        assert [int(x) for x in batch] == epoch_order(1)[0]
+        break
+    assert read(loader) == epoch_order(2)
+
+
+@pytest.mark.parametrize("kind", [DistributedSampler, TorchDistributedSampler])
+def test_user_wins(kind: Any) -> None:
+    """set_epoch() on the sampler or the loader counts, the same epoch twice included."""
+    sampler = kind(range(N), 2, 1)
+    loader = make(sampler)
+    for epoch in (3, 3, 0, 7):
+        sampler.set_epoch(epoch)
+        assert read(loader) == epoch_order(epoch)
+    loader.set_epoch(2)
+    assert read(loader) == epoch_order(2)
+    assert read(loader) == epoch_order(3)
+
+
+def test_epochs_loops_over_what_is_left() -> None:
+    """The recommended loop; a second one goes on."""
+    loader = make()
+    assert [(e, read(loader) == epoch_order(e)) for e in loader.epochs(3)] == [
+        (0, True),
+        (1, True),
+        (2, True),
+    ]
+    assert list(loader.epochs(3)) == []
+    assert next(iter(loader.epochs(9))) == 3
+
+
+@pytest.mark.parametrize("through", ["loader", "sampler"])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("delivered", [0, 2])
+def test_late_set_epoch_is_refused(through: str, workers: int, delivered: int) -> None:
+    """PyTorch ignores it with workers and obeys without; here it is an error in both cases."""
+    sampler = DistributedSampler(N, 2, 1)
+    loader = make(sampler, num_workers=workers)
+    iterator = iter(loader)
+    for _ in range(delivered):
+        next(iterator)
+    target: Any = loader if through == "loader" else sampler
+    late = r"set_epoch\(5\) came after iter\(\)"
+    if through == "loader" and delivered == 0:
+        with pytest.raises(LateSetEpochError, match=late):
+            target.set_epoch(5)
+        return
+    target.set_epoch(5)
+    with pytest.raises(LateSetEpochError, match=late):
+        next(iterator)
+
+
+def test_epoch_of_the_running_iteration_may_be_set_again() -> None:
+    """It changes nothing, so it is no error."""
+    sampler = DistributedSampler(N, 2, 1)
+    loader = make(sampler)
+    iterator = iter(loader)
+    loader.set_epoch(0)
+    sampler.set_epoch(0)
+    assert len(list(iterator)) == 3
+    assert read(loader) == epoch_order(1)
+
+
+def test_old_iterator_may_lie_around_but_not_be_used() -> None:
+    """A new pass begins while the old iterator exists; going on with the old one is said."""
+    loader = make()
+    old = iter(loader)
+    next(old)
+    assert read(loader) == epoch_order(1)
+    with pytest.warns(DataWarning, match="another iteration has begun"):
+        next(old)
+    unused = iter(loader)
+    iter(loader)
+    with pytest.raises(LateSetEpochError, match="no longer valid"):
+        next(unused)
+
+
+def test_two_iterations_over_persistent_workers_are_refused() -> None:
+    """They share the workers: the first would receive the second's batches."""
+    loader = make(num_workers=1, persistent_workers=True)
+    old = iter(loader)
+    next(old)
+    new = iter(loader)
+    with pytest.raises(LateSetEpochError, match="another iteration has begun"):
+        next(old)
+    assert len(list(new)) == 3
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+def test_dataset_learns_the_epoch_wherever_it_is(*, workers: int, persistent: bool) -> None:
+    """In the main process, in fresh and in persistent workers, and inside a Subset."""
+    dataset = Subset(Augmented(N), range(16))
+    loader = DataLoader(dataset, 4, num_workers=workers, persistent_workers=persistent)
+    told = [{int(e) for _, epochs, _ in loader for e in epochs} for _ in range(3)]
+    assert told == [{0}, {1}, {2}]
+
+
+def test_epoch_chosen_through_the_dataset_counts() -> None:
+    """A loop that only knows dataset.set_epoch() is not overruled."""
+    dataset = Augmented(16)
+    loader = DataLoader(dataset, 4)
+    read_epochs = []
+    for epoch in (0, 4, 2):
+        dataset.set_epoch(epoch)
+        read_epochs.append({int(e) for _, epochs, _ in loader for e in epochs})
+    assert read_epochs == [{0}, {4}, {2}]
+
+
+class Own(Sampler[int]):
+    """A sampler that knows nothing of epochs."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Any:
+        return iter([3, 1, 2, 0])
+
+
+class Converting(Own):
+    """A sampler that converts the epoch, and shows it read-only or not."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Keep a copy."""
+        self.epoch = int(epoch)
+
+
+def test_sampler_that_converts_the_epoch_is_followed() -> None:
+    """It advances, and the user still wins."""
+    sampler = Converting()
+    loader = DataLoader(Numbers(4), sampler=sampler)
+    seen = []
+    for epoch in (None, None, 7, None):
+        if epoch is not None:
+            sampler.set_epoch(epoch)
+        list(loader)
+        seen.append(int(sampler.epoch))
+    assert seen == [0, 1, 7, 8]
+
+
+class Doubling:
+    """A collate function that wants to know the epoch."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        """Learn the epoch."""
+        self.epoch = epoch
+
+    def __call__(self, items: list[int]) -> list[int]:
+        """Put the epoch in front."""
+        return [self.epoch, *items]
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, True)])
+def test_collate_function_learns_the_epoch(*, workers: int, persistent: bool) -> None:
+    """In persistent workers too."""
+    loader = DataLoader(
+        Numbers(8), 4, collate_fn=Doubling(), num_workers=workers, persistent_workers=persistent
+    )
+    assert [batch[0] for _ in range(3) for batch in loader] == [0, 0, 1, 1, 2, 2]
+
+
+def seen_dataset(worker_id: int) -> None:
+    """Configure the dataset as torch's documentation shows."""
+    info = torch.utils.data.get_worker_info()
+    assert info is not None
+    assert isinstance(info.dataset, Numbers)
+    info.dataset.n = 1000 + worker_id
+
+
+class Configured(Numbers):
+    """Returns what worker_init_fn has set."""
+
+    def __getitem__(self, index: int) -> int:
+        return self.n
+
+
+def test_worker_init_function_sees_the_users_dataset() -> None:
+    """get_worker_info().dataset is the dataset, and changes to it count."""
+    loader = DataLoader(Configured(8), 4, num_workers=2, worker_init_fn=seen_dataset)
+    assert read(loader) == [[1000] * 4, [1001] * 4]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"batch_size": 5},
+        {"batch_size": 5, "drop_last": True},
+        {"batch_size": None},
+        {"sampler": Own()},
+        {"sampler": [4, 2]},
+        {"batch_sampler": BatchSampler(Own(), 3, drop_last=False)},
+        {"batch_sampler": [[1, 2], [3]]},
+        {"batch_size": 4, "num_workers": 2, "prefetch_factor": 1},
+        {"batch_size": 4, "num_workers": 1, "in_order": False},
+        {"batch_size": 4, "collate_fn": list},
+    ],
+)
+def test_torch_arguments_work_unchanged(options: dict[str, Any]) -> None:
+    """What torch delivers in order is delivered here."""
+    dataset = TensorDataset(torch.arange(12))
+    ours = [
+        torch.as_tensor(b[0]).tolist()
+        if not isinstance(b, list) or len(b) == 1
+        else [int(x[0]) for x in b]
+        for b in DataLoader(dataset, **options)
+    ]
+    theirs = [
+        torch.as_tensor(b[0]).tolist()
+        if not isinstance(b, list) or len(b) == 1
+        else [int(x[0]) for x in b]
+        for b in TorchDataLoader(dataset, **options)
+    ]
+    assert ours == theirs
+    assert len(DataLoader(dataset, **options)) == len(TorchDataLoader(dataset, **options))
+
+
+def test_generator_of_the_user_is_obeyed() -> None:
+    """A loader with generator= shuffles as torch's does."""
+    ours, theirs = (
+        read(kind(Numbers(N), 8, shuffle=True, generator=torch.Generator().manual_seed(3)))
+        for kind in (DataLoader, TorchDataLoader)
+    )
+    assert ours == theirs
+
+
+def test_stream_that_divides_nothing_works_alone() -> None:
+    """In a world of one any IterableDataset is fine."""
+    assert read(DataLoader(Stream(), 4)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_loader_pickles_and_iterates_there() -> None:
+    """PyTorch's does, so scripts may pass it to processes."""
+    loader = make()
+    read(loader)
+    assert read(pickle.loads(pickle.dumps(loader))) == epoch_order(1)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"sampler": Own(), "batch_sampler": [[0]]}, "sampler and a batch_sampler"),
+        ({"worker_safety": "maybe"}, "worker_safety cannot be"),
+        ({"seed": "x"}, "seed must be a whole number"),
+    ],
+)
+def test_bad_arguments_are_refused(options: dict[str, Any], text: str) -> None:
+    """What contradicts itself is said."""
+    with pytest.raises(DataConfigError, match=text):
+        DataLoader(Numbers(8), **options)
+
+
+def test_empty_dataset_is_refused() -> None:
+    """PyTorch iterates over nothing, or fails in RandomSampler."""
+    for shuffle in (True, False):
+        with pytest.raises(DataConfigError, match="n = 0"):
+            DataLoader(Numbers(0), shuffle=shuffle)
+
+
+def test_drop_last_that_drops_everything_is_said() -> None:
+    """An epoch without a batch trains on nothing."""
+    with pytest.warns(DataWarning, match="leaves no batch of 64"):
+        DataLoader(Numbers(40), 64, drop_last=True)
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        lambda: make(TorchDistributedSampler(range(N), 2, 1)),
+        lambda: make(RandomSampler(range(N))),
+        lambda: make(in_order=False),
+    ],
+)
+def test_loader_that_cannot_resume_says_so(loader: Any) -> None:
+    """Instead of a state that would lose or repeat samples."""
+    with pytest.raises(DataConfigError, match="has no state"):
+        loader().state_dict()
+
+
+def test_build_loader_makes_what_training_and_evaluation_need() -> None:
+    """One call; evaluation is in order."""
+    train = build_loader(Numbers(N), batch_size=8, seed=3)
+    assert sorted(x for batch in read(train) for x in batch) == list(range(N))
+    assert read(build_loader(Numbers(10), batch_size=4, train=False)) == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9],
+    ]
+    batches = build_loader(Numbers(10), batch_sampler=[[1, 2]])
+    assert read(batches) == [[1, 2]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(read(build_loader(Stream(), batch_size=5))) == 2

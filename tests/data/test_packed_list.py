@@ -1,0 +1,60 @@
+"""A list of metadata in one buffer."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+from data_programs import Numbers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpsafe.data import DataLoader, PackedList
+from ddpsafe.data.errors import DataConfigError
+
+items = st.lists(
+    st.one_of(st.text(), st.binary(), st.integers(), st.tuples(st.text(), st.integers()), st.none())
+)
+
+
+@given(items=items)
+def test_it_is_the_list(items: list[Any]) -> None:
+    """Items, slices, negative indices, iteration and membership."""
+    packed = PackedList(items)
+    assert list(packed) == items
+    assert packed[1:] == items[1:]
+    assert len(packed) == len(items)
+    if items:
+        assert packed[-1] == items[-1]
+        assert items[0] in packed
+    assert list(pickle.loads(pickle.dumps(packed))) == items
+
+
+def test_outside_is_an_index_error_and_other_keys_are_refused() -> None:
+    """As for a list."""
+    packed = PackedList(["a", "b"])
+    for index in (2, -3):
+        with pytest.raises(IndexError, match="PackedList of 2"):
+            packed[index]
+    with pytest.raises(DataConfigError, match="index"):
+        packed["a"]  # type: ignore[call-overload]
+
+
+class Named(Numbers):
+    """Returns names."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(n)
+        self.names = PackedList(f"name-{i}" for i in range(n))
+
+    def __getitem__(self, index: int) -> Any:
+        return self.names[index]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_read_it(method: str) -> None:
+    """Inherited or sent."""
+    loader = DataLoader(Named(10), 5, num_workers=1, multiprocessing_context=method)
+    assert [name for batch in loader for name in batch] == [f"name-{i}" for i in range(10)]
+    assert "len=10" in repr(PackedList(range(10)))

@@ -1,0 +1,174 @@
+"""Handles never cross into another process, and records are never wrong."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from data_programs import EagerRecords, Records, open_raw, write_records
+
+from ddpsafe.data import DataLoader, DistributedSampler, PerProcess
+from ddpsafe.data.errors import DataConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+METHODS = ["fork", "spawn", "forkserver"]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+    pytest.mark.filterwarnings("ignore:open_raw was opened before"),
+]
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> str:
+    """Write 20000 records; return the path."""
+    path = tmp_path / "records"
+    write_records(path, 20_000)
+    return str(path)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_record_is_wrong_though_the_parent_has_read_first(records: str, method: str) -> None:
+    """The torture test: 20000 records, 4 workers, the parent's handle open before they start."""
+    dataset = Records(records, 20_000)
+    assert dataset[17][1] == 17
+    parent = dataset.file.get()
+    sampler = DistributedSampler(20_000, 1, 0)
+    loader = DataLoader(dataset, 64, sampler=sampler, num_workers=4, multiprocessing_context=method)
+    pids = set()
+    wrong = total = 0
+    for indices, values, workers in loader:
+        wrong += int((indices != values).sum())
+        total += len(indices)
+        pids |= set(workers.tolist())
+    assert (wrong, total) == (0, 20_000)
+    assert len(pids) == 4
+    assert os.getpid() not in pids
+    # The workers have come and gone; the parent's handle is the same and still good.
+    assert dataset.file.get() is parent
+    assert dataset[99][1] == 99
+    closed = Path(records + ".closed").read_text().split()
+    assert sorted(map(int, closed)) == sorted(pids)
+    dataset.file.close()
+
+
+def test_eager_handle_reads_wrong_records_or_is_refused(records: str) -> None:
+    """What would read other workers' records is refused, with the path to the handle."""
+    dataset = EagerRecords(records, 100)
+    with pytest.raises(Exception, match=r"dataset\.reader\['file'\]"):
+        iter(DataLoader(dataset, 4, num_workers=2))
+    dataset.reader["file"].close()
+
+
+def open_counted(log: list[int]) -> object:
+    """Open something, and count it."""
+    log.append(1)
+    return object()
+
+
+def test_threads_share_one_value_or_have_their_own() -> None:
+    """scope='process' opens once for all threads, scope='thread' once for each."""
+    for scope, expected in (("process", 1), ("thread", 8)):
+        log: list[int] = []
+        resource = PerProcess(open_counted, log, scope=scope)  # type: ignore[arg-type]
+        barrier = threading.Barrier(8)
+
+        def use(
+            resource: PerProcess[object] = resource, barrier: threading.Barrier = barrier
+        ) -> None:
+            barrier.wait()
+            assert resource.get() is resource.get()
+            barrier.wait()
+
+        threads = [threading.Thread(target=use) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(log) == expected
+
+
+class Session:
+    """Something whose destructor would end the parent's session."""
+
+    def __init__(self, pipe: int) -> None:
+        self.pipe = pipe
+
+    def __del__(self) -> None:
+        os.write(self.pipe, b"x")
+
+
+def test_inherited_value_is_kept_so_that_its_destructor_does_not_run(
+    forked_pipe: tuple[int, int],
+) -> None:
+    """Dropping it in the child could close the parent's connection."""
+    read, write = forked_pipe
+    resource = PerProcess(Session, write)
+    resource.get()
+    child = os.fork()
+    if child == 0:
+        opened = resource.opened_before_fork
+        del resource
+        os.write(write, b"1" if opened else b"0")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 10) == b"1"
+    assert not resource.opened_before_fork
+    del resource
+    assert os.read(read, 10) == b"x"
+
+
+@pytest.fixture
+def forked_pipe() -> Iterator[tuple[int, int]]:
+    """Give a pipe."""
+    read, write = os.pipe()
+    yield read, write
+    os.close(read)
+    os.close(write)
+
+
+def test_only_the_recipe_is_pickled(records: str) -> None:
+    """A handle cannot travel; what makes it can."""
+    resource = PerProcess(open_raw, records)
+    with resource.get():
+        copy = pickle.loads(pickle.dumps(resource))
+        with copy.get() as file:
+            assert file is not resource.get()
+    assert "open_raw" in repr(copy)
+
+
+def test_failing_factory_says_where(tmp_path: Path) -> None:
+    """The original exception, with the rank and the worker."""
+    resource = PerProcess(open_raw, str(tmp_path / "missing"))
+    with pytest.raises(FileNotFoundError) as caught:
+        resource.get()
+    assert "rank 0" in "".join(getattr(caught.value, "__notes__", ["rank 0"]))
+
+
+def test_close_ends_it_and_get_opens_again(records: str) -> None:
+    """close() is called once for each value."""
+    closed: list[object] = []
+    resource = PerProcess(open_raw, records, close=closed.append)
+    first = resource.get()
+    resource.close()
+    resource.close()
+    assert closed == [first]
+    second = resource.get()
+    assert second is not first
+    resource.close()
+    first.close()
+    second.close()
+
+
+def test_bad_arguments_are_refused(records: str) -> None:
+    """A handle instead of a function, and an unknown scope."""
+    with open_raw(records) as file, pytest.raises(DataConfigError, match="a function that opens"):
+        PerProcess(file)
+    with pytest.raises(DataConfigError, match="no scope 'rank'"):
+        PerProcess(open_raw, records, scope="rank")  # type: ignore[arg-type]

@@ -1,0 +1,100 @@
+"""Real ranks: uneven loops end together, and what every rank would read is refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from data_programs import save_and_stop, undivided, uneven
+
+import ddpsafe
+from ddpsafe.data import even_steps
+from ddpsafe.data.errors import DataConfigError
+
+
+def launch(function: Any, *args: object, ranks: int = 2) -> Any:
+    """Run on gloo ranks; return the values."""
+    return ddpsafe.launch(function, args=args, nproc_per_node=ranks, backend="gloo").values
+
+
+@pytest.mark.parametrize(
+    ("policy", "counts", "steps"),
+    [
+        ("min", [3, 5], [3, 3]),
+        ("dummy", [3, 5], [5, 5]),
+        ("join", [3, 5], [3, 5]),
+        ("min", [0, 2], [0, 0]),
+        ("error", [4, 4], [4, 4]),
+    ],
+)
+def test_uneven_loops_end_with_equal_parameters(
+    policy: str, counts: list[int], steps: list[int]
+) -> None:
+    """No hang, the steps that were promised, parameters equal to the bit."""
+    values = launch(uneven, policy, counts)
+    assert [values[rank][0] for rank in range(2)] == steps
+    assert values[0][1] == values[1][1]
+
+
+def test_dummy_steps_weigh_samples_as_one_process_would() -> None:
+    """With the weight, the gradient is the mean over all samples of all ranks in that step."""
+    values = launch(uneven, "dummy", [2, 4])
+    torch.manual_seed(0)
+    weight = torch.nn.Linear(2, 1, bias=False).double().weight.detach().requires_grad_()
+    for step in range(4):
+        parts = [values[r][2][step] for r in range(2) if step < len(values[r][2])]
+        loss = ((torch.cat(parts) @ weight.T) ** 2).mean()
+        (gradient,) = torch.autograd.grad(loss, weight)
+        weight = (weight - 0.05 * gradient).detach().requires_grad_()
+    assert values[0][1] == pytest.approx(weight.flatten().tolist(), abs=1e-12)
+
+
+@pytest.mark.parametrize(("policy", "counts"), [("error", [2, 4]), ("dummy", [0, 2])])
+def test_uneven_loops_that_cannot_go_on_name_the_rank(policy: str, counts: list[int]) -> None:
+    """Every rank raises, with the rank that ran out."""
+    values = launch(uneven, policy, counts)
+    text = "ran out of batches after 2 steps" if policy == "error" else "have no batch at all"
+    for rank in (0, 1):
+        assert values[rank][2] == (0,)
+        assert f"Ranks 0 (world_size 2) {text}" in values[rank][1]
+
+
+def test_loader_without_distributed_sampler_is_refused_in_a_world_of_two() -> None:
+    """The message gives the line to write; meant exceptions are possible."""
+    values = launch(undivided)
+    for rank in (0, 1):
+        shuffled, ordered, misfit, allowed = values[rank]
+        assert shuffled.startswith("MissingDistributedSamplerError")
+        assert "DistributedSampler(dataset, shuffle=True)" in shuffled
+        assert "DistributedSampler(dataset, shuffle=False)" in ordered
+        assert "divides the data by 3, but the world has 2 ranks" in misfit
+        assert allowed == str(list(range(10)))
+
+
+def test_training_stopped_on_two_ranks_goes_on_with_three() -> None:
+    """Saved by rank 0 of 2, loaded by 3 with other batches and workers: every sample once."""
+    first = launch(save_and_stop, 4, None, {"batch_size": 7})
+    assert first[0][1] == first[1][1]
+    options = {"batch_size": 5, "num_workers": 2, "persistent_workers": True}
+    second = launch(save_and_stop, 99, first[0][1], options, ranks=3)
+    seen = Counter(
+        x for part in (first, second) for rank in part for batch in part[rank][0] for x in batch
+    )
+    assert set(seen) == set(range(101))
+    assert seen.total() - 101 < 3
+    assert second[0][1]["finished"]
+
+
+def test_even_steps_refuses_what_cannot_work() -> None:
+    """An unknown policy, join without a model or with SyncBatchNorm."""
+    with pytest.raises(DataConfigError, match="no policy 'max'"):
+        even_steps([1], policy="max")  # type: ignore[arg-type]
+    with pytest.raises(DataConfigError, match="needs the DDP model"):
+        even_steps([1], policy="join")
+
+
+def test_even_steps_alone_is_the_loader() -> None:
+    """A world of one has nothing to agree on."""
+    assert list(even_steps([1, 2, 3], policy="dummy")) == [1, 2, 3]

@@ -1,0 +1,346 @@
+"""A resume loses nothing and repeats nothing, whatever changed in between."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from data_programs import Numbers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler
+
+from ddpsafe.data import BalancedBatchSampler, DataLoader, DistributedSampler, ShardedIterable
+from ddpsafe.data.errors import DataConfigError, DataWarning, StateMismatchError
+
+pytestmark = pytest.mark.filterwarnings("ignore::ddpsafe.data.errors.DataWarning")
+
+N = 103
+steps = st.integers(0, 9)
+topologies = st.tuples(st.integers(1, 5), st.integers(1, 9))
+
+
+def loaders(n: int, replicas: int, batch_size: int, **options: Any) -> list[DataLoader[int]]:
+    """Make the loaders of all ranks in this process."""
+    sampler = {key: options.pop(key) for key in ("algorithm", "pad", "seed") if key in options}
+    return [
+        DataLoader(
+            Numbers(n),
+            batch_size,
+            sampler=DistributedSampler(n, replicas, rank, **sampler),
+            **options,
+        )
+        for rank in range(replicas)
+    ]
+
+
+def read(loader: DataLoader[int], count: int | None = None) -> list[list[int]]:
+    """Read `count` batches of one iteration, or all."""
+    iterator = iter(loader)
+    batches = []
+    while count is None or len(batches) < count:
+        batch = next(iterator, None)
+        if batch is None:
+            break
+        batches.append([int(x) for x in batch])
+    return batches
+
+
+@given(
+    n=st.integers(1, 150),
+    chain=st.lists(st.tuples(topologies, steps), max_size=6),
+    algorithm=st.sampled_from(["torch", "feistel-v1"]),
+    last=topologies,
+)
+@settings(max_examples=60)
+def test_chain_of_resumes_reads_every_sample_exactly_once(
+    n: int, chain: list[Any], algorithm: str, last: tuple[int, int]
+) -> None:
+    """Any world sizes, batch sizes and stops: the epoch's samples are the dataset."""
+    state: Any = None
+    seen: Counter[int] = Counter()
+    for (replicas, batch_size), count in [*chain, (last, None)]:
+        ranks = loaders(n, replicas, batch_size, algorithm=algorithm, pad=False)
+        if state is not None:
+            for loader in ranks:
+                loader.load_state_dict(state)
+            if state["finished"]:
+                break
+        parts = [read(loader, count) for loader in ranks]
+        seen.update(i for part in parts for batch in part for i in batch)
+        states = [loader.state_dict() for loader in ranks]
+        # Without padding a rank may lack the last batch; rank 0 has them all.
+        state = json.loads(json.dumps(states[0]))
+    assert seen == Counter(range(n))
+
+
+@given(chain=st.lists(steps, min_size=1, max_size=5), swap=st.booleans())
+@settings(max_examples=30)
+def test_constant_global_batch_gives_the_uninterrupted_batches(
+    *,
+    chain: list[int],
+    swap: bool,
+) -> None:
+    """With world size times batch size constant, each step's samples are the same."""
+    whole = [read(loader) for loader in loaders(102, 2, 6)]
+    expected = [sorted(i for part in whole for i in part[step]) for step in range(len(whole[0]))]
+    state: Any = None
+    got = []
+    for number, count in enumerate([*chain, 99]):
+        replicas, batch_size = (3, 4) if swap and number % 2 else (2, 6)
+        ranks = loaders(102, replicas, batch_size)
+        for loader in ranks:
+            if state is not None:
+                loader.load_state_dict(state)
+        if state is not None and state["finished"]:
+            break
+        parts = [read(loader, count) for loader in ranks]
+        got += [sorted(i for part in parts for i in part[step]) for step in range(len(parts[0]))]
+        states = [loader.state_dict() for loader in ranks]
+        assert all(each == states[0] | {"world_size": replicas} for each in states)
+        state = states[0]
+    assert got == expected
+
+
+@pytest.mark.parametrize("style", ["automatic", "set_epoch", "epochs"])
+@pytest.mark.parametrize("stop", range(8))
+def test_interrupt_at_every_step_equals_uninterrupted(style: str, stop: int) -> None:
+    """Three epochs, stopped in the second at each step, the first and the last included."""
+    expected = [read(loader, None) for loader in loaders(N, 2, 8)[1:] for _ in range(3)]
+    first = loaders(N, 2, 8)[1]
+    got = [read(first)]
+    part = read(first, stop)
+    state = first.state_dict()
+    resumed = loaders(N, 2, 8)[1]
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    got += _rest(resumed, part, style, finished=state["finished"])
+    assert got == expected
+
+
+def _rest(
+    loader: DataLoader[int], part: list[list[int]], style: str, *, finished: bool
+) -> list[list[list[int]]]:
+    if style == "epochs":
+        rest = [read(loader) for _ in loader.epochs(3)]
+    elif style == "set_epoch":
+        rest = []
+        for epoch in (1, 2):
+            loader.set_epoch(epoch)
+            rest.append(read(loader))
+        return [part + rest[0], rest[1]]
+    else:
+        rest = [read(loader) for _ in range(1 if finished else 2)]
+    return [part, *rest] if finished else [part + rest[0], *rest[1:]]
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("stop", [0, 1, 5, 7])
+def test_prefetched_batches_are_not_counted_as_read(
+    *,
+    workers: int,
+    persistent: bool,
+    stop: int,
+) -> None:
+    """Workers run ahead by prefetch_factor * num_workers; the state counts what was delivered."""
+    expected = [read(loader) for loader in loaders(N, 2, 8)[:1] for _ in range(3)]
+    options = {"num_workers": workers, "persistent_workers": persistent, "prefetch_factor": 3}
+    first = loaders(N, 2, 8, **options)[0]
+    got = [read(first)]
+    part = read(first, stop)
+    state = first.state_dict()
+    del first
+    resumed = loaders(N, 2, 8, num_workers=2 - workers)[0]
+    resumed.load_state_dict(state)
+    rest = [read(resumed) for _ in resumed.epochs(3)]
+    got += [part, *rest] if state["finished"] else [part + rest[0], *rest[1:]]
+    assert got == expected
+
+
+def test_state_at_the_end_of_an_epoch_begins_the_next() -> None:
+    """A checkpoint taken at the last batch neither replays the epoch nor skips the next one."""
+    loader = loaders(N, 2, 8)[0]
+    read(loader, 7)
+    state = loader.state_dict()
+    assert (state["finished"], state["epoch"], state["consumed"]) == (True, 0, N)
+    resumed = loaders(N, 2, 8)[0]
+    resumed.load_state_dict(state)
+    assert list(resumed.epochs(2)) == [1]
+    explicit = loaders(N, 2, 8)[0]
+    explicit.load_state_dict(state)
+    explicit.set_epoch(0)
+    with pytest.warns(DataWarning, match="nothing is left of it; the next epoch is 1"):
+        assert read(explicit) == []
+    assert len(read(explicit)) == 7
+
+
+def test_epoch_set_before_saving_counts_from_its_beginning() -> None:
+    """Batches of the old epoch are not charged to the new one."""
+    loader = loaders(N, 2, 8)[0]
+    read(loader, 3)
+    loader.set_epoch(5)
+    assert loader.state_dict()["epoch"] == 5
+    assert loader.state_dict()["consumed"] == 0
+
+
+def test_lookahead_wrapper_says_how_many_batches_were_used() -> None:
+    """A prefetcher that holds one batch passes the number used."""
+    loader = loaders(N, 2, 8)[0]
+    read(loader, 4)
+    assert loader.state_dict(batches=3)["consumed"] == 48
+    assert loader.state_dict()["consumed"] == 64
+    with pytest.raises(DataConfigError, match="has delivered 4"):
+        loader.state_dict(batches=5)
+
+
+def test_resumed_length_is_what_remains() -> None:
+    """A progress bar of a resumed epoch ends where the epoch does."""
+    loader = loaders(N, 2, 8)[0]
+    read(loader, 4)
+    resumed = loaders(N, 2, 8)[0]
+    resumed.load_state_dict(loader.state_dict())
+    assert (len(loader), len(resumed)) == (7, 3)
+
+
+def test_batch_sampler_around_our_sampler_resumes_too() -> None:
+    """PyTorch's BatchSampler counts as well as batch_size does."""
+    sampler = DistributedSampler(N, 2, 0)
+    loader = DataLoader(Numbers(N), batch_sampler=BatchSampler(sampler, 8, drop_last=True))
+    first = read(loader, 2)
+    again = DistributedSampler(N, 2, 0)
+    resumed = DataLoader(Numbers(N), 8, sampler=again, drop_last=True)
+    resumed.load_state_dict(loader.state_dict())
+    assert first + read(resumed) == read(
+        DataLoader(Numbers(N), 8, drop_last=True, sampler=DistributedSampler(N, 2, 0))
+    )
+
+
+def test_sampler_state_counts_draws() -> None:
+    """The bare sampler knows only what was drawn, which is right where nothing prefetches."""
+    sampler = DistributedSampler(N, 2, 0)
+    iterator = iter(sampler)
+    drawn = [next(iterator) for _ in range(11)]
+    resumed = DistributedSampler(N, 2, 0)
+    resumed.load_state_dict(sampler.state_dict())
+    assert drawn + list(resumed) == list(DistributedSampler(N, 2, 0))
+
+
+@pytest.mark.parametrize(
+    "name", ["dict", "none", "version", "consumed", "epoch", "identity", "old", "new", "torchdata"]
+)
+def test_damaged_or_foreign_state_is_refused(name: str) -> None:
+    """Nothing that is not a state of this version is taken for a position."""
+    loader = loaders(N, 2, 8)[0]
+    state = loader.state_dict()
+    broken: dict[str, Any] = {
+        "dict": [1, 2],
+        "none": None,
+        "version": {k: v for k, v in state.items() if k != "version"},
+        "consumed": {**state, "consumed": -1},
+        "epoch": {**state, "epoch": "1"},
+        "identity": {k: v for k, v in state.items() if k != "identity"},
+        "old": {**state, "version": 0},
+        "new": {**state, "version": 99},
+        "torchdata": {"_sampler_iter_yielded": 3, "_num_yielded": 3},
+    }
+    with pytest.raises(StateMismatchError, match="What to do"):
+        loader.load_state_dict(broken[name])
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [({"n": 90}, "n"), ({"seed": 1}, "seed"), ({"algorithm": "feistel-v1"}, "algorithm")],
+)
+def test_state_of_other_data_is_refused_or_warned_about(change: dict[str, Any], key: str) -> None:
+    """What differs is named; strict=False goes on with a warning."""
+    state = loaders(N, 2, 8)[0].state_dict()
+    other = loaders(change.pop("n", N), 2, 8, **change)[0]
+    with pytest.raises(StateMismatchError, match=f"{key}: saved") as caught:
+        other.load_state_dict(state)
+    assert key in caught.value.differences
+    with pytest.warns(DataWarning, match=key):
+        other.load_state_dict(state, strict=False)
+
+
+def test_fingerprint_of_other_files_is_refused() -> None:
+    """Equal length is not enough where the dataset was fingerprinted."""
+    left, right = loaders(N, 2, 8)
+    left.remember_fingerprint("a" * 32)
+    right.remember_fingerprint("b" * 32)
+    with pytest.raises(StateMismatchError, match="fingerprint"):
+        right.load_state_dict(left.state_dict())
+
+
+def test_position_given_up_by_set_epoch_is_said() -> None:
+    """A framework that counts its own epochs from 0 would lose the position silently."""
+    loader = loaders(N, 2, 8)[0]
+    read(loader)
+    read(loader, 2)
+    resumed = loaders(N, 2, 8)[0]
+    resumed.load_state_dict(loader.state_dict())
+    with pytest.warns(DataWarning, match="gives up the position"):
+        resumed.sampler.set_epoch(0)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("window", [0, 1, 4])
+@pytest.mark.parametrize("max_tokens", [None, 60.0])
+def test_balanced_batches_resume_under_another_world(window: int, max_tokens: float | None) -> None:
+    """Also in the middle of a window of sorted lengths, and in lists of token batches."""
+    rng = random.Random(window)
+    lengths = [rng.randint(1, 40) for _ in range(N)]
+    for trial in range(25):
+        state: Any = None
+        seen: Counter[int] = Counter()
+        while state is None or not state["finished"]:
+            replicas = rng.randint(1, 4) if max_tokens is None else 1
+            size = rng.randint(1, 6) if max_tokens is None else 5
+            ranks = [
+                DataLoader(
+                    Numbers(N),
+                    batch_sampler=BalancedBatchSampler(
+                        lengths,
+                        size,
+                        window=window,
+                        max_tokens=max_tokens,
+                        seed=trial,
+                        num_replicas=replicas,
+                        rank=rank,
+                    ),
+                )
+                for rank in range(replicas)
+            ]
+            for loader in ranks:
+                if state is not None:
+                    loader.load_state_dict(json.loads(json.dumps(state)))
+            count = rng.randint(1, 6)
+            for loader in ranks:
+                seen.update(i for batch in read(loader, count) for i in batch)
+            states = [loader.state_dict() for loader in ranks]
+            assert all(each == states[0] for each in states)
+            state = states[0]
+        assert set(seen) == set(range(N))
+        assert seen.total() - N < 4
+
+
+@given(chain=st.lists(st.tuples(topologies, steps), max_size=5), last=topologies)
+@settings(max_examples=30)
+def test_stream_resumes_under_another_world(chain: list[Any], last: tuple[int, int]) -> None:
+    """A stream in whole batches, too, is read exactly once over any chain of resumes."""
+    state: Any = None
+    seen: Counter[int] = Counter()
+    for (replicas, batch_size), count in [*chain, (last, None)]:
+        ranks = [
+            DataLoader(ShardedIterable(range(N), num_replicas=replicas, rank=rank), batch_size)
+            for rank in range(replicas)
+        ]
+        for loader in ranks:
+            if state is not None:
+                loader.load_state_dict(state)
+        if state is not None and state["finished"]:
+            break
+        seen.update(i for loader in ranks for batch in read(loader, count) for i in batch)
+        state = ranks[0].state_dict()
+    assert seen == Counter(range(N))

@@ -1,0 +1,161 @@
+"""The sampler is torch's, bit for bit, where it is not better."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections import Counter
+
+import pytest
+from data_programs import Numbers
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DistributedSampler as TorchDistributedSampler
+
+from ddpsafe.data import DistributedSampler, EvalSampler
+from ddpsafe.data.errors import DataConfigError, DatasetChangedError, DataWarning
+
+pytestmark = pytest.mark.filterwarnings("ignore::ddpsafe.data.errors.DataWarning")
+
+worlds = st.integers(1, 20).flatmap(lambda r: st.tuples(st.just(r), st.integers(0, r - 1)))
+
+
+@given(
+    n=st.integers(1, 300),
+    world=worlds,
+    shuffle=st.booleans(),
+    seed=st.integers(0, 2**40),
+    epoch=st.integers(0, 100),
+    drop_last=st.booleans(),
+)
+def test_order_is_bit_identical_to_torch(
+    *,
+    n: int,
+    world: tuple[int, int],
+    shuffle: bool,
+    seed: int,
+    epoch: int,
+    drop_last: bool,
+) -> None:
+    """Same arguments, same indices, same lengths, as Python ints, n < num_replicas included."""
+    replicas, rank = world
+    drop_last = drop_last and n >= replicas
+    theirs = TorchDistributedSampler(range(n), replicas, rank, shuffle, seed, drop_last)
+    ours = DistributedSampler(range(n), replicas, rank, shuffle, seed, drop_last)
+    theirs.set_epoch(epoch)
+    ours.set_epoch(epoch)
+    assert list(ours) == list(theirs)
+    assert (len(ours), ours.num_samples, ours.total_size) == (
+        len(theirs),
+        theirs.num_samples,
+        theirs.total_size,
+    )
+    assert all(type(index) is int for index in ours)
+
+
+@given(
+    n=st.integers(1, 300),
+    replicas=st.integers(1, 20),
+    algorithm=st.sampled_from(["torch", "feistel-v1"]),
+    epoch=st.integers(0, 9),
+    pad=st.booleans(),
+)
+def test_ranks_partition_the_dataset(
+    *,
+    n: int,
+    replicas: int,
+    algorithm: str,
+    epoch: int,
+    pad: bool,
+) -> None:
+    """Without padding each sample is read once; with it, at most num_replicas - 1 come twice."""
+    shares = []
+    for rank in range(replicas):
+        sampler = DistributedSampler(n, replicas, rank, pad=pad, algorithm=algorithm)  # type: ignore[arg-type]
+        sampler.set_epoch(epoch)
+        shares.append(list(sampler))
+    sizes = [len(share) for share in shares]
+    counts = Counter(index for share in shares for index in share)
+    assert set(counts) == set(range(n))
+    if pad:
+        assert len(set(sizes)) == 1
+        assert n < replicas or counts.total() - n <= replicas - 1
+    else:
+        assert counts.total() == n
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_eval_sampler_reads_in_order_and_leaves_ranks_empty_where_samples_are_few() -> None:
+    """Three samples on five ranks: nobody reads a repeat, two ranks read nothing."""
+    assert [list(EvalSampler(3, 5, rank)) for rank in range(5)] == [[0], [1], [2], [], []]
+
+
+def test_sampler_is_a_torch_sampler_and_pickles_in_mid_iteration() -> None:
+    """Frameworks recognise it by isinstance; it holds no live generator."""
+    sampler = DistributedSampler(1000, 2, 1)
+    iterator = iter(sampler)
+    first = [next(iterator) for _ in range(10)]
+    assert isinstance(sampler, TorchDistributedSampler)
+    assert list(pickle.loads(pickle.dumps(sampler)))[:10] == first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"dataset": 0}, "n = 0"),
+        ({"dataset": -3}, "-3 samples"),
+        ({"dataset": 2.5}, "whole number"),
+        ({"dataset": 10, "num_replicas": 2, "rank": 2}, "rank 2 is outside"),
+        ({"dataset": 10, "num_replicas": 2, "rank": -1}, "rank -1 is outside"),
+        ({"dataset": 10, "num_replicas": 0, "rank": 0}, "num_replicas is 0"),
+        ({"dataset": 3, "num_replicas": 4, "rank": 0, "drop_last": True}, "too few"),
+        ({"dataset": 10, "algorithm": "feistel-v0"}, "no shuffle named"),
+        ({"dataset": 10, "seed": "0"}, "seed must be a whole number"),
+        ({"dataset": 10, "seed": True}, "seed must be a whole number"),
+    ],
+)
+def test_bad_arguments_are_refused_with_what_to_do(arguments: dict[str, object], text: str) -> None:
+    """Each mistake says what is wrong, why, and what to do."""
+    with pytest.raises(DataConfigError, match=text) as caught:
+        DistributedSampler(**arguments)  # type: ignore[arg-type]
+    assert "Likely cause" in str(caught.value)
+    assert "What to do" in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("epoch", [-1, 1.5, "2", None, True])
+def test_epoch_must_be_a_whole_number_from_0(epoch: object) -> None:
+    """A wrong epoch is refused, not hashed into an order."""
+    with pytest.raises(DataConfigError, match="epoch"):
+        DistributedSampler(10, 1, 0).set_epoch(epoch)  # type: ignore[arg-type]
+
+
+def test_fewer_samples_than_ranks_is_said() -> None:
+    """PyTorch repeats samples without a word; here the repeating ranks are named."""
+    with pytest.warns(DataWarning, match="ranks 2 to 3 repeat"):
+        DistributedSampler(2, 4, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        EvalSampler(2, 4, 0)
+
+
+def test_dataset_that_changed_its_length_is_refused() -> None:
+    """Samples that came later would never be read, or an index would be out of range."""
+    dataset = Numbers(10)
+    sampler = DistributedSampler(dataset, 1, 0)
+    dataset.n = 11
+    with pytest.raises(DatasetChangedError, match="has 11 samples, but had 10"):
+        list(sampler)
+
+
+def test_world_announced_but_not_born_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a launcher, before the process group exists, a world of one would be silently wrong."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(DataConfigError, match="no process group yet"):
+        DistributedSampler(10)
+    assert len(DistributedSampler(10, 1, 0)) == 10
+
+
+def test_without_a_group_the_world_is_one() -> None:
+    """A script runs alone without a line changed."""
+    assert sorted(DistributedSampler(10)) == list(range(10))

@@ -1,0 +1,112 @@
+"""Random numbers: distinct over ranks, workers and epochs; or a function of the sample alone."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from data_programs import Augmented, ByRng, Numbers, augmentation_trace
+
+import ddpsafe
+from ddpsafe.data import DataLoader, DistributedSampler, sample_rng, seed_worker
+from ddpsafe.data.errors import DataConfigError
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(2, False), (2, True)])
+def test_ranks_with_equal_seeds_draw_different_augmentations(
+    *,
+    workers: int,
+    persistent: bool,
+) -> None:
+    """PyTorch's workers draw the same on every rank; here no draw of any generator comes twice."""
+    result = ddpsafe.launch(
+        augmentation_trace, args=(workers, persistent), nproc_per_node=2, backend="gloo"
+    )
+    epochs = [entry for rank in (0, 1) for epoch in result.values[rank] for entry in epoch]
+    samples = [sample for batch in epochs for sample in batch]
+    for column in (2, 3, 4):
+        draws = [sample[column] for sample in samples]
+        assert len(set(draws)) == len(draws)
+    told = [[{s[1] for b in epoch for s in b} for epoch in result.values[r]] for r in (0, 1)]
+    assert told == [[{0}, {1}]] * 2
+
+
+def draws_of(loader: DataLoader[int]) -> list[float]:
+    """Return the draws of one epoch."""
+    return [float(x) for _, _, draws in loader for x in torch.stack(list(draws)).flatten()]
+
+
+def test_persistent_workers_draw_what_fresh_ones_would() -> None:
+    """Draws are a function of (seed, epoch, rank, worker), so restarting workers changes none."""
+    traces = [
+        [
+            draws_of(loader)
+            for loader in [
+                DataLoader(Augmented(16), 4, num_workers=2, persistent_workers=persistent)
+            ]
+            for _ in range(3)
+        ]
+        for persistent in (False, True)
+    ]
+    assert traces[0] == traces[1]
+    assert len({x for epoch in traces[0] for x in epoch}) == 3 * 16 * 3
+
+
+def test_seed_of_the_loader_changes_the_draws() -> None:
+    """Another seed, other augmentations, same order."""
+    sampler = DistributedSampler(16, 1, 0, shuffle=False)
+    first, second = (
+        draws_of(DataLoader(Augmented(16), 4, sampler=sampler, num_workers=1, seed=seed))
+        for seed in (0, 1)
+    )
+    assert set(first).isdisjoint(second)
+
+
+def test_seed_worker_differs_in_each_of_its_words() -> None:
+    """No two of neighbouring (seed, epoch, rank, worker) give the same streams."""
+    states = (random.getstate(), np.random.get_state(), torch.get_rng_state())  # noqa: NPY002 - what augmentations use
+    seen = set()
+    words = [(s, e, r, w) for s in range(3) for e in range(3) for r in range(3) for w in range(3)]
+    for each in words:
+        seed_worker(*each)
+        seen |= {random.random(), float(np.random.random()), float(torch.rand(()))}  # noqa: NPY002 - what augmentations use
+    random.setstate(states[0])
+    np.random.set_state(states[1])  # noqa: NPY002 - what augmentations use
+    torch.set_rng_state(states[2])
+    assert len(seen) == 3 * len(words)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_global_generators_are_left_alone(workers: int) -> None:
+    """A validation pass between two epochs changes nothing of the training that follows."""
+    loader = DataLoader(Numbers(16), 4, num_workers=workers)
+    before = (torch.get_rng_state(), random.getstate())
+    assert len(list(loader)) == 4
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_sample_rng_does_not_depend_on_ranks_workers_or_resume(workers: int) -> None:
+    """A sample's draw is its own: any world, any worker count, any resume."""
+    expected = {i: float(torch.rand((), generator=sample_rng(7, 0, i))) for i in range(24)}
+    for replicas in (1, 3):
+        for rank in range(replicas):
+            sampler = DistributedSampler(24, replicas, rank)
+            loader = DataLoader(ByRng(24), 5, sampler=sampler, num_workers=workers)
+            state = loader.state_dict()
+            loader.load_state_dict(state)
+            for indices, draws in loader:
+                for index, draw in zip(indices, draws, strict=True):
+                    assert float(draw) == expected[int(index)]
+
+
+def test_sample_rng_has_three_kinds() -> None:
+    """One key, three libraries; another kind is refused."""
+    assert isinstance(sample_rng(0, 0, 0), torch.Generator)
+    assert sample_rng(0, 0, 1, "numpy").random() != sample_rng(0, 1, 0, "numpy").random()
+    assert sample_rng(0, 0, 1, "random").random() == sample_rng(0, 0, 1, "random").random()
+    with pytest.raises(DataConfigError, match="kind 'jax'"):
+        sample_rng(0, 0, 0, "jax")  # type: ignore[call-overload]

@@ -1,0 +1,145 @@
+"""Weighted draws: one stream for any world, with the right frequencies."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from data_programs import Numbers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddpsafe.data import DataLoader, WeightedSampler
+from ddpsafe.data.errors import DataConfigError, DatasetChangedError
+
+weights = st.lists(st.floats(0, 5), min_size=1, max_size=40).filter(any)
+
+
+@given(
+    values=weights,
+    replicas=st.integers(1, 7),
+    mode=st.sampled_from(["iid", "repeat"]),
+    epoch=st.integers(0, 5),
+)
+@settings(max_examples=60)
+def test_stream_does_not_depend_on_the_world(
+    values: list[float], replicas: int, mode: str, epoch: int
+) -> None:
+    """The ranks' draws, interleaved, are what a single process draws."""
+    options: dict[str, Any] = {"mode": mode, "pad": False}
+    samplers = [
+        WeightedSampler(values, num_replicas=replicas, rank=rank, **options)
+        for rank in range(replicas)
+    ]
+    alone = WeightedSampler(values, num_replicas=1, rank=0, **options)
+    for sampler in [*samplers, alone]:
+        sampler.set_epoch(epoch)
+    shares = [list(sampler) for sampler in samplers]
+    whole = list(alone)
+    assert [shares[p % replicas][p // replicas] for p in range(len(whole))] == whole
+    assert all(values[index] > 0 for index in whole)
+
+
+def test_frequencies_follow_the_weights() -> None:
+    """Within five standard deviations, over several epochs; zero weight is never drawn."""
+    values = np.array([0, 1, 2, 3, 4, 10.0, 0])
+    draws = 100_000
+    for epoch in range(3):
+        sampler = WeightedSampler(values, draws, num_replicas=1, rank=0, seed=1)
+        sampler.set_epoch(epoch)
+        counts = Counter(sampler)
+        for index, weight in enumerate(values / values.sum()):
+            deviation = math.sqrt(draws * weight * (1 - weight))
+            assert abs(counts[index] - draws * weight) <= 5 * deviation
+
+
+@given(values=weights, epoch=st.integers(0, 20))
+def test_repeat_mode_gives_floor_or_ceil(values: list[float], epoch: int) -> None:
+    """Every rare sample comes at least floor(w) times, whatever the luck."""
+    sampler = WeightedSampler([*values, 1.0], mode="repeat", num_replicas=1, rank=0)
+    sampler.set_epoch(epoch)
+    counts = Counter(sampler)
+    assert len(sampler) == counts.total()
+    for index, weight in enumerate([*values, 1.0]):
+        assert math.floor(weight) <= counts[index] <= math.ceil(weight)
+
+
+def test_repeat_mode_averages_to_the_weight() -> None:
+    """Over the epochs a factor of 1.5 is 1.5."""
+    sampler = WeightedSampler([1.5] * 400, mode="repeat", num_replicas=1, rank=0)
+    lengths = []
+    for epoch in range(40):
+        sampler.set_epoch(epoch)
+        lengths.append(len(sampler))
+    assert abs(np.mean(lengths) / 600 - 1) < 0.01
+    assert len(set(lengths)) > 10
+
+
+def test_without_replacement_draws_distinct_samples() -> None:
+    """Heavy samples come early; none comes twice."""
+    values = [1.0] * 50 + [1000.0] * 50
+    drawn = list(WeightedSampler(values, 60, replacement=False, num_replicas=1, rank=0))
+    assert len(set(drawn)) == 60
+    assert sum(index >= 50 for index in drawn[:50]) > 45
+
+
+def test_more_weights_than_torch_can_take() -> None:
+    """PyTorch.multinomial stops at 2**24 categories."""
+    n = 2**24 + 3
+    values = np.zeros(n)
+    values[[5, n - 1]] = 1, 3
+    counts = Counter(WeightedSampler(values, 4000, num_replicas=1, rank=0))
+    assert set(counts) == {5, n - 1}
+    assert 2700 < counts[n - 1] < 3300
+
+
+def test_resume_continues_the_stream() -> None:
+    """A draw-based resume under another world goes on at the position."""
+    whole = list(WeightedSampler(torch.arange(10.0), 60, num_replicas=1, rank=0))
+    sampler = WeightedSampler(torch.arange(10.0), 60, num_replicas=2, rank=0)
+    iterator = iter(sampler)
+    for _ in range(10):
+        next(iterator)
+    resumed = [WeightedSampler(torch.arange(10.0), 60, num_replicas=4, rank=r) for r in range(4)]
+    for each in resumed:
+        each.load_state_dict(sampler.state_dict())
+    shares = [list(each) for each in resumed]
+    assert [shares[p % 4][p // 4] for p in range(40)] == whole[20:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (([1.0, float("nan")],), r"weights\[1\] = nan"),
+        (([1.0, -2.0],), r"weights\[1\] = -2"),
+        (([1.0, float("inf")],), "not finite"),
+        (([0.0, 0.0],), "all weights are zero"),
+        (([],), r"shape \(n,\)"),
+        (([[1.0, 2.0]],), r"shape \(n,\)"),
+        (([1.0, 2.0], 0), "0 samples"),
+        (([1.0, 0.0], 2, False), "without replacement"),
+        (([1.0, 2.0], 2.5), "num_samples must be a whole number"),
+    ],
+)
+def test_bad_weights_are_refused(arguments: tuple[Any, ...], text: str) -> None:
+    """The first bad weights are named."""
+    with pytest.raises(DataConfigError, match=text):
+        WeightedSampler(*arguments, num_replicas=1, rank=0)
+
+
+def test_bad_modes_are_refused() -> None:
+    """An unknown mode, and a count that repeat mode would ignore."""
+    with pytest.raises(DataConfigError, match="mode cannot be"):
+        WeightedSampler([1.0], mode="once", num_replicas=1, rank=0)  # type: ignore[arg-type]
+    with pytest.raises(DataConfigError, match="leave num_samples out"):
+        WeightedSampler([1.0], 5, mode="repeat", num_replicas=1, rank=0)
+
+
+def test_weights_of_another_dataset_are_refused_by_the_loader() -> None:
+    """One weight too few would never draw the last sample; one too many would crash later."""
+    with pytest.raises(DatasetChangedError, match="made for 9 samples, but the dataset has 10"):
+        DataLoader(Numbers(10), sampler=WeightedSampler([1.0] * 9))

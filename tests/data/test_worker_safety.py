@@ -1,0 +1,153 @@
+"""What must not cross into a worker is found, with the path to it."""
+
+from __future__ import annotations
+
+import functools
+import io
+import socket
+import sqlite3
+import tempfile
+import threading
+import zipfile
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from data_programs import EagerRecords, Numbers, open_raw, write_records
+
+from ddpsafe.data import DataLoader, PerProcess, check_worker_safety
+from ddpsafe.data.errors import DataWarning, UnsafeWorkersError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Slotted:
+    """Has no __dict__."""
+
+    __slots__ = ("deep",)
+
+    def __init__(self, deep: object) -> None:
+        self.deep = deep
+
+
+class Holding(Numbers):
+    """Holds something."""
+
+    def __init__(self, what: Any) -> None:
+        super().__init__(8)
+        self.parts = {"inner": [Slotted(what)]}
+
+
+@pytest.fixture
+def hazards(tmp_path: Path) -> Any:
+    """Give one of each."""
+    archive = tmp_path / "a.zip"
+    with zipfile.ZipFile(archive, "w") as packed:
+        packed.writestr("x", "x")
+    with (
+        tempfile.TemporaryFile() as file,
+        socket.socket() as sock,
+        zipfile.ZipFile(archive) as opened,
+    ):
+        database = sqlite3.connect(":memory:")
+        yield {
+            "open file": file,
+            "open socket": sock,
+            "open ZipFile": opened,
+            "sqlite3 Connection": database,
+            "lock": threading.Lock(),
+            "RLock": threading.RLock(),
+            "generator": (x for x in ()),
+        }
+        database.close()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "open file",
+        "open socket",
+        "open ZipFile",
+        "sqlite3 Connection",
+        "lock",
+        "RLock",
+        "generator",
+    ],
+)
+def test_hazard_is_found_with_its_path(kind: str, hazards: Any) -> None:
+    """Through attributes, dicts, lists and slots."""
+    found = check_worker_safety(Holding(hazards[kind]))
+    assert found[0].path == "dataset.parts['inner'][0].deep"
+    assert kind in found[0].kind
+    assert found[0].fix
+    assert found[0].severity == ("caution" if kind in {"lock", "RLock", "generator"} else "unsafe")
+
+
+def test_closures_partials_and_lambdas_are_searched(hazards: Any) -> None:
+    """A transform may hold a file too; a lambda cannot be pickled."""
+    file = hazards["open file"]
+    assert check_worker_safety(functools.partial(Slotted, file))[0].path == "dataset.args[0]"
+    assert "<closure>.file" in check_worker_safety(lambda: file)[0].path
+    found = check_worker_safety(Holding(lambda: 0))
+    assert "cannot be pickled" in found[0].kind
+    assert found[0].path.endswith(".deep")
+
+
+def test_what_is_safe_is_not_reported() -> None:
+    """Closed and standard files, buffers, and PerProcess resources."""
+    with tempfile.TemporaryFile() as file:
+        pass
+    safe = [file, io.BytesIO(), PerProcess(open_raw, "x")]
+    assert check_worker_safety(Holding(safe[1])) == ()
+    assert check_worker_safety(Holding(safe[2])) == ()
+    assert not [h for h in check_worker_safety(Holding(file)) if h.severity == "unsafe"]
+
+
+def test_long_lists_are_a_matter_of_memory() -> None:
+    """They are right, and copied."""
+    found = check_worker_safety(Holding([str(i) for i in range(100_000)]))
+    assert [h.severity for h in found] == ["memory"]
+    assert "PackedList" in str(found[0])
+
+
+class Droppable(EagerRecords):
+    """Can be pickled although it holds a file: it drops it on the way."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "reader"}
+
+
+def test_workers_are_not_forked_where_that_is_unsafe_and_another_way_works(tmp_path: Path) -> None:
+    """The dataset pickles without its handle, so the workers are started from a server."""
+    path = tmp_path / "records"
+    write_records(path, 16)
+    dataset = Droppable(str(path), 16)
+    loader = DataLoader(dataset, 4, num_workers=1)
+    assert loader.multiprocessing_context is None
+    values = [int(v) for _, batch, _ in loader for v in batch]
+    assert values == list(range(16))
+    assert loader.multiprocessing_context.get_start_method() == "forkserver"
+    dataset.reader["file"].close()
+
+
+def test_no_safe_way_is_an_error_a_warning_or_ignored(tmp_path: Path) -> None:
+    """As the user says."""
+    path = tmp_path / "records"
+    write_records(path, 16)
+    dataset = EagerRecords(str(path), 16)
+    with pytest.raises(UnsafeWorkersError, match="PerProcess") as caught:
+        iter(DataLoader(dataset, 4, num_workers=1))
+    assert caught.value.paths == ("dataset.reader['file']",)
+    with pytest.raises(UnsafeWorkersError):
+        iter(DataLoader(dataset, 4, num_workers=1, multiprocessing_context="fork"))
+    with pytest.warns(DataWarning, match="share an open handle"):
+        list(DataLoader(dataset, 4, num_workers=1, worker_safety="warn"))
+    assert len(list(DataLoader(dataset, 4, num_workers=1, worker_safety="off"))) == 4
+    dataset.reader["file"].close()
+
+
+def test_what_cannot_be_sent_to_spawned_workers_is_named() -> None:
+    """Instead of "cannot pickle 'local object'"."""
+    loader = DataLoader(Holding(lambda: 0), 4, num_workers=1, multiprocessing_context="spawn")
+    with pytest.raises(UnsafeWorkersError, match="deep cannot be sent to the workers"):
+        iter(loader)

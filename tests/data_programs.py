@@ -1,0 +1,351 @@
+"""Datasets and rank functions of the data tests; spawned processes import them from here."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset, IterableDataset
+
+from ddpsafe import data
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import ddpsafe
+
+RECORD = 16
+
+
+class Numbers(Dataset[int]):
+    """Sample i is i."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Augmented(Numbers):
+    """Sample i is i, the epoch as the dataset knows it, and draws of the three generators."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        """Learn the epoch."""
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        draws = (random.random(), np.random.random(), float(torch.rand(())))  # noqa: NPY002 - what augmentations use
+        return index, int(self.epoch), draws
+
+
+class ByRng(Numbers):
+    """Sample i is i and a draw that belongs to the sample."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Learn the epoch."""
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        return index, float(torch.rand((), generator=data.sample_rng(7, self.epoch, index)))
+
+
+class Lethal(Numbers):
+    """One sample kills the worker, exits it, or raises."""
+
+    def __init__(self, n: int, index: int, how: str) -> None:
+        super().__init__(n)
+        self.index = index
+        self.how = how
+        self.samples = [(f"/data/{i:05d}.jpg", 0) for i in range(n)]
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.index:
+            if self.how == "exit":
+                os._exit(3)
+            if self.how == "missing":
+                Path(self.samples[index][0]).read_bytes()
+            if self.how == "files":
+                raise OSError(24, "Too many open files", self.samples[index][0])
+            os.kill(os.getpid(), getattr(signal, self.how))
+        return index
+
+
+def write_records(path: Path, n: int) -> None:
+    """Write n records of `RECORD` bytes; record i holds i."""
+    path.write_bytes(b"".join(i.to_bytes(RECORD, "little") for i in range(n)))
+
+
+def open_raw(path: str) -> Any:
+    """Open without a buffer, so that reads hit the shared position."""
+    return Path(path).open("rb", buffering=0)
+
+
+def close_and_log(file: Any) -> None:
+    """Close, and append this process to a list beside the file."""
+    file.close()
+    with Path(file.name + ".closed").open("a") as log:
+        log.write(f"{os.getpid()}\n")
+
+
+class Records(Dataset[int]):
+    """Reads records from a file that each process opens for itself."""
+
+    def __init__(self, path: str, n: int) -> None:
+        self.n = n
+        self.file = data.PerProcess(open_raw, path, close=close_and_log)
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> Any:
+        file = self.file.get()
+        file.seek(index * RECORD)
+        return index, int.from_bytes(file.read(RECORD), "little"), os.getpid()
+
+
+class EagerRecords(Records):
+    """Reads records from a file opened in the constructor: the mistake."""
+
+    def __init__(self, path: str, n: int) -> None:
+        super().__init__(path, n)
+        self.reader = {"file": open_raw(path)}
+
+
+class Stream(IterableDataset[int]):
+    """A plain stream that divides nothing."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+def lines_of(path: str) -> list[str]:
+    """Return the lines of a file."""
+    return Path(path).read_text().split()
+
+
+def numbers_to(n: int) -> range:
+    """Return a stream of n numbers."""
+    return range(n)
+
+
+class Permuted(Numbers):
+    """The ranks agree, but one has two items exchanged, one less, or cannot read one."""
+
+    def __init__(self, n: int, fault: str, rank: int) -> None:
+        mine = dist.get_rank() == rank
+        super().__init__(n - 1 if mine and fault == "drop" else n)
+        self.fault = fault if mine else ""
+        self.samples = [(f"/mnt/{dist.get_rank()}/{i:06d}", i) for i in range(self.n)]
+        self.root = f"/mnt/{dist.get_rank()}"
+        if self.fault == "swap":
+            self.samples[300], self.samples[301] = self.samples[301], self.samples[300]
+        if fault in {"raise", "item", "none-probes"}:
+            del self.samples
+
+    def __getitem__(self, index: int) -> Any:
+        if self.fault == "raise":
+            raise FileNotFoundError(2, "No such file or directory", "/mnt/x")
+        item = index + 1 if self.fault == "item" and index >= self.n - 1 else index
+        return torch.full((3,), item), random.random()
+
+
+def consistency(ctx: ddpsafe.RankContext, fault: str) -> Any:
+    """Check a dataset in which rank 1 is at fault; return what was raised."""
+    facts = {"seed": ctx.rank if fault == "seed" else 0}
+    try:
+        fingerprint = data.check_dataset_consistency(Permuted(1000, fault, 1), facts=facts)
+    except data.errors.DatasetInconsistencyError as error:
+        return str(error), error.ranks, error.index
+    return fingerprint
+
+
+def exact_gather(ctx: ddpsafe.RankContext, sizes: list[int]) -> list[bool]:
+    """Gather datasets of several sizes; tell for each whether the result is exact."""
+    exact = []
+    for n in sizes:
+        whole = torch.randn(n, 3, generator=torch.Generator().manual_seed(n)).to(torch.float64)
+        sampler = data.EvalSampler(n)
+        own = list(sampler)
+        values = {
+            "x": whole[own],
+            "half": whole[own].to(torch.bfloat16)[:, 0],
+            "yes": whole[own, 0] > 0,
+            "plain": [f"ü{i}" for i in own],
+        }
+        if not own:
+            values["x"] = torch.empty(0)
+        got = data.gather_exact(values, sampler, n=n)
+        assert got is not None
+        exact.append(
+            torch.equal(got["x"], whole)
+            and torch.equal(got["half"], whole.to(torch.bfloat16)[:, 0])
+            and torch.equal(got["yes"], whole[:, 0] > 0)
+            and got["plain"] == [f"ü{i}" for i in range(n)]
+        )
+        on_one = data.gather_exact(whole[own], own, dst=1)
+        assert (on_one is None) == (ctx.rank != 1)
+    return exact
+
+
+def faulty_gather(ctx: ddpsafe.RankContext, fault: str) -> Any:
+    """Gather with a fault on rank 1; return what was raised."""
+    own = list(data.EvalSampler(9))
+    values = torch.tensor(own)
+    if ctx.rank == 1 and fault == "duplicate":
+        own[0] = 0
+    if ctx.rank == 1 and fault == "missing":
+        own, values = own[:-1], values[:-1]
+    if ctx.rank == 1 and fault == "length":
+        values = values[:-1]
+    if ctx.rank == 1 and fault == "dtype":
+        values = values.float()
+    try:
+        got = data.gather_exact(
+            values, own, n=9, duplicates="drop" if fault == "padded" else "error"
+        )
+    except data.errors.DataError as error:
+        return type(error).__name__, str(error), getattr(error, "missing", None)
+    assert got is not None
+    return got.tolist()
+
+
+def augmentation_trace(ctx: ddpsafe.RankContext, num_workers: int, persistent: bool) -> Any:  # noqa: ARG001, FBT001 - a rank function receives the context
+    """Return (index, epoch, draws) of two epochs, with the same global seeds on all ranks."""
+    torch.manual_seed(42)
+    random.seed(42)
+    loader = data.build_loader(
+        Augmented(24), batch_size=4, num_workers=num_workers, persistent_workers=persistent
+    )
+    return [_plain(loader) for _ in loader.epochs(2)]
+
+
+def _plain(loader: Any) -> list[Any]:
+    return [
+        [
+            (int(i), int(e), *(float(d[k]) for d in draws))
+            for k, (i, e) in enumerate(zip(x, y, strict=True))
+        ]
+        for x, y, draws in loader
+    ]
+
+
+def _refusal(loader: Any) -> str:
+    try:
+        next(iter(loader))
+    except data.errors.DataError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def undivided(ctx: ddpsafe.RankContext) -> list[str]:
+    """Try what must be refused where there is more than one rank."""
+    raised = [
+        _refusal(loader)
+        for loader in (
+            data.DataLoader(Numbers(10), shuffle=True),
+            data.DataLoader(Numbers(10)),
+            data.DataLoader(Numbers(10), sampler=data.DistributedSampler(10, 3, ctx.rank)),
+        )
+    ]
+    allowed = data.DataLoader(Numbers(10), sampler=data.DistributedSampler(10, 1, 0, shuffle=False))
+    raised.append(str([int(x) for x in allowed]))
+    return raised
+
+
+def uneven(ctx: ddpsafe.RankContext, policy: str, counts: list[int]) -> Any:
+    """Train on `counts[rank]` batches; return the steps, the parameters and what was raised."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False).double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    rng = torch.Generator().manual_seed(ctx.rank)
+    batches = [torch.randn(3 + i % 2, 2, generator=rng).double() for i in range(counts[ctx.rank])]
+    steps = data.even_steps(batches, policy=policy, model=model)  # type: ignore[arg-type]
+    taken = 0
+    try:
+        for batch in steps:
+            optimizer.zero_grad()
+            loss = (model(batch) ** 2).mean() * steps.weight
+            loss.backward()
+            optimizer.step()
+            taken += 1
+    except data.errors.UnevenStepsError as error:
+        return taken, str(error), error.finished_ranks
+    return taken, model.module.weight.detach().flatten().tolist(), batches
+
+
+def save_and_stop(
+    ctx: ddpsafe.RankContext,  # noqa: ARG001 - a rank function receives the context
+    steps: int,
+    state: Any,
+    options: dict[str, Any],
+) -> Any:
+    """Read `steps` batches from where `state` was saved; return what was read, and the state."""
+    loader = data.build_loader(Numbers(101), check=False, **options)
+    if state is not None:
+        loader.load_state_dict(state)
+    seen: list[list[int]] = []
+    iterator = iter(loader)
+    for _ in range(steps):
+        batch = next(iterator, None)
+        if batch is None:
+            break
+        seen.append([int(x) for x in batch])
+    return seen, loader.state_dict()
+
+
+def _epochs_of(loader: Any) -> Any:
+    return [
+        [(int(i), float(d)) for x, _, draws in loader for i, d in zip(x, draws[2], strict=True)]
+        for _ in range(2)
+    ]
+
+
+def accelerated(ctx: ddpsafe.RankContext, own_sampler: bool) -> Any:  # noqa: ARG001, FBT001 - a rank function receives the context
+    """Read two epochs through Accelerate."""
+    from accelerate import Accelerator
+
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    options: Any = {"shuffle": True}
+    if own_sampler:
+        # Accelerate divides by itself, so the sampler must not.
+        options = {"sampler": data.DistributedSampler(48, 1, 0)}
+    loader = data.DataLoader(Augmented(48), 4, num_workers=1, **options)
+    return _epochs_of(accelerator.prepare(loader))
+
+
+def fabricated(ctx: ddpsafe.RankContext, own_sampler: bool) -> Any:  # noqa: FBT001 - drawn or given by name
+    """Read two epochs through Lightning Fabric."""
+    from lightning_fabric import Fabric
+
+    torch.manual_seed(0)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric._strategy._forward_module = None
+    options: Any = {"shuffle": True}
+    if own_sampler:
+        options = {"sampler": data.DistributedSampler(48)}
+    loader = data.DataLoader(Augmented(48), 4, num_workers=1, **options)
+    sampler = loader.sampler
+    if fabric._requires_distributed_sampler(loader):
+        from lightning_fabric.utilities.data import _update_dataloader
+
+        sampler = fabric._get_distributed_sampler(loader, num_replicas=2, rank=ctx.rank)
+        loader = _update_dataloader(loader, sampler)
+    from lightning_fabric.wrappers import _FabricDataLoader
+
+    return _epochs_of(_FabricDataLoader(dataloader=loader, device=None))
