@@ -7,8 +7,12 @@ a slow machine.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shlex
+import subprocess
+import sys
 import textwrap
 import time
 from dataclasses import dataclass
@@ -24,7 +28,7 @@ import scripts
 import ddpsafe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from ddpsafe import LaunchError
 
@@ -166,7 +170,7 @@ def _in_sessions_of(error: LaunchError) -> list[str]:
     found = []
     for process in psutil.process_iter():
         try:
-            if os.getsid(process.pid) in leaders:
+            if os.getsid(process.pid) in leaders and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(f"in a rank's session: {process}")
         except (psutil.Error, OSError):
             continue
@@ -245,3 +249,125 @@ def require_hang(error: ddpsafe.LaunchTimeoutError, rank: int) -> None:
     assert error.kind == "hang"
     assert error.waited_s > 0
     assert rank in error.stacks
+
+
+def launch_everything(how: str, start_method: str = "forkserver") -> str:
+    """Return the statement of a script whose ranks have DataLoader workers and stubborn children.
+
+    Args:
+        how: See `fault_programs.wait_somewhere`.
+        start_method: ``spawn`` or ``forkserver``.
+    """
+    options = f"**{{**options, 'start_method': {start_method!r}}}, timeouts={{'grace': 1}}"
+    return f"ddpsafe.launch(p.work_with_everything, (folder, {how!r}), {options})"
+
+
+class Started:
+    """A script that is running, what its ranks have started, and its terminal if it has one."""
+
+    def __init__(self, folder: Path, process: subprocess.Popen[bytes], terminal: int | None) -> None:
+        """Own the process and the terminal."""
+        self._folder = folder
+        self._process = process
+        self._terminal = terminal
+
+    @property
+    def pid(self) -> int:
+        """Process id of the launcher."""
+        return self._process.pid
+
+    def wait_until_up(self, ranks: int = 2) -> None:
+        """Wait until each rank has its children, and is where it is meant to be."""
+        scripts.wait_until(lambda: len(list(self._folder.glob("ready-*"))) == ranks, within_s=60)
+
+    def type(self, text: str) -> None:
+        """Type on its terminal."""
+        assert self._terminal is not None
+        os.write(self._terminal, text.encode())
+
+    def hang_up(self) -> None:
+        """Close its terminal."""
+        assert self._terminal is not None
+        os.close(self._terminal)
+        self._terminal = None
+
+    def errors(self) -> str:
+        """Return what it has written to stderr so far."""
+        return (self._folder / "script.err").read_text()
+
+    def end(self) -> scripts.Run:
+        """Wait for its end."""
+        code = self._process.wait(scripts.LIMIT_S)
+        return scripts.Run(
+            code=code, out=(self._folder / "script.out").read_text(), err=self.errors()
+        )
+
+    def require_all_gone(self) -> None:
+        """Fail unless all that the ranks have started is gone in time."""
+        ends_s = time.monotonic() + GONE_S * patience()
+        while (alive := self._alive()) and time.monotonic() < ends_s:
+            time.sleep(0.02)
+        assert alive == []
+
+    def _alive(self) -> list[str]:
+        found = []
+        for path in self._folder.glob("pids-?"):
+            for pid in map(int, path.read_text().split()):
+                try:
+                    process = psutil.Process(pid)
+                    if process.status() != psutil.STATUS_ZOMBIE:
+                        found.append(f"{path.name}: {process}")
+                except psutil.NoSuchProcess:
+                    continue
+        return found
+
+    def close(self) -> None:
+        """End it, whatever happened."""
+        if self._terminal is not None:
+            self.hang_up()
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+
+@contextlib.contextmanager
+def start_script(
+    folder: Path, statements: str = "", *, command: list[str] | None = None
+) -> Iterator[Started]:
+    """Start the script of `write_script`, or a command that runs it, in the background."""
+    command = command or [sys.executable, *write_script(folder, statements)]
+    with (folder / "script.out").open("wb") as out, (folder / "script.err").open("wb") as err:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=scripts.clean_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+        )
+    started = Started(folder, process, None)
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+@contextlib.contextmanager
+def start_script_on_terminal(folder: Path, statements: str) -> Iterator[Started]:
+    """Start such a script as the foreground job of a terminal of its own."""
+    ours, theirs = os.openpty()
+    # The leader of a session gets the first terminal that it opens as its controlling one.
+    python = shlex.join([sys.executable, *write_script(folder, statements)])
+    command = f"exec {python} < {os.ttyname(theirs)} > script.out 2> script.err"
+    process = subprocess.Popen(
+        ["sh", "-c", command],
+        cwd=folder,
+        env=scripts.clean_environment(),
+        start_new_session=True,
+    )
+    os.close(theirs)
+    started = Started(folder, process, ours)
+    try:
+        yield started
+    finally:
+        started.close()

@@ -828,13 +828,38 @@ def work_with_everything(ctx: RankContext, folder: Path, how: str) -> None:
 
 
 def wait_somewhere(ctx: RankContext, folder: Path, how: str) -> None:
-    """Be in Python, blocked in gloo, or in C with the GIL held."""
+    """Be in Python, blocked in gloo, in C with the GIL held, or deaf to signals."""
+    if how == "deaf":
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, signal.SIG_IGN)
     (folder / f"ready-{ctx.rank}").touch()
     if how == "gil":
         hold_the_gil(folder)
-    if how == "python" or ctx.rank == 1:
+    if how != "gloo" or ctx.rank == 1:
         sleep(folder)
     average_gradients()
+
+
+def wait_for_go(ctx: RankContext, folder: Path) -> str:
+    """Wait for a file that the test makes."""
+    (folder / f"ready-{ctx.rank}").touch()
+    wait_for(folder / "go")
+    return "went"
+
+
+def wait_for(path: Path) -> None:
+    """Wait until a file is there."""
+    scripts.wait_until(path.exists)
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the pids of a process' children."""
+    import psutil
+
+    try:
+        return [child.pid for child in psutil.Process(pid).children()]
+    except psutil.NoSuchProcess:
+        return []
 
 
 # Retry.

@@ -11,6 +11,7 @@ from ddpsafe._kinds import STARTUP_KINDS
 from ddpsafe._launcher import evidence, postmortem, shutdown
 from ddpsafe._launcher.console import open_console
 from ddpsafe._launcher.guard import posted_guard
+from ddpsafe._launcher.memory import count_oom_kills
 from ddpsafe._launcher.plan import rank_env
 from ddpsafe._launcher.rendezvous import open_meeting
 from ddpsafe._launcher.signals import open_inbox, pass_on
@@ -61,6 +62,7 @@ def run_attempt(
     """
     directory.attempt(number)
     config = plan.config
+    oom_kills_before = count_oom_kills()
     with ExitStack() as stack:
         inbox = stack.enter_context(open_inbox())
         meeting = stack.enter_context(open_meeting(timeout=config.timeouts.rendezvous))
@@ -92,7 +94,8 @@ def run_attempt(
         pass_on(inbox.received)
     if ending.verdict != "done":
         directory.note_tracebacks(outcomes.values())
-        raise _failure(ending, outcomes, number, plan, directory)
+        oom_kills = count_oom_kills() - oom_kills_before
+        raise _failure(ending, outcomes, number, plan, directory, oom_kills=oom_kills)
     return {rank: payload.loads(report.payload) for rank, report in reports.items() if report}
 
 
@@ -102,6 +105,8 @@ def _failure(
     number: int,
     plan: LaunchPlan,
     directory: RunDirectory,
+    *,
+    oom_kills: int,
 ) -> LaunchError:
     case = postmortem.Case(
         outcomes=outcomes,
@@ -109,6 +114,7 @@ def _failure(
         attempt=number,
         attempts=plan.config.retry.attempts,
         run_dir=directory.path,
+        oom_kills=oom_kills,
     )
     return postmortem.conclude(case)
 

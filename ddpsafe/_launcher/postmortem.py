@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -55,6 +56,7 @@ class Case:
         attempt: The attempt, counted from 1.
         attempts: How many the policy allows.
         run_dir: Where the logs are.
+        oom_kills: Processes that the kernel killed for memory during the attempt.
     """
 
     outcomes: Mapping[int, RankOutcome]
@@ -62,6 +64,7 @@ class Case:
     attempt: int
     attempts: int
     run_dir: Path
+    oom_kills: int
 
     @property
     def when(self) -> str:
@@ -141,6 +144,7 @@ def _raised(case: Case, cause: Cause, raised: Raised) -> LaunchError:
     topic: FailureKind = "port" if wants_busy_port(raised) else kind
     likely, fix = advice.BY_KIND.get(topic, advice.BY_KIND["user-error"])
     at = [f"at {raised.where}"] if raised.where else []
+    at += [f"held: {raised.held}"] if raised.held else []
     said = f": {clip(raised.message, _MAX_MESSAGE)}" if raised.message else "."
     message = explain(
         f"{case.name(root)} raised {raised.type_name} {case.place(root)}{said}",
@@ -157,7 +161,10 @@ def _raised(case: Case, cause: Cause, raised: Raised) -> LaunchError:
 def _killed(case: Case, cause: Cause) -> LaunchError:
     root = cause.root
     number = -(root.exit_code or 0)
+    kind: FailureKind = "killed"
     likely, fix = advice.BY_SIGNAL.get(number, advice.OTHER_SIGNAL)
+    if number == signal.SIGKILL and case.oom_kills:
+        kind, (likely, fix) = "out-of-memory", advice.KILLED_FOR_MEMORY
     message = explain(
         f"{case.name(root)} was killed by {root.signal_name} {case.place(root)}.",
         cause=likely,
@@ -165,7 +172,7 @@ def _killed(case: Case, cause: Cause) -> LaunchError:
         details=[*last_words(root), *others(case.outcomes.values(), cause)],
         logs=root.stderr,
     )
-    return RankKilledError(message, **case.rank_facts(root), exit_code=128 + number, kind="killed")
+    return RankKilledError(message, **case.rank_facts(root), exit_code=128 + number, kind=kind)
 
 
 def _exited(case: Case, cause: Cause) -> LaunchError:

@@ -94,6 +94,14 @@ _KINDS: Final[tuple[tuple[FailureKind, re.Pattern[str]], ...]] = (
 )
 
 
+def _lost_loader_worker(raised: Raised) -> bool:
+    """Tell whether a DataLoader's worker died: torch says so, or a read from it breaks off."""
+    if raised.message.startswith("DataLoader worker (pid"):
+        return True
+    broke_off = raised.type_name in ("ConnectionResetError", "ConnectionRefusedError", "EOFError")
+    return broke_off and "torch/utils/data/dataloader.py" in raised.traceback
+
+
 def kind_of(raised: Raised) -> FailureKind:
     """Say what sort of failure an exception is."""
     text = f"{raised.type_name}: {raised.message}"
@@ -101,6 +109,8 @@ def kind_of(raised: Raised) -> FailureKind:
     symptom = find_symptom(raised)
     if symptom is not None:
         kind = "hang" if symptom.sort == "timeout" else "peer-lost"
+    elif _lost_loader_worker(raised):
+        kind = "killed"
     else:
         kind = next((name for name, pattern in _KINDS if pattern.search(text)), "user-error")
     before = raised.phase in ("starting", "loading", "joining")

@@ -125,6 +125,7 @@ class Raised:
     at_ns: int
     exit_code: int | None = None
     final: bool = True
+    held: str = ""
 
     @classmethod
     def from_exception(
@@ -135,6 +136,7 @@ class Raised:
         payload: bytes | None,
         position: Position,
         final: bool = True,
+        held: str = "",
     ) -> Raised:
         """Describe an exception in plain text; never raises itself."""
         return cls(
@@ -148,6 +150,7 @@ class Raised:
             at_ns=time.monotonic_ns(),
             exit_code=exit_code_of(exc),
             final=final,
+            held=held,
         )
 
 

@@ -15,6 +15,7 @@ from ddpsafe._wire import payload
 from ddpsafe._wire.channel import Sender
 from ddpsafe._wire.outcome import Entered, Position, Raised, Recovered, Returned, exit_code_of
 from ddpsafe._worker import environment, in_flight, lifeline
+from ddpsafe._worker.memory import describe_memory, is_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,6 +60,7 @@ class Reporter:
                 payload=_exception_bytes(exc),
                 position=position(),
                 final=final,
+                held=describe_memory() if is_out_of_memory(exc) else "",
             )
         )
 

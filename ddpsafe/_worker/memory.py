@@ -1,0 +1,30 @@
+"""What a rank that ran out of memory held."""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+_GIB = 1 << 30
+
+
+def is_out_of_memory(exc: BaseException) -> bool:
+    """Tell whether the exception says that memory ran out, on the host or on a GPU."""
+    return isinstance(exc, MemoryError) or type(exc).__name__ == "OutOfMemoryError"
+
+
+def describe_memory() -> str:
+    """Say what this process holds, on the host and on its GPU if it uses one."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
+    parts = [f"{peak / _GIB:.2f} GiB of host memory at its peak"]
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        free, total = torch.cuda.mem_get_info()
+        parts.append(
+            f"{allocated / _GIB:.2f} GiB in tensors of {reserved / _GIB:.2f} GiB reserved on the "
+            f"GPU, {free / _GIB:.2f} of {total / _GIB:.2f} GiB free"
+        )
+    return "; ".join(parts)

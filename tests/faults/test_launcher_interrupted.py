@@ -1,0 +1,153 @@
+"""The launcher gets a signal: Ctrl-C, SIGTERM, SIGHUP, alone or with its whole terminal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import fault_programs as programs
+import pytest
+import scripts
+from fault_kit import (
+    CRASH_S,
+    Started,
+    launch_everything,
+    require_in_time,
+    start_script,
+    start_script_on_terminal,
+    write_script,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+HOWS = ["python", "gloo", "gil"]
+"""Where ranks are when the signal comes: asleep, blocked in C++, in C with the GIL held."""
+
+
+@pytest.fixture(params=HOWS)
+def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Started]:
+    """Run a job whose ranks have DataLoader workers and stubborn children."""
+    with start_script(tmp_path, launch_everything(request.param)) as started:
+        yield started
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_launcher_ends_the_ranks_and_then_by_the_signal(
+    job: Started, signum: signal.Signals
+) -> None:
+    """Its status says so: -2 (KeyboardInterrupt), -15, -1; nothing is left of the ranks."""
+    job.wait_until_up()
+    sent = time.monotonic()
+    os.kill(job.pid, signum)
+    run = job.end()
+    require_in_time(time.monotonic() - sent, CRASH_S)
+    assert run.code == -signum, run.err
+    job.require_all_gone()
+    if signum == signal.SIGINT:
+        assert run.err.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_ctrl_c_in_the_terminal(tmp_path: Path) -> None:
+    """The terminal signals the launcher's whole group, ranks excepted: they are ended in order."""
+    with start_script_on_terminal(tmp_path, launch_everything("gloo")) as job:
+        job.wait_until_up()
+        sent = time.monotonic()
+        job.type("\x03")
+        code = job.end().code
+        require_in_time(time.monotonic() - sent, CRASH_S)
+        assert code == -signal.SIGINT
+        job.require_all_gone()
+
+
+def test_a_terminal_that_is_closed(tmp_path: Path) -> None:
+    """SIGHUP ends the launcher and the ranks."""
+    with start_script_on_terminal(tmp_path, launch_everything("gloo")) as job:
+        job.wait_until_up()
+        job.hang_up()
+        assert job.end().code == -signal.SIGHUP
+        job.require_all_gone()
+
+
+def test_nohup_lets_the_job_go_on(tmp_path: Path) -> None:
+    """An ignored SIGHUP stays ignored; torchrun takes it over and stops."""
+    statements = "print(ddpsafe.launch(p.wait_for_go, (folder,), **options).values)"
+    command = ["nohup", sys.executable, *write_script(tmp_path, statements)]
+    with start_script(tmp_path, command=command) as job:
+        scripts.wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
+        os.kill(job.pid, signal.SIGHUP)
+        (tmp_path / "go").touch()
+        run = job.end()
+    assert run.code == 0, run.err
+    assert "{0: 'went', 1: 'went'}" in run.out
+
+
+def test_a_second_ctrl_c_is_not_needed_for_a_rank_that_ignores_the_first(tmp_path: Path) -> None:
+    """Ranks that ignore SIGTERM and SIGINT are killed after the grace."""
+    with start_script(tmp_path, launch_everything("deaf")) as job:
+        job.wait_until_up()
+        sent = time.monotonic()
+        os.kill(job.pid, signal.SIGINT)
+        run = job.end()
+        require_in_time(time.monotonic() - sent, CRASH_S + 1)
+        assert run.code == -signal.SIGINT
+        assert "ignored SIGTERM" in run.err
+        job.require_all_gone()
+
+
+def test_the_callers_own_handler_is_used_and_kept(tmp_path: Path) -> None:
+    """Who handles SIGTERM itself decides itself; the launch ends when the handler raises."""
+    statements = """
+        class Preempted(Exception):
+            pass
+
+        def handle(*_):
+            raise Preempted("save now")
+
+        signal.signal(signal.SIGTERM, handle)
+        try:
+            ddpsafe.launch(p.work_with_everything, (folder, "gloo"), **options)
+        except Preempted as exc:
+            print(exc, signal.getsignal(signal.SIGTERM) is handle)
+    """
+    with start_script(tmp_path, statements) as job:
+        job.wait_until_up()
+        sent = time.monotonic()
+        os.kill(job.pid, signal.SIGTERM)
+        run = job.end()
+        require_in_time(time.monotonic() - sent, CRASH_S)
+        assert run.lines() == ["save now True"]
+        job.require_all_gone()
+
+
+def test_a_signal_while_ranks_start(tmp_path: Path) -> None:
+    """Ctrl-C in the import of torch ends everything too."""
+    statements = "ddpsafe.launch(p.do_nothing, nproc_per_node=4, start_method='spawn')"
+    statements = "(folder / 'starting').touch()\n" + statements
+    with start_script(tmp_path, statements) as job:
+        scripts.wait_until((tmp_path / "starting").exists)
+        scripts.wait_until(lambda: len(programs.children_of(job.pid)) >= 2)
+        sent = time.monotonic()
+        os.kill(job.pid, signal.SIGINT)
+        run = job.end()
+        require_in_time(time.monotonic() - sent, CRASH_S)
+        assert run.code in (-signal.SIGINT, 130), run.err
+        job.require_all_gone()
+
+
+def test_during_the_pause_between_attempts(tmp_path: Path) -> None:
+    """Ctrl-C does not wait for the backoff."""
+    statements = """
+        policy = ddpsafe.RetryPolicy(on={"killed"}, backoff_initial=60, backoff_max=60)
+        ddpsafe.launch(p.train, (folder, p.die_by_kill), retry=policy, **options)
+    """
+    with start_script(tmp_path, statements) as job:
+        scripts.wait_until(lambda: "trying again" in job.errors())
+        sent = time.monotonic()
+        os.kill(job.pid, signal.SIGINT)
+        assert job.end().code == -signal.SIGINT
+        require_in_time(time.monotonic() - sent, CRASH_S)

@@ -1,0 +1,87 @@
+"""The launcher is gone without a word: nothing of it outlives it by more than a second."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+from fault_kit import launch_everything, start_script
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize(
+    ("how", "start_method"),
+    [
+        ("python", "forkserver"),
+        ("gloo", "forkserver"),
+        ("gil", "forkserver"),
+        ("gloo", "spawn"),
+        ("gil", "spawn"),
+    ],
+)
+def test_by_sigkill(tmp_path: Path, how: str, start_method: str) -> None:
+    """Ranks in Python, in C++ and with the GIL held, DataLoader workers, and stubborn children."""
+    with start_script(tmp_path, launch_everything(how, start_method)) as job:
+        job.wait_until_up()
+        os.kill(job.pid, signal.SIGKILL)
+        assert job.end().code == -signal.SIGKILL
+        job.require_all_gone()
+
+
+def test_by_os_exit_in_another_thread(tmp_path: Path) -> None:
+    """As a watchdog of the user's does."""
+    statements = f"""
+        def leave():
+            p.wait_for(folder / "go")
+            os._exit(5)
+
+        threading.Thread(target=leave).start()
+        {launch_everything("gloo")}
+    """
+    with start_script(tmp_path, statements) as job:
+        job.wait_until_up()
+        (tmp_path / "go").touch()
+        assert job.end().code == 5
+        job.require_all_gone()
+
+
+def test_by_an_exception_in_the_main_thread_while_a_helper_thread_launches(tmp_path: Path) -> None:
+    """A daemon thread that launches is frozen when the main thread dies; its ranks go with it."""
+    statements = f"""
+        def work():
+            {launch_everything("gloo")}
+
+        threading.Thread(target=work, daemon=True).start()
+        p.wait_for(folder / "go")
+        raise ValueError("the main thread dies")
+    """
+    with start_script(tmp_path, statements) as job:
+        job.wait_until_up()
+        (tmp_path / "go").touch()
+        run = job.end()
+        assert run.code == 1
+        assert "ValueError: the main thread dies" in run.err
+        job.require_all_gone()
+
+
+def test_an_exception_in_a_helper_thread_does_not_disturb_the_launch(tmp_path: Path) -> None:
+    """Python reports it and goes on, and so do we."""
+    statements = """
+        def fail():
+            p.wait_for(folder / "ready-1")
+            try:
+                raise ValueError("a helper dies")
+            finally:
+                (folder / "go").touch()
+
+        threading.Thread(target=fail).start()
+        print(ddpsafe.launch(p.wait_for_go, (folder,), **options).values)
+    """
+    with start_script(tmp_path, statements) as job:
+        run = job.end()
+    assert run.lines() == ["{0: 'went', 1: 'went'}"]
+    assert "ValueError: a helper dies" in run.err
