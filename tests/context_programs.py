@@ -284,6 +284,7 @@ def ask_to_stop(ctx: RankContext, door: str) -> list[bool]:
         current.enter(informed)
         api = informed if door == "method" else ddpsafe
     answers.append(api.stop_requested())
+    current.enter(ctx)
     return answers
 
 

@@ -72,8 +72,7 @@ BY_SIGNAL: Final[dict[int, Advice]] = {
 
 KILLED_FOR_MEMORY: Final[Advice] = (
     "the kernel's out-of-memory killer: the cgroup counts a kill during this attempt.",
-    "lower num_workers, prefetch_factor or the batch size, or raise the memory limit; dmesg on "
-    "{host} names the process.",
+    "lower num_workers or the batch size, or raise the limit; dmesg on {host} names the process.",
 )
 
 OTHER_SIGNAL: Final[Advice] = (
