@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from ddpsafe._config import LaunchConfig, require_data_paths
@@ -24,6 +25,7 @@ from ddpsafe._worker.entrypoint import run_rank
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
+    from threading import Event
 
     from typing_extensions import Unpack
 
@@ -140,13 +142,16 @@ def spawn(
         if join:
             _run_plan(plan, call)
             return None
-        return SpawnHandle(lambda on_start: _run_plan(plan, call, on_start), daemon=daemon)
+        return SpawnHandle(partial(_run_plan, plan, call), daemon=daemon)
     except DDPSafeError as error:
         raise presentable(error)  # noqa: B904 - the same error, with its own cause
 
 
 def _run_plan(
-    plan: LaunchPlan, call: PickledCall, on_start: OnStart | None = None
+    plan: LaunchPlan,
+    call: PickledCall,
+    on_start: OnStart | None = None,
+    cancelled: Event | None = None,
 ) -> LaunchResult[Any]:
     attempts = 0
 
@@ -159,7 +164,7 @@ def _run_plan(
         )
 
     with open_run_directory(plan.config.run_dir) as directory:
-        values = run_attempts(plan.config.retry, attempt)
+        values = run_attempts(plan.config.retry, attempt, cancelled=cancelled)
     kept = None if directory.is_ours else directory.path
     return LaunchResult(values=values, attempts=attempts, run_dir=kept)
 

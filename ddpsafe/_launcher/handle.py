@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import signal
+import sys
 import threading
+import weakref
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.process import BaseProcess
+    from types import TracebackType
 
     from ddpsafe._launcher.signals import SignalInbox
     from ddpsafe._launcher.worker import Worker
@@ -29,22 +32,28 @@ class SpawnHandle:
         processes: The ranks' processes, by rank.
     """
 
-    def __init__(self, run: Callable[[OnStart], object], *, daemon: bool) -> None:
+    def __init__(self, run: Callable[[OnStart, threading.Event], object], *, daemon: bool) -> None:
         """Start, and return once every rank's process exists or the start has failed."""
         self.processes: list[BaseProcess] = []
         self._pids: list[int] = []
         self._inbox: SignalInbox | None = None
         self._result: Future[None] = Future()
         self._started = threading.Event()
+        self._cancelled = threading.Event()
         self._run = run
         self._thread = threading.Thread(target=self._watch, name="ddpsafe-spawn", daemon=daemon)
         self._thread.start()
-        self._started.wait()
+        try:
+            self._started.wait()
+        except BaseException:
+            self._cancel()
+            raise
         if self._result.done() and not self._pids:
             self._result.result()
         if daemon:
             # A daemonic thread is frozen at the interpreter's end and could not clean up.
             atexit.register(self._cancel)
+        _cancel_on_crash(self)
 
     def pids(self) -> list[int]:
         """Return the ranks' process ids, by rank."""
@@ -78,6 +87,7 @@ class SpawnHandle:
         return True
 
     def _cancel(self) -> None:
+        self._cancelled.set()
         if self._inbox is not None:
             with contextlib.suppress(OSError):
                 self._inbox.put(signal.SIGINT, None)
@@ -87,14 +97,36 @@ class SpawnHandle:
         self.processes = [worker.lend_process() for worker in workers]
         self._pids = [worker.pid for worker in workers if worker.pid is not None]
         self._inbox = inbox
+        if self._cancelled.is_set():
+            inbox.put(signal.SIGINT, None)
         self._started.set()
 
     def _watch(self) -> None:
         try:
-            self._run(self._note)
+            self._run(self._note, self._cancelled)
         except BaseException as exc:  # noqa: BLE001 - carried to whoever joins
             self._result.set_exception(exc)
         else:
             self._result.set_result(None)
         finally:
             self._started.set()
+
+
+def _cancel_on_crash(handle: SpawnHandle) -> None:
+    """End the ranks of a handle when the script dies of an exception, Ctrl-C included.
+
+    The ranks have sessions of their own, which the terminal's Ctrl-C does not reach, and at its
+    end the interpreter waits for the thread that watches them.
+    """
+    before = sys.excepthook
+    known = weakref.ref(handle)
+
+    def hook(
+        kind: type[BaseException], raised: BaseException, traceback: TracebackType | None
+    ) -> None:
+        before(kind, raised, traceback)
+        live = known()
+        if live is not None:
+            live._cancel()  # noqa: SLF001 - of this module
+
+    sys.excepthook = hook

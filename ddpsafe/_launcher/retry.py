@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from threading import Event
 from typing import TYPE_CHECKING, TypeVar
 
 import tenacity
@@ -19,12 +20,15 @@ R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 
-def run_attempts(policy: RetryPolicy, run_attempt: Callable[[int], R]) -> R:
+def run_attempts(
+    policy: RetryPolicy, run_attempt: Callable[[int], R], *, cancelled: Event | None = None
+) -> R:
     """Run attempts until one ends well or the policy gives up.
 
     Args:
         policy: How often, after which failures, with which pauses.
         run_attempt: Runs the attempt of that number, counted from 1.
+        cancelled: Ends a pause, and lets no further attempt begin.
 
     Returns:
         What the good attempt returned.
@@ -33,6 +37,7 @@ def run_attempts(policy: RetryPolicy, run_attempt: Callable[[int], R]) -> R:
         DDPSafeError: The last attempt's own error, the earlier ones attached to it.
     """
     earlier: list[DDPSafeError] = []
+    cancelled = cancelled or Event()
 
     def note(state: tenacity.RetryCallState) -> None:
         error = _error_of(state)
@@ -48,7 +53,10 @@ def run_attempts(policy: RetryPolicy, run_attempt: Callable[[int], R]) -> R:
         )
 
     retrying = tenacity.Retrying(
-        stop=tenacity.stop_after_attempt(policy.attempts),
+        stop=tenacity.stop_any(
+            tenacity.stop_after_attempt(policy.attempts), tenacity.stop_when_event_set(cancelled)
+        ),
+        sleep=tenacity.sleep_using_event(cancelled),
         wait=tenacity.wait_exponential(
             multiplier=policy.backoff_initial.total_seconds(),
             max=policy.backoff_max.total_seconds(),

@@ -94,7 +94,7 @@ def _context(start_method: str, *, expects_restarts: bool) -> Any:
     """
     context = multiprocessing.get_context(start_method)
     if start_method == "forkserver":
-        modules = ["torch", "ddpsafe._worker.preload"]
+        modules = ["ddpsafe._worker.preload", "torch"]
         context.set_forkserver_preload([*modules, *(["torch._dynamo"] * expects_restarts)])
     return context
 

@@ -107,6 +107,8 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
             environment.capture_output(spec.logs)
             environment.dump_stacks_on_signal(spec.logs)
         environment.apply_environment(spec)
+        if spec.inherited_env is not None:
+            environment.restore_interrupt()
         environment.name_semaphores(spec.launch_id)
         reporter.enter("loading")
         value = _run_user_code(spec, reporter, inheritance)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -55,6 +56,11 @@ def name_semaphores(launch_id: str) -> None:
     # Python has no public name for it; without it they are removed when the launcher ends.
     config = getattr(multiprocessing.current_process(), "_config", {})
     config["semprefix"] = semaphore_prefix(launch_id)
+
+
+def restore_interrupt() -> None:
+    """Let SIGINT raise KeyboardInterrupt, as Python starts with; the forkserver ignores it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def use_threads(num_threads: int | None) -> None:

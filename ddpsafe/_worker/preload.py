@@ -3,6 +3,8 @@
 None of these imports starts a thread, which a forked process would lose.
 """
 
+import signal
+
 from ddpsafe._wire import payload
 from ddpsafe._worker import (
     context,
@@ -24,3 +26,7 @@ __all__ = [
     "session",
     "torch_hooks",
 ]
+
+# The server itself ignores Ctrl-C, but only once it has loaded everything; `restore_interrupt`
+# gives it back to the ranks.
+signal.signal(signal.SIGINT, signal.SIG_IGN)
