@@ -90,6 +90,9 @@ if TYPE_CHECKING:
         is_main as is_main,
     )
     from ddpsafe._functions import (
+        loader as loader,
+    )
+    from ddpsafe._functions import (
         print as print,  # noqa: A004 - the name of RankContext.print
     )
     from ddpsafe._functions import (
@@ -161,6 +164,7 @@ _HOMES: Final = {
         "broadcast",
         "gather",
         "is_main",
+        "loader",
         "print",
         "rank_zero_first",
         "reduce_mean",

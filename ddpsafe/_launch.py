@@ -17,6 +17,7 @@ from ddpsafe._launcher.plan import make_plan
 from ddpsafe._launcher.presentation import presentable
 from ddpsafe._launcher.retry import run_attempts
 from ddpsafe._launcher.run_directory import open_run_directory
+from ddpsafe._launcher.signals import Interrupted, pass_on
 from ddpsafe._launcher.workers import PickledCall
 from ddpsafe._wire import payload
 from ddpsafe._worker import attached
@@ -163,8 +164,12 @@ def _run_plan(
             number, plan=plan, call=call, run_rank=run_rank, directory=directory, on_start=on_start
         )
 
-    with open_run_directory(plan.config.run_dir) as directory:
-        values = run_attempts(plan.config.retry, attempt, cancelled=cancelled)
+    try:
+        with open_run_directory(plan.config.run_dir) as directory:
+            values = run_attempts(plan.config.retry, attempt, cancelled=cancelled)
+    except Interrupted as interrupted:
+        pass_on(interrupted.signum)
+        raise
     kept = None if directory.is_ours else directory.path
     return LaunchResult(values=values, attempts=attempts, run_dir=kept)
 

@@ -14,14 +14,20 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, IterableDataset
 
+import ddpsafe
 from ddpsafe import data
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import ddpsafe
+    from collections.abc import Callable, Iterator
 
 RECORD = 16
+
+
+def run_ranks(function: Callable[..., Any], *args: object, ranks: int = 2) -> Any:
+    """Run a function in gloo ranks from a server of forks; return the values by rank."""
+    return ddpsafe.launch(
+        function, args=args, nproc_per_node=ranks, backend="gloo", start_method="forkserver"
+    ).values
 
 
 class Numbers(Dataset[int]):
@@ -315,8 +321,12 @@ def _epochs_of(loader: Any) -> Any:
     ]
 
 
-def accelerated(ctx: ddpsafe.RankContext, own_sampler: bool) -> Any:  # noqa: ARG001, FBT001 - a rank function receives the context
-    """Read two epochs through Accelerate."""
+def accelerated(ctx: ddpsafe.RankContext) -> Any:  # noqa: ARG001 - a rank function receives the context
+    """Read two epochs through Accelerate, with and without a sampler of ours."""
+    return [_accelerated(own_sampler=own_sampler) for own_sampler in (False, True)]
+
+
+def _accelerated(*, own_sampler: bool) -> Any:
     from accelerate import Accelerator
 
     torch.manual_seed(0)
@@ -329,8 +339,12 @@ def accelerated(ctx: ddpsafe.RankContext, own_sampler: bool) -> Any:  # noqa: AR
     return _epochs_of(accelerator.prepare(loader))
 
 
-def fabricated(ctx: ddpsafe.RankContext, own_sampler: bool) -> Any:  # noqa: FBT001 - drawn or given by name
-    """Read two epochs through Lightning Fabric."""
+def fabricated(ctx: ddpsafe.RankContext) -> Any:
+    """Read two epochs through Lightning Fabric, with and without a sampler of ours."""
+    return [_fabricated(ctx, own_sampler=own_sampler) for own_sampler in (False, True)]
+
+
+def _fabricated(ctx: ddpsafe.RankContext, *, own_sampler: bool) -> Any:
     from lightning_fabric import Fabric
 
     torch.manual_seed(0)

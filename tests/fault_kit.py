@@ -177,6 +177,14 @@ def _in_sessions_of(error: LaunchError) -> list[str]:
     return found
 
 
+def is_running(pid: int) -> bool:
+    """Tell whether a process has not ended; one that only waits to be reaped has."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 def require_answers(error: LaunchError) -> None:
     """Fail unless the message answers the four questions, names the logs, and fits one screen."""
     lines = str(error).splitlines()
@@ -312,13 +320,8 @@ class Started:
     def _alive(self) -> list[str]:
         found = []
         for path in self._folder.glob("pids-?"):
-            for pid in map(int, path.read_text().split()):
-                try:
-                    process = psutil.Process(pid)
-                    if process.status() != psutil.STATUS_ZOMBIE:
-                        found.append(f"{path.name}: {process}")
-                except psutil.NoSuchProcess:
-                    continue
+            pids = map(int, path.read_text().split())
+            found += [f"{path.name}: process {pid}" for pid in pids if is_running(pid)]
         return found
 
     def close(self) -> None:

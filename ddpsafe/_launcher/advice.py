@@ -45,6 +45,10 @@ BY_KIND: Final[dict[FailureKind, Advice]] = {
         "the value cannot be sent to another process.",
         "return plain data: numbers, strings, tensors; keep open files and locks in the rank.",
     ),
+    "killed": (
+        "a worker process of its DataLoader died: killed for memory, a full /dev/shm, or a crash.",
+        "lower num_workers or prefetch_factor; num_workers=0 shows an error of the dataset itself.",
+    ),
     "hardware": (
         "the device itself reported an error.",
         "take the host out of service and run elsewhere; trying again here will not help.",
@@ -98,8 +102,8 @@ BY_SORT: Final[dict[Sort, Advice]] = {
         "see its line below; keep one rank's long work away from the others' collectives.",
     ),
     "mismatch": (
-        "the ranks entered different collectives, or tensors of different shapes.",
-        "let every rank call the same collectives with the same shapes, in the same order.",
+        "other collectives or shapes, or one rank alone in the forward pass of the DDP wrapper.",
+        "call the same collectives in the same order; use ctx.unwrap(model) on one rank alone.",
     ),
     "unknown": (
         "every rank only saw another one vanish or hang; none said why.",

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 
 from ddpsafe._kinds import STARTUP_KINDS
 from ddpsafe._launcher import evidence, postmortem, shutdown
+from ddpsafe._launcher.case import Case
 from ddpsafe._launcher.console import open_console
 from ddpsafe._launcher.guard import posted_guard
+from ddpsafe._launcher.litter import find_helpers_folder
 from ddpsafe._launcher.memory import count_oom_kills
 from ddpsafe._launcher.plan import rank_env
 from ddpsafe._launcher.rendezvous import open_meeting
-from ddpsafe._launcher.signals import open_inbox, pass_on
+from ddpsafe._launcher.signals import Interrupted, open_inbox
 from ddpsafe._launcher.supervisor import Ending, Watch
 from ddpsafe._launcher.workers import started_workers
 from ddpsafe._wire import payload
@@ -58,7 +60,7 @@ def run_attempt(
     Raises:
         LaunchError: A rank failed, or a deadline passed.
         PreflightError: The ranks could not be started.
-        KeyboardInterrupt: The user wants to stop; all ranks have ended.
+        Interrupted: Somebody wants the launcher to stop; all ranks have ended.
     """
     directory.attempt(number)
     config = plan.config
@@ -80,6 +82,9 @@ def run_attempt(
                 stop=stop,
             )
         )
+        for folder in (find_helpers_folder(), directory.path if directory.is_ours else None):
+            if folder is not None:
+                guard.remove_later(folder)
         if on_start is not None:
             on_start(workers, inbox)
         with open_console(workers, plan.console) as console:
@@ -91,7 +96,7 @@ def run_attempt(
         outcomes = {worker.rank: worker.outcome() for worker in workers}
         reports = {worker.rank: worker.returned for worker in workers}
     if inbox.received is not None:
-        pass_on(inbox.received)
+        raise Interrupted(inbox.received)
     if ending.verdict != "done":
         directory.note_tracebacks(outcomes.values())
         oom_kills = count_oom_kills() - oom_kills_before
@@ -108,7 +113,7 @@ def _failure(
     *,
     oom_kills: int,
 ) -> LaunchError:
-    case = postmortem.Case(
+    case = Case(
         outcomes=outcomes,
         ending=ending,
         attempt=number,

@@ -62,10 +62,10 @@ def _accuse(everyone: list[RankOutcome], failed: list[RankOutcome]) -> tuple[Sor
         ("broke", sorted(filter(is_own_fault, failed), key=_order)),
         ("stopped", [out for out in everyone if out.state == psutil.STATUS_STOPPED]),
         ("left", behind[:1] if behind and behind[0].status == "returned" else []),
+        ("mismatch", [] if odd is None else [odd]),
         ("behind", behind),
         ("left", [out for out in everyone if out.status == "returned"]),
         ("elsewhere", _find_elsewhere(everyone)),
-        ("mismatch", [] if odd is None else [odd]),
     ]
     for sort, suspects in suspicions:
         if suspects:
@@ -123,12 +123,25 @@ def find_behind(outcomes: Iterable[RankOutcome]) -> list[RankOutcome]:
 
 
 def _find_mismatch(outcomes: Iterable[RankOutcome]) -> RankOutcome | None:
-    """Return a rank that is in another collective than most, all being equally far."""
-    calls = [
-        (outcome, (last.name, last.sizes))
+    """Return a rank that entered another collective than most under one number.
+
+    Looked at is the number that the hindmost rank is in: a rank that skips one pairs its next
+    with the others' present one, and all go on until two do not fit. Sizes count only while a
+    collective is under way, for gather and all-to-all may differ in them and end well.
+    """
+    positions = [
+        (outcome, outcome.position, last)
         for outcome in outcomes
-        if (last := last_collective(outcome)) is not None
+        if outcome.position is not None and (last := last_collective(outcome)) is not None
     ]
+    hindmost = min((last.number for _, _, last in positions), default=0)
+    entered = [
+        (outcome, collective)
+        for outcome, position, _ in positions
+        if (collective := position.numbered(MAIN_GROUP, hindmost)) is not None
+    ]
+    under_way = not any(collective.done for _, collective in entered)
+    calls = [(out, (each.name, each.sizes if under_way else "")) for out, each in entered]
     kinds = [call for _, call in calls]
     if len(set(kinds)) < 2:  # noqa: PLR2004 - they all agree
         return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Final
@@ -17,6 +18,7 @@ from ddpsafe._launcher.descendants import RankProcess, kill_members
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 _PROGRAM: Final = (
     "import json, sys; first = json.loads(sys.stdin.readline()); sys.path[:] = first['path']; "
@@ -35,7 +37,11 @@ class Guard:
 
     def protect(self, rank: RankProcess) -> None:
         """End this process too, should the launcher vanish."""
-        self._say(json.dumps([rank.pid, rank.created_s]))
+        self._say(json.dumps({"pid": rank.pid, "created_s": rank.created_s}))
+
+    def remove_later(self, folder: Path) -> None:
+        """Remove a temporary folder too, should the launcher vanish."""
+        self._say(json.dumps({"folder": str(folder)}))
 
     def dismiss(self) -> None:
         """End the guard: the launcher has cleaned up itself."""
@@ -73,11 +79,17 @@ def posted_guard(launch_id: str) -> Iterator[Guard]:
 
 
 def watch(launch_id: str) -> None:
-    """Be the guard: read pids until the launcher says good-bye or is gone."""
+    """Be the guard: read pids and folders until the launcher says good-bye or is gone."""
     ranks: list[RankProcess] = []
+    folders: list[str] = []
     for line in sys.stdin:
         if line.strip() == _GOODBYE:
             return
-        pid, created_s = json.loads(line)
-        ranks.append(RankProcess(pid, created_s))
+        known = json.loads(line)
+        if "folder" in known:
+            folders.append(known["folder"])
+        else:
+            ranks.append(RankProcess(known["pid"], known["created_s"]))
     kill_members(ranks, launch_id, within_s=_CLEAN_UP_S)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)

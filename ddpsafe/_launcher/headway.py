@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import Deadline
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _ASK_EVERY_S: Final = 0.5
 _ASK_IN_FLIGHT_S: Final = 0.25
+_REPEATS: Final = 2
 _NEVER_S: Final = 3600.0
 
 
@@ -87,34 +89,45 @@ class FlightWatch:
         """Ask nobody until an exception has been seen in flight."""
         self._workers = workers
         self._next_s = 0.0
-        self._seen: dict[int, Collective | None] = {}
+        self._answers: dict[int, Position | None] = {}
+        self._repeats: Counter[int] = Counter()
+        self._failing: set[int] = set()
 
     def interval_s(self) -> float:
         """Return how often to look, in seconds."""
-        return _ASK_IN_FLIGHT_S if self._failing() else _NEVER_S
+        return _ASK_IN_FLIGHT_S if any(map(_has_exception_in_flight, self._workers)) else _NEVER_S
 
     def stuck(self) -> bool:
-        """Tell whether such ranks are where they were when they were last asked."""
-        failing = self._failing()
+        """Tell whether such a rank and one that waits for it stay where they are."""
+        failing = {worker.rank for worker in self._workers if _has_exception_in_flight(worker)}
         if not failing or time.monotonic() < self._next_s:
             return False
         self._next_s = time.monotonic() + _ASK_IN_FLIGHT_S
-        running = [worker for worker in self._workers if worker.alive and worker.returned is None]
-        before = self._seen
-        self._seen = {worker.rank: _last(worker.position) for worker in running}
-        for worker in running:
-            worker.ask_position()
-        pairs = [
-            (self._seen[mine.rank], theirs) for mine in failing for theirs in self._seen.values()
-        ]
-        return self._seen == before and any(_wait_for_each_other(*pair) for pair in pairs)
+        for worker in self._workers:
+            if worker.alive and worker.returned is None:
+                self._compare(worker, is_new=worker.rank in failing - self._failing)
+                worker.ask_position()
+        self._failing = failing
+        staying = {rank for rank, repeats in self._repeats.items() if repeats >= _REPEATS}
+        lasts = {rank: _last(self._answers[rank]) for rank in staying}
+        return any(
+            _wait_for_each_other(lasts[mine], theirs)
+            for mine in failing & staying
+            for theirs in lasts.values()
+        )
 
-    def _failing(self) -> list[Worker]:
-        return [
-            worker
-            for worker in self._workers
-            if worker.alive and worker.raised is not None and not worker.raised.final
-        ]
+    def _compare(self, worker: Worker, *, is_new: bool) -> None:
+        """Count how often a rank has answered that it is where it was."""
+        before, now = self._answers.get(worker.rank), worker.position
+        if is_new or _last(before) != _last(now):
+            self._repeats[worker.rank] = 0
+        elif now is not before:  # not merely the answer that we know
+            self._repeats[worker.rank] += 1
+        self._answers[worker.rank] = now
+
+
+def _has_exception_in_flight(worker: Worker) -> bool:
+    return worker.alive and worker.raised is not None and not worker.raised.final
 
 
 def _wait_for_each_other(mine: Collective | None, theirs: Collective | None) -> bool:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import (
     AttemptTimeoutError,
@@ -22,6 +20,7 @@ from ddpsafe._errors import (
     explain,
 )
 from ddpsafe._launcher import advice
+from ddpsafe._launcher.case import DOING, Case
 from ddpsafe._launcher.causes import Cause, find_cause, furthest_collective
 from ddpsafe._launcher.originals import original_of
 from ddpsafe._launcher.symptoms import find_symptom, kind_of, wants_busy_port
@@ -29,85 +28,11 @@ from ddpsafe._launcher.wording import last_words, listed, others, positions, whe
 from ddpsafe._wire.outcome import clip
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
     from ddpsafe._kinds import FailureKind
     from ddpsafe._launcher.causes import Sort
-    from ddpsafe._launcher.supervisor import Ending
-    from ddpsafe._wire.outcome import Raised, RankOutcome
+    from ddpsafe._wire.outcome import Raised
 
 _MAX_MESSAGE: Final = 1_000
-_DOING: Final = {
-    "starting": "starting (importing the script)",
-    "loading": "loading the function and its arguments",
-    "joining": "joining the process group",
-    "running": "running",
-    "leaving": "leaving",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """What is known about a failed attempt.
-
-    Attributes:
-        outcomes: What became of each rank, by rank.
-        ending: Why the watch ended.
-        attempt: The attempt, counted from 1.
-        attempts: How many the policy allows.
-        run_dir: Where the logs are.
-        oom_kills: Processes that the kernel killed for memory during the attempt.
-    """
-
-    outcomes: Mapping[int, RankOutcome]
-    ending: Ending
-    attempt: int
-    attempts: int
-    run_dir: Path
-    oom_kills: int
-
-    @property
-    def when(self) -> str:
-        """Say at which attempt and after how long it ended."""
-        return f"attempt {self.attempt} of {self.attempts}, after {self.ending.waited_s:.1f} s"
-
-    def name(self, outcome: RankOutcome) -> str:
-        """Name a rank with the number of ranks."""
-        return f"rank {outcome.rank} (world_size {len(self.outcomes)})"
-
-    def place(self, outcome: RankOutcome) -> str:
-        """Say where a rank was, what it did, and when it was over."""
-        return f"on {outcome.hostname} while {_DOING[outcome.phase]}, {self.when}"
-
-    def facts(self) -> dict[str, Any]:
-        """Return what every `LaunchError` carries."""
-        return {
-            "attempt": self.attempt,
-            "attempts": self.attempts,
-            "outcomes": self.outcomes,
-            "run_dir": self.run_dir,
-        }
-
-    def rank_facts(self, root: RankOutcome) -> dict[str, Any]:
-        """Return what every `RankFailedError` carries."""
-        return {
-            **self.facts(),
-            "rank": root.rank,
-            "local_rank": root.local_rank,
-            "hostname": root.hostname,
-            "pid": root.pid,
-            "log_path": Path(root.stderr) if root.stderr else None,
-        }
-
-    def timeout_facts(self, missing: Iterable[RankOutcome], waited_s: float) -> dict[str, Any]:
-        """Return what every `LaunchTimeoutError` carries."""
-        stacks = {rank: where(outcome) for rank, outcome in self.outcomes.items()}
-        return {
-            **self.facts(),
-            "waited_s": waited_s,
-            "missing_ranks": [outcome.rank for outcome in missing],
-            "stacks": {rank: text for rank, text in stacks.items() if text},
-        }
 
 
 def conclude(case: Case) -> LaunchError:
@@ -169,10 +94,17 @@ def _killed(case: Case, cause: Cause) -> LaunchError:
         f"{case.name(root)} was killed by {root.signal_name} {case.place(root)}.",
         cause=likely,
         fix=fix.format(host=root.hostname),
-        details=[*last_words(root), *others(case.outcomes.values(), cause)],
+        details=[*last_words(root), *others(case.outcomes.values(), cause), *_shapes(case, number)],
         logs=root.stderr,
     )
     return RankKilledError(message, **case.rank_facts(root), exit_code=128 + number, kind=kind)
+
+
+def _shapes(case: Case, signum: int) -> list[str]:
+    """Show the collectives of the others where gloo may have aborted over their shapes."""
+    if signum != signal.SIGABRT:
+        return []
+    return positions([out for out in case.outcomes.values() if out.position is not None])
 
 
 def _exited(case: Case, cause: Cause) -> LaunchError:
@@ -260,7 +192,7 @@ def _not_all_joined(case: Case) -> LaunchError:
         cause="slow imports, work at the top of the script, or a rank that hangs before it joins.",
         fix="move heavy work below the main guard or into the function, or raise "
         "timeouts.rendezvous.",
-        details=[f"rank {out.rank} was {_DOING[out.phase]} {where(out)}" for out in missing],
+        details=[f"rank {out.rank} was {DOING[out.phase]} {where(out)}" for out in missing],
         logs=case.run_dir,
     )
     facts = case.timeout_facts(missing, case.ending.waited_s)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ddpsafe._clock import Deadline
 from ddpsafe._launcher.descendants import kill_members
-from ddpsafe._launcher.semaphores import remove_semaphores
+from ddpsafe._launcher.litter import remove_semaphores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

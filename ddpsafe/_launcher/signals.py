@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
 import threading
 from typing import TYPE_CHECKING, Any, Final
+
+from ddpsafe._launcher.litter import remove_helpers_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,6 +19,7 @@ _TAKEN: Final = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGHUP: signal.SIG_DFL,
 }
+_LONGEST_END_S: Final = 60.0
 
 
 class SignalInbox:
@@ -23,17 +27,24 @@ class SignalInbox:
 
     Attributes:
         received: The first signal that arrived; ``None`` until then.
+        closed: Set when the ranks have ended.
     """
 
     def __init__(self, read_fd: int, write_fd: int) -> None:
         """Own nothing: `open_inbox` closes the pipe."""
         self._read_fd = read_fd
         self._write_fd = write_fd
+        self.closed = threading.Event()
         self.received: signal.Signals | None = None
 
     def fileno(self) -> int:
         """Return the descriptor to wait on."""
         return self._read_fd
+
+    def cancel(self) -> None:
+        """Ask the launch of another thread to end, and wait until it has: the interpreter ends."""
+        self.put(signal.SIGINT, None)
+        self.closed.wait(_LONGEST_END_S)
 
     def put(self, signum: int, frame: object) -> None:
         """Be the handler."""
@@ -49,7 +60,9 @@ def open_inbox() -> Iterator[SignalInbox]:
     """Take over the signals that would end this process, where nobody else has.
 
     An ignored signal stays ignored (nohup ignores SIGHUP), a handler of the user's stays in place.
-    Outside the main thread Python allows no handlers; the main thread's own apply then.
+    Outside the main thread Python allows no handlers; the main thread's own apply then. But when the
+    interpreter ends before the launch, in a daemon thread, it is ended too: the ranks would be waited
+    for by `multiprocessing`, and the frozen thread could not end them.
     """
     read_fd, write_fd = os.pipe()
     os.set_blocking(write_fd, False)
@@ -60,20 +73,38 @@ def open_inbox() -> Iterator[SignalInbox]:
             for signum, default in _TAKEN.items():
                 if signal.getsignal(signum) == default:
                     before[signum] = signal.signal(signum, inbox.put)
+        else:
+            atexit.register(inbox.cancel)
         yield inbox
     finally:
+        atexit.unregister(inbox.cancel)
+        inbox.closed.set()
         for signum, handler in before.items():
             signal.signal(signum, handler)
         os.close(read_fd)
         os.close(write_fd)
 
 
+class Interrupted(BaseException):
+    """A signal ended the launch; on its way to where everything of the launch is gone.
+
+    Attributes:
+        signum: The signal.
+    """
+
+    def __init__(self, signum: signal.Signals) -> None:
+        """Keep the signal."""
+        super().__init__(signum)
+        self.signum = signum
+
+
 def pass_on(received: signal.Signals) -> None:
-    """Do what the signal would have done without us, now that the ranks have ended.
+    """Do what the signal would have done without us, now that nothing of the launch is left.
 
     Raises:
         KeyboardInterrupt: For SIGINT; any other signal ends the process.
     """
     if received == signal.SIGINT:
         raise KeyboardInterrupt
+    remove_helpers_folder()
     signal.raise_signal(received)

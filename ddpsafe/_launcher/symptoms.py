@@ -45,6 +45,7 @@ SECONDARY: Final = (
     _symptom(r"NCCL communicator was aborted", "peer-lost", "2.x nccl"),
     _symptom(r"DistNetworkError|DistStoreError.*(?:closed|reset)", "peer-lost", "2.13 store"),
     _symptom(r"Timed out waiting \d+ms for (?:recv|send)", "timeout", "2.13 gloo"),
+    _symptom(r"Application timeout caused pair closure", "timeout", "2.13 gloo"),
     _symptom(r"Socket Timeout|wait timeout after \d+ms", "timeout", "2.13 store"),
     _symptom(r"Watchdog caught collective operation timeout", "timeout", "2.x nccl"),
     _symptom(r"monitoredBarrier", "timeout", "2.13 gloo"),

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
+    from torch.utils.data import Dataset
 
     from ddpsafe._worker.control import Control
     from ddpsafe._world import World
+    from ddpsafe.data import DataLoader
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -261,6 +263,22 @@ class RankContext:
         """Return rank `src`'s object on every rank (pickle, as `gather`)."""
         collectives.require_group(self.world)
         return collectives.broadcast(obj, src, self.device)
+
+    def loader(
+        self, dataset: Dataset[T], *, batch_size: int | None = 1, train: bool = True, **options: Any
+    ) -> DataLoader[T]:
+        """Make this rank's loader of a dataset: sampler, seeds, workers, and a check of the data.
+
+        Args:
+            dataset: The same on every rank, or every rank raises.
+            batch_size: Samples per batch of one rank.
+            train: ``True`` shuffles; ``False`` reads each sample exactly once, for evaluation.
+            **options: As of ``ddpsafe.data.build_loader``, and so of torch's ``DataLoader``.
+        """
+        from ddpsafe.data import build_loader
+
+        collectives.require_group(self.world)
+        return build_loader(dataset, batch_size=batch_size, train=train, **options)
 
     def stop_requested(self) -> bool:
         """Tell whether the job was asked to stop; all ranks get the same answer at the same call.

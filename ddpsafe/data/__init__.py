@@ -12,6 +12,7 @@ from ddpsafe.data._files import sorted_files
 from ddpsafe.data._gather_exact import gather_exact
 from ddpsafe.data._iterable import ShardedIterable
 from ddpsafe.data._loader import DataLoader
+from ddpsafe.data._masked import masked_batches
 from ddpsafe.data._packed_list import PackedList
 from ddpsafe.data._per_process import PerProcess
 from ddpsafe.data._samplers import DistributedSampler, EvalSampler
@@ -35,6 +36,7 @@ __all__ = [
     "check_worker_safety",
     "even_steps",
     "gather_exact",
+    "masked_batches",
     "sample_rng",
     "seed_worker",
     "sorted_files",

@@ -48,6 +48,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
         seed: The same on every rank.
         drop_last: Drop the last global batch if it is smaller.
         algorithm: The shuffle, as in `DistributedSampler`.
+        largest_first: Begin each epoch with a batch of the longest samples, so that memory that
+            does not suffice shows at once: the largest batch of the first window, or of the whole
+            epoch with `max_tokens`.
 
     Attributes:
         dropped_batches: With `max_tokens`: how many batches of the epoch found no step.
@@ -71,6 +74,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         seed: int = 0,
         drop_last: bool = False,
         algorithm: Algorithm = "torch",
+        largest_first: bool = False,
     ) -> None:
         replica = resolve_replica(num_replicas, rank)
         self.num_replicas, self.rank = replica.num_replicas, replica.rank
@@ -78,6 +82,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self.window = _at_least(window, 0, "window")
         self.lengths = check_lengths(lengths)
         self.drop_last = drop_last
+        self.largest_first = largest_first
         self.seed = seed
         self.epoch = 0
         self.fingerprint: str | None = None
@@ -91,6 +96,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._digest = digest(self._costs.tobytes())
         self._place = Place()
         self._tokens = self._token_plan(max_tokens)
+        if largest_first and self.window == 0 and max_tokens is None:
+            raise bad_balance(
+                "largest_first=True would change the global batches, which window=0 keeps",
+                "give a window or max_tokens",
+            )
         if self._tokens is None and self._plan().steps(self._place) == 0:
             raise bad_balance(
                 f"{len(self.lengths)} samples with drop_last=True are less than one global batch of "
@@ -107,6 +117,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             batch_size=self.batch_size,
             window=self.window * self.batch_size * self.num_replicas,
             padded=self._padded,
+            largest_first=self.largest_first,
         )
         plan.check(self._costs)
         return plan
@@ -117,6 +128,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             batch=self.batch_size * self.num_replicas,
             window=self.window,
             drop_last=self.drop_last,
+            largest_first=self.largest_first,
         )
 
     def population(self) -> int:
@@ -201,6 +213,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             "lengths": self._digest,
             "window": self.window,
             "cost": self._cost_name,
+            "largest_first": self.largest_first,
             "fingerprint": self.fingerprint,
             "max_tokens": None if tokens is None else tokens.max_tokens,
             "batch_size": None if tokens is None else self.batch_size,

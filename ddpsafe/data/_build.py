@@ -8,7 +8,6 @@ from torch.utils.data import IterableDataset
 
 from ddpsafe.data._consistency import check_dataset_consistency, loader_facts
 from ddpsafe.data._loader import DataLoader
-from ddpsafe.data._replica import current_replica
 from ddpsafe.data._samplers import DistributedSampler, EvalSampler
 
 if TYPE_CHECKING:
@@ -36,7 +35,8 @@ def build_loader(
             sample exactly once, in order, for evaluation (collect with `gather_exact`).
         shuffle: Whether to shuffle for training; yes by default.
         seed: Of the order and of the workers.
-        check: Whether to compare the dataset over the ranks.
+        check: Whether to compare the dataset over the ranks, and to keep its fingerprint in the
+            state. Where neither paths nor a fingerprint identify it, 64 of its items are read.
         options: As of `DataLoader`: ``num_workers``, ``collate_fn``, ``batch_sampler``, ...
 
     Returns:
@@ -51,7 +51,7 @@ def build_loader(
     if not given and not isinstance(dataset, IterableDataset):
         options["sampler"] = _sampler(dataset, train=train, shuffle=shuffle, seed=seed)
     loader = DataLoader(dataset, batch_size, seed=seed, **options)
-    if check and current_replica().num_replicas > 1:
+    if check:
         fingerprint = check_dataset_consistency(dataset, facts=loader_facts(loader))
         loader.remember_fingerprint(fingerprint)
     return loader

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import collections
+import json
 import math
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import explain
 from ddpsafe.data._collective import gather_json
 from ddpsafe.data._fingerprint import DatasetView, view_dataset
+from ddpsafe.data._per_process import closing_what_opens
 from ddpsafe.data.errors import DatasetInconsistencyError
 
 if TYPE_CHECKING:
@@ -58,6 +60,31 @@ def check_dataset_consistency(
     return str(report["fingerprint"])
 
 
+def compare_states(state: Mapping[str, object], group: ProcessGroup | None = None) -> None:
+    """Make sure that all ranks are at the same place in the data; every rank calls it.
+
+    Raises:
+        DatasetInconsistencyError: On every rank, naming the ranks that are elsewhere.
+    """
+    states = gather_json(state, group)
+    odd = _minority([json.dumps(each, sort_keys=True) for each in states])
+    if not odd:
+        return
+    shown = ("epoch", "consumed", "finished")
+    raise DatasetInconsistencyError(
+        explain(
+            f"{_ranks(odd)} of {len(states)} are at another place in the data.",
+            cause="ranks took different numbers of batches, or saved at different moments.",
+            fix="call state_dict() after the same step on every rank.",
+            details=[
+                f"rank {rank}: " + ", ".join(f"{key} {each[key]}" for key in shown)
+                for rank, each in enumerate(states)
+            ],
+        ),
+        ranks=odd,
+    )
+
+
 def _examine(
     dataset: object,
     probes: int,
@@ -67,8 +94,9 @@ def _examine(
     """Read what is compared. An exception is reported: alone, it would leave the others waiting."""
     plain = {name: repr(value) for name, value in facts.items()}
     try:
-        view = view_dataset(dataset, probes=probes, key=key)
-        fingerprint = view.fingerprint()
+        with closing_what_opens():
+            view = view_dataset(dataset, probes=probes, key=key)
+            fingerprint = view.fingerprint()
     except Exception as error:  # noqa: BLE001 - raised again on every rank
         return None, {"error": f"{type(error).__name__}: {error}", "facts": plain}
     return view, {

@@ -8,13 +8,12 @@ memory do.
 from __future__ import annotations
 
 import errno
-import resource
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from ddpsafe._errors import explain
+from ddpsafe.data._limits import describe_open_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -197,18 +196,7 @@ def limit_notes(error: Exception) -> list[str]:
     """Say which limit of the machine an OSError hit, if it hit one."""
     if not isinstance(error, OSError):
         return []
-    if error.errno in {errno.EMFILE, errno.ENFILE}:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return [
-            explain(
-                f"This process may open {soft} files (RLIMIT_NOFILE, hard limit {hard}).",
-                cause="files are opened for each sample and not closed, or many tensors are "
-                "passed as file descriptors.",
-                fix=f"close files, open them once in a PerProcess, `ulimit -n {hard}`, or "
-                "torch.multiprocessing.set_sharing_strategy('file_system').",
-            )
-        ]
-    return []
+    return [describe_open_files()] if error.errno in {errno.EMFILE, errno.ENFILE} else []
 
 
 def add_note(error: BaseException, note: str) -> None:

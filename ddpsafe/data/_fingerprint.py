@@ -70,7 +70,11 @@ def view_dataset(
         return _view(length, name, range(0), str)
     count = min(probes, length)
     indices = sorted({round(p) for p in np.linspace(0, length - 1, count)}) if count else []
-    return _view(length, f"{name} by {len(indices)} probes", indices, _probe(dataset))
+    item = _probe(dataset)
+    if indices and item(indices[0]) != item(indices[0]):
+        # Its items draw from generators of their own: reading them identifies nothing.
+        return _view(length, f"{name} by its length, as its items are random", range(0), str)
+    return _view(length, f"{name} by {len(indices)} probes", indices, item)
 
 
 def _view(

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ddpsafe._errors import explain
 from ddpsafe.data._worker_death import explained
+from ddpsafe.data._worker_watch import watch_workers
 from ddpsafe.data.errors import DataWarning, LateSetEpochError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from ddpsafe.data._cursor import AutoEpoch
     from ddpsafe.data._epoch_board import EpochBoard
@@ -54,12 +55,15 @@ class EpochIterator(Generic[T_co]):
         delivery: Delivery,
         holder: Any,
         board: EpochBoard | None,
+        look_at_first: Callable[[object], None] | None = None,
     ) -> None:
         self._inner = inner
         self._delivery = delivery
         self._holder = holder
         self._board = board
         self._mark = delivery.epoch
+        self._look_at_first = look_at_first
+        watch_workers(self, inner)
 
     def __iter__(self) -> EpochIterator[T_co]:
         return self
@@ -74,12 +78,19 @@ class EpochIterator(Generic[T_co]):
             delivery.exhausted = True
             raise
         except Exception as error:
-            explanation = explained(error, self._inner, self._board)
+            explanation = self.explain(error)
             if explanation is None:
                 raise
-            raise explanation from error
+            raise explanation from (explanation.__cause__ or error)
         delivery.batches += 1
+        if self._look_at_first is not None:
+            look, self._look_at_first = self._look_at_first, None
+            look(batch)
         return batch
+
+    def explain(self, error: Exception) -> Exception | None:
+        """Return what is known of an error that a worker's death or silence has caused."""
+        return explained(error, self._inner, self._board)
 
     def hold_back(self, batches: int) -> None:
         """Learn how many delivered batches somebody in between still holds, unused."""

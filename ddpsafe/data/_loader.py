@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.utils.data import IterableDataset
 
-from ddpsafe._errors import explain
+from ddpsafe.data._consistency import compare_states
 from ddpsafe.data._cursor import AutoEpoch, Cursor
 from ddpsafe.data._epoch_board import EpochBoard, tell_epoch
 from ddpsafe.data._iterable import ShardedIterable
 from ddpsafe.data._iteration import Delivery, EpochIterator, late_set_epoch
+from ddpsafe.data._limits import check_shared_memory, warn_of_limits
+from ddpsafe.data._loader_arguments import check_arguments, local_sampler, worker_seed
 from ddpsafe.data._loader_state import cursor_of, save_state
 from ddpsafe.data._permutation import derive_keys
 from ddpsafe.data._position_sampler import check_epoch, require_int
@@ -24,17 +26,16 @@ from ddpsafe.data._sampler_search import (
     find_epoch_holder,
     refuse_undivided,
 )
-from ddpsafe.data._samplers import LocalSampler
 from ddpsafe.data._seeding import WorkerInit
-from ddpsafe.data._start_method import WorkerSafety
 from ddpsafe.data._worker_loader import WorkerLoader
-from ddpsafe.data.errors import DataConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch.utils.data import Dataset, Sampler
     from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    from ddpsafe.data._start_method import WorkerSafety
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -88,9 +89,9 @@ class DataLoader(WorkerLoader[T_co]):
         seed: int | None = None,
         worker_safety: WorkerSafety = "error",
     ) -> None:
-        _check_arguments(sampler, batch_sampler, worker_safety)
+        check_arguments(sampler, batch_sampler, worker_safety)
         if sampler is None and batch_sampler is None and generator is None:
-            sampler, shuffle = _local_sampler(dataset, shuffle=shuffle, seed=seed or 0)
+            sampler, shuffle = local_sampler(dataset, shuffle=shuffle, seed=seed or 0)
         super().__init__(
             dataset,
             batch_size,
@@ -117,11 +118,13 @@ class DataLoader(WorkerLoader[T_co]):
         if isinstance(dataset, ShardedIterable):
             dataset.bind_loader(batch_size=batch_size or 1, num_workers=num_workers)
         check_population(self, self._holder)
-        self._worker_seed = _worker_seed(seed, self._holder)
+        self._worker_seed = worker_seed(seed, self._holder)
         user_fn = (
             worker_init_fn.user_fn if isinstance(worker_init_fn, WorkerInit) else worker_init_fn
         )
         self.worker_init_fn = WorkerInit(self._worker_seed, user_fn)
+        warn_of_limits(self)
+        self._measured = False
         self._board: EpochBoard | None = None
         self._delivery = Delivery()
         self._told: list[Any] = []
@@ -182,9 +185,18 @@ class DataLoader(WorkerLoader[T_co]):
             inner = super().__iter__()
         for _ in range(getattr(self._holder, "batches_to_skip", int)()):
             next(inner)
-        iterator = EpochIterator(inner, self._delivery, self._holder, self._board)
+        iterator = EpochIterator(
+            inner, self._delivery, self._holder, self._board, self._first_batch_check()
+        )
         self._running = weakref.ref(iterator)
         return iterator  # type: ignore[return-value]  # delegates to torch's iterator
+
+    def _first_batch_check(self) -> Callable[[object], None] | None:
+        if self._measured or self.num_workers == 0:
+            return None
+        self._measured = True
+        in_flight = self.num_workers * (self.prefetch_factor or 1)
+        return functools.partial(check_shared_memory, batches=in_flight)
 
     def _begin_epoch(self) -> AutoEpoch:
         epoch = AutoEpoch(self._next_epoch())
@@ -211,20 +223,25 @@ class DataLoader(WorkerLoader[T_co]):
         finally:
             self.generator = None
 
-    def state_dict(self, batches: int | None = None) -> dict[str, Any]:
+    def state_dict(self, batches: int | None = None, *, compare: bool = False) -> dict[str, Any]:
         """Return the position after the batches delivered so far; call it after the step.
 
         Args:
             batches: How many batches of this iteration were used, if something between the
                 loader and the training loop (a prefetcher) holds some back.
+            compare: Make sure that all ranks are at the same place; every rank calls it then.
 
         Returns:
             A small dict of plain values, equal on every rank: save it from rank 0 alone.
 
         Raises:
             DataConfigError: The sampler cannot be resumed, or ``in_order=False``.
+            DatasetInconsistencyError: With `compare`, on every rank: a rank is elsewhere.
         """
-        return save_state(self, self._delivery, batches)
+        state = save_state(self, self._delivery, batches)
+        if compare:
+            compare_states(state)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Continue where `state` was taken: nothing is lost, nothing is repeated.
@@ -249,42 +266,6 @@ class DataLoader(WorkerLoader[T_co]):
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without the iteration under way."""
         return {**self.__dict__, "_running": None, "_board": None, "_iterator": None}
-
-
-def _check_arguments(sampler: object, batch_sampler: object, worker_safety: str) -> None:
-    if sampler is not None and batch_sampler is not None:
-        raise DataConfigError(
-            explain(
-                "A sampler and a batch_sampler were given together.",
-                cause="a batch_sampler already decides which samples are read.",
-                fix="give one of them.",
-            )
-        )
-    if worker_safety not in get_args(WorkerSafety):
-        raise DataConfigError(
-            explain(
-                f"worker_safety cannot be {worker_safety!r}.",
-                cause="the name is misspelled.",
-                fix=f"choose one of {', '.join(get_args(WorkerSafety))}.",
-            )
-        )
-
-
-def _local_sampler(
-    dataset: object, *, shuffle: bool | None, seed: int
-) -> tuple[LocalSampler | None, bool | None]:
-    """Make the resumable sampler of a world of one; in larger worlds the caller must give one."""
-    sized = hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)
-    if not sized or current_replica().num_replicas > 1:
-        return None, shuffle
-    return LocalSampler(dataset, shuffle=bool(shuffle), seed=seed), None  # type: ignore[arg-type]  # sized
-
-
-def _worker_seed(seed: int | None, holder: object) -> int:
-    if seed is not None:
-        return require_int(seed, "seed")
-    inherited = getattr(holder, "seed", 0)
-    return inherited if isinstance(inherited, int) else 0
 
 
 def _chosen_by_dataset(told: list[Any]) -> int | None:

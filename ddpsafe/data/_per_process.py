@@ -7,6 +7,7 @@ workers, 23 % with four.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import warnings
@@ -22,7 +23,7 @@ from ddpsafe.data._replica import current_replica
 from ddpsafe.data.errors import DataConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 T = TypeVar("T")
 Scope = Literal["process", "thread"]
@@ -122,6 +123,10 @@ class PerProcess(Generic[T]):
             )
             return value
 
+    def is_open(self) -> bool:
+        """Tell whether this process has opened it."""
+        return bool(self._values) and self._pid == os.getpid()
+
     def close(self) -> None:
         """Close what this process opened; the next `get` opens again."""
         with self._lock:
@@ -164,6 +169,18 @@ class PerProcess(Generic[T]):
 
     def __repr__(self) -> str:
         return f"PerProcess({self.name}, scope={self._scope!r})"
+
+
+@contextlib.contextmanager
+def closing_what_opens() -> Iterator[None]:
+    """Close what is opened within: for a look at the data before workers are forked."""
+    opened = {id(resource) for resource in _alive if resource.is_open()}
+    try:
+        yield
+    finally:
+        for resource in list(_alive):
+            if resource.is_open() and id(resource) not in opened:
+                resource.close()
 
 
 def _check_arguments(factory: object, scope: str) -> None:

@@ -187,6 +187,11 @@ class PositionSampler(Sampler[int]):
             return -(-left // self.num_replicas)
         return len(range(rank, left, self.num_replicas))
 
+    def valid_samples(self) -> int:
+        """Return how many of this rank's remaining samples are no repeats; they come first."""
+        left = max(0, self.size() - self._base)
+        return min(self.num_samples, len(range(self.rank, left, self.num_replicas)))
+
     def _positions(self, start: int, stop: int) -> NDArray[np.int64]:
         # Positions beyond the end repeat the beginning: torch pads by p % n, in both of its
         # branches (torch/utils/data/distributed.py, DistributedSampler.__iter__).

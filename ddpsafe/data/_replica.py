@@ -57,6 +57,12 @@ def resolve_replica(num_replicas: int | None, rank: int | None) -> Replica:
     return replica
 
 
+def local_world_size() -> int:
+    """Return how many ranks the launcher says this machine has; 1 without a launcher."""
+    announced = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return int(announced) if announced.isdigit() else 1
+
+
 def _refuse_unborn_group() -> None:
     # Reading as a world of one here would feed every rank the same data, silently.
     announced = os.environ.get("WORLD_SIZE", "1")

@@ -200,12 +200,23 @@ class EvalSampler(DistributedSampler):
         dataset: The dataset, or its length.
         num_replicas: Among how many ranks to divide; the world size by default.
         rank: Whose part to read, from 0; this rank by default.
+        pad: Repeat samples so that all ranks take equally many steps, for models that
+            communicate in their forward (FSDP, SyncBatchNorm); read with `masked_batches`.
     """
 
     def __init__(
-        self, dataset: Sized | int, num_replicas: int | None = None, rank: int | None = None
+        self,
+        dataset: Sized | int,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        *,
+        pad: bool = False,
     ) -> None:
-        super().__init__(dataset, num_replicas, rank, shuffle=False, pad=False)
+        super().__init__(dataset, num_replicas, rank, shuffle=False, pad=pad)
+
+    def indices(self) -> list[int]:
+        """Return the dataset indices of this rank's samples, repeats left out."""
+        return list(self._positions(0, self.valid_samples()).tolist())
 
 
 class LocalSampler(_OrderedSampler):

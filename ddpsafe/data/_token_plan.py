@@ -28,12 +28,14 @@ class TokenPlan:
         batch_size: How many samples it may hold.
         window: How many samples are sorted by length together; 0 keeps the order.
         padded: Whether a batch costs its longest sample times its size.
+        largest_first: Whether the most expensive batch comes first.
     """
 
     max_tokens: float
     batch_size: int
     window: int
     padded: bool
+    largest_first: bool = False
 
     def check(self, lengths: NDArray[np.float64]) -> None:
         """Refuse samples that fit into no batch."""
@@ -58,7 +60,13 @@ class TokenPlan:
             filled = self._fill(items.tolist(), lengths[items].tolist())
             shuffled = random_order(len(filled), (*words, first)) if self.window else ()
             found += [filled[i] for i in shuffled] if self.window else filled
+        if self.largest_first:
+            costs = [self._cost_of(lengths[batch]) for batch in found]
+            found.insert(0, found.pop(int(np.argmax(costs))))
         return found
+
+    def _cost_of(self, lengths: NDArray[np.float64]) -> float:
+        return float(lengths.max() * len(lengths) if self.padded else lengths.sum())
 
     def _fill(self, items: list[int], lengths: list[float]) -> list[list[int]]:
         batches: list[list[int]] = []

@@ -10,7 +10,7 @@ were delivered. Window 0 leaves every global batch as `DistributedSampler` has i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
+
+
+_FIRST: Final = (0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,12 +89,14 @@ class WindowPlan:
         batch: Samples per global batch.
         window: Global batches per window; 0 for none.
         drop_last: Whether the last, smaller global batch is dropped.
+        largest_first: Whether the largest batch of the first window is the first of the epoch.
     """
 
     n: int
     batch: int
     window: int
     drop_last: bool
+    largest_first: bool = False
 
     def open_segment(self, place: Place) -> tuple[Segment, int]:
         """Return the segment to read next from `place`, and how many samples it has."""
@@ -197,7 +202,11 @@ class WindowPlan:
         ordered = items[np.argsort(-lengths[items], kind="stable")]
         whole = len(ordered) // size
         batches = [ordered[i * size : (i + 1) * size] for i in range(whole)]
-        shuffled = [batches[i] for i in random_order(whole, words).tolist()]
+        order = random_order(whole, words).tolist()
+        if self.largest_first and words[2:] == _FIRST and whole:
+            order.remove(0)
+            order.insert(0, 0)
+        shuffled = [batches[i] for i in order]
         # A smaller batch comes last, so that batches delivered always count alike.
         rest = ordered[whole * size :]
         return [*shuffled, rest] if len(rest) else shuffled

@@ -2,35 +2,86 @@
 
 from __future__ import annotations
 
-import os
+import errno
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import explain
-from ddpsafe.data._epoch_board import sample_path
+from ddpsafe.data._epoch_board import add_note, sample_path
+from ddpsafe.data._limits import SHARED_MEMORY, describe_open_files, shared_memory_bytes
 from ddpsafe.data._replica import current_replica
-from ddpsafe.data.errors import WorkerDiedError
+from ddpsafe.data.errors import WorkerDiedError, WorkerTimeoutError
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     from ddpsafe.data._epoch_board import EpochBoard
 
-_SHM: Final = Path("/dev/shm")  # noqa: S108 - the mount whose size is the limit
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 def explained(error: Exception, iterator: object, board: EpochBoard | None) -> Exception | None:
-    """Return the explanation of a worker's death, or ``None`` if no worker died."""
-    workers: list[BaseProcess] = getattr(iterator, "_workers", [])
-    if not isinstance(error, RuntimeError) or not workers:
+    """Return the explanation of a worker's death or silence, or ``None`` if it is neither."""
+    if _is_short_of_files(error):
+        add_note(error, describe_open_files())
         return None
+    workers: list[BaseProcess] = getattr(iterator, "_workers", [])
+    if not workers or not isinstance(error, RuntimeError) or isinstance(error, WorkerDiedError):
+        return None
+    if isinstance(error.__cause__, WorkerDiedError):
+        return error.__cause__
+    return _explain(error, iterator, workers, board)
+
+
+def _explain(
+    error: RuntimeError, iterator: object, workers: list[BaseProcess], board: EpochBoard | None
+) -> Exception | None:
+    dataset = getattr(getattr(iterator, "_dataset", None), "dataset", None)
     for worker, process in enumerate(workers):
         if process.exitcode not in {None, 0}:
-            dataset = getattr(getattr(iterator, "_dataset", None), "dataset", None)
             return _died(worker, process, board, dataset)
+    if str(error).startswith("DataLoader timed out after"):
+        return _timed_out(iterator, board, dataset)
     return None
+
+
+def _is_short_of_files(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        # What a worker raised comes as a text with the note in it, and without its number.
+        return error.errno in {errno.EMFILE, errno.ENFILE}
+    texts = ("Too many open files", "received 0 items of ancdata")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+
+
+def _timed_out(iterator: Any, board: EpochBoard | None, dataset: object) -> WorkerTimeoutError:
+    replica = current_replica()
+    # torch keeps, for each batch under way, the worker that was given it.
+    owed = getattr(iterator, "_task_info", {}).get(getattr(iterator, "_rcvd_idx", None))
+    worker = None if owed is None else int(owed[0])
+    index = None if board is None or worker is None else board.reading(worker)
+    path = sample_path(dataset, index)
+    waited_s = float(getattr(iterator, "_timeout", 0))
+    owing = "a worker" if worker is None else f"worker {worker} (pid {_pid(iterator, worker)})"
+    reading = "" if index is None else f", which reads index {index}{f' ({path})' if path else ''}"
+    return WorkerTimeoutError(
+        explain(
+            f"No batch came within timeout={waited_s:g} s in rank {replica.rank} "
+            f"(world_size {replica.num_replicas}): {owing} owes it{reading}.",
+            cause="reading that sample hangs or is slow (a stalled mount, a lock held at the fork), "
+            "or collating is.",
+            fix="read that index alone with num_workers=0; raise timeout= if it is merely slow.",
+        ),
+        rank=replica.rank,
+        worker=worker,
+        index=index,
+        timeout_s=waited_s,
+    )
+
+
+def _pid(iterator: Any, worker: int) -> int | None:
+    pid: int | None = iterator._workers[worker].pid  # noqa: SLF001 - torch tells nobody else
+    return pid
 
 
 def _died(
@@ -97,12 +148,10 @@ def _why(exitcode: int) -> tuple[str, str, list[str]]:
 
 def describe_shared_memory() -> str:
     """Say how large /dev/shm is and how much of it is free."""
-    try:
-        stats = os.statvfs(_SHM)
-    except OSError as error:
-        return f"{_SHM}: {error}"
-    free, total = stats.f_bavail * stats.f_frsize, stats.f_blocks * stats.f_frsize
-    return f"{_SHM} has {free / 2**20:.0f} MiB free of {total / 2**20:.0f} MiB."
+    free, total = shared_memory_bytes()
+    if free is None or total is None:
+        return f"{SHARED_MEMORY} does not exist."
+    return f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB free of {total / 2**20:.0f} MiB."
 
 
 def describe_memory() -> str:

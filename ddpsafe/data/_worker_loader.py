@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from ddpsafe.data._epoch_board import EpochBoard, FollowedDataset
+from ddpsafe.data._epoch_board import EpochBoard, FollowedDataset, add_note, limit_notes
 from ddpsafe.data._seeding import WorkerInit
 from ddpsafe.data._start_method import WorkerSafety, choose_start_method, explain_pickling
 
@@ -46,6 +46,8 @@ class WorkerLoader(TorchDataLoader[T_co]):
                 warnings.filterwarnings("ignore", message="Got pickle error when attempting")
                 return super()._get_iterator()
         except Exception as error:
+            for note in limit_notes(error):
+                add_note(error, note)
             explanation = explain_pickling(error, parts) if _may_be_pickling(error) else None
             if explanation is None:
                 raise

@@ -11,6 +11,7 @@
         LateSetEpochError                      set_epoch() came after iter()
         UnsafeWorkersError                     the dataset cannot be handed to worker processes
         WorkerDiedError (also RuntimeError)    a DataLoader worker process died
+        WorkerTimeoutError (also RuntimeError) no batch came within the loader's timeout
         DatasetInconsistencyError              the ranks do not see the same data
         UnevenStepsError                       a rank ran out of batches before the others
         IncompleteGatherError                  results miss samples or hold them twice
@@ -100,6 +101,32 @@ class WorkerDiedError(DataError, RuntimeError):
         self.pid = pid
         self.exitcode = exitcode
         self.index = index
+
+
+class WorkerTimeoutError(DataError, RuntimeError):
+    """No batch came within the loader's ``timeout``, though all workers live.
+
+    Attributes:
+        rank: The rank that waited, from 0.
+        worker: The worker that owes the batch, from 0; ``None`` where unknown.
+        index: The dataset index it is reading; ``None`` where unknown.
+        timeout_s: How long the rank waited.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int,
+        worker: int | None,
+        index: int | None,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.worker = worker
+        self.index = index
+        self.timeout_s = timeout_s
 
 
 class DatasetInconsistencyError(DataError):

@@ -9,18 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_programs import Numbers, consistency
+from data_programs import Numbers, consistency, run_ranks
 
-import ddpsafe
 from ddpsafe.data import check_dataset_consistency
 from ddpsafe.data._fingerprint import stable_text
 
 
 def test_same_data_below_different_mount_points_agree() -> None:
     """What counts is the path below the root; every rank gets the same fingerprint."""
-    result = ddpsafe.launch(consistency, args=("none",), nproc_per_node=2, backend="gloo")
-    assert result.values[0] == result.values[1]
-    assert len(result.values[0]) == 32
+    result = run_ranks(consistency, "none")
+    assert result[0] == result[1]
+    assert len(result[0]) == 32
 
 
 @pytest.mark.parametrize(
@@ -35,9 +34,9 @@ def test_same_data_below_different_mount_points_agree() -> None:
 )
 def test_every_rank_raises_and_names_the_rank(fault: str, text: str, index: int | None) -> None:
     """Two items exchanged, one missing, another content, an exception, another seed on rank 2."""
-    result = ddpsafe.launch(consistency, args=(fault,), nproc_per_node=3, backend="gloo")
+    result = run_ranks(consistency, fault, ranks=3)
     for rank in range(3):
-        message, ranks, found = result.values[rank]
+        message, ranks, found = result[rank]
         assert text in message
         assert "What to do" in message
         if fault == "seed":

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_programs import exact_gather, faulty_gather
+from data_programs import exact_gather, faulty_gather, run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
-import ddpsafe
 from ddpsafe.data import EvalSampler, gather_exact
 from ddpsafe.data._gather_exact import _check_cover
 from ddpsafe.data.errors import DataConfigError, IncompleteGatherError
@@ -21,8 +20,8 @@ from ddpsafe.data.errors import DataConfigError, IncompleteGatherError
 def test_results_come_back_in_dataset_order(ranks: int) -> None:
     """Tensors of several types, texts, sizes below the world size, ranks without a sample."""
     sizes = [1, 2, 3, 7, 12, 50]
-    result = ddpsafe.launch(exact_gather, args=(sizes,), nproc_per_node=ranks, backend="gloo")
-    assert all(all(result.values[rank]) for rank in range(ranks))
+    result = run_ranks(exact_gather, sizes, ranks=ranks)
+    assert all(all(result[rank]) for rank in range(ranks))
 
 
 @pytest.mark.parametrize(
@@ -36,10 +35,10 @@ def test_results_come_back_in_dataset_order(ranks: int) -> None:
 )
 def test_fault_on_one_rank_is_raised_on_every_rank(fault: str, kind: str, text: str) -> None:
     """No rank waits for one that raised; the message says what is wrong, and where."""
-    result = ddpsafe.launch(faulty_gather, args=(fault,), nproc_per_node=2, backend="gloo")
+    result = run_ranks(faulty_gather, fault)
     for rank in (0, 1):
-        assert result.values[rank][0] == kind
-        assert text in result.values[rank][1]
+        assert result[rank][0] == kind
+        assert text in result[rank][1]
 
 
 @given(n=st.integers(1, 60), replicas=st.integers(1, 8), data=st.data())

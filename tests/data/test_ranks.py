@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
-from data_programs import save_and_stop, undivided, uneven
+from data_programs import run_ranks, save_and_stop, undivided, uneven
 
-import ddpsafe
 from ddpsafe.data import even_steps
 from ddpsafe.data.errors import DataConfigError
-
-
-def launch(function: Any, *args: object, ranks: int = 2) -> Any:
-    """Run on gloo ranks; return the values."""
-    return ddpsafe.launch(function, args=args, nproc_per_node=ranks, backend="gloo").values
 
 
 @pytest.mark.parametrize(
@@ -33,14 +26,14 @@ def test_uneven_loops_end_with_equal_parameters(
     policy: str, counts: list[int], steps: list[int]
 ) -> None:
     """No hang, the steps that were promised, parameters equal to the bit."""
-    values = launch(uneven, policy, counts)
+    values = run_ranks(uneven, policy, counts)
     assert [values[rank][0] for rank in range(2)] == steps
     assert values[0][1] == values[1][1]
 
 
 def test_dummy_steps_weigh_samples_as_one_process_would() -> None:
     """With the weight, the gradient is the mean over all samples of all ranks in that step."""
-    values = launch(uneven, "dummy", [2, 4])
+    values = run_ranks(uneven, "dummy", [2, 4])
     torch.manual_seed(0)
     weight = torch.nn.Linear(2, 1, bias=False).double().weight.detach().requires_grad_()
     for step in range(4):
@@ -54,7 +47,7 @@ def test_dummy_steps_weigh_samples_as_one_process_would() -> None:
 @pytest.mark.parametrize(("policy", "counts"), [("error", [2, 4]), ("dummy", [0, 2])])
 def test_uneven_loops_that_cannot_go_on_name_the_rank(policy: str, counts: list[int]) -> None:
     """Every rank raises, with the rank that ran out."""
-    values = launch(uneven, policy, counts)
+    values = run_ranks(uneven, policy, counts)
     text = "ran out of batches after 2 steps" if policy == "error" else "have no batch at all"
     for rank in (0, 1):
         assert values[rank][2] == (0,)
@@ -63,7 +56,7 @@ def test_uneven_loops_that_cannot_go_on_name_the_rank(policy: str, counts: list[
 
 def test_loader_without_distributed_sampler_is_refused_in_a_world_of_two() -> None:
     """The message gives the line to write; meant exceptions are possible."""
-    values = launch(undivided)
+    values = run_ranks(undivided)
     for rank in (0, 1):
         shuffled, ordered, misfit, allowed = values[rank]
         assert shuffled.startswith("MissingDistributedSamplerError")
@@ -75,10 +68,10 @@ def test_loader_without_distributed_sampler_is_refused_in_a_world_of_two() -> No
 
 def test_training_stopped_on_two_ranks_goes_on_with_three() -> None:
     """Saved by rank 0 of 2, loaded by 3 with other batches and workers: every sample once."""
-    first = launch(save_and_stop, 4, None, {"batch_size": 7})
+    first = run_ranks(save_and_stop, 4, None, {"batch_size": 7})
     assert first[0][1] == first[1][1]
     options = {"batch_size": 5, "num_workers": 2, "persistent_workers": True}
-    second = launch(save_and_stop, 99, first[0][1], options, ranks=3)
+    second = run_ranks(save_and_stop, 99, first[0][1], options, ranks=3)
     seen = Counter(
         x for part in (first, second) for rank in part for batch in part[rank][0] for x in batch
     )

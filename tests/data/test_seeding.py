@@ -7,9 +7,8 @@ import random
 import numpy as np
 import pytest
 import torch
-from data_programs import Augmented, ByRng, Numbers, augmentation_trace
+from data_programs import Augmented, ByRng, Numbers, augmentation_trace, run_ranks
 
-import ddpsafe
 from ddpsafe.data import DataLoader, DistributedSampler, sample_rng, seed_worker
 from ddpsafe.data.errors import DataConfigError
 
@@ -21,15 +20,13 @@ def test_ranks_with_equal_seeds_draw_different_augmentations(
     persistent: bool,
 ) -> None:
     """PyTorch's workers draw the same on every rank; here no draw of any generator comes twice."""
-    result = ddpsafe.launch(
-        augmentation_trace, args=(workers, persistent), nproc_per_node=2, backend="gloo"
-    )
-    epochs = [entry for rank in (0, 1) for epoch in result.values[rank] for entry in epoch]
+    result = run_ranks(augmentation_trace, workers, persistent)
+    epochs = [entry for rank in (0, 1) for epoch in result[rank] for entry in epoch]
     samples = [sample for batch in epochs for sample in batch]
     for column in (2, 3, 4):
         draws = [sample[column] for sample in samples]
         assert len(set(draws)) == len(draws)
-    told = [[{s[1] for b in epoch for s in b} for epoch in result.values[r]] for r in (0, 1)]
+    told = [[{s[1] for b in epoch for s in b} for epoch in result[r]] for r in (0, 1)]
     assert told == [[{0}, {1}]] * 2
 
 

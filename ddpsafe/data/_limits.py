@@ -1,0 +1,148 @@
+"""Limits of the machine that workers would run into, looked at before they do."""
+
+from __future__ import annotations
+
+import os
+import resource
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from ddpsafe._errors import explain
+from ddpsafe.data._replica import local_world_size
+from ddpsafe.data.errors import DataWarning
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - the mount whose size is the limit
+_MIB: Final = 2**20
+_LEAST_BYTES_PER_BATCH: Final = 2**16
+_TENSORS_PER_BATCH: Final = 2
+_FILES_PER_WORKER: Final = 4
+_BUSY: Final = 2
+
+
+def warn_of_limits(loader: DataLoader[Any]) -> None:
+    """Say what the workers of this loader will be short of: files, memory to share, cores.
+
+    Only what is certain enough to say before a batch was read; see `check_shared_memory`.
+    """
+    if loader.num_workers == 0:
+        return
+    in_flight = loader.num_workers * (loader.prefetch_factor or 1)
+    for text in (
+        _open_files(loader.num_workers, in_flight),
+        _little_shared_memory(in_flight),
+        _cores(loader.num_workers),
+    ):
+        if text is not None:
+            warnings.warn(text, DataWarning, stacklevel=4)
+
+
+def check_shared_memory(batch: object, *, batches: int) -> None:
+    """Compare a batch, times those that are in flight on this machine, with /dev/shm."""
+    total = shared_memory_bytes()[1]
+    needed = tensor_bytes(batch) * batches * local_world_size()
+    if total is None or needed <= total:
+        return
+    warnings.warn(
+        explain(
+            f"Batches of {tensor_bytes(batch) / _MIB:.1f} MiB, {batches} of them in flight for each "
+            f"of {local_world_size()} ranks, need {needed / _MIB:.0f} MiB of {SHARED_MEMORY}, which "
+            f"has {total / _MIB:.0f} MiB.",
+            cause="workers hand over batches in shared memory; a worker that finds none left is "
+            "killed by SIGBUS.",
+            fix="lower num_workers, prefetch_factor or batch_size; in a container raise --shm-size.",
+        ),
+        DataWarning,
+        stacklevel=4,
+    )
+
+
+def shared_memory_bytes() -> tuple[int | None, int | None]:
+    """Return how much of /dev/shm is free, and its size; ``None`` where there is none."""
+    try:
+        stats = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return None, None
+    return stats.f_bavail * stats.f_frsize, stats.f_blocks * stats.f_frsize
+
+
+def tensor_bytes(batch: object) -> int:
+    """Return the size of the tensors in a batch."""
+    if isinstance(batch, torch.Tensor):
+        return batch.numel() * batch.element_size()
+    if isinstance(batch, Mapping):
+        return sum(tensor_bytes(part) for part in batch.values())
+    if isinstance(batch, list | tuple):
+        return sum(tensor_bytes(part) for part in batch)
+    return 0
+
+
+def describe_open_files() -> str:
+    """Say how many files this process may open, and what to do about it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return explain(
+        f"This process may open {soft} files (RLIMIT_NOFILE, hard limit {hard}).",
+        cause="files are opened for each sample and not closed, or many tensors are "
+        "passed as file descriptors.",
+        fix=f"close files, open them once in a PerProcess, `ulimit -n {hard}`, or "
+        "torch.multiprocessing.set_sharing_strategy('file_system').",
+    )
+
+
+def _open_files(num_workers: int, in_flight: int) -> str | None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]  # torch has no types here
+    if soft == resource.RLIM_INFINITY or strategy != "file_descriptor":
+        return None
+    needed = num_workers * _FILES_PER_WORKER + in_flight * _TENSORS_PER_BATCH
+    held = _count_open_files()
+    if held + needed <= soft:
+        return None
+    return explain(
+        f"{num_workers} workers with {in_flight} batches in flight need about {needed} open files; "
+        f"this process has {held} and may have {soft} (RLIMIT_NOFILE, hard limit {hard}).",
+        cause="each tensor that a worker sends is an open file until it is used.",
+        fix=f"`ulimit -n {hard}`, fewer workers, or "
+        "torch.multiprocessing.set_sharing_strategy('file_system').",
+    )
+
+
+def _count_open_files() -> int:
+    try:
+        return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names only
+    except OSError:
+        return 0
+
+
+def _little_shared_memory(in_flight: int) -> str | None:
+    free, total = shared_memory_bytes()
+    if free is None or total is None or free >= in_flight * _LEAST_BYTES_PER_BATCH:
+        return None
+    return explain(
+        f"{SHARED_MEMORY} has {free / _MIB:.1f} MiB free of {total / _MIB:.1f} MiB, for "
+        f"{in_flight} batches in flight.",
+        cause="the container has little shared memory, or a killed job has left files there.",
+        fix="raise --shm-size, delete what is left there, or num_workers=0.",
+    )
+
+
+def _cores(num_workers: int) -> str | None:
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    cores, ranks = len(os.sched_getaffinity(0)), local_world_size()
+    shared = cores == os.cpu_count()  # a rank with cores of its own shares them with no rank
+    # More workers than cores in one rank is what torch itself warns about.
+    if not shared or num_workers > cores or num_workers * ranks <= _BUSY * cores:
+        return None
+    return explain(
+        f"{ranks} ranks with {num_workers} workers each are {num_workers * ranks} processes on "
+        f"{cores} cores.",
+        cause="num_workers counts for each rank, not for the machine.",
+        fix=f"num_workers={max(1, cores // ranks)}, unless workers mostly wait for storage.",
+    )

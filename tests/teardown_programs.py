@@ -1,0 +1,137 @@
+"""Scripts that end the way the official tutorial ends; run by test_teardown.py."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import ddpsafe
+from ddpsafe._launcher.worker import Worker
+
+if TYPE_CHECKING:
+    from ddpsafe import RankContext
+
+HEAVY: Final = (
+    "PIL.Image",
+    "matplotlib.pyplot",
+    "scipy.stats",
+    "sklearn.datasets",
+    "sklearn.linear_model",
+    "torch._dynamo",
+)
+"""What vision scripts drag in; with such imports the plain teardown hangs much more often."""
+
+
+def import_heavy_modules() -> None:
+    """Import those that are installed."""
+    for name in HEAVY:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
+def keep_numpy_busy() -> None:
+    """Start a thread that takes and releases the GIL for as long as the process lives."""
+    threading.Thread(target=_multiply_for_ever, daemon=True).start()
+
+
+def _multiply_for_ever() -> None:
+    import numpy as np
+
+    matrix = np.ones((64, 64))
+    while True:
+        matrix = matrix @ matrix / 64
+
+
+def train_as_the_tutorial(rank: int, world_size: int) -> None:
+    """Set up, train and clean up by hand; the DDP object is alive when the group is destroyed."""
+    import torch.distributed as dist
+
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = "12355"
+    import_heavy_modules()
+    keep_numpy_busy()
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    model = take_two_steps()
+    dist.destroy_process_group()
+    del model
+
+
+def train_and_call_nothing(ctx: RankContext) -> int:
+    """Train, and leave the end to `launch`; the DDP object is alive until the function returns."""
+    import_heavy_modules()
+    keep_numpy_busy()
+    take_two_steps()
+    return ctx.rank
+
+
+def take_two_steps() -> object:
+    """Train a small DDP model as the tutorial does; return it, alive."""
+    import torch
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 5)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    for _ in range(2):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(torch.randn(20, 10)), torch.randn(20, 5)).backward()
+        optimizer.step()
+    return model
+
+
+def end_again_and_again(style: str, forked: int, spawned: int) -> None:
+    """Launch two ranks many times, in this one process; print how each of them ended, and when.
+
+    Args:
+        style: ``spawn`` for the tutorial's script, ``launch`` for one that calls nothing.
+        forked: How often with the start method ``forkserver``.
+        spawned: How often with ``spawn``, evenly spread among the others.
+    """
+    _start_forkserver()
+    exit_codes = _note_exit_codes()
+    longest_s, turn = 0.0, (forked + spawned) // max(1, spawned)
+    for number in range(forked + spawned):
+        started_s = time.monotonic()
+        _end_once(style, "spawn" if number % turn == turn - 1 else "forkserver")
+        longest_s = max(longest_s, time.monotonic() - started_s)
+    print(json.dumps({"exit_codes": exit_codes, "longest_s": longest_s}))
+
+
+def _end_once(style: str, start_method: str) -> None:
+    fields: dict[str, Any] = {
+        "start_method": start_method,
+        "timeouts": {"shutdown": 10, "grace": 2},
+        "console": "all",
+    }
+    if style == "spawn":
+        ddpsafe.spawn(train_as_the_tutorial, args=(2,), nprocs=2, **fields)
+    else:
+        ddpsafe.launch(train_and_call_nothing, nproc_per_node=2, backend="gloo", **fields)
+
+
+def _start_forkserver() -> None:
+    """Let the fork server of this process import the heavy modules once, for all ranks."""
+    modules = ["torch", "ddpsafe._worker.preload", *HEAVY]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
+    multiprocessing.forkserver.ensure_running()
+
+
+def _note_exit_codes() -> dict[str, int]:
+    """Count how ranks end. A launch is content once a rank has reported, so it does not tell."""
+    counts: dict[str, int] = {}
+    close = Worker.close
+
+    def noting_close(worker: Worker) -> None:
+        code = str(worker.exitcode)
+        counts[code] = counts.get(code, 0) + 1
+        close(worker)
+
+    Worker.close = noting_close  # type: ignore[method-assign]
+    return counts

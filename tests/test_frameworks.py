@@ -1,0 +1,74 @@
+"""Accelerate and Lightning Fabric inside of `launch` and `spawn`: they find what they expect."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+import framework_programs as programs
+import pytest
+import torch
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    Train = Callable[[ddpsafe.RankContext], dict[str, Any]]
+
+FAST: Final[dict[str, Any]] = {
+    "start_method": "forkserver",
+    "backend": "gloo",
+    # Without it Accelerate chooses a number of threads and says so on stderr.
+    "env": {"OMP_NUM_THREADS": "1"},
+    "console": "none",
+}
+
+FRAMEWORKS: Final = [
+    pytest.param(programs.train_with_accelerate, "accelerate", id="accelerate"),
+    pytest.param(programs.train_with_fabric, "lightning_fabric", id="fabric"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _has_framework(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed; the extra `test` has it")
+
+
+def weight_after_one_step() -> list[list[float]]:
+    """Take the same step in one process, on all samples."""
+    model, optimizer = programs.model_and_optimizer()
+    model(programs.data()).square().mean().backward()
+    optimizer.step()
+    return model.weight.detach().tolist()
+
+
+def check(found: list[dict[str, Any]]) -> None:
+    """Each rank has its place, half of the samples, and the weights of a step on all of them."""
+    assert [tuple(each["place"]) for each in found] == [(0, 2), (1, 2)]
+    assert [tuple(each["ours"]) for each in found] == [(0, 2), (1, 2)]
+    for each in found:
+        assert each["gathered"] == sorted(programs.data().tolist())
+        torch.testing.assert_close(
+            torch.tensor(each["weight"]), torch.tensor(weight_after_one_step())
+        )
+
+
+@pytest.mark.parametrize(("train", "package"), FRAMEWORKS)
+def test_framework_trains_in_the_group_that_launch_made(train: Train, package: str) -> None:
+    """The group is there already: the framework joins it, makes no other, and takes a real step."""
+    del package
+    values = ddpsafe.launch(train, nproc_per_node=2, **FAST).values
+    assert [found["same_group"] for found in values.values()] == [True, True]
+    check([values[rank] for rank in range(2)])
+
+
+@pytest.mark.parametrize(("train", "package"), FRAMEWORKS)
+def test_framework_makes_its_group_under_spawn(train: Train, package: str, tmp_path: Path) -> None:
+    """Nobody called setup: the framework reads the variables of the rank and makes the group itself."""
+    del package
+    ddpsafe.spawn(programs.in_a_spawned_rank, args=(train, tmp_path), nprocs=2, **FAST)
+    check([json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)])
