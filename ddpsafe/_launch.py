@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.plan import LaunchPlan
     from ddpsafe._worker.context import RankContext
 
+    OnRetry = Callable[[DDPSafeError], Sequence[Any] | None]
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -61,6 +63,7 @@ def launch(
     kwargs: Mapping[str, Any] | None = None,
     *,
     config: LaunchConfig | None = None,
+    on_retry: OnRetry | None = None,
     **fields: Unpack[LaunchFields],
 ) -> LaunchResult[R]:
     """Run ``fn(ctx, *args, **kwargs)`` in every rank, with the process group up.
@@ -74,6 +77,8 @@ def launch(
         args: Its positional arguments after the context.
         kwargs: Its keyword arguments.
         config: The configuration; without one it is read from environment and file.
+        on_retry: Called with a failure that `RetryPolicy` tries again; what it returns takes the
+            place of `args` (a smaller batch after running out of memory), ``None`` keeps them.
         **fields: Fields of `LaunchConfig` that win over it.
 
     Returns:
@@ -91,7 +96,7 @@ def launch(
             return _run_here(fn, args, kwargs or {}, resolved)
         require_main_guard()
         plan = make_plan(resolved, style="launch")
-        return _run_plan(plan, _pickle(fn, args, kwargs or {}))
+        return _run_plan(plan, _Calls(fn, args, kwargs or {}, on_retry))
     except DDPSafeError as error:
         raise presentable(error)  # noqa: B904 - the same error, with its own cause
 
@@ -105,6 +110,7 @@ def spawn(
     start_method: str = "spawn",
     *,
     config: LaunchConfig | None = None,
+    on_retry: OnRetry | None = None,
     **fields: Unpack[SpawnFields],
 ) -> SpawnHandle | None:
     """Run ``fn(rank, *args)`` in `nprocs` processes; a drop-in for ``torch.multiprocessing.spawn``.
@@ -120,6 +126,7 @@ def spawn(
         daemon: Make them daemonic processes, which may not have children of their own.
         start_method: ``spawn`` or ``forkserver``.
         config: As in `launch`.
+        on_retry: As in `launch`.
         **fields: As in `launch`.
 
     Returns:
@@ -139,18 +146,39 @@ def spawn(
             start_method=start_method,  # type: ignore[arg-type]  # judged by the config
         )
         plan = make_plan(resolved, style="spawn", daemon=daemon)
-        call = _pickle(fn, args, {})
+        calls = _Calls(fn, args, {}, on_retry)
         if join:
-            _run_plan(plan, call)
+            _run_plan(plan, calls)
             return None
-        return SpawnHandle(partial(_run_plan, plan, call), daemon=daemon)
+        return SpawnHandle(partial(_run_plan, plan, calls), daemon=daemon)
     except DDPSafeError as error:
         raise presentable(error)  # noqa: B904 - the same error, with its own cause
 
 
+class _Calls:
+    """The call that ranks make, which a retry may change; pickled before any process starts."""
+
+    def __init__(
+        self,
+        fn: Callable[..., object],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        on_retry: OnRetry | None,
+    ) -> None:
+        self._fn, self._kwargs, self._on_retry = fn, kwargs, on_retry
+        self.current = _pickle(fn, args, kwargs)
+
+    def change(self, failure: DDPSafeError) -> bool:
+        """Ask for other arguments; tell whether there are any."""
+        args = None if self._on_retry is None else self._on_retry(failure)
+        if args is not None:
+            self.current = _pickle(self._fn, args, self._kwargs)
+        return args is not None
+
+
 def _run_plan(
     plan: LaunchPlan,
-    call: PickledCall,
+    calls: _Calls,
     on_start: OnStart | None = None,
     cancelled: Event | None = None,
 ) -> LaunchResult[Any]:
@@ -161,12 +189,19 @@ def _run_plan(
         attempts = number
         require_data_paths(plan.config.data_paths)
         return run_attempt(
-            number, plan=plan, call=call, run_rank=run_rank, directory=directory, on_start=on_start
+            number,
+            plan=plan,
+            call=calls.current,
+            run_rank=run_rank,
+            directory=directory,
+            on_start=on_start,
         )
 
     try:
         with open_run_directory(plan.config.run_dir) as directory:
-            values = run_attempts(plan.config.retry, attempt, cancelled=cancelled)
+            values = run_attempts(
+                plan.config.retry, attempt, change=calls.change, cancelled=cancelled
+            )
     except Interrupted as interrupted:
         pass_on(interrupted.signum)
         raise

@@ -91,6 +91,44 @@ class Lethal(Numbers):
         return index
 
 
+class Gated(Numbers):
+    """One sample waits at a FIFO until somebody has opened it for writing; then it may kill."""
+
+    def __init__(self, n: int, index: int, fifo: str, how: str = "") -> None:
+        super().__init__(n)
+        self.index = index
+        self.fifo = fifo
+        self.how = how
+        self.samples = [(f"/data/{i:05d}.jpg", 0) for i in range(n)]
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.index:
+            Path(self.fifo).read_bytes()
+            if self.how:
+                os.kill(os.getpid(), getattr(signal, self.how))
+        return index
+
+
+class Renamed(Numbers):
+    """Sample i is i, but its path belongs to another dataset."""
+
+    def __init__(self, n: int, name: str) -> None:
+        super().__init__(n)
+        self.samples = [(f"/data/{name}/{i:05d}.jpg", 0) for i in range(n)]
+        self.root = "/data"
+
+
+class Noisy(Numbers):
+    """Each read draws from a generator of the dataset's own."""
+
+    def __init__(self, n: int, seed: int) -> None:
+        super().__init__(n)
+        self.rng = np.random.default_rng(seed)
+
+    def __getitem__(self, index: int) -> Any:
+        return index, float(self.rng.random())
+
+
 def write_records(path: Path, n: int) -> None:
     """Write n records of `RECORD` bytes; record i holds i."""
     path.write_bytes(b"".join(i.to_bytes(RECORD, "little") for i in range(n)))
@@ -312,6 +350,38 @@ def save_and_stop(
             break
         seen.append([int(x) for x in batch])
     return seen, loader.state_dict()
+
+
+def loaders_of_context(ctx: ddpsafe.RankContext, n: int) -> Any:
+    """Train and evaluate with ``ctx.loader``; return what was read, and the gathered results."""
+    train = ctx.loader(Numbers(n), batch_size=4, num_workers=1, seed=5)
+    read = [[int(x) for batch in train for x in batch] for _ in train.epochs(2)]
+    evaluation = ddpsafe.loader(Numbers(n), batch_size=4, train=False)
+    outputs = torch.tensor([3 * int(x) for batch in evaluation for x in batch])
+    gathered = data.gather_exact(outputs, evaluation.sampler, n=n)  # type: ignore[arg-type]  # indices
+    assert gathered is not None
+    return read, gathered.tolist(), train.state_dict(compare=True)
+
+
+def states_compared(ctx: ddpsafe.RankContext, extra: int) -> Any:
+    """Compare the states of ranks of which rank 1 has read `extra` more batches."""
+    loader = ctx.loader(Numbers(60), batch_size=4)
+    iterator = iter(loader)
+    for _ in range(2 + (extra if ctx.rank == 1 else 0)):
+        next(iterator)
+    try:
+        return loader.state_dict(compare=True)["consumed"]
+    except data.errors.DatasetInconsistencyError as error:
+        return str(error), error.ranks
+
+
+def loader_of_another_dataset(ctx: ddpsafe.RankContext) -> str:
+    """Make a loader of a dataset that differs on rank 1; return what was raised."""
+    try:
+        ctx.loader(Renamed(30, f"part-{ctx.rank}"), batch_size=4)
+    except data.errors.DatasetInconsistencyError as error:
+        return str(error)
+    return "nothing"
 
 
 def _epochs_of(loader: Any) -> Any:

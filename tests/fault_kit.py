@@ -196,7 +196,8 @@ def require_answers(error: LaunchError) -> None:
         assert [line for line in lines if line.startswith(f"  {start}")], f"no {start!r} in {error}"
     logs = [line for line in lines if line.startswith("  Logs: ")]
     assert len(logs) == 1, str(error)
-    assert Path(logs[0].removeprefix("  Logs: ")).exists() or error.run_dir is None
+    if error.run_dir is not None and error.run_dir.exists():
+        assert Path(logs[0].removeprefix("  Logs: ")).exists()
 
 
 def require_rank(error: ddpsafe.RankFailedError, rank: int) -> None:

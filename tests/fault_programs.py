@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -413,12 +414,14 @@ def outgrow_torch(_folder: Path) -> None:
     torch.ones(1 << 30)
 
 
-def outgrow_the_machine(folder: Path) -> None:
-    """Move into a memory cgroup that the test has made, and fill it: the kernel kills."""
-    (Path((folder / "cgroup").read_text()) / "cgroup.procs").write_text(str(os.getpid()))
-    hoard: list[bytearray] = []
-    while True:
-        hoard.append(bytearray(os.urandom(1) * (8 << 20)))
+def outgrow_the_machine(_folder: Path) -> None:
+    """Fill all the memory there is in a control group: the kernel kills.
+
+    The test's group has less than is filled here; without it the machine shall survive.
+    """
+    hoard = [bytearray(os.urandom(1) * (8 << 20)) for _ in range(256)]
+    msg = f"{len(hoard)} times 8 MB were there"
+    raise RuntimeError(msg)
 
 
 # A rank hangs.
@@ -1008,3 +1011,43 @@ def be_killed_at_exit(ctx: RankContext, _folder: Path) -> int:
     if ctx.rank == 1:
         atexit.register(os.kill, os.getpid(), signal.SIGKILL)
     return ctx.rank
+
+
+# The run directory.
+
+
+def print_for_ever(ctx: RankContext, folder: Path) -> None:
+    """Print on rank 1 until the disk is full."""
+    average_gradients()
+    while ctx.rank == 1:
+        mark(folder)
+        print("x" * 1_000)
+    average_gradients()
+
+
+def fill_and_fail(ctx: RankContext, folder: Path, filler: Path) -> None:
+    """Fill the disk of the run directory, and fail."""
+    average_gradients()
+    if ctx.rank == 1:
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+            while file.write(b"x" * 512):
+                pass
+        mark(folder)
+        raise_own_error(folder)
+    average_gradients()
+
+
+def remove_run_dir(ctx: RankContext, folder: Path, how: str) -> str:
+    """Remove the run directory on rank 1, and go on, raise or hang."""
+    average_gradients()
+    if ctx.rank == 1:
+        assert ctx.run_dir is not None
+        shutil.rmtree(ctx.run_dir)
+        mark(folder)
+        if how == "raise":
+            raise_own_error(folder)
+        if how == "hang":
+            sleep(folder)
+    print("to whom it may concern")
+    average_gradients()
+    return "done"

@@ -8,9 +8,13 @@ import json
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
+
+import forked_ranks
+import psutil
 
 import ddpsafe
 from ddpsafe._launcher.worker import Worker
@@ -135,3 +139,50 @@ def _note_exit_codes() -> dict[str, int]:
 
     Worker.close = noting_close  # type: ignore[method-assign]
     return counts
+
+
+def train_attached() -> None:
+    """Train in a rank that another launcher started; the DDP object outlives the group."""
+    keep_numpy_busy()
+    with ddpsafe.process_group():
+        model = take_two_steps()
+    del model
+
+
+def exit_again_and_again(rounds: int) -> None:
+    """Fork two ranks many times, each of which ends as an interpreter does; print exit codes.
+
+    A rank that multiprocessing starts leaves through `os._exit`; these run into the destructors of
+    Python's and of C++ globals, where plain torch aborts now and then.
+    """
+    import_heavy_modules()
+    counts: dict[str, int] = {}
+    longest_s = 0.0
+    for _ in range(rounds):
+        started_s = time.monotonic()
+        port = forked_ranks.free_port()
+        pids = [_fork_rank(forked_ranks.by_hand(rank, 2, port)) for rank in range(2)]
+        for pid in pids:
+            code = str(_exit_code(pid))
+            counts[code] = counts.get(code, 0) + 1
+        longest_s = max(longest_s, time.monotonic() - started_s)
+    print(json.dumps({"exit_codes": counts, "longest_s": longest_s}))
+
+
+def _fork_rank(env: dict[str, str]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        os.environ.update(env)
+        train_attached()
+        sys.exit()
+    return pid
+
+
+def _exit_code(pid: int) -> int | None:
+    """Wait for a child; -9 means that it hung."""
+    process = psutil.Process(pid)
+    try:
+        return process.wait(timeout=20)
+    except psutil.TimeoutExpired:
+        process.kill()
+        return process.wait()

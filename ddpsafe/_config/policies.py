@@ -115,6 +115,13 @@ class RetryPolicy(BaseModel):
         examples=["1"],
     )
 
+    no_progress: Annotated[int, BeforeValidator(judge_integer), Field(ge=1)] | None = Field(
+        default=2,
+        description="Give up after so many attempts in a row in which your function ran and no "
+        "optimizer made a step. None: whatever they came to.",
+        examples=["2", "None"],
+    )
+
     if TYPE_CHECKING:
 
         def __init__(
@@ -125,6 +132,7 @@ class RetryPolicy(BaseModel):
             backoff_initial: DurationLike = ...,
             backoff_max: DurationLike = ...,
             jitter: DurationLike = ...,
+            no_progress: int | None = ...,
         ) -> None: ...
 
     @field_validator("backoff_max")

@@ -72,8 +72,9 @@ class Timeouts(BaseModel):
     )
     shutdown: Duration = Field(
         default=timedelta(seconds=30),
-        description="From the last rank's return, or the first failure, until every process is "
-        "gone: ShutdownTimeoutError.",
+        description="From the last rank's return until every process is gone. Ranks that are "
+        "left then are ended and the result stands; ShutdownTimeoutError is for a group that "
+        "cannot be left.",
         examples=["30"],
     )
     grace: Duration = Field(

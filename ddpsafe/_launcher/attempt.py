@@ -121,7 +121,9 @@ def _failure(
         run_dir=directory.path,
         oom_kills=oom_kills,
     )
-    return postmortem.conclude(case)
+    error = postmortem.conclude(case)
+    directory.report(number, error)
+    return error
 
 
 def _specs(

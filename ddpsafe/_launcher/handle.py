@@ -12,6 +12,9 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING
 
+from ddpsafe._errors import DDPSafeError
+from ddpsafe._launcher.presentation import presentable
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.process import BaseProcess
@@ -83,12 +86,15 @@ class SpawnHandle:
             raise
         self._thread.join()
         atexit.unregister(self._cancel)
+        error = self._result.exception()
+        if isinstance(error, DDPSafeError):
+            raise presentable(error)
         self._result.result()
         return True
 
     def _cancel(self) -> None:
         self._cancelled.set()
-        if self._inbox is not None:
+        if self._inbox is not None and not self._inbox.closed.is_set():
             with contextlib.suppress(OSError):
                 self._inbox.put(signal.SIGINT, None)
         self._thread.join()

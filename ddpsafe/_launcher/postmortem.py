@@ -204,7 +204,7 @@ def _too_long(case: Case, cause: Cause) -> LaunchError:
         outcome for outcome in case.outcomes.values() if outcome.status in ("running", "stopped")
     ]
     accused = cause.root if cause.sort in ("stopped", "behind", "elsewhere", "left") else None
-    missing = [accused] if accused is not None else running
+    missing = [accused] if accused is not None else (running or [cause.root])
     names = listed(outcome.rank for outcome in missing)
     setting, limit = {
         "attempt": ("timeouts.attempt", "still ran at the end of timeouts.attempt"),

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from ddpsafe._errors import DDPSafeError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
-
-    from ddpsafe._errors import DDPSafeError
 
 
 def presentable(error: DDPSafeError) -> DDPSafeError:
     """Prepare an error for the user: the last thing before it leaves the library.
 
     The frames of ours and of tenacity would push the message off the screen; it says it all.
-    Python ends with 1 after any traceback, which hides the rank's own code from a scheduler; a
-    hook that raises SystemExit after it has shown the traceback sets the status. Every other
-    exception passes through to the hook that was there before.
 
     Args:
         error: The error that is about to be raised.
@@ -25,20 +23,24 @@ def presentable(error: DDPSafeError) -> DDPSafeError:
     Returns:
         The same error.
     """
-    if error.exit_code != 1:
-        _exit_with_code_of(error)
+    if error.exit_code != 1 and not isinstance(sys.excepthook, _ExitWithCode):
+        sys.excepthook = _ExitWithCode(sys.excepthook)
     return error.with_traceback(None)
 
 
-def _exit_with_code_of(error: DDPSafeError) -> None:
-    before = sys.excepthook
+class _ExitWithCode:
+    """Ends the process with the exit code of an error of ours that nobody caught.
 
-    def hook(
-        kind: type[BaseException], raised: BaseException, traceback: TracebackType | None
+    Python ends with 1 after any traceback, which hides the rank's own code from a scheduler; a
+    hook that raises SystemExit once it has shown the traceback sets the status.
+    """
+
+    def __init__(self, before: Callable[[type[BaseException], Any, Any], object]) -> None:
+        self._before = before
+
+    def __call__(
+        self, kind: type[BaseException], raised: BaseException, traceback: TracebackType | None
     ) -> None:
-        sys.excepthook = before
-        before(kind, raised, traceback)
-        if raised is error:
-            raise SystemExit(error.exit_code)
-
-    sys.excepthook = hook
+        self._before(kind, raised, traceback)
+        if isinstance(raised, DDPSafeError) and raised.exit_code != 1:
+            raise SystemExit(raised.exit_code)

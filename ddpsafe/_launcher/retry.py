@@ -8,6 +8,7 @@ from threading import Event
 from typing import TYPE_CHECKING, TypeVar
 
 import tenacity
+from tenacity.stop import stop_base
 
 from ddpsafe._errors import DDPSafeError, LaunchError, PreflightError
 
@@ -21,13 +22,18 @@ logger = logging.getLogger(__name__)
 
 
 def run_attempts(
-    policy: RetryPolicy, run_attempt: Callable[[int], R], *, cancelled: Event | None = None
+    policy: RetryPolicy,
+    run_attempt: Callable[[int], R],
+    *,
+    change: Callable[[DDPSafeError], bool] = lambda _: False,
+    cancelled: Event | None = None,
 ) -> R:
     """Run attempts until one ends well or the policy gives up.
 
     Args:
         policy: How often, after which failures, with which pauses.
         run_attempt: Runs the attempt of that number, counted from 1.
+        change: Called with a failure that is tried again; tells whether the next attempt differs.
         cancelled: Ends a pause, and lets no further attempt begin.
 
     Returns:
@@ -38,23 +44,20 @@ def run_attempts(
     """
     earlier: list[DDPSafeError] = []
     cancelled = cancelled or Event()
+    progress = _Progress(policy.no_progress)
 
-    def note(state: tenacity.RetryCallState) -> None:
+    def prepare(state: tenacity.RetryCallState) -> None:
         error = _error_of(state)
         earlier.append(error)
-        assert state.next_action is not None  # noqa: S101 - tenacity sets it before a sleep
-        logger.warning(
-            "attempt %d of %d failed (%s); trying again in %.1f s: %s",
-            state.attempt_number,
-            policy.attempts,
-            _kind_of(error),
-            state.next_action.sleep,
-            str(error).splitlines()[0],
-        )
+        _announce(error, state, policy)
+        if change(error):
+            progress.start_anew()
 
     retrying = tenacity.Retrying(
         stop=tenacity.stop_any(
-            tenacity.stop_after_attempt(policy.attempts), tenacity.stop_when_event_set(cancelled)
+            tenacity.stop_after_attempt(policy.attempts),
+            tenacity.stop_when_event_set(cancelled),
+            progress,
         ),
         sleep=tenacity.sleep_using_event(cancelled),
         wait=tenacity.wait_exponential(
@@ -63,7 +66,7 @@ def run_attempts(
         )
         + tenacity.wait_random(0, policy.jitter.total_seconds()),
         retry=tenacity.retry_if_exception(lambda exc: _deserves_another(exc, policy)),
-        before_sleep=note,
+        before_sleep=prepare,
         reraise=True,
     )
     numbers = itertools.count(1)
@@ -72,6 +75,49 @@ def run_attempts(
     except LaunchError as error:
         error.previous_attempts = tuple(earlier)
         raise
+
+
+class _Progress(stop_base):
+    """Counts the attempts in a row that came to nothing, and stops when they are too many."""
+
+    def __init__(self, longest_row: int | None) -> None:
+        self._longest_row = longest_row
+        self._row = 0
+
+    def __call__(self, retry_state: tenacity.RetryCallState) -> bool:
+        error = _error_of(retry_state)
+        self._row = self._row + 1 if _made_no_step(error) else 0
+        if self._longest_row is None or self._row < self._longest_row:
+            return False
+        why = (
+            f"Not tried again: {self._row} attempts in a row made no optimizer step "
+            "(RetryPolicy.no_progress)."
+        )
+        error.args = (f"{error}\n  {why}", *error.args[1:])
+        return True
+
+    def start_anew(self) -> None:
+        """Forget the attempts so far: the next one is made with other arguments."""
+        self._row = 0
+
+
+def _made_no_step(error: DDPSafeError) -> bool:
+    """Tell whether the user's function ran, on some rank, and no rank's optimizer made a step."""
+    outcomes = error.outcomes.values() if isinstance(error, LaunchError) else ()
+    ran = any(outcome.phase in ("running", "leaving") for outcome in outcomes)
+    return ran and all(outcome.steps == 0 for outcome in outcomes)
+
+
+def _announce(error: DDPSafeError, state: tenacity.RetryCallState, policy: RetryPolicy) -> None:
+    assert state.next_action is not None  # noqa: S101 - tenacity sets it before a sleep
+    logger.warning(
+        "attempt %d of %d failed (%s); trying again in %.1f s: %s",
+        state.attempt_number,
+        policy.attempts,
+        _kind_of(error),
+        state.next_action.sleep,
+        str(error).splitlines()[0],
+    )
 
 
 def _error_of(state: tenacity.RetryCallState) -> DDPSafeError:

@@ -7,9 +7,10 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import LaunchError, PreflightError, explain
+from ddpsafe._launcher.report import write_report
 from ddpsafe._wire.spec import LogFiles
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from ddpsafe._wire.outcome import RankOutcome
     from ddpsafe._world import World
+_ROOM_BYTES: Final = 64 << 10
 
 
 class RunDirectory:
@@ -50,8 +52,18 @@ class RunDirectory:
         """
         for outcome in outcomes:
             if outcome.raised is not None and outcome.stderr is not None:
-                with contextlib.suppress(OSError), Path(outcome.stderr).open("a") as file:
+                with (
+                    contextlib.suppress(OSError),
+                    Path(outcome.stderr).open(
+                        "a", encoding="utf-8", errors="backslashreplace"
+                    ) as file,
+                ):
                     file.write(outcome.raised.traceback)
+
+    def report(self, number: int, error: LaunchError) -> None:
+        """Write what is known of a failed attempt beside its logs, if the disk takes it."""
+        with contextlib.suppress(OSError):
+            write_report(error, self.path / f"attempt-{number}")
 
     def discard(self) -> None:
         """Remove a directory that we made."""
@@ -91,8 +103,8 @@ def _make(path: Path) -> RunDirectory:
     try:
         path.mkdir(parents=True, exist_ok=True)
         _set_aside_earlier_attempts(path)
-        with tempfile.TemporaryFile(dir=path):
-            pass
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(bytes(_ROOM_BYTES))  # an empty file fits on a full disk
     except OSError as exc:
         raise _unusable(path, exc) from exc
     return RunDirectory(path, is_ours=False)

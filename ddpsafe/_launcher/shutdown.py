@@ -50,6 +50,8 @@ def stop_workers(workers: Sequence[Worker], *, grace: timedelta, launch_id: str)
 
 def _end(workers: Sequence[Worker], signum: signal.Signals, deadline: Deadline) -> None:
     for worker in workers:
+        if worker.alive and wait([worker.end_handle()], 0):
+            worker.note_end()  # it ended by itself: that is evidence, and not our doing
         if worker.alive:
             worker.stopped = True
             worker.signal(signum)

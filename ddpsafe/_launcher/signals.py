@@ -105,6 +105,6 @@ def pass_on(received: signal.Signals) -> None:
         KeyboardInterrupt: For SIGINT; any other signal ends the process.
     """
     if received == signal.SIGINT:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt from None
     remove_helpers_folder()
     signal.raise_signal(received)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -72,6 +73,7 @@ class Watch:
         self._console = console
         self._rendezvous = Deadline.after(timeouts.rendezvous)
         self._attempt = Deadline.after(timeouts.attempt)
+        self._stopping: Deadline | None = None
         self._sequence = SequenceWatch(workers)
         self._flight = FlightWatch(workers)
         self._progress = ProgressWatch(workers, timeouts.progress)
@@ -93,7 +95,7 @@ class Watch:
         """Return the first reason to end the watch, the most telling one first."""
         workers = self._workers
         reasons: tuple[tuple[Verdict, Callable[[], bool]], ...] = (
-            ("signal", lambda: self._inbox.received is not None),
+            ("signal", self._must_stop),
             ("failed", lambda: any(map(has_failed, workers))),
             ("done", lambda: all(worker.returned is not None for worker in workers)),
             ("failing", self._flight.stuck),
@@ -104,13 +106,27 @@ class Watch:
         )
         return next((verdict for verdict, holds in reasons if holds()), None)
 
+    def _must_stop(self) -> bool:
+        """Tell whether a signal has come, and ranks that can stop by themselves have had time to."""
+        received = self._inbox.received
+        if received is None:
+            return False
+        if received == signal.SIGINT or not any(worker.heeds_stop for worker in self._workers):
+            return True
+        if self._stopping is None:
+            self._stopping = Deadline.after(self._timeouts.grace)
+            for worker in self._workers:
+                worker.ask_stop()
+        return self._stopping.expired()
+
     def _late(self) -> bool:
         return self._rendezvous.expired() and not all(worker.joined for worker in self._workers)
 
     def _next_deadline(self) -> Deadline:
+        deadline = self._attempt if self._stopping is None else self._stopping
         if all(worker.joined for worker in self._workers):
-            return self._attempt
-        return self._rendezvous.earlier(self._attempt)
+            return deadline
+        return self._rendezvous.earlier(deadline)
 
     def _settle(self) -> None:
         settle, longer = Deadline.after(_SETTLE), Deadline.after(_SETTLE_SECONDARY)
@@ -128,7 +144,7 @@ class Watch:
         """Give ranks that have returned the time to end by themselves; the result stands."""
         deadline = Deadline.after(self._timeouts.shutdown)
         while any(worker.alive for worker in self._workers) and not deadline.expired():
-            if self._inbox.received is not None:
+            if self._must_stop():
                 return
             self._wait(deadline)
 

@@ -81,7 +81,7 @@ _KINDS: Final[tuple[tuple[FailureKind, re.Pattern[str]], ...]] = (
             re.IGNORECASE,
         ),
     ),
-    ("hardware", re.compile(r"uncorrectable ECC|Xid|fallen off the bus", re.IGNORECASE)),
+    ("hardware", re.compile(r"uncorrectable ECC|\bXid\b|fallen off the bus")),
     ("unpicklable", re.compile(r"CannotTravelError|PicklingError")),
     ("port", _BUSY_PORT),
     (

@@ -9,9 +9,10 @@ import time
 from typing import TYPE_CHECKING
 
 from ddpsafe._launcher.descendants import RankProcess
-from ddpsafe._wire.channel import Receiver
+from ddpsafe._wire.channel import ASK_POSITION, ASK_STOP, Receiver
 from ddpsafe._wire.outcome import (
     Entered,
+    HeedsStop,
     Phase,
     Position,
     Raised,
@@ -44,6 +45,7 @@ class Worker:
         state: What the system says of the process, when it was asked.
         stack: The user's innermost line, when it was asked.
         in_collective: Whether it waited in a collective there.
+        heeds_stop: Whether its function asks now and then if it should stop.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Worker:
         self.state = ""
         self.stack = ""
         self.in_collective: bool | None = None
+        self.heeds_stop = False
         self._process = process
         self._is_lent = False
         self._pidfd = _open_pidfd(process.pid)
@@ -125,6 +128,8 @@ class Worker:
                 self.position = message
             elif isinstance(message, Recovered):
                 self.raised = None
+            elif isinstance(message, HeedsStop):
+                self.heeds_stop = True
             elif self.raised is None or message.final:
                 self.raised, self.position = message, message.position
 
@@ -134,8 +139,15 @@ class Worker:
 
     def ask_position(self) -> None:
         """Ask where it is; the answer is a report. A rank that holds the GIL cannot answer."""
+        self._say(ASK_POSITION)
+
+    def ask_stop(self) -> None:
+        """Tell it that the job has been asked to stop; see `RankContext.stop_requested`."""
+        self._say(ASK_STOP)
+
+    def _say(self, word: bytes) -> None:
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
-            os.write(self._lifeline_fd, b"?")
+            os.write(self._lifeline_fd, word)
 
     def note_end(self) -> None:
         """Record that the process has ended, with the last it had to say."""
@@ -162,6 +174,7 @@ class Worker:
             state=self.state,
             stack=self.stack,
             in_collective=self.in_collective,
+            steps=self.steps(),
         )
 
     def _status(self) -> Status:

@@ -134,8 +134,12 @@ def _start(
         steps = StepCounter(step_file)
         with _main_only_if_it_exists():
             process.start()
+        on_failure.callback(process.kill)
+        worker = Worker(
+            spec, process, report_fd=report_read, lifeline_fd=lifeline_write, steps=steps
+        )
         on_failure.pop_all()
-    return Worker(spec, process, report_fd=report_read, lifeline_fd=lifeline_write, steps=steps)
+    return worker
 
 
 @contextlib.contextmanager

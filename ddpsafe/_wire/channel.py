@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 _HEADER: Final = struct.Struct("<Q")
 _CHUNK: Final = 1 << 20
 
+ASK_POSITION: Final = b"?"
+ASK_STOP: Final = b"!"
+"""What the launcher may say to a rank, on the pipe that otherwise only ends with it."""
+
 
 class InheritedFd:
     """A file descriptor on its way into a process that is being started."""
@@ -43,7 +47,7 @@ class Inheritance:
 
     Attributes:
         report: Where it writes to the launcher.
-        lifeline: Ends with the launcher; every byte on it asks for the rank's position.
+        lifeline: Ends with the launcher; carries `ASK_POSITION` and `ASK_STOP`.
         call: A file with the pickled call.
         steps: A file that holds the rank's `StepCounter`.
         handles: What the call needs beside its bytes.

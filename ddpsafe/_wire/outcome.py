@@ -141,7 +141,7 @@ class Raised:
         """Describe an exception in plain text; never raises itself."""
         return cls(
             type_name=_type_name(exc),
-            message=clip(_text_of(exc), _MAX_MESSAGE),
+            message=clip(text_of(exc), _MAX_MESSAGE),
             traceback=clip(_traceback_of(exc), _MAX_TRACEBACK),
             payload=payload,
             phase=phase,
@@ -159,7 +159,12 @@ class Recovered:
     """The exception that was seen in flight did not end the rank."""
 
 
-Message = Entered | Position | Returned | Raised | Recovered
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeedsStop:
+    """The user's function has called `stop_requested`, so asking it to stop has a point."""
+
+
+Message = Entered | Position | Returned | Raised | Recovered | HeedsStop
 
 
 def where_of(tb: TracebackType | None) -> str:
@@ -190,7 +195,8 @@ def _type_name(exc: BaseException) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _text_of(exc: BaseException) -> str:
+def text_of(exc: BaseException) -> str:
+    """Return ``str()`` of an exception, whatever its own ``__str__`` does."""
     try:
         return str(exc)
     except Exception as broken:  # noqa: BLE001 - a user's __str__ may raise anything
@@ -215,7 +221,7 @@ def exit_code_of(exc: BaseException) -> int | None:
     return exc.code if isinstance(exc.code, int) else 1
 
 
-Status = Literal["returned", "raised", "exited", "killed", "stopped", "running", "not-started"]
+Status = Literal["returned", "raised", "exited", "killed", "stopped", "running"]
 """``stopped``: ended by the launcher, so it says nothing about the rank itself."""
 
 
@@ -237,6 +243,7 @@ class RankOutcome:
         state: What the system said of the process before it was ended, e.g. ``stopped``.
         stack: Where its main thread was before it was ended: the user's innermost line.
         in_collective: Whether that line waited in a collective; ``None`` where unknown.
+        steps: How many steps its optimizers had made.
         stdout: Its log of file descriptor 1.
         stderr: Its log of file descriptor 2.
     """
@@ -254,6 +261,7 @@ class RankOutcome:
     state: str = ""
     stack: str = ""
     in_collective: bool | None = None
+    steps: int = 0
     stdout: str | None = None
     stderr: str | None = None
 

@@ -67,7 +67,8 @@ def process_group(
         yield member
     except BaseException:
         # No barrier and no destroy on a failing path: the peers would wait for each other.
-        _forget(member)
+        if opened:
+            _forget(member)
         raise
     _close(member, opened=opened)
 
@@ -145,7 +146,8 @@ def _enter(
     current = find_current()
     if dist.is_initialized():
         return current or adopt_group(), False
-    if current is not None and session.find_spec() is not None:
+    asks_for_this_launch = current is not None and world_size in (None, current.world_size)
+    if current is not None and asks_for_this_launch and session.find_spec() is not None:
         return join_launch(current, backend), True
     from ddpsafe._config import LaunchConfig
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar, cast, overload
 
 from ddpsafe._clock import Deadline
-from ddpsafe._errors import BarrierTimeoutError, RankRaisedError, explain
-from ddpsafe._worker import collectives, in_flight
+from ddpsafe._errors import BarrierTimeoutError, explain
+from ddpsafe._worker import collectives, in_flight, stopping
+from ddpsafe._worker.following import following
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
     from datetime import timedelta
     from pathlib import Path
@@ -141,6 +141,13 @@ class RankContext:
     def barrier_timeout_error(
         self, label: str, missing: list[int], deadline: Deadline
     ) -> BarrierTimeoutError:
+        """Word the error of a wait that ended without all ranks.
+
+        Args:
+            label: What the ranks met for.
+            missing: The ranks that did not come.
+            deadline: How long it was waited.
+        """
         waited_s = deadline.waited_s()
         names = ", ".join(map(str, missing))
         what = (
@@ -186,45 +193,9 @@ class RankContext:
             BarrierTimeoutError: Rank 0 did not come within the barrier's timeout.
         """
         if fn is None:
-            return self._following(local=local)
-        with self._following(local=local):
+            return following(self, local=local)
+        with following(self, local=local):
             return fn(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def _following(self, *, local: bool) -> Iterator[None]:
-        if self.control is None:
-            collectives.require_group(self.world)
-            yield
-            return
-        name = f"rank-zero-first/{self.node_rank if local else 'all'}"
-        leads = self.is_local_main if local else self.is_main
-        if not leads:
-            self._await_leader(name)
-            yield
-            return
-        try:
-            yield
-        except BaseException as exc:
-            self.control.publish(name, f"{type(exc).__name__}: {exc}")
-            raise
-        self.control.publish(name, None)
-
-    def _await_leader(self, name: str) -> None:
-        assert self.control is not None  # noqa: S101 - checked by the caller
-        deadline = Deadline.after(self.barrier_timeout)
-        came, failure = self.control.verdict(name, deadline=deadline)
-        if not came:
-            raise self.barrier_timeout_error("rank_zero_first", [0], deadline)
-        if failure is not None:
-            what = f"rank 0 failed in rank_zero_first: {failure} (seen by {self.world})."
-            fix = "see rank 0's own error; this rank only waited for it."
-            raise RankRaisedError(
-                explain(what, cause="the error of rank 0 above.", fix=fix),
-                rank=0,
-                local_rank=0,
-                hostname="",
-                attempt=self.attempt,
-            )
 
     def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
         """Print on rank 0 only."""
@@ -283,10 +254,14 @@ class RankContext:
     def stop_requested(self) -> bool:
         """Tell whether the job was asked to stop; all ranks get the same answer at the same call.
 
+        On SIGTERM the launcher asks the ranks, and ends them ``timeouts.grace`` later: time to save
+        and return. A job that never calls this is ended at once.
+
         Costs one all-reduce of one number: ask once per so many steps, not in every one.
         """
         collectives.require_group(self.world)
-        asked = self.control is not None and self.control.is_set(STOP_KEY)
+        told = self.control is not None and self.control.is_set(STOP_KEY)
+        asked = stopping.is_requested() or told
         return collectives.any_rank(asked, self.device)
 
 

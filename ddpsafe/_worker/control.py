@@ -75,7 +75,8 @@ class Control:
         meeting = self._turn(name)
         self._store.set(f"{meeting}/{self._rank}", "here")
         if self._store.add(f"{meeting}/count", 1) == self._world_size:
-            self._store.set(f"{meeting}/missing", "[]")
+            # Whoever gave up before has the last word: all ranks must read the same.
+            self._store.compare_set(f"{meeting}/missing", "", "[]")
         return meeting
 
     def _await_all(self, meeting: str, deadline: Deadline) -> list[int]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ddpsafe._world import World
 
 _PORTS: Final = range(20_000, 30_000)
+_LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +29,14 @@ class Endpoint:
         host: Address or name.
         port: Port.
         is_served: Whether somebody else (torchrun's agent) serves it already.
+        is_on_this_host: Whether all ranks are certainly on this host: the launcher says so, or the
+            address is loopback. ``RANK`` and ``WORLD_SIZE`` set by hand do not say it.
     """
 
     host: str
     port: int
     is_served: bool
+    is_on_this_host: bool
 
     def __str__(self) -> str:
         """Spell it host:port."""
@@ -55,7 +59,13 @@ def find_endpoint(world: World, env: Mapping[str, str]) -> Endpoint:
         what = f"MASTER_PORT={port} is not a port."
         cause = "a typing error; ports end at 65535."
         raise ConfigError(explain(what, cause=cause, fix="use a free port from 1024 to 65535."))
-    return Endpoint(host=host, port=port, is_served=is_served)
+    told = world.nnodes == 1 and world.started_by != "environment"
+    return Endpoint(
+        host=host,
+        port=port,
+        is_served=is_served,
+        is_on_this_host=told or host in _LOOPBACK,
+    )
 
 
 def _guess_host(world: World, env: Mapping[str, str]) -> str:

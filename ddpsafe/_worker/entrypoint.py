@@ -13,8 +13,16 @@ from typing import TYPE_CHECKING, NoReturn, cast
 from ddpsafe._clock import Deadline
 from ddpsafe._wire import payload
 from ddpsafe._wire.channel import Sender
-from ddpsafe._wire.outcome import Entered, Position, Raised, Recovered, Returned, exit_code_of
-from ddpsafe._worker import environment, in_flight, lifeline
+from ddpsafe._wire.outcome import (
+    Entered,
+    HeedsStop,
+    Position,
+    Raised,
+    Recovered,
+    Returned,
+    exit_code_of,
+)
+from ddpsafe._worker import environment, in_flight, lifeline, stopping
 from ddpsafe._worker.memory import describe_memory, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -68,6 +76,10 @@ class Reporter:
         """Say where this rank is in the sequence of collectives."""
         self._sender.send(position())
 
+    def heeds_stop(self) -> None:
+        """Say that this rank asks whether it should stop."""
+        self._sender.send(HeedsStop())
+
     def exception_in_flight(self) -> BaseException | None:
         """Report an exception that the user's ``except`` or ``finally`` is at; return it."""
         exc = sys.exc_info()[1]
@@ -85,7 +97,10 @@ def position() -> Position:
     """Return the last collective of each group; none where torch is not loaded yet."""
     from ddpsafe._worker.torch_hooks import read_flight_recorder
 
-    return Position(collectives=read_flight_recorder())
+    try:
+        return Position(collectives=read_flight_recorder())
+    except Exception:  # noqa: BLE001 - evidence beside the report must never cost the report
+        return Position(collectives=())
 
 
 def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
@@ -101,6 +116,7 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
         launcher_pid=spec.launcher_pid,
         is_child=spec.inherited_env is None,
         on_question=reporter.position,
+        on_stop=stopping.request,
     )
     try:
         if spec.logs is not None:
@@ -122,6 +138,7 @@ def _run_user_code(spec: RankSpec, reporter: Reporter, inheritance: Inheritance)
     from ddpsafe._worker import session
 
     in_flight.tell(reporter)
+    stopping.announce_with(reporter.heeds_stop)
     session.install_hooks(spec, before_destroy=reporter.exception_in_flight)
     environment.use_threads(spec.num_threads)
     environment.count_steps(inheritance.steps.fd)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ddpsafe._clock import Deadline
@@ -35,6 +36,9 @@ def place_of(rank: int | None, world_size: int | None) -> World:
         what = f"setup(rank={rank}, world_size={world_size}) says only half of it."
         fix = "pass both, or neither to take them from the launcher."
         raise ConfigError(explain(what, cause="an argument was forgotten.", fix=fix))
+    told = find_world(os.environ)
+    if told is not None and (told.rank, told.world_size) == (rank, world_size):
+        return told
     spoken = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     given = find_world({**_local_variables(os.environ), **spoken})
     assert given is not None  # noqa: S101 - RANK is set
@@ -68,7 +72,9 @@ def join_launch(current: RankContext, backend: str) -> RankContext:
     assert spec is not None  # noqa: S101 - checked by the caller
     chosen = choose_backend(backend, current.world)
     session.open_group(spec, current.control, backend=chosen, device=current.device)
-    return current
+    member = replace(current, backend=chosen)
+    enter(member)
+    return member
 
 
 def join_job(world: World, config: LaunchConfig) -> RankContext:
@@ -76,7 +82,8 @@ def join_job(world: World, config: LaunchConfig) -> RankContext:
     from torch.distributed import HashStore
 
     os.environ.update(config.env)
-    if world.local_world_size == world.world_size:
+    endpoint = find_endpoint(world, os.environ) if world.world_size > 1 else None
+    if endpoint is None or endpoint.is_on_this_host:
         for name, interface in loopback_interfaces().items():
             os.environ.setdefault(name, interface)
     deadline = Deadline.after(config.timeouts.rendezvous)
@@ -84,8 +91,7 @@ def join_job(world: World, config: LaunchConfig) -> RankContext:
     device = device_for(world, backend)
     control = None
     store: Store = HashStore()
-    if world.world_size > 1:
-        endpoint = find_endpoint(world, os.environ)
+    if endpoint is not None:
         store, control = meeting.open_stores(endpoint, world, os.environ, deadline=deadline)
     process_group.open_group(
         store,

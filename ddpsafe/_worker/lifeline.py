@@ -16,14 +16,21 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Final
 
+from ddpsafe._wire.channel import ASK_POSITION, ASK_STOP
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 _PR_SET_PDEATHSIG: Final = 1
 
 
 def tie_to_launcher(
-    pipe_fd: int, *, launcher_pid: int, is_child: bool, on_question: Callable[[], None]
+    pipe_fd: int,
+    *,
+    launcher_pid: int,
+    is_child: bool,
+    on_question: Callable[[], None],
+    on_stop: Callable[[], None],
 ) -> None:
     """End this process, and what it started, when the launcher is gone.
 
@@ -31,8 +38,10 @@ def tie_to_launcher(
         pipe_fd: Read end of a pipe that only the launcher can write to.
         launcher_pid: The launcher.
         is_child: Whether it is our direct parent (not so under the forkserver).
-        on_question: Called in a thread for every byte the launcher writes.
+        on_question: Called in a thread when the launcher asks where this rank is.
+        on_stop: Called in that thread when the launcher has been asked to stop.
     """
+    listeners = {ASK_POSITION: on_question, ASK_STOP: on_stop}
     # An own session: the launcher can end all of it, and the terminal's Ctrl-C goes to the
     # launcher alone, which then ends the ranks in order.
     with contextlib.suppress(PermissionError):
@@ -41,7 +50,7 @@ def tie_to_launcher(
     if is_child and os.getppid() != launcher_pid:
         _end_session()
     threading.Thread(
-        target=_listen, args=(pipe_fd, on_question), name="ddpsafe-lifeline", daemon=True
+        target=_listen, args=(pipe_fd, listeners), name="ddpsafe-lifeline", daemon=True
     ).start()
 
 
@@ -50,10 +59,10 @@ def _ask_kernel() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
-def _listen(pipe_fd: int, on_question: Callable[[], None]) -> None:
-    while os.read(pipe_fd, 1):
+def _listen(pipe_fd: int, listeners: Mapping[bytes, Callable[[], None]]) -> None:
+    while word := os.read(pipe_fd, 1):
         with contextlib.suppress(Exception):  # no answer is an answer too
-            on_question()
+            listeners[word]()
     _end_session()
 
 

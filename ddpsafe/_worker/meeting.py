@@ -151,7 +151,7 @@ def _connect(endpoint: Endpoint, world: World, deadline: Deadline, *, serves: bo
 def _listen(endpoint: Endpoint, world: World) -> socket.socket:
     """Take the port; on one node only at the address of MASTER_ADDR, not on every interface."""
     try:
-        if world.local_world_size < world.world_size:
+        if not endpoint.is_on_this_host:
             return _listen_everywhere(endpoint.port)
         found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
         family, _, _, _, address = found[0]

@@ -10,7 +10,10 @@ _GIB = 1 << 30
 
 def is_out_of_memory(exc: BaseException) -> bool:
     """Tell whether the exception says that memory ran out, on the host or on a GPU."""
-    return isinstance(exc, MemoryError) or type(exc).__name__ == "OutOfMemoryError"
+    if isinstance(exc, MemoryError) or type(exc).__name__ == "OutOfMemoryError":
+        return True
+    # torch's allocator of host memory has no class of its own.
+    return type(exc) is RuntimeError and "can't allocate memory" in str(exc)
 
 
 def describe_memory() -> str:
@@ -22,9 +25,6 @@ def describe_memory() -> str:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-        free, total = torch.cuda.mem_get_info()
-        parts.append(
-            f"{allocated / _GIB:.2f} GiB in tensors of {reserved / _GIB:.2f} GiB reserved on the "
-            f"GPU, {free / _GIB:.2f} of {total / _GIB:.2f} GiB free"
-        )
+        held = f"{allocated / _GIB:.2f} GiB in tensors of {reserved / _GIB:.2f} GiB reserved"
+        parts.append(f"{held} on the GPU")
     return "; ".join(parts)

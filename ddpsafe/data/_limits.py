@@ -33,7 +33,7 @@ def warn_of_limits(loader: DataLoader[Any]) -> None:
     """
     if loader.num_workers == 0:
         return
-    in_flight = loader.num_workers * (loader.prefetch_factor or 1)
+    in_flight = batches_in_flight(loader)
     for text in (
         _open_files(loader.num_workers, in_flight),
         _little_shared_memory(in_flight),
@@ -41,6 +41,11 @@ def warn_of_limits(loader: DataLoader[Any]) -> None:
     ):
         if text is not None:
             warnings.warn(text, DataWarning, stacklevel=4)
+
+
+def batches_in_flight(loader: DataLoader[Any]) -> int:
+    """Return how many batches the workers of a loader prepare ahead, at most."""
+    return loader.num_workers * (loader.prefetch_factor or 1)
 
 
 def check_shared_memory(batch: object, *, batches: int) -> None:
@@ -75,7 +80,7 @@ def shared_memory_bytes() -> tuple[int | None, int | None]:
 def tensor_bytes(batch: object) -> int:
     """Return the size of the tensors in a batch."""
     if isinstance(batch, torch.Tensor):
-        return batch.numel() * batch.element_size()
+        return batch.untyped_storage().nbytes()  # a view takes its whole storage along
     if isinstance(batch, Mapping):
         return sum(tensor_bytes(part) for part in batch.values())
     if isinstance(batch, list | tuple):

@@ -14,7 +14,7 @@ from ddpsafe.data._cursor import AutoEpoch, Cursor
 from ddpsafe.data._epoch_board import EpochBoard, tell_epoch
 from ddpsafe.data._iterable import ShardedIterable
 from ddpsafe.data._iteration import Delivery, EpochIterator, late_set_epoch
-from ddpsafe.data._limits import check_shared_memory, warn_of_limits
+from ddpsafe.data._limits import batches_in_flight, check_shared_memory, warn_of_limits
 from ddpsafe.data._loader_arguments import check_arguments, local_sampler, worker_seed
 from ddpsafe.data._loader_state import cursor_of, save_state
 from ddpsafe.data._permutation import derive_keys
@@ -195,8 +195,7 @@ class DataLoader(WorkerLoader[T_co]):
         if self._measured or self.num_workers == 0:
             return None
         self._measured = True
-        in_flight = self.num_workers * (self.prefetch_factor or 1)
-        return functools.partial(check_shared_memory, batches=in_flight)
+        return functools.partial(check_shared_memory, batches=batches_in_flight(self))
 
     def _begin_epoch(self) -> AutoEpoch:
         epoch = AutoEpoch(self._next_epoch())

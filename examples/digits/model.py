@@ -1,4 +1,4 @@
-"""A small convolutional network, one epoch of training, and what it misreads.
+"""A small convolutional network, one epoch of training, and what it reads and misreads.
 
 Nothing in this file knows how many ranks there are.
 """
@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
-    from digits_data import Digits
     from torch import Tensor
     from torch.optim import Optimizer
 
@@ -63,20 +62,19 @@ def train_epoch(
 
 
 @torch.no_grad()
-def find_misread(
-    model: nn.Module, digits: Digits, indices: Sequence[int], device: torch.device
-) -> dict[int, int]:
-    """Read some of the images.
+def read_digits(
+    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device
+) -> Tensor:
+    """Read the images of every batch.
 
     Returns:
-        What the model took an image for, by the image's index, where that is wrong.
+        What the model takes each image for, shape (count,), int64.
     """
     model.eval()
-    scores = model(digits.images[list(indices)].to(device))
-    readings = scores.argmax(dim=1).tolist()
-    truths = digits.labels[list(indices)].tolist()
-    return {
-        index: reading
-        for index, reading, truth in zip(indices, readings, truths, strict=True)
-        if reading != truth
-    }
+    return torch.cat([model(images.to(device)).argmax(dim=1).cpu() for images, _ in batches])
+
+
+def find_misread(readings: Tensor, truths: Tensor) -> dict[int, int]:
+    """Return what an image was taken for, by the image's index, where that is wrong."""
+    wrong = (readings != truths).nonzero().flatten().tolist()
+    return {index: int(readings[index]) for index in wrong}

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 
 import ddpsafe
 import torch
+from ddpsafe.data import gather_exact
 from digits_data import Digits, prepare
-from model import DigitNet, find_misread, train_epoch
+from model import DigitNet, find_misread, read_digits, train_epoch
 from options import parse_options
 from pictures import Epoch, draw_curves, draw_misread
-from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
 from tqdm import tqdm
 
 if TYPE_CHECKING:
@@ -27,21 +26,20 @@ def train(ctx: ddpsafe.RankContext, options: Namespace) -> None:
     with ctx.rank_zero_first():
         prepare(options.data)
     train_set, test_set = Digits(options.data / "train"), Digits(options.data / "test")
-    sampler = DistributedSampler(train_set, ctx.world_size, ctx.rank)
-    batches = DataLoader(train_set, max(1, 64 // ctx.world_size), sampler=sampler)
-    # Every test image on exactly one rank: a DistributedSampler would repeat some of them.
-    my_share = range(ctx.rank, len(test_set), ctx.world_size)
+    train_batches = ctx.loader(train_set, batch_size=max(1, 64 // ctx.world_size))
+    test_batches = ctx.loader(test_set, batch_size=256, train=False)
 
     model = ctx.wrap(DigitNet())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
     history, misread = [], {}
     progress = tqdm(range(options.epochs), "epochs", disable=not ctx.is_main)
-    for epoch in progress:
-        sampler.set_epoch(epoch)
-        loss = ctx.reduce_mean(train_epoch(model, batches, optimizer, ctx.device))
-        shares = ctx.gather(find_misread(ctx.unwrap(model), test_set, my_share, ctx.device))
-        misread = {index: reading for share in shares for index, reading in share.items()}
+    for _ in progress:
+        loss = ctx.reduce_mean(train_epoch(model, train_batches, optimizer, ctx.device))
+        readings = read_digits(ctx.unwrap(model), test_batches, ctx.device)
+        # Every test image was read by one rank, once: here they are in the order of test_set.
+        readings = gather_exact(readings, test_batches.sampler, n=len(test_set))
+        misread = find_misread(readings, test_set.labels)
         schedule.step()
         history.append(Epoch(loss, accuracy=1 - len(misread) / len(test_set)))
         progress.set_postfix(history[-1]._asdict())

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from digits_data import Digits, prepare
-from model import DigitNet, find_misread, train_epoch
+from model import DigitNet, find_misread, read_digits, train_epoch
 from options import parse_options
 from pictures import Epoch, draw_curves, draw_misread
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 from torch.utils.data.distributed import DistributedSampler
 from tqdm import tqdm
 
@@ -50,9 +50,10 @@ def train(rank: int, world_size: int, options: Namespace) -> None:
     dist.barrier()
     train_set, test_set = Digits(options.data / "train"), Digits(options.data / "test")
     sampler = DistributedSampler(train_set, world_size, rank)
-    batches = DataLoader(train_set, max(1, 64 // world_size), sampler=sampler)
+    train_batches = DataLoader(train_set, max(1, 64 // world_size), sampler=sampler)
     # Every test image on exactly one rank: a DistributedSampler would repeat some of them.
-    my_share = range(rank, len(test_set), world_size)
+    my_share = Subset(test_set, range(rank, len(test_set), world_size))
+    test_batches = DataLoader(my_share, batch_size=256)
 
     model = DistributedDataParallel(DigitNet().to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -61,12 +62,15 @@ def train(rank: int, world_size: int, options: Namespace) -> None:
     progress = tqdm(range(options.epochs), "epochs", disable=rank != 0)
     for epoch in progress:
         sampler.set_epoch(epoch)
-        loss = torch.tensor(train_epoch(model, batches, optimizer, device), device=device)
+        loss = torch.tensor(train_epoch(model, train_batches, optimizer, device), device=device)
         dist.all_reduce(loss)
         loss = loss.item() / world_size
         shares = [None] * world_size
-        dist.all_gather_object(shares, find_misread(model.module, test_set, my_share, device))
-        misread = {index: reading for share in shares for index, reading in share.items()}
+        dist.all_gather_object(shares, read_digits(model.module, test_batches, device))
+        readings = torch.empty_like(test_set.labels)
+        for owner, share in enumerate(shares):
+            readings[owner::world_size] = share
+        misread = find_misread(readings, test_set.labels)
         schedule.step()
         history.append(Epoch(loss, accuracy=1 - len(misread) / len(test_set)))
         progress.set_postfix(history[-1]._asdict())

@@ -160,3 +160,37 @@ def test_cost_can_be_a_function_of_the_length() -> None:
     """Attention costs the square."""
     ranks = plan([10, 1, 1, 1, 1, 1, 1, 9], 2, 4, cost=lambda length: length**2, shuffle=False)
     assert not any({0, 7} <= set(batch) for batches in ranks for batch in batches)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 4},
+        {"window": 4, "cost": "padded"},
+        {"max_tokens": 2000},
+        {"window": 2, "max_tokens": 2000},
+    ],
+)
+def test_largest_batch_comes_first_if_asked(options: Any) -> None:
+    """Memory that does not suffice shows in the first step, in every epoch."""
+    lengths = np.random.default_rng(3).integers(1, 500, 300)
+    for epoch in range(3):
+        sampler = BalancedBatchSampler(
+            lengths, 8, num_replicas=1, rank=0, largest_first=True, **options
+        )
+        sampler.set_epoch(epoch)
+        batches = list(sampler)
+        assert sorted(i for batch in batches for i in batch) == list(range(300))
+        first_window = batches if "max_tokens" in options else batches[:4]
+        padded = options.get("cost") == "padded"
+        costs = [
+            lengths[batch].max() * len(batch) if padded else lengths[batch].sum()
+            for batch in first_window
+        ]
+        assert costs[0] == max(costs)
+
+
+def test_largest_first_cannot_keep_the_global_batches() -> None:
+    """window=0 promises those of DistributedSampler."""
+    with pytest.raises(DataConfigError, match="largest_first=True would change"):
+        BalancedBatchSampler([1, 2, 3], 2, largest_first=True)

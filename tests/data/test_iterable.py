@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -71,6 +72,24 @@ def test_shares_are_as_even_as_asked(n: int, replicas: int, even: Any) -> None:
     else:
         assert set(counts) == set(range(n))
         assert counts.total() - n < replicas
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_sample_shards_stride_over_ranks_and_then_workers(workers: int) -> None:
+    """Worker w of W of rank r of R reads r + R * w, then every (R * W)-th; batches come in turn."""
+    n, replicas, size = 50, 2, 4
+    seen: Counter[int] = Counter()
+    for rank in range(replicas):
+        stream = ShardedIterable(range(n), shard="sample", num_replicas=replicas, rank=rank)
+        got = read(DataLoader(stream, size, num_workers=workers))
+        of_workers = []
+        for worker in range(max(1, workers)):
+            own = list(range(n))[rank::replicas][worker :: max(1, workers)]
+            of_workers.append([own[i : i + size] for i in range(0, len(own), size)])
+        rounds = itertools.zip_longest(*of_workers)
+        assert got == [batch for turn in rounds for batch in turn if batch is not None]
+        seen.update(x for batch in got for x in batch)
+    assert seen == Counter(range(n))
 
 
 def test_uneven_stream_can_be_an_error() -> None:

@@ -344,3 +344,45 @@ def test_stream_resumes_under_another_world(chain: list[Any], last: tuple[int, i
         seen.update(i for loader in ranks for batch in read(loader, count) for i in batch)
         state = ranks[0].state_dict()
     assert seen == Counter(range(N))
+
+
+# An orthogonal array: each pair of levels of any two columns occurs.
+LEVELS = [(a, b, (a + b) % 3, (a + 2 * b) % 3) for a in range(3) for b in range(3)]
+
+
+def ranks_of(row: tuple[int, int, int, int]) -> list[DataLoader[int]]:
+    """Make the loaders that a row of the array stands for."""
+    replicas, size, workers, algorithm = row
+    return loaders(
+        N,
+        (1, 2, 3)[replicas],
+        (1, 4, 7)[size],
+        num_workers=workers,
+        persistent_workers=workers == 2,
+        pad=False,
+        algorithm=("torch", "feistel-v1", "torch")[algorithm],
+    )
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("row", LEVELS, ids=lambda row: "-".join(map(str, row)))
+@pytest.mark.parametrize("shift", [(1, 0, 0), (2, 1, 1), (0, 2, 1)])
+def test_world_batch_size_and_workers_may_all_change_at_once(row: Any, shift: Any) -> None:
+    """Stopped after three batches, resumed with all of them others: every sample exactly once."""
+    changed = tuple((level + by) % 3 for level, by in zip(row, shift, strict=False))
+    before, after = ranks_of(row), ranks_of((*changed, row[3]))  # type: ignore[arg-type]
+    parts = [read(loader, 3) for loader in before]
+    state = json.loads(json.dumps(before[0].state_dict()))
+    for loader in after:
+        loader.load_state_dict(state)
+    parts += [read(loader) for loader in after]
+    assert Counter(i for part in parts for batch in part for i in batch) == Counter(range(N))
+
+
+def test_state_of_an_older_version_says_so() -> None:
+    """Its numbers may mean something else: it is refused, with both versions."""
+    loader = loaders(N, 2, 8)[0]
+    with pytest.raises(StateMismatchError, match="version 0; this ddpsafe reads version 1") as got:
+        loader.load_state_dict({**loader.state_dict(), "version": 0}, strict=False)
+    assert "an older ddpsafe wrote it" in str(got.value)
+    assert got.value.differences == {"version": (0, 1)}

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
+import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
-from data_programs import Lethal
+from data_programs import Gated, Lethal, Numbers
 
 from ddpsafe.data import DataLoader
-from ddpsafe.data.errors import WorkerDiedError
+from ddpsafe.data.errors import WorkerDiedError, WorkerTimeoutError
 
 
 def read(how: str) -> None:
@@ -56,3 +61,61 @@ def test_exception_in_a_worker_keeps_its_type_and_gains_where(
         read(how)
     for text in [*texts, "While reading index 13", "DataLoader worker 1 of rank 0"]:
         assert text in str(caught.value)
+
+
+@pytest.fixture
+def fifo(tmp_path: Path) -> str:
+    """Make a FIFO that a worker waits at."""
+    path = tmp_path / "gate"
+    os.mkfifo(path)
+    return str(path)
+
+
+def test_timeout_names_the_worker_that_owes_the_batch_and_what_it_reads(fifo: str) -> None:
+    """Instead of "DataLoader timed out after 1 seconds"."""
+    iterator = iter(DataLoader(Gated(40, 13, fifo), 4, num_workers=2, timeout=1))
+    with pytest.raises(WorkerTimeoutError) as caught:
+        list(iterator)
+    Path(fifo).write_bytes(b"")
+    message = str(caught.value)
+    assert "No batch came within timeout=1 s in rank 0 (world_size 1)" in message
+    assert "worker 1 (pid " in message
+    assert "reads index 13 (/data/00013.jpg)" in message
+    assert "What to do" in message
+    assert (caught.value.worker, caught.value.index, caught.value.timeout_s) == (1, 13, 1.0)
+    assert isinstance(caught.value, RuntimeError)
+
+
+def test_death_between_two_batches_is_explained_where_it_is_raised(fifo: str) -> None:
+    """PyTorch raises from the user's own code then; the error says what happened all the same."""
+    iterator = iter(DataLoader(Gated(40, 13, fifo, "SIGKILL"), 4, num_workers=2))
+    next(iterator)
+    with pytest.raises(WorkerDiedError) as caught:
+        open_the_gate_and_work(fifo)
+    assert "worker 1" in str(caught.value)
+    assert "was killed by SIGKILL while it read index 13" in str(caught.value)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def open_the_gate_and_work(fifo: str) -> None:
+    """Stand for a training step that takes longer than the worker lives."""
+    Path(fifo).write_bytes(b"")
+    threading.Event().wait(30)
+
+
+class Cycle:
+    """Keeps an iterator until the garbage collector comes, as a traceback does."""
+
+    def __init__(self, iterator: Any) -> None:
+        self.iterator = iterator
+        self.myself = self
+
+
+def test_workers_of_a_dropped_iterator_leave_by_themselves() -> None:
+    """PyTorch would wait 5 s for each worker and then kill it, if the iterator is in a cycle."""
+    held = Cycle(iter(DataLoader(Numbers(40), 4, num_workers=2)))
+    next(held.iterator)
+    workers = held.iterator._workers
+    del held
+    gc.collect()
+    assert [worker.exitcode for worker in workers] == [0, 0]

@@ -1,0 +1,141 @@
+"""The report of a failed attempt, in its log directory: for a reader, and for a program."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ddpsafe._errors import LaunchTimeoutError, RankFailedError
+from ddpsafe._launcher.wording import where
+
+if TYPE_CHECKING:
+    from ddpsafe._errors import LaunchError
+    from ddpsafe._wire.outcome import RankOutcome
+
+SCHEMA: Final = 1
+"""Raised when a field of the JSON changes its meaning; new fields do not raise it."""
+
+_RULE: Final = "=" * 78
+
+
+def write_report(error: LaunchError, folder: Path) -> None:
+    """Write ``report.txt`` and ``report.json``, each whole or not at all.
+
+    Args:
+        error: The attempt's failure.
+        folder: The directory of the attempt.
+
+    Raises:
+        OSError: It cannot be written to.
+    """
+    _replace(folder / "report.txt", _text(error))
+    _replace(folder / "report.json", json.dumps(_facts(error), indent=1, ensure_ascii=False))
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8", errors="replace") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _text(error: LaunchError) -> str:
+    parts = [f"{type(error).__name__}: {error}"]
+    parts += [_section(outcome) for outcome in error.outcomes.values()]
+    return f"\n\n{_RULE}\n".join(parts)
+
+
+def _section(outcome: RankOutcome) -> str:
+    head = f"rank {outcome.rank} (pid {outcome.pid} on {outcome.hostname}): {outcome.status}"
+    if outcome.signal_name is not None:
+        head += f" by {outcome.signal_name}"
+    parts = [f"{head}, while {outcome.phase}, after {outcome.steps} optimizer steps"]
+    if outcome.raised is not None:
+        parts.append(outcome.raised.traceback.rstrip())
+    if outcome.stack:
+        parts.append(f"at {outcome.stack}")
+    if outcome.position is not None and outcome.position.collectives:
+        parts.append("last collectives:")
+        parts += [f"  {each}, {_state(each.done)}" for each in outcome.position.collectives]
+    stacks = _read_stacks(outcome)
+    if stacks:
+        parts += ["all threads, the last call first:", stacks]
+    return "\n".join(parts)
+
+
+def _state(done: bool) -> str:  # noqa: FBT001 - the subject of the call
+    return "ended" if done else "not ended"
+
+
+def _read_stacks(outcome: RankOutcome) -> str:
+    if outcome.stderr is None:
+        return ""
+    try:
+        return Path(outcome.stderr).with_suffix(".stacks").read_text(errors="replace").rstrip()
+    except OSError:
+        return ""
+
+
+def _facts(error: LaunchError) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "schema": SCHEMA,
+        "written_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "error": type(error).__name__,
+        "kind": error.kind,
+        "exit_code": error.exit_code,
+        "message": str(error),
+        "attempt": error.attempt,
+        "attempts": error.attempts,
+    }
+    if isinstance(error, RankFailedError):
+        facts["rank"] = error.rank
+    if isinstance(error, LaunchTimeoutError):
+        facts["waited_s"] = round(error.waited_s, 3)
+        facts["missing_ranks"] = list(error.missing_ranks)
+    facts["ranks"] = [_facts_of_rank(outcome) for outcome in error.outcomes.values()]
+    return facts
+
+
+def _facts_of_rank(outcome: RankOutcome) -> dict[str, Any]:
+    raised, position = outcome.raised, outcome.position
+    return {
+        "rank": outcome.rank,
+        "local_rank": outcome.local_rank,
+        "hostname": outcome.hostname,
+        "pid": outcome.pid,
+        "status": outcome.status,
+        "phase": outcome.phase,
+        "exit_code": outcome.exit_code,
+        "signal": outcome.signal_name,
+        "steps": outcome.steps,
+        "state": outcome.state,
+        "where": where(outcome),
+        "in_collective": outcome.in_collective,
+        "raised": raised
+        and {
+            "type": raised.type_name,
+            "message": raised.message,
+            "where": raised.where,
+            "traceback": raised.traceback,
+        },
+        "collectives": [
+            {
+                "group": each.group,
+                "number": each.number,
+                "name": each.name,
+                "sizes": each.sizes,
+                "done": each.done,
+            }
+            for each in (() if position is None else position.collectives)
+        ],
+        "stdout": outcome.stdout,
+        "stderr": outcome.stderr,
+    }

@@ -1,0 +1,60 @@
+"""One rank goes first and the others follow, or learn at once that it failed."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Final
+
+from ddpsafe._clock import Deadline
+from ddpsafe._errors import RankRaisedError, explain
+from ddpsafe._wire.outcome import clip, text_of
+from ddpsafe._worker import collectives
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ddpsafe._worker.context import RankContext
+    from ddpsafe._worker.control import Control
+
+_MAX_MESSAGE: Final = 1_000
+
+
+@contextlib.contextmanager
+def following(context: RankContext, *, local: bool) -> Iterator[None]:
+    """Run the body in the leading rank first; see `RankContext.rank_zero_first`."""
+    control = context.control
+    if control is None:
+        collectives.require_group(context.world)
+        yield
+        return
+    name = f"rank-zero-first/{context.node_rank if local else 'all'}"
+    leads = context.is_local_main if local else context.is_main
+    if not leads:
+        _await_leader(context, control, name)
+        yield
+        return
+    try:
+        yield
+    except BaseException as exc:
+        failure = f"{context.rank} {type(exc).__name__}: {clip(text_of(exc), _MAX_MESSAGE)}"
+        control.publish(name, failure)
+        raise
+    control.publish(name, None)
+
+
+def _await_leader(context: RankContext, control: Control, name: str) -> None:
+    deadline = Deadline.after(context.barrier_timeout)
+    came, failure = control.verdict(name, deadline=deadline)
+    if not came:
+        raise context.barrier_timeout_error("rank_zero_first", [0], deadline)
+    if failure is not None:
+        leader, _, text = failure.partition(" ")
+        what = f"rank {leader} failed in rank_zero_first: {text} (seen by {context.world})."
+        fix = f"see the error of rank {leader} itself; this rank only waited for it."
+        raise RankRaisedError(
+            explain(what, cause=f"the error of rank {leader} above.", fix=fix),
+            rank=int(leader),
+            local_rank=0,
+            hostname="",
+            attempt=context.attempt,
+        )

@@ -1,0 +1,95 @@
+"""One call makes the loader of a rank: ``ctx.loader``, for training and for evaluation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from data_programs import (
+    Noisy,
+    Numbers,
+    Records,
+    Renamed,
+    Stream,
+    loader_of_another_dataset,
+    loaders_of_context,
+    run_ranks,
+    states_compared,
+    write_records,
+)
+
+import ddpsafe
+from ddpsafe.data import build_loader
+from ddpsafe.data.errors import StateMismatchError
+
+
+@pytest.mark.parametrize("n", [30, 31])
+def test_context_makes_the_loaders_of_training_and_evaluation(n: int) -> None:
+    """Training covers the dataset in each epoch; evaluation gives what one process computes."""
+    values = run_ranks(loaders_of_context, n, ranks=2)
+    for epoch in (0, 1):
+        parts = [values[rank][0][epoch] for rank in (0, 1)]
+        assert len(parts[0]) == len(parts[1])
+        assert set(parts[0]) | set(parts[1]) == set(range(n))
+    assert values[0][0][0] != values[0][0][1]
+    for rank in (0, 1):
+        assert values[rank][1] == [3 * i for i in range(n)]
+        assert values[rank][2] == values[0][2]
+
+
+def test_without_ranks_the_package_makes_the_same_loader() -> None:
+    """A script runs alone without a line changed."""
+    loader = ddpsafe.loader(Numbers(10), batch_size=4, seed=1)
+    assert sorted(int(x) for batch in loader for x in batch) == list(range(10))
+    evaluation = ddpsafe.loader(Numbers(10), batch_size=4, train=False)
+    assert [int(x) for batch in evaluation for x in batch] == list(range(10))
+
+
+def test_context_refuses_ranks_with_different_data() -> None:
+    """Every rank raises before the first batch."""
+    values = run_ranks(loader_of_another_dataset)
+    assert "see other data than the rest" in values[0]
+    assert values[0] == values[1]
+
+
+@pytest.mark.parametrize(("extra", "ranks"), [(0, None), (2, (1,))])
+def test_states_can_be_compared_over_the_ranks(extra: int, ranks: Any) -> None:
+    """compare=True: a rank that is elsewhere makes every rank raise, and is named."""
+    values = run_ranks(states_compared, extra, ranks=3)
+    for rank in range(3):
+        if ranks is None:
+            assert values[rank] == 24
+        else:
+            assert values[rank][1] == ranks
+            assert "rank 1: epoch 0, consumed 48, finished False" in values[rank][0]
+
+
+def test_state_of_another_dataset_of_equal_length_is_refused() -> None:
+    """Also in a world of one: the fingerprint is in the state."""
+    state = build_loader(Renamed(40, "train"), batch_size=4).state_dict()
+    build_loader(Renamed(40, "train"), batch_size=4).load_state_dict(state)
+    with pytest.raises(StateMismatchError, match="fingerprint") as caught:
+        build_loader(Renamed(40, "val"), batch_size=4).load_state_dict(state)
+    assert set(caught.value.differences) == {"fingerprint"}
+
+
+def test_dataset_that_draws_by_itself_is_compared_by_its_length() -> None:
+    """Reading an item twice gives two values, so items say nothing of which dataset it is."""
+    state = build_loader(Noisy(40, 0), batch_size=4).state_dict()
+    build_loader(Noisy(40, 1), batch_size=4).load_state_dict(state)
+    with pytest.raises(StateMismatchError, match="n: saved 40, now 41"):
+        build_loader(Noisy(41, 1), batch_size=4).load_state_dict(state)
+
+
+def test_look_at_the_data_leaves_nothing_open(tmp_path: Any) -> None:
+    """What the check opened is closed before workers are forked: none inherits it."""
+    write_records(tmp_path / "records", 40)
+    dataset = Records(str(tmp_path / "records"), 40)
+    loader = build_loader(dataset, batch_size=4, num_workers=1)
+    assert not dataset.file.is_open()
+    assert sorted(int(v) for _, values, _ in loader for v in values) == list(range(40))
+
+
+def test_stream_has_no_sampler_and_no_items_to_compare() -> None:
+    """Nothing is read ahead of the first iteration."""
+    assert len(list(build_loader(Stream(), batch_size=5))) == 2

@@ -1,0 +1,78 @@
+"""Limits that workers would hit are said before they hit them."""
+
+from __future__ import annotations
+
+import resource
+import warnings
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from data_programs import Numbers
+from torch.utils.data import TensorDataset
+
+from ddpsafe.data import DataLoader
+from ddpsafe.data._limits import check_shared_memory, tensor_bytes
+from ddpsafe.data.errors import DataWarning
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture
+def few_files() -> Iterator[int]:
+    """Lower the limit of open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (400, hard))
+    yield 400
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_more_batches_in_flight_than_open_files_is_said(few_files: int) -> None:
+    """With the numbers, and the limit to raise."""
+    with pytest.warns(DataWarning, match="RLIMIT_NOFILE") as caught:
+        DataLoader(Numbers(10), num_workers=2, prefetch_factor=200)
+    text = str(caught[0].message)
+    assert "about 808 open files" in text
+    assert f"may have {few_files}" in text
+    assert "What to do" in text
+
+
+def test_modest_loader_is_not_warned_about(few_files: int) -> None:
+    """Nor a loader without workers."""
+    assert few_files
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DataLoader(Numbers(10), num_workers=1)
+        DataLoader(Numbers(10), prefetch_factor=None)
+
+
+def test_workers_of_all_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """num_workers counts for each rank; torch looks at one rank alone."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "5000")
+    with pytest.warns(DataWarning, match="5000 ranks with 1 workers each are 5000 processes"):
+        DataLoader(Numbers(10), num_workers=1)
+
+
+def test_batches_that_do_not_fit_into_shared_memory_are_said_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first batch is measured, times those in flight in all ranks of the machine."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "100000000")
+    with pytest.warns(DataWarning, match="processes on"):
+        loader = DataLoader(TensorDataset(torch.ones(64, 1000)), 32, num_workers=1)
+    with pytest.warns(DataWarning, match="in flight for each of 100000000 ranks") as caught:
+        list(loader)
+    assert "--shm-size" in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(list(loader)) == 2
+
+
+def test_size_of_a_batch_is_that_of_its_storages() -> None:
+    """Nested, and with views, which take their whole storage along."""
+    whole = torch.zeros(1000, dtype=torch.int16)
+    assert tensor_bytes({"a": [whole, (whole[:1], "text")], "b": 3}) == 4000
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_shared_memory(whole, batches=1)

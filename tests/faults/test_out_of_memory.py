@@ -1,0 +1,93 @@
+"""Memory runs out: in Python, in torch, or on the whole machine."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import fault_programs as programs
+import pytest
+import scripts
+from fault_kit import CRASH_S, SIZES, World, require_in_time, require_rank, start_script, write_script
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+LIMIT_BYTES = 1 << 30
+
+
+@pytest.fixture
+def small_memory() -> Iterator[Path]:
+    """Make a control group of the kernel's that gets 1 GB, of version 1 or 2."""
+    name = f"ddpsafe-test-{uuid.uuid4().hex[:8]}"
+    roots = {
+        Path("/sys/fs/cgroup/memory"): ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"),
+        Path("/sys/fs/cgroup"): ("memory.max", "memory.swap.max"),
+    }
+    for root, (limit, swap) in roots.items():
+        group = root / name
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            (group / limit).write_text(str(LIMIT_BYTES))
+        except OSError:
+            group.rmdir()
+            continue
+        if (group / swap).exists():
+            (group / swap).write_text("0" if "max" in swap else str(LIMIT_BYTES))
+        yield group
+        scripts.wait_until(lambda: not (group / "cgroup.procs").read_text())
+        group.rmdir()
+        return
+    pytest.skip(f"needs a writable memory control group (uid {os.geteuid()})")
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("ranks", SIZES)
+def test_the_kernels_killer_is_named(tmp_path: Path, small_memory: Path, ranks: int) -> None:
+    """A rank that the kernel has killed is told from one that somebody has."""
+    statements = f"""
+        try:
+            ddpsafe.launch(
+                p.train, (folder, p.outgrow_the_machine), **{{**options, "nproc_per_node": {ranks}}}
+            )
+        except ddpsafe.RankKilledError as error:
+            print(p.since(float((folder / "fault").read_text())))
+            print(error.rank, error.signal, error.exit_code, error.kind)
+            print(error)
+    """
+    script = shlex.join([sys.executable, *write_script(tmp_path, statements)])
+    command = ["sh", "-c", f"echo $$ > {small_memory}/cgroup.procs && exec {script}"]
+    with start_script(tmp_path, command=command) as job:
+        took_s, facts, *message = job.end().lines()
+    require_in_time(float(took_s), FILLING_S + CRASH_S)
+    assert facts == "1 9 137 out-of-memory"
+    assert message[0].startswith(f"rank 1 (world_size {ranks}) was killed by SIGKILL")
+    assert "out-of-memory killer" in message[1]
+    assert "raise the memory limit" in message[2]
+
+
+FILLING_S = 4.0
+"""The rank first fills a gigabyte."""
+
+
+@pytest.mark.parametrize("fault", [programs.outgrow_the_process, programs.outgrow_torch])
+@pytest.mark.parametrize("ranks", SIZES)
+def test_an_allocation_that_fails_says_what_was_held_and_what_to_lower(
+    tmp_path: Path, ranks: int, fault: Callable[..., Any]
+) -> None:
+    """Python's MemoryError and the RuntimeError of torch's allocator are one kind of failure."""
+    world = World(folder=tmp_path, ranks=ranks)
+    error = world.launch_fails(ddpsafe.RankRaisedError, programs.train, fault)
+    require_rank(error, 1)
+    assert error.kind == "out-of-memory"
+    assert "lower the batch size" in str(error)
+    assert "GiB of host memory at its peak" in str(error)

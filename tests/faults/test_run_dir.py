@@ -1,0 +1,139 @@
+"""The run directory fails: its disk is full, or somebody removes it while ranks run."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+from typing import TYPE_CHECKING
+
+import fault_programs as programs
+import pytest
+from fault_kit import COLLECTIVE_S, HANG_S, World, require_hang, require_rank
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a disk of 64 kB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount a small disk")
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"needs the right to mount a small disk: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.root
+def test_a_disk_that_fills_up_fails_the_rank_that_writes(tmp_path: Path, small_disk: Path) -> None:
+    """The error is the system's own, and the launcher survives that it can write nothing either."""
+    world = World(folder=tmp_path)
+    error = world.launch_fails(
+        ddpsafe.RankRaisedError, programs.print_for_ever, run_dir=small_disk / "run"
+    )
+    require_rank(error, 1)
+    assert isinstance(error.__cause__, OSError)
+    assert error.__cause__.errno == errno.ENOSPC
+
+
+@pytest.mark.root
+def test_a_failure_on_a_full_disk_is_the_failure_that_it_is(
+    tmp_path: Path, small_disk: Path
+) -> None:
+    """No log and no report can be written, and yet the message is complete."""
+    world = World(folder=tmp_path)
+    error = world.launch_fails(
+        ddpsafe.RankRaisedError,
+        programs.fill_and_fail,
+        small_disk / "filler",
+        run_dir=small_disk / "run",
+    )
+    require_rank(error, 1)
+    assert isinstance(error.__cause__, programs.LostSampleError)
+    assert list(small_disk.rglob(".report*")) == []
+    for report in small_disk.rglob("report.json"):
+        json.loads(report.read_text())
+
+
+@pytest.mark.root
+def test_a_disk_that_is_full_before_the_start_starts_nothing(small_disk: Path) -> None:
+    """The run directory is tried before any process starts."""
+    with pytest.raises(OSError, match="No space left"), (small_disk / "filler").open("wb") as file:
+        file.write(b"x" * 100_000)
+    with pytest.raises(ddpsafe.PreflightError) as caught:
+        ddpsafe.launch(programs.do_nothing, nproc_per_node=1, run_dir=small_disk / "run")
+    assert f"the run directory {small_disk / 'run'} cannot be used" in str(caught.value)
+    assert "No space left on device" in str(caught.value)
+
+
+def test_one_that_is_removed_while_ranks_run_is_no_failure(tmp_path: Path) -> None:
+    """Who removes it loses the logs, and nothing else."""
+    values = World(folder=tmp_path).launch(programs.remove_run_dir, "go on").values
+    assert values == {0: "done", 1: "done"}
+
+
+def test_a_failure_after_it_was_removed_is_the_failure_that_it_is(tmp_path: Path) -> None:
+    """The report comes on a pipe, not in a file."""
+    world = World(folder=tmp_path)
+    error = world.launch_fails(ddpsafe.RankRaisedError, programs.remove_run_dir, "raise")
+    require_rank(error, 1)
+    assert isinstance(error.__cause__, programs.LostSampleError)
+
+
+def test_a_hang_after_it_was_removed_names_the_rank(tmp_path: Path) -> None:
+    """Stacks go to a file, but the sequence of collectives does not."""
+    world = World(folder=tmp_path)
+    error = world.launch_fails(
+        ddpsafe.CollectiveTimeoutError,
+        programs.remove_run_dir,
+        "hang",
+        within_s=COLLECTIVE_S + HANG_S,
+        timeouts={"collective": COLLECTIVE_S},
+    )
+    assert error.missing_ranks == (1,)
+
+
+def test_the_report_of_a_failed_attempt(tmp_path: Path) -> None:
+    """For a reader and for a program: who failed, what each rank raised, where each rank was."""
+    world = World(folder=tmp_path, ranks=4)
+    error = world.launch_fails(ddpsafe.RankRaisedError, programs.train, programs.raise_chained)
+    folder = tmp_path / "run" / "attempt-1"
+    facts = json.loads((folder / "report.json").read_text())
+    assert (facts["error"], facts["kind"], facts["rank"]) == ("RankRaisedError", "user-error", 1)
+    assert facts["message"] == str(error)
+    assert [rank["rank"] for rank in facts["ranks"]] == [0, 1, 2, 3]
+    blamed = facts["ranks"][1]
+    assert (blamed["status"], blamed["raised"]["type"]) == ("raised", "ValueError")
+    assert blamed["collectives"][-1]["number"] == programs.FAULT_STEP
+    text = (folder / "report.txt").read_text()
+    assert text.startswith(f"RankRaisedError: {error}")
+    assert "KeyError: 'key of the first'" in text
+
+
+def test_the_report_of_a_hang_has_the_stacks_of_all_threads(tmp_path: Path) -> None:
+    """What was asked before the ranks were ended is kept."""
+    world = World(folder=tmp_path)
+    error = world.launch_fails(
+        ddpsafe.CollectiveTimeoutError,
+        programs.train,
+        programs.wait_for_each_other,
+        within_s=COLLECTIVE_S + HANG_S,
+        timeouts={"collective": COLLECTIVE_S},
+    )
+    require_hang(error, 1)
+    text = (tmp_path / "run" / "attempt-1" / "report.txt").read_text()
+    assert "in wait_for_each_other" in text
+    assert "in other" in text
+    assert "all_reduce number 3 " in text
+    shutil.rmtree(tmp_path / "run")
