@@ -375,6 +375,23 @@ def states_compared(ctx: ddpsafe.RankContext, extra: int) -> Any:
         return str(error), error.ranks
 
 
+def differing_samplers(ctx: ddpsafe.RankContext, name: str) -> str:
+    """Make a loader whose sampler is configured differently on rank 1; return what was raised."""
+    odd = ctx.rank == 1
+    sampler: Any = data.DistributedSampler(30, shuffle=not odd)
+    if name == "weights":
+        sampler = data.WeightedSampler([1.0] * 29 + [2.0 if odd else 1.0])
+    if name == "drop_last":
+        sampler = data.DistributedSampler(30)
+    try:
+        ctx.loader(
+            Numbers(30), batch_size=4, sampler=sampler, drop_last=odd and name == "drop_last"
+        )
+    except data.errors.DatasetInconsistencyError as error:
+        return str(error)
+    return "nothing"
+
+
 def loader_of_another_dataset(ctx: ddpsafe.RankContext) -> str:
     """Make a loader of a dataset that differs on rank 1; return what was raised."""
     try:

@@ -811,8 +811,8 @@ def lose_a_loader_worker(ctx: RankContext, folder: Path) -> None:
     """Read through a DataLoader whose worker dies on rank 1."""
     from torch.utils.data import DataLoader
 
-    deadly = 40 if ctx.rank == 1 else None
-    for _ in DataLoader(Numbers(folder, deadly), batch_size=8, num_workers=1):  # type: ignore[arg-type]  # has what it needs
+    numbers: Any = Numbers(folder, 40 if ctx.rank == 1 else None)
+    for _ in DataLoader(numbers, batch_size=8, num_workers=1):
         average_gradients()
 
 
@@ -820,7 +820,9 @@ def work_with_everything(ctx: RankContext, folder: Path, how: str) -> None:
     """Hold a DataLoader's worker and stubborn children, then wait in Python, in gloo or in C."""
     from torch.utils.data import DataLoader
 
-    loader = iter(DataLoader(Numbers(folder, None), batch_size=8, num_workers=1))  # type: ignore[arg-type]  # as above
+    numbers: Any = Numbers(folder, None)
+    # Forked, it is there at once; a rank's own start method would import torch once more.
+    loader = iter(DataLoader(numbers, batch_size=8, num_workers=1, multiprocessing_context="fork"))
     next(loader)
     pids = [os.getpid(), *(start_stubborn(own_session=own) for own in (False, True))]
     pids += [worker.pid for worker in loader._workers]
@@ -848,6 +850,25 @@ def wait_for_go(ctx: RankContext, folder: Path) -> str:
     (folder / f"ready-{ctx.rank}").touch()
     wait_for(folder / "go")
     return "went"
+
+
+def train_until_asked(ctx: RankContext, folder: Path) -> str:
+    """Train until the job is asked to stop, rank 0 slower than the others, and save."""
+    step = 0
+    while not ctx.stop_requested():
+        step += 1
+        if step == 3:
+            (folder / f"ready-{ctx.rank}").touch()
+        time.sleep(0.02 if ctx.is_main else 0.01)
+    (folder / f"saved-{ctx.rank}").write_text(str(step))
+    return "saved"
+
+
+def ask_and_go_on(ctx: RankContext, folder: Path) -> None:
+    """Ask, and take no notice of the answer."""
+    ctx.stop_requested()
+    (folder / f"ready-{ctx.rank}").touch()
+    sleep(folder)
 
 
 def wait_for(path: Path) -> None:
@@ -895,16 +916,11 @@ def needs_less(ctx: RankContext, folder: Path, batch_size: int) -> int:
     return batch_size
 
 
-def step_and_die(ctx: RankContext, folder: Path, steps: int) -> None:
-    """Make optimizer steps, then be killed: the same end on every attempt."""
-    import torch
-
+def step_and_die(ctx: RankContext, folder: Path, optimizer: Any) -> None:
+    """Make three optimizer steps, then be killed: the same end on every attempt."""
     with (folder / f"ran-{ctx.rank}").open("a") as file:
         file.write(f"{ctx.attempt}\n")
-    parameter = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    for _ in range(steps):
-        parameter.sum().backward()
+    for _ in range(3):
         optimizer.step()
     average_gradients()
     if ctx.rank == 1:
@@ -918,30 +934,35 @@ def do_nothing(ctx: RankContext) -> int:
     return ctx.rank
 
 
-def describe_meeting(ctx: RankContext, folder: Path) -> dict[str, Any]:
-    """Write down where this attempt meets and logs, and fail on the first one."""
+def describe_meeting(ctx: RankContext, folder: Path) -> dict[str, list[str]]:
+    """Write down where this attempt meets and logs, and fail on the first one.
+
+    Returns:
+        Of the first attempt: the processes that are alive, and the ports that answer.
+    """
     from ddpsafe._worker import session
 
     spec = session.find_spec()
     assert spec is not None
     assert spec.logs is not None
-    facts = [str(spec.store_port), spec.logs.stderr, str(os.getpid()), str(spec.attempt)]
+    facts = [str(os.getpid()), str(spec.store_port), str(spec.attempt), spec.logs.stderr]
     (folder / f"attempt-{ctx.attempt}-rank-{ctx.rank}").write_text("\n".join(facts))
     average_gradients()
     if ctx.attempt == 1 and ctx.rank == 1:
         mark(folder)
         die_by_kill(folder)
     average_gradients()
-    return {}
+    paths = [folder / f"attempt-1-rank-{rank}" for rank in range(ctx.world_size)]
+    first = [path.read_text().splitlines()[:2] for path in paths]
+    return {
+        "alive": [pid for pid, _ in first if Path(f"/proc/{pid}").exists()],
+        "answers": [port for _, port in first if _answers(int(port))],
+    }
 
 
-@contextlib.contextmanager
-def noted(folder: Path, name: str) -> Any:
-    """Write a file when the block is left, however that happens."""
-    try:
-        yield
-    finally:
-        (folder / name).touch()
+def _answers(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def recover_together(ctx: RankContext, folder: Path) -> str:
@@ -1051,3 +1072,8 @@ def remove_run_dir(ctx: RankContext, folder: Path, how: str) -> str:
     print("to whom it may concern")
     average_gradients()
     return "done"
+
+
+def return_rank(ctx: RankContext, _folder: Path) -> int:
+    """Return the rank."""
+    return ctx.rank

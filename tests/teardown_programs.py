@@ -10,7 +10,6 @@ import multiprocessing.forkserver
 import os
 import sys
 import threading
-import time
 from typing import TYPE_CHECKING, Any, Final
 
 import forked_ranks
@@ -91,7 +90,7 @@ def take_two_steps() -> object:
 
 
 def end_again_and_again(style: str, forked: int, spawned: int) -> None:
-    """Launch two ranks many times, in this one process; print how each of them ended, and when.
+    """Launch two ranks many times, in this one process; print how many ended with which code.
 
     Args:
         style: ``spawn`` for the tutorial's script, ``launch`` for one that calls nothing.
@@ -100,12 +99,10 @@ def end_again_and_again(style: str, forked: int, spawned: int) -> None:
     """
     _start_forkserver()
     exit_codes = _note_exit_codes()
-    longest_s, turn = 0.0, (forked + spawned) // max(1, spawned)
+    turn = (forked + spawned) // max(1, spawned)
     for number in range(forked + spawned):
-        started_s = time.monotonic()
         _end_once(style, "spawn" if number % turn == turn - 1 else "forkserver")
-        longest_s = max(longest_s, time.monotonic() - started_s)
-    print(json.dumps({"exit_codes": exit_codes, "longest_s": longest_s}))
+    print(json.dumps(exit_codes))
 
 
 def _end_once(style: str, start_method: str) -> None:
@@ -157,16 +154,13 @@ def exit_again_and_again(rounds: int) -> None:
     """
     import_heavy_modules()
     counts: dict[str, int] = {}
-    longest_s = 0.0
     for _ in range(rounds):
-        started_s = time.monotonic()
         port = forked_ranks.free_port()
         pids = [_fork_rank(forked_ranks.by_hand(rank, 2, port)) for rank in range(2)]
         for pid in pids:
             code = str(_exit_code(pid))
             counts[code] = counts.get(code, 0) + 1
-        longest_s = max(longest_s, time.monotonic() - started_s)
-    print(json.dumps({"exit_codes": counts, "longest_s": longest_s}))
+    print(json.dumps(counts))
 
 
 def _fork_rank(env: dict[str, str]) -> int:

@@ -53,6 +53,7 @@ MAY_PRINT: Final = {
 }
 
 MAY_POLL: Final = {
+    "tests/fault_kit.py": "looks again until what ranks have started is gone, under a deadline",
     "tests/scripts.py": "wait_until looks for a condition again and again, under a deadline",
 }
 

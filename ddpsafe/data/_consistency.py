@@ -11,6 +11,7 @@ from ddpsafe._errors import explain
 from ddpsafe.data._collective import gather_json
 from ddpsafe.data._fingerprint import DatasetView, view_dataset
 from ddpsafe.data._per_process import closing_what_opens
+from ddpsafe.data._sampler_search import find_epoch_holder
 from ddpsafe.data.errors import DatasetInconsistencyError
 
 if TYPE_CHECKING:
@@ -224,7 +225,11 @@ def _ranks(ranks: list[int]) -> str:
 def loader_facts(loader: Any) -> dict[str, object]:
     """Return what must be equal on all ranks of a loader, beside its dataset."""
     sampler = loader.batch_sampler if loader.batch_size is None else loader.sampler
+    identity = getattr(find_epoch_holder(loader), "identity", dict)()
+    # Length and content are compared by the dataset itself, which knows where it differs.
+    settings = {key: identity[key] for key in identity if key not in {"n", "fingerprint"}}
     return {
+        **settings,
         "seed": getattr(sampler, "seed", None),
         "batch size": loader.batch_size or getattr(sampler, "batch_size", None),
         "drop_last": loader.drop_last,

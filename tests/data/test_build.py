@@ -11,6 +11,7 @@ from data_programs import (
     Records,
     Renamed,
     Stream,
+    differing_samplers,
     loader_of_another_dataset,
     loaders_of_context,
     run_ranks,
@@ -49,6 +50,14 @@ def test_context_refuses_ranks_with_different_data() -> None:
     """Every rank raises before the first batch."""
     values = run_ranks(loader_of_another_dataset)
     assert "see other data than the rest" in values[0]
+    assert values[0] == values[1]
+
+
+@pytest.mark.parametrize("name", ["shuffle", "weights", "drop_last"])
+def test_context_refuses_ranks_whose_samplers_differ(name: str) -> None:
+    """Equal data in another order, or dealt by other weights, is not the same data."""
+    values = run_ranks(differing_samplers, name)
+    assert f"have another {name}" in values[0] or f"has another {name}" in values[0]
     assert values[0] == values[1]
 
 

@@ -13,7 +13,6 @@ import pytest
 import scripts
 from fault_kit import (
     CRASH_S,
-    Started,
     launch_everything,
     require_in_time,
     start_script,
@@ -22,34 +21,80 @@ from fault_kit import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
-HOWS = ["python", "gloo", "gil"]
-"""Where ranks are when the signal comes: asleep, blocked in C++, in C with the GIL held."""
-
-
-@pytest.fixture(params=HOWS)
-def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Started]:
-    """Run a job whose ranks have DataLoader workers and stubborn children."""
-    with start_script(tmp_path, launch_everything(request.param)) as started:
-        yield started
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("signum", "how"),
+    [
+        (signal.SIGINT, "python"),
+        (signal.SIGINT, "gloo"),
+        (signal.SIGINT, "gil"),
+        (signal.SIGTERM, "gloo"),
+        (signal.SIGTERM, "gil"),
+        (signal.SIGHUP, "python"),
+    ],
+)
 def test_the_launcher_ends_the_ranks_and_then_by_the_signal(
-    job: Started, signum: signal.Signals
+    tmp_path: Path, signum: signal.Signals, how: str
 ) -> None:
-    """Its status says so: -2 (KeyboardInterrupt), -15, -1; nothing is left of the ranks."""
-    job.wait_until_up()
-    sent = time.monotonic()
-    os.kill(job.pid, signum)
-    run = job.end()
-    require_in_time(time.monotonic() - sent, CRASH_S)
-    assert run.code == -signum, run.err
-    job.require_all_gone()
+    """Its status says so, and nothing is left, wherever the ranks are.
+
+    They are asleep, blocked in C++, or in C with the GIL held, and have DataLoader workers and
+    children that ignore signals.
+    """
+    with start_script(tmp_path, launch_everything(how)) as job:
+        job.wait_until_up()
+        sent = time.monotonic()
+        os.kill(job.pid, signum)
+        run = job.end()
+        require_in_time(time.monotonic() - sent, CRASH_S)
+        assert run.code == -signum, run.err
+        job.require_all_gone()
     if signum == signal.SIGINT:
         assert run.err.rstrip().endswith("KeyboardInterrupt")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_temporary_file_is_left(tmp_path: Path, signum: signal.Signals) -> None:
+    """Neither the run directory that we made nor the folder of Python's own helpers."""
+    (tmp_path / "temporary").mkdir()
+    statements = f"""
+        os.environ["TMPDIR"] = {str(tmp_path / "temporary")!r}
+        ddpsafe.launch(p.wait_for_go, (folder,), **{{**options, "run_dir": None}})
+    """
+    with start_script(tmp_path, statements) as job:
+        job.wait_until_up()
+        assert list((tmp_path / "temporary").iterdir())
+        os.kill(job.pid, signum)
+        assert job.end().code == -signum
+        scripts.wait_until(lambda: not list((tmp_path / "temporary").iterdir()), within_s=5)
+
+
+def test_ranks_that_ask_are_given_the_grace_to_save_and_return(tmp_path: Path) -> None:
+    """On SIGTERM `ctx.stop_requested` is true on all ranks at the same call."""
+    statements = "ddpsafe.launch(p.train_until_asked, (folder,), **options)"
+    with start_script(tmp_path, statements) as job:
+        job.wait_until_up()
+        sent = time.monotonic()
+        os.kill(job.pid, signal.SIGTERM)
+        run = job.end()
+        require_in_time(time.monotonic() - sent, CRASH_S)
+    assert run.code == -signal.SIGTERM, run.err
+    saved = {path.read_text() for path in tmp_path.glob("saved-*")}
+    assert len(list(tmp_path.glob("saved-*"))) == 2
+    assert len(saved) == 1, "the ranks stopped at different steps"
+
+
+def test_ranks_that_ask_and_do_not_return_are_ended_after_the_grace(tmp_path: Path) -> None:
+    """Asking is no promise."""
+    statements = "ddpsafe.launch(p.ask_and_go_on, (folder,), **options, timeouts={'grace': 1})"
+    with start_script(tmp_path, statements) as job:
+        job.wait_until_up()
+        sent = time.monotonic()
+        os.kill(job.pid, signal.SIGTERM)
+        assert job.end().code == -signal.SIGTERM
+        assert time.monotonic() - sent > 1
+        require_in_time(time.monotonic() - sent, CRASH_S + 1)
 
 
 def test_ctrl_c_in_the_terminal(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_the_kernels_killer_is_named(tmp_path: Path, small_memory: Path, ranks: 
     assert facts == "1 9 137 out-of-memory"
     assert message[0].startswith(f"rank 1 (world_size {ranks}) was killed by SIGKILL")
     assert "out-of-memory killer" in message[1]
-    assert "raise the memory limit" in message[2]
+    assert "raise the limit" in message[2]
 
 
 FILLING_S = 4.0

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+from torch.utils.data import Dataset
 from typing_extensions import assert_type
 
 import ddpsafe
+from ddpsafe.data import DataLoader
+
+
+class Squares(Dataset[int]):
+    """Stand for a user's dataset."""
 
 
 def train(ctx: ddpsafe.RankContext, epochs: int, learning_rate: float = 0.1) -> float:
     """Stand for a user's function."""
     assert_type(ctx.rank, int)
     assert_type(ctx.is_main, bool)
+    assert_type(ctx.loader(Squares()), DataLoader[int])
+    assert_type(ddpsafe.loader(Squares(), train=False), DataLoader[int])
     return learning_rate * epochs / ctx.world_size
 
 

@@ -1,0 +1,81 @@
+"""Two hundred launches in a row, good ones and bad ones: nothing adds up."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import fault_programs as programs
+import leftovers
+import psutil
+import pytest
+from fault_kit import World, require_nothing_left
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LAUNCHES = 200
+MOST_GROWTH_BYTES = 20 << 20
+"""Of the launcher's memory: 100 kB for each launch would be a leak of ours."""
+
+
+def launch_well(world: World) -> None:
+    """Launch what ends well."""
+    assert world.launch(programs.return_rank).values == {0: 0, 1: 1}
+
+
+def launch_badly(world: World) -> None:
+    """Launch what fails, and hold the error no longer than its reader would."""
+    with pytest.raises(ddpsafe.RankExitedError):
+        world.launch(programs.train, programs.vanish_badly)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_descriptors_threads_memory_shared_memory_and_files_stay_as_they_are(
+    tmp_path: Path,
+) -> None:
+    """Every tenth launch fails; the first ones start Python's own helpers and are not counted."""
+    before = leftovers.Snapshot.take()
+    world = World(folder=tmp_path)
+    _repeat(world, 20)
+    first = _take_stock()
+    _repeat(world, LAUNCHES - 20)
+    last = _take_stock()
+    require_nothing_left(before)
+    grown = last.pop("memory") - first.pop("memory")
+    assert last == first
+    assert grown < MOST_GROWTH_BYTES, f"{grown / (1 << 20):.1f} MB"
+
+
+def _repeat(world: World, times: int) -> None:
+    for number in range(times):
+        launch: Callable[[World], None] = launch_badly if number % 10 == 9 else launch_well
+        launch(world)
+
+
+def _take_stock() -> dict[str, int]:
+    gc.collect()
+    process = psutil.Process()
+    return {
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "threads": threading.active_count(),
+        "native threads": process.num_threads(),
+        "children": len(process.children()),
+        "maps": len({region.path for region in process.memory_maps()}),
+        "shared memory": len(list(leftovers.SHARED_MEMORY.iterdir())),
+        "exit functions": _count_exit_functions(),
+        "directory": len(os.environ),
+        "memory": process.memory_info().rss,
+    }
+
+
+def _count_exit_functions() -> int:
+    import atexit
+
+    return atexit._ncallbacks()  # type: ignore[attr-defined]  # no public name
