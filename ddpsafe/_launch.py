@@ -3,39 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from ddpsafe._config import LaunchConfig, require_data_paths
-from ddpsafe._errors import ConfigError, DDPSafeError, explain
+from ddpsafe._errors import DDPSafeError
 from ddpsafe._launcher.attempt import run_attempt
+from ddpsafe._launcher.calls import Calls
 from ddpsafe._launcher.handle import SpawnHandle
 from ddpsafe._launcher.main_guard import require_main_guard
 from ddpsafe._launcher.plan import make_plan
 from ddpsafe._launcher.presentation import presentable
 from ddpsafe._launcher.retry import run_attempts
 from ddpsafe._launcher.run_directory import open_run_directory
-from ddpsafe._launcher.signals import Interrupted, pass_on
-from ddpsafe._launcher.workers import PickledCall
-from ddpsafe._wire import payload
+from ddpsafe._launcher.signals import Interrupted, interrupts_kept, pass_on
 from ddpsafe._worker import attached
 from ddpsafe._worker.entrypoint import run_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
     from threading import Event
 
     from typing_extensions import Unpack
 
     from ddpsafe._config import LaunchFields, SpawnFields
+    from ddpsafe._launcher.calls import OnRetry
     from ddpsafe._launcher.handle import OnStart
     from ddpsafe._launcher.plan import LaunchPlan
     from ddpsafe._worker.context import RankContext
-
-    OnRetry = Callable[[DDPSafeError], Sequence[Any] | None]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -95,10 +92,11 @@ def launch(
         if attached.is_rank(os.environ):
             return _run_here(fn, args, kwargs or {}, resolved)
         require_main_guard()
-        plan = make_plan(resolved, style="launch")
-        return _run_plan(plan, _Calls(fn, args, kwargs or {}, on_retry))
+        with interrupts_kept():
+            plan = make_plan(resolved, style="launch")
+        return _run_plan(plan, Calls(fn, args, kwargs or {}, on_retry, style="launch"))
     except DDPSafeError as error:
-        raise presentable(error)  # noqa: B904 - the same error, with its own cause
+        raise presentable(error)
 
 
 def spawn(
@@ -145,40 +143,20 @@ def spawn(
             nproc_per_node=nprocs,
             start_method=start_method,  # type: ignore[arg-type]  # judged by the config
         )
-        plan = make_plan(resolved, style="spawn", daemon=daemon)
-        calls = _Calls(fn, args, {}, on_retry)
+        with interrupts_kept():
+            plan = make_plan(resolved, style="spawn", daemon=daemon)
+        calls = Calls(fn, args, {}, on_retry, style="spawn")
         if join:
             _run_plan(plan, calls)
             return None
         return SpawnHandle(partial(_run_plan, plan, calls), daemon=daemon)
     except DDPSafeError as error:
-        raise presentable(error)  # noqa: B904 - the same error, with its own cause
-
-
-class _Calls:
-    """The call that ranks make, which a retry may change; pickled before any process starts."""
-
-    def __init__(
-        self,
-        fn: Callable[..., object],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        on_retry: OnRetry | None,
-    ) -> None:
-        self._fn, self._kwargs, self._on_retry = fn, kwargs, on_retry
-        self.current = _pickle(fn, args, kwargs)
-
-    def change(self, failure: DDPSafeError) -> bool:
-        """Ask for other arguments; tell whether there are any."""
-        args = None if self._on_retry is None else self._on_retry(failure)
-        if args is not None:
-            self.current = _pickle(self._fn, args, self._kwargs)
-        return args is not None
+        raise presentable(error)
 
 
 def _run_plan(
     plan: LaunchPlan,
-    calls: _Calls,
+    calls: Calls,
     on_start: OnStart | None = None,
     cancelled: Event | None = None,
 ) -> LaunchResult[Any]:
@@ -218,36 +196,3 @@ def _run_here(
     return LaunchResult(
         values={context.rank: value}, attempts=context.attempt, run_dir=context.run_dir
     )
-
-
-def _pickle(fn: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PickledCall:
-    if not callable(fn):
-        what = f"{fn!r} is not callable."
-        cause = "the function was called instead of being passed."
-        raise ConfigError(explain(what, cause=cause, fix="write launch(train, args=(…,))."))
-    if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
-        what = f"args is a {type(args).__name__}, not a tuple of the function's arguments."
-        cause = "a single argument was passed by itself."
-        raise ConfigError(explain(what, cause=cause, fix="write args=(value,) with a comma."))
-    try:
-        data, handles = payload.dumps_call((fn, tuple(args), dict(kwargs)))
-    except Exception as exc:
-        raise _cannot_travel(fn, args, kwargs, exc) from exc
-    return PickledCall(data=data, handles=handles)
-
-
-def _cannot_travel(
-    fn: object, args: Sequence[Any], kwargs: Mapping[str, Any], exc: Exception
-) -> ConfigError:
-    name = getattr(fn, "__qualname__", repr(fn))
-    for part, path in ((args, "args"), (kwargs, "kwargs"), (fn, name)):
-        found = payload.find_unpicklable(part, path)
-        if found is not None:
-            path, exc = found[0], found[1]  # type: ignore[assignment]  # noqa: PLW2901
-            break
-    else:
-        path = name
-    what = f"{path} cannot be sent to another process: {exc}"
-    cause = "open files, locks, sockets, generators and GPU tensors belong to one process."
-    fix = "pass what it is made from (a path, a seed) and make it inside the function."
-    return ConfigError(explain(what, cause=cause, fix=fix))

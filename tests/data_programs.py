@@ -378,7 +378,7 @@ def states_compared(ctx: ddpsafe.RankContext, extra: int) -> Any:
 def differing_samplers(ctx: ddpsafe.RankContext, name: str) -> str:
     """Make a loader whose sampler is configured differently on rank 1; return what was raised."""
     odd = ctx.rank == 1
-    sampler: Any = data.DistributedSampler(30, shuffle=not odd)
+    sampler: Any = data.DistributedSampler(30, algorithm="feistel-v1" if odd else "torch")
     if name == "weights":
         sampler = data.WeightedSampler([1.0] * 29 + [2.0 if odd else 1.0])
     if name == "drop_last":

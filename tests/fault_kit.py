@@ -274,7 +274,9 @@ def launch_everything(how: str, start_method: str = "forkserver") -> str:
 class Started:
     """A script that is running, what its ranks have started, and its terminal if it has one."""
 
-    def __init__(self, folder: Path, process: subprocess.Popen[bytes], terminal: int | None) -> None:
+    def __init__(
+        self, folder: Path, process: subprocess.Popen[bytes], terminal: int | None
+    ) -> None:
         """Own the process and the terminal."""
         self._folder = folder
         self._process = process

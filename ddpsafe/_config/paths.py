@@ -42,8 +42,8 @@ def _judge_path(value: object) -> Path:
         raise wrong(
             "it is relative, and ranks on other nodes or under another launcher start in other "
             "directories",
-            write=f'"{_from_here(text)}", or DataPath.here("{text}") to say: relative to the '
-            "directory the job is launched from",
+            write=f'"{_from_here(text)}"; for a data path also DataPath.here("{text}"), which means '
+            "relative to the directory the job is launched from",
         )
     return Path(text)
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ddpsafe._errors import LaunchError, explain
 from ddpsafe._kinds import STARTUP_KINDS
 from ddpsafe._launcher import evidence, postmortem, shutdown
 from ddpsafe._launcher.case import Case
@@ -25,14 +26,13 @@ from ddpsafe._wire.spec import RankSpec
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ddpsafe._errors import LaunchError
     from ddpsafe._launcher.plan import LaunchPlan
     from ddpsafe._launcher.rendezvous import Meeting
     from ddpsafe._launcher.run_directory import RunDirectory
     from ddpsafe._launcher.signals import SignalInbox
     from ddpsafe._launcher.worker import Worker
     from ddpsafe._launcher.workers import PickledCall, RunRank
-    from ddpsafe._wire.outcome import RankOutcome
+    from ddpsafe._wire.outcome import RankOutcome, Returned
 
 
 def run_attempt(
@@ -101,7 +101,17 @@ def run_attempt(
         directory.note_tracebacks(outcomes.values())
         oom_kills = count_oom_kills() - oom_kills_before
         raise _failure(ending, outcomes, number, plan, directory, oom_kills=oom_kills)
-    return {rank: payload.loads(report.payload) for rank, report in reports.items() if report}
+    return {rank: _value_of(rank, report) for rank, report in reports.items() if report}
+
+
+def _value_of(rank: int, report: Returned) -> object:
+    try:
+        return payload.loads(report.payload)
+    except Exception as exc:
+        what = f"what rank {rank} returned cannot be loaded here: {type(exc).__name__}: {exc}"
+        cause = "it was made of something that exists in the rank only, such as a process group."
+        fix = "return plain data: numbers, strings, tensors, state dicts."
+        raise LaunchError(explain(what, cause=cause, fix=fix), kind="unpicklable") from exc
 
 
 def _failure(

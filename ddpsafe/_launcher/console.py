@@ -42,7 +42,12 @@ class _Tail:
         if text:
             encoding = getattr(self._stream, "encoding", None) or "utf-8"
             shown = self._tagged(text).encode(encoding, "replace").decode(encoding)
-            self._stream.write(shown)
+            self._show(shown)
+
+    def _show(self, text: str) -> None:
+        """Write to the console; one that is full, closed or gone must not end the training."""
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
             self._stream.flush()
 
     def _read(self) -> bytes:

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._launcher.descendants import RankProcess, kill_members
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 _PROGRAM: Final = (
@@ -26,6 +29,7 @@ _PROGRAM: Final = (
 )
 _GOODBYE: Final = "goodbye"
 _CLEAN_UP_S: Final = 5.0
+_LOOK_EVERY_S: Final = 0.25
 
 
 class Guard:
@@ -63,7 +67,7 @@ class Guard:
 def posted_guard(launch_id: str) -> Iterator[Guard]:
     """Keep a guard while ranks run. Its own session keeps the terminal's signals away from it."""
     process = subprocess.Popen(  # noqa: S603 - our own interpreter and program
-        [sys.executable, "-S", "-E", "-c", _PROGRAM],
+        [sys.executable, "-I", "-S", "-c", _PROGRAM],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -82,6 +86,10 @@ def watch(launch_id: str) -> None:
     """Be the guard: read pids and folders until the launcher says good-bye or is gone."""
     ranks: list[RankProcess] = []
     folders: list[str] = []
+    # A process that the launcher has forked off holds the pipe open beyond the launcher's death.
+    threading.Thread(
+        target=_await_orphanage, args=(lambda: _clean_up(ranks, folders, launch_id),), daemon=True
+    ).start()
     for line in sys.stdin:
         if line.strip() == _GOODBYE:
             return
@@ -90,6 +98,18 @@ def watch(launch_id: str) -> None:
             folders.append(known["folder"])
         else:
             ranks.append(RankProcess(known["pid"], known["created_s"]))
+    _clean_up(ranks, folders, launch_id)
+
+
+def _clean_up(ranks: list[RankProcess], folders: list[str], launch_id: str) -> None:
     kill_members(ranks, launch_id, within_s=_CLEAN_UP_S)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _await_orphanage(clean_up: Callable[[], None]) -> None:
+    launcher = os.getppid()
+    while os.getppid() == launcher:
+        time.sleep(_LOOK_EVERY_S)
+    clean_up()
+    os._exit(0)

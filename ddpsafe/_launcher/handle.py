@@ -57,6 +57,7 @@ class SpawnHandle:
             # A daemonic thread is frozen at the interpreter's end and could not clean up.
             atexit.register(self._cancel)
         _cancel_on_crash(self)
+        atexit.register(self._tell_failure)
 
     def pids(self) -> list[int]:
         """Return the ranks' process ids, by rank."""
@@ -86,6 +87,7 @@ class SpawnHandle:
             raise
         self._thread.join()
         atexit.unregister(self._cancel)
+        atexit.unregister(self._tell_failure)
         error = self._result.exception()
         if isinstance(error, DDPSafeError):
             raise presentable(error)
@@ -98,6 +100,12 @@ class SpawnHandle:
             with contextlib.suppress(OSError):
                 self._inbox.put(signal.SIGINT, None)
         self._thread.join()
+
+    def _tell_failure(self) -> None:
+        """Say at the script's end what nobody has joined to hear."""
+        error = self._result.exception() if self._result.done() else None
+        if error is not None:
+            sys.stderr.write(f"ddpsafe: ranks that nobody joined have failed: {error}\n")
 
     def _note(self, workers: Sequence[Worker], inbox: SignalInbox) -> None:
         self.processes = [worker.lend_process() for worker in workers]

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 class RemoteTraceback(Exception):  # noqa: N818 - shown as text above the error it belongs to
     """The traceback of another process, as text."""
 
+    __module__ = "ddpsafe"
+
     def __str__(self) -> str:
         """Show it as Python shows a traceback."""
         return f"\n{self.args[0]}"

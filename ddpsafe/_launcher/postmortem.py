@@ -114,6 +114,8 @@ def _exited(case: Case, cause: Cause) -> LaunchError:
     if raised is not None and raised.exit_code is not None:
         code = raised.exit_code
         called = f"{raised.type_name} was raised at {raised.where or 'an unknown line'}"
+        if not raised.message.isdigit() and raised.message:
+            called += f": {clip(raised.message, _MAX_MESSAGE)}"
     elif root.phase == "starting":
         called = "the script failed while the new process imported it; its output stands above"
     message = explain(

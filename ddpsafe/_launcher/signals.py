@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import signal
+import sys
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
@@ -85,6 +86,19 @@ def open_inbox() -> Iterator[SignalInbox]:
         os.close(write_fd)
 
 
+@contextlib.contextmanager
+def interrupts_kept() -> Iterator[None]:
+    """Keep a Ctrl-C that arrives meanwhile: torch's import sometimes swallows it.
+
+    Raises:
+        KeyboardInterrupt: At the end, if one came.
+    """
+    with open_inbox() as inbox:
+        yield
+    if inbox.received is not None:
+        pass_on(inbox.received)
+
+
 class Interrupted(BaseException):
     """A signal ended the launch; on its way to where everything of the launch is gone.
 
@@ -104,6 +118,7 @@ def pass_on(received: signal.Signals) -> None:
     Raises:
         KeyboardInterrupt: For SIGINT; any other signal ends the process.
     """
+    sys.stderr.write(f"ddpsafe: {received.name}; no rank is left running\n")
     if received == signal.SIGINT:
         raise KeyboardInterrupt from None
     remove_helpers_folder()

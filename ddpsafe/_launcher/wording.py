@@ -76,6 +76,8 @@ def _position(outcome: RankOutcome) -> str:
 
 def _relation(outcome: RankOutcome, *, done: bool) -> str:
     """Say how a rank stands to its last collective; torch marks one that failed as done too."""
+    if outcome.status == "returned":
+        return "after"
     symptom = None if outcome.raised is None else find_symptom(outcome.raised)
     if symptom is not None:
         return "timed out in" if symptom.sort == "timeout" else "lost a peer in"

@@ -24,6 +24,7 @@ import cloudpickle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from mmap import mmap
 
 _INHERITED_MODULES: Final = ("multiprocessing.", "torch.multiprocessing.")
 _CTYPES: Final = (ctypes.Array, ctypes.Structure, ctypes.Union, *ctypes.c_int.__bases__)
@@ -58,6 +59,9 @@ class _ResultPickler(_Pickler):
     """For what a rank sends back: its device memory dies with it, so tensors move to the CPU."""
 
     def reducer_override(self, obj: Any) -> object:
+        if type(obj).__name__ == "DistributedDataParallel":
+            msg = "a DDP model, which needs its process group; return ctx.unwrap(model)"
+            raise CannotTravelError(msg)
         if _is_tensor(obj) and obj.device.type not in ("cpu", "meta"):
             return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return super().reducer_override(obj)
@@ -88,7 +92,7 @@ def dumps_result(value: object) -> bytes:
         return file.getvalue()
 
 
-def loads(data: bytes, handles: tuple[object, ...] = ()) -> object:
+def loads(data: bytes | mmap, handles: tuple[object, ...] = ()) -> object:
     """Unpickle bytes of our own launcher or our own child."""
     with _using(handles):
         return pickle.loads(data)  # noqa: S301 - from our parent or child, never from a peer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import mmap
 import os
 import sys
 import threading
@@ -43,8 +44,13 @@ class Reporter:
     def __init__(self, sender: Sender) -> None:
         """Start in the phase every process starts in."""
         self._sender = sender
+        self._pid = os.getpid()
         self._told: set[int] = set()
         self.phase: Phase = "starting"
+
+    def is_here(self) -> bool:
+        """Tell whether this process is the rank, and not a fork of it."""
+        return os.getpid() == self._pid
 
     def enter(self, phase: Phase) -> None:
         """Say that a phase begins."""
@@ -128,9 +134,12 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
         environment.name_semaphores(spec.launch_id)
         reporter.enter("loading")
         value = _run_user_code(spec, reporter, inheritance)
-        reporter.returned(value)
+        if reporter.is_here():
+            reporter.returned(value)
     except BaseException as exc:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are failures
         _report_and_exit(exc, reporter)
+    if not reporter.is_here():
+        _exit_as_fork()
     _leave(spec)
 
 
@@ -155,11 +164,10 @@ def _run_user_code(spec: RankSpec, reporter: Reporter, inheritance: Inheritance)
 
 
 def _load_call(call: InheritedFd, handles: tuple[object, ...]) -> Call:
-    size = os.fstat(call.fd).st_size
-    # pread: all ranks share the file's offset.
-    data = os.pread(call.fd, size, 0)
-    os.close(call.fd)
-    return cast("Call", payload.loads(data, handles))
+    # Mapped, for all ranks share the file's offset, and one read ends at 2 GiB.
+    with mmap.mmap(call.fd, 0, access=mmap.ACCESS_READ) as data:
+        os.close(call.fd)
+        return cast("Call", payload.loads(data, handles))
 
 
 def _result_bytes(value: object) -> bytes:
@@ -193,10 +201,17 @@ def _without_our_frames(exc: BaseException) -> BaseException:
 
 def _report_and_exit(exc: BaseException, reporter: Reporter) -> NoReturn:
     """Report, flush, exit: no collective, no destroy, no destructor on a failing path."""
-    reporter.raised(exc, final=True)
+    if reporter.is_here():
+        reporter.raised(exc, final=True)
     _flush()
     code = exit_code_of(exc)
     os._exit(1 if code is None else code)
+
+
+def _exit_as_fork() -> NoReturn:
+    """End a process that the user's function forked off and let return: the rank is another one."""
+    _flush()
+    os._exit(0)
 
 
 def _leave(spec: RankSpec) -> NoReturn:

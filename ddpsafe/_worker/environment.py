@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import faulthandler
+import io
 import multiprocessing
 import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TextIO
 
 from ddpsafe._wire.spec import STACKS_SIGNAL, semaphore_prefix
 from ddpsafe._wire.step_counter import StepCounter
@@ -27,10 +28,19 @@ def capture_output(logs: LogFiles) -> None:
     """Send file descriptors 1 and 2 to files: what C++ prints is caught too."""
     for fd, path in ((1, logs.stdout), (2, logs.stderr)):
         target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(target, fd)
-        os.close(target)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # text streams here
+        if target != fd:  # the caller may have closed the descriptor: then it is taken already
+            os.dup2(target, fd)
+            os.close(target)
+    sys.stdout = _line_buffered(sys.stdout, 1)
+    sys.stderr = _line_buffered(sys.stderr, 2)
+
+
+def _line_buffered(stream: TextIO | None, fd: int) -> TextIO:
+    """Return the stream, or a new one where Python found the descriptor closed at its start."""
+    if not isinstance(stream, io.TextIOWrapper):
+        return open(fd, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)
+    stream.reconfigure(line_buffering=True)
+    return stream
 
 
 def dump_stacks_on_signal(logs: LogFiles) -> None:

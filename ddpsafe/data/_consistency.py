@@ -132,7 +132,8 @@ def _refuse_differing_facts(reports: list[dict[str, Any]]) -> None:
         if odd:
             raise DatasetInconsistencyError(
                 explain(
-                    f"{_ranks(odd)} of {len(reports)} have another {name}: {values[odd[0]]}, "
+                    f"{_ranks(odd)} of {len(reports)} {_have(odd)} another {name}: "
+                    f"{values[odd[0]]}, "
                     f"where the others have {_majority(values)}.",
                     cause="it is computed or configured per rank.",
                     fix=f"give every rank the same {name}.",
@@ -217,6 +218,10 @@ def _minority(values: list[Any]) -> list[int]:
     return [rank for rank, value in enumerate(values) if value != usual]
 
 
+def _have(ranks: list[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
 def _ranks(ranks: list[int]) -> str:
     listed = ", ".join(str(rank) for rank in ranks)
     return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
@@ -225,7 +230,7 @@ def _ranks(ranks: list[int]) -> str:
 def loader_facts(loader: Any) -> dict[str, object]:
     """Return what must be equal on all ranks of a loader, beside its dataset."""
     sampler = loader.batch_sampler if loader.batch_size is None else loader.sampler
-    identity = getattr(find_epoch_holder(loader), "identity", dict)()
+    identity: dict[str, object] = getattr(find_epoch_holder(loader), "identity", dict)()
     # Length and content are compared by the dataset itself, which knows where it differs.
     settings = {key: identity[key] for key in identity if key not in {"n", "fingerprint"}}
     return {

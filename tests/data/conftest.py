@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,4 +21,5 @@ settings.load_profile("data")
 def _drop_iterators_that_tracebacks_hold() -> Iterator[None]:
     """End the workers of a test that raised: its frames hold the iterator, in a cycle."""
     yield
-    gc.collect()
+    if multiprocessing.active_children():
+        gc.collect()

@@ -23,6 +23,7 @@ from fault_kit import (
 if TYPE_CHECKING:
     from pathlib import Path
 
+
 @pytest.mark.parametrize(
     ("signum", "how"),
     [

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 import fault_programs as programs
 import pytest
 import scripts
-from fault_kit import CRASH_S, SIZES, World, require_in_time, require_rank, start_script, write_script
+from fault_kit import (
+    CRASH_S,
+    SIZES,
+    World,
+    require_in_time,
+    require_rank,
+    start_script,
+    write_script,
+)
 
 import ddpsafe
 
