@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -98,6 +99,21 @@ def fail_inside(folder: str) -> None:
             msg = f"bad batch in {folder}"
             raise ValueError(msg)
         dist.all_reduce(torch.ones(1))
+
+
+def fail_first() -> None:
+    """Let rank 0 fail in rank_zero_first; its process, which serves the store, ends at once."""
+    with ddpsafe.process_group(timeouts=PATIENT) as ctx, ctx.rank_zero_first():
+        if ctx.is_main:
+            msg = "the mirror is gone"
+            raise ConnectionRefusedError(msg)
+
+
+def miss_a_barrier(absent: int, limit_s: float) -> None:
+    """Let one rank return early while the others wait at a barrier."""
+    with ddpsafe.process_group(timeouts=PATIENT) as ctx:
+        if ctx.rank != absent:
+            ctx.barrier("save the model", timeout=timedelta(seconds=limit_s))
 
 
 def listen_alone() -> dict[str, Any]:

@@ -268,12 +268,16 @@ def faulty_gather(ctx: ddpsafe.RankContext, fault: str) -> Any:
     return got.tolist()
 
 
-def augmentation_trace(ctx: ddpsafe.RankContext, num_workers: int, persistent: bool) -> Any:  # noqa: ARG001, FBT001 - a rank function receives the context
-    """Return (index, epoch, draws) of two epochs, with the same global seeds on all ranks."""
+def augmentation_traces(ctx: ddpsafe.RankContext) -> Any:  # noqa: ARG001 - a rank function receives the context
+    """Return (index, epoch, draws) of two epochs, with fresh and with persistent workers."""
+    return [_augmentation_trace(persistent=persistent) for persistent in (False, True)]
+
+
+def _augmentation_trace(*, persistent: bool) -> Any:
     torch.manual_seed(42)
     random.seed(42)
     loader = data.build_loader(
-        Augmented(24), batch_size=4, num_workers=num_workers, persistent_workers=persistent
+        Augmented(24), batch_size=4, num_workers=2, persistent_workers=persistent
     )
     return [_plain(loader) for _ in loader.epochs(2)]
 

@@ -167,14 +167,15 @@ def require_nothing_left(before: leftovers.Snapshot, error: LaunchError | None =
 
 def _in_sessions_of(error: LaunchError) -> list[str]:
     leaders = {outcome.pid for outcome in error.outcomes.values()}
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if os.getsid(process.pid) in leaders and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(f"in a rank's session: {process}")
-        except (psutil.Error, OSError):
-            continue
-    return found
+    members = [process for process in psutil.process_iter() if _session_of(process.pid) in leaders]
+    return [f"in a rank's session: {each}" for each in members if is_running(each.pid)]
+
+
+def _session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except OSError:  # it has ended
+        return None
 
 
 def is_running(pid: int) -> bool:

@@ -238,13 +238,11 @@ def swallow_and_go_on(rank: int, world_size: int, folder: Path) -> None:
     """Log the error and go on, as ``except Exception: print`` does: the rank is then behind."""
     setup(rank, world_size)
     for step in range(STEPS):
-        try:
+        with contextlib.suppress(LostSampleError):
             if rank == 1 and step == FAULT_STEP:
                 mark(folder)
                 raise_own_error(folder)
             average_gradients()
-        except LostSampleError as exc:
-            print("skipping", exc)
     cleanup()
 
 
@@ -905,7 +903,7 @@ def fail_on_attempts(ctx: RankContext, folder: Path, attempts: int, error: str) 
     return ctx.attempt
 
 
-def needs_less(ctx: RankContext, folder: Path, batch_size: int) -> int:
+def needs_less(_ctx: RankContext, folder: Path, batch_size: int) -> int:
     """Run out of memory above a batch size of 8."""
     average_gradients()
     if batch_size > 8:
@@ -967,20 +965,24 @@ def _answers(port: int) -> bool:
 
 def recover_together(ctx: RankContext, folder: Path) -> str:
     """Handle the same error on all ranks, and meet in its `except` block, one rank always late."""
+    for late in range(4):
+        _recover(ctx, folder, late)
+    return "recovered"
+
+
+def _recover(ctx: RankContext, folder: Path, late: int) -> None:
     import torch.distributed as dist
 
-    for late in range(4):
-        try:
-            (folder / "no-checkpoint").read_text()
-        except FileNotFoundError:
-            if ctx.rank == late % 2:
-                time.sleep(0.6)
-            dist.barrier()
-            ctx.barrier("all have recovered")
-            if ctx.rank == late // 2:
-                time.sleep(0.6)
-            average_gradients()
-    return "recovered"
+    try:
+        (folder / "no-checkpoint").read_text()
+    except FileNotFoundError:
+        if ctx.rank == late % 2:
+            time.sleep(0.6)
+        dist.barrier()
+        ctx.barrier("all have recovered")
+        if ctx.rank == late // 2:
+            time.sleep(0.6)
+        average_gradients()
 
 
 def fail_beside_a_handled_error(ctx: RankContext, folder: Path) -> None:

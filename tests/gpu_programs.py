@@ -1,91 +1,195 @@
-"""What the ranks of tests/gpu run. Every function here is called on machines with GPUs only."""
+"""What ranks do on GPUs; run by gpu/test_gpu.py.
+
+Where a test needs two ranks and the machine has one GPU, both share it: NCCL refuses that unless it
+takes the ranks to be on different hosts, so each gets a NCCL_HOSTID of its own before the group is
+made. That is for tests only.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+import ddpsafe
+
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
     import torch
     from torch import nn
 
-    import ddpsafe
+    from ddpsafe import RankContext
 
-SEED = 11
+    Program = Callable[[RankContext], dict[str, Any]]
 
-
-def make_model() -> nn.Module:
-    """Return a small network with a layer that SyncBatchNorm would replace."""
-    import torch
-    from torch import nn
-
-    torch.manual_seed(SEED)
-    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+STEPS = 4
+BATCH = 8
 
 
-def make_batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return 16 samples, the same in every process."""
-    import torch
-
-    random = torch.Generator().manual_seed(SEED)
-    x = torch.randn(16, 8, generator=random)
-    return x, x.sum(dim=1, keepdim=True)
-
-
-def describe_device(ctx: ddpsafe.RankContext) -> dict[str, Any]:
-    """Say which device this rank works on, and reduce something there."""
+def look_around(ctx: RankContext) -> dict[str, Any]:
+    """Say which device this rank has, and what torch does when none is named."""
     import torch
     import torch.distributed as dist
 
-    value = torch.ones(1, device=ctx.device) * (ctx.rank + 1)
-    dist.all_reduce(value)
+    group = dist.group.WORLD
+    total = torch.ones(1, device="cuda") * (ctx.rank + 1)
+    dist.all_reduce(total)
     return {
         "device": str(ctx.device),
         "current": torch.cuda.current_device(),
-        "backend": dist.get_backend(),
-        "sum": value.item(),
-        "mean": ctx.reduce_mean(float(ctx.rank)),
+        "made_on": str(torch.empty(1, device="cuda").device),
+        "backend": (ctx.backend, dist.get_backend()),
+        "bound": str(getattr(group, "bound_device_id", None)),
+        "total": total.item(),
     }
 
 
-def step(ctx: ddpsafe.RankContext, options: dict[str, bool]) -> dict[str, torch.Tensor]:
-    """Make one step on this rank's share of the batch; return the parameters on the CPU."""
+def return_a_device_tensor(ctx: RankContext) -> dict[str, torch.Tensor]:
+    """Return a tensor that lies on the GPU."""
     import torch
 
-    model = ctx.wrap(make_model(), sync_batchnorm=options.get("sync_batchnorm", False))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cuda", enabled=options.get("amp", False))
-    x, y = (part.to(ctx.device).chunk(ctx.world_size)[ctx.rank] for part in make_batch())
-    accumulated = model.no_sync() if options.get("no_sync") else nullcontext()
-    with accumulated, torch.autocast("cuda", enabled=options.get("amp", False)):
-        loss = torch.nn.functional.mse_loss(model(x), y)
-        if options.get("no_sync"):
-            loss.backward()
-    if options.get("no_sync"):
-        loss = torch.nn.functional.mse_loss(model(x), y)
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    return {name: value.cpu() for name, value in ctx.unwrap(model).state_dict().items()}
+    return {"tensor": torch.full((3,), float(ctx.rank), device=ctx.device)}
 
 
-def reduce_on_one_gpu(rank: int, world_size: int) -> None:
-    """Join by hand, as if each rank were a host of its own: NCCL refuses two ranks on one GPU."""
+def reduce_on_device(ctx: RankContext) -> dict[str, Any]:
+    """Use every collective of the context; tensors of the device and of the CPU."""
+    import torch
+
+    loss = torch.tensor(float(ctx.rank), device=ctx.device)
+    mean = ctx.reduce_mean(loss)
+    on_cpu = ctx.reduce_mean(torch.tensor(float(ctx.rank)))
+    return {
+        "mean": (mean.item(), str(mean.device)),
+        "mean_of_cpu": (on_cpu.item(), str(on_cpu.device)),
+        "dict": ctx.reduce_mean({"loss": float(ctx.rank)}),
+        "gathered": ctx.gather(ctx.rank),
+        "broadcast": ctx.broadcast(f"from {ctx.rank}"),
+        "stop": ctx.stop_requested(),
+    }
+
+
+def be_one_of_two(rank: int, program: Program, folder: Path) -> None:
+    """Make the group as a script does, run the program in it, and write down what it found."""
     import torch
     import torch.distributed as dist
 
-    os.environ["NCCL_HOSTID"] = f"host-{rank}"
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", rank=rank, world_size=world_size)
-    value = torch.ones(1, device="cuda") * (rank + 1)
-    dist.all_reduce(value)
-    assert value.item() == sum(range(1, world_size + 1))
+    gpus = torch.cuda.device_count()
+    device = torch.device("cuda", rank % gpus)
+    if gpus == 1:
+        os.environ["NCCL_HOSTID"] = f"ddpsafe-test-{rank}"
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", rank=rank, world_size=2)
+    # The launcher gives no GPU to ranks that outnumber the GPUs; the script knows better here.
+    ctx = dataclasses.replace(ddpsafe.current(), device=device, backend="nccl")
+    found = program(ctx)
     dist.destroy_process_group()
+    torch.save(found, folder / f"rank-{rank}.pt")
 
 
-def return_device_tensor(ctx: ddpsafe.RankContext) -> torch.Tensor:
-    """Return a tensor that lives on the rank's GPU."""
+def network() -> nn.Module:
+    """Make the same network in every process, on the CPU."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Make the same batches in every process, on the CPU."""
     import torch
 
-    return torch.full((2,), float(ctx.rank), device=ctx.device)
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(BATCH, 6, generator=generator), torch.randn(BATCH, 2, generator=generator))
+        for _ in range(STEPS)
+    ]
+
+
+def share_of(tensor: torch.Tensor, ctx: RankContext) -> torch.Tensor:
+    """Return this rank's part of a batch, on its device."""
+    return tensor.chunk(ctx.world_size)[ctx.rank].to(ctx.device)
+
+
+def train_in_parallel(ctx: RankContext) -> dict[str, Any]:
+    """Train with synchronised BatchNorm: the ranks together do what one process does alone."""
+    model = ctx.wrap(network(), sync_batchnorm=True)
+    train(model, [(share_of(x, ctx), share_of(y, ctx)) for x, y in batches()])
+    inner = ctx.unwrap(model)
+    return {"norm": type(inner[1]).__name__, "state": on_cpu(inner)}
+
+
+def train_alone(device: torch.device) -> dict[str, torch.Tensor]:
+    """Train on whole batches in this process."""
+    model = network().to(device)
+    train(model, [(x.to(device), y.to(device)) for x, y in batches()])
+    return on_cpu(model)
+
+
+def train(model: nn.Module, data: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Take one step with each batch."""
+    import torch
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for inputs, targets in data:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+
+
+def on_cpu(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers, off the device."""
+    return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+
+
+def train_with_amp(ctx: RankContext) -> dict[str, Any]:
+    """Train in half precision with a gradient scaler, ten times through the data."""
+    import torch
+
+    model = ctx.wrap(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cuda")
+    losses, dtype = [], None
+    for _ in range(10):
+        for inputs, targets in batches():
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.float16):
+                outputs = model(share_of(inputs, ctx))
+                dtype = str(outputs.dtype)
+                loss = torch.nn.functional.mse_loss(outputs.float(), share_of(targets, ctx))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(ctx.reduce_mean(loss).item())
+    parameters = {name: value.detach().cpu() for name, value in model.named_parameters()}
+    return {
+        "dtype": dtype,
+        "losses": losses,
+        "scale": scaler.get_scale(),
+        "parameters": parameters,
+    }
+
+
+def accumulate(ctx: RankContext) -> dict[str, Any]:
+    """Accumulate the gradients of two batches; only the second synchronises."""
+    import torch
+
+    model = ctx.wrap(torch.nn.Linear(4, 1, bias=False))
+    ones = torch.ones(2, 4, device=ctx.device)
+    with model.no_sync():
+        model(ones * (ctx.rank + 1)).mean().backward()
+    before = ctx.unwrap(model).weight.grad.tolist()
+    model(ones).mean().backward()
+    return {"before": before, "after": ctx.unwrap(model).weight.grad.tolist()}
+
+
+@contextlib.contextmanager
+def initialised_cuda() -> Iterator[torch.Tensor]:
+    """Keep a tensor on the GPU in this process, which initialises CUDA here."""
+    import torch
+
+    yield torch.ones(1, device="cuda")
+    torch.cuda.empty_cache()

@@ -305,6 +305,32 @@ def test_error_inside_the_group_leaves_at_once(tmp_path: Path) -> None:
     assert max(waiting.took_s, failed.took_s) < 10
 
 
+def test_failure_of_rank_zero_reaches_ranks_that_follow_it(tmp_path: Path) -> None:
+    """Rank 0 serves the store, fails, and is gone: the others still learn why, at once."""
+    port = free_port()
+    envs = [by_hand(rank, 3, port) for rank in range(3)]
+    failed, *followers = forked_ranks.run(programs.fail_first, envs, folder=tmp_path)
+    assert isinstance(failed.error, ConnectionRefusedError)
+    for rank in followers:
+        assert isinstance(rank.error, ddpsafe.RankRaisedError)
+        assert rank.error.rank == 0
+        assert "the mirror is gone" in str(rank.error)
+        assert rank.took_s < 10
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_rank_that_misses_a_barrier_is_named_on_every_rank(absent: int, tmp_path: Path) -> None:
+    """Also where the ranks wait for rank 0, and where rank 0 is the first to give up."""
+    port = free_port()
+    envs = [by_hand(rank, 3, port) for rank in range(3)]
+    ranks = forked_ranks.run(programs.miss_a_barrier, envs, absent, 2, folder=tmp_path)
+    for rank in (each for number, each in enumerate(ranks) if number != absent):
+        assert isinstance(rank.error, ddpsafe.BarrierTimeoutError)
+        assert rank.error.missing_ranks == (absent,)
+        assert "at the barrier 'save the model'" in str(rank.error)
+        assert rank.took_s < 2 + SLACK_S
+
+
 # Who does not come, and who comes uninvited.
 
 

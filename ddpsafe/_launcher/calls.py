@@ -44,8 +44,9 @@ class Calls:
 
     def _pickled(self, args: Sequence[Any]) -> PickledCall:
         _require_call(self._fn, args)
+        pickled = _pickle(self._fn, args, self._kwargs)
         _require_fitting(self._fn, args, self._kwargs, self._style)
-        return _pickle(self._fn, args, self._kwargs)
+        return pickled
 
 
 def _require_call(fn: object, args: object) -> None:
@@ -89,7 +90,7 @@ def _pickle(
     try:
         data, handles = payload.dumps_call((fn, tuple(args), dict(kwargs)))
     except Exception as exc:  # noqa: BLE001 - a user's __reduce__ may raise anything
-        raise _cannot_travel(fn, args, kwargs, exc) from None
+        raise _cannot_travel(fn, args, kwargs, exc) from exc
     return PickledCall(data=data, handles=handles)
 
 

@@ -104,7 +104,7 @@ class SpawnHandle:
     def _tell_failure(self) -> None:
         """Say at the script's end what nobody has joined to hear."""
         error = self._result.exception() if self._result.done() else None
-        if error is not None:
+        if isinstance(error, DDPSafeError):
             sys.stderr.write(f"ddpsafe: ranks that nobody joined have failed: {error}\n")
 
     def _note(self, workers: Sequence[Worker], inbox: SignalInbox) -> None:

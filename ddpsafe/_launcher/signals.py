@@ -118,7 +118,8 @@ def pass_on(received: signal.Signals) -> None:
     Raises:
         KeyboardInterrupt: For SIGINT; any other signal ends the process.
     """
-    sys.stderr.write(f"ddpsafe: {received.name}; no rank is left running\n")
+    if threading.current_thread() is threading.main_thread():
+        sys.stderr.write(f"ddpsafe: {received.name}; no rank is left running\n")
     if received == signal.SIGINT:
         raise KeyboardInterrupt from None
     remove_helpers_folder()

@@ -58,15 +58,15 @@ class Control:
         Returns:
             The ranks that did not come in time, the same on every rank: empty when all met.
         """
-        meeting = self.arrive(name)
         try:
+            meeting = self.arrive(name)
             missing = self._await_all(meeting, deadline)
             if missing or is_last:
                 self._part(meeting)
         except RuntimeError:
             if not self._served_by_rank_zero or self._rank == 0:
                 raise
-            # The store went with rank 0, which leaves a last meeting only when all have come.
+            # The store went with rank 0: it has failed, or left the last meeting since all had come.
             return [] if is_last else [0]
         return missing
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
@@ -32,30 +33,38 @@ LIMIT_BYTES = 1 << 30
 
 @pytest.fixture
 def small_memory() -> Iterator[Path]:
-    """Make a control group of the kernel's that gets 1 GB, of version 1 or 2."""
-    name = f"ddpsafe-test-{uuid.uuid4().hex[:8]}"
-    roots = {
-        Path("/sys/fs/cgroup/memory"): ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"),
-        Path("/sys/fs/cgroup"): ("memory.max", "memory.swap.max"),
-    }
-    for root, (limit, swap) in roots.items():
-        group = root / name
-        try:
+    """Make a control group of the kernel's that gets 1 GB."""
+    group = _make_group()
+    if group is None:
+        pytest.skip(f"needs a writable memory control group (uid {os.geteuid()})")
+    yield group
+    scripts.wait_until(lambda: not (group / "cgroup.procs").read_text())
+    group.rmdir()
+
+
+def _make_group() -> Path | None:
+    """Try version 1 of control groups, then version 2."""
+    for root, limit, swap in (
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.memsw.limit_in_bytes"),
+        ("/sys/fs/cgroup", "memory.max", "memory.swap.max"),
+    ):
+        group = Path(root) / f"ddpsafe-test-{uuid.uuid4().hex[:8]}"
+        with contextlib.suppress(OSError):
             group.mkdir()
-        except OSError:
-            continue
-        try:
-            (group / limit).write_text(str(LIMIT_BYTES))
-        except OSError:
+            if _limit(group, limit, swap):
+                return group
             group.rmdir()
-            continue
+    return None
+
+
+def _limit(group: Path, limit: str, swap: str) -> bool:
+    try:
+        (group / limit).write_text(str(LIMIT_BYTES))
         if (group / swap).exists():
-            (group / swap).write_text("0" if "max" in swap else str(LIMIT_BYTES))
-        yield group
-        scripts.wait_until(lambda: not (group / "cgroup.procs").read_text())
-        group.rmdir()
-        return
-    pytest.skip(f"needs a writable memory control group (uid {os.geteuid()})")
+            (group / swap).write_text("0" if swap == "memory.swap.max" else str(LIMIT_BYTES))
+    except OSError:
+        return False
+    return True
 
 
 @pytest.mark.root

@@ -1,77 +1,157 @@
-"""What only a GPU can show: devices, NCCL, AMP, shutdown."""
+"""What needs a GPU: devices, NCCL, mixed precision, and an end without a warning."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, Final
+
 import gpu_programs as programs
 import pytest
+import scripts
+import torch
 
 import ddpsafe
 
-torch = pytest.importorskip("torch")
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GPUS: Final = torch.cuda.device_count()
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.skipif(GPUS == 0, reason="needs at least one CUDA device; torch sees none"),
 ]
-GPUS = torch.cuda.device_count()
 
 
-def test_every_rank_has_a_gpu_of_its_own() -> None:
-    """``nproc_per_node="gpu"`` starts one rank for each GPU, with NCCL and the device current."""
-    result = ddpsafe.launch(programs.describe_device, nproc_per_node="gpu")
-    assert len(result.values) == GPUS
-    for rank, seen in result.values.items():
-        assert seen["device"] == f"cuda:{rank}"
-        assert seen["current"] == rank
-        assert seen["backend"] == "nccl"
-        assert seen["sum"] == sum(range(1, GPUS + 1))
-        assert seen["mean"] == pytest.approx((GPUS - 1) / 2)
+def run_two(program: programs.Program, folder: Path, **fields: Any) -> list[dict[str, Any]]:
+    """Run a program in two ranks with NCCL, on two GPUs or on the only one."""
+    ddpsafe.spawn(
+        programs.be_one_of_two,
+        args=(program, folder),
+        nprocs=2,
+        start_method="forkserver",
+        **fields,
+    )
+    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-def test_more_ranks_than_gpus_are_refused_before_anything_starts() -> None:
-    """NCCL would refuse two ranks on one device later, with a message about a duplicate GPU."""
-    with pytest.raises(ddpsafe.ConfigError, match="GPUs"):
-        ddpsafe.launch(programs.describe_device, nproc_per_node=GPUS + 1, backend="nccl")
+# Devices and the group.
 
 
-@pytest.mark.parametrize("option", ["plain", "amp", "no_sync", "sync_batchnorm"])
-def test_a_step_leaves_the_same_parameters_on_every_rank(option: str) -> None:
-    """Gradients are averaged under autocast, accumulation and SyncBatchNorm too."""
-    result = ddpsafe.launch(programs.step, args=({option: True},), nproc_per_node="gpu")
-    first = result.values[0]
-    for parameters in result.values.values():
-        for name, tensor in parameters.items():
-            if "running" not in name:  # BatchNorm's averages differ by rank, without SyncBatchNorm
-                assert torch.equal(tensor, first[name]), name
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_every_gpu_gets_one_rank_bound_to_it(start_method: Any) -> None:
+    """Without any option: one rank per GPU, its device current, NCCL bound to it and connected."""
+    values = ddpsafe.launch(programs.look_around, start_method=start_method).values
+    assert values == {
+        rank: {
+            "device": f"cuda:{rank}",
+            "current": rank,
+            "made_on": f"cuda:{rank}",
+            "backend": ("nccl", "nccl"),
+            "bound": f"cuda:{rank}",
+            "total": GPUS * (GPUS + 1) / 2,
+        }
+        for rank in range(GPUS)
+    }
 
 
-def test_a_step_equals_that_of_one_process_on_the_whole_batch() -> None:
-    """With SyncBatchNorm, N ranks on shares of a batch do what one does on all of it."""
-    options = {"sync_batchnorm": True}
-    whole = ddpsafe.launch(programs.step, args=(options,), nproc_per_node=1, backend="nccl")
-    shared = ddpsafe.launch(programs.step, args=(options,), nproc_per_node="gpu")
-    for name, tensor in whole.values[0].items():
-        torch.testing.assert_close(shared.values[0][name], tensor, rtol=1e-4, atol=1e-5)
+def test_more_ranks_than_gpus_are_refused_with_nccl() -> None:
+    """NCCL would fail or hang: both numbers are named before anything starts."""
+    with pytest.raises(ddpsafe.ConfigError, match=f"need {GPUS + 1} GPUs") as caught:
+        ddpsafe.launch(programs.look_around, nproc_per_node=GPUS + 1, backend="nccl")
+    assert f"this machine shows {GPUS}" in str(caught.value)
 
 
-def test_two_ranks_on_one_gpu_meet_when_they_pass_for_two_hosts() -> None:
-    """The launcher's rendezvous carries NCCL's own: checked where only one GPU can be had."""
-    ddpsafe.spawn(programs.reduce_on_one_gpu, args=(2,), nprocs=2)
+def test_device_tensor_is_returned_on_the_cpu() -> None:
+    """The rank's device memory ends with the rank, so its tensors come back on the CPU."""
+    values = ddpsafe.launch(programs.return_a_device_tensor, start_method="forkserver").values
+    for rank, value in values.items():
+        assert value["tensor"].device.type == "cpu"
+        assert value["tensor"].tolist() == [float(rank)] * 3
 
 
-def test_a_tensor_of_a_gpu_comes_back_on_the_cpu() -> None:
-    """The rank's device memory dies with the rank."""
-    result = ddpsafe.launch(programs.return_device_tensor, nproc_per_node=1, backend="nccl")
-    assert result.values[0].device.type == "cpu"
+def test_launch_works_after_the_caller_has_used_cuda() -> None:
+    """CUDA is initialised in the caller, which forked ranks would not survive; ours do."""
+    with programs.initialised_cuda():
+        values = ddpsafe.launch(programs.look_around, start_method="forkserver").values
+    assert sorted(values) == list(range(GPUS))
 
 
-def test_launch_works_after_cuda_was_initialised_in_the_caller(
-    capfd: pytest.CaptureFixture[str],
+def test_context_reduces_and_exchanges_on_the_device(tmp_path: Path) -> None:
+    """Means keep the device of what was given; objects travel; all over NCCL."""
+    for rank, found in enumerate(run_two(programs.reduce_on_device, tmp_path)):
+        assert found["mean"] == (0.5, f"cuda:{rank % GPUS}")
+        assert found["mean_of_cpu"] == (0.5, "cpu")
+        assert found["dict"] == {"loss": 0.5}
+        assert found["gathered"] == [0, 1]
+        assert found["broadcast"] == "from 0"
+        assert found["stop"] is False
+
+
+# Training.
+
+
+def test_two_ranks_train_what_one_process_trains(tmp_path: Path) -> None:
+    """Half a batch each with wrap(sync_batchnorm=True): parameters and statistics of whole batches."""
+    first, second = run_two(programs.train_in_parallel, tmp_path)
+    assert first["norm"] == second["norm"] == "SyncBatchNorm"
+    alone = programs.train_alone(torch.device("cuda", 0))
+    assert first["state"].keys() == alone.keys()
+    for name, expected in alone.items():
+        assert torch.equal(first["state"][name], second["state"][name]), name
+        torch.testing.assert_close(first["state"][name], expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_mixed_precision_trains_the_same_on_every_rank(tmp_path: Path) -> None:
+    """Autocast and GradScaler: half precision outputs, a loss that falls, equal parameters."""
+    first, second = run_two(programs.train_with_amp, tmp_path)
+    assert first["dtype"] == "torch.float16"
+    assert first["losses"] == second["losses"]
+    first_batch = first["losses"][:: programs.STEPS]
+    assert first_batch[-1] < first_batch[0]
+    assert first["scale"] == second["scale"]
+    for name, value in first["parameters"].items():
+        assert torch.isfinite(value).all(), name
+        assert torch.equal(value, second["parameters"][name]), name
+
+
+def test_no_sync_keeps_gradients_to_the_rank_until_the_last_batch(tmp_path: Path) -> None:
+    """Rank r has r + 1 alone; after the synchronised batch both have the mean of 1, 2 plus 1."""
+    first, second = run_two(programs.accumulate, tmp_path)
+    assert first["before"] == [[1.0] * 4]
+    assert second["before"] == [[2.0] * 4]
+    assert first["after"] == second["after"] == [[2.5] * 4]
+
+
+# The end.
+
+
+def test_launch_ends_without_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
+    """NCCL and torch have nothing to complain about when the ranks leave."""
+    ddpsafe.launch(programs.look_around, start_method="forkserver", console="all")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_own_setup_and_cleanup_end_without_a_warning(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Ranks do not inherit the caller's CUDA context, and the shutdown warns of nothing."""
-    torch.ones(1, device="cuda")
-    for start_method in ("spawn", "forkserver"):
-        ddpsafe.launch(
-            programs.describe_device, nproc_per_node=1, backend="nccl", start_method=start_method
-        )
-    assert "destroy_process_group" not in capfd.readouterr().err
+    """A script that destroys its NCCL group itself, with a DDP object alive, ends in silence."""
+    run_two(programs.train_in_parallel, tmp_path, console="all")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_process_alone_ends_without_a_warning(tmp_path: Path) -> None:
+    """`process_group` without any launcher takes the first GPU, and the interpreter ends in silence."""
+    run = scripts.run(
+        tmp_path,
+        """
+        import torch
+        import ddpsafe
+
+        with ddpsafe.process_group() as ctx:
+            model = ctx.wrap(torch.nn.Linear(2, 2))
+            model(torch.ones(1, 2, device=ctx.device)).sum().backward()
+            print(ctx.device, ctx.backend)
+        """,
+    )
+    assert run.err == ""
+    assert run.lines() == ["cuda:0 nccl"]
