@@ -110,8 +110,8 @@ def fail_first() -> None:
 
 
 def miss_a_barrier(absent: int, limit_s: float) -> None:
-    """Let one rank return early while the others wait at a barrier."""
-    with ddpsafe.process_group(timeouts=PATIENT) as ctx:
+    """Let one rank go to the end while the others wait at a barrier."""
+    with ddpsafe.process_group(timeouts={**PATIENT, "barrier": 2 * limit_s}) as ctx:
         if ctx.rank != absent:
             ctx.barrier("save the model", timeout=timedelta(seconds=limit_s))
 

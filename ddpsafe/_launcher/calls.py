@@ -89,7 +89,7 @@ def _pickle(
 ) -> PickledCall:
     try:
         data, handles = payload.dumps_call((fn, tuple(args), dict(kwargs)))
-    except Exception as exc:  # noqa: BLE001 - a user's __reduce__ may raise anything
+    except Exception as exc:
         raise _cannot_travel(fn, args, kwargs, exc) from exc
     return PickledCall(data=data, handles=handles)
 

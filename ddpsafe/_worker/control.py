@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from ddpsafe._clock import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from torch.distributed import Store
 
@@ -91,17 +91,25 @@ class Control:
         return bool(self._store.check([f"{meeting}/{rank}"]))
 
     def _part(self, meeting: str) -> None:
-        """Let everyone read how it ended before the store goes with rank 0."""
+        """Let everyone who came read how it ended before the store goes with rank 0."""
         self._store.set(f"{meeting}/seen/{self._rank}", "yes")
+        self._stay_for(
+            meeting, (rank for rank in range(self._world_size) if self._came(meeting, rank))
+        )
+
+    def _stay_for(self, meeting: str, ranks: Iterable[int]) -> None:
+        """Wait, where the store goes with this rank, until those ranks have read it."""
         if self._served_by_rank_zero and self._rank == 0:
             linger = Deadline.after(_LINGER)
-            for rank in range(self._world_size):
-                if self._came(meeting, rank):
-                    self.wait_for(f"{meeting}/seen/{rank}", deadline=linger)
+            for rank in ranks:
+                self.wait_for(f"{meeting}/seen/{rank}", deadline=linger)
 
     def publish(self, name: str, failure: str | None) -> None:
         """Tell the others how the step of that name ended here."""
-        self._store.set(self._turn(name), _WELL if failure is None else _FAILED + failure)
+        step = self._turn(name)
+        self._store.set(step, _WELL if failure is None else _FAILED + failure)
+        if failure is not None:
+            self._stay_for(step, range(1, self._world_size))
 
     def verdict(self, name: str, *, deadline: Deadline) -> tuple[bool, str | None]:
         """Wait for what `publish` told.
@@ -113,6 +121,7 @@ class Control:
         if not self.wait_for(key, deadline=deadline):
             return False, None
         text = self._store.get(key).decode()
+        self._store.set(f"{key}/seen/{self._rank}", "yes")
         return True, text.removeprefix(_FAILED) if text.startswith(_FAILED) else None
 
     def wait_for(self, key: str, *, deadline: Deadline) -> bool:
