@@ -454,3 +454,21 @@ def _fabricated(ctx: ddpsafe.RankContext, *, own_sampler: bool) -> Any:
     from lightning_fabric.wrappers import _FabricDataLoader
 
     return _epochs_of(_FabricDataLoader(dataloader=loader, device=None))
+
+
+class Named(Numbers):
+    """Returns names."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(n)
+        self.names = data.PackedList(f"name-{i}" for i in range(n))
+
+    def __getitem__(self, index: int) -> Any:
+        return self.names[index]
+
+
+class Droppable(EagerRecords):
+    """Can be pickled although it holds a file: it drops it on the way."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "reader"}

@@ -965,7 +965,7 @@ def _answers(port: int) -> bool:
 
 def recover_together(ctx: RankContext, folder: Path) -> str:
     """Handle the same error on all ranks, and meet in its `except` block, one rank always late."""
-    for late in range(4):
+    for late in range(2):
         _recover(ctx, folder, late)
     return "recovered"
 
@@ -976,12 +976,12 @@ def _recover(ctx: RankContext, folder: Path, late: int) -> None:
     try:
         (folder / "no-checkpoint").read_text()
     except FileNotFoundError:
-        if ctx.rank == late % 2:
-            time.sleep(0.6)
+        if ctx.rank == late:
+            time.sleep(1)
         dist.barrier()
         ctx.barrier("all have recovered")
-        if ctx.rank == late // 2:
-            time.sleep(0.6)
+        if ctx.rank == 1 - late:
+            time.sleep(1)
         average_gradients()
 
 

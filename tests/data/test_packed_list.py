@@ -6,7 +6,7 @@ import pickle
 from typing import Any
 
 import pytest
-from data_programs import Numbers
+from data_programs import Named
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,17 +39,6 @@ def test_outside_is_an_index_error_and_other_keys_are_refused() -> None:
             packed[index]
     with pytest.raises(DataConfigError, match="index"):
         packed["a"]  # type: ignore[call-overload]
-
-
-class Named(Numbers):
-    """Returns names."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__(n)
-        self.names = PackedList(f"name-{i}" for i in range(n))
-
-    def __getitem__(self, index: int) -> Any:
-        return self.names[index]
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

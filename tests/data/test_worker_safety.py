@@ -12,7 +12,7 @@ import zipfile
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from data_programs import EagerRecords, Numbers, open_raw, write_records
+from data_programs import Droppable, EagerRecords, Numbers, open_raw, write_records
 
 from ddpsafe.data import DataLoader, PerProcess, check_worker_safety
 from ddpsafe.data.errors import DataWarning, UnsafeWorkersError
@@ -108,13 +108,6 @@ def test_long_lists_are_a_matter_of_memory() -> None:
     found = check_worker_safety(Holding([str(i) for i in range(100_000)]))
     assert [h.severity for h in found] == ["memory"]
     assert "PackedList" in str(found[0])
-
-
-class Droppable(EagerRecords):
-    """Can be pickled although it holds a file: it drops it on the way."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "reader"}
 
 
 def test_workers_are_not_forked_where_that_is_unsafe_and_another_way_works(tmp_path: Path) -> None:

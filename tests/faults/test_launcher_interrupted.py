@@ -27,11 +27,9 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(
     ("signum", "how"),
     [
-        (signal.SIGINT, "python"),
         (signal.SIGINT, "gloo"),
         (signal.SIGINT, "gil"),
         (signal.SIGTERM, "gloo"),
-        (signal.SIGTERM, "gil"),
         (signal.SIGHUP, "python"),
     ],
 )
@@ -55,7 +53,7 @@ def test_the_launcher_ends_the_ranks_and_then_by_the_signal(
         assert run.err.rstrip().endswith("KeyboardInterrupt")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_no_temporary_file_is_left(tmp_path: Path, signum: signal.Signals) -> None:
     """Neither the run directory that we made nor the folder of Python's own helpers."""
     (tmp_path / "temporary").mkdir()
