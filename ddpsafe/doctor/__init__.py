@@ -1,0 +1,1 @@
+"""The doctor: finds what will break a job before it does."""
