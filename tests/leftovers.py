@@ -74,9 +74,12 @@ def wait_until_gone(before: Snapshot, *, grace_s: float) -> list[str]:
         return []
     gc.collect()  # a store or a socket in a reference cycle is not a leak of ours
     strangers = {f"file {path}" for path in _files_held_by_strangers()}
+    remaining -= strangers
     ends_s = time.monotonic() + grace_s
-    while (remaining := _remaining(before) - strangers) and time.monotonic() < ends_s:
+    while remaining and time.monotonic() < ends_s:
         threading.Event().wait(0.05)
+        # What is new at every look was made by another run meanwhile; what stays is ours.
+        remaining &= _remaining(before) - strangers
     return sorted(remaining - {f"file {path}" for path in _files_held_by_strangers()})
 
 

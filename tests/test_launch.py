@@ -572,3 +572,23 @@ def test_a_run_directory_without_write_permission_is_named(tmp_path: Path) -> No
     closed.mkdir(mode=0o500)
     with pytest.raises(ddpsafe.PreflightError, match="Permission denied"):
         ddpsafe.launch(programs.pid_of, run_dir=closed, **TWO)
+
+
+def test_a_temporary_directory_too_long_for_the_fork_server_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Python says "AF_UNIX path too long" and not which path."""
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    source = """
+        import ddpsafe
+        def train(ctx):
+            return ctx.rank
+        if __name__ == "__main__":
+            ddpsafe.launch(train, nproc_per_node=2, backend="gloo", start_method="forkserver")
+    """
+    monkeypatch.setenv("TMPDIR", str(folder))
+    run = scripts.run(tmp_path, source)
+    assert run.code == 78  # another attempt cannot help
+    assert f"the fork server's socket lies below {folder}" in run.err
+    assert "set TMPDIR to a short path" in run.err

@@ -182,6 +182,12 @@ def _close_all(workers: Sequence[Worker]) -> None:
 
 def _not_started(started: int, wanted: int, exc: OSError) -> PreflightError:
     what = f"rank {started} of {wanted} (counted from 0) could not be started: {exc}."
+    if str(exc) == "AF_UNIX path too long":  # Python's own words; there is no errno with them
+        cause = (
+            f"the fork server's socket lies below {tempfile.gettempdir()}, too long for a socket."
+        )
+        fix = 'set TMPDIR to a short path, such as /tmp, or take start_method="spawn".'
+        return PreflightError(explain(what, cause=cause, fix=fix))
     cause = "a limit of this machine: processes (ulimit -u), open files (ulimit -n), memory, disk."
     fix = "raise the limit, or start fewer ranks. The ranks started before were ended."
     return PreflightError(explain(what, cause=cause, fix=fix))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import fault_programs as programs
 import pytest
@@ -19,9 +20,6 @@ from fault_kit import (
     start_script_on_terminal,
     write_script,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize(
@@ -56,17 +54,17 @@ def test_the_launcher_ends_the_ranks_and_then_by_the_signal(
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_no_temporary_file_is_left(tmp_path: Path, signum: signal.Signals) -> None:
     """Neither the run directory that we made nor the folder of Python's own helpers."""
-    (tmp_path / "temporary").mkdir()
-    statements = f"""
-        os.environ["TMPDIR"] = {str(tmp_path / "temporary")!r}
-        ddpsafe.launch(p.wait_for_go, (folder,), **{{**options, "run_dir": None}})
-    """
-    with start_script(tmp_path, statements) as job:
-        job.wait_until_up()
-        assert list((tmp_path / "temporary").iterdir())
-        os.kill(job.pid, signum)
-        assert job.end().code == -signum
-        scripts.wait_until(lambda: not list((tmp_path / "temporary").iterdir()), within_s=5)
+    with tempfile.TemporaryDirectory() as temporary:  # short, for the fork server's socket
+        statements = f"""
+            os.environ["TMPDIR"] = {temporary!r}
+            ddpsafe.launch(p.wait_for_go, (folder,), **{{**options, "run_dir": None}})
+        """
+        with start_script(tmp_path, statements) as job:
+            job.wait_until_up()
+            assert list(Path(temporary).iterdir())
+            os.kill(job.pid, signum)
+            assert job.end().code == -signum
+            scripts.wait_until(lambda: not list(Path(temporary).iterdir()), within_s=5)
 
 
 def test_ranks_that_ask_are_given_the_grace_to_save_and_return(tmp_path: Path) -> None:

@@ -1,0 +1,392 @@
+"""What becomes of a job when one of its ranks, or its launcher, dies, stops or goes its own way.
+
+The same training runs under each launcher, rank 2 of 4 does the same wrong thing at the same step,
+and four questions are asked: did it end by itself, how long did that take, was rank 2 named, and
+what was left running. Collectives time out after the same few seconds everywhere.
+
+- ``mp.spawn``: set up, train, clean up, as in the tutorials;
+- ``mp.spawn, barrier in except``: the same with ``except: dist.barrier(); raise`` and
+  ``finally: dist.destroy_process_group()``, as it is often written to be on the safe side;
+- ``torchrun``: the same script under ``torchrun --standalone``;
+- ``ddpsafe``: the same training under `ddpsafe.launch`.
+
+What has not ended after `LIMIT_S` is ended here, and counts as hung.
+
+Run ``python benchmarks/faults.py``, with ``--save FILE`` for a page, ``--only NAME`` for one fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import platform
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from datetime import datetime, timedelta, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+RANKS: Final = 4
+FAULTY: Final = 2
+STRIKES_AT_STEP: Final = 20
+STEPS: Final = 60
+COLLECTIVE_S: Final = 5
+LIMIT_S: Final = 45
+MARK: Final = "DDPSAFE_FAULT_BENCHMARK"
+
+
+def raise_an_error() -> None:
+    """Raise, as a typing error would."""
+    raise ValueError("label 7 is out of range")
+
+
+def hold_the_gil() -> None:
+    """Sleep in C without letting any other thread run Python."""
+    ctypes.PyDLL(None).sleep(3600)
+
+
+class Fault(NamedTuple):
+    """One thing that goes wrong.
+
+    Attributes:
+        strike: What the faulty rank does, before the step or before it joins.
+        before: Whether it happens before the process group exists.
+        then: What the faulty rank does with that step.
+        launcher_gets: The signal that the launcher gets, while rank 2 sleeps.
+    """
+
+    strike: Callable[[], object] | None = None
+    before: bool = False
+    then: str = "train"
+    launcher_gets: int = 0
+
+
+def sleep_long() -> None:
+    """Sleep for longer than anybody waits."""
+    time.sleep(3600)
+
+
+FAULTS: Final = {
+    "raises an exception": Fault(raise_an_error),
+    "raises before it joins": Fault(raise_an_error, before=True),
+    "sys.exit(0)": Fault(lambda: sys.exit(0)),
+    "os._exit(0)": Fault(lambda: os._exit(0)),
+    "SIGKILL": Fault(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "SIGSEGV": Fault(lambda: os.kill(os.getpid(), signal.SIGSEGV)),
+    "SIGSTOP": Fault(lambda: os.kill(os.getpid(), signal.SIGSTOP)),
+    "sleeps": Fault(sleep_long),
+    "holds the GIL in C": Fault(hold_the_gil),
+    "never joins": Fault(sleep_long, before=True),
+    "returns early": Fault(then="return"),
+    "skips one step": Fault(then="skip"),
+    "another tensor shape": Fault(then="misshape"),
+    "launcher gets SIGTERM": Fault(sleep_long, launcher_gets=signal.SIGTERM),
+    "launcher gets SIGKILL": Fault(sleep_long, launcher_gets=signal.SIGKILL),
+}
+
+
+def strike(fault: Fault) -> None:
+    """Write down when the fault happens, and let it happen."""
+    Path(os.environ["FAULT_FILE"]).write_text(str(time.monotonic()))
+    if fault.strike is not None:
+        fault.strike()
+
+
+def train(rank: int, fault: Fault) -> None:
+    """Train a small network; the faulty rank fails on the way."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    for step in range(STEPS):
+        if rank == FAULTY and step == STRIKES_AT_STEP and not fault.before:
+            strike(fault)
+            if fault.then == "return":
+                return
+            if fault.then == "skip":
+                continue
+            if fault.then == "misshape":
+                dist.all_reduce(torch.zeros(3))
+        model(torch.randn(4, 8)).sum().backward()
+        time.sleep(0.01)
+
+
+def before_joining(rank: int, fault: Fault) -> None:
+    """Let the faulty rank fail before it joins, if that is its fault."""
+    if rank == FAULTY and fault.before:
+        strike(fault)
+
+
+def textbook(rank: int, port: int, name: str) -> None:
+    """Set up, train, clean up."""
+    import torch.distributed as dist
+
+    before_joining(rank, FAULTS[name])
+    join(rank, port)
+    train(rank, FAULTS[name])
+    dist.destroy_process_group()
+
+
+def careful(rank: int, port: int, name: str) -> None:
+    """Set up, train, and on an error wait for the others, to be on the safe side."""
+    import torch.distributed as dist
+
+    before_joining(rank, FAULTS[name])
+    join(rank, port)
+    try:
+        train(rank, FAULTS[name])
+    except Exception:
+        dist.barrier()
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def join(rank: int, port: int) -> None:
+    """Make the process group by hand."""
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=COLLECTIVE_S),
+    )
+
+
+def torchrun_rank(name: str) -> None:
+    """Be a rank that torchrun has started."""
+    import torch.distributed as dist
+
+    rank = int(os.environ["RANK"])
+    before_joining(rank, FAULTS[name])
+    dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE_S))
+    train(rank, FAULTS[name])
+    dist.destroy_process_group()
+
+
+def ddpsafe_rank(ctx: object, name: str) -> None:
+    """Be a rank that ddpsafe has started."""
+    train(ctx.rank, FAULTS[name])  # type: ignore[attr-defined]
+
+
+def ddpsafe_rank_that_joins(rank: int, port: int, name: str) -> None:
+    """Be the textbook's rank, under ddpsafe: what fails before joining has to join by hand."""
+    textbook(rank, port, name)
+
+
+def free_port() -> int:
+    """Choose a port, as scripts do."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def launch(contestant: str, name: str) -> None:
+    """Be the launcher."""
+    if contestant == "torchrun":
+        from torch.distributed.run import main
+
+        main(["--standalone", f"--nproc-per-node={RANKS}", __file__, "--be-a-rank", name])
+    elif contestant == "ddpsafe":
+        import ddpsafe
+
+        timeouts = {"collective": COLLECTIVE_S, "rendezvous": COLLECTIVE_S}
+        if FAULTS[name].before:
+            args = (free_port(), name)
+            ddpsafe.spawn(ddpsafe_rank_that_joins, args=args, nprocs=RANKS, timeouts=timeouts)
+        else:
+            options = {"nproc_per_node": RANKS, "backend": "gloo", "timeouts": timeouts}
+            ddpsafe.launch(ddpsafe_rank, (name,), **options)
+    else:
+        import torch.multiprocessing as mp
+
+        rank = careful if "barrier" in contestant else textbook
+        mp.spawn(rank, args=(free_port(), name), nprocs=RANKS)
+
+
+CONTESTANTS: Final = ("mp.spawn", "mp.spawn, barrier in except", "torchrun", "ddpsafe")
+
+BLAMED: Final = {
+    "mp.spawn": r"[Pp]rocess (\d+) terminated",
+    "torchrun": r"Root Cause[^$]*?rank\s*: (\d+)",
+    "ddpsafe": r"^(?:ddpsafe\.\S+: )?rank (\d+) \(world_size",
+}
+"""How each launcher names the rank that it holds to be the cause."""
+
+
+class Run(NamedTuple):
+    """What became of one job: None for the time if it had to be ended here."""
+
+    seconds: float | None
+    exit_code: int
+    blamed: int | None
+    left: int
+
+
+def run(contestant: str, name: str) -> Run:
+    """Run one job to its end or to the limit, and count what it leaves."""
+    with tempfile.TemporaryDirectory() as folder:
+        mark = uuid.uuid4().hex
+        struck, output = Path(folder, "struck"), Path(folder, "output")
+        with output.open("wb") as sink:
+            process = subprocess.Popen(
+                [sys.executable, __file__, "--launch", contestant, name],
+                env={**os.environ, MARK: mark, "FAULT_FILE": str(struck), "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                start_new_session=True,
+            )
+        try:
+            ended_s = watch(process, struck, FAULTS[name].launcher_gets)
+            time.sleep(1)
+            left = marked(mark, but=process.pid)
+        finally:
+            end(process, mark)
+        seconds = None if ended_s is None else ended_s - float(struck.read_text())
+        blamed = re.search(
+            BLAMED[contestant.partition(",")[0]], output.read_text(errors="replace"), re.MULTILINE
+        )
+        return Run(seconds, process.returncode, int(blamed[1]) if blamed else None, len(left))
+
+
+def watch(process: subprocess.Popen[bytes], struck: Path, launcher_gets: int) -> float | None:
+    """Wait for the end; return when it came on the monotonic clock, or None past the limit."""
+    while not struck.exists() or not struck.read_text():
+        if process.poll() is not None:
+            raise SystemExit("the job ended before anything had gone wrong")
+        time.sleep(0.01)
+    if launcher_gets:
+        time.sleep(0.5)  # by then the others wait in C++
+        process.send_signal(launcher_gets)
+    try:
+        process.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return None
+    return time.monotonic()
+
+
+def marked(mark: str, *, but: int) -> list[psutil.Process]:
+    """Find the processes of one job that run still."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            ours = process.environ().get(MARK) == mark and process.pid != but
+            if ours and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def end(process: subprocess.Popen[bytes], mark: str) -> None:
+    """End a job and all that it has left."""
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+    for orphan in marked(mark, but=process.pid):
+        orphan.kill()
+
+
+def cell(fault: Fault, runs: list[Run]) -> str:
+    """Say what became of a fault's runs, in the words of the table."""
+    ended = [each.seconds for each in runs if each.seconds is not None]
+    parts = [f"{statistics.median(ended):.1f} s" if ended else f"**hung** > {LIMIT_S} s"]
+    if ended and len(ended) < len(runs):
+        parts.append(f"**hung** {len(runs) - len(ended)} of {len(runs)}")
+    if not fault.launcher_gets and ended:
+        right = sum(each.blamed == FAULTY for each in runs if each.seconds is not None)
+        parts.append("right" if right == len(ended) else f"**right {right} of {len(ended)}**")
+        if any(each.exit_code == 0 for each in runs):
+            parts.append("**exit code 0**")
+    if orphans := max(each.left for each in runs):
+        parts.append(f"**{orphans} left**")
+    return ", ".join(parts)
+
+
+def page_of(results: dict[str, dict[str, list[Run]]], rounds: int) -> str:
+    """Write the results down with what they were measured on."""
+    today = datetime.now(tz=timezone.utc).date().isoformat()
+    lines = [f"| fault | {' | '.join(CONTESTANTS)} |", "|---" * (len(CONTESTANTS) + 1) + "|"]
+    for name, runs in results.items():
+        cells = [cell(FAULTS[name], runs[contestant]) for contestant in CONTESTANTS]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return f"""\
+---
+orphan: true
+---
+
+# The same faults under four launchers
+
+Rank {FAULTY} of {RANKS} does what the first column says, at the same step of the same training; in the last two rows it sleeps and the launcher gets the signal.
+Each cell: seconds from the fault to the end of the launcher (the median of {rounds}), whether rank {FAULTY} was named as the cause, and what was left running one second later.
+Collectives and the rendezvous time out after {COLLECTIVE_S} s everywhere, so whatever only a timeout can tell takes at least that long.
+"hung" is what had not ended by itself {LIMIT_S} s after the fault.
+"exit code 0" is a failed job that counts as a success.
+
+{chr(10).join(lines)}
+
+Measured on {today}: {os.cpu_count()} cores, {platform.system()} {platform.machine()},
+Python {platform.python_version()}, torch {version("torch")}, gloo.
+Again: `python benchmarks/faults.py`.
+"""
+
+
+def main() -> None:
+    """Read the command line and run."""
+    parser = argparse.ArgumentParser(description="The same faults under four launchers.")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=FAULTS, action="append", help="this fault alone")
+    parser.add_argument("--save", type=Path, help="write the page to this file")
+    parser.add_argument("--json", type=Path, help="write every run to this file")
+    parser.add_argument("--launch", nargs=2, help="internal")
+    parser.add_argument("--be-a-rank", help="internal")
+    options = parser.parse_args()
+    if options.be_a_rank:
+        torchrun_rank(options.be_a_rank)
+    elif options.launch:
+        launch(*options.launch)
+    else:
+        compare(options)
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Let every launcher meet every fault, in turns, and show what became of it."""
+    names = options.only or list(FAULTS)
+    results: dict[str, dict[str, list[Run]]] = {
+        name: {contestant: [] for contestant in CONTESTANTS} for name in names
+    }
+    for number in range(1, options.rounds + 1):
+        for name in names:
+            for contestant in CONTESTANTS:
+                results[name][contestant].append(run(contestant, name))
+                latest = results[name][contestant][-1]
+                print(f"round {number}: {name}: {contestant}: {latest}", file=sys.stderr)
+    page = page_of(results, options.rounds)
+    if options.save is not None:
+        options.save.write_text(page, encoding="utf-8")
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    print(page)
+
+
+if __name__ == "__main__":
+    main()
