@@ -286,15 +286,15 @@ def watch(process: subprocess.Popen[bytes], struck: Path, launcher_gets: int) ->
 
 def marked(mark: str, *, but: int) -> list[psutil.Process]:
     """Find the processes of one job that run still."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            ours = process.environ().get(MARK) == mark and process.pid != but
-            if ours and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
+    return [each for each in psutil.process_iter() if each.pid != but and has_mark(each, mark)]
+
+
+def has_mark(process: psutil.Process, mark: str) -> bool:
+    """Tell whether a process runs and inherited the mark."""
+    try:
+        return process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:  # it ended, or belongs to another user
+        return False
 
 
 def end(process: subprocess.Popen[bytes], mark: str) -> None:

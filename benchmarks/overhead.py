@@ -200,7 +200,9 @@ def measure_restarts(rounds: int) -> dict[str, list[float]]:
     for number in range(1, rounds + 1):
         for job in RESTARTS:
             results[job].append(restart_s(job))
-            print(f"restart, round {number} of {rounds}: {job}: {results[job][-1]}", file=sys.stderr)
+            print(
+                f"restart, round {number} of {rounds}: {job}: {results[job][-1]}", file=sys.stderr
+            )
     return results
 
 

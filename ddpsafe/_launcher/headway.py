@@ -127,7 +127,7 @@ class FlightWatch:
 
 
 def _has_exception_in_flight(worker: Worker) -> bool:
-    return worker.alive and worker.raised is not None and not worker.raised.final
+    return worker.alive and worker.raised is not None and not worker.failed
 
 
 def _wait_for_each_other(mine: Collective | None, theirs: Collective | None) -> bool:

@@ -30,7 +30,7 @@ from ddpsafe._wire.outcome import clip
 if TYPE_CHECKING:
     from ddpsafe._kinds import FailureKind
     from ddpsafe._launcher.causes import Sort
-    from ddpsafe._wire.outcome import Raised
+    from ddpsafe._wire.outcome import Raised, RankOutcome
 
 _MAX_MESSAGE: Final = 1_000
 
@@ -42,6 +42,8 @@ def conclude(case: Case) -> LaunchError:
     cause = find_cause(case.outcomes)
     if case.ending.verdict in ("attempt", "progress"):
         return _too_long(case, cause)
+    if cause.sort in ("elsewhere", "unknown") and _early(case):
+        return _not_all_joined(case)  # a rank's own clock ran out a moment before ours
     if cause.sort == "left":
         return _left(case, cause)
     if cause.sort != "broke" and (cause.sort != "unknown" or _timed_out(cause)):
@@ -185,7 +187,7 @@ _HUNG: Final[dict[Sort, str]] = {
 
 
 def _not_all_joined(case: Case) -> LaunchError:
-    early = [out for out in case.outcomes.values() if out.phase in ("starting", "loading")]
+    early = _early(case)
     # Ranks that have come wait in "joining" for the others: they are not the missing ones.
     missing = early or [out for out in case.outcomes.values() if out.phase == "joining"]
     names = listed(outcome.rank for outcome in missing)
@@ -199,6 +201,11 @@ def _not_all_joined(case: Case) -> LaunchError:
     )
     facts = case.timeout_facts(missing, case.ending.waited_s)
     return RendezvousTimeoutError(message, **facts, kind="startup-network")
+
+
+def _early(case: Case) -> list[RankOutcome]:
+    """Return the ranks that had not come as far as to join."""
+    return [out for out in case.outcomes.values() if out.phase in ("starting", "loading")]
 
 
 def _too_long(case: Case, cause: Cause) -> LaunchError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import time
 from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
@@ -31,6 +32,9 @@ def stop_workers(workers: Sequence[Worker], *, grace: timedelta, launch_id: str)
         grace: How long a rank may take to obey SIGTERM.
         launch_id: Marks the processes of this launch.
     """
+    started_ns = time.monotonic_ns()
+    for worker in workers:
+        worker.note_stop(started_ns)
     _end(workers, signal.SIGTERM, Deadline.after(grace))
     stubborn = [worker.rank for worker in workers if worker.alive]
     if stubborn:
@@ -52,6 +56,7 @@ def _end(workers: Sequence[Worker], signum: signal.Signals, deadline: Deadline) 
     for worker in workers:
         if worker.alive and wait([worker.end_handle()], 0):
             worker.note_end()  # it ended by itself: that is evidence, and not our doing
+    for worker in workers:
         if worker.alive:
             worker.stopped = True
             worker.signal(signum)

@@ -172,6 +172,4 @@ def has_failed(worker: Worker) -> bool:
     """Tell whether a rank has reported a failure, or ended without any report."""
     if worker.returned is not None:
         return False
-    if worker.raised is not None and worker.raised.final:
-        return True
-    return not worker.alive
+    return worker.failed or not worker.alive

@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ddpsafe._launcher.descendants import RankProcess
+from ddpsafe._launcher.symptoms import is_secondary
 from ddpsafe._wire.channel import ASK_POSITION, ASK_STOP, Receiver
 from ddpsafe._wire.outcome import (
     Entered,
@@ -38,7 +39,8 @@ class Worker:
         spec: What it was told.
         phase: The last phase it reported.
         returned: Its report of success, if it came.
-        raised: Its report of an exception, the first one if there are several.
+        raised: Its report of an exception, in flight or final.
+        failed: Whether an exception ended its function.
         ended_ns: When its end was seen (monotonic).
         stopped: Whether the launcher has asked it to end.
         position: The last it said about where it is in the sequence of collectives.
@@ -66,8 +68,10 @@ class Worker:
         self.phase: Phase = "starting"
         self.returned: Returned | None = None
         self.raised: Raised | None = None
+        self.failed = False
         self.ended_ns: int | None = None
         self.stopped = False
+        self._stopped_ns: int | None = None
         self.position: Position | None = None
         self.state = ""
         self.stack = ""
@@ -130,8 +134,28 @@ class Worker:
                 self.raised = None
             elif isinstance(message, HeedsStop):
                 self.heeds_stop = True
-            elif self.raised is None or message.final:
-                self.raised, self.position = message, message.position
+            elif not self._is_our_doing(message):
+                self._take_exception(message)
+
+    def _is_our_doing(self, raised: Raised) -> bool:
+        """Tell whether ranks were being ended by then: all that is lost after that is our doing."""
+        return self._stopped_ns is not None and raised.at_ns > self._stopped_ns
+
+    def _take_exception(self, raised: Raised) -> None:
+        """Take the first one, or the one that ended the rank, unless that is but an echo.
+
+        What a ``finally: dist.barrier()`` raises hides the exception that led there.
+        """
+        self.failed = self.failed or raised.final
+        earlier = self.raised
+        hides = earlier is not None and is_secondary(raised) and not is_secondary(earlier)
+        if earlier is None or (raised.final and not hides):
+            self.raised, self.position = raised, raised.position
+
+    def note_stop(self, at_ns: int) -> None:
+        """Record that ranks are being ended from now on (monotonic)."""
+        self.take_reports()
+        self._stopped_ns = at_ns
 
     def steps(self) -> int:
         """Return how many optimizer steps it has made."""

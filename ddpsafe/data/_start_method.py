@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -80,9 +79,6 @@ def _cuda_is_up() -> bool:
 
 
 def _can_be_pickled(parts: dict[str, object]) -> bool:
-    # In a notebook what is defined in __main__ pickles here, by name, and fails to import there.
-    if not hasattr(sys.modules["__main__"], "__file__"):
-        return False
     return all(find_unpicklable(part, name=name) is None for name, part in parts.items())
 
 

@@ -8,6 +8,7 @@ import io
 import pickle
 import socket
 import sqlite3
+import sys
 import tarfile
 import threading
 import types
@@ -135,9 +136,20 @@ class _Nowhere(io.RawIOBase):
         return len(data)
 
 
+class _Probe(pickle.Pickler):
+    """Fails where pickling would, and for what would only fail to be imported by a worker."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        is_here = getattr(obj, "__module__", None) == "__main__"
+        if is_here and not hasattr(sys.modules["__main__"], "__file__"):
+            msg = "it is defined in a notebook or at a prompt, where a new process cannot import it"
+            raise pickle.PicklingError(msg)
+        return NotImplemented
+
+
 def _pickling_error(item: object) -> str | None:
     try:
-        pickle.Pickler(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL).dump(item)
+        _Probe(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL).dump(item)
     except Exception as error:  # noqa: BLE001 - a __reduce__ may raise anything
         return f"{type(error).__name__}: {error}"
     return None

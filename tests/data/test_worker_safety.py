@@ -12,6 +12,7 @@ import zipfile
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import scripts
 from data_programs import Droppable, EagerRecords, Numbers, open_raw, write_records
 
 from ddpsafe.data import DataLoader, PerProcess, check_worker_safety
@@ -144,3 +145,17 @@ def test_what_cannot_be_sent_to_spawned_workers_is_named() -> None:
     loader = DataLoader(Holding(lambda: 0), 4, num_workers=1, multiprocessing_context="spawn")
     with pytest.raises(UnsafeWorkersError, match="deep cannot be sent to the workers"):
         iter(loader)
+
+
+def test_what_a_prompt_defines_is_named_as_what_a_new_process_cannot_import(tmp_path: Path) -> None:
+    """It pickles by name here and fails to import there, so it counts as what cannot travel."""
+    source = """
+from ddpsafe.data import check_worker_safety
+class Session:
+    def __len__(self): return 4
+    def __getitem__(self, index): return index
+for hazard in check_worker_safety(Session()):
+    print(hazard)
+"""
+    run = scripts.Script(["-c", source], folder=tmp_path).end()
+    assert "where a new process cannot import it" in run.lines()[0]

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 JOIN_S = 2.0
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _warm_server(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Let the fork server load torch before any rank has two seconds to join."""
+    World(folder=tmp_path_factory.mktemp("warm")).launch(programs.take, None)
+
+
 @pytest.mark.parametrize("ranks", SIZES)
 def test_stuck_before_the_scripts_own_setup(tmp_path: Path, ranks: int) -> None:
     """The ranks that wait in `init_process_group` do so for ours, and name the one that is missing.
