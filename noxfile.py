@@ -43,6 +43,9 @@ def tests(session: nox.Session) -> None:
     arguments = [_absolute(argument) for argument in session.posargs]
     if not any(argument.startswith(str(ROOT)) for argument in arguments):
         arguments.append(str(ROOT / "tests"))
+    if not any(argument.startswith(("-n", "--numprocesses")) for argument in arguments):
+        # Most tests wait for processes of theirs, so more run at a time than there are cores.
+        arguments += ["-n", "4", "--dist", "worksteal"]
     # From an empty folder, neither the tests nor a process they start can import the checkout;
     # --installed makes pytest refuse to run if they could.
     session.chdir(_folder(session, "empty"))
