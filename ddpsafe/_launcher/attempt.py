@@ -130,6 +130,7 @@ def _failure(
         attempts=plan.config.retry.attempts,
         run_dir=directory.path,
         oom_kills=oom_kills,
+        timeouts=plan.config.timeouts,
     )
     error = postmortem.conclude(case)
     directory.report(number, error)

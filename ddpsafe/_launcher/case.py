@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ddpsafe._config.durations import show_duration
 from ddpsafe._launcher.wording import where
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from ddpsafe._config import Timeouts
     from ddpsafe._launcher.supervisor import Ending
     from ddpsafe._wire.outcome import RankOutcome
 
@@ -34,6 +36,7 @@ class Case:
         attempts: How many the policy allows.
         run_dir: Where the logs are.
         oom_kills: Processes that the kernel killed for memory during the attempt.
+        timeouts: The deadlines it had.
     """
 
     outcomes: Mapping[int, RankOutcome]
@@ -42,11 +45,17 @@ class Case:
     attempts: int
     run_dir: Path
     oom_kills: int
+    timeouts: Timeouts
 
     @property
     def when(self) -> str:
         """Say at which attempt and after how long it ended."""
         return f"attempt {self.attempt} of {self.attempts}, after {self.ending.waited_s:.1f} s"
+
+    def limit(self, field: str) -> str:
+        """Name a timeout with its value, as it is written in a configuration."""
+        value = getattr(self.timeouts, field)
+        return f"timeouts.{field} ({show_duration(value)})"
 
     def name(self, outcome: RankOutcome) -> str:
         """Name a rank with the number of ranks."""

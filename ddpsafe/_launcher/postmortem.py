@@ -192,7 +192,8 @@ def _not_all_joined(case: Case) -> LaunchError:
     missing = early or [out for out in case.outcomes.values() if out.phase == "joining"]
     names = listed(outcome.rank for outcome in missing)
     message = explain(
-        f"rank {names} (world_size {len(case.outcomes)}) did not join in time, {case.when}.",
+        f"rank {names} (world_size {len(case.outcomes)}) did not join within "
+        f"{case.limit('rendezvous')}, {case.when}.",
         cause="slow imports, work at the top of the script, or a rank that hangs before it joins.",
         fix="move heavy work below the main guard or into the function, or raise "
         "timeouts.rendezvous.",
@@ -215,24 +216,22 @@ def _too_long(case: Case, cause: Cause) -> LaunchError:
     accused = cause.root if cause.sort in ("stopped", "behind", "elsewhere", "left") else None
     missing = [accused] if accused is not None else (running or [cause.root])
     names = listed(outcome.rank for outcome in missing)
-    setting, limit = {
-        "attempt": ("timeouts.attempt", "still ran at the end of timeouts.attempt"),
-        "progress": ("timeouts.progress", "made no step within timeouts.progress"),
-    }[case.ending.verdict]
+    setting = case.ending.verdict
+    did = {"attempt": "still ran at the end of", "progress": "made no step within"}[setting]
     likely, fix = (
         advice.BY_SORT[cause.sort]
         if accused
         else (
             "the work takes longer than the deadline, or a rank hangs.",
-            f"see where the ranks were; raise {setting} if they were at work.",
+            f"see where the ranks were; raise timeouts.{setting} if they were at work.",
         )
     )
     message = explain(
-        f"rank {names} (world_size {len(case.outcomes)}) {limit}, {case.when}.",
+        f"rank {names} (world_size {len(case.outcomes)}) {did} {case.limit(setting)}, {case.when}.",
         cause=likely,
         fix=fix.format(host=missing[0].hostname, pid=missing[0].pid),
         details=positions(case.outcomes.values()),
         logs=case.run_dir,
     )
-    cls = AttemptTimeoutError if case.ending.verdict == "attempt" else ProgressTimeoutError
+    cls = AttemptTimeoutError if setting == "attempt" else ProgressTimeoutError
     return cls(message, **case.timeout_facts(missing, case.ending.waited_s))

@@ -74,6 +74,9 @@ def open_inbox() -> Iterator[SignalInbox]:
             for signum, default in _TAKEN.items():
                 if signal.getsignal(signum) == default:
                     before[signum] = signal.signal(signum, inbox.put)
+            if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+                # The kernel would reap the ranks itself, and nobody would learn how they ended.
+                before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         else:
             atexit.register(inbox.cancel)
         yield inbox

@@ -69,7 +69,7 @@ def test_stuck_while_its_arguments_are_loaded(tmp_path: Path, ranks: int) -> Non
     )
     assert error.missing_ranks == (1,)
     assert error.kind == "startup-network"
-    assert "did not join in time" in str(error)
+    assert "did not join within timeouts.rendezvous (2 s)" in str(error)
     assert "in load_slowly" in str(error)
 
 
@@ -96,7 +96,7 @@ def test_stuck_in_the_import_of_the_script(tmp_path: Path) -> None:
     took_s, missing, *message = scripts.Script(arguments, folder=tmp_path).end().lines()
     require_in_time(float(took_s), JOIN_S + HANG_S)
     assert missing == "(0, 1)"
-    assert "did not join in time" in message[0]
+    assert "did not join within timeouts.rendezvous" in message[0]
     assert any("importing the script" in line for line in message)
 
 

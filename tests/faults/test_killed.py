@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import fault_programs as programs
 import pytest
-from fault_kit import SIZES, WORLDS, World, require_rank
+from fault_kit import SIZES, WORLDS, World, require_rank, run_script
 
 import ddpsafe
 
@@ -76,3 +76,18 @@ def test_after_its_value_has_arrived(tmp_path: Path) -> None:
     """A rank that is killed after it has returned has done its work: the result stands."""
     world = World(folder=tmp_path)
     assert world.launch(programs.be_killed_at_exit).values == {0: 0, 1: 1}
+
+
+def test_in_a_caller_that_ignores_the_end_of_its_children(tmp_path: Path) -> None:
+    """With SIGCHLD ignored the kernel keeps no exit status; the caller's choice comes back after."""
+    statements = """
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        try:
+            ddpsafe.launch(p.train, (folder, p.die_by_kill), **options)
+        finally:
+            print(signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN)
+    """
+    run = run_script(tmp_path, statements)
+    assert run.code == 128 + signal.SIGKILL, run.err
+    assert "was killed by SIGKILL" in run.err
+    assert run.out == "True\n"
