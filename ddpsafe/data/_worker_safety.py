@@ -38,8 +38,8 @@ _FOREIGN_HANDLES: Final = {
     ("h5py", "Group"),
     ("h5py", "Dataset"),
     ("lmdb", "Environment"),
-    ("Environment", "Environment"),
     ("lmdb", "Transaction"),
+    ("lmdb", "Cursor"),
     ("tables", "File"),
     ("netCDF4", "Dataset"),
     ("av", "InputContainer"),
@@ -207,8 +207,11 @@ def _handle_kind(item: object) -> str | None:
     if isinstance(item, sqlite3.Connection | sqlite3.Cursor):
         return f"sqlite3 {type(item).__name__}"
     kind = type(item)
-    if (kind.__module__.split(".", maxsplit=1)[0], kind.__name__) in _FOREIGN_HANDLES:
-        return f"{kind.__module__}.{kind.__name__}"
+    package = kind.__module__.split(".", maxsplit=1)[0]
+    if package == "builtins" and "lmdb" in sys.modules:
+        package = "lmdb"  # its C extension does not say where its types are from
+    if (package, kind.__name__) in _FOREIGN_HANDLES:
+        return f"{package}.{kind.__name__}"
     return None
 
 

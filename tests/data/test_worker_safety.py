@@ -11,6 +11,8 @@ import threading
 import zipfile
 from typing import TYPE_CHECKING, Any
 
+import h5py
+import lmdb
 import pytest
 import scripts
 from data_programs import Droppable, EagerRecords, Numbers, open_raw, write_records
@@ -37,6 +39,11 @@ class Holding(Numbers):
     def __init__(self, what: Any) -> None:
         super().__init__(8)
         self.parts = {"inner": [Slotted(what)]}
+
+
+def open_lmdb(path: str) -> lmdb.Environment:
+    """Open a database, from a function that a new process can import."""
+    return lmdb.open(path)
 
 
 @pytest.fixture
@@ -159,3 +166,23 @@ for hazard in check_worker_safety(Session()):
 """
     run = scripts.Script(["-c", source], folder=tmp_path).end()
     assert "where a new process cannot import it" in run.lines()[0]
+
+
+def test_open_hdf5_files_are_found(tmp_path: Path) -> None:
+    """The file itself, and a dataset in it, which holds the file open too."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        inside = file.create_dataset("x", data=[1, 2, 3])
+        for opened in (file, inside):
+            found = check_worker_safety(Holding(opened))
+            assert found[0].path == "dataset.parts['inner'][0].deep"
+            assert (found[0].severity, "h5py" in found[0].kind) == ("unsafe", True)
+
+
+def test_an_open_lmdb_environment_is_found_and_one_per_process_is_not(tmp_path: Path) -> None:
+    """Lmdb itself forbids to use an environment after a fork."""
+    environment = lmdb.open(str(tmp_path / "db"))
+    found = check_worker_safety(Holding(environment))
+    assert (found[0].severity, "lmdb" in found[0].kind) == ("unsafe", True)
+    environment.close()
+    lazy = PerProcess(open_lmdb, str(tmp_path / "db"))  # lmdb.open itself does not pickle
+    assert check_worker_safety(Holding(lazy)) == ()
