@@ -31,6 +31,9 @@ THREADS: Final = ("pytest_timeout", "tqdm_monitor", "QueueFeederThread")
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 
+SHARED: Final = ("sem.*", "torch_*", "psm_*", "ddpsafe*", "nccl-*")
+"""What glibc, torch, multiprocessing, ddpsafe and NCCL call their shared memory."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
@@ -40,7 +43,7 @@ class Snapshot:
         processes: Processes of this run except pytest: pid and description.
         threads: Threads of pytest.
         sockets: Listening sockets of pytest: port and description.
-        files: Run directories in the temporary directory, and shared memory of anybody.
+        files: Run directories in the temporary directory, and shared memory of the usual makers.
     """
 
     processes: dict[int, str]
@@ -130,8 +133,13 @@ def _listening_sockets() -> dict[int, str]:
 
 def _files() -> Iterator[Path]:
     yield from Path(tempfile.gettempdir()).glob("ddpsafe*")
-    if SHARED_MEMORY.is_dir():
-        yield from SHARED_MEMORY.iterdir()
+    yield from shared_memory()
+
+
+def shared_memory() -> Iterator[Path]:
+    """Find shared memory that may be ours; other programs keep files there too."""
+    for pattern in SHARED:
+        yield from SHARED_MEMORY.glob(pattern)
 
 
 def _files_held_by_strangers() -> set[Path]:

@@ -78,6 +78,7 @@ def test_stuck_in_the_import_of_the_script(tmp_path: Path) -> None:
     arguments = write_script(
         tmp_path,
         f"""
+        import torch.distributed  # not what is timed
         started = time.monotonic()
         try:
             ddpsafe.launch(

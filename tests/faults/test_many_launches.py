@@ -70,7 +70,7 @@ def _take_stock() -> dict[str, int]:
         "native threads": process.num_threads(),
         "children": len(process.children()),
         "maps": len({region.path for region in process.memory_maps()}),
-        "shared memory": len(list(leftovers.SHARED_MEMORY.iterdir())),
+        "shared memory": len(list(leftovers.shared_memory())),
         "exit functions": _count_exit_functions(),
         "directory": len(os.environ),
         "memory": process.memory_info().rss,
