@@ -157,6 +157,7 @@ def raise_on_all(ctx: RankContext, folder: Path) -> None:
     average_gradients()
     if ctx.rank != 1:
         scripts.wait_until((folder / "fault").exists)
+        time.sleep(0.15)  # while rank 1 gets from the mark to its error, on a busy machine
     else:
         mark(folder)
     raise_own_error(folder)
@@ -871,7 +872,7 @@ def ask_and_go_on(ctx: RankContext, folder: Path) -> None:
 
 def wait_for(path: Path) -> None:
     """Wait until a file is there."""
-    scripts.wait_until(path.exists)
+    scripts.wait_until(path.exists, within_s=120)
 
 
 def children_of(pid: int) -> list[int]:

@@ -31,8 +31,11 @@ THREADS: Final = ("pytest_timeout", "tqdm_monitor", "QueueFeederThread")
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 
-SHARED: Final = ("sem.*", "torch_*", "psm_*", "ddpsafe*", "nccl-*")
-"""What glibc, torch, multiprocessing, ddpsafe and NCCL call their shared memory."""
+SHARED: Final = ("sem.ddpsafe*", "torch_*", "psm_*", "ddpsafe*", "nccl-*")
+"""What torch, multiprocessing and NCCL call their shared memory, and ddpsafe its semaphores.
+
+Any other named semaphore may be of another run of tests: multiprocessing calls them all alike.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,10 +88,14 @@ def _order(outcome: RankOutcome) -> tuple[bool, bool, int, int]:
     """Order ranks that failed.
 
     An error from inside a collective may be an echo after all, and one that was only seen in
-    flight may have been caught.
+    flight may have been caught. A crash there may be one too: ranks that meet in different
+    collectives of gloo write into each other's buffers.
     """
     raised = outcome.raised
-    inside = raised is not None and "distributed_c10d.py" in raised.traceback
+    if raised is None:
+        inside = outcome.status == "killed" and bool(outcome.in_collective)
+    else:
+        inside = "distributed_c10d.py" in raised.traceback
     seen_ns = raised.at_ns if raised is not None else (outcome.ended_ns or 0)
     in_flight = raised is not None and not raised.final
     return (inside, in_flight, seen_ns, outcome.rank)

@@ -18,25 +18,33 @@ from ddpsafe._wire.outcome import is_library
 from ddpsafe._wire.spec import STACKS_SIGNAL
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ddpsafe._launcher.worker import Worker
+    from ddpsafe._wire.outcome import Position
 
-_ANSWER: Final = timedelta(seconds=0.4)
+_ANSWER: Final = timedelta(seconds=0.8)
 _POLL_S: Final = 0.02
 _FRAME: Final = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
 _COLLECTIVES: Final = "distributed_c10d.py"
 _ENTRYPOINT: Final = "_worker/entrypoint.py"
 
+CRASH: Final = "Fatal Python error:"
+"""How faulthandler begins what it writes at a crash."""
+
 
 def collect(workers: Sequence[Worker]) -> None:
-    """Learn state, stack and position of every rank that is alive, within half a second.
+    """Learn state, stack and position of every rank that is alive, within a second.
 
     The stack comes from faulthandler, which answers while the GIL is held too; the position comes
     from a thread, which does not; a stopped process answers neither until it is continued, which
     does no harm to one that is to be ended.
     """
+    for worker in workers:
+        if worker.crashed:
+            worker.stack, worker.in_collective = read_crash(worker.error_text())
     asked = [worker for worker in workers if worker.alive and worker.returned is None]
+    known = {worker.rank: worker.position for worker in asked}
     for worker in asked:
         worker.state = _state_of(worker)
         worker.ask_position()
@@ -45,12 +53,14 @@ def collect(workers: Sequence[Worker]) -> None:
         if worker.state == psutil.STATUS_STOPPED:
             worker.signal(signal.SIGCONT)
     deadline = Deadline.after(_ANSWER)
-    while not deadline.expired() and not all(map(_has_answered, asked)):
+    while not deadline.expired() and not all(_has_answered(each, known) for each in asked):
         wait([worker.receiver.fileno() for worker in asked if not worker.receiver.closed], _POLL_S)
         for worker in asked:
             worker.take_reports()
     for worker in asked:
         worker.stack, worker.in_collective = read_stack(_dump_of(worker))
+        if worker.raised is None and worker.position is known[worker.rank]:
+            worker.position = None  # an old answer would make a rank look behind that is not
 
 
 def _ask_stacks(worker: Worker) -> None:
@@ -73,10 +83,10 @@ def _state_of(worker: Worker) -> str:
     return ""
 
 
-def _has_answered(worker: Worker) -> bool:
+def _has_answered(worker: Worker, known: Mapping[int, Position | None]) -> bool:
     if not worker.alive:
         return True
-    return worker.position is not None and _ENTRYPOINT in _dump_of(worker)
+    return worker.position is not known[worker.rank] and _ENTRYPOINT in _dump_of(worker)
 
 
 def _dump_of(worker: Worker) -> str:
@@ -105,6 +115,12 @@ def read_stack(dump: str) -> tuple[str, bool | None]:
     shown = own[0] if own else frames[0]
     where = f"{shown['file']}:{shown['line']} in {shown['name']}"
     return where, any(_COLLECTIVES in frame["file"] for frame in frames)
+
+
+def read_crash(text: str) -> tuple[str, bool | None]:
+    """Read what faulthandler wrote to stderr when the process crashed; see `read_stack`."""
+    _, crash, dump = text.partition(CRASH)
+    return read_stack(dump) if crash else ("", None)
 
 
 def _main_thread(dump: str) -> list[re.Match[str]]:

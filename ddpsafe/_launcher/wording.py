@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import psutil
 
 from ddpsafe._launcher.causes import is_own_fault, last_collective
+from ddpsafe._launcher.evidence import CRASH
 from ddpsafe._launcher.symptoms import find_symptom
 from ddpsafe._wire.outcome import is_library
 
@@ -22,7 +23,6 @@ _LAST_LINES: Final = 8
 _SHOWN_RANKS: Final = 16
 _WIDTH: Final = 100
 _GLOO_SOURCE: Final = re.compile(r"\[\S*/gloo/\S+:\d+\] ")
-_CRASH: Final = "Fatal Python error:"
 _FRAME: Final = re.compile(r'^\s*File "(?P<file>.+)", line \d+ in ')
 
 
@@ -100,7 +100,7 @@ def last_words(outcome: RankOutcome) -> list[str]:
         text = Path(outcome.stderr).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
-    said, _, stacks = text.partition(_CRASH)
+    said, _, stacks = text.partition(CRASH)
     lines = said.splitlines()[-_LAST_LINES:]
     lines += [line for line in stacks.splitlines() if _is_users_frame(line)]
     if not lines:

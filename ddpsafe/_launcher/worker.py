@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpsafe._launcher.descendants import RankProcess
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from ddpsafe._wire.step_counter import StepCounter
 
 _POLL_S = 0.5
+_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 
 
 class Worker:
@@ -156,6 +159,20 @@ class Worker:
         """Record that ranks are being ended from now on (monotonic)."""
         self.take_reports()
         self._stopped_ns = at_ns
+
+    @property
+    def crashed(self) -> bool:
+        """Whether a signal that a program brings upon itself ended it."""
+        return self.exitcode is not None and -self.exitcode in _CRASHES
+
+    def error_text(self) -> str:
+        """Return what it wrote to stderr."""
+        if self.spec.logs is None:
+            return ""
+        try:
+            return Path(self.spec.logs.stderr).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
 
     def steps(self) -> int:
         """Return how many optimizer steps it has made."""

@@ -137,6 +137,7 @@ class Raised:
         position: Position,
         final: bool = True,
         held: str = "",
+        at_ns: int | None = None,
     ) -> Raised:
         """Describe an exception in plain text; never raises itself."""
         return cls(
@@ -147,7 +148,7 @@ class Raised:
             phase=phase,
             where=where_of(exc.__traceback__),
             position=position,
-            at_ns=time.monotonic_ns(),
+            at_ns=time.monotonic_ns() if at_ns is None else at_ns,
             exit_code=exit_code_of(exc),
             final=final,
             held=held,

@@ -9,6 +9,7 @@ import mmap
 import os
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, NoReturn, cast
 
 from ddpsafe._clock import Deadline
@@ -66,6 +67,9 @@ class Reporter:
         """Say that an exception is on its way, once in flight and once when it is final."""
         if not final and id(exc) in self._told:
             return
+        at_ns = (
+            time.monotonic_ns()
+        )  # before the work of describing it, during which others fail too
         self._told.add(id(exc))
         self._sender.send(
             Raised.from_exception(
@@ -75,6 +79,7 @@ class Reporter:
                 position=position(),
                 final=final,
                 held=describe_memory() if is_out_of_memory(exc) else "",
+                at_ns=at_ns,
             )
         )
 
