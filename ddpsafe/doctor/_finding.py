@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 Severity = Literal["ok", "warning", "failed"]
 
@@ -21,7 +21,7 @@ class Finding:
         severity: ``"failed"`` will break a job, ``"warning"`` may, ``"ok"`` is a fact.
         fact: What was seen, one sentence, no guess in it.
         cause: What most likely lies behind it; empty for ``"ok"``.
-        fix: What to do; where a command or a variable repairs it, the line to copy.
+        fix: What to do; lines to copy stand by themselves, indented by four blanks.
         hosts: Names of the hosts concerned; empty means the one that the check ran on.
         details: The numbers behind the fact, as JSON would take them, units in their names.
     """
@@ -33,3 +33,37 @@ class Finding:
     fix: str = ""
     hosts: tuple[str, ...] = ()
     details: Mapping[str, object] = field(default_factory=dict)
+
+
+def ok(code: str, fact: str, **details: object) -> Finding:
+    """Return a fact that is as it should be."""
+    return Finding(code=code, severity="ok", fact=fact, details=details)
+
+
+def warning(code: str, fact: str, *, cause: str, fix: str, **details: object) -> Finding:
+    """Return what may break a job."""
+    return Finding(code=code, severity="warning", fact=fact, cause=cause, fix=fix, details=details)
+
+
+def failed(code: str, fact: str, *, cause: str, fix: str, **details: object) -> Finding:
+    """Return what will break a job."""
+    return Finding(code=code, severity="failed", fact=fact, cause=cause, fix=fix, details=details)
+
+
+def to_copy(what: str, *lines: str) -> str:
+    """Word a fix as a sentence and the lines to copy below it."""
+    return "\n".join([what, *(f"    {line}" for line in lines)])
+
+
+def as_text(finding: Finding, *, page: str) -> str:
+    """Return a finding as lines of plain text: fact, cause, fix, and the page to read on."""
+    what, *to_paste = finding.fix.splitlines() or [""]
+    where = f" ({', '.join(finding.hosts)})" if finding.hosts else ""
+    lines: Sequence[str] = [
+        f"{finding.code}{where}: {finding.fact}",
+        f"  Likely cause: {finding.cause}",
+        f"  What to do: {what}",
+        *(f"  {line}" for line in to_paste),
+        f"  Read on: {page}",
+    ]
+    return "\n".join(lines if finding.cause else lines[:1])
