@@ -11,7 +11,6 @@ from ddpsafe._clock import Deadline
 from ddpsafe.doctor._checks import all_checks, launch_checks
 from ddpsafe.doctor._finding import warning
 from ddpsafe.doctor._subject import Subject
-from ddpsafe.doctor._torch_probe import TorchProbe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -69,6 +68,8 @@ def _torch_asked(subject: Subject, *, wanted: bool) -> Iterator[Subject]:
     if not wanted:
         yield subject
         return
+    from ddpsafe.doctor._torch_probe import TorchProbe
+
     probe = TorchProbe(subject.env)
     try:
         yield Subject(

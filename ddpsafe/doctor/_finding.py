@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from ddpsafe.doctor._codes import page_of
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
 Severity = Literal["ok", "warning", "failed"]
 
@@ -34,6 +36,22 @@ class Finding:
     hosts: tuple[str, ...] = ()
     details: Mapping[str, object] = field(default_factory=dict)
 
+    @property
+    def page(self) -> str:
+        """The page of the documentation on this code, from the root of the repository."""
+        return page_of(self.code)
+
+    def as_text(self) -> str:
+        """Return the finding as lines of plain text: fact, cause, fix, and where to read on."""
+        what, *to_paste = self.fix.splitlines() or [""]
+        where = f" ({', '.join(self.hosts)})" if self.hosts else ""
+        lines = [f"{self.code}{where}: {self.fact}"]
+        if self.cause:
+            lines += [f"  Likely cause: {self.cause}", f"  What to do: {what}"]
+            lines += [f"  {line}" for line in to_paste]
+            lines.append(f"  Read on: {self.page}")
+        return "\n".join(lines)
+
 
 def ok(code: str, fact: str, **details: object) -> Finding:
     """Return a fact that is as it should be."""
@@ -53,17 +71,3 @@ def failed(code: str, fact: str, *, cause: str, fix: str, **details: object) -> 
 def to_copy(what: str, *lines: str) -> str:
     """Word a fix as a sentence and the lines to copy below it."""
     return "\n".join([what, *(f"    {line}" for line in lines)])
-
-
-def as_text(finding: Finding, *, page: str) -> str:
-    """Return a finding as lines of plain text: fact, cause, fix, and the page to read on."""
-    what, *to_paste = finding.fix.splitlines() or [""]
-    where = f" ({', '.join(finding.hosts)})" if finding.hosts else ""
-    lines: Sequence[str] = [
-        f"{finding.code}{where}: {finding.fact}",
-        f"  Likely cause: {finding.cause}",
-        f"  What to do: {what}",
-        *(f"  {line}" for line in to_paste),
-        f"  Read on: {page}",
-    ]
-    return "\n".join(lines if finding.cause else lines[:1])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -46,6 +48,13 @@ class Health:
     pids: tuple[int, ...]
     uncorrected_errors: int | None
     remapping: bool | None
+
+
+def count_device_nodes() -> int:
+    """Return how many GPUs the driver has made devices for; costs a listing of one directory."""
+    with contextlib.suppress(OSError):
+        return sum(1 for path in Path("/dev").iterdir() if re.fullmatch(r"nvidia\d+", path.name))
+    return 0
 
 
 def find_problem() -> str | None:

@@ -49,6 +49,12 @@ class Report:
         """Return the report as JSON text, the same on every host of one examination."""
         return json.dumps(asdict(self), indent=2, default=str)
 
+    def to_html(self) -> str:
+        """Return the report as one HTML page that loads nothing: who reaches whom, and findings."""
+        from ddpsafe.doctor._picture import draw
+
+        return draw(self)
+
 
 def worst_first(findings: list[Finding]) -> tuple[Finding, ...]:
     """Order findings by what to repair first, keeping the order of the checks within that."""

@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
-from ddpsafe.doctor._checks.gpus import count_device_nodes
 from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
-from ddpsafe.doctor._nvml import Health, find_problem, find_unlinked, read_health
+from ddpsafe.doctor._nvml import (
+    Health,
+    count_device_nodes,
+    find_problem,
+    find_unlinked,
+    read_health,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe.doctor._checks.versions import ask
 from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
-from ddpsafe.doctor._nvml import read_driver
+from ddpsafe.doctor._nvml import count_device_nodes, read_driver
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,18 +15,12 @@ if TYPE_CHECKING:
     from ddpsafe.doctor._checks import Check
     from ddpsafe.doctor._subject import Subject
 
-_NODES: Final = Path("/dev")
 _STAGES: Final = {
     "list_devices": ("DS-GPU-001", "counting the GPUs"),
     "run_kernels": ("DS-GPU-009", "running a kernel"),
     "copy_between": ("DS-GPU-011", "copying from GPU to GPU"),
     "reduce_alone": ("DS-GPU-010", "an NCCL all-reduce of one rank"),
 }
-
-
-def count_device_nodes() -> int:
-    """Return how many GPUs the driver has made devices for."""
-    return sum(1 for path in _NODES.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
 
 
 def check_seen(subject: Subject) -> Iterator[Finding]:

@@ -12,7 +12,8 @@ from ddpsafe._config.interfaces import (
     check_interfaces,
     expand_nccl,
 )
-from ddpsafe.doctor._finding import Finding, failed, ok, to_copy
+from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._nvml import count_device_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,7 +56,10 @@ def check_names(subject: Subject) -> Iterator[Finding]:
     for problem in problems:
         what, _, write = " ".join(problem.split()).partition(" Write ")
         variable = what.partition(":")[0]
-        yield failed(
+        if not _may_matter(subject, variable):
+            continue
+        make = failed if _matters(subject, variable) else warning
+        yield make(
             "DS-NET-001",
             what,
             cause="names of interfaces differ between hosts; the value may come from another one.",
@@ -64,6 +68,22 @@ def check_names(subject: Subject) -> Iterator[Finding]:
     if not problems:
         chosen = [f"{name}={subject.env[name]}" for name in (GLOO, NCCL) if subject.env.get(name)]
         yield ok("DS-NET-001", f"{' and '.join(chosen) or 'No interface'} is asked for.")
+
+
+def _may_matter(subject: Subject, variable: str) -> bool:
+    """Tell whether the library that reads the variable may be used at all."""
+    library = {GLOO: "gloo", NCCL: "nccl"}.get(variable, "")
+    backend = subject.config.backend
+    # Groups of gloo are made beside nccl too, for objects and checkpoints.
+    return backend == "auto" or library in backend or variable == GLOO
+
+
+def _matters(subject: Subject, variable: str) -> bool:
+    """Tell whether the job certainly breaks without it."""
+    backend = subject.config.backend
+    if variable == NCCL:
+        return "nccl" in backend or (backend == "auto" and count_device_nodes() > 0)
+    return variable != GLOO or "gloo" in backend or backend == "auto"
 
 
 def _exports(variable: str) -> list[str]:
