@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ddpsafe.doctor._subject import Subject
 
 _LOOPBACK: Final = "127.0.0.1"
-_PATIENCE_S: Final = 2.0
+_PATIENCE_S: Final = 1.0
 
 
 def check_loopback(subject: Subject) -> Iterator[Finding]:
