@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import runpy
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpsafe._config import LaunchConfig
-from ddpsafe._errors import ConfigError
+from ddpsafe._errors import ConfigError, DDPSafeError
 from ddpsafe._launch import spawn
 from ddpsafe.cli import HEALTHY, USAGE, complain
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def run_ranks(options: Namespace) -> int:
-    """Start the ranks and wait for them; an error of theirs leaves as it does from `spawn`."""
+    """Start the ranks and wait for them; the exit code is that of the error, if there is one."""
     names = ("nproc_per_node", "run_dir", "console", "start_method")
     fields: dict[str, Any] = {
         name: value for name in names if (value := getattr(options, name)) is not None
@@ -35,6 +36,16 @@ def run_ranks(options: Namespace) -> int:
     except ConfigError as error:
         complain(str(error))
         return USAGE
+    try:
+        _spawn(config, target, options)
+    except DDPSafeError as error:
+        # As Python would print it, the rank's own exception first; the frames of ours say nothing.
+        complain("".join(traceback.format_exception(error.with_traceback(None))).rstrip())
+        return error.exit_code
+    return HEALTHY
+
+
+def _spawn(config: LaunchConfig, target: str, options: Namespace) -> None:
     spawn(
         run_script,
         args=(target, tuple(options.arguments), options.module),
@@ -42,7 +53,6 @@ def run_ranks(options: Namespace) -> int:
         start_method=config.start_method,
         config=config,
     )
-    return HEALTHY
 
 
 def _require_script(path: str) -> str:
