@@ -34,11 +34,8 @@ def launch_checks() -> dict[str, tuple[Check, ...]]:
             limits.check_processes,
             limits.check_memory,
         ),
-        "PATH": (
-            run_storage.check_temporary_directory,
-            run_storage.check_writing,
-            run_storage.check_room,
-        ),
+        # A run directory that cannot be written is the launch's own to refuse.
+        "PATH": (run_storage.check_temporary_directory, run_storage.check_room),
     }
 
 

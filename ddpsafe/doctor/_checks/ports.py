@@ -141,7 +141,7 @@ def check_enough(subject: Subject) -> Iterator[Finding]:
         f"The system hands out {len(ports)} ports only ({ports[0]} to {ports[-1]}); every "
         "connection between ranks needs one.",
         cause="somebody narrowed the range, for example to open it in a firewall.",
-        fix=to_copy("Widen it:", 'sysctl -w net.ipv4.ip_local_port_range="32768 60999"'),
+        fix=to_copy("Widen it:", f"echo 32768 60999 > {_RANGE}"),
         ports=len(ports),
     )
 

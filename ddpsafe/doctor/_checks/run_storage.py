@@ -120,7 +120,8 @@ def check_room(subject: Subject) -> Iterator[Finding]:
             "DS-PATH-004", f"{place} has {free_bytes / _MIB:,.0f} MiB free.", free_bytes=free_bytes
         )
         return
-    make = failed if free_bytes < _BROKEN_BYTES or inodes == 0 else warning
+    broken = not subject.at_launch and (free_bytes < _BROKEN_BYTES or inodes == 0)
+    make = failed if broken else warning
     what = (
         f"room for {inodes} more files only" if few else f"only {free_bytes / _MIB:,.0f} MiB free"
     )
