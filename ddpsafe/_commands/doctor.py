@@ -13,6 +13,7 @@ from ddpsafe import doctor
 from ddpsafe._commands.terminal import progress, show_report
 from ddpsafe._config import LaunchConfig
 from ddpsafe._config.durations import parse_duration
+from ddpsafe._config.endpoint import parse_endpoint
 from ddpsafe._errors import ConfigError, DDPSafeError, explain
 from ddpsafe._world import find_world
 from ddpsafe.cli import HEALTHY, UNHEALTHY, USAGE, complain, say
@@ -114,6 +115,10 @@ def _of_launcher(world: World | None) -> dict[str, Any]:
     endpoint = find_endpoint(world, os.environ)
     # torchrun's own store listens at MASTER_PORT.
     where = next_port(str(endpoint)) if endpoint.is_served else str(endpoint)
+    try:
+        parse_endpoint(where)
+    except ValueError:  # DS-ENV-003 says why; there is no place to meet
+        return {}
     return {
         "nnodes": world.nnodes,
         "node_rank": world.node_rank,

@@ -39,18 +39,20 @@ def progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
 def show_report(report: Report, *, verbose: bool) -> None:
     """Print a report; what is well only where `verbose`."""
     shown = [each for each in report.findings if verbose or each.severity != "ok"]
-    if sys.stdout.isatty():
+    on_terminal = sys.stdout.isatty()
+    if on_terminal:
         _show_table(shown)
-    else:
-        for finding in shown:
-            say(f"{finding.severity:8}{finding.code}  {finding.fact}")
+    for finding in shown if not on_terminal else ():
+        if finding.severity == "ok":  # the others come below, whole
+            say(f"ok {finding.code}: {finding.fact}")
     if report.matrix is not None:
         for line in _matrix_lines(report.matrix):
             say(line)
     for finding in shown:
         if finding.severity != "ok":
             say("")
-            say(finding.as_text())  # not through rich: a line to copy must not be broken
+            mark = "" if on_terminal else f"{finding.severity} "
+            say(mark + finding.as_text())  # not through rich: a line to copy must not be broken
     if shown:
         say("")
     say(_summary(report, verbose=verbose))
@@ -72,8 +74,9 @@ def _summary(report: Report, *, verbose: bool) -> str:
     fine = sum(1 for each in report.findings if each.severity == "ok")
     parts = [
         f"{len(report.failed)} failed",
-        f"{len(report.warnings)} warnings",
-        f"{fine} are well" + ("" if verbose else " (--verbose shows them)"),
+        f"{len(report.warnings)} {'warning' if len(report.warnings) == 1 else 'warnings'}",
+        f"{fine} {'is' if fine == 1 else 'are'} well"
+        + ("" if verbose else " (--verbose shows them)"),
     ]
     return f"{report.hostname}: {', '.join(parts)}, after {report.took_s:.1f} s."
 

@@ -7,9 +7,9 @@ would find it.
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
 import os
-import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -22,6 +22,15 @@ if TYPE_CHECKING:
 
 COPIED = 1 << 20
 """Elements of the tensor that goes from GPU to GPU."""
+
+
+def where_torch_is() -> str | None:
+    """Return the file that `import torch` finds, whether or not it can be imported."""
+    with suppress(Exception):  # a module of this name may stand half imported
+        spec = importlib.machinery.PathFinder.find_spec("torch")
+        if spec is not None:
+            return spec.origin or str(list(spec.submodule_search_locations or []))
+    return None
 
 
 def describe(torch: ModuleType) -> dict[str, Any]:
@@ -139,7 +148,7 @@ def main() -> None:
         import torch.distributed
     except BaseException as error:  # noqa: BLE001 - a broken package may raise anything
         say("import_error", f"{type(error).__name__}: {error}")
-        say("search_path", sys.path[:5])
+        say("found", where_torch_is())
         return
     say("import_s", time.monotonic() - began_s)
     stages = (describe, list_devices, run_kernels, copy_between, reduce_alone)

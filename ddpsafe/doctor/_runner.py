@@ -14,6 +14,7 @@ from ddpsafe._errors import ConfigError, DDPSafeError, explain
 from ddpsafe._secrets import Mask
 from ddpsafe.doctor._examination import examine_host
 from ddpsafe.doctor._finding import failed
+from ddpsafe.doctor._nvml import count_device_nodes
 from ddpsafe.doctor._report import Report, masked, worst_first
 from ddpsafe.doctor._subject import Subject, count_cores, environment_of
 
@@ -113,7 +114,9 @@ def _unreadable(error: ConfigError) -> Finding:
 
 def _nproc(config: LaunchConfig) -> int:
     asked = config.nproc_per_node
-    return asked if isinstance(asked, int) else count_cores()
+    if isinstance(asked, int):
+        return asked
+    return (0 if asked == "cpu" else count_device_nodes()) or count_cores()
 
 
 def _require_meeting_point(config: LaunchConfig) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ddpsafe._config.endpoint import Endpoint, parse_endpoint
+from ddpsafe.doctor._nvml import count_device_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,6 +55,13 @@ class Subject:
             return parse_endpoint(f"{host}:{port}")
         except ValueError:  # DS-ENV-003 and DS-ENV-004 say why
             return None
+
+    @property
+    def backend(self) -> str:
+        """The backend, "auto" decided by whether the driver has made devices."""
+        if self.config.backend != "auto":
+            return self.config.backend
+        return "nccl" if count_device_nodes() and self.config.nproc_per_node != "cpu" else "gloo"
 
     @property
     def wants_gpus(self) -> bool:

@@ -51,8 +51,9 @@ def test_doctor_runs_where_torch_is_broken_and_says_so(
 def test_torch_file_in_the_current_directory_is_what_a_script_would_find(tmp_path: Path) -> None:
     """A training script named torch.py breaks every script beside it."""
     shadow(tmp_path, "raise ImportError('this is my script')")
-    found = examine("VER", folder=tmp_path)
-    assert "this is my script" in found.of("DS-VER-001")["fact"]
+    found = examine("VER", folder=tmp_path).of("DS-VER-001")
+    assert "this is my script" in found["fact"]
+    assert lines_to_copy(found) == [f"mv {tmp_path}/torch.py {tmp_path}/my_torch.py"]
 
 
 def test_import_that_hangs_is_ended_at_the_deadline(tmp_path: Path) -> None:
@@ -146,6 +147,7 @@ def test_gpus_that_torch_does_not_see_are_a_warning_and_a_failure_where_asked_fo
         "this machine has 2: torch 2.13.0 is built without CUDA" in found.of("DS-GPU-001")["fact"]
     )
     meant = on_two_gpus(tmp_path / "b", {}, nproc_per_node="gpu")
+    assert "pip install" in meant.of("DS-GPU-001")["fix"]
     assert meant.severity("DS-GPU-001") == "failed"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe.doctor._checks.versions import ask
@@ -38,23 +39,7 @@ def check_seen(subject: Subject) -> Iterator[Finding]:
         )
         return
     make = failed if subject.wants_gpus else warning
-    hidden = subject.env.get("CUDA_VISIBLE_DEVICES")
-    if about.get("cuda") is None and about.get("hip") is None:
-        what = f"torch {about.get('version')} is built without CUDA"
-        fix = to_copy(
-            "Install a build with CUDA:",
-            "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128",
-        )
-    elif hidden is not None:
-        what = f"CUDA_VISIBLE_DEVICES={hidden!r} hides them"
-        fix = to_copy("Show them:", "unset CUDA_VISIBLE_DEVICES")
-    else:
-        what = said.get("list_devices", {}).get("error") or "the driver does not answer"
-        fix = to_copy(
-            "See what the driver says; a container needs --gpus all:",
-            "nvidia-smi",
-            "docker run --gpus all …",
-        )
+    what, fix = _why_unseen(subject, said, there)
     yield make(
         "DS-GPU-001",
         f"torch sees no GPU, and this machine has {there or 'none'}: {what}.",
@@ -62,6 +47,26 @@ def check_seen(subject: Subject) -> Iterator[Finding]:
         fix=fix,
         device_nodes=there,
     )
+
+
+def _why_unseen(subject: Subject, said: dict[str, Any], there: int) -> tuple[str, str]:
+    about, hidden = said["describe"], subject.env.get("CUDA_VISIBLE_DEVICES")
+    if not there:
+        what = "no driver has made a device"
+        lines = ("nvidia-smi", "docker run --gpus all …", "export DDPSAFE_BACKEND=gloo")
+        return what, to_copy(
+            "See what the driver says, start the container with its GPUs, or take gloo:", *lines
+        )
+    if about.get("cuda") is None and about.get("hip") is None:
+        index = "https://download.pytorch.org/whl/cu128"
+        line = f"{sys.executable} -m pip install --force-reinstall torch --index-url {index}"
+        what = f"torch {about.get('version')} is built without CUDA"
+        return what, to_copy("Install a build with CUDA:", line)
+    if hidden is not None:
+        what = f"CUDA_VISIBLE_DEVICES={hidden!r} hides them"
+        return what, to_copy("Show them:", "unset CUDA_VISIBLE_DEVICES")
+    what = said.get("list_devices", {}).get("error") or "the driver does not answer"
+    return what, to_copy("See what the driver says:", "nvidia-smi", "dmesg | grep -i nvrm | tail")
 
 
 def check_visible(subject: Subject) -> Iterator[Finding]:

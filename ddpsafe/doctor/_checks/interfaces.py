@@ -13,7 +13,6 @@ from ddpsafe._config.interfaces import (
     expand_nccl,
 )
 from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
-from ddpsafe.doctor._nvml import count_device_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,18 +71,14 @@ def check_names(subject: Subject) -> Iterator[Finding]:
 
 def _may_matter(subject: Subject, variable: str) -> bool:
     """Tell whether the library that reads the variable may be used at all."""
-    library = {GLOO: "gloo", NCCL: "nccl"}.get(variable, "")
-    backend = subject.config.backend
     # Groups of gloo are made beside nccl too, for objects and checkpoints.
-    return backend == "auto" or library in backend or variable == GLOO
+    return variable != NCCL or "nccl" in subject.backend or subject.config.backend == "auto"
 
 
 def _matters(subject: Subject, variable: str) -> bool:
     """Tell whether the job certainly breaks without it."""
-    backend = subject.config.backend
-    if variable == NCCL:
-        return "nccl" in backend or (backend == "auto" and count_device_nodes() > 0)
-    return variable != GLOO or "gloo" in backend or backend == "auto"
+    library = {GLOO: "gloo", NCCL: "nccl"}.get(variable)
+    return library is None or library in subject.backend
 
 
 def _exports(variable: str) -> list[str]:

@@ -98,7 +98,7 @@ def check_open_files(subject: Subject) -> Iterator[Finding]:
         fix=to_copy("Raise it in the shell that starts the job:", f"ulimit -n {reachable}")
         if reachable > soft
         else to_copy(
-            "Raise the hard limit, which this user may not:",
+            "That is the hard limit; raise it where the session or the container starts:",
             "docker run --ulimit nofile=65536:65536 …",
         ),
         soft=soft,

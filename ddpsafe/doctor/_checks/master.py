@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Final
 from pydantic import ValidationError
 
 from ddpsafe._config.endpoint import DEFAULT_PORT, parse_endpoint
-from ddpsafe.doctor._finding import Finding, failed, ok, to_copy
+from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from ddpsafe.doctor._checks import Check
     from ddpsafe.doctor._subject import Subject
@@ -27,18 +27,23 @@ def check_address(subject: Subject) -> Iterator[Finding]:
     try:
         parsed = parse_endpoint(f"{host}:{DEFAULT_PORT}")
     except ValidationError as error:
-        yield _unusable(host, error)
+        yield _unusable(subject, host, error)
         return
     if subject.nnodes > 1 and parsed.is_loopback:
-        yield _loopback(host, subject.nnodes)
+        yield _loopback(subject, host)
     else:
         yield ok("DS-ENV-003", f"MASTER_ADDR={host!r} can be read.")
 
 
-def _unusable(host: str, error: ValidationError) -> Finding:
+def _judge(subject: Subject) -> Callable[..., Finding]:
+    """Return how bad it is: an endpoint that is given by hand goes before the variables."""
+    return failed if subject.config.rendezvous.endpoint is None else warning
+
+
+def _unusable(subject: Subject, host: str, error: ValidationError) -> Finding:
     context = error.errors()[0].get("ctx", {})
     example = host.strip().strip("[]") if host.strip().strip("[]") != host else "gpu-01"
-    return failed(
+    return _judge(subject)(
         "DS-ENV-003",
         f"MASTER_ADDR={host!r} is no host: {context.get('why', 'it cannot be read')}.",
         cause="a line break of a command's output, an IPv6 address in brackets, or a URL.",
@@ -48,10 +53,10 @@ def _unusable(host: str, error: ValidationError) -> Finding:
     )
 
 
-def _loopback(host: str, nnodes: int) -> Finding:
-    return failed(
+def _loopback(subject: Subject, host: str) -> Finding:
+    return _judge(subject)(
         "DS-ENV-003",
-        f"MASTER_ADDR={host!r} is each node itself, so {nnodes} nodes never meet there.",
+        f"MASTER_ADDR={host!r} is each node itself, so {subject.nnodes} nodes never meet there.",
         cause="a script written for one machine.",
         fix=to_copy(
             "Write the first node's name or address on all nodes; this prints it there:",

@@ -44,12 +44,16 @@ def _is_loopback(text: str) -> bool:
 def _own_name(subject: Subject, name: str, what: str) -> Finding:
     if subject.nnodes == 1:
         return ok("DS-NAME-001", f"The own name {name} {what}; one node does without.")
-    if subject.env.get("GLOO_SOCKET_IFNAME"):
-        return ok("DS-NAME-001", f"The own name {name} {what}; GLOO_SOCKET_IFNAME goes before it.")
+    if subject.env.get("GLOO_SOCKET_IFNAME") or subject.config.rendezvous.interface:
+        return ok(
+            "DS-NAME-001", f"The own name {name} {what}; the interface that is set goes first."
+        )
     choices = [each for each in list_interfaces() if each.is_candidate]
     address = choices[0].addresses()[0] if choices else "ADDRESS"
     interface = choices[0].name if choices else "INTERFACE"
-    return failed(
+    # NCCL does not look at the name; groups of gloo beside it do.
+    make = warning if subject.backend == "nccl" else failed
+    return make(
         "DS-NAME-001",
         f"The own name {name} {what}; gloo gives that address to the other hosts, "
         "which then connect to themselves.",

@@ -41,7 +41,11 @@ def check_free(subject: Subject) -> Iterator[Finding]:
         yield ok("DS-PORT-001", f"Port {endpoint.port} is free on this host.")
         return
     owner, pid = _owner(endpoint.port)
-    stop = [f"kill {pid}"] if pid is not None else [f"ss -ltnp 'sport = :{endpoint.port}'"]
+    stop = (
+        [f"kill {pid}   # if it is yours"]
+        if pid is not None
+        else [f"ss -ltnp 'sport = :{endpoint.port}'"]
+    )
     yield failed(
         "DS-PORT-001",
         f"Port {endpoint.port}, where the ranks meet, is taken on this host by {owner}.",

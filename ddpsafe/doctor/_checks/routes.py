@@ -103,7 +103,8 @@ def check_choice(subject: Subject) -> Iterator[Finding]:
     shown = ", ".join(f"{each.name} ({each.addresses()[0]})" for each in candidates)
     yield ok("DS-NET-006", f"Networks: {shown}.")
     asked = chosen_names(subject, [each.name for each in list_interfaces()])
-    if len(candidates) == 1 or subject.nnodes == 1 or asked:
+    found_out = subject.config.rendezvous.interface == "auto"
+    if len(candidates) == 1 or subject.nnodes == 1 or asked or found_out:
         yield ok("DS-NET-005", "There is one interface, or a choice has been made.")
         return
     best = _towards(subject) or candidates[0].name

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import platform
 import re
+import shlex
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
@@ -59,19 +61,39 @@ def _broken_import(said: dict[str, Any]) -> Finding:
     code = said["returncode"]
     why = said.get("import_error") or (said["stderr"].strip().splitlines() or [""])[-1]
     died = f"; the process died of signal {-code}" if code is not None and code < 0 else ""
-    where = said.get("search_path") or []
+    found = said.get("found")
+    fact = (
+        f"torch cannot be imported: {why or 'no word'}{died}. No GPU and no backend was looked at."
+    )
+    if found and not {"site-packages", "dist-packages"} & {*Path(found).parts}:
+        return _shadowed(fact, Path(found))
     return failed(
         "DS-VER-001",
-        f"torch cannot be imported: {why or 'no word'}{died}. No GPU and no backend was looked at.",
-        cause="it is not installed in this environment, its libraries do not fit, or a file or "
-        "directory named torch lies in the current directory or on PYTHONPATH.",
+        fact,
+        cause="it is not installed in this environment, or its libraries do not fit.",
         fix=to_copy(
             "See which one is found, and install it anew:",
             f"{sys.executable} -c 'import importlib.util as u; print(u.find_spec(\"torch\"))'",
             f"{sys.executable} -m pip install --force-reinstall 'torch>=2.6'",
         ),
-        search_path=where,
+        found=found,
         returncode=code,
+    )
+
+
+def _shadowed(fact: str, found: Path) -> Finding:
+    """Word that something else of this name comes before the package."""
+    mine = found.parent if found.name == "__init__.py" else found
+    return failed(
+        "DS-VER-001",
+        fact,
+        cause=f"{mine} is found in place of the package: the current directory and PYTHONPATH "
+        "come before what is installed.",
+        fix=to_copy(
+            "Give it another name, or take its directory out of PYTHONPATH:",
+            f"mv {shlex.quote(str(mine))} {shlex.quote(str(mine.with_name('my_' + mine.name)))}",
+        ),
+        found=str(found),
     )
 
 
