@@ -46,7 +46,7 @@ class Report:
         return not self.failed
 
     def to_json(self) -> str:
-        """Return the report as JSON text, the same on every host of one examination."""
+        """Return the report as JSON text: fields as here, units in their names."""
         return json.dumps(asdict(self), indent=2, default=str)
 
     def to_html(self) -> str:

@@ -182,6 +182,23 @@ def test_kernel_that_fails_is_named_with_its_gpu(tmp_path: Path) -> None:
     assert found.severity("DS-GPU-011") == "failed"
 
 
+def test_memory_in_use_is_seen_without_the_drivers_library(tmp_path: Path) -> None:
+    """Torch knows how much, not who."""
+    facts = {"cuda": "12.8", "count": 1, "capability": [9, 0], "kernel": "works"}
+    found = examine("GPU", env=other_torch(tmp_path, **facts))
+    assert found.severity("DS-GPU-009") == "ok"
+    assert "69.0 of 80.0 GiB are in use already" in found.of("DS-GPU-006")["fact"]
+
+
+def test_kernel_that_hangs_is_ended_at_the_deadline(tmp_path: Path) -> None:
+    """A GPU that does not answer holds nobody up; what was said before it counts."""
+    facts = {"cuda": "12.8", "count": 1, "capability": [9, 0], "kernel": "hangs"}
+    found = examine("GPU", env=other_torch(tmp_path, **facts), timeout_s=2)
+    assert found.severity("DS-GPU-001") == "ok"
+    assert "running a kernel has not ended after 2 s" in found.of("DS-GPU-009")["fact"]
+    assert found.report["took_s"] < 6
+
+
 def test_gpu_that_torch_was_not_compiled_for_fails(tmp_path: Path) -> None:
     """``no kernel image is available`` comes before the first step."""
     old = {"cuda": "12.4", "count": 1, "capability": [12, 0], "arch_list": ["sm_80", "sm_90"]}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
+from ddpsafe.doctor._checks.versions import ask
 from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
 from ddpsafe.doctor._nvml import (
     Health,
@@ -28,6 +29,7 @@ _GIB: Final = 1 << 30
 _PROHIBITED: Final = 2
 _EXCLUSIVE: Final = 3
 _MUCH_BYTES: Final = 2 * _GIB
+_CONTEXT_BYTES: Final = _GIB
 
 
 def check_driver_answers(subject: Subject) -> Iterator[Finding]:
@@ -78,29 +80,51 @@ def _mode(gpu: Health, what: str) -> Finding:
 
 
 def check_memory(subject: Subject) -> Iterator[Finding]:
-    """Look for memory that others hold."""
-    del subject
-    for gpu in read_health():
+    """Look for memory that others hold; torch knows how much, the driver knows who."""
+    for gpu in read_health() or _as_torch_sees(subject):
         if gpu.used_bytes is None or gpu.total_bytes is None:
             continue
-        shown = f"{gpu.used_bytes / _GIB:.1f} of {gpu.total_bytes / _GIB:.1f} GiB"
         if gpu.used_bytes < _MUCH_BYTES:
+            shown = f"{gpu.used_bytes / _GIB:.1f} of {gpu.total_bytes / _GIB:.1f} GiB"
             yield ok("DS-GPU-006", f"GPU {gpu.index}: {shown} in use.", used_bytes=gpu.used_bytes)
-            continue
-        holders = [text for pid in gpu.pids if (text := _describe(pid))]
-        yield warning(
-            "DS-GPU-006",
-            f"GPU {gpu.index}: {shown} are in use already, by "
-            f"{', '.join(holders) or 'processes that this container does not see'}.",
-            cause="another job, a notebook, or ranks that an earlier run left behind.",
-            fix=to_copy(
-                "Take other GPUs, or end what is yours:",
-                "nvidia-smi",
-                *(f"kill {pid}" for pid in gpu.pids[:4]),
-            ),
-            used_bytes=gpu.used_bytes,
-            pids=list(gpu.pids),
+        else:
+            yield _in_use(gpu, gpu.used_bytes, gpu.total_bytes)
+
+
+def _as_torch_sees(subject: Subject) -> list[Health]:
+    results = ask(subject).get("run_kernels") or []
+    return [
+        Health(
+            index=index,
+            name="",
+            compute_mode=None,
+            total_bytes=each["total_bytes"],
+            # The context of the process that asked is no one else's.
+            used_bytes=max(0, each["total_bytes"] - each["free_bytes"] - _CONTEXT_BYTES),
+            pids=(),
+            uncorrected_errors=None,
+            remapping=None,
         )
+        for index, each in enumerate(results if isinstance(results, list) else [])
+        if "free_bytes" in each
+    ]
+
+
+def _in_use(gpu: Health, used_bytes: int, total_bytes: int) -> Finding:
+    holders = [text for pid in gpu.pids if (text := _describe(pid))]
+    return warning(
+        "DS-GPU-006",
+        f"GPU {gpu.index}: {used_bytes / _GIB:.1f} of {total_bytes / _GIB:.1f} GiB are in use "
+        f"already, by {', '.join(holders) or 'processes that cannot be named from here'}.",
+        cause="another job, a notebook, or ranks that an earlier run left behind.",
+        fix=to_copy(
+            "Take other GPUs, or end what is yours:",
+            "nvidia-smi",
+            *(f"kill {pid}   # if it is yours" for pid in gpu.pids[:4]),
+        ),
+        used_bytes=used_bytes,
+        pids=list(gpu.pids),
+    )
 
 
 def _describe(pid: int) -> str | None:
