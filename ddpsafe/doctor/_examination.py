@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._bounded import BoundedCall
 from ddpsafe._clock import Deadline
+from ddpsafe._errors import ConfigError, explain
 from ddpsafe.doctor._checks import all_checks, launch_checks
 from ddpsafe.doctor._finding import warning
-from ddpsafe.doctor._subject import Subject
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
     from ddpsafe.doctor._checks import Check
     from ddpsafe.doctor._finding import Finding
+    from ddpsafe.doctor._subject import Subject
 
 LIMIT: Final = timedelta(seconds=10)
 """How long one check may take; one that waits for torch has until the end of the examination."""
@@ -55,8 +57,6 @@ def _choose(checks: str | Collection[str]) -> dict[str, tuple[Check, ...]]:
     wanted = {checks} if isinstance(checks, str) else set(checks)
     unknown = wanted - everything.keys()
     if unknown:
-        from ddpsafe._errors import ConfigError, explain
-
         what = f"checks: there is no area {', '.join(sorted(unknown))}."
         fix = f'write "all", "launch", or a set of {", ".join(everything)}.'
         raise ConfigError(explain(what, cause="a typing error.", fix=fix))
@@ -72,35 +72,24 @@ def _torch_asked(subject: Subject, *, wanted: bool) -> Iterator[Subject]:
 
     probe = TorchProbe(subject.env)
     try:
-        yield Subject(
-            config=subject.config,
-            env=subject.env,
-            nproc=subject.nproc,
-            at_launch=subject.at_launch,
-            deadline=subject.deadline,
-            probe=probe,
-        )
+        yield replace(subject, probe=probe)
     finally:
         probe.close()
 
 
 def _bounded(check: Check, subject: Subject, *, patient: bool) -> list[Finding]:
     """Do one check; one that fails or does not come back is a finding, not the end."""
-    if subject.at_launch:  # cheap ones only, which need no thread each
-        return _caught(check, lambda: list(check(subject)))
     own = Deadline.after(None if patient else LIMIT).earlier(subject.deadline)
-    call = BoundedCall(lambda: list(check(subject)), name=f"ddpsafe-{check.__name__}")
+    found: list[Finding] = []  # what it said before it stuck counts
+    call = BoundedCall(lambda: found.extend(check(subject)), name=f"ddpsafe-{check.__name__}")
     # A moment longer than the check's own deadline: it knows better what it waited for.
     if not call.wait(own.remaining_s() + 1.0):
-        return [_unfinished(check, f"has not come back after {own.waited_s():.1f} s")]
-    return _caught(check, call.result)
-
-
-def _caught(check: Check, result: Callable[[], list[Finding]]) -> list[Finding]:
+        return [*found, _unfinished(check, f"has not come back after {own.waited_s():.1f} s")]
     try:
-        return result()
+        call.result()
     except Exception as error:  # noqa: BLE001 - a check that fails must not hide what others find
-        return [_unfinished(check, f"failed with {type(error).__name__}: {error}")]
+        return [*found, _unfinished(check, f"failed with {type(error).__name__}: {error}")]
+    return found
 
 
 def _unfinished(check: Check, what: str) -> Finding:

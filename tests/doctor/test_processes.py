@@ -15,6 +15,7 @@ from source_tree import PACKAGE
 from ddpsafe import LaunchConfig
 from ddpsafe._clock import Deadline
 from ddpsafe.doctor._examination import _bounded
+from ddpsafe.doctor._finding import ok
 from ddpsafe.doctor._subject import Subject
 
 if TYPE_CHECKING:
@@ -76,8 +77,8 @@ def test_check_that_does_not_come_back_ends_with_its_deadline() -> None:
 
     def check_forever(subject: Subject, /) -> Iterator[Finding]:
         del subject
+        yield ok("DS-LIM-002", "This came before.")
         over.wait(60)
-        yield from ()
 
     subject = Subject(
         config=LaunchConfig(),
@@ -87,8 +88,8 @@ def test_check_that_does_not_come_back_ends_with_its_deadline() -> None:
         deadline=Deadline.after(timedelta(seconds=0.1)),
     )
     try:
-        (found,) = _bounded(check_forever, subject, patient=True)
+        before, found = _bounded(check_forever, subject, patient=True)
     finally:
         over.set()
-    assert found.code == "DS-PROC-004"
+    assert (before.severity, found.code) == ("ok", "DS-PROC-004")
     assert "'check_forever' has not come back after" in found.fact
