@@ -14,6 +14,14 @@ _SECRET_NAME: Final = re.compile(
     r"|AUTH|COOKIE|_DSN$|WEBHOOK|JWT|_PWD$|_PASS$",
     re.IGNORECASE,
 )
+_NO_SECRET_NAME: Final = re.compile(r"_(PATH|FILE|DIR|SOCK)$|^TOKENIZERS_|^XAUTHORITY$")
+"""Where a secret lies is none; its directory may stand in a line to copy."""
+
+_OPTION: Final = re.compile(
+    r"(-[\w-]*(?:passw|token|secret|credential|api-?key)[\w-]*[= ]+)\S+", re.IGNORECASE
+)
+"""A secret in the command line of another process."""
+
 _URL_PASSWORD: Final = re.compile(r"(?<=://)[^\s/@:]*:[^\s/@]+(?=@)|(?<=://)[^\s/@:]{8,}(?=@)")
 _SHORTEST_SECRET: Final = 6
 """Shorter values are words such as "1" or "none", and would be struck out of innocent text."""
@@ -21,7 +29,8 @@ _SHORTEST_SECRET: Final = 6
 
 def is_secret_name(name: str) -> bool:
     """Tell whether a variable of this name probably holds a secret."""
-    return _SECRET_NAME.search(name) is not None
+    looks_secret = _SECRET_NAME.search(name) is not None
+    return looks_secret and _NO_SECRET_NAME.search(name) is None
 
 
 def hide_value(name: str, value: str) -> str:
@@ -47,9 +56,10 @@ class Mask:
         return cls(tuple(sorted(long, key=len, reverse=True)))
 
     def text(self, text: str) -> str:
-        """Return `text` without the secrets and without passwords in URLs."""
+        """Return `text` without the secrets, passwords in URLs and values of secret options."""
         for secret in self.secrets:
             text = text.replace(secret, HIDDEN)
+        text = _OPTION.sub(rf"\1{HIDDEN}", text)
         return _URL_PASSWORD.sub(HIDDEN, text)
 
     def value(self, value: object) -> object:

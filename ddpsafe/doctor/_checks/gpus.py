@@ -78,7 +78,7 @@ def check_visible(subject: Subject) -> Iterator[Finding]:
     there = count_device_nodes()
     twice = {item for item in items if items.count(item) > 1}
     numbers = [int(item) for item in items if item.isdecimal()]
-    odd = [item for item in items if not re.fullmatch(r"\d+|(GPU|MIG)-[0-9a-fA-F/-]+", item)]
+    odd = [item for item in items if not re.fullmatch(r"\d+|(GPU|MIG)-[\w/-]+", item)]
     absent = [str(number) for number in numbers if there and number >= there]
     if text in {"", "-1"} or not (twice or odd or absent):
         yield ok("DS-GPU-002", f"CUDA_VISIBLE_DEVICES={text!r} can be read.")

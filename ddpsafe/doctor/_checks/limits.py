@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -41,6 +42,8 @@ def _mib(count: float) -> str:
 
 def check_shared_memory(subject: Subject) -> Iterator[Finding]:
     """Look at /dev/shm: batches of workers, NCCL's buffers and every semaphore live there."""
+    if not sys.platform.startswith("linux"):  # elsewhere locks and shared memory have no directory
+        return
     more = to_copy(
         "Give the container more, or mount it larger; in Kubernetes an emptyDir with "
         "medium: Memory at /dev/shm:",

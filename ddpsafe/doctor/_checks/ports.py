@@ -33,7 +33,8 @@ def check_free(subject: Subject) -> Iterator[Finding]:
     endpoint = subject.endpoint
     if endpoint is None or endpoint.port == 0 or not _is_here(endpoint, subject):
         return
-    if subject.env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    by_agent = subject.env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if by_agent and subject.env.get("MASTER_PORT") == str(endpoint.port):
         yield ok("DS-PORT-001", f"Port {endpoint.port} is served by torchrun, as it should be.")
         return
     taken = [family for family in _families() if _is_taken(family, endpoint.port)]
