@@ -48,9 +48,10 @@ def show_report(report: Report, *, verbose: bool) -> None:
     if report.matrix is not None:
         for line in _matrix_lines(report.matrix):
             say(line)
-    for finding in shown:
+    for number, finding in enumerate(shown):
         if finding.severity != "ok":
-            say("")
+            if number or on_terminal or report.matrix is not None:
+                say("")
             mark = "" if on_terminal else f"{finding.severity} "
             say(mark + finding.as_text())  # not through rich: a line to copy must not be broken
     if shown:

@@ -54,7 +54,7 @@ def test_failure_ends_with_one_and_prints_cause_fix_and_page(tmp_path: Path) -> 
     """In a pipe the lines are plain."""
     run = command(tmp_path, "doctor", GLOO_SOCKET_IFNAME="ib7")
     assert run.code == 1
-    assert "\nfailed DS-NET-001: GLOO_SOCKET_IFNAME" in run.out
+    assert "failed DS-NET-001: GLOO_SOCKET_IFNAME" in run.out
     assert "  Likely cause: " in run.out
     assert re.search(r"^      export GLOO_SOCKET_IFNAME=\w+$", run.out, re.MULTILINE)
     assert "  Read on: docs/findings/DS-NET-001.md" in run.out
