@@ -18,6 +18,7 @@ from ddpsafe._launcher.presentation import presentable
 from ddpsafe._launcher.retry import run_attempts
 from ddpsafe._launcher.run_directory import open_run_directory
 from ddpsafe._launcher.signals import Interrupted, interrupts_kept, pass_on
+from ddpsafe._preflight import require_ready_host, require_ready_nodes
 from ddpsafe._worker import attached
 from ddpsafe._worker.entrypoint import run_rank
 
@@ -94,6 +95,7 @@ def launch(
         require_main_guard()
         with interrupts_kept():
             plan = make_plan(resolved, style="launch")
+            require_ready_host(resolved, nproc=plan.world_size, backend=plan.backend)
         return _run_plan(plan, Calls(fn, args, kwargs or {}, on_retry, style="launch"))
     except DDPSafeError as error:
         raise presentable(error)
@@ -145,6 +147,7 @@ def spawn(
         )
         with interrupts_kept():
             plan = make_plan(resolved, style="spawn", daemon=daemon)
+            require_ready_host(resolved, nproc=plan.world_size, backend=plan.backend)
         calls = Calls(fn, args, {}, on_retry, style="spawn")
         if join:
             _run_plan(plan, calls)
@@ -191,6 +194,9 @@ def _run_here(
     fn: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any], config: LaunchConfig
 ) -> LaunchResult[R]:
     require_data_paths(config.data_paths)
+    place = attached.find_place(os.environ)
+    if place is not None:
+        require_ready_nodes(config, *place)
     with attached.process_group(config=config) as context:
         value = fn(context, *args, **kwargs)
     return LaunchResult(

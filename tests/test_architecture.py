@@ -30,8 +30,8 @@ LAYERS: Final = {
 """What may import what: only its own layer and those below."""
 
 MACHINERY: Final = {"_launcher", "_worker", "data", "checkpoint", "doctor"}
-LAUNCH: Final = {"_launch", "_functions"}  # what __init__ offers as functions
-ENTRY_POINTS: Final = {"", "__main__", "cli", "pytest_plugin", "testing"}
+LAUNCH: Final = {"_launch", "_functions", "_preflight"}  # what __init__ offers, and its checks
+ENTRY_POINTS: Final = {"", "__main__", "_commands", "cli", "pytest_plugin", "testing"}
 
 UPWARD_FOR_TYPES: Final = {
     ("ddpsafe._errors", "ddpsafe._wire.outcome"): "LaunchError.outcomes holds them; nothing runs",

@@ -38,3 +38,13 @@ def test_reference_lists_the_public_names() -> None:
     directive = re.compile(r"^\s*\.\. auto\w+:: ddpsafe\.(\w+)\s*$", re.MULTILINE)
     documented = directive.findall(API_PAGE.read_text(encoding="utf-8"))
     assert sorted(documented) == sorted(set(ddpsafe.__all__) - {"__version__"})
+
+
+def test_reference_lists_the_names_of_the_doctor() -> None:
+    """docs/reference/doctor.md documents exactly what ``ddpsafe.doctor`` promises."""
+    from ddpsafe import doctor
+
+    directive = re.compile(r"^\s*\.\. auto\w+:: ddpsafe\.doctor\.(\w+)\s*$", re.MULTILINE)
+    page = API_PAGE.with_name("doctor.md")
+    assert sorted(directive.findall(page.read_text(encoding="utf-8"))) == sorted(doctor.__all__)
+    assert all(hasattr(doctor, name) for name in doctor.__all__)

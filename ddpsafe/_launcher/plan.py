@@ -64,7 +64,6 @@ def make_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False) -
         ConfigError: More nodes than this launcher starts, or GPUs that are not there.
     """
     _require_one_node(config)
-    _require_known_preflight(config)
     gpus = _count_gpus()
     nproc = _resolve_nproc(config, gpus)
     backend = _resolve_backend(config, gpus, nproc)
@@ -133,14 +132,6 @@ def _require_one_node(config: LaunchConfig) -> None:
     )
     cause = "several nodes need a launcher on each of them."
     raise ConfigError(explain(what, cause=cause, fix=fix))
-
-
-def _require_known_preflight(config: LaunchConfig) -> None:
-    if config.preflight != "full":
-        return
-    what = 'preflight="full" is not there yet: nothing compares the nodes of a job so far.'
-    cause = "the check of every pair of nodes comes with ddpsafe doctor."
-    raise ConfigError(explain(what, cause=cause, fix='write preflight="local", the default.'))
 
 
 def _count_gpus() -> int:

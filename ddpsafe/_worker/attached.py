@@ -11,6 +11,7 @@ from ddpsafe._clock import Deadline
 from ddpsafe._worker import process_group as groups
 from ddpsafe._worker import session
 from ddpsafe._worker.current import enter, find_current
+from ddpsafe._worker.endpoint import find_endpoint
 from ddpsafe._worker.joining import (
     adopt_group,
     describe,
@@ -33,6 +34,19 @@ if TYPE_CHECKING:
 def is_rank(env: Mapping[str, str]) -> bool:
     """Tell whether some launcher, ours included, has started this process as a rank."""
     return session.find_spec() is not None or find_world(env) is not None
+
+
+def find_place(env: Mapping[str, str]) -> tuple[World, str | None] | None:
+    """Return the place that an outer launcher gave this rank, and where its ranks meet.
+
+    Returns:
+        ``None`` in a rank of `launch` or `spawn`, whose launcher has looked already, and alone.
+        The second is ``None`` where all ranks are on this host.
+    """
+    world = None if session.find_spec() is not None else find_world(env)
+    if world is None:
+        return None
+    return world, str(find_endpoint(world, env)) if world.nnodes > 1 else None
 
 
 @contextlib.contextmanager

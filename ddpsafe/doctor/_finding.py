@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from ddpsafe.doctor._codes import page_of
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -21,7 +23,7 @@ class Finding:
         severity: ``"failed"`` will break a job, ``"warning"`` may, ``"ok"`` is a fact.
         fact: What was seen, one sentence, no guess in it.
         cause: What most likely lies behind it; empty for ``"ok"``.
-        fix: What to do; where a command or a variable repairs it, the line to copy.
+        fix: What to do; lines to copy stand by themselves, indented by four blanks.
         hosts: Names of the hosts concerned; empty means the one that the check ran on.
         details: The numbers behind the fact, as JSON would take them, units in their names.
     """
@@ -33,3 +35,39 @@ class Finding:
     fix: str = ""
     hosts: tuple[str, ...] = ()
     details: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def page(self) -> str:
+        """The page of the documentation on this code, from the root of the repository."""
+        return page_of(self.code)
+
+    def as_text(self) -> str:
+        """Return the finding as lines of plain text: fact, cause, fix, and where to read on."""
+        what, *to_paste = self.fix.splitlines() or [""]
+        where = f" ({', '.join(self.hosts)})" if self.hosts else ""
+        lines = [f"{self.code}{where}: {self.fact}"]
+        if self.cause:
+            lines += [f"  Likely cause: {self.cause}", f"  What to do: {what}"]
+            lines += [f"  {line}" for line in to_paste]
+            lines.append(f"  Read on: {self.page}")
+        return "\n".join(lines)
+
+
+def ok(code: str, fact: str, **details: object) -> Finding:
+    """Return a fact that is as it should be."""
+    return Finding(code=code, severity="ok", fact=fact, details=details)
+
+
+def warning(code: str, fact: str, *, cause: str, fix: str, **details: object) -> Finding:
+    """Return what may break a job."""
+    return Finding(code=code, severity="warning", fact=fact, cause=cause, fix=fix, details=details)
+
+
+def failed(code: str, fact: str, *, cause: str, fix: str, **details: object) -> Finding:
+    """Return what will break a job."""
+    return Finding(code=code, severity="failed", fact=fact, cause=cause, fix=fix, details=details)
+
+
+def to_copy(what: str, *lines: str) -> str:
+    """Word a fix as a sentence and the lines to copy below it."""
+    return "\n".join([what, *(f"    {line}" for line in lines)])

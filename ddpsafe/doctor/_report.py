@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ddpsafe._secrets import Mask
     from ddpsafe.doctor._finding import Finding, Severity
     from ddpsafe.doctor._matrix import Matrix
 
@@ -45,10 +46,27 @@ class Report:
         return not self.failed
 
     def to_json(self) -> str:
-        """Return the report as JSON text, the same on every host of one examination."""
+        """Return the report as JSON text: fields as here, units in their names."""
         return json.dumps(asdict(self), indent=2, default=str)
+
+    def to_html(self) -> str:
+        """Return the report as one HTML page that loads nothing: who reaches whom, and findings."""
+        from ddpsafe.doctor._picture import draw
+
+        return draw(self)
 
 
 def worst_first(findings: list[Finding]) -> tuple[Finding, ...]:
     """Order findings by what to repair first, keeping the order of the checks within that."""
     return tuple(sorted(findings, key=lambda finding: _ORDER[finding.severity]))
+
+
+def masked(finding: Finding, mask: Mask) -> Finding:
+    """Return a finding without the secrets of the environment."""
+    return replace(
+        finding,
+        fact=mask.text(finding.fact),
+        cause=mask.text(finding.cause),
+        fix=mask.text(finding.fix),
+        details={name: mask.value(value) for name, value in finding.details.items()},
+    )

@@ -8,6 +8,7 @@ from torch.utils.data import Dataset
 from typing_extensions import assert_type
 
 import ddpsafe
+from ddpsafe import doctor
 from ddpsafe.data import DataLoader
 
 
@@ -33,6 +34,14 @@ def launch_keeps_the_type_of_the_result() -> None:
     result = ddpsafe.launch(train, args=(10,), nproc_per_node=2)
     assert_type(result, ddpsafe.LaunchResult[float])
     assert_type(result.values[0], float)
+
+
+def the_doctor_takes_fields_and_returns_a_report() -> None:
+    """Findings are typed; a field that does not exist is a type error here, too."""
+    report = doctor.run(checks={"NET"}, nproc_per_node=2, timeout=timedelta(seconds=5))
+    assert_type(report, doctor.Report)
+    assert_type(report.failed, tuple[doctor.Finding, ...])
+    doctor.run(nodes=2)  # type: ignore[call-arg]  # a misspelled field
 
 
 def fields_are_checked_by_name() -> None:

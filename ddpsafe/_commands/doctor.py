@@ -1,0 +1,127 @@
+"""``ddpsafe doctor``: options to fields, report to terminal, file or pipe."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic_core import PydanticCustomError
+
+from ddpsafe import doctor
+from ddpsafe._commands.terminal import progress, show_report
+from ddpsafe._config import LaunchConfig
+from ddpsafe._config.durations import parse_duration
+from ddpsafe._config.endpoint import parse_endpoint
+from ddpsafe._errors import ConfigError, DDPSafeError, explain
+from ddpsafe._world import find_world
+from ddpsafe.cli import HEALTHY, UNHEALTHY, USAGE, complain, say
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from ddpsafe._world import World
+    from ddpsafe.doctor import Report
+
+
+def examine(options: Namespace) -> int:
+    """Examine as the options say, and show what was found."""
+    try:
+        world = _launched()
+        if world is not None and world.local_rank > 0:
+            return HEALTHY  # the first process of each node speaks for it
+        config, fields = _what_is_asked(options, world)
+        report = _examine(options, config, fields)
+        if options.html:
+            Path(options.html).write_text(report.to_html(), encoding="utf-8")
+    except DDPSafeError as error:
+        complain(str(error))
+        return USAGE if isinstance(error, ConfigError) else UNHEALTHY
+    except OSError as error:
+        complain(f"{options.html} cannot be written: {error.strerror}.")
+        return USAGE
+    if options.json:
+        say(report.to_json())
+    else:
+        show_report(report, verbose=options.verbose)
+    return HEALTHY if report.healthy else UNHEALTHY
+
+
+def _launched() -> World | None:
+    try:
+        return find_world(os.environ)
+    except ConfigError:  # a finding of its own: DS-ENV-001
+        return None
+
+
+def _examine(options: Namespace, config: LaunchConfig | None, fields: dict[str, Any]) -> Report:
+    timeout = _duration(options.timeout)
+    with progress(quiet=options.json and not options.verbose) as say_progress:
+        return doctor.run(
+            config,
+            mesh=False if options.no_mesh else None,
+            timeout=timeout,
+            on_progress=say_progress,
+            **fields,
+        )
+
+
+def _duration(text: str) -> timedelta:
+    try:
+        value = parse_duration(text)
+    except PydanticCustomError as error:
+        raise _bad_timeout(text, error.message()) from None
+    if not isinstance(value, timedelta):
+        raise _bad_timeout(text, "it is no duration")
+    return value
+
+
+def _bad_timeout(text: str, why: str) -> ConfigError:
+    fix = 'write seconds (30) or a text such as "30s" or "2min".'
+    return ConfigError(explain(f"--timeout: got {text!r}.", cause=f"{why}.", fix=fix))
+
+
+def _what_is_asked(
+    options: Namespace, world: World | None
+) -> tuple[LaunchConfig | None, dict[str, Any]]:
+    config = LaunchConfig.from_toml(options.config) if options.config else None
+    fields = {**_of_launcher(world), **_of_options(options)}
+    rendezvous = {
+        name: value
+        for name, value in (
+            ("endpoint", options.rdzv_endpoint or fields.pop("endpoint", None)),
+            ("interface", options.interface),
+        )
+        if value is not None
+    }
+    fields.pop("endpoint", None)
+    return config, {**fields, **({"rendezvous": rendezvous} if rendezvous else {})}
+
+
+def _of_options(options: Namespace) -> dict[str, Any]:
+    names = ("nnodes", "node_rank", "backend", "nproc_per_node")
+    given = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _of_launcher(world: World | None) -> dict[str, Any]:
+    """Return what srun or torchrun knows of the nodes; nothing on a single one."""
+    if world is None or world.nnodes == 1:
+        return {}
+    from ddpsafe._preflight import next_port
+    from ddpsafe._worker.endpoint import find_endpoint
+
+    endpoint = find_endpoint(world, os.environ)
+    # torchrun's own store listens at MASTER_PORT.
+    where = next_port(str(endpoint)) if endpoint.is_served else str(endpoint)
+    try:
+        parse_endpoint(where)
+    except ValueError:  # DS-ENV-003 says why; there is no place to meet
+        return {}
+    return {
+        "nnodes": world.nnodes,
+        "node_rank": world.node_rank,
+        "nproc_per_node": world.local_world_size,
+        "endpoint": where,
+    }

@@ -1,0 +1,78 @@
+"""``ddpsafe run``: the ranks of a script, each of which runs it as ``__main__``."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpsafe._config import LaunchConfig
+from ddpsafe._errors import ConfigError, DDPSafeError
+from ddpsafe._launch import spawn
+from ddpsafe.cli import HEALTHY, USAGE, complain
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Sequence
+
+
+def run_ranks(options: Namespace) -> int:
+    """Start the ranks and wait for them; the exit code is that of the error, if there is one."""
+    names = ("nproc_per_node", "run_dir", "console", "start_method")
+    fields: dict[str, Any] = {
+        name: value for name in names if (value := getattr(options, name)) is not None
+    }
+    try:
+        if "run_dir" in fields:
+            fields["run_dir"] = Path(fields["run_dir"]).absolute()
+        config = (
+            LaunchConfig.from_toml(options.config, **fields)
+            if options.config
+            else LaunchConfig(**fields)
+        )
+        target = options.script if options.module else _require_script(options.script)
+    except ConfigError as error:
+        complain(str(error))
+        return USAGE
+    try:
+        _spawn(config, target, options)
+    except DDPSafeError as error:
+        # As Python would print it, the rank's own exception first; the frames of ours say nothing.
+        complain("".join(traceback.format_exception(error.with_traceback(None))).rstrip())
+        return error.exit_code
+    return HEALTHY
+
+
+def _spawn(config: LaunchConfig, target: str, options: Namespace) -> None:
+    spawn(
+        run_script,
+        args=(target, tuple(options.arguments), options.module),
+        nprocs=config.nproc_per_node,  # type: ignore[arg-type]  # "gpu" and the like are read too
+        start_method=config.start_method,
+        config=config,
+    )
+
+
+def _require_script(path: str) -> str:
+    if not Path(path).is_file():
+        message = f"There is no script {path!r} in {Path.cwd()}; for a module write -m MODULE."
+        raise ConfigError(message)
+    return str(Path(path).absolute())
+
+
+def run_script(rank: int, target: str, arguments: Sequence[str], as_module: bool) -> None:  # noqa: FBT001 - spawn passes by position
+    """Be one rank: run the script from its first line, as ``python script.py`` would."""
+    del rank  # the script reads RANK
+    sys.argv = [target, *arguments]
+    try:
+        if as_module:
+            sys.path.insert(0, str(Path.cwd()))
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(target).parent))
+            runpy.run_path(target, run_name="__main__")
+    except SystemExit as end:
+        if end.code not in {None, 0}:
+            raise

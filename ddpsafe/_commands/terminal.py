@@ -1,0 +1,97 @@
+"""What a report looks like: a table on a terminal, plain lines in a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Final
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ddpsafe.cli import complain, say
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ddpsafe.doctor import Finding, Matrix, Report
+
+_MARKS: Final = {"failed": "✗ failed", "warning": "! warning", "ok": "✓ ok"}
+_STYLES: Final = {"failed": "bold red", "warning": "yellow", "ok": "green"}
+_MOST_LINES: Final = 40
+
+
+@contextlib.contextmanager
+def progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Show what is being waited for: one live line on a terminal, lines elsewhere."""
+    if quiet:
+        yield lambda _: None
+        return
+    if not sys.stderr.isatty():
+        # In a log only what takes long is worth a line.
+        yield lambda line: None if line.startswith("checking ") else complain(line)
+        return
+    with Console(stderr=True).status("starting") as status:
+        yield lambda line: status.update(Text(line))
+
+
+def show_report(report: Report, *, verbose: bool) -> None:
+    """Print a report; what is well only where `verbose`."""
+    shown = [each for each in report.findings if verbose or each.severity != "ok"]
+    on_terminal = sys.stdout.isatty()
+    if on_terminal:
+        _show_table(shown)
+    for finding in shown if not on_terminal else ():
+        if finding.severity == "ok":  # the others come below, whole
+            say(f"ok {finding.code}: {finding.fact}")
+    if report.matrix is not None:
+        for line in _matrix_lines(report.matrix):
+            say(line)
+    for number, finding in enumerate(shown):
+        if finding.severity != "ok":
+            if number or on_terminal or report.matrix is not None:
+                say("")
+            mark = "" if on_terminal else f"{finding.severity} "
+            say(mark + finding.as_text())  # not through rich: a line to copy must not be broken
+    if shown:
+        say("")
+    say(_summary(report, verbose=verbose))
+
+
+def _show_table(findings: list[Finding]) -> None:
+    table = Table(show_edge=False, pad_edge=False, expand=False)
+    table.add_column("result", no_wrap=True)
+    table.add_column("code", no_wrap=True)
+    table.add_column("what was found")
+    for finding in findings:
+        mark = Text(_MARKS[finding.severity], style=_STYLES[finding.severity])
+        table.add_row(mark, finding.code, Text(finding.fact))
+    if findings:
+        Console().print(table)
+
+
+def _summary(report: Report, *, verbose: bool) -> str:
+    fine = sum(1 for each in report.findings if each.severity == "ok")
+    parts = [
+        f"{len(report.failed)} failed",
+        f"{len(report.warnings)} {'warning' if len(report.warnings) == 1 else 'warnings'}",
+        f"{fine} {'is' if fine == 1 else 'are'} well"
+        + ("" if verbose else " (--verbose shows them)"),
+    ]
+    return f"{report.hostname}: {', '.join(parts)}, after {report.took_s:.1f} s."
+
+
+def _matrix_lines(matrix: Matrix) -> list[str]:
+    """Return the directions that are not open, and how many are."""
+    closed = [each for each in matrix.directions if each.verdict != "open"]
+    lines = [
+        f"  {matrix.hostnames[each.source]} -> {matrix.hostnames[each.target]}: {each.verdict}"
+        for each in closed
+    ]
+    more = [f"  … and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
+    opened = len(matrix.directions) - len(closed)
+    head = (
+        f"{len(matrix.hostnames)} hosts: {opened} of {len(matrix.directions)} directions are open"
+    )
+    return ["", head, *lines[:_MOST_LINES], *more]

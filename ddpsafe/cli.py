@@ -1,0 +1,127 @@
+"""Launch helpers for DistributedDataParallel: the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+HEALTHY, UNHEALTHY, USAGE = 0, 1, 2
+"""Exit codes of ``ddpsafe doctor``: nothing will break a job, something will, the call is wrong."""
+
+_DOCTOR: Final = """\
+Examine this host for what breaks DistributedDataParallel jobs; with --nnodes, call it on every
+node at the same time, and it examines the connections between them too. Under srun or torchrun
+the options about nodes come from the launcher.
+"""
+_EXIT_CODES: Final = "exit codes: 0 healthy or warnings only, 1 something failed, 2 wrong usage"
+_RUN: Final = """\
+Start the ranks of a script on this host, as torchrun does: each runs the script from its first
+line, with RANK, WORLD_SIZE and the like set, and its init_process_group() meets the others.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        arguments: Those after the name of the program; of this process by default.
+
+    Returns:
+        The exit code.
+    """
+    options = make_parser().parse_args(arguments)
+    return find_command(options.command)(options)
+
+
+def find_command(name: str) -> Callable[[argparse.Namespace], int]:
+    """Return what a command does; its modules are loaded only now, so that help is instant."""
+    if name == "doctor":
+        from ddpsafe._commands.doctor import examine
+
+        return examine
+    if name == "config":
+        from ddpsafe._commands.config import explain_config
+
+        return explain_config
+    from ddpsafe._commands.run import run_ranks
+
+    return run_ranks
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    from ddpsafe import __version__
+
+    parser = argparse.ArgumentParser(prog="ddpsafe", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"ddpsafe {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_doctor(commands.add_parser, "examine this host, or all nodes of a job")
+    _add_config(commands.add_parser, "print the configuration, and where each value comes from")
+    _add_run(commands.add_parser, "start the ranks of a script on this host")
+    return parser
+
+
+def _add_doctor(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
+    parser = add("doctor", help=about, description=_DOCTOR, epilog=_EXIT_CODES)
+    nodes = parser.add_argument_group("nodes")
+    nodes.add_argument("--nnodes", metavar="N", help="number of nodes")
+    nodes.add_argument("--node-rank", metavar="I", help="this node, from 0")
+    nodes.add_argument(
+        "--rdzv-endpoint", metavar="HOST:PORT", help="where the nodes meet; node 0 listens there"
+    )
+    nodes.add_argument("--interface", metavar="NAME", help="the network interface of the ranks")
+    nodes.add_argument("--backend", metavar="NAME", help="gloo, nccl, …; auto by default")
+    nodes.add_argument("--no-mesh", action="store_true", help="examine this host only")
+    _add_common(parser)
+    parser.add_argument("--nproc-per-node", metavar="N", help="ranks on this node")
+    parser.add_argument(
+        "--timeout",
+        metavar="TIME",
+        default="1min",
+        help="for each half; 30, 30s, 2min (%(default)s)",
+    )
+    parser.add_argument("--html", metavar="FILE", help="write a page with who reaches whom")
+    parser.add_argument("--verbose", action="store_true", help="show what is well, too")
+
+
+def _add_config(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
+    _add_common(add("config", help=about, description=f"{about.capitalize()}."))
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config", metavar="FILE", help="a TOML file, in place of the pyproject.toml here"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_run(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
+    parser = add("run", help=about, description=_RUN)
+    parser.add_argument("--nproc-per-node", metavar="N", help='a number, "gpu", "cpu" or "auto"')
+    parser.add_argument("--run-dir", metavar="DIR", help="where logs and reports go")
+    parser.add_argument("--console", metavar="WHOSE", help="auto, rank-zero, all, tagged or none")
+    parser.add_argument("--start-method", metavar="HOW", help="spawn or forkserver")
+    parser.add_argument(
+        "--config", metavar="FILE", help="a TOML file, in place of the pyproject.toml here"
+    )
+    parser.add_argument(
+        "-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m"
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="the script of each rank")
+    parser.add_argument(
+        "arguments", metavar="…", nargs=argparse.REMAINDER, help="arguments of the script"
+    )
+
+
+def say(text: str) -> None:
+    """Print to the user."""
+    print(text)
+
+
+def complain(text: str) -> None:
+    """Print what went wrong, apart from what was asked for."""
+    print(text, file=sys.stderr)

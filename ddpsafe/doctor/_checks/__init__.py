@@ -1,0 +1,74 @@
+"""The checks of one host, by area; each looks at one thing and says what it found."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ddpsafe.doctor._finding import Finding
+    from ddpsafe.doctor._subject import Subject
+
+
+class Check(Protocol):
+    """A function that looks at one thing."""
+
+    @property
+    def __name__(self) -> str: ...
+
+    def __call__(self, subject: Subject, /) -> Iterator[Finding]:
+        """Yield what was found, also where all is well."""
+
+
+def launch_checks() -> dict[str, tuple[Check, ...]]:
+    """Return the checks that every launch does: cheap, and about what would break it."""
+    from ddpsafe.doctor._checks import environment, interfaces, limits, run_storage
+
+    return {
+        "ENV": (environment.check_debugging,),
+        "NET": (interfaces.check_loopback, interfaces.check_names),
+        "LIM": (
+            limits.check_shared_memory,
+            limits.check_open_files,
+            limits.check_processes,
+            limits.check_memory,
+        ),
+        # A run directory that cannot be written is the launch's own to refuse.
+        "PATH": (run_storage.check_temporary_directory, run_storage.check_room),
+    }
+
+
+def all_checks() -> dict[str, tuple[Check, ...]]:
+    """Return every check, by area, in the order of the report.
+
+    Those that ask torch come last: its process has been running since the first one.
+    """
+    from ddpsafe.doctor._checks import (
+        containers,
+        data_storage,
+        environment,
+        gpu_health,
+        gpus,
+        interfaces,
+        limits,
+        master,
+        names,
+        ports,
+        processes,
+        routes,
+        run_storage,
+        versions,
+    )
+
+    return {
+        "ENV": (*environment.CHECKS, *master.CHECKS),
+        "NAME": names.CHECKS,
+        "PORT": ports.CHECKS,
+        "NET": (*interfaces.CHECKS, *routes.CHECKS),
+        "LIM": (*limits.CHECKS, *containers.CHECKS),
+        "PATH": (*data_storage.CHECKS, *run_storage.CHECKS),
+        "PROC": processes.CHECKS,
+        "VER": versions.CHECKS,
+        "GPU": (*gpus.CHECKS, *gpu_health.CHECKS),
+    }

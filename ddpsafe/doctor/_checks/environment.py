@@ -1,0 +1,160 @@
+"""Variables that launchers leave, threads, and debugging variables that somebody forgot."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final
+
+from ddpsafe._errors import ConfigError
+from ddpsafe._world import find_world
+from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._subject import count_cores
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ddpsafe.doctor._checks import Check
+    from ddpsafe.doctor._subject import Subject
+
+_PLACE: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK")
+_DEBUG_LEVELS: Final = frozenset({"OFF", "INFO", "DETAIL"})
+_RENAMED: Final = {
+    "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
+    "NCCL_DESYNC_DEBUG": "TORCH_NCCL_DESYNC_DEBUG",
+}
+_SLOW: Final = {
+    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for",
+    "NCCL_P2P_DISABLE": "GPUs of this host talk through memory instead of directly",
+    "NCCL_SHM_DISABLE": "GPUs of this host talk through the network",
+    "NCCL_IB_DISABLE": "hosts talk over TCP although there may be InfiniBand",
+}
+
+
+def check_place(subject: Subject) -> Iterator[Finding]:
+    """Read the launcher's variables as `launch` would."""
+    try:
+        world = find_world(subject.env)
+    except ConfigError as error:
+        what, *rest = str(error).splitlines()
+        answers = [line.split(":", 1)[-1].strip() for line in rest]
+        names = [name for name in _PLACE if name in os.environ]
+        yield failed(
+            "DS-ENV-001",
+            what,
+            cause=answers[0] if answers else "variables left over in the shell.",
+            fix=to_copy(
+                "Start the script with a launcher that sets all of them, or take them out:",
+                f"unset {' '.join(names)}",
+            )
+            if names
+            else (answers or ["Start the script with a launcher."])[-1],
+        )
+        return
+    if world is None:
+        yield ok("DS-ENV-001", "No launcher has started this process.")
+    else:
+        yield ok("DS-ENV-001", f"Started by {world.started_by} as {world}.", rank=world.rank)
+
+
+def check_leftovers(subject: Subject) -> Iterator[Finding]:
+    """Look for variables that make a launch attach to a job that does not exist."""
+    left = [name for name in _PLACE if name in subject.env]
+    if "TORCHELASTIC_USE_AGENT_STORE" in subject.env:
+        left.append("TORCHELASTIC_USE_AGENT_STORE")
+    by_launcher = {"TORCHELASTIC_RUN_ID", "SLURM_STEP_ID", "DDPSAFE_LAUNCH_ID"} & subject.env.keys()
+    whole = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= subject.env.keys()
+    if not left or by_launcher or (whole and "TORCHELASTIC_USE_AGENT_STORE" not in left):
+        yield ok("DS-ENV-002", "No variables of another launch are left over.")
+        return
+    shown = ", ".join(f"{name}={subject.env[name]!r}" for name in left)
+    effect = (
+        "`launch` takes this process for a rank and starts none"
+        if "RANK" in left
+        else "scripts that read them take this process for a rank"
+    )
+    yield warning(
+        "DS-ENV-002",
+        f"No launcher runs here, yet {shown} {'is' if len(left) == 1 else 'are'} set: {effect}.",
+        cause="an `export` in this shell or its start-up files, or a copied environment.",
+        fix=to_copy("Take them out:", f"unset {' '.join(left)}"),
+        variables=left,
+    )
+
+
+def check_threads(subject: Subject) -> Iterator[Finding]:
+    """Compare the threads of all ranks with the cores."""
+    text = subject.env.get("OMP_NUM_THREADS")
+    cores = count_cores()
+    fitting = max(1, cores // subject.nproc)
+    if text is None:
+        yield ok(
+            "DS-ENV-005",
+            f"OMP_NUM_THREADS is not set; `launch` gives each of {subject.nproc} ranks {fitting} "
+            f"of {cores} cores.",
+        )
+        return
+    # OpenMP takes a list too, one number for each level of nesting.
+    first = text.split(",")[0].strip()
+    threads = int(first) if first.isdecimal() else 0
+    fix = to_copy(
+        "Let the launch choose, or choose:",
+        "unset OMP_NUM_THREADS",
+        f"export OMP_NUM_THREADS={fitting}",
+    )
+    if threads < 1:
+        cause = "a typing error; libraries read it in different ways, some take all cores."
+        yield warning("DS-ENV-005", f"OMP_NUM_THREADS={text!r} is no number.", cause=cause, fix=fix)
+    elif threads > 1 and threads * subject.nproc > cores:
+        yield warning(
+            "DS-ENV-005",
+            f"OMP_NUM_THREADS={threads} for {subject.nproc} ranks makes "
+            f"{threads * subject.nproc} threads on {cores} cores.",
+            cause="the variable was set for one process, not for one of several.",
+            fix=fix,
+            cores=cores,
+        )
+    else:
+        yield ok(
+            "DS-ENV-005", f"OMP_NUM_THREADS={threads}: {subject.nproc} ranks fit {cores} cores."
+        )
+
+
+def check_debugging(subject: Subject) -> Iterator[Finding]:
+    """Look for debugging variables that break or slow a job."""
+    yield from _debug_level(subject)
+    if subject.at_launch:
+        return
+    slow = {name: why for name, why in _SLOW.items() if subject.env.get(name, "0") not in {"", "0"}}
+    old = {name: new for name, new in _RENAMED.items() if name in subject.env}
+    for name, why in slow.items():
+        yield warning(
+            "DS-ENV-006",
+            f"{name}={subject.env[name]!r} slows the job down: {why}.",
+            cause="it was set to find a fault, and is still there.",
+            fix=to_copy("If the fault is found:", f"unset {name}"),
+        )
+    for name, new in old.items():
+        yield warning(
+            "DS-ENV-006",
+            f"{name} is the old name of {new}, and torch warns of it or does not read it.",
+            cause="advice written for torch before 2.2.",
+            fix=to_copy("Rename it:", f"export {new}={subject.env[name]}", f"unset {name}"),
+        )
+    if not slow and not old:
+        yield ok("DS-ENV-006", "No debugging variable slows the job down.")
+
+
+def _debug_level(subject: Subject) -> Iterator[Finding]:
+    level = subject.env.get("TORCH_DISTRIBUTED_DEBUG")
+    if level is None or level.upper() in _DEBUG_LEVELS:
+        return
+    yield failed(
+        "DS-ENV-006",
+        f"TORCH_DISTRIBUTED_DEBUG={level!r} is no level; torch ends every rank that reads it.",
+        cause="a typing error; the levels are OFF, INFO and DETAIL.",
+        fix=to_copy("Write a level, or unset it:", "export TORCH_DISTRIBUTED_DEBUG=INFO"),
+    )
+
+
+CHECKS: Final[tuple[Check, ...]] = (check_place, check_leftovers, check_threads, check_debugging)

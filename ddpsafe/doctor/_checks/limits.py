@@ -1,0 +1,204 @@
+"""Limits of this process: shared memory, open files, locked memory, processes, memory."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import psutil
+
+from ddpsafe.doctor._cgroups import read_limits
+from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ddpsafe.doctor._checks import Check
+    from ddpsafe.doctor._subject import Subject
+
+_MIB: Final = 1 << 20
+_SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - it is the subject
+_SHM_BROKEN_BYTES: Final = 1 * _MIB
+_SHM_AT_LAUNCH_BYTES: Final = 128 * _MIB
+_SHM_BYTES: Final = 1024 * _MIB
+_FILES: Final = 4096
+_FILES_PER_RANK: Final = 16
+_FILES_BASE: Final = 64
+_PROCESSES_PER_RANK: Final = 64
+_THREADS_AT_START: Final = 16
+_RANK_BYTES: Final = 1024 * _MIB
+_RANK_AT_LAUNCH_BYTES: Final = 200 * _MIB
+"""What a rank takes for importing torch alone."""
+_INFINIBAND: Final = Path("/sys/class/infiniband")
+
+
+def _mib(count: float) -> str:
+    return f"{count / _MIB:,.0f} MiB"
+
+
+def check_shared_memory(subject: Subject) -> Iterator[Finding]:
+    """Look at /dev/shm: batches of workers, NCCL's buffers and every semaphore live there."""
+    if not sys.platform.startswith("linux"):  # elsewhere locks and shared memory have no directory
+        return
+    more = to_copy(
+        "Give the container more, or mount it larger; in Kubernetes an emptyDir with "
+        "medium: Memory at /dev/shm:",
+        "docker run --shm-size=8g …   # or --ipc=host",
+        "mount -o remount,size=8G /dev/shm",
+    )
+    try:
+        with tempfile.TemporaryFile(dir=_SHARED_MEMORY) as probe:
+            probe.write(b"0" * resource.getpagesize())
+            probe.flush()
+        state = os.statvfs(_SHARED_MEMORY)
+    except OSError as error:
+        yield failed(
+            "DS-LIM-001",
+            f"Shared memory (/dev/shm) cannot be written ({error.strerror}); no process with a lock can be started.",
+            cause="it is full, read-only or not mounted.",
+            fix=more,
+        )
+        return
+    free_bytes = state.f_bavail * state.f_frsize
+    least = _SHM_AT_LAUNCH_BYTES if subject.at_launch else _SHM_BYTES
+    if free_bytes >= least:
+        yield ok(
+            "DS-LIM-001",
+            f"Shared memory (/dev/shm) has {_mib(free_bytes)} free.",
+            free_bytes=free_bytes,
+        )
+        return
+    make = failed if free_bytes < _SHM_BROKEN_BYTES else warning
+    total_bytes = state.f_blocks * state.f_frsize
+    yield make(
+        "DS-LIM-001",
+        f"Shared memory (/dev/shm) has {_mib(free_bytes)} free of {_mib(total_bytes)}; DataLoader workers and NCCL "
+        "pass their data there and end with a bus error when it is full.",
+        cause="containers get 64 MiB by default, or files of dead processes fill it (`ls /dev/shm`).",
+        fix=more,
+        free_bytes=free_bytes,
+        total_bytes=total_bytes,
+    )
+
+
+def check_open_files(subject: Subject) -> Iterator[Finding]:
+    """Look at the limit of open files; every worker's tensor may take one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    least = _FILES_BASE + _FILES_PER_RANK * subject.nproc
+    least = least if subject.at_launch else max(_FILES, least)
+    if soft == resource.RLIM_INFINITY or soft >= least:
+        yield ok("DS-LIM-002", f"{soft} files may be open.", soft=soft, hard=hard)
+        return
+    reachable = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    yield warning(
+        "DS-LIM-002",
+        f"Only {soft} files may be open at once; pipes of ranks and tensors of workers need more.",
+        cause="the default of the shell or of the container.",
+        fix=to_copy("Raise it in the shell that starts the job:", f"ulimit -n {reachable}")
+        if reachable > soft
+        else to_copy(
+            "That is the hard limit; raise it where the session or the container starts:",
+            "docker run --ulimit nofile=65536:65536 …",
+        ),
+        soft=soft,
+        hard=hard,
+    )
+
+
+def check_locked_memory(subject: Subject) -> Iterator[Finding]:
+    """Look at the limit of locked memory, which InfiniBand's buffers need."""
+    del subject
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    cards = sorted(path.name for path in _INFINIBAND.iterdir()) if _INFINIBAND.is_dir() else []
+    if soft == resource.RLIM_INFINITY or not cards:
+        yield ok(
+            "DS-LIM-003",
+            "No InfiniBand card needs locked memory." if not cards else "Memory may be locked.",
+        )
+        return
+    yield warning(
+        "DS-LIM-003",
+        f"Only {soft // 1024} KiB may be locked, and {', '.join(cards)} registers its buffers there; "
+        "NCCL fails with `ibv_reg_mr` or `Cannot allocate memory`.",
+        cause="the default of the shell, of the container or of slurmd.",
+        fix=to_copy(
+            "Lift it where the job starts:",
+            "ulimit -l unlimited",
+            "docker run --ulimit memlock=-1 …",
+        ),
+    )
+
+
+def check_processes(subject: Subject) -> Iterator[Finding]:
+    """Count the processes that may still be started, threads included."""
+    left = _processes_left(subject)
+    if left is None or left >= subject.nproc * _PROCESSES_PER_RANK:
+        yield ok(
+            "DS-LIM-004", f"{'Any number of' if left is None else left} processes may be started."
+        )
+        return
+    starts = subject.nproc * _THREADS_AT_START
+    if subject.at_launch and left >= starts:
+        return
+    make = failed if left < subject.nproc else warning
+    yield make(
+        "DS-LIM-004",
+        f"Only {left} more processes and threads may be started; {subject.nproc} ranks with their "
+        f"threads and workers take about {subject.nproc * _PROCESSES_PER_RANK}.",
+        cause="pids.max of the container, or `ulimit -u`, counts threads too.",
+        fix=to_copy("Raise the limit:", "docker run --pids-limit=-1 …", "ulimit -u unlimited"),
+        left=left,
+    )
+
+
+def _processes_left(subject: Subject) -> int | None:
+    left = read_limits().processes_left
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    # root is not bound by it; counting the threads of a user is too dear for a launch.
+    if subject.at_launch or soft == resource.RLIM_INFINITY or os.geteuid() == 0:
+        return left
+    used = 0
+    for process in psutil.process_iter(["uids", "num_threads"]):
+        uids = process.info["uids"]
+        if uids is not None and uids.real == os.getuid():
+            used += process.info["num_threads"] or 1
+    by_user = max(0, soft - used)
+    return by_user if left is None else min(left, by_user)
+
+
+def check_memory(subject: Subject) -> Iterator[Finding]:
+    """Compare the memory that is left with what the ranks take to start."""
+    limits = read_limits()
+    free = psutil.virtual_memory().available
+    left = free if limits.memory_left_bytes is None else min(free, limits.memory_left_bytes)
+    each = _RANK_AT_LAUNCH_BYTES if subject.at_launch else _RANK_BYTES
+    bound = "" if limits.memory_bytes is None else f" (limit {_mib(limits.memory_bytes)})"
+    if left >= each * subject.nproc:
+        yield ok("DS-LIM-005", f"{_mib(left)} of memory are left{bound}.", left_bytes=left)
+        return
+    yield warning(
+        "DS-LIM-005",
+        f"{_mib(left)} of memory are left{bound} for {subject.nproc} ranks, which need about "
+        f"{_mib(each * subject.nproc)} before any data; the kernel kills what exceeds it.",
+        cause="the limit of the container or of the scheduler's job, or other processes.",
+        fix=to_copy(
+            "Ask for more, or start fewer ranks:",
+            "docker run --memory=64g …   # sbatch --mem=64G",
+            f"--nproc-per-node {max(1, left // each)}",
+        ),
+        left_bytes=left,
+        limit_bytes=limits.memory_bytes,
+    )
+
+
+CHECKS: Final[tuple[Check, ...]] = (
+    check_shared_memory,
+    check_open_files,
+    check_locked_memory,
+    check_processes,
+    check_memory,
+)

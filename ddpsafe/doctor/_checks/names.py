@@ -1,0 +1,143 @@
+"""Names: this host's own, the meeting point's, and how long the name server takes."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import TYPE_CHECKING, Final
+
+from ddpsafe._bounded import BoundedCall
+from ddpsafe._config.endpoint import find_address
+from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._host import addresses_of, list_interfaces
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ddpsafe.doctor._checks import Check
+    from ddpsafe.doctor._subject import Subject
+
+_PATIENCE_S: Final = 3.0
+_SLOW_S: Final = 1.0
+
+
+def check_own_name(subject: Subject) -> Iterator[Finding]:
+    """Look up this host's own name, which gloo advertises to the other hosts."""
+    name = socket.gethostname()
+    try:
+        found = addresses_of(name, 0, limit_s=_PATIENCE_S)
+    except (OSError, UnicodeError) as error:
+        yield _own_name(subject, name, f"does not resolve here ({error})")
+        return
+    outside = [text for text in found if not _is_loopback(text)]
+    if outside:
+        yield ok("DS-NAME-001", f"{name} is {', '.join(outside)}.", addresses=found)
+    else:
+        yield _own_name(subject, name, f"resolves to {', '.join(found)}, which is loopback")
+
+
+def _is_loopback(text: str) -> bool:
+    address = find_address(text)
+    return address is not None and address.is_loopback
+
+
+def _own_name(subject: Subject, name: str, what: str) -> Finding:
+    if subject.nnodes == 1:
+        return ok("DS-NAME-001", f"The own name {name} {what}; one node does without.")
+    if subject.env.get("GLOO_SOCKET_IFNAME") or subject.config.rendezvous.interface:
+        return ok(
+            "DS-NAME-001", f"The own name {name} {what}; the interface that is set goes first."
+        )
+    choices = [each for each in list_interfaces() if each.is_candidate]
+    address = choices[0].addresses()[0] if choices else "ADDRESS"
+    interface = choices[0].name if choices else "INTERFACE"
+    # NCCL does not look at the name; groups of gloo beside it do.
+    make = warning if subject.backend == "nccl" else failed
+    return make(
+        "DS-NAME-001",
+        f"The own name {name} {what}; gloo gives that address to the other hosts, "
+        "which then connect to themselves.",
+        cause="the installer of Debian and Ubuntu writes `127.0.1.1 NAME` into /etc/hosts, or the "
+        "name is in no table at all.",
+        fix=to_copy(
+            "Name the interface on this host, or correct /etc/hosts:",
+            f"export GLOO_SOCKET_IFNAME={interface}",
+            f"echo '{address} {name}' >> /etc/hosts   # and take the 127.0.1.1 line out",
+        ),
+    )
+
+
+def check_meeting_point(subject: Subject) -> Iterator[Finding]:
+    """Look up the host at which the ranks meet."""
+    endpoint = subject.endpoint
+    if endpoint is None:
+        return
+    try:
+        found = addresses_of(endpoint.host, endpoint.port, limit_s=_PATIENCE_S)
+    except (OSError, UnicodeError) as error:
+        yield failed(
+            "DS-NAME-002",
+            f"The name of the meeting point, {endpoint.host}, does not resolve here ({error}).",
+            cause="a typing error, a name that only other hosts know, or a service that does not "
+            "exist yet.",
+            fix=to_copy(
+                "Write its address in place of its name; this prints it on that host:",
+                "hostname -I",
+            ),
+        )
+        return
+    if subject.nnodes > 1 and all(map(_is_loopback, found)) and not _is_own(endpoint.host):
+        yield failed(
+            "DS-NAME-002",
+            f"The meeting point {endpoint.host} is {', '.join(found)} here: this node would wait "
+            "for itself.",
+            cause="a line of /etc/hosts on this node.",
+            fix=to_copy(
+                "Find the line and write the real address:", f"grep -n {endpoint.host} /etc/hosts"
+            ),
+        )
+        return
+    yield ok("DS-NAME-002", f"The meeting point {endpoint.host} is {', '.join(found)}.")
+
+
+def _is_own(host: str) -> bool:
+    return host.casefold().split(".")[0] == socket.gethostname().casefold().split(".")[0]
+
+
+def check_name_server(subject: Subject) -> Iterator[Finding]:
+    """Time the reverse look-up that torch's store does for every client."""
+    address = _address_to_ask(subject)
+    began_s = time.monotonic()
+    call = BoundedCall(
+        lambda: socket.getnameinfo((address, 0), socket.NI_NUMERICSERV), name="ddpsafe-reverse"
+    )
+    answered = call.wait(_PATIENCE_S)
+    took_s = time.monotonic() - began_s
+    if answered and took_s < _SLOW_S:
+        yield ok("DS-NAME-003", f"Names are answered within {took_s * 1000:.0f} ms.", took_s=took_s)
+        return
+    how = f"took {took_s:.1f} s" if answered else f"has no answer after {took_s:.1f} s"
+    yield warning(
+        "DS-NAME-003",
+        f"The look-up of the name of {address} {how}; torch looks up every rank that joins, "
+        "which adds 10 to 20 s to every start.",
+        cause="a name server in /etc/resolv.conf that does not answer.",
+        fix=to_copy(
+            "Write the hosts into /etc/hosts, or take the silent server out:",
+            "grep nameserver /etc/resolv.conf",
+            f"echo '{address} {socket.gethostname()}' >> /etc/hosts",
+        ),
+        took_s=took_s,
+    )
+
+
+def _address_to_ask(subject: Subject) -> str:
+    """Return an address that the ranks will meet: of the meeting point, else of this host."""
+    endpoint = subject.endpoint
+    if endpoint is not None and find_address(endpoint.host) is not None:
+        return endpoint.host
+    outside = [each for each in list_interfaces() if each.is_candidate]
+    return outside[0].addresses()[0] if outside and subject.nnodes > 1 else "127.0.0.1"
+
+
+CHECKS: Final[tuple[Check, ...]] = (check_own_name, check_meeting_point, check_name_server)

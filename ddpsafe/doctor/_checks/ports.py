@@ -1,0 +1,154 @@
+"""Ports: whether the meeting point's is free, and how many the system may hand out."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import psutil
+
+from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._host import addresses_of, list_interfaces
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ddpsafe._config.endpoint import Endpoint
+    from ddpsafe.doctor._checks import Check
+    from ddpsafe.doctor._subject import Subject
+
+_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_PATIENCE_S: Final = 2.0
+_PORTS_PER_RANK: Final = 64
+"""A rank listens on a few and connects to every other rank."""
+_FEWEST: Final = 1000
+
+
+def check_free(subject: Subject) -> Iterator[Finding]:
+    """Try to listen where the store of this job would, if that is on this host."""
+    endpoint = subject.endpoint
+    if endpoint is None or endpoint.port == 0 or not _is_here(endpoint, subject):
+        return
+    by_agent = subject.env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if by_agent and subject.env.get("MASTER_PORT") == str(endpoint.port):
+        yield ok("DS-PORT-001", f"Port {endpoint.port} is served by torchrun, as it should be.")
+        return
+    taken = [family for family in _families() if _is_taken(family, endpoint.port)]
+    if not taken:
+        yield ok("DS-PORT-001", f"Port {endpoint.port} is free on this host.")
+        return
+    owner, pid = _owner(endpoint.port)
+    stop = (
+        [f"kill {pid}   # if it is yours"]
+        if pid is not None
+        else [f"ss -ltnp 'sport = :{endpoint.port}'"]
+    )
+    yield failed(
+        "DS-PORT-001",
+        f"Port {endpoint.port}, where the ranks meet, is taken on this host by {owner}.",
+        cause="another job with the same port, or a process that an earlier run left behind.",
+        fix=to_copy(
+            "Take another port on all nodes, or end the process if it is yours:",
+            f"export MASTER_PORT={endpoint.port + 1}   # or --rdzv-endpoint {endpoint.host}:{endpoint.port + 1}",
+            *stop,
+        ),
+        port=endpoint.port,
+        pid=pid,
+    )
+
+
+def _is_here(endpoint: Endpoint, subject: Subject) -> bool:
+    if subject.config.rendezvous.is_host is not None:
+        return subject.config.rendezvous.is_host
+    with contextlib.suppress(OSError, UnicodeError):
+        own = {address for each in list_interfaces() for address in each.addresses()}
+        return bool(own & set(addresses_of(endpoint.host, endpoint.port, limit_s=_PATIENCE_S)))
+    return False
+
+
+def _families() -> list[socket.AddressFamily]:
+    return [socket.AF_INET, *([socket.AF_INET6] if socket.has_ipv6 else [])]
+
+
+def _is_taken(family: socket.AddressFamily, port: int) -> bool:
+    try:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError:  # no IPv6 here
+        return False
+    with listener:
+        # As torch's store does: connections of a job that has just ended do not count.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        try:
+            listener.bind(("", port))
+            listener.listen(1)
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
+
+
+def _owner(port: int) -> tuple[str, int | None]:
+    """Name the process that listens on a port, as far as this user may know."""
+    with contextlib.suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            at_port = connection.laddr and connection.laddr.port == port
+            if at_port and connection.status == psutil.CONN_LISTEN and connection.pid:
+                process = psutil.Process(connection.pid)
+                command = " ".join(process.cmdline()) or process.name()
+                mine = " (this process)" if connection.pid == os.getpid() else ""
+                return (
+                    f"process {connection.pid} of {process.username()}{mine}: {command:.120}",
+                    connection.pid,
+                )
+    return "a process that this user may not see", None
+
+
+def _port_range() -> range | None:
+    with contextlib.suppress(OSError, ValueError):
+        first, last = map(int, _RANGE.read_text(encoding="ascii").split())
+        return range(first, last + 1)
+    return None
+
+
+def check_handed_out(subject: Subject) -> Iterator[Finding]:
+    """Look whether the system may give the meeting point's port to anybody who connects."""
+    endpoint, ports = subject.endpoint, _port_range()
+    if endpoint is None or ports is None or endpoint.port == 0:
+        return
+    if endpoint.port not in ports:
+        yield ok("DS-PORT-002", f"Port {endpoint.port} is outside of {ports[0]} to {ports[-1]}.")
+        return
+    yield warning(
+        "DS-PORT-002",
+        f"Port {endpoint.port} is one of those ({ports[0]} to {ports[-1]}) that the system gives "
+        "to outgoing connections, so it is taken now and then.",
+        cause="the port was chosen at random, or by asking for a free one.",
+        fix=to_copy("Take one below on all nodes:", "export MASTER_PORT=29500"),
+    )
+
+
+def check_enough(subject: Subject) -> Iterator[Finding]:
+    """Count the ports that ranks can get for listening and connecting."""
+    ports = _port_range()
+    if ports is None:
+        return
+    wanted = max(_FEWEST, _PORTS_PER_RANK * subject.nproc)
+    if len(ports) >= wanted:
+        yield ok("DS-PORT-003", f"The system hands out {len(ports)} ports.", ports=len(ports))
+        return
+    yield warning(
+        "DS-PORT-003",
+        f"The system hands out {len(ports)} ports only ({ports[0]} to {ports[-1]}); every "
+        "connection between ranks needs one.",
+        cause="somebody narrowed the range, for example to open it in a firewall.",
+        fix=to_copy("Widen it:", f"echo 32768 60999 > {_RANGE}"),
+        ports=len(ports),
+    )
+
+
+CHECKS: Final[tuple[Check, ...]] = (check_free, check_handed_out, check_enough)

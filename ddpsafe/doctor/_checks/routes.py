@@ -1,0 +1,148 @@
+"""The way to the other hosts: which interface, which MTU, and whether there is a choice."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Final
+
+from ddpsafe._config.interfaces import GLOO, NCCL
+from ddpsafe.doctor._checks.interfaces import chosen_names
+from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._host import (
+    Interface,
+    addresses_of,
+    interface_of,
+    list_interfaces,
+    source_address,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ddpsafe.doctor._checks import Check
+    from ddpsafe.doctor._subject import Subject
+
+_PATIENCE_S: Final = 2.0
+_SMALLEST_MTU: Final = 1280
+"""What IPv6 needs at least; below, something on the way is odd."""
+
+
+def check_way(subject: Subject) -> Iterator[Finding]:
+    """Compare the interface that leads to the meeting point with the one asked for."""
+    endpoint = subject.endpoint
+    if endpoint is None or subject.nnodes == 1:
+        return
+    with contextlib.suppress(OSError, UnicodeError):  # DS-NAME-002 says so
+        target = addresses_of(endpoint.host, endpoint.port, limit_s=_PATIENCE_S)[0]
+        try:
+            source = source_address(target, endpoint.port)
+        except OSError as error:
+            yield _no_way(target, error)
+            return
+        yield _compare(subject, target, interface_of(source, list_interfaces()))
+
+
+def _no_way(target: str, error: OSError) -> Finding:
+    return failed(
+        "DS-NET-003",
+        f"There is no route from this host to the meeting point {target} ({error.strerror}).",
+        cause="the interface of that network is down here, or this host is in another network.",
+        fix=to_copy(
+            "Look at the interfaces and routes:", "ip -brief address", f"ip route get {target}"
+        ),
+    )
+
+
+def _compare(subject: Subject, target: str, way: Interface | None) -> Finding:
+    if way is None or way.is_loopback:
+        return ok("DS-NET-003", f"The meeting point {target} is this host.")
+    asked = chosen_names(subject, [each.name for each in list_interfaces()])
+    others = {name: by for name, by in asked.items() if name != way.name}
+    if not asked or way.name in asked:
+        return ok("DS-NET-003", f"{way.name} leads to the meeting point {target}.")
+    name, by = next(iter(others.items()))
+    return warning(
+        "DS-NET-003",
+        f"{way.name} leads to the meeting point {target}, but {' and '.join(by)} asks for {name}.",
+        cause="a second network, which all hosts need to share, or a name copied from another host.",
+        fix=to_copy(
+            f"Unless every host has {name} in one network:",
+            *(f"export {variable}={way.name}" for variable in by if variable in {GLOO, NCCL}),
+            *([f"--interface {way.name}"] if "rendezvous.interface" in by else []),
+        ),
+        route_interface=way.name,
+    )
+
+
+def check_mtu(subject: Subject) -> Iterator[Finding]:
+    """Look at the largest packet of the interfaces that the ranks might use."""
+    del subject
+    interfaces = [each for each in list_interfaces() if each.is_candidate]
+    small = [each for each in interfaces if 0 < each.mtu < _SMALLEST_MTU]
+    for each in small:
+        yield warning(
+            "DS-NET-004",
+            f"The MTU of {each.name} is {each.mtu}: packets are cut into small pieces.",
+            cause="a tunnel in a tunnel, or a value set by hand.",
+            fix=to_copy("If the network takes it:", f"ip link set dev {each.name} mtu 1500"),
+            mtu_bytes=each.mtu,
+        )
+    if interfaces and not small:
+        shown = ", ".join(f"{each.name} {each.mtu}" for each in interfaces)
+        yield ok(
+            "DS-NET-004", f"MTU: {shown}.", mtu_bytes={each.name: each.mtu for each in interfaces}
+        )
+
+
+def check_choice(subject: Subject) -> Iterator[Finding]:
+    """Look whether gloo and NCCL have to guess, and whether there is a network at all."""
+    candidates = [each for each in list_interfaces() if each.is_candidate]
+    if not candidates:
+        yield _no_network(subject)
+        return
+    shown = ", ".join(f"{each.name} ({each.addresses()[0]})" for each in candidates)
+    yield ok("DS-NET-006", f"Networks: {shown}.")
+    asked = chosen_names(subject, [each.name for each in list_interfaces()])
+    found_out = subject.config.rendezvous.interface == "auto"
+    if len(candidates) == 1 or subject.nnodes == 1 or asked or found_out:
+        yield ok("DS-NET-005", "There is one interface, or a choice has been made.")
+        return
+    best = _towards(subject) or candidates[0].name
+    yield warning(
+        "DS-NET-005",
+        f"This host has several networks ({shown}), and nothing says which one the ranks use; "
+        "gloo takes the one of the host's name, NCCL the first.",
+        cause="neither GLOO_SOCKET_IFNAME nor NCCL_SOCKET_IFNAME is set.",
+        fix=to_copy(
+            "Say so on every host, by its own name for the network:",
+            f"export GLOO_SOCKET_IFNAME={best} NCCL_SOCKET_IFNAME={best}",
+        ),
+        interfaces=[each.name for each in candidates],
+    )
+
+
+def _towards(subject: Subject) -> str | None:
+    endpoint = subject.endpoint
+    with contextlib.suppress(OSError, UnicodeError):
+        if endpoint is not None:
+            target = addresses_of(endpoint.host, endpoint.port, limit_s=_PATIENCE_S)[0]
+            way = interface_of(source_address(target, endpoint.port), list_interfaces())
+            return None if way is None or way.is_loopback else way.name
+    return None
+
+
+def _no_network(subject: Subject) -> Finding:
+    if subject.nnodes == 1:
+        return ok("DS-NET-006", "There is no network besides loopback; one node does without.")
+    return failed(
+        "DS-NET-006",
+        f"No interface besides loopback is up with an address, and {subject.nnodes} nodes have to meet.",
+        cause="the container has no network, or its interface is down.",
+        fix=to_copy(
+            "Look at the interfaces; a container gets the host's with --network=host:",
+            "ip -brief address",
+        ),
+    )
+
+
+CHECKS: Final[tuple[Check, ...]] = (check_way, check_mtu, check_choice)

@@ -1,0 +1,177 @@
+"""The run directory and the temporary directory: writable, with room, fast enough."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ddpsafe.doctor._checks import Check
+    from ddpsafe.doctor._subject import Subject
+
+_MIB: Final = 1 << 20
+_ROOM_BYTES: Final = 1024 * _MIB
+_ROOM_AT_LAUNCH_BYTES: Final = 64 * _MIB
+_BROKEN_BYTES: Final = 4 * _MIB
+_INODES: Final = 1000
+_CHUNK: Final = bytes(1 * _MIB)
+_CHUNKS: Final = 32
+_LONGEST_WRITE_S: Final = 2.0
+_SLOW_BYTES_PER_S: Final = 20e6
+_SOCKET_PATH_BYTES: Final = 107
+_SOCKET_NAME_BYTES: Final = len("/pymp-12345678/listener-12345678")
+
+
+def place_of(subject: Subject) -> Path:
+    """Return the deepest directory that exists of where the launch writes."""
+    wanted = subject.config.run_dir
+    if wanted is None:
+        return Path(tempfile.gettempdir())
+    return next((path for path in (wanted, *wanted.parents) if path.exists()), Path("/"))
+
+
+def check_temporary_directory(subject: Subject) -> Iterator[Finding]:
+    """Look whether there is a temporary directory, the one asked for, short enough for sockets."""
+    asked = next(
+        (subject.env[name] for name in ("TMPDIR", "TEMP", "TMP") if subject.env.get(name)), None
+    )
+    try:
+        used = tempfile.gettempdir()
+    except FileNotFoundError as error:
+        yield failed(
+            "DS-PATH-006",
+            f"There is no temporary directory that can be written ({error}).",
+            cause="a read-only root file system without a writable /tmp, or a full disk.",
+            fix=to_copy("Name one that can:", "export TMPDIR=/path/with/room"),
+        )
+        return
+    path = Path(used)
+    length = len(os.fsencode(used)) + _SOCKET_NAME_BYTES
+    if asked is not None and not Path(asked).is_dir():
+        yield warning(
+            "DS-PATH-006",
+            f"TMPDIR={asked!r} does not exist; files go to {used} without a word.",
+            cause="a scheduler's directory that is made for the job on other nodes only, or was removed.",
+            fix=to_copy(
+                "Make it, or take the variable out:",
+                f"mkdir -p {shlex.quote(asked)}",
+                "unset TMPDIR",
+            ),
+        )
+    elif length > _SOCKET_PATH_BYTES:
+        make = failed if subject.config.start_method == "forkserver" else warning
+        yield make(
+            "DS-PATH-006",
+            f"The path of the temporary directory is too long for sockets ({length} of "
+            f"{_SOCKET_PATH_BYTES} bytes): {used}.",
+            cause="TMPDIR points deep into a tree; the forkserver and DataLoader workers make sockets there.",
+            fix=to_copy("Take a short one:", "export TMPDIR=/tmp"),
+        )
+    else:
+        yield ok("DS-PATH-006", f"Temporary files go to {path}.")
+
+
+def check_writing(subject: Subject) -> Iterator[Finding]:
+    """Make a file where the launch will make its own."""
+    place = place_of(subject)
+    try:
+        if not place.is_dir():
+            raise NotADirectoryError(20, "Not a directory", str(place))
+        with tempfile.TemporaryFile(dir=place) as probe:
+            probe.write(b"0")
+            probe.flush()
+    except OSError as error:
+        wanted = subject.config.run_dir
+        yield failed(
+            "DS-PATH-003",
+            f"{place} cannot be written ({error.strerror}), and logs and reports go "
+            f"{'there' if wanted in (None, place) else f'below it, to {wanted}'}.",
+            cause="it is mounted read-only, belongs to somebody else, or is full.",
+            fix=to_copy(
+                "Name a directory that can be written, or look at this one:",
+                "export DDPSAFE_RUN_DIR=/path/with/room"
+                if wanted
+                else "export TMPDIR=/path/with/room",
+                f"namei -l {place}; findmnt -T {place}",
+            ),
+        )
+        return
+    yield ok("DS-PATH-003", f"{place} can be written.")
+
+
+def check_room(subject: Subject) -> Iterator[Finding]:
+    """Count the bytes and the files that the run directory still takes."""
+    place = place_of(subject)
+    state = os.statvfs(place)
+    free_bytes = state.f_bavail * state.f_frsize
+    inodes = state.f_favail if state.f_files else None
+    least = _ROOM_AT_LAUNCH_BYTES if subject.at_launch else _ROOM_BYTES
+    few = inodes is not None and inodes < _INODES
+    if free_bytes >= least and not few:
+        yield ok(
+            "DS-PATH-004", f"{place} has {free_bytes / _MIB:,.0f} MiB free.", free_bytes=free_bytes
+        )
+        return
+    broken = not subject.at_launch and (free_bytes < _BROKEN_BYTES or inodes == 0)
+    make = failed if broken else warning
+    what = (
+        f"room for {inodes} more files only" if few else f"only {free_bytes / _MIB:,.0f} MiB free"
+    )
+    yield make(
+        "DS-PATH-004",
+        f"{place} has {what}; logs, reports and checkpoints go there.",
+        cause="old runs, caches or core dumps fill the file system, or a quota does.",
+        fix=to_copy(
+            "See what fills it, or name another place:",
+            f"du -xh --max-depth=1 {place} | sort -h | tail",
+            "export DDPSAFE_RUN_DIR=/path/with/room",
+        ),
+        free_bytes=free_bytes,
+        free_inodes=inodes,
+    )
+
+
+def check_speed(subject: Subject) -> Iterator[Finding]:
+    """Write a little and wait until it is on the disk."""
+    place = place_of(subject)
+    began_s = time.monotonic()
+    written = 0
+    try:
+        with tempfile.TemporaryFile(dir=place) as probe:
+            while written < _CHUNKS and time.monotonic() - began_s < _LONGEST_WRITE_S:
+                probe.write(_CHUNK)
+                probe.flush()
+                os.fsync(probe.fileno())
+                written += 1
+    except OSError:  # DS-PATH-003 and DS-PATH-004 say so
+        return
+    speed = written * _MIB / max(time.monotonic() - began_s, 1e-6)
+    if speed >= _SLOW_BYTES_PER_S:
+        yield ok("DS-PATH-005", f"{place} takes {speed / 1e6:.0f} MB/s.", bytes_per_s=speed)
+        return
+    yield warning(
+        "DS-PATH-005",
+        f"{place} takes {speed / 1e6:.1f} MB/s only; a checkpoint of 10 GB takes "
+        f"{10e9 / max(speed, 1) / 60:.0f} min while the other ranks wait.",
+        cause="a network file system or a disk that others keep busy.",
+        fix=to_copy(
+            "Write to a local disk and copy afterwards:", "export DDPSAFE_RUN_DIR=/local/scratch"
+        ),
+        bytes_per_s=speed,
+    )
+
+
+CHECKS: Final[tuple[Check, ...]] = (
+    check_temporary_directory,
+    check_writing,
+    check_room,
+    check_speed,
+)

@@ -1,0 +1,215 @@
+"""Versions: whether torch can be imported, what it can do, and what does not fit together."""
+
+from __future__ import annotations
+
+import platform
+import re
+import shlex
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ddpsafe.doctor._checks import Check
+    from ddpsafe.doctor._subject import Subject
+
+_PYTHONS: Final = ((3, 10), (3, 14))
+_OLDEST_TORCH: Final = (2, 6)
+_COMPANIONS: Final = ("torchvision", "torchaudio", "torchtext", "triton")
+_EXACT: Final = re.compile(r"^torch\s*\(?==\s*([0-9][0-9a-z.]*)\)?\s*(?:;.*)?$", re.IGNORECASE)
+
+
+def check_import(subject: Subject) -> Iterator[Finding]:
+    """Say whether torch can be imported, as a process of its own has just tried."""
+    said = ask(subject)
+    if "describe" in said:
+        about = said["describe"]
+        yield ok(
+            "DS-VER-001",
+            f"torch {about.get('version')} is imported in {said['import_s']:.1f} s from {about.get('file')}.",
+            **about,
+        )
+        return
+    yield _slow_import(said) if said["timed_out"] else _broken_import(said)
+
+
+def ask(subject: Subject) -> dict[str, Any]:
+    """Return what torch said in its own process; by the end of the examination at the latest."""
+    if subject.probe is None:
+        return {"timed_out": False, "returncode": 0, "stderr": "", "import_error": "nobody asked"}
+    return subject.probe.said(subject.deadline)
+
+
+def _slow_import(said: dict[str, Any]) -> Finding:
+    return warning(
+        "DS-VER-001",
+        f"`import torch` has not ended after {said['waited_s']:.0f} s.",
+        cause="torch lies on slow network storage, or an import hangs in a driver or a dead mount.",
+        fix=to_copy(
+            "See where it is, and install it on a local disk:",
+            f"timeout -s ABRT 60 {sys.executable} -X faulthandler -c 'import torch'",
+        ),
+    )
+
+
+def _broken_import(said: dict[str, Any]) -> Finding:
+    code = said["returncode"]
+    why = said.get("import_error") or (said["stderr"].strip().splitlines() or [""])[-1]
+    died = f"; the process died of signal {-code}" if code is not None and code < 0 else ""
+    found = said.get("found")
+    fact = (
+        f"torch cannot be imported: {why or 'no word'}{died}. No GPU and no backend was looked at."
+    )
+    if found and not {"site-packages", "dist-packages"} & {*Path(found).parts}:
+        return _shadowed(fact, Path(found))
+    return failed(
+        "DS-VER-001",
+        fact,
+        cause="it is not installed in this environment, or its libraries do not fit.",
+        fix=to_copy(
+            "See which one is found, and install it anew:",
+            f"{sys.executable} -c 'import importlib.util as u; print(u.find_spec(\"torch\"))'",
+            f"{sys.executable} -m pip install --force-reinstall 'torch>=2.6'",
+        ),
+        found=found,
+        returncode=code,
+    )
+
+
+def _shadowed(fact: str, found: Path) -> Finding:
+    """Word that something else of this name comes before the package."""
+    mine = found.parent if found.name == "__init__.py" else found
+    return failed(
+        "DS-VER-001",
+        fact,
+        cause=f"{mine} is found in place of the package: the current directory and PYTHONPATH "
+        "come before what is installed.",
+        fix=to_copy(
+            "Give it another name, or take its directory out of PYTHONPATH:",
+            f"mv {shlex.quote(str(mine))} {shlex.quote(str(mine.with_name('my_' + mine.name)))}",
+        ),
+        found=str(found),
+    )
+
+
+def check_known(subject: Subject) -> Iterator[Finding]:
+    """Compare Python and torch with the versions that ddpsafe is made for."""
+    python = sys.version_info[:2]
+    torch = str(ask(subject).get("describe", {}).get("version", ""))
+    numbers = tuple(int(part) for part in re.findall(r"\d+", torch)[:2])
+    if numbers and numbers < _OLDEST_TORCH:
+        yield failed(
+            "DS-VER-002",
+            f"torch {torch} is older than 2.6, the oldest that ddpsafe works with.",
+            cause="an environment made long ago, or a package that asks for an older torch.",
+            fix=to_copy("Install a newer one:", f"{sys.executable} -m pip install 'torch>=2.6'"),
+        )
+    elif not _PYTHONS[0] <= python <= _PYTHONS[1]:
+        yield warning(
+            "DS-VER-002",
+            f"Python {platform.python_version()} has not been tried with ddpsafe (3.10 to 3.14 have).",
+            cause="it is older or newer than this release.",
+            fix=to_copy("Make an environment with another one:", "python3.12 -m venv .venv"),
+        )
+    else:
+        yield ok("DS-VER-002", f"Python {platform.python_version()}, torch {torch or 'unknown'}.")
+
+
+def check_nccl(subject: Subject) -> Iterator[Finding]:
+    """Look for more than one NCCL: packages, libraries loaded, and variables that bring another."""
+    said = ask(subject).get("describe", {})
+    packages = sorted(
+        f"{name} {dist.version}"
+        for dist in metadata.distributions()
+        if (name := str(dist.metadata["Name"] or "")).startswith("nvidia-nccl-")
+    )
+    loaded = list(said.get("libnccl", []))
+    preloaded = "nccl" in subject.env.get("LD_PRELOAD", "")
+    if len(packages) > 1 or len(loaded) > 1 or preloaded:
+        yield warning(
+            "DS-VER-003",
+            f"There is more than one NCCL: {', '.join([*packages, *loaded]) or subject.env['LD_PRELOAD']}.",
+            cause="two builds of torch were installed one over the other, or LD_PRELOAD brings one.",
+            fix=to_copy(
+                "Keep the one that torch asks for:",
+                f"{sys.executable} -m pip uninstall -y {' '.join(each.split()[0] for each in packages) or 'nvidia-nccl-cu12'}",
+                f"{sys.executable} -m pip install --force-reinstall torch",
+                *(["unset LD_PRELOAD"] if preloaded else []),
+            ),
+        )
+        return
+    yield ok(
+        "DS-VER-003", f"NCCL {said.get('nccl') or 'is not part of this torch'}.", packages=packages
+    )
+
+
+def check_companions(subject: Subject) -> Iterator[Finding]:
+    """Compare the torch that is installed with the one that torchvision and the like were built for."""
+    installed = str(ask(subject).get("describe", {}).get("version", "")).partition("+")[0]
+    wrong = 0
+    for name in _COMPANIONS if installed else ():
+        wanted = _wanted_torch(name)
+        if wanted is None or wanted == installed:
+            continue
+        wrong += 1
+        yield warning(
+            "DS-VER-004",
+            f"{name} {metadata.version(name)} was built for torch {wanted}, and torch {installed} is "
+            "installed; its operators fail to load.",
+            cause="one of the two was installed or upgraded without the other.",
+            fix=to_copy(
+                "Install both in one go:", f"{sys.executable} -m pip install --upgrade torch {name}"
+            ),
+        )
+    if installed and not wrong:
+        yield ok("DS-VER-004", "No installed package asks for another torch.")
+
+
+def _wanted_torch(name: str) -> str | None:
+    try:
+        requirements = metadata.requires(name) or []
+    except metadata.PackageNotFoundError:
+        return None
+    exact = [match[1] for text in requirements if (match := _EXACT.match(text))]
+    return exact[0] if exact else None
+
+
+def check_backend(subject: Subject) -> Iterator[Finding]:
+    """Look whether this build of torch has the backend that is asked for."""
+    said = ask(subject).get("describe")
+    if said is None or "version" not in said:
+        return
+    backend = subject.config.backend
+    lacking = [
+        name
+        for name, there in (("gloo", said["gloo"]), ("nccl", said["has_nccl"]))
+        if name in backend and not there
+    ]
+    if not said["distributed"] or lacking:
+        what = " and ".join(lacking) or "torch.distributed"
+        yield failed(
+            "DS-VER-005",
+            f"torch {said['version']} was built without {what}.",
+            cause="a build for the CPU or for another system.",
+            fix=to_copy(
+                "Install a build that has it, or take gloo:",
+                f"{sys.executable} -m pip install --force-reinstall torch",
+                "export DDPSAFE_BACKEND=gloo",
+            ),
+        )
+        return
+    yield ok("DS-VER-005", f"torch can do what backend {backend!r} needs.")
+
+
+CHECKS: Final[tuple[Check, ...]] = (
+    check_import,
+    check_known,
+    check_nccl,
+    check_companions,
+    check_backend,
+)

@@ -1,0 +1,120 @@
+"""What has to be the same on every node, in a form that can be compared and sent."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import socket
+import time
+from importlib import metadata
+from itertools import islice
+from typing import TYPE_CHECKING, Final
+
+from ddpsafe._bounded import BoundedCall
+from ddpsafe._secrets import Mask, hide_value
+from ddpsafe.doctor._checks.data_storage import find_storage
+from ddpsafe.doctor._checks.processes import clock_is_synchronised
+from ddpsafe.doctor._host import Interface, list_interfaces
+from ddpsafe.doctor._nvml import read_driver
+from ddpsafe.doctor._subject import environment_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from ddpsafe._config import LaunchConfig
+
+_PACKAGES: Final = ("torch", "ddpsafe", "numpy", "torchvision", "cloudpickle")
+_COMPARED: Final = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "OMP_", "UCX_", "FI_", "PYTORCH_")
+_ENTRIES: Final = 10_000
+_PATIENCE_S: Final = 3.0
+
+
+def fingerprint(config: LaunchConfig) -> dict[str, object]:
+    """Return what the nodes of a job compare; JSON can take it, and no secret is in it.
+
+    Keys: ``hostname``, ``versions``, ``env``, ``interfaces`` (name to state), ``subnets``,
+    ``driver``, ``clock``, ``data_paths``, ``config``.
+    """
+    env = environment_of(config)
+    interfaces = list_interfaces()
+    driver = read_driver()
+    found: dict[str, object] = {
+        "hostname": socket.gethostname(),
+        "versions": _versions(),
+        "env": _environment(env),
+        "interfaces": {each.name: _state(each) for each in interfaces},
+        "subnets": sorted(
+            {str(n.network) for each in interfaces if each.is_candidate for n in each.networks}
+        ),
+        "driver": None if driver is None else driver.version,
+        "clock": {"unix_s": time.time(), "synchronised": clock_is_synchronised()},
+        "data_paths": {name: _data_path(wanted.path) for name, wanted in config.data_paths.items()},
+        "config": {
+            "backend": config.backend,
+            "nproc_per_node": config.nproc_per_node,
+            "nnodes": config.nnodes,
+        },
+    }
+    masked = Mask.of(env).value(found)
+    return masked if isinstance(masked, dict) else found
+
+
+def _versions() -> dict[str, str]:
+    """Return versions by what is installed: torch itself may be broken, and is slow to import."""
+    versions = {"python": platform.python_version(), "platform": platform.machine()}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    for dist in metadata.distributions():
+        name = str(dist.metadata["Name"] or "")
+        if name.startswith("nvidia-nccl-"):
+            versions["nccl"] = dist.version
+    return versions
+
+
+def _environment(env: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: hide_value(name, value)
+        for name, value in sorted(env.items())
+        if name.startswith(_COMPARED)
+    }
+
+
+def _state(interface: Interface) -> dict[str, object]:
+    return {
+        "up": interface.is_up,
+        "mtu_bytes": interface.mtu,
+        "addresses": [str(each) for each in interface.networks],
+        "candidate": interface.is_candidate,
+    }
+
+
+def _data_path(path: Path) -> dict[str, object]:
+    """Describe a path so that two nodes can tell whether they see the same; never hang with it."""
+    call = BoundedCall(lambda: _look(path), name="ddpsafe-fingerprint")
+    if not call.wait(_PATIENCE_S):
+        return {"state": f"no answer within {_PATIENCE_S:g} s"}
+    try:
+        return call.result()
+    except OSError as error:
+        return {"state": error.strerror or str(error)}
+
+
+def _look(path: Path) -> dict[str, object]:
+    kind, _ = find_storage(path)
+    if not path.is_dir():
+        return {"state": "file", "size_bytes": path.stat().st_size, "file_system": kind}
+    with os.scandir(path) as entries:
+        names = sorted(entry.name for entry in islice(entries, _ENTRIES))
+    digest = hashlib.sha256("\0".join(names).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    # A cut listing holds whichever names the file system gave first: it proves nothing.
+    whole = len(names) < _ENTRIES
+    return {
+        "state": "directory",
+        "entries": len(names) if whole else f"{_ENTRIES} or more",
+        "names": digest if whole else "not compared",
+        "file_system": kind,
+    }

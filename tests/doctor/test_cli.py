@@ -1,0 +1,196 @@
+"""The command ``ddpsafe``: help, exit codes, JSON, the page, and secrets that stay hidden."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Final
+
+import pytest
+import scripts
+
+from ddpsafe import cli
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TORCH_IS_BROKEN: Final = "raise ImportError('no torch in this test: its import takes seconds')"
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def command(folder: Path, *arguments: str, **env: str) -> scripts.Run:
+    """Run the command in a process of its own, where torch cannot be imported."""
+    scripts.write(folder, "no-torch/torch.py", TORCH_IS_BROKEN)
+    path = os.pathsep.join([str(folder / "no-torch"), str(scripts.TESTS)])
+    process = scripts.Script(
+        ["-m", "ddpsafe", *arguments], folder=folder, env={"PYTHONPATH": path, **env}
+    )
+    return process.end()
+
+
+def test_help_is_instant_and_loads_neither_torch_nor_pydantic(tmp_path: Path) -> None:
+    """Each command has its own; all say what they are for."""
+    code = """
+    import contextlib, io, sys
+    from ddpsafe.cli import main
+    for command in ([], ["doctor"], ["config"], ["run"]):
+        with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+            main([*command, "--help"])
+    print(*sorted({"torch", "pydantic", "rich", "psutil"} & sys.modules.keys()))
+    """
+    assert scripts.run(tmp_path, code).lines() == [""]
+
+
+def test_failure_ends_with_one_and_prints_cause_fix_and_page(tmp_path: Path) -> None:
+    """In a pipe the lines are plain."""
+    run = command(tmp_path, "doctor", GLOO_SOCKET_IFNAME="ib7")
+    assert run.code == 1
+    assert "failed DS-NET-001: GLOO_SOCKET_IFNAME" in run.out
+    assert "  Likely cause: " in run.out
+    assert re.search(r"^      export GLOO_SOCKET_IFNAME=\w+$", run.out, re.MULTILINE)
+    assert "  Read on: docs/findings/DS-NET-001.md" in run.out
+    assert "DS-VER-001" in run.out  # torch is broken, and everything else was looked at
+    assert "\x1b[" not in run.out
+    assert run.err == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["doctor", "--nnodes", "two"],
+        ["doctor", "--nnodes", "2"],
+        ["doctor", "--nnodes", "2", "--rdzv-endpoint", "10.0.0.7:29500"],
+        ["doctor", "--timeout", "soon"],
+        ["doctor", "--config", "missing.toml"],
+        ["doctor", "--backend", "ncll"],
+        ["doctor", "--no-such-option"],
+        ["config", "--config", "missing.toml"],
+        ["run", "missing.py"],
+        ["run", "--nproc-per-node", "0", "missing.py"],
+        ["fly"],
+        [],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_ends_with_two_and_says_what_to_write(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing was examined or started."""
+    try:
+        code = cli.main(arguments)
+    except SystemExit as end:  # argparse's own
+        code = int(str(end.code))
+    said = capsys.readouterr()
+    assert code == 2
+    assert said.out == ""
+    assert len(said.err) > 20
+
+
+def test_json_is_all_of_stdout_and_holds_every_finding(tmp_path: Path) -> None:
+    """A machine may read it."""
+    run = command(tmp_path, "doctor", "--json")
+    report = json.loads(run.out)
+    assert {"findings", "hostname", "matrix", "took_s"} <= report.keys()
+    assert {"code", "severity", "fact", "cause", "fix", "hosts", "details"} <= report["findings"][
+        0
+    ].keys()
+    assert run.err == ""
+
+
+def test_page_loads_nothing(tmp_path: Path) -> None:
+    """The HTML file stands alone."""
+    command(tmp_path, "doctor", "--html", "report.html", GLOO_SOCKET_IFNAME="<ib7>")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "DS-NET-001" in page
+    assert "&lt;ib7&gt;" in page
+    assert re.search(r"(src|href)\s*=|@import|url\(|<script", page) is None
+
+
+def test_secrets_of_the_environment_are_never_printed(tmp_path: Path) -> None:
+    """Neither in a fact, nor in a fix, nor in an error, in any form of the report."""
+    secret = "hunter2hunter2"
+    env = {
+        "WANDB_API_KEY": secret,
+        "MASTER_ADDR": f"tcp://admin:{secret}@gpu-01",
+        "MASTER_PORT": secret,
+        "GLOO_SOCKET_IFNAME": f"https://user:pass-{secret}@x",
+        "DDPSAFE_ENV__MY_TOKEN": secret,
+    }
+    said = [
+        command(tmp_path, "doctor", "--verbose", **env),
+        command(tmp_path, "doctor", "--json", "--html", "page.html", **env),
+        command(tmp_path, "config", **env),
+        command(tmp_path, "config", "--json", **env),
+    ]
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "MASTER_ADDR" in said[0].out
+    assert "env.MY_TOKEN" in said[2].out
+    assert secret not in "".join(run.out + run.err for run in said) + page
+
+
+def test_terminal_shows_a_table_and_lines_to_copy_unbroken(tmp_path: Path) -> None:
+    """On a narrow terminal the table wraps; what is to be copied does not."""
+    scripts.write(tmp_path, "no-torch/torch.py", TORCH_IS_BROKEN)
+    ours, theirs = pty.openpty()
+    env = {
+        **scripts.clean_environment(),
+        "PYTHONPATH": str(tmp_path / "no-torch"),
+        "COLUMNS": "60",
+        "TERM": "xterm",
+        "TORCH_DISTRIBUTED_DEBUG": "DETAILS",
+    }
+    with subprocess.Popen(
+        [sys.executable, "-m", "ddpsafe", "doctor"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=env,
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # the other end was closed: it is over
+            while part := os.read(ours, 65536):
+                shown += part
+        os.close(ours)
+    assert process.returncode == 1
+    text = shown.decode()
+    assert "✗ failed" in text
+    assert "checking" in text  # the live line
+    assert "      export TORCH_DISTRIBUTED_DEBUG=INFO\r\n" in text
+    folder = tmp_path / "no-torch"
+    assert f"      mv {folder}/torch.py {folder}/my_torch.py\r\n" in text  # longer than a line
+
+
+def test_config_says_where_each_value_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Environment beats file beats default."""
+    text = "[tool.ddpsafe]\nnproc_per_node = 4\nseed = 1\ntimeouts = {grace = 10}\n"
+    (tmp_path / "my.toml").write_text(text, encoding="utf-8")
+    monkeypatch.setenv("DDPSAFE_SEED", "7")
+    assert cli.main(["config", "--config", "my.toml", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["nproc_per_node"] == {"value": "4", "source": "my.toml"}
+    assert found["seed"] == {"value": "7", "source": "DDPSAFE_SEED"}
+    assert found["timeouts.grace"] == {"value": "10 s", "source": "my.toml"}
+    assert found["backend"] == {"value": "auto", "source": "default"}
+
+
+def test_second_process_of_a_node_leaves_the_word_to_the_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under srun with several tasks per node, one examines it."""
+    place = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["doctor"]) == 0
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,55 @@
+"""Every code has a page, a check that gives it and a test that provokes it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+import pytest
+from source_tree import CHECKOUT, PACKAGE, python_files
+
+from ddpsafe.doctor._codes import AREAS, CODES, page_of
+
+PAGES: Final = CHECKOUT / "docs" / "findings"
+CODE: Final = re.compile(r"DS-[A-Z]+-\d{3}")
+REGISTRY: Final = PACKAGE / "doctor" / "_codes.py"
+
+
+def codes_in(*files: Path) -> set[str]:
+    """Return the codes that stand in some files."""
+    return {code for file in files for code in CODE.findall(file.read_text(encoding="utf-8"))}
+
+
+def test_codes_are_unique_and_well_formed() -> None:
+    """A code belongs to one area and is never given twice."""
+    assert sum(len(area) for area in AREAS) == len(CODES)
+    assert [code for code in CODES if not CODE.fullmatch(code)] == []
+    for area in AREAS:
+        assert len({code.rpartition("-")[0] for code in area}) <= 1
+
+
+def test_every_code_has_its_page_and_every_page_its_code() -> None:
+    """A message never leads to a page that is not there."""
+    assert {path.stem for path in PAGES.glob("DS-*.md")} == set(CODES)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_page_says_cause_confirmation_and_fix(code: str) -> None:
+    """Each page has the title of its code and answers the three questions of its reader."""
+    text = (CHECKOUT / page_of(code)).read_text(encoding="utf-8")
+    assert text.startswith(f"# {code}: {CODES[code]}\n")
+    headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    assert headings == ["Cause", "How to confirm", "Fix"]
+
+
+def test_every_code_is_given_by_a_check() -> None:
+    """No code is promised that nothing finds, and none is found that is not promised."""
+    sources = [file for file in python_files(PACKAGE) if file != REGISTRY]
+    assert codes_in(*sources) == set(CODES)
+
+
+def test_every_code_is_provoked_by_a_test() -> None:
+    """What nobody has ever seen found is no check."""
+    others = [file for file in python_files(CHECKOUT / "tests") if file != Path(__file__)]
+    assert set(CODES) - codes_in(*others) == set()

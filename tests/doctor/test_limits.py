@@ -1,0 +1,168 @@
+"""Limits of processes and containers: real ones, set by the tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import pytest
+import scripts
+from doctor_kit import Found, examine, lines_to_copy, needs_namespaces
+
+from ddpsafe.doctor._cgroups import Limits, read_limits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MIB: Final = 1 << 20
+CGROUPS: Final = Path("/sys/fs/cgroup")
+
+SMALL_SHM: Final = "mount -t tmpfs -o size=16m tmpfs /dev/shm"
+
+
+@needs_namespaces
+def test_small_shared_memory_is_a_warning_and_the_copied_line_repairs_it() -> None:
+    """Containers have 64 MiB by default."""
+    found = examine("LIM", host=SMALL_SHM)
+    assert found.severity("DS-LIM-001") == "warning"
+    assert "16 MiB free of 16 MiB" in found.of("DS-LIM-001")["fact"]
+    _, line = lines_to_copy(found.of("DS-LIM-001"))
+    repaired = examine("LIM", host=f"{SMALL_SHM}; {line}")
+    assert repaired.severity("DS-LIM-001") == "ok"
+
+
+@needs_namespaces
+def test_full_shared_memory_fails() -> None:
+    """Without a byte left, not even a lock can be made."""
+    fill = f"{SMALL_SHM}; head -c 16m /dev/zero > /dev/shm/left-behind"
+    found = examine("LIM", "PROC", host=fill)
+    assert found.severity("DS-LIM-001") == "failed"
+    assert "cannot be written (No space left on device)" in found.of("DS-LIM-001")["fact"]
+
+
+def test_few_open_files_are_a_warning_with_the_limit_that_can_be_had() -> None:
+    """The hard limit is the most that ``ulimit`` may ask for."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 1000))"
+    found = examine("LIM", before=limit)
+    assert found.severity("DS-LIM-002") == "warning"
+    assert lines_to_copy(found.of("DS-LIM-002")) == ["ulimit -n 1000"]
+
+
+@needs_namespaces
+def test_locked_memory_matters_with_an_infiniband_card_only() -> None:
+    """Hosts without one have a small limit, and are well."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))"
+    card = "mount -t tmpfs tmpfs /sys/class; mkdir -p /sys/class/infiniband/mlx5_0"
+    assert examine("LIM", before=limit).severity("DS-LIM-003") == "ok"
+    found = examine("LIM", before=limit, host=card)
+    assert "mlx5_0" in found.of("DS-LIM-003")["fact"]
+
+
+@contextlib.contextmanager
+def control_group(controller: str, **values: str) -> Iterator[str]:
+    """Make a group of version 1, and give the Python that moves a process into it."""
+    group = CGROUPS / controller / f"ddpsafe-test-{uuid.uuid4().hex[:8]}"
+    try:
+        group.mkdir()
+        for name, value in values.items():
+            (group / name.replace("__", ".")).write_text(value, encoding="ascii")
+    except OSError as error:
+        pytest.skip(f"needs root and control groups of version 1 ({error})")
+    try:
+        yield f"open('{group}/cgroup.procs', 'w').write(str(__import__('os').getpid()))"
+    finally:
+        group.rmdir()
+
+
+def test_limit_on_processes_is_read_from_the_control_group() -> None:
+    """Some more than the doctor itself needs, fewer than ranks do."""
+    with control_group("pids", pids__max="40") as enter:
+        found = examine("LIM", before=enter, nproc_per_node=4)
+    assert found.severity("DS-LIM-004") == "warning"
+    assert 30 <= found.of("DS-LIM-004")["details"]["left"] < 40
+
+
+def test_limit_on_memory_is_read_from_the_control_group() -> None:
+    """What is left of the container's memory is less than the host's."""
+    with control_group("memory", memory__limit_in_bytes=str(300 * MIB)) as enter:
+        found = examine("LIM", before=enter, nproc_per_node=4)
+    assert found.severity("DS-LIM-005") == "warning"
+    assert found.of("DS-LIM-005")["details"]["limit_bytes"] == 300 * MIB
+
+
+def test_quota_of_cores_is_compared_with_the_cores_that_are_visible() -> None:
+    """Torch starts threads for what it sees, not for what it gets."""
+    with control_group("cpu", cpu__cfs_quota_us="50000") as enter:
+        found = examine("LIM", before=enter, nproc_per_node=1)
+    assert found.severity("DS-LIM-006") == "warning"
+    assert "0.5 cores' worth of time" in found.of("DS-LIM-006")["fact"]
+
+
+def tree(root: Path, files: dict[str, str]) -> None:
+    """Write files below `root`."""
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, encoding="ascii")
+
+
+def test_version_two_binds_by_the_tightest_group_above(tmp_path: Path) -> None:
+    """A limit on a parent holds for its children, and the page cache counts as left."""
+    tree(
+        tmp_path,
+        {
+            "membership": "0::/job/task\n",
+            "root/cgroup.controllers": "cpu memory pids\n",
+            "root/job/memory.max": f"{100 * MIB}\n",
+            "root/job/memory.current": f"{90 * MIB}\n",
+            "root/job/memory.stat": f"anon 1\ninactive_file {50 * MIB}\n",
+            "root/job/pids.max": "100\n",
+            "root/job/pids.current": "30\n",
+            "root/job/task/memory.max": "max\n",
+            "root/job/task/cpu.max": "150000 100000\n",
+        },
+    )
+    limits = read_limits(membership=tmp_path / "membership", root=tmp_path / "root")
+    assert limits == Limits(
+        memory_bytes=100 * MIB, memory_left_bytes=60 * MIB, cores=1.5, processes_left=70
+    )
+
+
+def test_container_sees_its_own_group_as_the_root(tmp_path: Path) -> None:
+    """Where the path of the host does not exist, what is mounted is the own group."""
+    tree(
+        tmp_path,
+        {
+            "membership": "0::/../../docker/0123\n",
+            "root/cgroup.controllers": "memory\n",
+            "root/memory.max": f"{7 * MIB}\n",
+        },
+    )
+    limits = read_limits(membership=tmp_path / "membership", root=tmp_path / "root")
+    assert limits.memory_bytes == 7 * MIB
+
+
+def test_no_control_groups_are_no_limit(tmp_path: Path) -> None:
+    """A system without them says nothing."""
+    assert read_limits(membership=tmp_path / "none", root=tmp_path) == Limits()
+
+
+@needs_namespaces
+def test_first_process_of_a_container_is_told_to_have_an_init() -> None:
+    """Nobody reaps what it leaves behind."""
+    program = "from ddpsafe import doctor; print(doctor.run(checks={'LIM'}).to_json())"
+    run = subprocess.run(
+        ["unshare", "--pid", "--fork", sys.executable, "-c", program],
+        env={**scripts.clean_environment(), "KUBERNETES_SERVICE_HOST": "10.0.0.1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    found = Found(json.loads(run.stdout))
+    assert found.severity("DS-LIM-007") == "warning"
+    assert lines_to_copy(found.of("DS-LIM-007")) == ["docker run --init …"]

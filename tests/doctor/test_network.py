@@ -1,0 +1,263 @@
+"""Names, ports and interfaces, on hosts that the tests make in namespaces."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+from doctor_kit import examine, lines_to_copy, needs_namespaces
+
+from ddpsafe import doctor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+TWO_NETWORKS: Final = """
+ip link add eth0 type veth peer name eth0-peer
+ip link add ib0 type veth peer name ib0-peer
+for each in eth0 ib0 eth0-peer ib0-peer; do ip link set $each up; done
+ip addr add 10.77.0.1/24 dev eth0
+ip addr add 10.88.0.1/24 dev ib0
+"""
+"""A host with two networks, none of which leads out, and without IPv6 beyond link-local."""
+
+
+def one_of_two(endpoint: str) -> dict[str, Any]:
+    """Return the fields of the second of two nodes."""
+    return {"nnodes": 2, "node_rank": 1, "rendezvous": {"endpoint": endpoint}}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+# Interfaces.
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"GLOO_SOCKET_IFNAME": "ib7"}, "no interface of this machine is called 'ib7'"),
+        ({"GLOO_SOCKET_IFNAME": "^docker0"}, "belong to NCCL_SOCKET_IFNAME"),
+        ({"GLOO_SOCKET_IFNAME": "127.0.0.1"}, "IP address"),
+    ],
+)
+def test_interface_variable_is_judged_by_the_rules_of_its_library(
+    variables: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The finding says what is wrong, and its line to copy repairs it."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    (found,) = [each for each in doctor.run(checks={"NET"}).failed if each.code == "DS-NET-001"]
+    assert says in found.fact
+    (line,) = lines_to_copy({"fix": found.fix})
+    name, _, value = line.removeprefix("export ").partition("=")
+    monkeypatch.setenv(name, value)
+    assert doctor.run(checks={"NET"}).healthy
+
+
+def test_variable_of_a_library_that_is_not_used_does_not_matter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A profile of the cluster may set NCCL's interface where only gloo runs."""
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib7")
+    assert doctor.run(checks={"NET"}, backend="gloo").healthy
+    assert not doctor.run(checks={"NET"}, backend="nccl").healthy
+
+
+@needs_namespaces
+def test_interface_that_is_down_or_has_no_address_is_named() -> None:
+    """What a variable asks for has to be able to carry something."""
+    down = examine(
+        "NET",
+        host=(TWO_NETWORKS + "ip link set ib0 down"),
+        env={"GLOO_SOCKET_IFNAME": "ib0"},
+    )
+    bare = examine(
+        "NET",
+        host=(TWO_NETWORKS + "ip addr flush dev ib0"),
+        env={"GLOO_SOCKET_IFNAME": "ib0"},
+    )
+    assert "ib0, asked for by GLOO_SOCKET_IFNAME, is down" in down.of("DS-NET-002")["fact"]
+    assert "ip link set dev ib0 up" in lines_to_copy(down.of("DS-NET-002"))
+    assert "has no address" in bare.of("DS-NET-002")["fact"]
+
+
+@needs_namespaces
+def test_interface_that_does_not_lead_to_the_meeting_point_is_named() -> None:
+    """The line to copy names the one that does."""
+    there = TWO_NETWORKS
+    fields = one_of_two("10.77.0.9:29500")
+    found = examine("NET", host=there, env={"GLOO_SOCKET_IFNAME": "ib0"}, **fields)
+    assert "eth0 leads to the meeting point 10.77.0.9" in found.of("DS-NET-003")["fact"]
+    assert found.severity("DS-NET-003") == "warning"
+    assert lines_to_copy(found.of("DS-NET-003")) == ["export GLOO_SOCKET_IFNAME=eth0"]
+    right = examine("NET", host=there, env={"GLOO_SOCKET_IFNAME": "eth0"}, **fields)
+    assert right.problems() == []
+
+
+@needs_namespaces
+def test_meeting_point_without_a_route_fails() -> None:
+    """A host in other networks only cannot come."""
+    found = examine("NET", host=(TWO_NETWORKS), **one_of_two("10.99.0.9:29500"))
+    assert found.severity("DS-NET-003") == "failed"
+    assert "no route" in found.of("DS-NET-003")["fact"]
+
+
+@needs_namespaces
+def test_small_mtu_is_named() -> None:
+    """An MTU below what IPv6 needs is odd."""
+    found = examine("NET", host=(TWO_NETWORKS + "ip link set ib0 mtu 1000"))
+    assert "MTU of ib0 is 1000" in found.of("DS-NET-004")["fact"]
+
+
+@needs_namespaces
+def test_choice_between_networks_is_asked_for_with_several_nodes_only() -> None:
+    """The line to copy names the network that leads to the meeting point."""
+    there = TWO_NETWORKS
+    found = examine("NET", host=there, **one_of_two("10.88.0.9:29500"))
+    assert lines_to_copy(found.of("DS-NET-005")) == [
+        "export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0"
+    ]
+    assert examine("NET", host=there).problems() == []
+
+
+@needs_namespaces
+def test_host_with_loopback_only_is_healthy_alone_and_not_among_others() -> None:
+    """No IPv6, no default route, no network: one node does without."""
+    alone = examine("NET", "NAME", "PORT", host=(""))
+    among = examine("NET", host=(""), **one_of_two("10.77.0.9:29500"))
+    assert alone.problems() == []
+    assert among.severity("DS-NET-006") == "failed"
+
+
+@needs_namespaces
+def test_loopback_that_is_down_fails_and_the_copied_line_brings_it_up() -> None:
+    """A new network namespace is like that."""
+    found = examine("NET", host=("ip link set lo down"))
+    assert found.severity("DS-NET-007") == "failed"
+    (line,) = lines_to_copy(found.of("DS-NET-007"))
+    assert examine("NET", host=(f"ip link set lo down; {line}")).problems() == []
+
+
+# Names.
+
+
+def _with_hosts(tmp_path: Path, text: str, more: str = "") -> str:
+    (tmp_path / "hosts").write_text(text, encoding="utf-8")
+    return f"{TWO_NETWORKS}\nmount --bind {tmp_path}/hosts /etc/hosts\nhostname gpu-01\n{more}"
+
+
+@needs_namespaces
+@pytest.mark.parametrize("line", ["127.0.1.1 gpu-01", ""], ids=["debian", "unknown"])
+def test_own_name_that_leads_to_loopback_fails_with_several_nodes_only(
+    line: str, tmp_path: Path
+) -> None:
+    """The classic of Debian's installer; the copied line repairs it."""
+    there = _with_hosts(tmp_path, f"127.0.0.1 localhost\n{line}\n")
+    fields = one_of_two("10.77.0.9:29500")
+    found = examine("NAME", host=there, **fields)
+    assert found.severity("DS-NAME-001") == "failed"
+    export, *_ = lines_to_copy(found.of("DS-NAME-001"))
+    name, _, value = export.removeprefix("export ").partition("=")
+    assert examine("NAME", host=there, env={name: value}, **fields).problems() == []
+    assert examine("NAME", host=there).problems() == []
+
+
+@needs_namespaces
+def test_meeting_point_that_is_unknown_or_loopback_here_fails(tmp_path: Path) -> None:
+    """A node that looks the master up as itself waits for itself."""
+    there = _with_hosts(tmp_path, "127.0.0.1 localhost gpu-00\n10.77.0.1 gpu-01\n")
+    wrong = examine("NAME", host=there, **one_of_two("gpu-00:29500"))
+    unknown = examine("NAME", host=there, **one_of_two("gpu-77:29500"))
+    assert "would wait for itself" in wrong.of("DS-NAME-002")["fact"]
+    assert "does not resolve here" in unknown.of("DS-NAME-002")["fact"]
+
+
+@needs_namespaces
+def test_silent_name_server_is_found_within_seconds(tmp_path: Path) -> None:
+    """A server that takes questions and never answers holds every start up for 10 to 20 s."""
+    (tmp_path / "resolv.conf").write_text("nameserver 10.77.0.1\n", encoding="utf-8")
+    more = f"mount --bind {tmp_path}/resolv.conf /etc/resolv.conf"
+    there = _with_hosts(tmp_path, "127.0.0.1 localhost\n10.77.0.1 gpu-01\n", more)
+    mute = "import socket; s = socket.socket(type=socket.SOCK_DGRAM); s.bind(('10.77.0.1', 53))"
+    found = examine("NAME", host=there, before=mute, **one_of_two("10.77.0.9:29500"))
+    assert found.severity("DS-NAME-003") == "warning"
+    assert found.report["took_s"] < 6
+
+
+# Ports.
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    """Listen on a port."""
+    with socket.create_server(("", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_taken_port_is_found_with_its_owner(taken_port: int) -> None:
+    """The process that has it is named, and free is what is free."""
+    fields: dict[str, Any] = {
+        "rendezvous": {"endpoint": f"localhost:{taken_port}", "is_host": True}
+    }
+    (found,) = doctor.run(checks={"PORT"}, **fields).failed
+    assert found.code == "DS-PORT-001"
+    assert f"process {os.getpid()} of " in found.fact
+    assert found.details["pid"] == os.getpid()
+
+
+def test_port_of_another_host_is_not_tried_here(taken_port: int) -> None:
+    """Whether it is free there is that host's to say."""
+    fields = one_of_two(f"192.0.2.77:{taken_port}")
+    report = doctor.run(checks={"PORT"}, mesh=False, **fields)
+    assert "DS-PORT-001" not in {each.code for each in report.findings}
+
+
+@needs_namespaces
+def test_port_that_the_system_hands_out_and_a_narrow_range_are_named() -> None:
+    """Both come from the same setting; the copied line widens it."""
+    there = "echo '20000 20100' > /proc/sys/net/ipv4/ip_local_port_range"
+    fields: dict[str, Any] = {"rendezvous": {"endpoint": "localhost:20050"}}
+    found = examine("PORT", host=there, **fields)
+    assert found.severity("DS-PORT-002") == "warning"
+    assert "101 ports only" in found.of("DS-PORT-003")["fact"]
+    (line,) = lines_to_copy(found.of("DS-PORT-003"))
+    widened = f"echo '20000 20100' > /proc/sys/net/ipv4/ip_local_port_range; {line}"
+    assert examine("PORT", host=widened, **fields).problems() == []
+
+
+# What the nodes compare.
+
+
+@needs_namespaces
+def test_fingerprint_names_networks_and_versions_and_no_secret(tmp_path: Path) -> None:
+    """What crosses to the other nodes is plain data without passwords."""
+    (tmp_path / "a.bin").write_bytes(b"1")
+    env = {
+        "NCCL_PASSWORD": "correct-horse",
+        "NCCL_NET_PLUGIN": "https://user:battery@host/x",
+        "NCCL_IB_HCA": "mlx5",
+    }
+    program = f"""
+from ddpsafe import LaunchConfig
+from ddpsafe.doctor._fingerprint import fingerprint
+found = fingerprint(LaunchConfig(data_paths={{"train": "{tmp_path}"}}))
+import json, pathlib
+pathlib.Path("{tmp_path}/found.json").write_text(json.dumps(found))
+"""
+    examine("ENV", host=TWO_NETWORKS, before=program, env=env)
+    text = (tmp_path / "found.json").read_text(encoding="utf-8")
+    found = json.loads(text)
+    assert found["subnets"] == ["10.77.0.0/24", "10.88.0.0/24"]
+    assert found["interfaces"]["eth0"]["addresses"] == ["10.77.0.1/24"]
+    assert found["data_paths"]["train"]["entries"] == 1
+    assert found["env"]["NCCL_IB_HCA"] == "mlx5"
+    assert "correct-horse" not in text
+    assert "battery" not in text

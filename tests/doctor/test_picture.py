@@ -1,0 +1,64 @@
+"""The page of a report: who reaches whom, at a glance, for as many hosts as there are."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from itertools import permutations
+from typing import TYPE_CHECKING, Final
+
+import pytest
+
+from ddpsafe.doctor import Direction, Matrix, Report
+
+if TYPE_CHECKING:
+    from ddpsafe.doctor._matrix import Verdict
+
+SVG: Final = "{http://www.w3.org/2000/svg}"
+
+
+def page(count: int, closed: dict[tuple[int, int], Verdict]) -> str:
+    """Return the page of a matrix in which some directions are closed."""
+    directions = tuple(
+        Direction(source=a, target=b, verdict=closed.get((a, b), "open"), latency_s=0.0002)
+        for a, b in permutations(range(count), 2)
+    )
+    names = tuple(f"gpu-<{node:02d}>" for node in range(count))
+    matrix = Matrix(hostnames=names, addresses=("",) * count, directions=directions)
+    return Report(findings=(), hostname="gpu", matrix=matrix).to_html()
+
+
+def cells(text: str) -> dict[str, tuple[float, float, str]]:
+    """Return the cells by their tooltips: column, row, and the letter in them."""
+    svg = text[text.index("<svg") : text.index("</svg>") + len("</svg>")]
+    groups = ET.fromstring(svg).iter("g")
+    found = {}
+    for group in groups:
+        rect, letter = group.find("rect"), group.find("text")
+        assert rect is not None
+        place = float(rect.get("x", "")), float(rect.get("y", ""))
+        found[group.findtext("title", "")] = (*place, "" if letter is None else str(letter.text))
+    return found
+
+
+def test_closed_direction_stands_in_the_row_of_who_dials() -> None:
+    """Direction matters: one of the two between a pair may be closed."""
+    found = cells(page(3, {(2, 0): "dropped"}))
+    assert len(found) == 6
+    (closed,) = [each for title, each in found.items() if "dropped" in title]
+    (other,) = [each for title, each in found.items() if title.startswith("gpu-<00> → gpu-<02>")]
+    assert closed[2] == "D"
+    assert (other[2], closed[0] < other[0], closed[1] > other[1]) == ("", True, True)
+
+
+@pytest.mark.parametrize("count", [2, 24, 25, 64])
+def test_no_two_cells_lie_on_each_other(count: int) -> None:
+    """Every pair has a place of its own, at any size."""
+    found = cells(page(count, {}))
+    assert len({place[:2] for place in found.values()}) == count * (count - 1)
+
+
+def test_legend_explains_what_is_seen_and_no_more() -> None:
+    """Six verdicts that did not happen are noise."""
+    text = page(2, {(0, 1): "large-lost"})
+    assert "an MTU hole" in text
+    assert "a proxy" not in text

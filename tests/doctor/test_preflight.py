@@ -1,0 +1,155 @@
+"""The preflight of a launch: cheap, silent on a healthy machine, and an error that says it all."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import time
+from typing import TYPE_CHECKING, Any
+
+import launch_programs as programs
+import pytest
+import scripts
+from doctor_kit import examine, needs_namespaces
+
+import ddpsafe
+from ddpsafe import doctor
+from ddpsafe._preflight import next_port, require_ready_host, require_ready_nodes
+from ddpsafe._world import World
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_preflight_costs_less_than_100_ms(tmp_path: Path) -> None:
+    """The first one of a process, imports included; counted in its own time, others being busy."""
+    code = """
+    import sys, time
+    import ddpsafe
+    from ddpsafe import _launch  # what a launch has loaded by then, torch apart
+    from ddpsafe._preflight import require_ready_host
+    config = ddpsafe.LaunchConfig()
+    times = []
+    for _ in range(3):
+        began_s = time.process_time()
+        require_ready_host(config, nproc=2, backend="gloo")
+        times.append(time.process_time() - began_s)
+    print(*times)
+    """
+    scripts.run(tmp_path, code)  # the second run finds compiled modules, as every user's does
+    first_s, *later_s = map(float, scripts.run(tmp_path, code).lines()[0].split())
+    assert first_s < 0.1
+    assert min(later_s) < 0.05
+
+
+def test_healthy_machine_is_launched_on_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    """No failure and no warning."""
+    caplog.set_level(logging.WARNING)
+    require_ready_host(ddpsafe.LaunchConfig(), nproc=2, backend="gloo")
+    assert caplog.messages == []
+
+
+@needs_namespaces
+def test_container_without_network_and_ipv6_raises_no_alarm() -> None:
+    """Loopback only, no default route, no IPv6, a small /dev/shm that is still enough."""
+    host = """
+    echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6 || true  # where there is any
+    mount -t tmpfs -o size=256m tmpfs /dev/shm
+    """
+    before = """
+import logging, pathlib, sys
+from ddpsafe import LaunchConfig
+from ddpsafe._preflight import require_ready_host
+class Said(logging.Handler):
+    def emit(self, record): raise SystemExit(record.getMessage())
+logging.getLogger().addHandler(Said())
+require_ready_host(LaunchConfig(), nproc=2, backend="gloo")
+"""
+    assert examine("NET", "NAME", "PORT", "PATH", host=host, before=before).problems() == []
+
+
+def test_launch_that_will_fail_is_refused_with_code_cause_and_fix(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing was started; the report travels with the error."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
+    with pytest.raises(ddpsafe.PreflightError) as raised:
+        ddpsafe.launch(programs.describe, nproc_per_node=2)
+    message = str(raised.value)
+    assert "is not ready for this launch: 1 problem; nothing was started." in message
+    assert "DS-NET-001: GLOO_SOCKET_IFNAME: got 'ib7'" in message
+    assert "Likely cause: " in message
+    assert "      export GLOO_SOCKET_IFNAME=" in message
+    assert "docs/findings/DS-NET-001.md" in message
+    assert isinstance(raised.value.report, doctor.Report)
+    assert [each.code for each in raised.value.report.failed] == ["DS-NET-001"]
+    assert raised.value.exit_code == 78
+    assert str(pickle.loads(pickle.dumps(raised.value))) == message
+
+
+def test_spawn_is_examined_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both doors that start ranks look first."""
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAILS")
+    with pytest.raises(ddpsafe.PreflightError, match="DS-ENV-006"):
+        ddpsafe.spawn(print, nprocs=1)
+
+
+def test_preflight_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who knows better may go on."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
+    config = ddpsafe.LaunchConfig(preflight="off")
+    require_ready_host(config, nproc=2, backend="gloo")
+
+
+def test_warning_is_one_line_of_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """A launch goes on; the first rank of a node speaks, the others do not repeat it."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "gone"))
+    world = World.alone()
+    require_ready_nodes(ddpsafe.LaunchConfig(), world, None)
+    (line,) = caplog.messages
+    assert line.startswith("DS-PATH-006: TMPDIR=")
+    assert "\n" not in line
+    second = World(**{**_fields(world), "rank": 1, "local_rank": 1, "local_world_size": 2})
+    require_ready_nodes(ddpsafe.LaunchConfig(), second, None)
+    assert len(caplog.messages) == 1
+
+
+def _fields(world: World) -> dict[str, Any]:
+    return {name: getattr(world, name) for name in World.__dataclass_fields__}
+
+
+def test_full_preflight_of_one_node_does_the_checks_that_take_longer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Torch is asked in a process of its own."""
+    (tmp_path / "torch.py").write_text("raise ImportError('broken here')\n", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    config = ddpsafe.LaunchConfig(preflight="full")
+    with pytest.raises(ddpsafe.PreflightError, match=r"DS-VER-001: .*broken here"):
+        require_ready_host(config, nproc=1, backend="gloo")
+
+
+def test_nodes_meet_one_port_above_the_job() -> None:
+    """The job's own store may listen already."""
+    assert next_port("gpu-01:29500") == "gpu-01:29501"
+    assert next_port("2001:db8::1:29500") == "2001:db8::1:29501"
+    with pytest.raises(ddpsafe.ConfigError, match="there is none"):
+        next_port("gpu-01:65535")
+
+
+def test_unknown_area_is_refused() -> None:
+    """A typing error examines nothing and must not look like health."""
+    with pytest.raises(ddpsafe.ConfigError, match="no area NTE"):
+        doctor.run(checks={"NTE"})
+
+
+def test_report_is_json_and_knows_its_worst() -> None:
+    """What the library returns is what the command prints."""
+    began_s = time.monotonic()
+    report = doctor.run(checks={"NET"})
+    assert report.healthy
+    assert report.took_s <= time.monotonic() - began_s
+    assert len(json.loads(report.to_json())["findings"]) == len(report.findings)

@@ -1,0 +1,95 @@
+"""Processes, the terminal, the clock, and checks that do not come to their end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import scripts
+from doctor_kit import examine, lines_to_copy
+from source_tree import PACKAGE
+
+from ddpsafe import LaunchConfig
+from ddpsafe._clock import Deadline
+from ddpsafe.doctor._examination import _bounded
+from ddpsafe.doctor._finding import ok
+from ddpsafe.doctor._subject import Subject
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from ddpsafe.doctor import Finding
+
+
+def test_interpreter_that_is_gone_fails() -> None:
+    """Python embedded in another program names the wrong one."""
+    gone = "import multiprocessing as m; m.set_executable('/nowhere/python')"
+    found = examine("PROC", before=gone)
+    assert found.severity("DS-PROC-001") == "failed"
+    assert "/nowhere/python cannot be started" in found.of("DS-PROC-001")["fact"]
+
+
+def test_ssh_session_without_tmux_is_a_warning_under_nohup_too() -> None:
+    """Nohup does not keep torchrun; tmux does."""
+    session = {"SSH_CONNECTION": "10.0.0.1 50000 10.0.0.2 22", "TMUX": ""}
+    nohup = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    del session["TMUX"]
+    found = examine("PROC", before=nohup, env=session)
+    assert found.severity("DS-PROC-002") == "warning"
+    assert "tmux new -s train" in lines_to_copy(found.of("DS-PROC-002"))
+    kept = examine("PROC", before=nohup, env={**session, "TMUX": "/tmp/tmux-0/default,1,0"})
+    assert kept.severity("DS-PROC-002") == "ok"
+
+
+def test_clock_before_the_installation_is_a_warning(tmp_path: Path) -> None:
+    """A package from the future says that the clock is behind."""
+    shutil.copytree(PACKAGE, tmp_path / "ddpsafe", ignore=shutil.ignore_patterns("__pycache__"))
+    late = tmp_path / "ddpsafe" / "doctor" / "_checks" / "processes.py"
+    os.utime(late, (4e9, 4e9))
+    program = scripts.write(
+        tmp_path,
+        "script.py",
+        """
+        from ddpsafe import doctor
+        report = doctor.run(checks={"PROC"})
+        print(*(f"{each.code} {each.fact}" for each in report.warnings), sep="\\n")
+        """,
+    )
+    (line,) = scripts.Script([str(program)], folder=tmp_path).end().lines()
+    assert line.startswith("DS-PROC-003 The clock says 20")
+
+
+def test_check_that_fails_is_a_finding_and_not_the_end() -> None:
+    """A system that answers otherwise than expected costs one check."""
+    broken = "import psutil; psutil.PROCFS_PATH = '/nowhere'"
+    found = examine("NET", "LIM", before=broken)
+    assert found.severity("DS-PROC-004") == "warning"
+    assert found.severity("DS-LIM-002") == "ok"
+
+
+def test_check_that_does_not_come_back_ends_with_its_deadline() -> None:
+    """A file system that hangs holds nobody up."""
+    over = threading.Event()
+
+    def check_forever(subject: Subject, /) -> Iterator[Finding]:
+        del subject
+        yield ok("DS-LIM-002", "This came before.")
+        over.wait(60)
+
+    subject = Subject(
+        config=LaunchConfig(),
+        env={},
+        nproc=1,
+        at_launch=False,
+        deadline=Deadline.after(timedelta(seconds=0.1)),
+    )
+    try:
+        before, found = _bounded(check_forever, subject, patient=True)
+    finally:
+        over.set()
+    assert (before.severity, found.code) == ("ok", "DS-PROC-004")
+    assert "'check_forever' has not come back after" in found.fact

@@ -1,0 +1,69 @@
+"""``ddpsafe run``: a script's ranks, as torchrun would start them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import scripts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PLAIN = """
+import os, sys
+import torch, torch.distributed as dist
+from beside import SCALE
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    total = torch.ones(1) * SCALE
+    dist.all_reduce(total)
+    with open(f"said-{os.environ['RANK']}", "w") as file:
+        print(total.item(), *sys.argv[1:], os.environ["LOCAL_WORLD_SIZE"], file=file)
+    dist.destroy_process_group()
+    sys.exit(0)
+"""
+
+OURS = """
+import ddpsafe
+
+def train(ctx):
+    return ctx.reduce_mean(float(ctx.rank))
+
+if __name__ == "__main__":
+    print(ddpsafe.launch(train).values)
+"""
+
+
+def run(folder: Path, *arguments: str) -> scripts.Run:
+    """Run the command in `folder`."""
+    return scripts.Script(["-m", "ddpsafe", "run", *arguments], folder=folder).end()
+
+
+def test_plain_script_meets_its_ranks_and_sees_its_own_arguments(tmp_path: Path) -> None:
+    """It imports what lies beside it, and ``sys.exit(0)`` is a good end."""
+    scripts.write(tmp_path, "sub/train.py", PLAIN)
+    scripts.write(tmp_path, "sub/beside.py", "SCALE = 3")
+    done = run(tmp_path, "--nproc-per-node", "2", "sub/train.py", "--lr", "1", "--help")
+    assert done.code == 0, done.err
+    said = [(tmp_path / f"said-{rank}").read_text(encoding="utf-8") for rank in range(2)]
+    assert said == ["6.0 --lr 1 --help 2\n"] * 2
+
+
+def test_module_with_launch_inside_attaches(tmp_path: Path) -> None:
+    """``launch()`` in a rank starts nothing."""
+    scripts.write(tmp_path, "package/train.py", OURS)
+    done = run(tmp_path, "--nproc-per-node", "1", "-m", "package.train")
+    assert done.lines() == ["{0: 0.0}"]
+
+
+def test_exit_code_of_a_rank_is_that_of_the_command(tmp_path: Path) -> None:
+    """The rank and the line are named, and no frame of the command line hides them."""
+    source = "import sys\nsys.exit(7)\n"
+    (tmp_path / "train.py").write_text(source, encoding="utf-8")
+    kept = str(tmp_path / "kept")
+    done = run(tmp_path, "--nproc-per-node", "1", "--run-dir", kept, "train.py")
+    assert done.code == 7
+    assert "rank 0 (world_size 1) exited with code 7" in done.err
+    assert "train.py:2" in done.err
+    assert "cli.py" not in done.err

@@ -1,0 +1,250 @@
+"""torch: missing, broken, hanging, old; and GPUs that no test machine has."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+from doctor_kit import (
+    Found,
+    examine,
+    lines_to_copy,
+    needs_namespaces,
+    write_package,
+    write_pynvml,
+    write_torch,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def shadow(folder: Path, source: str) -> dict[str, str]:
+    """Write a torch.py that comes before the real one, and return the variable that does it."""
+    (folder / "torch.py").write_text(source, encoding="utf-8")
+    return {"PYTHONPATH": str(folder)}
+
+
+# A torch that cannot be imported.
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("raise ImportError('libcudart.so.12: cannot open shared object file')", "libcudart"),
+        ("import no_such_dependency", "no_such_dependency"),
+        ("import os; os.kill(os.getpid(), 11)", "signal 11"),
+        ("raise SystemExit(3)", "SystemExit"),
+    ],
+)
+def test_doctor_runs_where_torch_is_broken_and_says_so(
+    source: str, says: str, tmp_path: Path
+) -> None:
+    """Everything else is still looked at."""
+    found = examine("VER", "GPU", "LIM", env=shadow(tmp_path, source))
+    assert found.severity("DS-VER-001") == "failed"
+    assert says in found.of("DS-VER-001")["fact"]
+    assert found.severity("DS-LIM-002") == "ok"
+
+
+def test_torch_file_in_the_current_directory_is_what_a_script_would_find(tmp_path: Path) -> None:
+    """A training script named torch.py breaks every script beside it."""
+    shadow(tmp_path, "raise ImportError('this is my script')")
+    found = examine("VER", folder=tmp_path).of("DS-VER-001")
+    assert "this is my script" in found["fact"]
+    assert lines_to_copy(found) == [f"mv {tmp_path}/torch.py {tmp_path}/my_torch.py"]
+
+
+def test_import_that_hangs_is_ended_at_the_deadline(tmp_path: Path) -> None:
+    """A driver that does not answer holds nobody up, and leaves no process behind."""
+    source = "import threading; threading.Event().wait()"
+    found = examine("VER", env=shadow(tmp_path, source), timeout_s=1)
+    assert found.severity("DS-VER-001") == "warning"
+    assert "has not ended after 1 s" in found.of("DS-VER-001")["fact"]
+    assert found.report["took_s"] < 5
+
+
+def test_real_torch_is_imported_and_described() -> None:
+    """The version is that of the installed one."""
+    from importlib.metadata import version
+
+    found = examine("VER", "GPU")
+    assert found.of("DS-VER-001")["details"]["version"].startswith(version("torch").split("+")[0])
+    assert found.of("DS-VER-001")["details"]["gloo"] is True
+
+
+# Versions that do not fit; the torch is one that only says what it is.
+
+
+def other_torch(folder: Path, **facts: Any) -> dict[str, str]:
+    """Write the stand-in and return the variable that brings it."""
+    write_torch(folder, **facts)
+    return {"PYTHONPATH": str(folder)}
+
+
+def test_old_torch_fails(tmp_path: Path) -> None:
+    """Ddpsafe needs 2.6."""
+    found = examine("VER", env=other_torch(tmp_path, version="2.5.1"))
+    assert "torch 2.5.1 is older than 2.6" in found.of("DS-VER-002")["fact"]
+
+
+def test_two_packages_of_nccl_are_a_warning(tmp_path: Path) -> None:
+    """The line to copy takes both out."""
+    write_package(tmp_path, "nvidia-nccl-cu12", "2.21.5")
+    write_package(tmp_path, "nvidia-nccl-cu13", "2.27.5")
+    found = examine("VER", env=other_torch(tmp_path))
+    assert found.severity("DS-VER-003") == "warning"
+    assert "uninstall -y nvidia-nccl-cu12 nvidia-nccl-cu13" in found.of("DS-VER-003")["fix"]
+
+
+def test_torchvision_built_for_another_torch_is_a_warning(tmp_path: Path) -> None:
+    """One of the two was upgraded without the other."""
+    write_package(tmp_path, "torchvision", "0.20.0", "numpy", "torch==2.5.0")
+    found = examine("VER", env=other_torch(tmp_path, version="2.13.0+cpu"))
+    assert "built for torch 2.5.0, and torch 2.13.0" in found.of("DS-VER-004")["fact"]
+    write_package(tmp_path / "right", "torchvision", "0.28.0", "torch==2.13.0")
+    path = {"PYTHONPATH": f"{tmp_path}/right{os.pathsep}{tmp_path}"}
+    assert examine("VER", env=path).severity("DS-VER-004") == "ok"
+
+
+def test_backend_that_the_build_lacks_fails(tmp_path: Path) -> None:
+    """Builds for the CPU have no NCCL."""
+    found = examine("VER", env=other_torch(tmp_path), backend="nccl")
+    assert "was built without nccl" in found.of("DS-VER-005")["fact"]
+
+
+# GPUs, as a driver would show them.
+
+TWO_GPUS: Final = """
+mkdir -p {0} && mount -t tmpfs tmpfs {0}
+cp -a /dev/null /dev/zero /dev/urandom /dev/random {0}/
+mkdir {0}/shm && mount --bind {0} /dev
+touch /dev/nvidia0 /dev/nvidia1 /dev/nvidiactl
+"""
+
+
+def on_two_gpus(
+    folder: Path, torch: dict[str, Any], driver: dict[str, Any] | None = None, **fields: Any
+) -> Found:
+    """Examine a host whose driver has made two devices."""
+    env = other_torch(folder, **torch)
+    if driver is not None:
+        write_pynvml(folder, **driver)
+    variables = fields.pop("env", {})
+    host = TWO_GPUS.format(folder / "dev")
+    return examine("VER", "GPU", host=host, env={**env, **variables}, **fields)
+
+
+@needs_namespaces
+def test_gpus_that_torch_does_not_see_are_a_warning_and_a_failure_where_asked_for(
+    tmp_path: Path,
+) -> None:
+    """A build without CUDA trains on the CPU, unless GPUs were meant."""
+    found = on_two_gpus(tmp_path / "a", {})
+    assert found.severity("DS-GPU-001") == "warning"
+    assert (
+        "this machine has 2: torch 2.13.0 is built without CUDA" in found.of("DS-GPU-001")["fact"]
+    )
+    meant = on_two_gpus(tmp_path / "b", {}, nproc_per_node="gpu")
+    assert "pip install" in meant.of("DS-GPU-001")["fix"]
+    assert meant.severity("DS-GPU-001") == "failed"
+
+
+@needs_namespaces
+@pytest.mark.parametrize("text", ["0,7", "0,0", "0, x"])
+def test_visible_devices_that_do_not_exist_fail(text: str, tmp_path: Path) -> None:
+    """CUDA drops them without a word; the copied line names one that exists."""
+    found = on_two_gpus(tmp_path, {"cuda": "12.8"}, env={"CUDA_VISIBLE_DEVICES": text})
+    assert found.severity("DS-GPU-002") == "failed"
+    assert lines_to_copy(found.of("DS-GPU-002")) == ["export CUDA_VISIBLE_DEVICES=0"]
+
+
+def test_more_ranks_than_gpus_fail_with_nccl(tmp_path: Path) -> None:
+    """Nccl refuses two ranks on one GPU."""
+    env = other_torch(tmp_path, cuda="12.8", count=1, capability=[9, 0])
+    found = examine("GPU", env=env, nproc_per_node=2, backend="nccl")
+    assert "2 ranks with nccl need 2 GPUs" in found.of("DS-GPU-003")["fact"]
+
+
+def test_kernel_that_fails_is_named_with_its_gpu(tmp_path: Path) -> None:
+    """So is a copy between two of them, in DS-GPU-011; NCCL is another stage, DS-GPU-010."""
+    facts = {
+        "cuda": "12.8",
+        "count": 2,
+        "capability": [9, 0],
+        "kernel": "CUDA error: uncorrectable",
+    }
+    found = examine("GPU", env=other_torch(tmp_path, **facts))
+    assert (
+        "GPU 0: running a kernel fails: RuntimeError: CUDA error" in found.of("DS-GPU-009")["fact"]
+    )
+    assert found.severity("DS-GPU-011") == "failed"
+
+
+def test_memory_in_use_is_seen_without_the_drivers_library(tmp_path: Path) -> None:
+    """Torch knows how much, not who."""
+    facts = {"cuda": "12.8", "count": 1, "capability": [9, 0], "kernel": "works"}
+    found = examine("GPU", env=other_torch(tmp_path, **facts))
+    assert found.severity("DS-GPU-009") == "ok"
+    assert "69.0 of 80.0 GiB are in use already" in found.of("DS-GPU-006")["fact"]
+
+
+def test_kernel_that_hangs_is_ended_at_the_deadline(tmp_path: Path) -> None:
+    """A GPU that does not answer holds nobody up; what was said before it counts."""
+    facts = {"cuda": "12.8", "count": 1, "capability": [9, 0], "kernel": "hangs"}
+    found = examine("GPU", env=other_torch(tmp_path, **facts), timeout_s=2)
+    assert found.severity("DS-GPU-001") == "ok"
+    assert "running a kernel has not ended after 2 s" in found.of("DS-GPU-009")["fact"]
+    assert found.report["took_s"] < 6
+
+
+def test_gpu_that_torch_was_not_compiled_for_fails(tmp_path: Path) -> None:
+    """``no kernel image is available`` comes before the first step."""
+    old = {"cuda": "12.4", "count": 1, "capability": [12, 0], "arch_list": ["sm_80", "sm_90"]}
+    ptx = {**old, "arch_list": ["sm_80", "compute_90"]}
+    found = examine("GPU", env=other_torch(tmp_path / "a", **old))
+    assert "is sm_120, and torch was compiled for sm_80, sm_90" in found.of("DS-GPU-012")["fact"]
+    found = examine("GPU", env=other_torch(tmp_path / "b", **ptx))
+    assert found.severity("DS-GPU-012") == "ok"
+
+
+@needs_namespaces
+def test_driver_that_cannot_be_asked_is_a_warning_without_its_library(tmp_path: Path) -> None:
+    """Without nvidia-ml-py nothing of DS-GPU-004 to DS-GPU-008 is known."""
+    found = on_two_gpus(tmp_path, {"cuda": "12.8"}, {"missing": True})
+    assert found.severity("DS-GPU-013") == "warning"
+    broken = on_two_gpus(tmp_path / "b", {"cuda": "12.8"}, {"error": "Driver/library mismatch"})
+    assert broken.severity("DS-GPU-013") == "failed"
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("driver", "code", "severity", "says"),
+    [
+        ({"cuda": 12080}, "DS-GPU-004", "ok", "can do CUDA 12.8; torch needs 12.9"),
+        ({"cuda": 11040}, "DS-GPU-004", "failed", "torch was built for CUDA 12.9"),
+        ({"mode": 2}, "DS-GPU-005", "failed", "no process may compute"),
+        ({"mode": 3, "pids": [1]}, "DS-GPU-005", "failed", "process 1 has it"),
+        ({"used": 5 << 30, "pids": [1]}, "DS-GPU-006", "warning", "5.0 of 80.0 GiB are in use"),
+        ({"errors": 3}, "DS-GPU-007", "failed", "3 memory errors"),
+        ({"remapped": [0, 0, 1, 0]}, "DS-GPU-007", "failed", "waits to be remapped"),
+        ({"linked": False}, "DS-GPU-008", "warning", "GPUs 0 and 1 do not reach"),
+    ],
+)
+def test_what_the_driver_says_is_judged(
+    driver: dict[str, Any], code: str, severity: str, says: str, tmp_path: Path
+) -> None:
+    """A driver library that says so stands for GPUs which no test machine has."""
+    found = on_two_gpus(tmp_path, {"cuda": "12.9"}, driver)
+    assert (found.severity(code), says in found.of(code)["fact"]) == (severity, True), found.of(
+        code
+    )
+
+
+@needs_namespaces
+def test_healthy_driver_raises_no_alarm(tmp_path: Path) -> None:
+    """Two GPUs that are well are well in every respect."""
+    found = on_two_gpus(tmp_path, {"cuda": "12.9", "count": 2, "capability": [9, 0]}, {})
+    codes = {line.split()[1].rstrip(":") for line in found.problems()}
+    assert codes <= {"DS-GPU-009", "DS-GPU-011"}  # the stand-in for torch computes nothing
