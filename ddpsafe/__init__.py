@@ -51,6 +51,9 @@ if TYPE_CHECKING:
         LaunchTimeoutError as LaunchTimeoutError,
     )
     from ddpsafe._errors import (
+        PreemptedError as PreemptedError,
+    )
+    from ddpsafe._errors import (
         PreflightError as PreflightError,
     )
     from ddpsafe._errors import (
@@ -149,6 +152,7 @@ _HOMES: Final = {
         "DDPSafeError",
         "LaunchError",
         "LaunchTimeoutError",
+        "PreemptedError",
         "PreflightError",
         "ProgressTimeoutError",
         "RankExitedError",

@@ -92,10 +92,12 @@ class Returned:
     Attributes:
         payload: The pickled value.
         position: Where the rank was by then.
+        stop_calls: How often it had called `stop_requested`.
     """
 
     payload: bytes
     position: Position
+    stop_calls: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +166,36 @@ class HeedsStop:
     """The user's function has called `stop_requested`, so asking it to stop has a point."""
 
 
-Message = Entered | Position | Returned | Raised | Recovered | HeedsStop
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedToStop:
+    """The rank itself has been sent a signal that asks it to stop."""
+
+    signal_name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopPromise:
+    """The rank answers no call of `stop_requested` from that number on before it knows more."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stops:
+    """A call of `stop_requested` has been answered with yes."""
+
+
+Message = (
+    Entered
+    | Position
+    | Returned
+    | Raised
+    | Recovered
+    | HeedsStop
+    | AskedToStop
+    | StopPromise
+    | Stops
+)
 
 
 def where_of(tb: TracebackType | None) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from ddpsafe._bounded import BoundedCall
 from ddpsafe._clock import Deadline
+from ddpsafe._errors import PreemptedError, explain
 from ddpsafe._worker import process_group as groups
-from ddpsafe._worker import session
+from ddpsafe._worker import session, stopping
 from ddpsafe._worker.current import enter, find_current
 from ddpsafe._worker.joining import (
     adopt_group,
@@ -68,10 +71,12 @@ def process_group(
     except BaseException:
         # No barrier and no destroy on a failing path: the peers would wait for each other.
         if opened:
-            _forget(member)
+            _abandon(member)
         raise
     _close(member, opened=opened)
 
+
+_ABANDON_S: Final = 2.0
 
 _opened: RankContext | None = None
 _handled_at_setup: BaseException | None = None
@@ -127,9 +132,14 @@ def cleanup() -> None:
 
 def _abandon(member: RankContext) -> None:
     """Leave on a failing path; ranks that are at the end already need not wait for this one."""
-    if member.control is not None:
-        with contextlib.suppress(RuntimeError):  # the store went with rank 0
-            member.control.arrive("leave")
+    stop = _own_stopping()
+    if stop is not None:
+        stop.leave()
+        stop.signals.close()
+    control = member.control
+    if control is not None:
+        # Bounded: the host of the store may be gone, and its client would wait for it.
+        BoundedCall(lambda: control.arrive("leave"), name="ddpsafe-leave").wait(_ABANDON_S)
     _forget(member)
 
 
@@ -174,14 +184,44 @@ def current() -> RankContext:
 
 
 def _close(member: RankContext, *, opened: bool) -> None:
-    if opened:
-        deadline = Deadline.after(member.barrier_timeout)
-        missing = groups.close_group(member.control, deadline=deadline)
-        if missing:
-            raise member.barrier_timeout_error("the end of the process group", missing, deadline)
-        _forget(member)
+    if not opened:
+        return
+    deadline = Deadline.after(member.barrier_timeout)
+    stop = _own_stopping()
+    if stop is not None:
+        stop.leave()
+    missing = groups.close_group(member.control, deadline=deadline)
+    if missing:
+        raise member.barrier_timeout_error("the end of the process group", missing, deadline)
+    _forget(member)
+    if stop is not None:
+        stop.close()
+
+
+def has_stopped() -> bool:
+    """Tell whether this rank's last group was asked to stop, and it has seen it."""
+    stop = stopping.find_current()
+    return stop is not None and stop.answered
+
+
+def stopped_error(member: RankContext, value: object) -> PreemptedError:
+    """Word the end of `launch` in a rank of another launcher that was asked to stop."""
+    what = (
+        f"{member.world} stopped because the job was asked to, and returned, "
+        f"on {socket.gethostname()}, attempt {member.attempt}."
+    )
+    cause = "a scheduler takes the machine back (preemption, time limit, drained node)."
+    fix = "start the same command again; exit code 75 tells a scheduler to do so."
+    return PreemptedError(
+        explain(what, cause=cause, fix=fix), values={member.rank: value}, attempt=member.attempt
+    )
 
 
 def _forget(member: RankContext) -> None:
     if session.find_spec() is None and find_current() is member:
         enter(None)
+
+
+def _own_stopping() -> stopping.Stopping | None:
+    """Return this rank's part in stopping, where no launcher of ours has one too."""
+    return stopping.find_current() if session.find_spec() is None else None

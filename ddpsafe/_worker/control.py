@@ -29,6 +29,9 @@ _WELL: Final = "well"
 class Control:
     """One rank's line to the others through the store.
 
+    Attributes:
+        store: The connection, for keys of others than `Control`.
+
     Args:
         store: A store connection of its own: one client serialises its calls, so a long wait
             here must not block the process group's.
@@ -41,7 +44,7 @@ class Control:
         self, store: Store, *, rank: int, world_size: int, served_by_rank_zero: bool = False
     ) -> None:
         """Keep the connection."""
-        self._store = store
+        self.store = store
         self._rank = rank
         self._world_size = world_size
         self._served_by_rank_zero = served_by_rank_zero
@@ -73,26 +76,26 @@ class Control:
     def arrive(self, name: str) -> str:
         """Come to a meeting without waiting for the others; return its name in the store."""
         meeting = self._turn(name)
-        self._store.set(f"{meeting}/{self._rank}", "here")
-        if self._store.add(f"{meeting}/count", 1) == self._world_size:
+        self.store.set(f"{meeting}/{self._rank}", "here")
+        if self.store.add(f"{meeting}/count", 1) == self._world_size:
             # Whoever gave up before has the last word: all ranks must read the same.
-            self._store.compare_set(f"{meeting}/missing", "", "[]")
+            self.store.compare_set(f"{meeting}/missing", "", "[]")
         return meeting
 
     def _await_all(self, meeting: str, deadline: Deadline) -> list[int]:
         """Wait for the list of missing ranks, which the last to come or to give up writes."""
         if not self.wait_for(f"{meeting}/missing", deadline=deadline):
             missing = [rank for rank in range(self._world_size) if not self._came(meeting, rank)]
-            self._store.compare_set(f"{meeting}/missing", "", json.dumps(missing))
-        known: list[int] = json.loads(self._store.get(f"{meeting}/missing"))
+            self.store.compare_set(f"{meeting}/missing", "", json.dumps(missing))
+        known: list[int] = json.loads(self.store.get(f"{meeting}/missing"))
         return known
 
     def _came(self, meeting: str, rank: int) -> bool:
-        return bool(self._store.check([f"{meeting}/{rank}"]))
+        return bool(self.store.check([f"{meeting}/{rank}"]))
 
     def _part(self, meeting: str) -> None:
         """Let everyone who came read how it ended before the store goes with rank 0."""
-        self._store.set(f"{meeting}/seen/{self._rank}", "yes")
+        self.store.set(f"{meeting}/seen/{self._rank}", "yes")
         self._stay_for(
             meeting, (rank for rank in range(self._world_size) if self._came(meeting, rank))
         )
@@ -107,7 +110,7 @@ class Control:
     def publish(self, name: str, failure: str | None) -> None:
         """Tell the others how the step of that name ended here."""
         step = self._turn(name)
-        self._store.set(step, _WELL if failure is None else _FAILED + failure)
+        self.store.set(step, _WELL if failure is None else _FAILED + failure)
         if failure is not None:
             self._stay_for(step, range(1, self._world_size))
 
@@ -120,8 +123,8 @@ class Control:
         key = self._turn(name)
         if not self.wait_for(key, deadline=deadline):
             return False, None
-        text = self._store.get(key).decode()
-        self._store.set(f"{key}/seen/{self._rank}", "yes")
+        text = self.store.get(key).decode()
+        self.store.set(f"{key}/seen/{self._rank}", "yes")
         return True, text.removeprefix(_FAILED) if text.startswith(_FAILED) else None
 
     def wait_for(self, key: str, *, deadline: Deadline) -> bool:
@@ -139,7 +142,7 @@ class Control:
 
     def is_set(self, key: str) -> bool:
         """Look at a key without waiting."""
-        return bool(self._store.check([key]))
+        return bool(self.store.check([key]))
 
     def _turn(self, name: str) -> str:
         turn = self._turns.get(name, 0)

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import ConfigError, explain
-from ddpsafe._worker import environment, meeting, process_group, session, torch_hooks
+from ddpsafe._worker import environment, meeting, process_group, session, stopping, torch_hooks
 from ddpsafe._worker.context import RankContext
 from ddpsafe._worker.control import Control
 from ddpsafe._worker.current import enter
 from ddpsafe._worker.endpoint import find_endpoint
+from ddpsafe._worker.stop_board import StopBoard
+from ddpsafe._worker.stop_calls import StopCalls
 from ddpsafe._world import World, find_world, loopback_interfaces
 
 if TYPE_CHECKING:
@@ -146,7 +148,17 @@ def _remember(
 ) -> RankContext:
     member = describe(world, device, backend, control, config=config)
     enter(member)
+    stopping.enter(_stopping_of(member))
     return member
+
+
+def _stopping_of(member: RankContext) -> stopping.Stopping:
+    calls = StopCalls()
+    control = member.control
+    if control is None:
+        return stopping.Stopping(calls, stopping.Nobody(calls))
+    board = StopBoard(control.store, rank=member.rank, world_size=member.world_size, calls=calls)
+    return stopping.Stopping(calls, board, limit=member.barrier_timeout)
 
 
 def describe(
