@@ -2,16 +2,51 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import threading
 import time
-from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import scripts
 
 import ddpsafe
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from ddpsafe import RankContext
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Signals to a launcher.
+
+    Attributes:
+        program: What its ranks do.
+        signals: What the launcher is sent once all ranks are ready.
+        ranks: How many there are.
+        also_ranks: Whether each rank is sent the same, before it and after it.
+    """
+
+    program: Callable[..., object]
+    signals: list[signal.Signals]
+    ranks: int = 2
+    also_ranks: bool = False
+
+    def send(self, folder: Path) -> None:
+        """Wait for the ranks, and send the signals to this process."""
+        ready = [folder / f"ready-{rank}" for rank in range(self.ranks)]
+        scripts.wait_until(lambda: all(path.exists() for path in ready), within_s=60)
+        pids = [int(path.read_text()) for path in ready] if self.also_ranks else []
+        (folder / "sent").write_text(str(time.monotonic()))
+        for signum in self.signals:
+            for pid in (*pids, os.getpid(), *pids):
+                os.kill(pid, signum)
+            time.sleep(0.05)
 
 
 def train_until_asked(ctx: RankContext, folder: Path, *, pace_s: float = 0.005) -> int:
@@ -32,22 +67,24 @@ def train_in_step(ctx: RankContext, folder: Path) -> int:
     while not ctx.stop_requested():
         step = round(ctx.reduce_mean(float(step + 1)))
         if step == 3:
-            (folder / f"ready-{ctx.rank}").touch()
+            (folder / f"ready-{ctx.rank}").write_text(str(os.getpid()))
     (folder / f"saved-{ctx.rank}").write_text(str(step))
     return step
 
 
-def finish_early(ctx: RankContext, folder: Path, steps: int) -> int:
-    """Train a number of steps at very different speeds; the request comes when rank 0 is done."""
-    for step in range(steps):
+def finish_early(ctx: RankContext, folder: Path) -> int:
+    """Make 40 steps at very different speeds; the request comes when rank 0 has made them all."""
+    for step in range(40):
         if ctx.stop_requested():
             return step
-        if ctx.rank == 1 and step == steps // 2:
-            (folder / "ready-0").touch()
+        if ctx.rank == 1 and step == 20:
+            scripts.wait_until((folder / "ready-0").exists)
             (folder / "ready-1").touch()
-            time.sleep(1.0)
-        time.sleep(0.002 * ctx.rank)
-    return steps
+            scripts.wait_until((folder / "sent").exists)
+            time.sleep(0.5)
+    if ctx.is_main:
+        (folder / "ready-0").touch()
+    return 40
 
 
 def never_ask(ctx: RankContext, folder: Path) -> None:
@@ -73,20 +110,15 @@ def fail_to_save(ctx: RankContext, folder: Path) -> None:
     ctx.barrier("saved")
 
 
-def ask_all_and_stop_ranks(ctx: RankContext, folder: Path) -> int:
-    """Be told with the whole control group, as systemd and ``scancel --full`` do it."""
-    step = train_in_step(ctx, folder)
-    return step
-
-
 def wait_in_gloo(ctx: RankContext, folder: Path) -> None:
-    """Ask once; then rank 1 fails while rank 0 is in a collective with it."""
+    """Ask once; then rank 1 dies while rank 0 is in C++, in a collective, and rank 2 in Python."""
     ctx.stop_requested()
     (folder / f"ready-{ctx.rank}").touch()
     if ctx.rank == 1:
         time.sleep(0.5)
+        (folder / "fault").write_text(str(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(600)
+    time.sleep(600) if ctx.rank == 2 else ctx.reduce_mean(1.0)
 
 
 def try_again(ctx: RankContext, folder: Path) -> str:
@@ -101,7 +133,45 @@ def try_again(ctx: RankContext, folder: Path) -> str:
     return f"finished attempt {ctx.attempt}"
 
 
-def main(folder: str) -> None:
-    """Be the function of a rank that somebody else has started."""
-    with ddpsafe.process_group() as ctx:
-        train_in_step(ctx, Path(folder))
+SCENARIOS: Final[dict[str, Scenario]] = {
+    "order and echo": Scenario(train_until_asked, [signal.SIGTERM, signal.SIGTERM], ranks=4),
+    "warning and order": Scenario(train_until_asked, [signal.SIGUSR1, signal.SIGTERM], ranks=4),
+    "warning": Scenario(train_until_asked, [signal.SIGUSR1], ranks=4),
+    "everybody": Scenario(train_in_step, [signal.SIGTERM], also_ranks=True),
+    "overdue": Scenario(ask_and_go_on, [signal.SIGTERM]),
+    "full disk": Scenario(fail_to_save, [signal.SIGTERM]),
+    "too late": Scenario(finish_early, [signal.SIGUSR1]),
+    "impatience": Scenario(ask_and_go_on, [signal.SIGTERM, signal.SIGINT]),
+}
+"""What the launcher is sent while ranks train. None of it ends the process that launches."""
+
+
+def run_scenarios(folder: Path) -> None:
+    """Be a script that launches one scenario after the other, and writes down what became of each.
+
+    One process for all of them: its fork server has torch loaded after the first.
+    """
+    policy = ddpsafe.RetryPolicy(on={"preempted", OSError})
+    for name, scenario in SCENARIOS.items():
+        place = folder / name
+        place.mkdir()
+        sender = threading.Thread(target=scenario.send, args=[place])
+        sender.start()
+        found: dict[str, object] = {}
+        try:
+            found["values"] = ddpsafe.launch(
+                scenario.program,
+                (place,),
+                nproc_per_node=scenario.ranks,
+                backend="gloo",
+                start_method="forkserver",
+                timeouts={"stop": 1 if name == "overdue" else 60},
+                retry=policy,
+            ).values
+        except (ddpsafe.LaunchError, KeyboardInterrupt) as error:
+            found |= {"error": type(error).__name__, "text": str(error)}
+            found |= {"kind": getattr(error, "kind", ""), "attempt": getattr(error, "attempt", 0)}
+        sender.join()
+        sent = float((place / "sent").read_text())
+        found["took_s"] = time.monotonic() - sent
+        (place / "found.json").write_text(json.dumps(found))

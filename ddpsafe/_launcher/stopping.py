@@ -51,6 +51,9 @@ class StopRequest:
             return True
         if self.deadline is None:
             if not any(worker.heeds_stop for worker in self._workers):
+                logger.warning(
+                    "%s: no rank has called stop_requested(), so all are ended", self.source()
+                )
                 return True
             self._begin()
         if not self._is_agreed:
