@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import psutil
 import scripts
 
 import ddpsafe
@@ -29,19 +31,21 @@ class Scenario:
         program: What its ranks do.
         signals: What the launcher is sent once all ranks are ready.
         ranks: How many there are.
-        also_ranks: Whether each rank is sent the same, before it and after it.
+        also_all: Whether all processes below the launcher are sent the same, before it and after
+            it: ranks, fork server, and every helper.
     """
 
     program: Callable[..., object]
     signals: list[signal.Signals]
     ranks: int = 2
-    also_ranks: bool = False
+    also_all: bool = False
 
     def send(self, folder: Path) -> None:
         """Wait for the ranks, and send the signals to this process."""
         ready = [folder / f"ready-{rank}" for rank in range(self.ranks)]
         scripts.wait_until(lambda: all(path.exists() for path in ready), within_s=60)
-        pids = [int(path.read_text()) for path in ready] if self.also_ranks else []
+        everybody = psutil.Process().children(recursive=True) if self.also_all else []
+        pids = [process.pid for process in everybody]
         (folder / "sent").write_text(str(time.monotonic()))
         for signum in self.signals:
             for pid in (*pids, os.getpid(), *pids):
@@ -67,7 +71,7 @@ def train_in_step(ctx: RankContext, folder: Path) -> int:
     while not ctx.stop_requested():
         step = round(ctx.reduce_mean(float(step + 1)))
         if step == 3:
-            (folder / f"ready-{ctx.rank}").write_text(str(os.getpid()))
+            (folder / f"ready-{ctx.rank}").touch()
     (folder / f"saved-{ctx.rank}").write_text(str(step))
     return step
 
@@ -137,7 +141,8 @@ SCENARIOS: Final[dict[str, Scenario]] = {
     "order and echo": Scenario(train_until_asked, [signal.SIGTERM, signal.SIGTERM], ranks=4),
     "warning and order": Scenario(train_until_asked, [signal.SIGUSR1, signal.SIGTERM], ranks=4),
     "warning": Scenario(train_until_asked, [signal.SIGUSR1], ranks=4),
-    "everybody": Scenario(train_in_step, [signal.SIGTERM], also_ranks=True),
+    "everybody": Scenario(train_in_step, [signal.SIGTERM], also_all=True),
+    "everybody warned": Scenario(train_in_step, [signal.SIGUSR1], also_all=True),
     "overdue": Scenario(ask_and_go_on, [signal.SIGTERM]),
     "full disk": Scenario(fail_to_save, [signal.SIGTERM]),
     "too late": Scenario(finish_early, [signal.SIGUSR1]),
@@ -175,3 +180,44 @@ def run_scenarios(folder: Path) -> None:
         sent = float((place / "sent").read_text())
         found["took_s"] = time.monotonic() - sent
         (place / "found.json").write_text(json.dumps(found))
+
+
+def train_and_resume(ctx: RankContext, folder: Path, steps: int) -> None:
+    """Train so many steps in all, over as many starts as it takes; wait for a request in the first.
+
+    The parameter is a running sum that depends on the order of all steps since the very first.
+    """
+    import torch
+
+    path = folder / "checkpoint.pt"
+    state = {"step": 0, "parameter": torch.zeros((), dtype=torch.float64)}
+    if path.exists():
+        state = torch.load(path, weights_only=True)
+    first = int(state["step"])
+    for step in itertools.count(first):
+        if step == 3:
+            (folder / f"ready-{ctx.rank}").touch()
+        if ctx.stop_requested():
+            break
+        if step >= steps and first > 0:
+            break
+        state["parameter"] = ctx.reduce_mean(state["parameter"] * 0.75 + step + ctx.rank)
+        state["step"] = step + 1
+    if ctx.is_main:
+        torch.save(state, folder / "checkpoint.new")
+        (folder / "checkpoint.new").replace(path)
+    ctx.barrier("saved")
+    restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+    found = {"first": first, "last": int(state["step"]), "parameter": state["parameter"].item()}
+    (folder / f"run-{restarts}-{ctx.rank}.json").write_text(json.dumps(found))
+
+
+def lose_a_rank(ctx: RankContext, folder: Path) -> None:
+    """Lose rank 3 of four while rank 1 waits for it at a barrier, 2 and 0 in a collective."""
+    ctx.reduce_mean(1.0)
+    (folder / f"ready-{ctx.rank}").touch()
+    if ctx.rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if ctx.rank == 1:
+        ctx.barrier("all have evaluated")
+    ctx.reduce_mean(1.0)

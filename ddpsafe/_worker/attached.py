@@ -6,11 +6,13 @@ import contextlib
 import os
 import socket
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._bounded import BoundedCall
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import PreemptedError, explain
+from ddpsafe._wire.outcome import clip, text_of
 from ddpsafe._worker import process_group as groups
 from ddpsafe._worker import session, stopping
 from ddpsafe._worker.current import enter, find_current
@@ -31,11 +33,19 @@ if TYPE_CHECKING:
 
     from ddpsafe._config import AttachedFields, LaunchConfig
     from ddpsafe._worker.context import RankContext
+    from ddpsafe._worker.control import Control
 
 
 def is_rank(env: Mapping[str, str]) -> bool:
-    """Tell whether some launcher, ours included, has started this process as a rank."""
-    return session.find_spec() is not None or find_world(env) is not None
+    """Tell whether some launcher, ours included, has started this process as a rank.
+
+    A Slurm step of a single task is none: ``srun python train.py`` only runs a program on a node of
+    the allocation, where it may start ranks of its own.
+    """
+    if session.find_spec() is not None:
+        return True
+    world = find_world(env)
+    return world is not None and (world.started_by, world.world_size) != ("slurm", 1)
 
 
 @contextlib.contextmanager
@@ -68,15 +78,16 @@ def process_group(
     member, opened = _enter(None, None, backend, config, fields)
     try:
         yield member
-    except BaseException:
+    except BaseException as exc:
         # No barrier and no destroy on a failing path: the peers would wait for each other.
         if opened:
-            _abandon(member)
+            _abandon(member, exc)
         raise
     _close(member, opened=opened)
 
 
 _ABANDON_S: Final = 2.0
+_MAX_REASON: Final = 300
 
 _opened: RankContext | None = None
 _handled_at_setup: BaseException | None = None
@@ -127,11 +138,11 @@ def cleanup() -> None:
     if exc is None or exc is _handled_at_setup:
         _close(member, opened=True)
     else:
-        _abandon(member)
+        _abandon(member, exc)
 
 
-def _abandon(member: RankContext) -> None:
-    """Leave on a failing path; ranks that are at the end already need not wait for this one."""
+def _abandon(member: RankContext, exc: BaseException) -> None:
+    """Leave on a failing path, so that nobody waits for this rank: not at the end, not before."""
     stop = _own_stopping()
     if stop is not None:
         stop.leave()
@@ -139,8 +150,15 @@ def _abandon(member: RankContext) -> None:
     control = member.control
     if control is not None:
         # Bounded: the host of the store may be gone, and its client would wait for it.
-        BoundedCall(lambda: control.arrive("leave"), name="ddpsafe-leave").wait(_ABANDON_S)
+        leaving = partial(_say_goodbye, control, f"{type(exc).__name__}: {text_of(exc)}")
+        BoundedCall(leaving, name="ddpsafe-leave").wait(_ABANDON_S)
     _forget(member)
+
+
+def _say_goodbye(control: Control, reason: str) -> None:
+    control.arrive("leave")
+    if session.find_spec() is None:  # else the launcher knows, and tells the cause by itself
+        control.depart(clip(reason, _MAX_REASON))
 
 
 def _enter(

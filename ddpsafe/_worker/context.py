@@ -155,7 +155,8 @@ class RankContext:
             f"{self.world} waited {waited_s:.1f} s at the barrier {label!r} "
             f"in attempt {self.attempt}: rank {names} did not come."
         )
-        cause = f"rank {names} is slower, hangs, or took another branch of the script."
+        departure = None if self.control is None else self.control.departure()
+        cause = departure or f"rank {names} is slower, hangs, or took another branch of the script."
         fix = "let every rank call the same barriers in the same order, or raise timeouts.barrier."
         return BarrierTimeoutError(
             explain(what, cause=cause, fix=fix),

@@ -24,6 +24,7 @@ _LONGEST_PAUSE_S: Final = 0.1
 _LINGER: Final = timedelta(seconds=2)
 _FAILED: Final = "failed "
 _WELL: Final = "well"
+_DEPARTED: Final = "control/departed"
 
 
 class Control:
@@ -82,9 +83,25 @@ class Control:
             self.store.compare_set(f"{meeting}/missing", "", "[]")
         return meeting
 
+    def depart(self, reason: str) -> None:
+        """Tell whoever waits for this rank, now or later, that it has failed and will not come."""
+        self.store.compare_set(_DEPARTED, "", f"rank {self._rank} has failed: {reason}")
+
+    def departure(self) -> str | None:
+        """Return what the first rank that failed has said, if one has."""
+        try:
+            return self.store.get(_DEPARTED).decode() if self.is_set(_DEPARTED) else None
+        except RuntimeError:  # the store went with rank 0
+            return None
+
     def _await_all(self, meeting: str, deadline: Deadline) -> list[int]:
-        """Wait for the list of missing ranks, which the last to come or to give up writes."""
-        if not self.wait_for(f"{meeting}/missing", deadline=deadline):
+        """Wait for the list of missing ranks, which the last to come or to give up writes.
+
+        A rank that has failed never comes, so nobody waits for the others after it has said so.
+        """
+        if not self.wait_for(f"{meeting}/missing", _DEPARTED, deadline=deadline) or not self.is_set(
+            f"{meeting}/missing"
+        ):
             missing = [rank for rank in range(self._world_size) if not self._came(meeting, rank)]
             self.store.compare_set(f"{meeting}/missing", "", json.dumps(missing))
         known: list[int] = json.loads(self.store.get(f"{meeting}/missing"))
@@ -127,14 +144,14 @@ class Control:
         self.store.set(f"{key}/seen/{self._rank}", "yes")
         return True, text.removeprefix(_FAILED) if text.startswith(_FAILED) else None
 
-    def wait_for(self, key: str, *, deadline: Deadline) -> bool:
-        """Wait until a key is set; tell whether it was before the deadline.
+    def wait_for(self, *keys: str, deadline: Deadline) -> bool:
+        """Wait until one of the keys is set; tell whether it was before the deadline.
 
         It looks again and again with growing pauses: torch's own wait handles no Ctrl-C and writes
         warnings to stderr whenever a slice of it ends.
         """
         pauses = _pauses()
-        while not self.is_set(key):
+        while not any(map(self.is_set, keys)):
             if deadline.expired():
                 return False
             time.sleep(min(next(pauses), deadline.remaining_s()))

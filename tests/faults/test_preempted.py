@@ -68,11 +68,15 @@ def test_ranks_at_different_calls_stop_at_the_same_one(
     require_in_time(found["took_s"], CRASH_S, found["text"])
 
 
-def test_signals_to_launcher_and_all_ranks_are_one_request(
-    outcomes: dict[str, dict[str, Any]],
+@pytest.mark.parametrize("name", ["everybody", "everybody warned"])
+def test_signals_to_all_processes_of_a_job_are_one_request(
+    outcomes: dict[str, dict[str, Any]], name: str
 ) -> None:
-    """Systemd and ``scancel --full`` signal every process: it is one request, and ranks live on."""
-    found = outcomes["everybody"]
+    """Systemd and ``scancel --full`` signal every process, Slurm the group of each task.
+
+    It is one request; neither the ranks nor the server that forked them die of it.
+    """
+    found = outcomes[name]
     assert found["error"] == "PreemptedError", found["text"]
     assert len(found["saved"]) == 2
     assert len(set(found["saved"])) == 1
