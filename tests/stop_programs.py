@@ -183,7 +183,7 @@ def run_scenarios(folder: Path) -> None:
 
 
 def train_and_resume(ctx: RankContext, folder: Path, steps: int) -> None:
-    """Train so many steps in all, over as many starts as it takes; wait for a request in the first.
+    """Train until asked to stop; started again, go on from there and make so many steps more.
 
     The parameter is a running sum that depends on the order of all steps since the very first.
     """
@@ -199,7 +199,7 @@ def train_and_resume(ctx: RankContext, folder: Path, steps: int) -> None:
             (folder / f"ready-{ctx.rank}").touch()
         if ctx.stop_requested():
             break
-        if step >= steps and first > 0:
+        if first > 0 and step >= first + steps:
             break
         state["parameter"] = ctx.reduce_mean(state["parameter"] * 0.75 + step + ctx.rank)
         state["step"] = step + 1

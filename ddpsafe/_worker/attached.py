@@ -13,8 +13,8 @@ from ddpsafe._bounded import BoundedCall
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import PreemptedError, explain
 from ddpsafe._wire.outcome import clip, text_of
+from ddpsafe._worker import environment, session, stopping
 from ddpsafe._worker import process_group as groups
-from ddpsafe._worker import session, stopping
 from ddpsafe._worker.current import enter, find_current
 from ddpsafe._worker.joining import (
     adopt_group,
@@ -238,6 +238,7 @@ def stopped_error(member: RankContext, value: object) -> PreemptedError:
 def _forget(member: RankContext) -> None:
     if session.find_spec() is None and find_current() is member:
         enter(None)
+        environment.give_back()
 
 
 def _own_stopping() -> stopping.Stopping | None:

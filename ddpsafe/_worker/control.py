@@ -64,7 +64,9 @@ class Control:
         """
         try:
             meeting = self.arrive(name)
-            missing = self._await_all(meeting, deadline)
+            # Failed ranks have come to the last meeting too: the others may work to their ends.
+            doors = [f"{meeting}/missing"] if is_last else [f"{meeting}/missing", _DEPARTED]
+            missing = self._await_all(meeting, doors, deadline)
             if missing or is_last:
                 self._part(meeting)
         except RuntimeError:
@@ -94,17 +96,20 @@ class Control:
         except RuntimeError:  # the store went with rank 0
             return None
 
-    def _await_all(self, meeting: str, deadline: Deadline) -> list[int]:
+    def _await_all(self, meeting: str, doors: list[str], deadline: Deadline) -> list[int]:
         """Wait for the list of missing ranks, which the last to come or to give up writes.
 
-        A rank that has failed never comes, so nobody waits for the others after it has said so.
+        Args:
+            meeting: The meeting.
+            doors: Keys one of which ends the wait: the list, or that a rank has failed, which
+                then never comes.
+            deadline: When to give up.
         """
-        if not self.wait_for(f"{meeting}/missing", _DEPARTED, deadline=deadline) or not self.is_set(
-            f"{meeting}/missing"
-        ):
+        self.wait_for(*doors, deadline=deadline)
+        if not self.is_set(doors[0]):
             missing = [rank for rank in range(self._world_size) if not self._came(meeting, rank)]
-            self.store.compare_set(f"{meeting}/missing", "", json.dumps(missing))
-        known: list[int] = json.loads(self.store.get(f"{meeting}/missing"))
+            self.store.compare_set(doors[0], "", json.dumps(missing))
+        known: list[int] = json.loads(self.store.get(doors[0]))
         return known
 
     def _came(self, meeting: str, rank: int) -> bool:

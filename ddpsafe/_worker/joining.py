@@ -83,11 +83,11 @@ def join_job(world: World, config: LaunchConfig) -> RankContext:
     """Make the group of ranks that another launcher has started, or of a world of one."""
     from torch.distributed import HashStore
 
-    os.environ.update(config.env)
+    environment.borrow(config.env)
     endpoint = find_endpoint(world, os.environ) if world.world_size > 1 else None
     if endpoint is None or endpoint.is_on_this_host:
-        for name, interface in loopback_interfaces().items():
-            os.environ.setdefault(name, interface)
+        chosen = loopback_interfaces().items()
+        environment.borrow({name: text for name, text in chosen if name not in os.environ})
     deadline = Deadline.after(config.timeouts.rendezvous)
     backend = choose_backend(config.backend, world)
     device = device_for(world, backend)

@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import sys
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import scripts
@@ -81,6 +81,11 @@ def require_saved(folder: Path, number: int) -> None:
     found = [path.read_text() for path in folder.glob("saved-*")]
     assert len(found) == number
     assert len(set(found)) == 1, f"the ranks stopped at different steps: {found}"
+
+
+def reports(folder: Path, run: int) -> list[dict[str, Any]]:
+    """Return what the ranks of the first (0) or of the second (1) run have written down."""
+    return [json.loads(path.read_text()) for path in folder.glob(f"run-{run}-*.json")]
 
 
 # Who is a rank.
@@ -173,26 +178,42 @@ def test_preempted_job_is_requeued_and_goes_on(slurm: Cluster, tmp_path: Path) -
     script = f"""
         srun {shlex.join(command)}
         code=$?
-        echo "code $code"
-        [ $code = 75 ] && scontrol requeue $SLURM_JOB_ID
+        if [ $code -eq 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
         exit $code
     """
     job = slurm.submit(tmp_path, script, *options)
     await_ranks(tmp_path, 3)
     slurm.run("srun", "--partition=high", "-N3", "--exclusive", "true")
     scripts.wait_until(lambda: slurm.job(job)["JobState"] == "PENDING", otherwise=slurm.logs)
-    print(slurm.job(job))
-    slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    # Slurm itself would wait for two minutes, until all credentials of the first run are void.
+    slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+2")
     slurm.await_end(job, "COMPLETED")
-    print((tmp_path / "job.out").read_text())
-    print(sorted(tmp_path.iterdir()))
+    first, second = (reports(tmp_path, run) for run in (0, 1))
+    assert len(first) == len(second) == 3
+    assert {each["first"] for each in first} == {0}
+    stopped = {each["last"] for each in first}
+    assert stopped == {each["first"] for each in second}, "not where the first run has saved"
+    (last,) = {each["last"] for each in second}
+    expected = 0.0
+    for number in range(last):
+        expected = expected * 0.75 + number + 1.0  # 1.0 is the mean of the three ranks
+    (parameter,) = {each["parameter"] for each in second}
+    assert parameter == pytest.approx(expected, rel=1e-12)
 
 
 def test_ranks_end_by_themselves_when_a_task_dies(slurm: Cluster, tmp_path: Path) -> None:
     """Plain srun lets the other tasks run on; they notice, name the missing rank, and fail."""
-    fields = "(folder,), timeouts={'collective': 5, 'barrier': 5}"
+    fields = "(folder,), timeouts={'collective': 4, 'barrier': 30}"
     command = train(tmp_path, "lose_a_rank", fields)
     step = slurm.start_command("srun", "-l", "-N2", "--ntasks-per-node=2", *command)
     code, output = slurm.end(step)
-    print(code, output)
-    assert 0
+    assert code == 128 + 9, output
+    by_rank = {
+        rank: "\n".join(re.findall(rf"^{rank}: (.*)$", output, re.MULTILINE)) for rank in range(3)
+    }
+    assert "peer" in by_rank[2]
+    assert "rank 0, 2, 3 did not come" in by_rank[1]
+    assert "at the barrier 'all have evaluated'" in by_rank[1]
+    assert "rank 2 has failed: RuntimeError" in by_rank[1]
+    (waited_s,) = re.findall(r"waited (\d+\.\d) s at the barrier", by_rank[1])
+    assert float(waited_s) < 20, "it waited for the barrier's timeout"
