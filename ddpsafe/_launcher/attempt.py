@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.run_directory import RunDirectory
     from ddpsafe._launcher.signals import SignalInbox
     from ddpsafe._launcher.stopping import StopRequest
+    from ddpsafe._launcher.supervisor import Ending
     from ddpsafe._launcher.worker import Worker
     from ddpsafe._launcher.workers import PickledCall, RunRank
     from ddpsafe._wire.outcome import Returned
@@ -94,24 +95,33 @@ def run_attempt(
                 guard.remove_later(folder)
         if on_start is not None:
             on_start(workers, inbox)
-        with open_console(workers, plan.console) as console:
-            watch = Watch(workers, timeouts=config.timeouts, inbox=inbox, console=console)
-            ending = watch.until_end()
-            if ending.verdict not in ("done", "signal"):
-                evidence.collect(workers)
-            stop(workers)
-        outcomes = {worker.rank: worker.outcome() for worker in workers}
+        ending, request = _watch_to_the_end(workers, plan, inbox, stop)
+        case = Case(
+            outcomes={worker.rank: worker.outcome() for worker in workers},
+            ending=ending,
+            attempt=number,
+            attempts=config.retry.attempts,
+            run_dir=directory.path,
+            oom_kills=count_oom_kills() - oom_kills_before,
+        )
     if inbox.received is not None and cancelled is not None:
         cancelled.set()  # whatever it came to: nobody wants another attempt
-    case = Case(
-        outcomes=outcomes,
-        ending=ending,
-        attempt=number,
-        attempts=config.retry.attempts,
-        run_dir=directory.path,
-        oom_kills=count_oom_kills() - oom_kills_before,
-    )
-    return _conclude(case, workers, watch.stop_request, inbox.received, directory)
+    return _conclude(case, workers, request, inbox.received, directory)
+
+
+def _watch_to_the_end(
+    workers: Sequence[Worker],
+    plan: LaunchPlan,
+    inbox: SignalInbox,
+    stop: Callable[[Sequence[Worker]], None],
+) -> tuple[Ending, StopRequest]:
+    with open_console(workers, plan.console) as console:
+        watch = Watch(workers, timeouts=plan.config.timeouts, inbox=inbox, console=console)
+        ending = watch.until_end()
+        if ending.verdict not in ("done", "signal"):
+            evidence.collect(workers)
+        stop(workers)
+    return ending, watch.stop_request
 
 
 def _conclude(

@@ -18,18 +18,15 @@ from ddpsafe._wire.channel import (
     Receiver,
 )
 from ddpsafe._wire.outcome import (
-    AskedToStop,
     Entered,
-    HeedsStop,
     Phase,
     Position,
     Raised,
     RankOutcome,
     Recovered,
     Returned,
-    StopPromise,
-    Stops,
 )
+from ddpsafe._wire.stop_messages import AskedToStop, HeedsStop, StopMessage, StopPromise
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -148,7 +145,7 @@ class Worker:
             elif self.raised is None or message.final:
                 self.raised, self.position = message, message.position
 
-    def _note_stopping(self, message: HeedsStop | AskedToStop | StopPromise | Stops) -> None:
+    def _note_stopping(self, message: StopMessage) -> None:
         if isinstance(message, HeedsStop):
             self.heeds_stop = True
         elif isinstance(message, AskedToStop):

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
+from ddpsafe._wire.stop_messages import StopMessage
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -161,41 +163,7 @@ class Recovered:
     """The exception that was seen in flight did not end the rank."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeedsStop:
-    """The user's function has called `stop_requested`, so asking it to stop has a point."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskedToStop:
-    """The rank itself has been sent a signal that asks it to stop."""
-
-    signal_name: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopPromise:
-    """The rank answers no call of `stop_requested` from that number on before it knows more."""
-
-    call: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stops:
-    """A call of `stop_requested` has been answered with yes."""
-
-
-Message = (
-    Entered
-    | Position
-    | Returned
-    | Raised
-    | Recovered
-    | HeedsStop
-    | AskedToStop
-    | StopPromise
-    | Stops
-)
+Message = Entered | Position | Returned | Raised | Recovered | StopMessage
 
 
 def where_of(tb: TracebackType | None) -> str:

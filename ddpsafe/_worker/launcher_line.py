@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ddpsafe._wire.outcome import AskedToStop, HeedsStop, StopPromise, Stops
+from ddpsafe._wire.stop_messages import AskedToStop, HeedsStop, StopPromise, Stops
 
 if TYPE_CHECKING:
     import signal
