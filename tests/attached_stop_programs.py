@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import time
+import warnings
 from typing import TYPE_CHECKING, Any, Final
 
 import ddpsafe
@@ -82,6 +83,15 @@ def fail_before_a_barrier() -> None:
             msg = "bad batch"
             raise ValueError(msg)
         ctx.barrier("all have evaluated")
+
+
+def forget_srun() -> list[str]:
+    """Make a group in the shell of a job; return what is said about it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with ddpsafe.process_group(timeouts=PATIENT) as ctx:
+            assert ctx.world_size == 1
+    return [str(each.message) for each in caught]
 
 
 def look_at_the_environment() -> list[bool]:

@@ -106,6 +106,15 @@ def test_environment_is_the_callers_again(tmp_path: Path) -> None:
     assert forked_ranks.values(ranks) == [[True, True]] * 2
 
 
+def test_forgotten_srun_is_no_silent_world_of_one(tmp_path: Path) -> None:
+    """The batch script of a job with four tasks makes a group of one, with a warning that says why."""
+    env = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
+    (said,) = forked_ranks.values(forked_ranks.run(programs.forget_srun, [env], folder=tmp_path))
+    assert len(said) == 1
+    assert "alone, though its Slurm job has 4 tasks" in said[0]
+    assert "start it with srun" in said[0]
+
+
 def test_torchrun_that_is_told_to_go_lets_the_ranks_save(tmp_path: Path) -> None:
     """Its agent passes SIGTERM on to the ranks, and waits for them."""
     script = scripts.write(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,7 @@ def place_of(rank: int | None, world_size: int | None) -> World:
         ConfigError: Only one of the two is given, or the place is impossible.
     """
     if rank is None and world_size is None:
-        return find_world(os.environ) or World.alone()
+        return find_world(os.environ) or _alone(os.environ)
     if rank is None or world_size is None:
         what = f"setup(rank={rank}, world_size={world_size}) says only half of it."
         fix = "pass both, or neither to take them from the launcher."
@@ -45,6 +46,17 @@ def place_of(rank: int | None, world_size: int | None) -> World:
     given = find_world({**_local_variables(os.environ), **spoken})
     assert given is not None  # noqa: S101 - RANK is set
     return given
+
+
+def _alone(env: Mapping[str, str]) -> World:
+    """Return a world of one; say so where a Slurm job of several tasks forgot its srun."""
+    tasks = env.get("SLURM_NTASKS", "1")
+    if tasks != "1":
+        what = f"this process is alone, though its Slurm job has {tasks} tasks (SLURM_NTASKS)."
+        cause = "it runs in the batch script or in a shell of salloc, not in a step."
+        fix = "start it with srun; or `unset SLURM_NTASKS` if one process is what you want."
+        warnings.warn(explain(what, cause=cause, fix=fix), RuntimeWarning, stacklevel=2)
+    return World.alone()
 
 
 def _local_variables(env: Mapping[str, str]) -> dict[str, str]:
