@@ -155,11 +155,10 @@ class Control:
         It looks again and again with growing pauses: torch's own wait handles no Ctrl-C and writes
         warnings to stderr whenever a slice of it ends.
         """
-        pauses = _pauses()
+        pausing = pauses(deadline)
         while not any(map(self.is_set, keys)):
-            if deadline.expired():
+            if not next(pausing):
                 return False
-            time.sleep(min(next(pauses), deadline.remaining_s()))
         return True
 
     def is_set(self, key: str) -> bool:
@@ -172,8 +171,12 @@ class Control:
         return f"control/{name}/{turn}"
 
 
-def _pauses() -> Iterator[float]:
+def pauses(deadline: Deadline) -> Iterator[bool]:
+    """Pause, longer each time; yield whether there was time for it before the deadline."""
     pause_s = _FIRST_PAUSE_S
     while True:
-        yield pause_s
+        if deadline.expired():
+            yield False
+        time.sleep(min(pause_s, deadline.remaining_s()))
+        yield True
         pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
