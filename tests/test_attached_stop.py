@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import attached_stop_programs as programs
@@ -14,6 +16,8 @@ import scripts
 from forked_ranks import by_hand, free_port
 
 import ddpsafe
+from ddpsafe._worker.stop_board import StopBoard
+from ddpsafe._worker.stop_calls import NoAgreementError, StopCalls
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,6 +72,26 @@ def test_rank_that_has_gone_is_not_waited_for(tmp_path: Path) -> None:
     assert [rank.error for rank in (ranks[0], ranks[2], ranks[3])] == [None] * 3
     assert ranks[0].value == ranks[3].value > 1
     assert max(rank.took_s for rank in ranks) < 20
+
+
+def test_nobody_waits_for_an_agreement_that_cannot_come() -> None:
+    """The store goes with rank 0 while rank 1 has promised: its call fails now, not in an hour."""
+    from torch.distributed import TCPStore
+
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    calls = StopCalls()
+    board = StopBoard(client, rank=1, world_size=2, calls=calls)
+    board.heed()
+    board.ask(signal.SIGTERM)
+    scripts.wait_until(lambda: board.missing() == [0])
+    del server
+    started = time.monotonic()
+    with pytest.raises(NoAgreementError):
+        calls.answer(timedelta(hours=1))
+    assert time.monotonic() - started < 10
+    assert board.missing() == [0]
+    board.leave()
 
 
 def test_signal_that_nobody_has_answered_ends_the_process_after_all(tmp_path: Path) -> None:

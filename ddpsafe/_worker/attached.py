@@ -210,6 +210,8 @@ def _close(member: RankContext, *, opened: bool) -> None:
         stop.leave()
     missing = groups.close_group(member.control, deadline=deadline)
     if missing:
+        if stop is not None:
+            stop.signals.close()
         raise member.barrier_timeout_error("the end of the process group", missing, deadline)
     _forget(member)
     if stop is not None:

@@ -57,7 +57,8 @@ class StopBoard:
 
     def ask(self, signum: signal.Signals) -> None:
         """Write the request."""
-        self._store.set(_ASKED, signum.name)
+        with contextlib.suppress(RuntimeError):  # the store went with rank 0
+            self._store.set(_ASKED, signum.name)
 
     def confirm(self) -> None:
         """Say nothing: whoever reads the board knows."""
@@ -65,7 +66,10 @@ class StopBoard:
     def missing(self) -> list[int]:
         """Return the ranks that have promised nothing yet."""
         ranks = range(self._world_size)
-        return [rank for rank in ranks if not self._store.check([_promise_of(rank)])]
+        try:
+            return [rank for rank in ranks if not self._store.check([_promise_of(rank)])]
+        except RuntimeError:  # the store went with rank 0
+            return [0]
 
     def leave(self) -> None:
         """Stop reading; promise whatever is still open, so that nobody waits for this rank."""
@@ -80,7 +84,7 @@ class StopBoard:
         atexit.unregister(self._end_reading)
 
     def _read(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the store went with rank 0
+        try:
             while not self._store.check([_ASKED]):
                 if self._is_over.wait(_LOOK_EVERY_S):
                     return
@@ -89,6 +93,8 @@ class StopBoard:
                 if self._is_over.wait(_AGREE_EVERY_S):
                     return
             self._calls.agree(int(self._store.get(_AGREED)))
+        except RuntimeError:  # the store went with rank 0
+            self._calls.give_up()
 
     def _promise(self) -> None:
         """Write this rank's promise, once; the last one to do so writes what all agree on."""

@@ -61,6 +61,10 @@ class StopCalls:
         self._agreed = call
         self._is_known.set()
 
+    def give_up(self) -> None:
+        """Wait no more: there will be no agreement."""
+        self._is_known.set()
+
     def answer(self, limit: timedelta | None) -> bool:
         """Count a call and answer it.
 
@@ -69,7 +73,7 @@ class StopCalls:
                 this process if they do not come.
 
         Raises:
-            NoAgreementError: The limit passed before the others had promised.
+            NoAgreementError: The limit passed before the others had promised, or they cannot.
         """
         with self._lock:
             self._count += 1
@@ -82,5 +86,6 @@ class StopCalls:
         return call >= self._agreed
 
     def _await_agreement(self, deadline: Deadline) -> None:
-        if not self._is_known.wait(min(deadline.remaining_s(), threading.TIMEOUT_MAX)):
+        self._is_known.wait(min(deadline.remaining_s(), threading.TIMEOUT_MAX))
+        if self._agreed is None:
             raise NoAgreementError(deadline)
