@@ -52,6 +52,9 @@ if TYPE_CHECKING:
         LaunchTimeoutError as LaunchTimeoutError,
     )
     from ddpsafe._errors import (
+        PreemptedError as PreemptedError,
+    )
+    from ddpsafe._errors import (
         PreflightError as PreflightError,
     )
     from ddpsafe._errors import (
@@ -150,6 +153,7 @@ _HOMES: Final = {
         "DDPSafeError",
         "LaunchError",
         "LaunchTimeoutError",
+        "PreemptedError",
         "PreflightError",
         "ProgressTimeoutError",
         "RankExitedError",

@@ -1,4 +1,4 @@
-"""Every error ddpsafe raises, and the one function that words them.
+"""Every error ddpsafe raises; `explain` words them.
 
 ::
 
@@ -8,6 +8,7 @@
       LaunchError                              after the start
         RankFailedError
           RankRaisedError | RankExitedError | RankKilledError | RankLeftEarlyError
+        PreemptedError                         the ranks stopped because they were asked to
         LaunchTimeoutError (also TimeoutError)
           RendezvousTimeoutError | CollectiveTimeoutError | BarrierTimeoutError
           ProgressTimeoutError | AttemptTimeoutError | ShutdownTimeoutError
@@ -18,8 +19,10 @@ Every error pickles, its cause and its facts included where they pickle.
 
 from __future__ import annotations
 
-import pickle
 from typing import TYPE_CHECKING, Final
+
+from ddpsafe._portable import portable, rebuild
+from ddpsafe._wording import explain as explain  # noqa: PLC0414 - errors and words come from one place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,57 +32,11 @@ if TYPE_CHECKING:
     from ddpsafe._wire.outcome import RankOutcome
 
 
-def explain(
-    what: str,
-    *,
-    cause: str,
-    fix: str,
-    details: Sequence[str] = (),
-    logs: Path | str | None = None,
-) -> str:
-    """Word an error so that it answers the four questions of its reader.
-
-    Args:
-        what: What happened and where: rank, host, attempt, after how long.
-        cause: The likely cause.
-        fix: What to do about it, to copy where possible.
-        details: Further lines (ranks that only lost the first one, stacks, …).
-        logs: Where to read on.
-
-    Returns:
-        The message: one line for each answer, details in between.
-    """
-    lines = [what, f"  Likely cause: {cause}", f"  What to do: {fix}"]
-    lines += [f"  {line}" for detail in details for line in detail.splitlines()]
-    if logs is not None:
-        lines.append(f"  Logs: {logs}")
-    return "\n".join(lines)
-
-
-def _rebuild(
-    cls: type[DDPSafeError],
-    args: tuple[object, ...],
-    facts: dict[str, object],
-    cause: BaseException | None,
-) -> DDPSafeError:
-    error = cls.__new__(cls, *args)
-    error.args = args
-    error.__dict__.update(facts)
-    error.__cause__ = cause
-    return error
-
-
-def _portable(exc: BaseException | None) -> BaseException | None:
-    """Return an exception if it survives pickling; Python itself drops every cause."""
-    try:
-        pickle.loads(pickle.dumps(exc))  # noqa: S301 - our own bytes
-    except Exception:  # noqa: BLE001 - a user's exception may refuse in any way
-        return None
-    return exc
-
-
 NO_RETRY_EXIT_CODE: Final = 78
 """Exit status that tells a scheduler not to requeue: EX_CONFIG of sysexits.h."""
+
+TRY_AGAIN_EXIT_CODE: Final = 75
+"""Exit status that asks a scheduler to start the job again: EX_TEMPFAIL of sysexits.h."""
 
 
 class DDPSafeError(Exception):
@@ -95,7 +52,7 @@ class DDPSafeError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle by facts: keyword-only arguments do not survive the default protocol."""
         facts = dict(self.__dict__)
-        return (_rebuild, (type(self), self.args, facts, _portable(self.__cause__)))
+        return (rebuild, (type(self), self.args, facts, portable(self.__cause__)))
 
 
 class ConfigError(DDPSafeError, ValueError):
@@ -161,6 +118,42 @@ class LaunchError(DDPSafeError):
         self.previous_attempts: tuple[DDPSafeError, ...] = ()
         self.run_dir = run_dir
         self.kind: FailureKind = kind
+
+
+class PreemptedError(LaunchError):
+    """The job was asked to stop, and its ranks have saved and returned.
+
+    No failure, but no end of the training either, so the code after `launch` must not run.
+
+    Attributes:
+        values: What each rank returned, by rank.
+        unfinished_ranks: Ranks that did not return within ``timeouts.stop`` and were ended.
+    """
+
+    exit_code = TRY_AGAIN_EXIT_CODE
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        values: Mapping[int, object] | None = None,
+        unfinished_ranks: Sequence[int] = (),
+        attempt: int = 1,
+        attempts: int = 1,
+        outcomes: Mapping[int, RankOutcome] | None = None,
+        run_dir: Path | None = None,
+    ) -> None:
+        """Keep what the ranks returned."""
+        super().__init__(
+            message,
+            attempt=attempt,
+            attempts=attempts,
+            outcomes=outcomes,
+            run_dir=run_dir,
+            kind="preempted",
+        )
+        self.values: dict[int, object] = dict(values or {})
+        self.unfinished_ranks = tuple(unfinished_ranks)
 
 
 class RankFailedError(LaunchError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Event
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from ddpsafe._config import LaunchConfig, require_data_paths
@@ -25,7 +26,6 @@ from ddpsafe._worker.entrypoint import run_rank
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
-    from threading import Event
 
     from typing_extensions import Unpack
 
@@ -87,6 +87,8 @@ def launch(
         PreflightError: The machine is not ready; nothing was started.
         RankFailedError: A rank failed; its own exception is ``__cause__`` where it could travel.
         LaunchTimeoutError: A deadline passed.
+        PreemptedError: The job was asked to stop, `RankContext.stop_requested` said so, and the
+            ranks have returned.
     """
     try:
         resolved = LaunchConfig.resolve(config, **fields)
@@ -137,6 +139,7 @@ def spawn(
         PreflightError: As in `launch`.
         RankFailedError: As in `launch`.
         LaunchTimeoutError: As in `launch`.
+        PreemptedError: As in `launch`.
     """
     try:
         require_main_guard()
@@ -164,6 +167,7 @@ def _run_plan(
     cancelled: Event | None = None,
 ) -> LaunchResult[Any]:
     attempts = 0
+    cancelled = cancelled or Event()
 
     def attempt(number: int) -> dict[int, object]:
         nonlocal attempts
@@ -176,6 +180,7 @@ def _run_plan(
             run_rank=run_rank,
             directory=directory,
             on_start=on_start,
+            cancelled=cancelled,
         )
 
     try:
@@ -199,6 +204,8 @@ def _run_here(
         require_ready_nodes(config, *place)
     with attached.process_group(config=config) as context:
         value = fn(context, *args, **kwargs)
+    if attached.has_stopped():
+        raise attached.stopped_error(context, value)
     return LaunchResult(
         values={context.rank: value}, attempts=context.attempt, run_dir=context.run_dir
     )

@@ -851,25 +851,6 @@ def wait_for_go(ctx: RankContext, folder: Path) -> str:
     return "went"
 
 
-def train_until_asked(ctx: RankContext, folder: Path) -> str:
-    """Train until the job is asked to stop, rank 0 slower than the others, and save."""
-    step = 0
-    while not ctx.stop_requested():
-        step += 1
-        if step == 3:
-            (folder / f"ready-{ctx.rank}").touch()
-        time.sleep(0.02 if ctx.is_main else 0.01)
-    (folder / f"saved-{ctx.rank}").write_text(str(step))
-    return "saved"
-
-
-def ask_and_go_on(ctx: RankContext, folder: Path) -> None:
-    """Ask, and take no notice of the answer."""
-    ctx.stop_requested()
-    (folder / f"ready-{ctx.rank}").touch()
-    sleep(folder)
-
-
 def wait_for(path: Path) -> None:
     """Wait until a file is there."""
     scripts.wait_until(path.exists, within_s=120)

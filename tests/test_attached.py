@@ -6,6 +6,8 @@ import json
 import os
 import re
 import socket
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 import attached_programs as programs
@@ -15,11 +17,14 @@ import scripts
 from forked_ranks import by_hand, free_port
 
 import ddpsafe
+from ddpsafe._clock import Deadline
 from ddpsafe._worker.endpoint import Endpoint, find_endpoint
+from ddpsafe._worker.generation import agree_on_generation
 from ddpsafe._world import find_world
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
     from pathlib import Path
 
 IMPATIENT: Final = {"rendezvous": 3, "collective": 3, "barrier": 3}
@@ -146,6 +151,52 @@ def test_restart_by_torchrun_is_the_next_attempt(tmp_path: Path) -> None:
     assert run.code == 0, run.err
     assert "ValueError: the first attempt fails" in run.err
     assert reports(tmp_path) == [{"attempt": 2, "attempts": [2, 2]}] * 2
+
+
+def test_ranks_meet_whatever_their_restart_counters_say(tmp_path: Path) -> None:
+    """Torchrun's counter differs between hosts of which one joined later; its store is one for all.
+
+    Three generations meet there: the first in good order, of the second one rank alone has come,
+    and the third finds what both have left.
+    """
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def agent(rank: int, restarts: int) -> dict[str, str]:
+        env = by_hand(rank, 2, store.port) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+        return env | {"TORCHELASTIC_RESTART_COUNT": str(restarts)}
+
+    first = forked_ranks.run(programs.join, [agent(0, 0), agent(1, 0)], folder=tmp_path)
+    assert [each["total"] for each in forked_ranks.values(first)] == [3.0, 3.0]
+    for alone in (0, 1):
+        (lost,) = forked_ranks.run(programs.join, [agent(alone, 1)], IMPATIENT, folder=tmp_path)
+        assert isinstance(lost.error, ddpsafe.RendezvousTimeoutError)
+        assert lost.error.missing_ranks == (1 - alone,)
+    third = forked_ranks.run(programs.join, [agent(0, 2), agent(1, 0)], folder=tmp_path)
+    assert [each["total"] for each in forked_ranks.values(third)] == [3.0, 3.0]
+
+
+def test_greeting_of_a_dead_rank_is_not_taken_for_the_living_one() -> None:
+    """Rank 0 of the second generation is early and finds what rank 1 of the first has written."""
+    from torch.distributed import HashStore
+
+    store, deadline = HashStore(), Deadline.after(timedelta(seconds=20))
+
+    def start(rank: int) -> Future[tuple[str, list[int]]]:
+        world = find_world(by_hand(rank, 2, 1))
+        assert world is not None
+        return pool.submit(agree_on_generation, store, world, deadline=deadline)
+
+    with ThreadPoolExecutor(4) as pool:
+        first, _ = (each.result() for each in [start(0), start(1)])
+        greeting = store.get("hello/1").decode()
+        early = start(0)
+        scripts.wait_until(lambda: store.get(f"welcome/{greeting}").decode() != first[0])
+        second, other = (each.result() for each in [early, start(1)])
+    assert second == other
+    assert second[0] != first[0]
+    assert second[1] == []
 
 
 @pytest.mark.parametrize(

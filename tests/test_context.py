@@ -266,8 +266,17 @@ def test_only_rank_zero_prints(nproc: int, door: str, capfd: pytest.CaptureFixtu
 
 @both_doors
 def test_all_ranks_agree_to_stop(door: str) -> None:
-    """One rank sees the request; all of them get the same answer at the same call."""
-    assert launch(programs.ask_to_stop, door) == {rank: [False, True] for rank in range(3)}
+    """One rank is sent SIGUSR1; all of them, at different speeds, say yes at the same call.
+
+    The launch ends with the error that is none: code after it does not run.
+    """
+    with pytest.raises(ddpsafe.PreemptedError) as caught:
+        launch(programs.ask_to_stop, door)
+    calls = caught.value.values
+    assert set(calls) == {0, 1, 2}
+    assert len(set(calls.values())) == 1, f"the ranks stopped at different calls: {calls}"
+    assert "SIGUSR1 to rank 2" in str(caught.value)
+    assert (caught.value.kind, caught.value.exit_code) == ("preempted", 75)
 
 
 def test_seeds_agree_for_models_and_differ_for_data() -> None:

@@ -27,6 +27,8 @@ FACTS: Final = {
     "report": {"check": "finding"},
     "run_dir": Path("/runs/1"),
     "stacks": {1: "train.py:12"},
+    "unfinished_ranks": (1,),
+    "values": {0: "saved"},
     "waited_s": 20.5,
 }
 """A value for every fact that an error of the tree takes, none of them a default."""
@@ -39,6 +41,7 @@ CLASSES: Final = [
 
 NO_ERROR_OF_ITS_OWN: Final = {
     "grace": "a rank that outlives it is killed, which is the next step and no failure",
+    "stop": "ranks that outlive it are ended, and PreemptedError names them, as it does the others",
 }
 
 

@@ -37,7 +37,8 @@ class Timeouts(BaseModel):
     """How long each phase of a launch may take; every wait has an end.
 
     A number means seconds; text such as "30s" or "5min" is read too.
-    Each field has the error that says it passed (`Timeouts.error_of`), except `grace`.
+    Each field has the error that says it passed (`Timeouts.error_of`), except `grace` and
+    `stop`.
     A field that is not set never exceeds one that is: its default gives way.
     """
 
@@ -82,6 +83,12 @@ class Timeouts(BaseModel):
         description="Between SIGTERM and SIGKILL. It has no error: the kill is what follows.",
         examples=["5"],
     )
+    stop: Duration = Field(
+        default=timedelta(minutes=5),
+        description="From a request to stop (SIGTERM, SIGUSR1) until ranks that ask for it have "
+        "saved and returned. It has no error: those that are left then are ended.",
+        examples=['"5min"', "25"],
+    )
 
     if TYPE_CHECKING:
 
@@ -95,6 +102,7 @@ class Timeouts(BaseModel):
             progress: DurationLike | None = ...,
             shutdown: DurationLike = ...,
             grace: DurationLike = ...,
+            stop: DurationLike = ...,
         ) -> None: ...
 
     @field_validator("rendezvous", "collective", "barrier", "progress")
@@ -125,7 +133,7 @@ class Timeouts(BaseModel):
 
     @classmethod
     def error_of(cls, field: str) -> type[LaunchTimeoutError] | None:
-        """Return the error raised when the timeout `field` passes; None for ``grace``."""
+        """Return the error raised when the timeout `field` passes; None for ``grace`` and ``stop``."""
         return _ERROR_OF[field]
 
 
@@ -137,4 +145,5 @@ _ERROR_OF: Final[dict[str, type[LaunchTimeoutError] | None]] = {
     "progress": ProgressTimeoutError,
     "shutdown": ShutdownTimeoutError,
     "grace": None,
+    "stop": None,
 }

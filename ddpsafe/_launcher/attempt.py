@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ddpsafe._errors import LaunchError, explain
+from ddpsafe._errors import LaunchError, RankKilledError, explain
 from ddpsafe._kinds import STARTUP_KINDS
 from ddpsafe._launcher import evidence, postmortem, shutdown
 from ddpsafe._launcher.case import Case
@@ -18,21 +19,25 @@ from ddpsafe._launcher.memory import count_oom_kills
 from ddpsafe._launcher.plan import rank_env
 from ddpsafe._launcher.rendezvous import open_meeting
 from ddpsafe._launcher.signals import Interrupted, open_inbox
-from ddpsafe._launcher.supervisor import Ending, Watch
+from ddpsafe._launcher.stopped import conclude_stop
+from ddpsafe._launcher.supervisor import Watch
 from ddpsafe._launcher.workers import started_workers
 from ddpsafe._wire import payload
 from ddpsafe._wire.spec import RankSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from threading import Event
 
     from ddpsafe._launcher.plan import LaunchPlan
     from ddpsafe._launcher.rendezvous import Meeting
     from ddpsafe._launcher.run_directory import RunDirectory
     from ddpsafe._launcher.signals import SignalInbox
+    from ddpsafe._launcher.stopping import StopRequest
+    from ddpsafe._launcher.supervisor import Ending
     from ddpsafe._launcher.worker import Worker
     from ddpsafe._launcher.workers import PickledCall, RunRank
-    from ddpsafe._wire.outcome import RankOutcome, Returned
+    from ddpsafe._wire.outcome import Returned
 
 
 def run_attempt(
@@ -43,6 +48,7 @@ def run_attempt(
     run_rank: RunRank,
     directory: RunDirectory,
     on_start: Callable[[Sequence[Worker], SignalInbox], None] | None = None,
+    cancelled: Event | None = None,
 ) -> dict[int, object]:
     """Run all ranks once.
 
@@ -53,12 +59,14 @@ def run_attempt(
         run_rank: What their processes run.
         directory: Where the logs go.
         on_start: Told the workers once all have been started, and how to stop them.
+        cancelled: Set when somebody wants the launcher to stop.
 
     Returns:
         What each rank returned, by rank.
 
     Raises:
         LaunchError: A rank failed, or a deadline passed.
+        PreemptedError: The ranks have stopped because somebody asked for it.
         PreflightError: The ranks could not be started.
         Interrupted: Somebody wants the launcher to stop; all ranks have ended.
     """
@@ -87,24 +95,65 @@ def run_attempt(
                 guard.remove_later(folder)
         if on_start is not None:
             on_start(workers, inbox)
-        with open_console(workers, plan.console) as console:
-            watch = Watch(workers, timeouts=config.timeouts, inbox=inbox, console=console)
-            ending = watch.until_end()
-            if ending.verdict not in ("done", "signal"):
-                evidence.collect(workers)
-            stop(workers)
-        outcomes = {worker.rank: worker.outcome() for worker in workers}
-        reports = {worker.rank: worker.returned for worker in workers}
-    if inbox.received is not None:
-        raise Interrupted(inbox.received)
-    if ending.verdict != "done":
-        directory.note_tracebacks(outcomes.values())
-        oom_kills = count_oom_kills() - oom_kills_before
-        raise _failure(ending, outcomes, number, plan, directory, oom_kills=oom_kills)
-    return {rank: _value_of(rank, report) for rank, report in reports.items() if report}
+        ending, request = _watch_to_the_end(workers, plan, inbox, stop)
+        case = Case(
+            outcomes={worker.rank: worker.outcome() for worker in workers},
+            ending=ending,
+            attempt=number,
+            attempts=config.retry.attempts,
+            run_dir=directory.path,
+            oom_kills=count_oom_kills() - oom_kills_before,
+            timeouts=config.timeouts,
+        )
+    if inbox.received is not None and cancelled is not None:
+        cancelled.set()  # whatever it came to: nobody wants another attempt
+    return _conclude(case, workers, request, inbox.received, directory)
 
 
-def _value_of(rank: int, report: Returned) -> object:
+def _watch_to_the_end(
+    workers: Sequence[Worker],
+    plan: LaunchPlan,
+    inbox: SignalInbox,
+    stop: Callable[[Sequence[Worker]], None],
+) -> tuple[Ending, StopRequest]:
+    with open_console(workers, plan.console) as console:
+        watch = Watch(workers, timeouts=plan.config.timeouts, inbox=inbox, console=console)
+        ending = watch.until_end()
+        if ending.verdict not in ("done", "signal"):
+            evidence.collect(workers)
+        stop(workers)
+    return ending, watch.stop_request
+
+
+def _conclude(
+    case: Case,
+    workers: Sequence[Worker],
+    request: StopRequest,
+    received: signal.Signals | None,
+    directory: RunDirectory,
+) -> dict[int, object]:
+    """Return what the ranks returned, or raise what the attempt came to; see `run_attempt`."""
+    verdict = case.ending.verdict
+    if verdict == "overdue" or (verdict == "done" and any(worker.stops for worker in workers)):
+        keeps_logs = not directory.is_ours
+        raise conclude_stop(case, request, _values(workers), keeps_logs=keeps_logs)
+    if verdict == "done" and received in (None, signal.SIGUSR1):
+        return _values(workers)
+    if verdict in ("done", "signal"):
+        raise Interrupted(received or signal.SIGTERM)
+    error = _failure(case, directory)
+    if received is not None and _is_by_sigterm(error):
+        raise Interrupted(received)  # it went to the ranks too, as a cgroup's or scancel --full's
+    raise error
+
+
+def _values(workers: Sequence[Worker]) -> dict[int, object]:
+    returned = [worker for worker in workers if worker.returned is not None]
+    return {worker.rank: _value_of(worker.rank, worker.returned) for worker in returned}
+
+
+def _value_of(rank: int, report: Returned | None) -> object:
+    assert report is not None  # noqa: S101 - of ranks that have returned
     try:
         return payload.loads(report.payload)
     except Exception as exc:
@@ -114,27 +163,15 @@ def _value_of(rank: int, report: Returned) -> object:
         raise LaunchError(explain(what, cause=cause, fix=fix), kind="unpicklable") from exc
 
 
-def _failure(
-    ending: Ending,
-    outcomes: dict[int, RankOutcome],
-    number: int,
-    plan: LaunchPlan,
-    directory: RunDirectory,
-    *,
-    oom_kills: int,
-) -> LaunchError:
-    case = Case(
-        outcomes=outcomes,
-        ending=ending,
-        attempt=number,
-        attempts=plan.config.retry.attempts,
-        run_dir=directory.path,
-        oom_kills=oom_kills,
-        timeouts=plan.config.timeouts,
-    )
+def _failure(case: Case, directory: RunDirectory) -> LaunchError:
+    directory.note_tracebacks(case.outcomes.values())
     error = postmortem.conclude(case)
-    directory.report(number, error)
+    directory.report(case.attempt, error)
     return error
+
+
+def _is_by_sigterm(error: LaunchError) -> bool:
+    return isinstance(error, RankKilledError) and error.signal == signal.SIGTERM
 
 
 def _specs(

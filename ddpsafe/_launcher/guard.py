@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -84,6 +85,9 @@ def posted_guard(launch_id: str) -> Iterator[Guard]:
 
 def watch(launch_id: str) -> None:
     """Be the guard: read pids and folders until the launcher says good-bye or is gone."""
+    # What is sent to all processes of a job must not end the one that cleans up after them.
+    for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
+        signal.signal(signum, signal.SIG_IGN)
     ranks: list[RankProcess] = []
     folders: list[str] = []
     # A process that the launcher has forked off holds the pipe open beyond the launcher's death.

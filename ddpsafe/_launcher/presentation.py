@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ddpsafe._errors import DDPSafeError
+from ddpsafe._errors import DDPSafeError, PreemptedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,6 +41,9 @@ class _ExitWithCode:
     def __call__(
         self, kind: type[BaseException], raised: BaseException, traceback: TracebackType | None
     ) -> None:
-        self._before(kind, raised, traceback)
+        if isinstance(raised, PreemptedError):
+            sys.stderr.write(f"ddpsafe: {raised}\n")  # no failure, so no traceback
+        else:
+            self._before(kind, raised, traceback)
         if isinstance(raised, DDPSafeError) and raised.exit_code != 1:
             raise SystemExit(raised.exit_code)

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._errors import LaunchError, PreflightError, explain
+from ddpsafe._errors import LaunchError, PreemptedError, PreflightError, explain
 from ddpsafe._launcher.report import write_report
 from ddpsafe._wire.spec import LogFiles
 
@@ -84,8 +84,10 @@ def open_run_directory(wanted: Path | None) -> Iterator[RunDirectory]:
     directory = _make_temporary() if wanted is None else _make(wanted)
     try:
         yield directory
-    except LaunchError:
-        raise  # it names the directory: the logs are in there
+    except LaunchError as error:
+        if isinstance(error, PreemptedError) and not error.unfinished_ranks:
+            directory.discard()
+        raise  # else it names the directory: the logs are in there
     except BaseException:
         directory.discard()
         raise

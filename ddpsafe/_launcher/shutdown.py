@@ -59,6 +59,8 @@ def _end(workers: Sequence[Worker], signum: signal.Signals, deadline: Deadline) 
     for worker in workers:
         if worker.alive:
             worker.stopped = True
+            if worker.heeds_stop and signum == signal.SIGTERM:
+                worker.announce_end()
             worker.signal(signum)
             worker.signal(signal.SIGCONT)  # a stopped process obeys nothing but SIGKILL
     await_ends(workers, deadline)

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._launcher.litter import remove_helpers_folder
@@ -19,7 +20,10 @@ _TAKEN: Final = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGHUP: signal.SIG_DFL,
+    signal.SIGUSR1: signal.SIG_DFL,
 }
+# A request that is sent to a process group, or forwarded by a wrapper, may arrive twice.
+_ECHO_S: Final = 1.0
 _LONGEST_END_S: Final = 60.0
 
 
@@ -27,7 +31,10 @@ class SignalInbox:
     """The signal that arrived, and a descriptor that wakes a wait up.
 
     Attributes:
-        received: The first signal that arrived; ``None`` until then.
+        received: The signal that says most: SIGINT, else one that wants the process to go, else
+            SIGUSR1, which is a warning; ``None`` until one arrives.
+        insists: Whether somebody does not want to wait for the ranks: Ctrl-C, or a second SIGTERM.
+            Slurm sends two by itself, so inside a Slurm job the second one says nothing.
         closed: Set when the ranks have ended.
     """
 
@@ -37,6 +44,8 @@ class SignalInbox:
         self._write_fd = write_fd
         self.closed = threading.Event()
         self.received: signal.Signals | None = None
+        self.insists = False
+        self._told_to_go_s: float | None = None
 
     def fileno(self) -> int:
         """Return the descriptor to wait on."""
@@ -50,10 +59,24 @@ class SignalInbox:
     def put(self, signum: int, frame: object) -> None:
         """Be the handler."""
         del frame
-        if self.received is None:
-            self.received = signal.Signals(signum)
+        if signum == signal.SIGINT:
+            self.received, self.insists = signal.SIGINT, True
+        elif signum == signal.SIGUSR1:
+            self.received = self.received or signal.SIGUSR1
+        else:
+            self._note_order(signal.Signals(signum))
         with contextlib.suppress(BlockingIOError):
             os.write(self._write_fd, b"!")
+
+    def _note_order(self, signum: signal.Signals) -> None:
+        """Note SIGTERM or SIGHUP, and whether somebody repeats it."""
+        now_s = time.monotonic()
+        if self._told_to_go_s is None:
+            self._told_to_go_s = now_s
+        elif now_s - self._told_to_go_s > _ECHO_S and "SLURM_JOB_ID" not in os.environ:
+            self.insists = True
+        if self.received in (None, signal.SIGUSR1):
+            self.received = signum
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._clock import Deadline
 from ddpsafe._launcher.headway import FlightWatch, ProgressWatch, SequenceWatch
+from ddpsafe._launcher.stopping import StopRequest
 from ddpsafe._launcher.symptoms import is_secondary
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.worker import Worker
 
 Verdict = Literal[
-    "done", "failed", "failing", "left", "progress", "rendezvous", "attempt", "signal"
+    "done", "failed", "failing", "left", "overdue", "progress", "rendezvous", "attempt", "signal"
 ]
-"""``left``: a rank has returned and the others are in a collective that needs it.
+"""``overdue``: asked to stop, and not all ranks have. ``left``: a rank has returned and the others are in a collective that needs it.
 ``failing``: a rank waits for the others while its exception is on the way."""
 
 _TICK_S: Final = 0.1
@@ -73,7 +73,7 @@ class Watch:
         self._console = console
         self._rendezvous = Deadline.after(timeouts.rendezvous)
         self._attempt = Deadline.after(timeouts.attempt)
-        self._stopping: Deadline | None = None
+        self.stop_request = StopRequest(workers, inbox, limit=timeouts.stop)
         self._sequence = SequenceWatch(workers)
         self._flight = FlightWatch(workers)
         self._progress = ProgressWatch(workers, timeouts.progress)
@@ -95,35 +95,23 @@ class Watch:
         """Return the first reason to end the watch, the most telling one first."""
         workers = self._workers
         reasons: tuple[tuple[Verdict, Callable[[], bool]], ...] = (
-            ("signal", self._must_stop),
+            ("signal", self.stop_request.must_end),
             ("failed", lambda: any(map(has_failed, workers))),
             ("done", lambda: all(worker.returned is not None for worker in workers)),
             ("failing", self._flight.stuck),
             ("left", self._sequence.somebody_left),
+            ("overdue", self.stop_request.is_overdue),
             ("attempt", self._attempt.expired),
             ("progress", self._progress.stalled),
             ("rendezvous", self._late),
         )
         return next((verdict for verdict, holds in reasons if holds()), None)
 
-    def _must_stop(self) -> bool:
-        """Tell whether a signal has come, and ranks that can stop by themselves have had time to."""
-        received = self._inbox.received
-        if received is None:
-            return False
-        if received == signal.SIGINT or not any(worker.heeds_stop for worker in self._workers):
-            return True
-        if self._stopping is None:
-            self._stopping = Deadline.after(self._timeouts.grace)
-            for worker in self._workers:
-                worker.ask_stop()
-        return self._stopping.expired()
-
     def _late(self) -> bool:
         return self._rendezvous.expired() and not all(worker.joined for worker in self._workers)
 
     def _next_deadline(self) -> Deadline:
-        deadline = self._attempt if self._stopping is None else self._stopping
+        deadline = self._attempt.earlier(self.stop_request.deadline or self._attempt)
         if all(worker.joined for worker in self._workers):
             return deadline
         return self._rendezvous.earlier(deadline)
@@ -144,7 +132,7 @@ class Watch:
         """Give ranks that have returned the time to end by themselves; the result stands."""
         deadline = Deadline.after(self._timeouts.shutdown)
         while any(worker.alive for worker in self._workers) and not deadline.expired():
-            if self._must_stop():
+            if self.stop_request.must_end() or self.stop_request.is_overdue():
                 return
             self._wait(deadline)
 

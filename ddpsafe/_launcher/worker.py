@@ -12,10 +12,16 @@ from typing import TYPE_CHECKING
 
 from ddpsafe._launcher.descendants import RankProcess
 from ddpsafe._launcher.symptoms import is_secondary
-from ddpsafe._wire.channel import ASK_POSITION, ASK_STOP, Receiver
+from ddpsafe._wire.channel import (
+    ASK_POSITION,
+    ASK_STOP,
+    CALL_NUMBER,
+    END_NOW,
+    STOP_AT,
+    Receiver,
+)
 from ddpsafe._wire.outcome import (
     Entered,
-    HeedsStop,
     Phase,
     Position,
     Raised,
@@ -23,6 +29,7 @@ from ddpsafe._wire.outcome import (
     Recovered,
     Returned,
 )
+from ddpsafe._wire.stop_messages import AskedToStop, HeedsStop, StopMessage, StopPromise
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -51,6 +58,8 @@ class Worker:
         stack: The user's innermost line, when it was asked.
         in_collective: Whether it waited in a collective there.
         heeds_stop: Whether its function asks now and then if it should stop.
+        asked_by: The signal that asked the rank itself to stop.
+        stops: Whether its function has been told to stop.
     """
 
     def __init__(
@@ -80,6 +89,9 @@ class Worker:
         self.stack = ""
         self.in_collective: bool | None = None
         self.heeds_stop = False
+        self.asked_by: str | None = None
+        self.stops = False
+        self._stop_promise: int | None = None
         self._process = process
         self._is_lent = False
         self._pidfd = _open_pidfd(process.pid)
@@ -135,8 +147,8 @@ class Worker:
                 self.position = message
             elif isinstance(message, Recovered):
                 self.raised = None
-            elif isinstance(message, HeedsStop):
-                self.heeds_stop = True
+            elif not isinstance(message, Raised):
+                self._note_stopping(message)
             elif not self._is_our_doing(message):
                 self._take_exception(message)
 
@@ -174,6 +186,16 @@ class Worker:
         except OSError:
             return ""
 
+    def _note_stopping(self, message: StopMessage) -> None:
+        if isinstance(message, HeedsStop):
+            self.heeds_stop = True
+        elif isinstance(message, AskedToStop):
+            self.asked_by = message.signal_name
+        elif isinstance(message, StopPromise):
+            self._stop_promise = message.call
+        else:
+            self.stops = True
+
     def steps(self) -> int:
         """Return how many optimizer steps it has made."""
         return self._steps.read()
@@ -185,6 +207,21 @@ class Worker:
     def ask_stop(self) -> None:
         """Tell it that the job has been asked to stop; see `RankContext.stop_requested`."""
         self._say(ASK_STOP)
+
+    @property
+    def stop_promise(self) -> int | None:
+        """The first call of `stop_requested` that it has not answered; ``None`` if unknown yet."""
+        if self.returned is not None:
+            return self.returned.stop_calls + 1
+        return self._stop_promise
+
+    def stop_at(self, call: int) -> None:
+        """Tell it the call of `stop_requested` from which on the answer is yes."""
+        self._say(STOP_AT + CALL_NUMBER.pack(call))
+
+    def announce_end(self) -> None:
+        """Tell it that the SIGTERM to come is no request."""
+        self._say(END_NOW)
 
     def _say(self, word: bytes) -> None:
         with contextlib.suppress(BlockingIOError, BrokenPipeError):

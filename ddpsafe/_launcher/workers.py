@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +76,7 @@ def started_workers(
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: _close_all(workers))
         stack.callback(lambda: stop(workers))
+        _start_tracker()
         try:
             call_file = stack.enter_context(_unnamed_file(call.data))
             for spec in specs:
@@ -84,6 +87,18 @@ def started_workers(
         except OSError as exc:
             raise _not_started(len(workers), len(specs), exc) from exc
         yield workers
+
+
+def _start_tracker() -> None:
+    """Start Python's resource tracker deaf to SIGUSR1, which a scheduler sends to whole groups.
+
+    It ignores Ctrl-C and SIGTERM by itself.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _context(start_method: str, *, expects_restarts: bool) -> Any:

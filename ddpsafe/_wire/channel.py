@@ -22,7 +22,12 @@ _CHUNK: Final = 1 << 20
 
 ASK_POSITION: Final = b"?"
 ASK_STOP: Final = b"!"
+STOP_AT: Final = b"="
+END_NOW: Final = b"."
 """What the launcher may say to a rank, on the pipe that otherwise only ends with it."""
+
+CALL_NUMBER: Final = struct.Struct("<Q")
+"""Follows `STOP_AT`: the call of `stop_requested` from which on the answer is yes."""
 
 
 class InheritedFd:
@@ -47,7 +52,7 @@ class Inheritance:
 
     Attributes:
         report: Where it writes to the launcher.
-        lifeline: Ends with the launcher; carries `ASK_POSITION` and `ASK_STOP`.
+        lifeline: Ends with the launcher; carries words such as `ASK_POSITION`.
         call: A file with the pickled call.
         steps: A file that holds the rank's `StepCounter`.
         handles: What the call needs beside its bytes.

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
+from ddpsafe._wire.stop_messages import StopMessage
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -92,10 +94,12 @@ class Returned:
     Attributes:
         payload: The pickled value.
         position: Where the rank was by then.
+        stop_calls: How often it had called `stop_requested`.
     """
 
     payload: bytes
     position: Position
+    stop_calls: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,12 +164,7 @@ class Recovered:
     """The exception that was seen in flight did not end the rank."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeedsStop:
-    """The user's function has called `stop_requested`, so asking it to stop has a point."""
-
-
-Message = Entered | Position | Returned | Raised | Recovered | HeedsStop
+Message = Entered | Position | Returned | Raised | Recovered | StopMessage
 
 
 def where_of(tb: TracebackType | None) -> str:

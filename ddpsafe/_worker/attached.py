@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
+from ddpsafe._bounded import BoundedCall
 from ddpsafe._clock import Deadline
+from ddpsafe._errors import PreemptedError, explain
+from ddpsafe._wire.outcome import clip, text_of
+from ddpsafe._worker import environment, session, stopping
 from ddpsafe._worker import process_group as groups
-from ddpsafe._worker import session
 from ddpsafe._worker.current import enter, find_current
 from ddpsafe._worker.endpoint import find_endpoint
 from ddpsafe._worker.joining import (
@@ -29,11 +34,19 @@ if TYPE_CHECKING:
 
     from ddpsafe._config import AttachedFields, LaunchConfig
     from ddpsafe._worker.context import RankContext
+    from ddpsafe._worker.control import Control
 
 
 def is_rank(env: Mapping[str, str]) -> bool:
-    """Tell whether some launcher, ours included, has started this process as a rank."""
-    return session.find_spec() is not None or find_world(env) is not None
+    """Tell whether some launcher, ours included, has started this process as a rank.
+
+    A Slurm step of a single task is none: ``srun python train.py`` only runs a program on a node of
+    the allocation, where it may start ranks of its own.
+    """
+    if session.find_spec() is not None:
+        return True
+    world = find_world(env)
+    return world is not None and (world.started_by, world.world_size) != ("slurm", 1)
 
 
 def find_place(env: Mapping[str, str]) -> tuple[World, str | None] | None:
@@ -79,13 +92,16 @@ def process_group(
     member, opened = _enter(None, None, backend, config, fields)
     try:
         yield member
-    except BaseException:
+    except BaseException as exc:
         # No barrier and no destroy on a failing path: the peers would wait for each other.
         if opened:
-            _forget(member)
+            _abandon(member, exc)
         raise
     _close(member, opened=opened)
 
+
+_ABANDON_S: Final = 2.0
+_MAX_REASON: Final = 300
 
 _opened: RankContext | None = None
 _handled_at_setup: BaseException | None = None
@@ -136,15 +152,27 @@ def cleanup() -> None:
     if exc is None or exc is _handled_at_setup:
         _close(member, opened=True)
     else:
-        _abandon(member)
+        _abandon(member, exc)
 
 
-def _abandon(member: RankContext) -> None:
-    """Leave on a failing path; ranks that are at the end already need not wait for this one."""
-    if member.control is not None:
-        with contextlib.suppress(RuntimeError):  # the store went with rank 0
-            member.control.arrive("leave")
+def _abandon(member: RankContext, exc: BaseException) -> None:
+    """Leave on a failing path, so that nobody waits for this rank: not at the end, not before."""
+    stop = _own_stopping()
+    if stop is not None:
+        stop.leave()
+        stop.signals.close()
+    control = member.control
+    if control is not None:
+        # Bounded: the host of the store may be gone, and its client would wait for it.
+        leaving = partial(_say_goodbye, control, f"{type(exc).__name__}: {text_of(exc)}")
+        BoundedCall(leaving, name="ddpsafe-leave").wait(_ABANDON_S)
     _forget(member)
+
+
+def _say_goodbye(control: Control, reason: str) -> None:
+    control.arrive("leave")
+    if session.find_spec() is None:  # else the launcher knows, and tells the cause by itself
+        control.depart(clip(reason, _MAX_REASON))
 
 
 def _enter(
@@ -188,14 +216,47 @@ def current() -> RankContext:
 
 
 def _close(member: RankContext, *, opened: bool) -> None:
-    if opened:
-        deadline = Deadline.after(member.barrier_timeout)
-        missing = groups.close_group(member.control, deadline=deadline)
-        if missing:
-            raise member.barrier_timeout_error("the end of the process group", missing, deadline)
-        _forget(member)
+    if not opened:
+        return
+    deadline = Deadline.after(member.barrier_timeout)
+    stop = _own_stopping()
+    if stop is not None:
+        stop.leave()
+    missing = groups.close_group(member.control, deadline=deadline)
+    if missing:
+        if stop is not None:
+            stop.signals.close()
+        raise member.barrier_timeout_error("the end of the process group", missing, deadline)
+    _forget(member)
+    if stop is not None:
+        stop.close()
+
+
+def has_stopped() -> bool:
+    """Tell whether this rank's last group was asked to stop, and it has seen it."""
+    stop = stopping.find_current()
+    return stop is not None and stop.answered
+
+
+def stopped_error(member: RankContext, value: object) -> PreemptedError:
+    """Word the end of `launch` in a rank of another launcher that was asked to stop."""
+    what = (
+        f"{member.world} stopped because the job was asked to, and returned, "
+        f"on {socket.gethostname()}, attempt {member.attempt}."
+    )
+    cause = "a scheduler takes the machine back (preemption, time limit, drained node)."
+    fix = "start the same command again; exit code 75 tells a scheduler to do so."
+    return PreemptedError(
+        explain(what, cause=cause, fix=fix), values={member.rank: value}, attempt=member.attempt
+    )
 
 
 def _forget(member: RankContext) -> None:
     if session.find_spec() is None and find_current() is member:
         enter(None)
+        environment.give_back()
+
+
+def _own_stopping() -> stopping.Stopping | None:
+    """Return this rank's part in stopping, where no launcher of ours has one too."""
+    return stopping.find_current() if session.find_spec() is None else None

@@ -148,15 +148,3 @@ def broadcast(obj: T, src: int, device: torch.device) -> T:
     box = [obj]
     dist.broadcast_object_list(box, src=src, device=device)
     return box[0]
-
-
-def any_rank(flag: bool, device: torch.device) -> bool:  # noqa: FBT001 - the subject of the call
-    """Tell every rank whether one of them says yes."""
-    if group_size() == 1:
-        return flag
-    import torch
-    import torch.distributed as dist
-
-    vote = torch.tensor([int(flag)], dtype=torch.int32, device=device)
-    dist.all_reduce(vote, op=dist.ReduceOp.MAX)
-    return bool(vote.item())

@@ -24,10 +24,14 @@ _LONGEST_PAUSE_S: Final = 0.1
 _LINGER: Final = timedelta(seconds=2)
 _FAILED: Final = "failed "
 _WELL: Final = "well"
+_DEPARTED: Final = "control/departed"
 
 
 class Control:
     """One rank's line to the others through the store.
+
+    Attributes:
+        store: The connection, for keys of others than `Control`.
 
     Args:
         store: A store connection of its own: one client serialises its calls, so a long wait
@@ -41,7 +45,7 @@ class Control:
         self, store: Store, *, rank: int, world_size: int, served_by_rank_zero: bool = False
     ) -> None:
         """Keep the connection."""
-        self._store = store
+        self.store = store
         self._rank = rank
         self._world_size = world_size
         self._served_by_rank_zero = served_by_rank_zero
@@ -60,7 +64,9 @@ class Control:
         """
         try:
             meeting = self.arrive(name)
-            missing = self._await_all(meeting, deadline)
+            # Failed ranks have come to the last meeting too: the others may work to their ends.
+            doors = [f"{meeting}/missing"] if is_last else [f"{meeting}/missing", _DEPARTED]
+            missing = self._await_all(meeting, doors, deadline)
             if missing or is_last:
                 self._part(meeting)
         except RuntimeError:
@@ -73,26 +79,45 @@ class Control:
     def arrive(self, name: str) -> str:
         """Come to a meeting without waiting for the others; return its name in the store."""
         meeting = self._turn(name)
-        self._store.set(f"{meeting}/{self._rank}", "here")
-        if self._store.add(f"{meeting}/count", 1) == self._world_size:
+        self.store.set(f"{meeting}/{self._rank}", "here")
+        if self.store.add(f"{meeting}/count", 1) == self._world_size:
             # Whoever gave up before has the last word: all ranks must read the same.
-            self._store.compare_set(f"{meeting}/missing", "", "[]")
+            self.store.compare_set(f"{meeting}/missing", "", "[]")
         return meeting
 
-    def _await_all(self, meeting: str, deadline: Deadline) -> list[int]:
-        """Wait for the list of missing ranks, which the last to come or to give up writes."""
-        if not self.wait_for(f"{meeting}/missing", deadline=deadline):
+    def depart(self, reason: str) -> None:
+        """Tell whoever waits for this rank, now or later, that it has failed and will not come."""
+        self.store.compare_set(_DEPARTED, "", f"rank {self._rank} has failed: {reason}")
+
+    def departure(self) -> str | None:
+        """Return what the first rank that failed has said, if one has."""
+        try:
+            return self.store.get(_DEPARTED).decode() if self.is_set(_DEPARTED) else None
+        except RuntimeError:  # the store went with rank 0
+            return None
+
+    def _await_all(self, meeting: str, doors: list[str], deadline: Deadline) -> list[int]:
+        """Wait for the list of missing ranks, which the last to come or to give up writes.
+
+        Args:
+            meeting: The meeting.
+            doors: Keys one of which ends the wait: the list, or that a rank has failed, which
+                then never comes.
+            deadline: When to give up.
+        """
+        self.wait_for(*doors, deadline=deadline)
+        if not self.is_set(doors[0]):
             missing = [rank for rank in range(self._world_size) if not self._came(meeting, rank)]
-            self._store.compare_set(f"{meeting}/missing", "", json.dumps(missing))
-        known: list[int] = json.loads(self._store.get(f"{meeting}/missing"))
+            self.store.compare_set(doors[0], "", json.dumps(missing))
+        known: list[int] = json.loads(self.store.get(doors[0]))
         return known
 
     def _came(self, meeting: str, rank: int) -> bool:
-        return bool(self._store.check([f"{meeting}/{rank}"]))
+        return bool(self.store.check([f"{meeting}/{rank}"]))
 
     def _part(self, meeting: str) -> None:
         """Let everyone who came read how it ended before the store goes with rank 0."""
-        self._store.set(f"{meeting}/seen/{self._rank}", "yes")
+        self.store.set(f"{meeting}/seen/{self._rank}", "yes")
         self._stay_for(
             meeting, (rank for rank in range(self._world_size) if self._came(meeting, rank))
         )
@@ -107,7 +132,7 @@ class Control:
     def publish(self, name: str, failure: str | None) -> None:
         """Tell the others how the step of that name ended here."""
         step = self._turn(name)
-        self._store.set(step, _WELL if failure is None else _FAILED + failure)
+        self.store.set(step, _WELL if failure is None else _FAILED + failure)
         if failure is not None:
             self._stay_for(step, range(1, self._world_size))
 
@@ -120,26 +145,25 @@ class Control:
         key = self._turn(name)
         if not self.wait_for(key, deadline=deadline):
             return False, None
-        text = self._store.get(key).decode()
-        self._store.set(f"{key}/seen/{self._rank}", "yes")
+        text = self.store.get(key).decode()
+        self.store.set(f"{key}/seen/{self._rank}", "yes")
         return True, text.removeprefix(_FAILED) if text.startswith(_FAILED) else None
 
-    def wait_for(self, key: str, *, deadline: Deadline) -> bool:
-        """Wait until a key is set; tell whether it was before the deadline.
+    def wait_for(self, *keys: str, deadline: Deadline) -> bool:
+        """Wait until one of the keys is set; tell whether it was before the deadline.
 
         It looks again and again with growing pauses: torch's own wait handles no Ctrl-C and writes
         warnings to stderr whenever a slice of it ends.
         """
-        pauses = _pauses()
-        while not self.is_set(key):
-            if deadline.expired():
+        pausing = pauses(deadline)
+        while not any(map(self.is_set, keys)):
+            if not next(pausing):
                 return False
-            time.sleep(min(next(pauses), deadline.remaining_s()))
         return True
 
     def is_set(self, key: str) -> bool:
         """Look at a key without waiting."""
-        return bool(self._store.check([key]))
+        return bool(self.store.check([key]))
 
     def _turn(self, name: str) -> str:
         turn = self._turns.get(name, 0)
@@ -147,8 +171,12 @@ class Control:
         return f"control/{name}/{turn}"
 
 
-def _pauses() -> Iterator[float]:
+def pauses(deadline: Deadline) -> Iterator[bool]:
+    """Pause, longer each time; yield whether there was time for it before the deadline."""
     pause_s = _FIRST_PAUSE_S
     while True:
-        yield pause_s
+        if deadline.expired():
+            yield False
+        time.sleep(min(pause_s, deadline.remaining_s()))
+        yield True
         pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)

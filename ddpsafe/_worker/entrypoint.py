@@ -17,7 +17,6 @@ from ddpsafe._wire import payload
 from ddpsafe._wire.channel import Sender
 from ddpsafe._wire.outcome import (
     Entered,
-    HeedsStop,
     Position,
     Raised,
     Recovered,
@@ -25,7 +24,9 @@ from ddpsafe._wire.outcome import (
     exit_code_of,
 )
 from ddpsafe._worker import environment, in_flight, lifeline, stopping
+from ddpsafe._worker.launcher_line import LauncherLine
 from ddpsafe._worker.memory import describe_memory, is_out_of_memory
+from ddpsafe._worker.stop_calls import StopCalls
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,9 +59,10 @@ class Reporter:
         self.phase = phase
         self._sender.send(Entered(phase=phase))
 
-    def returned(self, value: object) -> None:
+    def returned(self, value: object, *, stop_calls: int) -> None:
         """Say that the user's function returned; raises where the value cannot travel."""
-        self._sender.send(Returned(payload=_result_bytes(value), position=position()))
+        payload_ = _result_bytes(value)
+        self._sender.send(Returned(payload=payload_, position=position(), stop_calls=stop_calls))
         self.phase = "leaving"
 
     def raised(self, exc: BaseException, *, final: bool) -> None:
@@ -86,10 +88,6 @@ class Reporter:
     def position(self) -> None:
         """Say where this rank is in the sequence of collectives."""
         self._sender.send(position())
-
-    def heeds_stop(self) -> None:
-        """Say that this rank asks whether it should stop."""
-        self._sender.send(HeedsStop())
 
     def exception_in_flight(self) -> BaseException | None:
         """Report an exception that the user's ``except`` or ``finally`` is at; return it."""
@@ -121,13 +119,19 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
         spec: Everything but the user's own function and arguments.
         inheritance: Pipes and files shared with the launcher.
     """
-    reporter = Reporter(Sender(inheritance.report.fd))
+    sender = Sender(inheritance.report.fd)
+    reporter = Reporter(sender)
+    line = LauncherLine(sender, StopCalls())
+    stop = stopping.Stopping(line.calls, line)
+    stopping.enter(stop)
     lifeline.tie_to_launcher(
         inheritance.lifeline.fd,
         launcher_pid=spec.launcher_pid,
         is_child=spec.inherited_env is None,
         on_question=reporter.position,
-        on_stop=stopping.request,
+        on_stop=line.promise,
+        on_agreement=line.calls.agree,
+        on_end=stop.signals.die_of_sigterm,
     )
     try:
         if spec.logs is not None:
@@ -140,7 +144,7 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
         reporter.enter("loading")
         value = _run_user_code(spec, reporter, inheritance)
         if reporter.is_here():
-            reporter.returned(value)
+            reporter.returned(value, stop_calls=line.calls.count)
     except BaseException as exc:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are failures
         _report_and_exit(exc, reporter)
     if not reporter.is_here():
@@ -152,7 +156,6 @@ def _run_user_code(spec: RankSpec, reporter: Reporter, inheritance: Inheritance)
     from ddpsafe._worker import session
 
     in_flight.tell(reporter)
-    stopping.announce_with(reporter.heeds_stop)
     session.install_hooks(spec, before_destroy=reporter.exception_in_flight)
     environment.use_threads(spec.num_threads)
     environment.count_steps(inheritance.steps.fd)

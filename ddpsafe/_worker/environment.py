@@ -15,6 +15,8 @@ from ddpsafe._wire.spec import STACKS_SIGNAL, semaphore_prefix
 from ddpsafe._wire.step_counter import StepCounter
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from ddpsafe._wire.spec import LogFiles, RankSpec
@@ -59,6 +61,26 @@ def apply_environment(spec: RankSpec) -> None:
     for name in _NEVER_INHERITED:
         os.environ.pop(name, None)
     os.environ.update(spec.env)
+
+
+def borrow(variables: Mapping[str, str]) -> None:
+    """Set variables for as long as the process group lives; see `give_back`."""
+    for name, text in variables.items():
+        _borrowed.setdefault(name, os.environ.get(name))
+        os.environ[name] = text
+
+
+def give_back() -> None:
+    """Set what was borrowed to what it was before."""
+    for name, text in _borrowed.items():
+        if text is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = text
+    _borrowed.clear()
+
+
+_borrowed: dict[str, str | None] = {}
 
 
 def name_semaphores(launch_id: str) -> None:

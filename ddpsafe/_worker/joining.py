@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import ConfigError, explain
-from ddpsafe._worker import environment, meeting, process_group, session, torch_hooks
+from ddpsafe._worker import environment, meeting, process_group, session, stopping, torch_hooks
 from ddpsafe._worker.context import RankContext
 from ddpsafe._worker.control import Control
 from ddpsafe._worker.current import enter
 from ddpsafe._worker.endpoint import find_endpoint
+from ddpsafe._worker.stop_board import StopBoard
+from ddpsafe._worker.stop_calls import StopCalls
 from ddpsafe._world import World, find_world, loopback_interfaces
 
 if TYPE_CHECKING:
@@ -31,7 +34,7 @@ def place_of(rank: int | None, world_size: int | None) -> World:
         ConfigError: Only one of the two is given, or the place is impossible.
     """
     if rank is None and world_size is None:
-        return find_world(os.environ) or World.alone()
+        return find_world(os.environ) or _alone(os.environ)
     if rank is None or world_size is None:
         what = f"setup(rank={rank}, world_size={world_size}) says only half of it."
         fix = "pass both, or neither to take them from the launcher."
@@ -43,6 +46,17 @@ def place_of(rank: int | None, world_size: int | None) -> World:
     given = find_world({**_local_variables(os.environ), **spoken})
     assert given is not None  # noqa: S101 - RANK is set
     return given
+
+
+def _alone(env: Mapping[str, str]) -> World:
+    """Return a world of one; say so where a Slurm job of several tasks forgot its srun."""
+    tasks = env.get("SLURM_NTASKS", "1")
+    if tasks != "1":
+        what = f"this process is alone, though its Slurm job has {tasks} tasks (SLURM_NTASKS)."
+        cause = "it runs in the batch script or in a shell of salloc, not in a step."
+        fix = "start it with srun; or `unset SLURM_NTASKS` if one process is what you want."
+        warnings.warn(explain(what, cause=cause, fix=fix), RuntimeWarning, stacklevel=2)
+    return World.alone()
 
 
 def _local_variables(env: Mapping[str, str]) -> dict[str, str]:
@@ -81,11 +95,11 @@ def join_job(world: World, config: LaunchConfig) -> RankContext:
     """Make the group of ranks that another launcher has started, or of a world of one."""
     from torch.distributed import HashStore
 
-    os.environ.update(config.env)
+    environment.borrow(config.env)
     endpoint = find_endpoint(world, os.environ) if world.world_size > 1 else None
     if endpoint is None or endpoint.is_on_this_host:
-        for name, interface in loopback_interfaces().items():
-            os.environ.setdefault(name, interface)
+        chosen = loopback_interfaces().items()
+        environment.borrow({name: text for name, text in chosen if name not in os.environ})
     deadline = Deadline.after(config.timeouts.rendezvous)
     backend = choose_backend(config.backend, world)
     device = device_for(world, backend)
@@ -146,7 +160,17 @@ def _remember(
 ) -> RankContext:
     member = describe(world, device, backend, control, config=config)
     enter(member)
+    stopping.enter(_stopping_of(member))
     return member
+
+
+def _stopping_of(member: RankContext) -> stopping.Stopping:
+    calls = StopCalls()
+    control = member.control
+    if control is None:
+        return stopping.Stopping(calls, stopping.Nobody(calls))
+    board = StopBoard(control.store, rank=member.rank, world_size=member.world_size, calls=calls)
+    return stopping.Stopping(calls, board, limit=member.barrier_timeout)
 
 
 def describe(

@@ -16,7 +16,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._wire.channel import ASK_POSITION, ASK_STOP
+from ddpsafe._wire.channel import ASK_POSITION, ASK_STOP, CALL_NUMBER, END_NOW, STOP_AT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -31,6 +31,8 @@ def tie_to_launcher(
     is_child: bool,
     on_question: Callable[[], None],
     on_stop: Callable[[], None],
+    on_agreement: Callable[[int], None],
+    on_end: Callable[[], None],
 ) -> None:
     """End this process, and what it started, when the launcher is gone.
 
@@ -39,9 +41,16 @@ def tie_to_launcher(
         launcher_pid: The launcher.
         is_child: Whether it is our direct parent (not so under the forkserver).
         on_question: Called in a thread when the launcher asks where this rank is.
-        on_stop: Called in that thread when the launcher has been asked to stop.
+        on_stop: Called in that thread when the job has been asked to stop.
+        on_agreement: Called in that thread with the call of `stop_requested` that says so.
+        on_end: Called in that thread when the launcher is about to send SIGTERM.
     """
-    listeners = {ASK_POSITION: on_question, ASK_STOP: on_stop}
+    listeners = {
+        ASK_POSITION: on_question,
+        ASK_STOP: on_stop,
+        STOP_AT: lambda: on_agreement(*CALL_NUMBER.unpack(os.read(pipe_fd, CALL_NUMBER.size))),
+        END_NOW: on_end,
+    }
     # An own session: the launcher can end all of it, and the terminal's Ctrl-C goes to the
     # launcher alone, which then ends the ranks in order.
     with contextlib.suppress(PermissionError):

@@ -16,6 +16,8 @@ from ddpsafe._clock import Deadline
 from ddpsafe._errors import PreflightError, RendezvousTimeoutError, explain
 from ddpsafe._worker import identity
 from ddpsafe._worker.control import Control
+from ddpsafe._worker.generation import agree_on_generation
+from ddpsafe._worker.process_group import not_joined
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,6 +34,7 @@ _BACKLOG: Final = 1024
 _NAME_WAIT: Final = timedelta(seconds=10)
 
 _groups = itertools.count()
+_generations: dict[Endpoint, str] = {}
 _stores: dict[tuple[Endpoint, int, int], TCPStore] = {}
 
 
@@ -64,7 +67,7 @@ def open_stores(
     serves = world.rank == 0 and not endpoint.is_served
     group_client = _connection(endpoint, world, deadline, serves=serves, line=0)
     control_client = _connection(endpoint, world, deadline, serves=False, line=1)
-    prefix = _fresh_prefix(env)
+    prefix = f"ddpsafe/{_generation(endpoint, control_client, world, deadline)}/{next(_groups)}"
     store = PrefixStore(prefix, group_client)
     control = Control(
         PrefixStore(prefix, control_client),
@@ -80,13 +83,23 @@ def open_stores(
     return store, control
 
 
-def _fresh_prefix(env: Mapping[str, str]) -> str:
-    """Name keys that no restart before this one and no group before this one has used.
+def _generation(endpoint: Endpoint, client: TCPStore, world: World, deadline: Deadline) -> str:
+    """Name what tells this start of the ranks from earlier ones at the same store, if there may be.
 
-    torchrun's agent keeps one store for all restarts, and its keys survive them.
+    Raises:
+        RendezvousTimeoutError: Ranks did not come.
     """
-    restart = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"ddpsafe/restart-{restart}/group-{next(_groups)}"
+    from torch.distributed import PrefixStore
+
+    if not endpoint.is_served:
+        return "group"  # the store is as young as rank 0
+    if endpoint not in _generations:
+        store = PrefixStore("ddpsafe/generation", client)
+        name, missing = agree_on_generation(store, world, deadline=deadline)
+        if missing:
+            raise not_joined(world, missing, deadline)
+        _generations[endpoint] = name
+    return _generations[endpoint]
 
 
 def require_name(endpoint: Endpoint, world: World, *, deadline: Deadline) -> None:

@@ -72,10 +72,11 @@ def require_everyone(control: Control | None, world: World, *, deadline: Deadlin
     """
     missing = [] if control is None else control.meet("join", deadline=deadline)
     if missing:
-        raise _not_joined(world, missing, deadline)
+        raise not_joined(world, missing, deadline)
 
 
-def _not_joined(world: World, missing: list[int], deadline: Deadline) -> RendezvousTimeoutError:
+def not_joined(world: World, missing: list[int], deadline: Deadline) -> RendezvousTimeoutError:
+    """Word the error of a rank that waited for others to join."""
     waited_s = deadline.waited_s()
     names = ", ".join(map(str, missing))
     what = f"{world} waited {waited_s:.1f} s to start, but rank {names} did not join."

@@ -67,33 +67,6 @@ def test_no_temporary_file_is_left(tmp_path: Path, signum: signal.Signals) -> No
             scripts.wait_until(lambda: not list(Path(temporary).iterdir()), within_s=5)
 
 
-def test_ranks_that_ask_are_given_the_grace_to_save_and_return(tmp_path: Path) -> None:
-    """On SIGTERM `ctx.stop_requested` is true on all ranks at the same call."""
-    statements = "ddpsafe.launch(p.train_until_asked, (folder,), **options)"
-    with start_script(tmp_path, statements) as job:
-        job.wait_until_up()
-        sent = time.monotonic()
-        os.kill(job.pid, signal.SIGTERM)
-        run = job.end()
-        require_in_time(time.monotonic() - sent, CRASH_S)
-    assert run.code == -signal.SIGTERM, run.err
-    saved = {path.read_text() for path in tmp_path.glob("saved-*")}
-    assert len(list(tmp_path.glob("saved-*"))) == 2
-    assert len(saved) == 1, "the ranks stopped at different steps"
-
-
-def test_ranks_that_ask_and_do_not_return_are_ended_after_the_grace(tmp_path: Path) -> None:
-    """Asking is no promise."""
-    statements = "ddpsafe.launch(p.ask_and_go_on, (folder,), **options, timeouts={'grace': 1})"
-    with start_script(tmp_path, statements) as job:
-        job.wait_until_up()
-        sent = time.monotonic()
-        os.kill(job.pid, signal.SIGTERM)
-        assert job.end().code == -signal.SIGTERM
-        assert time.monotonic() - sent > 1
-        require_in_time(time.monotonic() - sent, CRASH_S + 1)
-
-
 def test_ctrl_c_in_the_terminal(tmp_path: Path) -> None:
     """The terminal signals the launcher's whole group, ranks excepted: they are ended in order."""
     with start_script_on_terminal(tmp_path, launch_everything("gloo")) as job:

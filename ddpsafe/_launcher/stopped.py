@@ -1,0 +1,54 @@
+"""The error of an attempt that ended because it was asked to."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING, Final
+
+from ddpsafe._errors import PreemptedError, explain
+from ddpsafe._launcher.wording import listed, positions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ddpsafe._launcher.case import Case
+    from ddpsafe._launcher.stopping import StopRequest
+
+_CAUSE: Final = (
+    "a scheduler takes the machine back (preemption, time limit, drained node), or somebody sent "
+    "the signal."
+)
+
+
+def conclude_stop(
+    case: Case, request: StopRequest, values: Mapping[int, object], *, keeps_logs: bool
+) -> PreemptedError:
+    """Say who has stopped, who has not, and how the job goes on.
+
+    Args:
+        case: What is known of the attempt.
+        request: The request.
+        values: What ranks returned, by rank.
+        keeps_logs: Whether the run directory stays.
+    """
+    late = sorted(set(case.outcomes) - set(values))
+    ranks = f"rank {listed(late or case.outcomes)} (world_size {len(case.outcomes)})"
+    where = f"on {socket.gethostname()}, {case.when}"
+    limit_s = request.limit.total_seconds()
+    if late:
+        what = f"{ranks} did not return within {limit_s:g} s of {request.source()}, {where}."
+        fix = "raise timeouts.stop if saving takes longer; else see where they were."
+    else:
+        what = f"{ranks} stopped on {request.source()} and returned, {where}."
+        fix = "start the same command again; exit code 75 tells a scheduler to do so."
+    details = positions(case.outcomes.values()) if late else []
+    logs = case.run_dir if late or keeps_logs else None
+    return PreemptedError(
+        explain(what, cause=_CAUSE, fix=fix, details=details, logs=logs),
+        values=values,
+        unfinished_ranks=late,
+        attempt=case.attempt,
+        attempts=case.attempts,
+        outcomes=case.outcomes,
+        run_dir=logs,
+    )

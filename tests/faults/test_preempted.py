@@ -1,0 +1,182 @@
+"""A scheduler asks the job to go: the ranks save at the same step, and the exit code says "again"."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+import scripts
+import stop_programs as programs
+from fault_kit import CRASH_S, World, require_answers, require_in_time, require_rank, start_script
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+AGAIN: Final = 75
+"""Exit code that asks for another start: EX_TEMPFAIL."""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Return what became of each of `stop_programs.SCENARIOS`, run by one script."""
+    folder = tmp_path_factory.mktemp("scenarios")
+    source = """
+        from pathlib import Path
+        import stop_programs
+        if __name__ == "__main__":
+            stop_programs.run_scenarios(Path.cwd())
+    """
+    run = scripts.run(folder, source)
+    assert run.code == 0, run.err
+    return {
+        name: {
+            **json.loads((folder / name / "found.json").read_text()),
+            "saved": [path.read_text() for path in sorted((folder / name).glob("saved-*"))],
+        }
+        for name in programs.SCENARIOS
+    }
+
+
+def launch(program: str, fields: str = "") -> str:
+    """Return a script that launches one of the stop programs, and goes on after it."""
+    return f"""
+        import stop_programs
+        ddpsafe.launch(stop_programs.{program}, (folder,), **options, {fields})
+        print("the code after launch has run")
+    """
+
+
+@pytest.mark.parametrize("name", ["order and echo", "warning and order", "warning"])
+def test_ranks_at_different_calls_stop_at_the_same_one(
+    outcomes: dict[str, dict[str, Any]], name: str
+) -> None:
+    """Four ranks, each at its own speed and many calls apart, save one and the same step.
+
+    The policy would try again, but the launcher itself has been asked to go.
+    """
+    found = outcomes[name]
+    assert (found["error"], found["kind"], found["attempt"]) == ("PreemptedError", "preempted", 1)
+    assert len(found["saved"]) == 4
+    assert len(set(found["saved"])) == 1, f"stopped at different steps: {found['saved']}"
+    assert "rank 0, 1, 2, 3 (world_size 4) stopped on SIG" in found["text"]
+    require_in_time(found["took_s"], CRASH_S, found["text"])
+
+
+@pytest.mark.parametrize("name", ["everybody", "everybody warned"])
+def test_signals_to_all_processes_of_a_job_are_one_request(
+    outcomes: dict[str, dict[str, Any]], name: str
+) -> None:
+    """Systemd and ``scancel --full`` signal every process, Slurm the group of each task.
+
+    It is one request; neither the ranks nor the server that forked them die of it.
+    """
+    found = outcomes[name]
+    assert found["error"] == "PreemptedError", found["text"]
+    assert len(found["saved"]) == 2
+    assert len(set(found["saved"])) == 1
+
+
+def test_ranks_that_do_not_return_in_time_are_named_and_ended(
+    outcomes: dict[str, dict[str, Any]],
+) -> None:
+    """Asking is no promise: after `timeouts.stop` they are ended, and the job may start again."""
+    found = outcomes["overdue"]
+    assert found["error"] == "PreemptedError", found["text"]
+    assert "rank 0, 1 (world_size 2) did not return within 1 s of SIGTERM" in found["text"]
+    assert "in ask_and_go_on" in found["text"]
+    assert found["took_s"] > 1
+    require_in_time(found["took_s"], CRASH_S + 1)
+
+
+def test_failure_while_saving_is_told_and_not_tried_again(
+    outcomes: dict[str, dict[str, Any]],
+) -> None:
+    """The disk is full: that is the error of the launch, not a clean stop, and no new attempt."""
+    found = outcomes["full disk"]
+    assert (found["error"], found["attempt"]) == ("RankRaisedError", 1)
+    assert "rank 1 (world_size 2) raised OSError" in found["text"]
+
+
+def test_request_after_a_rank_has_returned_changes_nothing(
+    outcomes: dict[str, dict[str, Any]],
+) -> None:
+    """Rank 0 has made all its calls: the others must not stop at one that it has passed.
+
+    The training ends as if nobody had asked, and nobody waits for a promise of rank 0.
+    """
+    assert outcomes["too late"]["values"] == {"0": 40, "1": 40}
+
+
+def test_ctrl_c_does_not_wait_for_ranks_that_save(outcomes: dict[str, dict[str, Any]]) -> None:
+    """It ends them at once, though they have a minute left."""
+    found = outcomes["impatience"]
+    assert found["error"] == "KeyboardInterrupt"
+    require_in_time(found["took_s"], CRASH_S)
+
+
+def test_exit_code_asks_for_another_start(tmp_path: Path) -> None:
+    """The script ends with 75, without a traceback, and without running what follows `launch`."""
+    with start_script(tmp_path, launch("train_in_step")) as job:
+        job.wait_until_up()
+        os.kill(job.pid, signal.SIGTERM)
+        run = job.end()
+    assert (run.code, run.out) == (AGAIN, ""), run.err
+    assert "start the same command again" in run.err
+    assert "Traceback" not in run.err
+
+
+def test_training_that_never_asks_is_not_kept_alive(tmp_path: Path) -> None:
+    """Nobody could answer, so the launch ends at once by the signal, and says why."""
+    with start_script(tmp_path, launch("never_ask")) as job:
+        job.wait_until_up()
+        sent = time.monotonic()
+        os.kill(job.pid, signal.SIGUSR1)
+        run = job.end()
+        require_in_time(time.monotonic() - sent, CRASH_S)
+    assert run.code == -signal.SIGUSR1
+    assert "no rank has called stop_requested()" in run.err
+
+
+def test_second_sigterm_ends_the_ranks_at_once(tmp_path: Path) -> None:
+    """Whoever insists does not wait; an echo within a second is no second one."""
+    with start_script(tmp_path, launch("ask_and_go_on")) as job:
+        job.wait_until_up()
+        os.kill(job.pid, signal.SIGTERM)
+        scripts.wait_until(lambda: "asked to save and return" in job.errors())
+        asked = time.monotonic()
+        scripts.wait_until(lambda: time.monotonic() > asked + 1.1)
+        os.kill(job.pid, signal.SIGTERM)
+        sent = time.monotonic()
+        assert job.end().code == -signal.SIGTERM
+        require_in_time(time.monotonic() - sent, CRASH_S)
+
+
+def test_rank_that_is_asked_alone_stops_all_and_the_launcher_tries_again(tmp_path: Path) -> None:
+    """Its host was to go, the launcher's was not: ``on={"preempted"}`` makes another attempt."""
+    policy = ddpsafe.RetryPolicy(on={"preempted"}, backoff_initial=0, jitter=0, no_progress=None)
+    result = World(folder=tmp_path).launch(programs.try_again, retry=policy)
+    assert result.values == {0: "finished attempt 2", 1: "finished attempt 2"}
+
+
+def test_stop_of_one_rank_is_explained_where_nobody_tries_again(tmp_path: Path) -> None:
+    """Who was asked, by what, and that the same command goes on."""
+    with pytest.raises(ddpsafe.PreemptedError) as caught:
+        World(folder=tmp_path).launch(programs.try_again)
+    require_answers(caught.value)
+    assert "SIGTERM to rank 1" in str(caught.value)
+    assert len(set(caught.value.values.values())) == 1
+
+
+def test_ranks_that_heed_requests_are_ended_as_fast_as_others(tmp_path: Path) -> None:
+    """Their handler of SIGTERM does not keep them alive when another rank has failed."""
+    error = World(folder=tmp_path, ranks=3).launch_fails(
+        ddpsafe.RankKilledError, programs.wait_in_gloo, timeouts={"grace": 20, "shutdown": 60}
+    )
+    require_rank(error, 1)
+    assert error.outcomes[2].exit_code == -signal.SIGTERM

@@ -1,0 +1,219 @@
+"""Under a real Slurm: who is a rank, who is told to go and how, and what becomes of a requeued job."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+import scripts
+from slurm_cluster import Cluster, require_slurm, started_cluster
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.root
+
+AGAIN: Final = 75
+"""Exit code that asks for another start: EX_TEMPFAIL."""
+
+WHO_AM_I: Final = """
+    import os
+    from ddpsafe._world import find_world
+    world = find_world(os.environ)
+    print("place", world and [world.rank, world.world_size, world.local_rank,
+          world.local_world_size, world.node_rank, world.nnodes], os.uname().nodename)
+"""
+
+
+@pytest.fixture(scope="module")
+def _cluster() -> Iterator[Cluster]:
+    """Three nodes with four cores each."""
+    require_slurm()
+    with started_cluster(3) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def slurm(_cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster, without any job before and after the test."""
+    yield _cluster
+    _cluster.clear()
+
+
+def python(folder: Path, source: str) -> list[str]:
+    """Write a script; return the command that runs it."""
+    return [sys.executable, str(scripts.write(folder, "script.py", source))]
+
+
+def train(folder: Path, call: str, fields: str = "") -> list[str]:
+    """Write a script that launches one of the stop programs; return the command that runs it."""
+    source = f"""
+        from pathlib import Path
+        import ddpsafe
+        import stop_programs as programs
+
+        if __name__ == "__main__":
+            folder = Path({str(folder)!r})
+            ddpsafe.launch(programs.{call}, {fields})
+            print("the code after launch has run")
+    """
+    return python(folder, source)
+
+
+def places(output: str) -> list[tuple[list[int] | None, str]]:
+    """Return who the processes took themselves for, and where they were, by rank."""
+    found = re.findall(r"place (None|\[[^\]]*\]) (\S+)", output)
+    return sorted((json.loads(place.replace("None", "null")), node) for place, node in found)
+
+
+def await_ranks(folder: Path, number: int) -> None:
+    """Wait until so many ranks train."""
+    scripts.wait_until(lambda: len(list(folder.glob("ready-*"))) == number, within_s=50)
+
+
+def require_saved(folder: Path, number: int) -> None:
+    """Fail unless so many ranks have saved, all at the same step."""
+    found = [path.read_text() for path in folder.glob("saved-*")]
+    assert len(found) == number
+    assert len(set(found)) == 1, f"the ranks stopped at different steps: {found}"
+
+
+def reports(folder: Path, run: int) -> list[dict[str, Any]]:
+    """Return what the ranks of the first (0) or of the second (1) run have written down."""
+    return [json.loads(path.read_text()) for path in folder.glob(f"run-{run}-*.json")]
+
+
+# Who is a rank.
+
+
+def test_tasks_of_a_step_know_their_places(slurm: Cluster, tmp_path: Path) -> None:
+    """Dealt out in blocks, and in turns, where rank // tasks per node would be wrong."""
+    command = python(tmp_path, WHO_AM_I)
+    block = slurm.run("srun", "-N2", "--ntasks-per-node=2", *command)
+    assert places(block) == [
+        ([0, 4, 0, 2, 0, 2], "n0"),
+        ([1, 4, 1, 2, 0, 2], "n0"),
+        ([2, 4, 0, 2, 1, 2], "n1"),
+        ([3, 4, 1, 2, 1, 2], "n1"),
+    ]
+    cyclic = slurm.run("srun", "-N3", "-n4", "--distribution=cyclic", *command)
+    assert places(cyclic) == [
+        ([0, 4, 0, 2, 0, 3], "n0"),
+        ([1, 4, 0, 1, 1, 3], "n1"),
+        ([2, 4, 0, 1, 2, 3], "n2"),
+        ([3, 4, 1, 2, 0, 3], "n0"),
+    ]
+
+
+def test_tasks_of_a_heterogeneous_job_are_one_world(slurm: Cluster, tmp_path: Path) -> None:
+    """One task on one node and two on another, from two components."""
+    command = python(tmp_path, WHO_AM_I)
+    output = slurm.run("srun", "-N1", "-n1", *command, ":", "-N1", "-n2", *command)
+    assert [place for place, _ in places(output)] == [
+        [0, 3, 0, 1, 0, 2],
+        [1, 3, 0, 2, 1, 2],
+        [2, 3, 1, 2, 1, 2],
+    ]
+
+
+def test_shells_of_a_job_are_no_ranks(slurm: Cluster, tmp_path: Path) -> None:
+    """Neither the batch script nor a shell of salloc, though both see SLURM_NTASKS=4."""
+    command = python(tmp_path, WHO_AM_I)
+    shell = f"echo ntasks $SLURM_NTASKS; {shlex.join(command)}"
+    output = slurm.run("salloc", "--quiet", "-N2", "-n4", "sh", "-c", shell)
+    assert "ntasks 4" in output
+    assert places(output) == [(None, "n0")]
+    job = slurm.submit(tmp_path, shell, "-N2", "--ntasks-per-node=2")
+    slurm.await_end(job, "COMPLETED")
+    output = (tmp_path / "job.out").read_text()
+    assert "ntasks 4" in output
+    assert [place for place, _ in places(output)] == [None]
+
+
+# Who is told to go.
+
+
+def test_tasks_that_are_warned_save_at_the_same_step(slurm: Cluster, tmp_path: Path) -> None:
+    """``scancel --signal=USR1`` reaches every task; four of them, on two nodes, stop as one.
+
+    srun ends with the code that asks for another start.
+    """
+    command = train(tmp_path, "train_in_step", "(folder,)")
+    step = slurm.start_command("srun", "--job-name=warned", "-N2", "--ntasks-per-node=2", *command)
+    await_ranks(tmp_path, 4)
+    slurm.run("scancel", "--name=warned", "--signal=USR1")
+    code, output = slurm.end(step)
+    assert code == AGAIN, output
+    require_saved(tmp_path, 4)
+    assert "the code after launch has run" not in output
+    assert "Traceback" not in output
+
+
+def test_launcher_in_a_step_is_told_and_its_ranks_save(slurm: Cluster, tmp_path: Path) -> None:
+    """``srun -n1 python train.py`` starts ranks of its own; `scancel` is SIGTERM to the launcher.
+
+    Slurm repeats it while the ranks save, which is no impatience.
+    """
+    fields = "(folder,), nproc_per_node=2, start_method='forkserver'"
+    command = train(tmp_path, "train_in_step", fields)
+    job = slurm.submit(tmp_path, f"srun {shlex.join(command)}; echo code $?", "-n1")
+    await_ranks(tmp_path, 2)
+    slurm.run("scancel", str(job))
+    slurm.await_end(job, "CANCELLED")
+    require_saved(tmp_path, 2)
+
+
+def test_preempted_job_is_requeued_and_goes_on(slurm: Cluster, tmp_path: Path) -> None:
+    """A job of a higher partition takes the nodes; the first one saves, waits, and continues.
+
+    Its parameter is that of a training that nobody has disturbed.
+    """
+    command = train(tmp_path, "train_and_resume", "(folder, 50)")
+    options = ["-N3", "--ntasks-per-node=1", "--exclusive", "--requeue", "--partition=low"]
+    script = f"""
+        srun {shlex.join(command)}
+        code=$?
+        if [ $code -eq 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+        exit $code
+    """
+    job = slurm.submit(tmp_path, script, *options)
+    await_ranks(tmp_path, 3)
+    slurm.run("srun", "--partition=high", "-N3", "--exclusive", "true")
+    scripts.wait_until(lambda: slurm.job(job)["JobState"] == "PENDING", otherwise=slurm.logs)
+    # Slurm itself would wait for two minutes, until all credentials of the first run are void.
+    slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+2")
+    slurm.await_end(job, "COMPLETED")
+    first, second = (reports(tmp_path, run) for run in (0, 1))
+    assert len(first) == len(second) == 3
+    assert {each["first"] for each in first} == {0}
+    stopped = {each["last"] for each in first}
+    assert stopped == {each["first"] for each in second}, "not where the first run has saved"
+    (last,) = {each["last"] for each in second}
+    expected = 0.0
+    for number in range(last):
+        expected = expected * 0.75 + number + 1.0  # 1.0 is the mean of the three ranks
+    (parameter,) = {each["parameter"] for each in second}
+    assert parameter == pytest.approx(expected, rel=1e-12)
+
+
+def test_ranks_end_by_themselves_when_a_task_dies(slurm: Cluster, tmp_path: Path) -> None:
+    """Plain srun lets the other tasks run on; they notice, name the missing rank, and fail."""
+    fields = "(folder,), timeouts={'collective': 4, 'barrier': 30}"
+    command = train(tmp_path, "lose_a_rank", fields)
+    step = slurm.start_command("srun", "-l", "-N2", "--ntasks-per-node=2", *command)
+    code, output = slurm.end(step)
+    assert code == 128 + 9, output
+    by_rank = {
+        rank: "\n".join(re.findall(rf"^{rank}: (.*)$", output, re.MULTILINE)) for rank in range(3)
+    }
+    assert "peer" in by_rank[2]
+    assert "rank 0, 2, 3 did not come" in by_rank[1]
+    assert "at the barrier 'all have evaluated'" in by_rank[1]
+    assert "rank 2 has failed: RuntimeError" in by_rank[1]
+    (waited_s,) = re.findall(r"waited (\d+\.\d) s at the barrier", by_rank[1])
+    assert float(waited_s) < 20, "it waited for the barrier's timeout"

@@ -1,0 +1,223 @@
+"""What ranks do that may be asked to stop; run by tests/faults/test_preempted.py and tests/slurm."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import psutil
+import scripts
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from ddpsafe import RankContext
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Signals to a launcher.
+
+    Attributes:
+        program: What its ranks do.
+        signals: What the launcher is sent once all ranks are ready.
+        ranks: How many there are.
+        also_all: Whether all processes below the launcher are sent the same, before it and after
+            it: ranks, fork server, and every helper.
+    """
+
+    program: Callable[..., object]
+    signals: list[signal.Signals]
+    ranks: int = 2
+    also_all: bool = False
+
+    def send(self, folder: Path) -> None:
+        """Wait for the ranks, and send the signals to this process."""
+        ready = [folder / f"ready-{rank}" for rank in range(self.ranks)]
+        scripts.wait_until(lambda: all(path.exists() for path in ready), within_s=60)
+        everybody = psutil.Process().children(recursive=True) if self.also_all else []
+        pids = [process.pid for process in everybody]
+        (folder / "sent").write_text(str(time.monotonic()))
+        for signum in self.signals:
+            for pid in (*pids, os.getpid(), *pids):
+                os.kill(pid, signum)
+            time.sleep(0.05)
+
+
+def train_until_asked(ctx: RankContext, folder: Path, *, pace_s: float = 0.005) -> int:
+    """Train until asked to stop, each rank at its own speed, and save; return the steps made."""
+    step = 0
+    while not ctx.stop_requested():
+        step += 1
+        if step == 3:
+            (folder / f"ready-{ctx.rank}").touch()
+        time.sleep(pace_s * (1 + ctx.rank))
+    (folder / f"saved-{ctx.rank}").write_text(str(step))
+    return step
+
+
+def train_in_step(ctx: RankContext, folder: Path) -> int:
+    """Do the same with a collective in every step, as DistributedDataParallel does."""
+    step = 0
+    while not ctx.stop_requested():
+        step = round(ctx.reduce_mean(float(step + 1)))
+        if step == 3:
+            (folder / f"ready-{ctx.rank}").touch()
+    (folder / f"saved-{ctx.rank}").write_text(str(step))
+    return step
+
+
+def finish_early(ctx: RankContext, folder: Path) -> int:
+    """Make 40 steps at very different speeds; the request comes when rank 0 has made them all."""
+    for step in range(40):
+        if ctx.stop_requested():
+            return step
+        if ctx.rank == 1 and step == 20:
+            scripts.wait_until((folder / "ready-0").exists)
+            (folder / "ready-1").touch()
+            scripts.wait_until((folder / "sent").exists)
+            time.sleep(0.5)
+    if ctx.is_main:
+        (folder / "ready-0").touch()
+    return 40
+
+
+def never_ask(ctx: RankContext, folder: Path) -> None:
+    """Train without a thought of stopping."""
+    (folder / f"ready-{ctx.rank}").touch()
+    time.sleep(600)
+
+
+def ask_and_go_on(ctx: RankContext, folder: Path) -> None:
+    """Ask, and take no notice of the answer."""
+    ctx.stop_requested()
+    (folder / f"ready-{ctx.rank}").touch()
+    while True:
+        ctx.stop_requested()
+        time.sleep(0.01)
+
+
+def fail_to_save(ctx: RankContext, folder: Path) -> None:
+    """Stop when asked, but let rank 1 find the disk full."""
+    train_in_step(ctx, folder)
+    if ctx.rank == 1:
+        raise OSError(28, "No space left on device")
+    ctx.barrier("saved")
+
+
+def wait_in_gloo(ctx: RankContext, folder: Path) -> None:
+    """Ask once; then rank 1 dies while rank 0 is in C++, in a collective, and rank 2 in Python."""
+    ctx.stop_requested()
+    (folder / f"ready-{ctx.rank}").touch()
+    if ctx.rank == 1:
+        time.sleep(0.5)
+        (folder / "fault").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600) if ctx.rank == 2 else ctx.reduce_mean(1.0)
+
+
+def try_again(ctx: RankContext, folder: Path) -> str:
+    """Be asked to stop in the first attempt only, rank 1 alone; the launcher is not asked."""
+    for step in range(200):
+        if ctx.stop_requested():
+            return f"stopped at {step}"
+        if ctx.attempt == 1 and ctx.rank == 1 and step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.005 if ctx.attempt == 1 else 0)
+    (folder / f"finished-{ctx.rank}").touch()
+    return f"finished attempt {ctx.attempt}"
+
+
+SCENARIOS: Final[dict[str, Scenario]] = {
+    "order and echo": Scenario(train_until_asked, [signal.SIGTERM, signal.SIGTERM], ranks=4),
+    "warning and order": Scenario(train_until_asked, [signal.SIGUSR1, signal.SIGTERM], ranks=4),
+    "warning": Scenario(train_until_asked, [signal.SIGUSR1], ranks=4),
+    "everybody": Scenario(train_in_step, [signal.SIGTERM], also_all=True),
+    "everybody warned": Scenario(train_in_step, [signal.SIGUSR1], also_all=True),
+    "overdue": Scenario(ask_and_go_on, [signal.SIGTERM]),
+    "full disk": Scenario(fail_to_save, [signal.SIGTERM]),
+    "too late": Scenario(finish_early, [signal.SIGUSR1]),
+    "impatience": Scenario(ask_and_go_on, [signal.SIGTERM, signal.SIGINT]),
+}
+"""What the launcher is sent while ranks train. None of it ends the process that launches."""
+
+
+def run_scenarios(folder: Path) -> None:
+    """Be a script that launches one scenario after the other, and writes down what became of each.
+
+    One process for all of them: its fork server has torch loaded after the first.
+    """
+    policy = ddpsafe.RetryPolicy(on={"preempted", OSError})
+    for name, scenario in SCENARIOS.items():
+        place = folder / name
+        place.mkdir()
+        sender = threading.Thread(target=scenario.send, args=[place])
+        sender.start()
+        found: dict[str, object] = {}
+        try:
+            found["values"] = ddpsafe.launch(
+                scenario.program,
+                (place,),
+                nproc_per_node=scenario.ranks,
+                backend="gloo",
+                start_method="forkserver",
+                timeouts={"stop": 1 if name == "overdue" else 60},
+                retry=policy,
+            ).values
+        except (ddpsafe.LaunchError, KeyboardInterrupt) as error:
+            found |= {"error": type(error).__name__, "text": str(error)}
+            found |= {"kind": getattr(error, "kind", ""), "attempt": getattr(error, "attempt", 0)}
+        sender.join()
+        sent = float((place / "sent").read_text())
+        found["took_s"] = time.monotonic() - sent
+        (place / "found.json").write_text(json.dumps(found))
+
+
+def train_and_resume(ctx: RankContext, folder: Path, steps: int) -> None:
+    """Train until asked to stop; started again, go on from there and make so many steps more.
+
+    The parameter is a running sum that depends on the order of all steps since the very first.
+    """
+    import torch
+
+    path = folder / "checkpoint.pt"
+    state = {"step": 0, "parameter": torch.zeros((), dtype=torch.float64)}
+    if path.exists():
+        state = torch.load(path, weights_only=True)
+    first = int(state["step"])
+    for step in itertools.count(first):
+        if step == 3:
+            (folder / f"ready-{ctx.rank}").touch()
+        if ctx.stop_requested():
+            break
+        if first > 0 and step >= first + steps:
+            break
+        state["parameter"] = ctx.reduce_mean(state["parameter"] * 0.75 + step + ctx.rank)
+        state["step"] = step + 1
+    if ctx.is_main:
+        torch.save(state, folder / "checkpoint.new")
+        (folder / "checkpoint.new").replace(path)
+    ctx.barrier("saved")
+    restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+    found = {"first": first, "last": int(state["step"]), "parameter": state["parameter"].item()}
+    (folder / f"run-{restarts}-{ctx.rank}.json").write_text(json.dumps(found))
+
+
+def lose_a_rank(ctx: RankContext, folder: Path) -> None:
+    """Lose rank 3 of four while rank 1 waits for it at a barrier, 2 and 0 in a collective."""
+    ctx.reduce_mean(1.0)
+    (folder / f"ready-{ctx.rank}").touch()
+    if ctx.rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if ctx.rank == 1:
+        ctx.barrier("all have evaluated")
+    ctx.reduce_mean(1.0)

@@ -1,0 +1,168 @@
+"""Ranks of torchrun, Slurm or nobody are asked to stop: one is told, all stop, and nobody hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import attached_stop_programs as programs
+import forked_ranks
+import psutil
+import pytest
+import scripts
+from forked_ranks import by_hand, free_port
+
+import ddpsafe
+from ddpsafe._worker.stop_board import StopBoard
+from ddpsafe._worker.stop_calls import NoAgreementError, StopCalls
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from forked_ranks import Env
+
+
+def hand_started(ranks: int) -> list[Env]:
+    """Return the environments of so many ranks."""
+    port = free_port()
+    return [by_hand(rank, ranks, port) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "signalled", "signum"),
+    [
+        (3, 0, signal.SIGTERM),
+        (3, 2, signal.SIGUSR1),
+        (1, 0, signal.SIGTERM),
+    ],
+)
+def test_one_rank_is_told_and_all_stop_at_the_same_call(
+    ranks: int, signalled: int, signum: signal.Signals, tmp_path: Path
+) -> None:
+    """They are many calls apart; afterwards the signals are the caller's again.
+
+    A group that is made later starts as if nobody had asked.
+    """
+    envs = hand_started(ranks) if ranks > 1 else [{}]
+    ended = forked_ranks.run(programs.be_asked, envs, signalled, signum, folder=tmp_path)
+    found = forked_ranks.values(ended)
+    assert len({each["call"] for each in found}) == 1, found
+    assert all(each["restored"] for each in found)
+    assert [each["again"] for each in found] == [[False] * 3] * ranks
+
+
+def test_handler_of_the_caller_is_called_and_kept(tmp_path: Path) -> None:
+    """It sees the signal too; a signal that the caller ignores asks nobody to stop."""
+    (found,) = forked_ranks.values(
+        forked_ranks.run(programs.be_asked_with_a_handler, [{}], folder=tmp_path)
+    )
+    assert found["answers"] == [False, False, True]
+    assert found["seen"] == [signal.SIGUSR1]
+    assert found["kept"] == [True, True]
+
+
+def test_rank_that_has_gone_is_not_waited_for(tmp_path: Path) -> None:
+    """Rank 1 has failed and rank 2 has come to its end when rank 0 is told: 0 and 3 stop as one."""
+    ways = {1: "fails", 2: "returns"}
+    ranks = forked_ranks.run(programs.go_on_without_one, hand_started(4), ways, folder=tmp_path)
+    assert isinstance(ranks[1].error, ValueError)
+    assert [rank.error for rank in (ranks[0], ranks[2], ranks[3])] == [None] * 3
+    assert ranks[0].value == ranks[3].value > 1
+    assert max(rank.took_s for rank in ranks) < 20
+
+
+def test_nobody_waits_for_an_agreement_that_cannot_come() -> None:
+    """The store goes with rank 0 while rank 1 has promised: its call fails now, not in an hour."""
+    from torch.distributed import TCPStore
+
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    calls = StopCalls()
+    board = StopBoard(client, rank=1, world_size=2, calls=calls)
+    board.heed()
+    board.ask(signal.SIGTERM)
+    scripts.wait_until(lambda: board.missing() == [0])
+    del server
+    started = time.monotonic()
+    with pytest.raises(NoAgreementError):
+        calls.answer(timedelta(hours=1))
+    assert time.monotonic() - started < 10
+    assert board.missing() == [0]
+    board.leave()
+
+
+def test_signal_that_nobody_has_answered_ends_the_process_after_all(tmp_path: Path) -> None:
+    """SIGTERM that comes after the last call is not swallowed; SIGUSR1, a warning, is over."""
+    source = """
+        import os, signal, sys
+        from ddpsafe._worker.stop_calls import StopCalls
+        from ddpsafe._worker.stopping import Nobody, Stopping
+
+        calls = StopCalls()
+        stopping = Stopping(calls, Nobody(calls))
+        assert not stopping.answer()
+        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+        stopping.close()
+        print("went on")
+    """
+    assert scripts.run(tmp_path, source, "SIGUSR1").lines() == ["went on"]
+    run = scripts.run(tmp_path, source, "SIGTERM")
+    assert (run.code, run.out) == (-signal.SIGTERM, "")
+
+
+def test_rank_that_fails_is_not_waited_for_at_a_barrier(tmp_path: Path) -> None:
+    """The others are told at once who has failed and by what, not after the barrier's 30 s."""
+    ranks = forked_ranks.run(programs.fail_before_a_barrier, hand_started(3), folder=tmp_path)
+    assert isinstance(ranks[1].error, ValueError)
+    for rank in (ranks[0], ranks[2]):
+        assert isinstance(rank.error, ddpsafe.BarrierTimeoutError)
+        assert 1 in rank.error.missing_ranks  # and whoever had not come by then
+        assert "rank 1 has failed: ValueError: bad batch" in str(rank.error)
+        assert rank.took_s < 20
+
+
+def test_environment_is_the_callers_again(tmp_path: Path) -> None:
+    """What a group sets for gloo and NCCL goes with it."""
+    ranks = forked_ranks.run(programs.look_at_the_environment, hand_started(2), folder=tmp_path)
+    assert forked_ranks.values(ranks) == [[True, True]] * 2
+
+
+def test_forgotten_srun_is_no_silent_world_of_one(tmp_path: Path) -> None:
+    """The batch script of a job with four tasks makes a group of one, with a warning that says why."""
+    env = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
+    (said,) = forked_ranks.values(forked_ranks.run(programs.forget_srun, [env], folder=tmp_path))
+    assert len(said) == 1
+    assert "alone, though its Slurm job has 4 tasks" in said[0]
+    assert "start it with srun" in said[0]
+
+
+def test_torchrun_that_is_told_to_go_lets_the_ranks_save(tmp_path: Path) -> None:
+    """Its agent passes SIGTERM on to the ranks, and waits for them."""
+    script = scripts.write(
+        tmp_path,
+        "train.py",
+        """
+        import pathlib
+        import ddpsafe
+        import stop_programs
+
+        if __name__ == "__main__":
+            ddpsafe.launch(stop_programs.train_in_step, (pathlib.Path.cwd(),))
+            print("the code after launch has run")
+        """,
+    )
+    options = ["--standalone", "--nproc-per-node", "2"]
+    command = ["-m", "torch.distributed.run", *options, str(script)]
+    agent = scripts.Script(command, folder=tmp_path, env={"OMP_NUM_THREADS": "1"})
+    scripts.wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, within_s=60)
+    assert len(psutil.Process(agent.pid).children()) >= 2
+    os.kill(agent.pid, signal.SIGTERM)
+    run = agent.end()
+    saved = [path.read_text() for path in tmp_path.glob("saved-*")]
+    assert len(saved) == 2, run.err
+    assert len(set(saved)) == 1
+    assert run.out == ""
+    assert run.code == 1, run.err
