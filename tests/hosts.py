@@ -180,7 +180,9 @@ class Host(Namespaces):
         """Make it; its cables come later."""
         hosts_file = network.folder / f"hosts.{index}"
         hosts_file.write_text(network.hosts_file(network, index))
-        super().__init__(network.names[index], f"mount --bind {hosts_file} /etc/hosts")
+        resolver = network.folder / "resolv.conf"
+        mounts = f"mount --bind {hosts_file} /etc/hosts; mount --bind {resolver} /etc/resolv.conf"
+        super().__init__(network.names[index], mounts)
         self.network, self.index = network, index
 
     def address(self, nic: str = "eth0") -> str:
@@ -199,14 +201,17 @@ class Host(Namespaces):
             "-",
             given=f"""
             flush ruleset
-            table inet filter {{ chain input {{
+            table inet filter {{
+            chain input {{
                 type filter hook input priority 0; policy accept;
                 iif lo accept
                 ct state established,related accept
                 meta l4proto {{ icmp, ipv6-icmp }} accept
                 {chr(10).join(rules)}
                 meta l4proto tcp {REJECTIONS.get(otherwise, otherwise)}
-            }} }}""",
+            }}
+            }}
+            """,
         )
 
     def open_only(self, *ports: int, otherwise: str = "drop") -> None:
@@ -226,8 +231,15 @@ class Host(Namespaces):
     def power_off(self, nic: str = "eth0") -> None:
         """Vanish without a goodbye: no packet leaves any more, then every process is gone."""
         port = self.port(nic)
-        given = f"""table bridge off{self.index} {{ chain forward {{
-            type filter hook forward priority 0; iifname {port} drop; oifname {port} drop; }} }}"""
+        given = f"""
+            table bridge off{self.index} {{
+            chain forward {{
+                type filter hook forward priority 0
+                iifname {port} drop
+                oifname {port} drop
+            }}
+            }}
+            """
         self.network.switch.run("nft", "-f", "-", given=given)
         self.kill()
 
@@ -241,6 +253,7 @@ class Network:
         without: Hosts that lack a card.
         hosts_file: Makes the text of a host's /etc/hosts.
         mtu: Of every card and port.
+        name_server: Address of the one in every host's /etc/resolv.conf; by default there is none.
         routed: Whether the hosts have a default route, to nowhere.
     """
 
@@ -252,6 +265,7 @@ class Network:
         without: Mapping[str, Collection[int]] | None = None,
         hosts_file: Callable[[Network, int], str] | None = None,
         mtu: int = 1500,
+        name_server: str = "",
         routed: bool = False,
     ) -> None:
         """Keep what to make; entering makes it."""
@@ -261,11 +275,14 @@ class Network:
         self.hosts: list[Host] = []
         self._without = without or {}
         self._mtu = mtu
+        self._name_server = name_server
         self._routed = routed
 
     def __enter__(self) -> Network:
         """Make switch, hosts and cables."""
         self.folder = Path(tempfile.mkdtemp(prefix="hosts-"))
+        resolver = f"nameserver {self._name_server}\n" if self._name_server else ""
+        (self.folder / "resolv.conf").write_text(resolver)
         self.switch = Namespaces("switch")
         try:
             self.hosts = [Host(self, index) for index in range(len(self.names))]

@@ -59,19 +59,19 @@ class Chair:
         nodes, waited_s = await self._call_roll(own)
         plan = await self._publish_roster(nodes)
         case = await self._hear(nodes, plan)
-        findings = [*await self._judge_roll(case, waited_s), *judge(case)]
+        findings = [*self._judge_roll(case, waited_s), *judge(case)]
         findings += await _all_reduce.preside(self._job, self._board, case, findings)
         matrix = make_matrix(case)
         await self._board.put("verdict", pack(findings, matrix))
         return findings, matrix
 
-    async def _judge_roll(self, case: Case, waited_s: float) -> list[Finding]:
+    def _judge_roll(self, case: Case, waited_s: float) -> list[Finding]:
         if self._entrance is None:
             return list(judge_roll(case, (), waited_s=waited_s))
         complete = len(case.nodes) == case.nnodes
         return [
             *judge_roll(case, self._entrance.rejected(), waited_s=waited_s),
-            *await self._entrance.judge(complete=complete),
+            *self._entrance.judge(complete=complete),
         ]
 
     async def _call_roll(self, own: Node) -> tuple[dict[int, Node], float]:

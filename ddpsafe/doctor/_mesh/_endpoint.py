@@ -32,8 +32,10 @@ Trouble = Literal[
 ]
 
 _CONNECT_S: Final = 2.5
-_RESOLVE: Final = timedelta(seconds=2.5)
+_RESOLVE_S: Final = 2.5
 _ANSWER_S: Final = 3.0
+# A step that is cut shorter than this says nothing about the network, only about the deadline.
+_SHORTEST_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 1.0
 # On a host whose file says 127.0.1.1 nobody will ever listen; two nodes on one host need a moment.
 _LOOPBACK_PATIENCE: Final = timedelta(seconds=2)
@@ -116,6 +118,10 @@ async def reach_hub(
         pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
 
 
+def _limit_s(usual_s: float, deadline: Deadline) -> float:
+    return max(_SHORTEST_S, min(usual_s, deadline.remaining_s()))
+
+
 async def resolve(host: str, port: int, *, deadline: Deadline) -> tuple[str, ...]:
     """Return the addresses of the endpoint's host; a resolver without a server may hang.
 
@@ -125,7 +131,7 @@ async def resolve(host: str, port: int, *, deadline: Deadline) -> tuple[str, ...
     try:
         found = await bounded(
             lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM),
-            deadline=Deadline.after(_RESOLVE).earlier(deadline),
+            deadline=Deadline.after(timedelta(seconds=_limit_s(_RESOLVE_S, deadline))),
             name="ddpsafe-resolve",
         )
     except TimeoutError as exc:
@@ -164,18 +170,24 @@ async def greet(
 async def _connect(
     address: str, port: int, deadline: Deadline
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    limit_s = max(0.2, min(_CONNECT_S, deadline.remaining_s()))
-    connecting = asyncio.open_connection(address, port, limit=_lines.LONGEST_FROM_HUB_BYTES)
+    limit_s = _limit_s(_CONNECT_S, deadline)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    connection.setblocking(False)
+    _lines.keep_packets_small(connection)
+    _lines.notice_loss(connection)
+    loop = asyncio.get_running_loop()
     try:
-        reader, writer = await asyncio.wait_for(connecting, limit_s)
+        await asyncio.wait_for(loop.sock_connect(connection, (address, port)), limit_s)
+        return await asyncio.open_connection(sock=connection, limit=_lines.LONGEST_FROM_HUB_BYTES)
     except (asyncio.TimeoutError, TimeoutError) as exc:
+        connection.close()
         raise _Unreached("dropped", f"no answer within {limit_s:.1f} s") from exc
     except OSError as exc:
+        connection.close()
         refused = exc.errno in (errno.ECONNREFUSED, errno.ECONNRESET)
         said = errno.errorcode.get(exc.errno or 0, str(exc))
         raise _Unreached("refused" if refused else "no-route", said) from exc
-    _lines.notice_loss(writer.get_extra_info("socket"))
-    return reader, writer
 
 
 async def _introduce(
@@ -184,7 +196,7 @@ async def _introduce(
     greeting: _lines.Greeting,
     deadline: Deadline,
 ) -> dict[str, object]:
-    limit_s = max(0.5, min(_ANSWER_S, deadline.remaining_s()))
+    limit_s = _limit_s(_ANSWER_S, deadline)
     try:
         writer.write(_lines.encode(greeting.to_json()))
         answer = await asyncio.wait_for(_lines.read(reader), limit_s)

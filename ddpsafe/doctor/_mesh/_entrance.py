@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ddpsafe.doctor._mesh._job import Job
 
 _LOOK: Final = timedelta(seconds=4)
+_PAUSE_S: Final = 0.5
 
 
 class Entrance:
@@ -36,7 +37,8 @@ class Entrance:
         self._job = job
         self._greeting = job.greeting()
         self.hub = Hub(self._greeting)
-        self._looking: asyncio.Future[dict[str, object] | Obstacle] | None = None
+        self._leads_to: dict[str, object] | Obstacle | None = None
+        self._looking: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """Listen, and see whether the endpoint leads here.
@@ -45,11 +47,7 @@ class Entrance:
             OSError: The port cannot be had.
         """
         await self.hub.open(self._job.port)
-        self._looking = asyncio.ensure_future(
-            find_hub_answer(
-                self._job.host, self._job.port, self._greeting, deadline=Deadline.after(_LOOK)
-            )
-        )
+        self._looking = asyncio.create_task(self._look())
 
     def rejected(self) -> Sequence[Rejected]:
         """Return who was sent away."""
@@ -59,22 +57,32 @@ class Entrance:
         """Let nobody in from now on."""
         self.hub.close_roll()
 
-    async def judge(self, *, complete: bool) -> list[Finding]:
+    def judge(self, *, complete: bool) -> list[Finding]:
         """Say where the endpoint leads, if not here.
 
         Args:
             complete: Whether all nodes came, wherever it leads.
         """
-        assert self._looking is not None  # noqa: S101 - open was called
-        if complete and not self._looking.done():
-            return []  # a name server that does not answer; DS-MESH-046 says so
-        found = await self._looking
+        found = self._leads_to
+        if found is None:  # a name server that does not answer; DS-MESH-046 says so
+            return []
         if isinstance(found, Obstacle):
-            finding = leads_elsewhere(self._job.host, self._job.port, found, complete=complete)
-            return [finding]
+            return [leads_elsewhere(self._job.host, self._job.port, found, complete=complete)]
         if found.get("nonce") != self.hub.nonce:
             return [other_hub(self._job.host, self._job.port, str(found.get("hostname")))]
         return []
+
+    async def _look(self) -> None:
+        """Look until somebody answers: the host that the endpoint names may be late."""
+        job = self._job
+        while True:
+            deadline = Deadline.after(_LOOK)
+            self._leads_to = await find_hub_answer(
+                job.host, job.port, self._greeting, deadline=deadline
+            )
+            if not isinstance(self._leads_to, Obstacle):
+                return
+            await asyncio.sleep(_PAUSE_S)
 
     async def close(self) -> None:
         """Let everybody read what was said, then stop."""

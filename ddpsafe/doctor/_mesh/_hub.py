@@ -166,9 +166,13 @@ class Hub:
 
 
 def _listen(port: int) -> socket.socket:
+    listening = None
     with contextlib.suppress(OSError):
         if socket.has_dualstack_ipv6():
-            return socket.create_server(
+            listening = socket.create_server(
                 ("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
             )
-    return socket.create_server(("", port), backlog=_BACKLOG)
+    if listening is None:
+        listening = socket.create_server(("", port), backlog=_BACKLOG)
+    _lines.keep_packets_small(listening)
+    return listening

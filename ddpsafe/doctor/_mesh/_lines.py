@@ -21,6 +21,9 @@ VERSION: Final = 1
 LONGEST_FROM_NODE_BYTES: Final = 4 << 20
 LONGEST_FROM_HUB_BYTES: Final = 64 << 20
 
+_SMALL_SEGMENT_BYTES: Final = 1160
+"""With IPv6, TCP and options, less than the 1280 bytes that every link of IPv6 has to carry."""
+
 _NOTICE_S: Final = 1
 _NOTICES: Final = 3
 
@@ -105,6 +108,15 @@ async def read(reader: asyncio.StreamReader) -> dict[str, Json] | None:
     if not isinstance(message, dict):
         raise StrangerError(f"no JSON object: {line[:40]!r}")
     return message
+
+
+def keep_packets_small(connection: socket.socket) -> None:
+    """Make both sides send small packets; call it before connecting, or on a listening socket.
+
+    What is said about a network that loses large packets must itself get through.
+    """
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SMALL_SEGMENT_BYTES)
 
 
 def notice_loss(connection: socket.socket) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe.doctor._finding import Finding
@@ -56,14 +57,15 @@ def _closed(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
     verdicts = sorted({each.verdict for each in found.values()})
     verb = " or ".join({"no-route": "unreachable"}.get(each, each) for each in verdicts)
     listeners = sorted({target for _, target in group.ways})
+    said = ", ".join(sorted({each.said for each in found.values() if each.said}))
+    if group.shape == "everywhere":
+        said += f"; port {case.port} of the endpoint is open"
     only_endpoint = group.shape == "everywhere" and "no-route" not in verdicts
     code = _codes.ONLY_ENDPOINT if only_endpoint else _CODES[verdicts[0]]
-    said = ", ".join(sorted({each.said for each in found.values() if each.said}))
     return Finding(
         code=code,
         severity="failed",
-        fact=f"{_where(case, group, 'open a connection')}: {verb}"
-        f" ({said}); the endpoint's port {case.port} is open.",
+        fact=f"{_where(case, group, 'open a connection')}: {verb} ({said}).",
         cause=_closed_cause(case, group, found),
         fix=_opening(case, group, listeners),
         hosts=case.hostnames(group.nodes),
@@ -202,10 +204,11 @@ def _all_open(case: Case, tried: Mapping[Way, Dialled]) -> Finding:
     details: dict[str, object] = {"directions": len(tried)}
     numbers = ""
     if latencies and rates:
-        details |= {"slowest_round_trip_s": max(latencies), "lowest_bytes_per_s": min(rates)}
+        usual_rate = statistics.median(rates)
+        details |= {"slowest_round_trip_s": max(latencies), "usual_bytes_per_s": usual_rate}
         numbers = (
             f"; round trips take {min(latencies) * 1e3:.2f} to {max(latencies) * 1e3:.2f} ms, "
-            f"one short burst went at {min(rates) / 1e6:.0f} MB/s or more"
+            f"short bursts go at about {usual_rate / 1e6:.0f} MB/s"
         )
     return Finding(
         code=_codes.ALL_OPEN,
