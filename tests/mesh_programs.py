@@ -41,6 +41,62 @@ def examine() -> None:
     print(json.dumps(report), flush=True)
 
 
+def choose_interface() -> None:
+    """Choose an interface as a rank does, and print the variables that came of it."""
+    from ddpsafe._clock import Deadline
+    from ddpsafe._worker import interfaces
+    from ddpsafe._worker.endpoint import Endpoint
+
+    asked = json.loads(sys.argv[2])
+    endpoint = Endpoint(host=asked["host"], port=29500, is_served=False, is_on_this_host=False)
+    deadline = Deadline.after(timedelta(seconds=10))
+    interfaces.choose(asked["interface"], endpoint, deadline=deadline)
+    print(json.dumps({k: v for k, v in os.environ.items() if k.endswith("_SOCKET_IFNAME")}))
+
+
+def join_and_reduce() -> None:
+    """Be a rank on one of several hosts: join the group and add up."""
+    import torch
+    import torch.distributed as dist
+
+    import ddpsafe
+
+    asked = json.loads(sys.argv[2])
+    with ddpsafe.process_group("gloo", **asked) as ctx:
+        value = torch.tensor([ctx.rank + 1.0])
+        dist.all_reduce(value)
+        print(json.dumps([value.item(), os.environ["GLOO_SOCKET_IFNAME"]]), flush=True)
+
+
+def examine_at_store() -> None:
+    """Examine the mesh over a store of torch, as ranks of another launcher do."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    from ddpsafe.doctor import _mesh
+
+    asked = json.loads(sys.argv[2])
+    is_master = asked["node_rank"] == 0
+    store = TCPStore("h0", 29500, is_master=is_master, wait_for_workers=False)
+    started_s = time.monotonic()
+    findings, matrix = _mesh.examine_at_store(
+        PrefixStore("doctor", store),
+        nnodes=asked["nnodes"],
+        node_rank=asked["node_rank"],
+        endpoint="h0:29500",
+        interface=None,
+        backend="gloo",
+        timeout=timedelta(seconds=asked.get("timeout_s", 20)),
+        local={},
+        on_progress=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    took_s = time.monotonic() - started_s
+    report = {"findings": [asdict(finding) for finding in findings], "matrix": asdict(matrix)}
+    print(json.dumps({**report, "took_s": took_s}), flush=True)
+    store.add("left", 1)
+    while is_master and int(store.add("left", 0)) < asked["nnodes"]:
+        time.sleep(0.01)
+
+
 def _progress_of(asked: dict[str, object]) -> Callable[[str], None]:
     """Say what is waited for; stop for good, or end, at a line that holds a text."""
 

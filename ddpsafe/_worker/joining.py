@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import ConfigError, explain
-from ddpsafe._worker import environment, meeting, process_group, session, torch_hooks
+from ddpsafe._worker import environment, interfaces, meeting, process_group, session, torch_hooks
 from ddpsafe._worker.context import RankContext
 from ddpsafe._worker.control import Control
 from ddpsafe._worker.current import enter
@@ -84,8 +84,7 @@ def join_job(world: World, config: LaunchConfig) -> RankContext:
     os.environ.update(config.env)
     endpoint = find_endpoint(world, os.environ) if world.world_size > 1 else None
     if endpoint is None or endpoint.is_on_this_host:
-        for name, interface in loopback_interfaces().items():
-            os.environ.setdefault(name, interface)
+        interfaces.prefer(loopback_interfaces())
     deadline = Deadline.after(config.timeouts.rendezvous)
     backend = choose_backend(config.backend, world)
     device = device_for(world, backend)
@@ -93,6 +92,8 @@ def join_job(world: World, config: LaunchConfig) -> RankContext:
     store: Store = HashStore()
     if endpoint is not None:
         store, control = meeting.open_stores(endpoint, world, os.environ, deadline=deadline)
+        if not endpoint.is_on_this_host:
+            interfaces.choose(config.rendezvous.interface, endpoint, deadline=deadline)
     process_group.open_group(
         store,
         control,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import Deadline
 from ddpsafe.doctor._finding import Finding
 from ddpsafe.doctor._mesh import _codes
-from ddpsafe.doctor._mesh._board import gather
+from ddpsafe.doctor._mesh._board import gather, wait_for
 from ddpsafe.doctor._mesh._reducer import Reducer
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from ddpsafe.doctor._mesh._board import Board, Json
     from ddpsafe.doctor._mesh._case import Case
     from ddpsafe.doctor._mesh._job import Job
@@ -20,7 +23,8 @@ if TYPE_CHECKING:
 LIMIT: Final = timedelta(seconds=90)
 """Importing torch from cold network storage on a busy host is what takes its time."""
 
-_FAREWELL: Final = timedelta(seconds=5)
+_FAREWELL: Final = timedelta(seconds=2)
+_LOOK_S: Final = 0.1
 
 
 async def preside(job: Job, board: Board, case: Case, findings: list[Finding]) -> list[Finding]:
@@ -36,7 +40,8 @@ async def preside(job: Job, board: Board, case: Case, findings: list[Finding]) -
     async with Reducer(job, case.nodes[0], endpoint="") as reducer:
         endpoint = await reducer.find_endpoint(deadline)
         await board.put("all-reduce", {"endpoint": endpoint})
-        said: dict[int, Json] = {0: await reducer.finish(deadline)}
+        failing = _wait_for_failure(board)
+        said: dict[int, Json] = {0: await _unless(failing, reducer.finish(deadline))}
     patience = _FAREWELL if endpoint else timedelta(0)
     said |= await gather(board, "reduced", others, deadline=Deadline.after(patience))
     return [_judge(case, said)]
@@ -49,7 +54,33 @@ async def attend(job: Job, board: Board, asked: Json, own: Node) -> None:
         return
     job.say("all connections are open: trying an all-reduce")
     async with Reducer(job, own, endpoint=str(endpoint)) as reducer:
-        await board.put("reduced", await reducer.finish(Deadline.after(LIMIT)))
+        deadline = Deadline.after(LIMIT)
+        judged = wait_for(board, "verdict", deadline=deadline)
+        result = await _unless(judged, reducer.finish(deadline))
+        if result is not None:
+            await board.put("reduced", result)
+
+
+async def _wait_for_failure(board: Board) -> None:
+    """Wait until some node says that its part has failed: the others' then never ends well."""
+    while True:
+        said = (await board.get("reduced")).values()
+        if any(isinstance(each, dict) and each.get("error") for each in said):
+            return
+        await asyncio.sleep(_LOOK_S)
+
+
+async def _unless(
+    event: Coroutine[None, None, object], result: Coroutine[None, None, Json]
+) -> Json:
+    """Wait for a result, or for what makes it pointless; None if that comes first."""
+    tasks = [asyncio.ensure_future(result), asyncio.ensure_future(event)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return await tasks[0] if tasks[0].done() else None  # type: ignore[return-value]
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _find_reason_to_skip(job: Job, case: Case, findings: list[Finding]) -> str:
@@ -63,11 +94,10 @@ def _find_reason_to_skip(job: Job, case: Case, findings: list[Finding]) -> str:
 
 def _judge(case: Case, said: dict[int, Json]) -> Finding:
     tables = {rank: each if isinstance(each, dict) else {} for rank, each in said.items()}
-    errors = {
-        rank: str(tables.get(rank, {}).get("error") or "it said nothing")
-        for rank in case.nodes
-        if not tables.get(rank, {}).get("took_s")
-    }
+    errors = {rank: str(each["error"]) for rank, each in tables.items() if each.get("error")}
+    silent = [rank for rank in case.nodes if not tables.get(rank)]
+    if not errors:
+        errors = dict.fromkeys(silent, "it said nothing")
     if not errors:
         took_s = max(float(str(each["took_s"])) for each in tables.values())
         backends = ", ".join(map(str, tables[0].get("backends") or []))  # type: ignore[arg-type]
