@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+    from typing_extensions import Self
+
 _CLONE_NEWPID: Final = 0x20000000
 _TOOLS: Final = {
     "unshare": "util-linux",
@@ -257,7 +259,7 @@ class Network:
         routed: Whether the hosts have a default route, to nowhere.
     """
 
-    def __init__(  # noqa: PLR0913 - each is one thing that goes wrong in a network
+    def __init__(
         self,
         size: int,
         *,
@@ -278,7 +280,7 @@ class Network:
         self._name_server = name_server
         self._routed = routed
 
-    def __enter__(self) -> Network:
+    def __enter__(self) -> Self:
         """Make switch, hosts and cables."""
         self.folder = Path(tempfile.mkdtemp(prefix="hosts-"))
         resolver = f"nameserver {self._name_server}\n" if self._name_server else ""

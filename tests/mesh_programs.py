@@ -10,10 +10,14 @@ import sys
 import time
 from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from ddpsafe.doctor._finding import Finding
+    from ddpsafe.doctor._matrix import Matrix
 
 
 def examine() -> None:
@@ -33,12 +37,7 @@ def examine() -> None:
         on_progress=_progress_of(asked),
         collective=asked.get("collective", "skip"),
     )
-    report = {
-        "findings": [asdict(finding) for finding in findings],
-        "matrix": asdict(matrix),
-        "took_s": time.monotonic() - started_s,
-    }
-    print(json.dumps(report), flush=True)
+    _report(findings, matrix, started_s)
 
 
 def choose_interface() -> None:
@@ -89,12 +88,21 @@ def examine_at_store() -> None:
         local={},
         on_progress=lambda text: print(text, file=sys.stderr, flush=True),
     )
-    took_s = time.monotonic() - started_s
-    report = {"findings": [asdict(finding) for finding in findings], "matrix": asdict(matrix)}
-    print(json.dumps({**report, "took_s": took_s}), flush=True)
+    _report(findings, matrix, started_s)
     store.add("left", 1)
     while is_master and int(store.add("left", 0)) < asked["nnodes"]:
         time.sleep(0.01)
+
+
+def _report(findings: list[Finding], matrix: Matrix, started_s: float) -> None:
+    _, starved_ns, _ = Path("/proc/self/schedstat").read_text().split()
+    report = {
+        "findings": [asdict(finding) for finding in findings],
+        "matrix": asdict(matrix),
+        "took_s": time.monotonic() - started_s,
+        "starved_s": int(starved_ns) / 1e9,
+    }
+    print(json.dumps(report), flush=True)
 
 
 def _progress_of(asked: dict[str, object]) -> Callable[[str], None]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hosts import Network, names_as_debian, names_of_all
-from mesh_kit import agree, examine, read_one, start_one
+from mesh_kit import agree, examine, read_one, require_in_time, start_one
 
 if TYPE_CHECKING:
     from mesh_kit import MakeHosts
@@ -47,7 +47,7 @@ def test_interface_that_was_chosen_is_tried(
 
 
 def test_own_name_without_address_is_found(make_hosts: MakeHosts) -> None:
-    """gloo then takes loopback, with a warning that is easily missed."""
+    """Then gloo takes loopback, with a warning that is easily missed."""
 
     def without_own(network: Network, index: int) -> str:
         lines = names_of_all(network, index).splitlines(keepends=True)
@@ -83,7 +83,7 @@ def test_absent_interface_is_named_with_those_that_are_there(
     library = "NCCL_SOCKET_IFNAME==" if asked.get("backend") else "GLOO_SOCKET_IFNAME="
     assert f"export {library}eth0    # on every host" in finding["fix"]
     assert report.ways("open") >= {(0, 1), (1, 0)}
-    assert max(each.took_s for each in told) < 5
+    require_in_time(told, 5)
 
 
 def test_nccl_takes_the_card_that_only_some_hosts_have(make_hosts: MakeHosts) -> None:

@@ -82,9 +82,7 @@ def test_closed_host_is_the_explanation_for_everything_that_failed(count: int) -
     """However many dialled it, it is one group, and no other host is in it."""
     tried = ways_of(plan_targets(["net"] * count, seed=3))
     closed = {way for way in tried if way[1] == 2}
-    assert group_ways(closed, tried) == [
-        Group(shape="to", nodes=(2,), ways=tuple(sorted(closed)))
-    ]
+    assert group_ways(closed, tried) == [Group(shape="to", nodes=(2,), ways=tuple(sorted(closed)))]
 
 
 def test_blocked_directions_are_explained_by_as_few_hosts_as_possible() -> None:

@@ -33,7 +33,7 @@ __all__ = ["examine", "examine_at_store"]
 _GPUS: Final = Path("/proc/driver/nvidia/gpus")
 
 
-def examine(
+def examine(  # noqa: PLR0913 - the facts of one job, all by name
     *,
     nnodes: int,
     node_rank: int,
@@ -78,7 +78,7 @@ def examine(
     return _complete(meet_at_endpoint(job))
 
 
-def examine_at_store(
+def examine_at_store(  # noqa: PLR0913 - as `examine`
     store: Store,
     *,
     nnodes: int,

@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ddpsafe.doctor._mesh._case import Case
-    from ddpsafe.doctor._mesh._dial import Dialled
     from ddpsafe.doctor._mesh._grouping import Way
-    from ddpsafe.doctor._mesh._node import Node
+    from ddpsafe.doctor._mesh._messages import Dialled, Node
 
 
 def judge_addresses(case: Case) -> Iterator[Finding]:
@@ -36,9 +35,7 @@ def judge_addresses(case: Case) -> Iterator[Finding]:
 def excuse_ways(case: Case) -> dict[Way, Dialled]:
     """Return closed directions that follow from what `judge_addresses` finds."""
     flawed = {rank for rank, node in case.nodes.items() if node.announced.flaw}
-    stopped = {
-        rank for rank, node in case.nodes.items() if node.announced.flaw == "not-running"
-    }
+    stopped = {rank for rank, node in case.nodes.items() if node.announced.flaw == "not-running"}
     return {
         way: each
         for way, each in case.verdicts().items()
@@ -87,7 +84,7 @@ def _loopback(case: Case, node: Node) -> Finding:
         fact=fact,
         cause=cause,
         fix=to_copy(
-            f"Name the interface on {node.hostname} (or write Rendezvous(interface=\"auto\")), or "
+            f'Name the interface on {node.hostname} (or write Rendezvous(interface="auto")), or '
             f"give the name the address {announced.address} in its /etc/hosts:",
             [export_line(case.backend, announced.interface)],
         ),
@@ -105,9 +102,7 @@ def _absent(case: Case, node: Node) -> Finding:
         if shared
         else [f"{export_line(case.backend, announced.interface)}    # on {node.hostname}"]
     )
-    has = ", ".join(
-        f"{name} ({', '.join(table)})" for name, table in node.interfaces.items()
-    )
+    has = ", ".join(f"{name} ({', '.join(table)})" for name, table in node.interfaces.items())
     return Finding(
         code=_codes.ABSENT_INTERFACE,
         severity="failed",
@@ -122,9 +117,7 @@ def _absent(case: Case, node: Node) -> Finding:
 
 def _not_running(case: Case, node: Node) -> Finding:
     announced = node.announced
-    others = {
-        name: table for name, table in node.interfaces.items() if name != announced.interface
-    }
+    others = {name: table for name, table in node.interfaces.items() if name != announced.interface}
     lines = [f"ip link show {announced.interface}    # on {node.hostname}"]
     lines += [f"{export_line(case.backend, name)}    # on {node.hostname}" for name in others]
     return Finding(

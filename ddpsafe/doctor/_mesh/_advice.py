@@ -5,32 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from ddpsafe._interfaces import LIBRARY_VARIABLES, interface_variables
+from ddpsafe.doctor._mesh._messages import Gate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from ddpsafe.doctor._mesh._board import Json
-    from ddpsafe.doctor._mesh._node import Node
+    from ddpsafe.doctor._mesh._messages import Node
 
 _NFT_S: Final = 2.0
 _FAMILIES: Final = ("inet", "ip", "ip6")
-
-
-class Gate(NamedTuple):
-    """A chain of a host's own packet filter through which everything comes in.
-
-    Attributes:
-        family: ``inet``, ``ip`` or ``ip6``.
-        table: Its table.
-        chain: Its name.
-    """
-
-    family: str
-    table: str
-    chain: str
 
 
 def to_copy(what: str, lines: Iterable[str]) -> str:
@@ -57,16 +43,6 @@ def find_gates() -> list[Gate]:
         if chain.get("hook") == "input"
         and chain.get("type") == "filter"
         and chain["family"] in _FAMILIES
-    ]
-
-
-def read_gates(value: Json) -> list[Gate]:
-    """Read what another host's `find_gates` found."""
-    rows = value if isinstance(value, list) else []
-    return [
-        Gate(*map(str, row))
-        for row in rows
-        if isinstance(row, list) and len(row) == len(Gate._fields)
     ]
 
 

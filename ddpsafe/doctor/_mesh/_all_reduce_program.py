@@ -24,7 +24,9 @@ def main() -> None:
     try:
         _say(_reduce(asked))
     except Exception as exc:  # noqa: BLE001 - whatever torch raises is what was asked for
-        _say({"error": f"{type(exc).__name__}: {str(exc).splitlines()[0] if str(exc) else ''}"[:500]})
+        _say(
+            {"error": f"{type(exc).__name__}: {str(exc).splitlines()[0] if str(exc) else ''}"[:500]}
+        )
         sys.exit(1)
 
 
@@ -48,9 +50,7 @@ def _open_store(asked: dict[str, Any]) -> Store:
     if asked["endpoint"]:
         host, _, port = asked["endpoint"].rpartition(":")
         return TCPStore(host, int(port), is_master=False, timeout=_TIMEOUT)
-    store = TCPStore(
-        asked["address"], 0, is_master=True, timeout=_TIMEOUT, wait_for_workers=False
-    )
+    store = TCPStore(asked["address"], 0, is_master=True, timeout=_TIMEOUT, wait_for_workers=False)
     _say({"endpoint": f"{asked['address']}:{store.port}"})
     return store
 

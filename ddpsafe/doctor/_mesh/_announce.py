@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import Deadline
 from ddpsafe._interfaces import (
@@ -16,35 +15,14 @@ from ddpsafe._interfaces import (
     list_interfaces,
 )
 from ddpsafe.doctor._mesh._board import bounded
+from ddpsafe.doctor._mesh._messages import Announced, Flaw
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-Flaw = Literal["", "absent-interface", "loopback", "unresolved", "silent-resolver", "not-running"]
-
 _RESOLVE: Final = timedelta(seconds=2)
 _NCCL_ORDER: Final = ("ib", "^docker,lo,virbr", "docker", "lo")
 """In which order NCCL looks for an interface of its own (findInterfaces in its socket code)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Announced:
-    """Where the ranks of a host would listen.
-
-    Attributes:
-        address: As numbers; where the library's choice is of no use, the one that leads to the
-            endpoint, so that the rest can be checked all the same. Empty if there is none.
-        interface: The interface that has it.
-        chosen_by: Why this one: a variable with its value, or the host's name.
-        flaw: What is wrong with the library's choice, or nothing.
-        wanted: What the library would have taken: a name of an interface, or an address.
-    """
-
-    address: str
-    interface: str
-    chosen_by: str
-    flaw: Flaw = ""
-    wanted: str = ""
 
 
 async def announce(

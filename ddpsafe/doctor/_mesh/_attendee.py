@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from ddpsafe._clock import Deadline
 from ddpsafe.doctor._mesh import _all_reduce
 from ddpsafe.doctor._mesh._board import BoardLostError, wait_for
 from ddpsafe.doctor._mesh._chair import MESH
-from ddpsafe.doctor._mesh._node import Node
+from ddpsafe.doctor._mesh._messages import Report, Roster, read, write
 from ddpsafe.doctor._mesh._roll_findings import hub_lost
 from ddpsafe.doctor._mesh._verdict import unpack
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from ddpsafe.doctor._mesh._board import Board, Json
     from ddpsafe.doctor._mesh._job import Job
     from ddpsafe.doctor._mesh._mesh import Member
+    from ddpsafe.doctor._mesh._messages import Node
+
+T = TypeVar("T")
 
 _SLACK: Final = timedelta(seconds=15)
 """Node rank 0 started to wait at another moment, and has to gather and to judge."""
@@ -33,27 +36,28 @@ async def attend(
     """Take part in an examination until node rank 0 has come to a verdict."""
     ticking = asyncio.ensure_future(_repeat_progress(job, board))
     try:
-        await board.put("hello", own.to_json())
-        roster = await _require(board, "roster", Deadline.after(job.timeout + _SLACK))
-        nodes, targets, clock_s = _read_roster(roster, job.node_rank)
-        job.say(f"{len(nodes)} nodes: trying every connection")
-        testimony = await member.testify(nodes, targets, hub_clock_s=clock_s)
-        await board.put("mesh", testimony)
-        asked = await _require(board, "all-reduce", Deadline.after(MESH + _SLACK))
+        await board.put("hello", write(own))
+        roster = await _require(board, "roster", Roster, Deadline.after(job.timeout + _SLACK))
+        job.say(f"{len(roster.contacts)} nodes: trying every connection")
+        await board.put("mesh", write(await member.testify(roster)))
+        asked = await _require(board, "all-reduce", str, Deadline.after(MESH + _SLACK))
         await _all_reduce.attend(job, board, asked, own)
         patience = Deadline.after(_all_reduce.LIMIT + _SLACK)
-        return unpack(await _require(board, "verdict", patience))
+        return unpack(await _require(board, "verdict", Report, patience))
     except BoardLostError as exc:
         return [hub_lost(hub_hostname, str(exc))], job.empty_matrix()
     finally:
         ticking.cancel()
 
 
-async def _require(board: Board, topic: str, deadline: Deadline) -> Json:
+async def _require(board: Board, topic: str, kind: type[T], deadline: Deadline) -> T:
     value = await wait_for(board, topic, deadline=deadline)
     if value is None:
         raise BoardLostError(f"it said nothing for {deadline.waited_s():.1f} s")
-    return value
+    try:
+        return read(kind, value)
+    except ValueError as exc:
+        raise BoardLostError(f"what it says under {topic!r} makes no sense") from exc
 
 
 async def _repeat_progress(job: Job, board: Board) -> None:
@@ -68,14 +72,3 @@ async def _repeat_progress(job: Job, board: Board) -> None:
         if text != last:
             job.say(str(text))
             last = text
-
-
-def _read_roster(roster: Json, node_rank: int) -> tuple[dict[int, Node], list[int], float]:
-    try:
-        assert isinstance(roster, dict)  # noqa: S101 - judged below with everything else
-        nodes = [Node.from_json(each) for each in roster["nodes"]]  # type: ignore
-        targets = [int(each) for each in roster["plan"][str(node_rank)]]  # type: ignore
-        clock_s = float(str(roster["clock_s"]))
-    except (AssertionError, KeyError, TypeError, ValueError) as exc:
-        raise BoardLostError(f"it sent no roster: {exc}") from exc
-    return {node.node_rank: node for node in nodes}, targets, clock_s

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ddpsafe._clock import Deadline
 
-Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 T = TypeVar("T")
 
 _FIRST_PAUSE_S: Final = 0.002
@@ -85,7 +85,9 @@ async def gather(
     expected: set[int] | None = None
     pauses = _pauses()
     while True:
-        said = {node: value for node, value in (await board.get(topic)).items() if node in node_ranks}
+        said = {
+            node: value for node, value in (await board.get(topic)).items() if node in node_ranks
+        }
         missing = set(node_ranks) - said.keys() - set(board.gone())
         if missing != expected:
             expected, pauses = missing, _pauses()

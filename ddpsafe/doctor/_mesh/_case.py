@@ -5,35 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ddpsafe.doctor._mesh._dial import SILENT
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from ddpsafe.doctor._matrix import Verdict
-    from ddpsafe.doctor._mesh._advice import Gate
     from ddpsafe.doctor._mesh._board import Json
-    from ddpsafe.doctor._mesh._dial import Dialled
     from ddpsafe.doctor._mesh._grouping import Way
-    from ddpsafe.doctor._mesh._node import Node
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Testimony:
-    """What one node says after the mesh.
-
-    Attributes:
-        dialled: What became of its connections.
-        received_bytes: How much each node that dialled it has sent.
-        gates: Its packet filter's chains for what comes in, where somebody did not come in.
-        clock_ahead_s: How much its clock is ahead of node rank 0's.
-        resolver_silent_s: How long it waited in vain for the name of node rank 0's address; 0 if
-            there was an answer.
-    """
-
-    dialled: tuple[Dialled, ...]
-    received_bytes: Mapping[int, int]
-    gates: tuple[Gate, ...] = ()
-    clock_ahead_s: float = 0.0
-    resolver_silent_s: float = 0.0
+    from ddpsafe.doctor._mesh._messages import Dialled, Node, Testimony
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +41,18 @@ class Case:
     def verdicts(self) -> dict[Way, Dialled]:
         """Return every direction between two hosts that both came back."""
         return {
-            (source, dialled.target): dialled
+            (source, dialled.target): self._corrected(source, dialled)
             for source, testimony in self.testimonies.items()
             for dialled in testimony.dialled
             if dialled.target in self.testimonies
         }
+
+    def _corrected(self, source: int, dialled: Dialled) -> Dialled:
+        """Believe the host that says it was dialled: it was slow, and nobody took its place."""
+        slow = dialled.verdict == "wrong-peer" and dialled.said.startswith(SILENT)
+        if slow and source in self.testimonies[dialled.target].heard:
+            return dialled._replace(verdict="open", said="answered late")
+        return dialled
 
     def hostnames(self, node_ranks: Iterable[int]) -> tuple[str, ...]:
         """Return names of nodes, in order."""

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from ddpsafe._clock import Deadline
 from ddpsafe.doctor._mesh import _all_reduce
 from ddpsafe.doctor._mesh._board import gather
 from ddpsafe.doctor._mesh._case import Case
 from ddpsafe.doctor._mesh._dial import ANSWER_S, CONNECT_S
-from ddpsafe.doctor._mesh._mesh import read_testimony
+from ddpsafe.doctor._mesh._mesh import make_plan
+from ddpsafe.doctor._mesh._messages import Node, Roster, Testimony, read, write
 from ddpsafe.doctor._mesh._names import find_node_names
-from ddpsafe.doctor._mesh._node import Node
-from ddpsafe.doctor._mesh._plan import plan_targets
 from ddpsafe.doctor._mesh._roll_findings import judge_roll
 from ddpsafe.doctor._mesh._verdict import judge, make_matrix, pack
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from ddpsafe.doctor._mesh._entrance import Entrance
     from ddpsafe.doctor._mesh._job import Job
     from ddpsafe.doctor._mesh._mesh import Member
+
+T = TypeVar("T")
 
 MESH: Final = timedelta(seconds=CONNECT_S + ANSWER_S + 8.0)
 """For nodes whose connection stands and who are merely slow; a lost one is noticed in 3 s."""
@@ -57,12 +59,11 @@ class Chair:
     async def preside(self, own: Node) -> tuple[list[Finding], Matrix]:
         """Take the examination to its end; publish the verdict and return it."""
         nodes, waited_s = await self._call_roll(own)
-        plan = await self._publish_roster(nodes)
-        case = await self._hear(nodes, plan)
+        case = await self._hear(nodes, await self._publish_roster(nodes))
         findings = [*self._judge_roll(case, waited_s), *judge(case)]
         findings += await _all_reduce.preside(self._job, self._board, case, findings)
         matrix = make_matrix(case)
-        await self._board.put("verdict", pack(findings, matrix))
+        await self._board.put("verdict", write(pack(findings, matrix)))
         return findings, matrix
 
     def _judge_roll(self, case: Case, waited_s: float) -> list[Finding]:
@@ -86,9 +87,7 @@ class Chair:
             ticking.cancel()
         if self._entrance is not None:
             self._entrance.close_roll()
-        nodes = {0: own}
-        for rank, value in said.items():
-            nodes[rank] = Node.from_json(value)
+        nodes = {0: own, **_readable(Node, said)}
         return dict(sorted(nodes.items())), deadline.waited_s()
 
     def _note_missing(self, missing: Collection[int]) -> None:
@@ -108,42 +107,38 @@ class Chair:
             self._job.say(text)
             await self._board.put("progress", text)
 
-    async def _publish_roster(self, nodes: Mapping[int, Node]) -> dict[int, list[int]]:
-        networks = [nodes[rank].network if rank in nodes else "" for rank in range(self._job.nnodes)]
-        seed = time.time_ns()
-        plan = dict(enumerate(plan_targets(networks, seed=seed)))
-        plan = {rank: targets for rank, targets in plan.items() if rank in nodes}
+    async def _publish_roster(self, nodes: Mapping[int, Node]) -> Roster:
+        roster = Roster(
+            nnodes=self._job.nnodes,
+            contacts=tuple(node.contact() for node in nodes.values()),
+            seed=time.time_ns(),
+            clock_s=time.time(),
+        )
         self._job.say(f"{len(nodes)} nodes: trying every connection")
-        await self._board.put(
-            "roster",
-            {
-                "nodes": [_without_facts(node) for node in nodes.values()],
-                "plan": {str(rank): list(targets) for rank, targets in plan.items()},
-                "clock_s": time.time(),
-            },
-        )
-        return plan
+        await self._board.put("roster", write(roster))
+        return roster
 
-    async def _hear(self, nodes: Mapping[int, Node], plan: Mapping[int, list[int]]) -> Case:
+    async def _hear(self, nodes: Mapping[int, Node], roster: Roster) -> Case:
         deadline = Deadline.after(MESH)
-        own = asyncio.ensure_future(
-            self._member.testify(nodes, plan[0], hub_clock_s=time.time())
-        )
+        own = asyncio.ensure_future(self._member.testify(roster))
         others = [rank for rank in nodes if rank != 0]
-        said: dict[int, Json] = await gather(self._board, "mesh", others, deadline=deadline)
-        said[0] = await own
-        testimonies = {rank: read_testimony(value) for rank, value in sorted(said.items())}
+        said = await gather(self._board, "mesh", others, deadline=deadline)
+        testimonies = {0: await own, **_readable(Testimony, said)}
         return Case(
             nnodes=self._job.nnodes,
             backend=self._job.backend,
             port=self._job.port,
             nodes=nodes,
-            testimonies=testimonies,
+            testimonies=dict(sorted(testimonies.items())),
             names=self._names,
-            plan=plan,
+            plan=make_plan(roster),
         )
 
 
-def _without_facts(node: Node) -> dict[str, Json]:
-    """Describe a node to the others: what only node rank 0 compares stays there."""
-    return {**node.to_json(), "facts": {}, "interfaces": {}}
+def _readable(kind: type[T], said: Mapping[int, Json]) -> dict[int, T]:
+    """Read messages; who says what makes no sense has said nothing."""
+    found = {}
+    for rank, value in said.items():
+        with contextlib.suppress(ValueError):
+            found[rank] = read(kind, value)
+    return found

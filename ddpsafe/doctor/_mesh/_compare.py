@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ddpsafe.doctor._mesh._board import Json
     from ddpsafe.doctor._mesh._case import Case
-    from ddpsafe.doctor._mesh._node import Node
+    from ddpsafe.doctor._mesh._messages import Node
 
 _ABSENT: Final = "(none)"
 _LONGEST_SHOWN: Final = 60
@@ -66,9 +66,7 @@ def find_differences(nodes: Mapping[int, Node], section: str) -> list[Difference
 def _table(value: Json, section: str) -> dict[str, str]:
     if not isinstance(value, dict):
         return {section: _show(value)} if value is not None else {}
-    return {
-        name: _show(each) for name, each in value.items() if not name.endswith(_OWN_TO_A_HOST)
-    }
+    return {name: _show(each) for name, each in value.items() if not name.endswith(_OWN_TO_A_HOST)}
 
 
 def _show(value: Json) -> str:

@@ -8,22 +8,26 @@ import errno
 import secrets
 import socket
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe.doctor._mesh import _lines
 from ddpsafe.doctor._mesh._kernel import find_tcp_state, is_silent_neighbour
 from ddpsafe.doctor._mesh._listener import BULK_BYTES
+from ddpsafe.doctor._mesh._messages import Contact, Dialled
 
 if TYPE_CHECKING:
     from ddpsafe.doctor._matrix import Verdict
-    from ddpsafe.doctor._mesh._board import Json
 
 CONNECT_S: Final = 2.5
 """Covers three attempts of the kernel: at once, after 1 s and after 2 s (3 s before Linux 6.5)."""
 
-ANSWER_S: Final = 4.0
-"""The process on the other side may wait for its CPU; its kernel has long accepted."""
+ANSWER_S: Final = 3.0
+"""The kernel on the other side accepts at once; its process may wait for a CPU. Should it come
+later still, it says itself that it was dialled."""
+
+SILENT: Final = "accepted, then silent"
+"""How a verdict begins where the connection opened and nobody answered."""
 
 _BULK_S: Final = 2.5
 _LOOK_S: Final = 0.1
@@ -32,74 +36,10 @@ SMALLER_MTUS_BYTES: Final = (1500, 1400)
 _HEADERS_BYTES: Final = 52  # IPv4, TCP and its timestamps
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dialled:
-    """What became of one connection.
-
-    Attributes:
-        target: Whom it was to reach.
-        verdict: What became of it.
-        latency_s: Round trip of a small packet.
-        bandwidth_bytes_per_s: Rough, of one burst.
-        said: What the system said.
-        took_s: Until the verdict was clear.
-        segment_bytes: The most the kernel put into one packet, where large ones were lost.
-        passing_mtu_bytes: An MTU with which the same came through, where large ones were lost.
-    """
-
-    target: int
-    verdict: Verdict
-    latency_s: float | None = None
-    bandwidth_bytes_per_s: float | None = None
-    said: str = ""
-    took_s: float = 0.0
-    segment_bytes: int = 0
-    passing_mtu_bytes: int = 0
-
-    def to_json(self) -> Json:
-        """Return it as a short row."""
-        latency = None if self.latency_s is None else round(self.latency_s, 7)
-        bandwidth = self.bandwidth_bytes_per_s
-        return [
-            self.target,
-            self.verdict,
-            latency,
-            None if bandwidth is None else round(bandwidth),
-            self.said,
-            round(self.took_s, 3),
-            self.segment_bytes,
-            self.passing_mtu_bytes,
-        ]
-
-    @classmethod
-    def from_json(cls, row: Json) -> Dialled:
-        """Read it from a row.
-
-        Raises:
-            ValueError: It is no such row.
-        """
-        try:
-            target, verdict, latency, bandwidth, said, took_s, segment, passing = row  # type: ignore[misc, union-attr]
-        except TypeError as exc:
-            raise ValueError(f"{row!r} is no row") from exc
-        return cls(
-            target=int(str(target)),
-            verdict=verdict,  # type: ignore[arg-type]
-            latency_s=None if latency is None else float(str(latency)),
-            bandwidth_bytes_per_s=None if bandwidth is None else float(str(bandwidth)),
-            said=str(said)[:200],
-            took_s=float(str(took_s)),
-            segment_bytes=int(str(segment)),
-            passing_mtu_bytes=int(str(passing)),
-        )
-
-
-async def dial(
-    *, source: int, target: int, address: str, port: int, token: str
-) -> Dialled:
+async def dial(source: int, contact: Contact) -> Dialled:
     """Open a connection to a node as a rank of this host would, and say what became of it."""
     started_s = time.monotonic()
-    call = _Call(source=source, target=target, token=token, to=(address, port))
+    call = _Call(source=source, contact=contact)
     found = await call.make(mss_bytes=0)
     if found.verdict == "large-lost":
         for mtu_bytes in SMALLER_MTUS_BYTES:
@@ -107,22 +47,20 @@ async def dial(
                 continue
             again = await call.make(mss_bytes=mtu_bytes - _HEADERS_BYTES)
             if again.verdict == "open":
-                found = replace(found, passing_mtu_bytes=mtu_bytes)
+                found = found._replace(passing_mtu_bytes=mtu_bytes)
                 break
-    return replace(found, took_s=time.monotonic() - started_s)
+    return found._replace(took_s=round(time.monotonic() - started_s, 3))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
     source: int
-    target: int
-    token: str
-    to: tuple[str, int]
+    contact: Contact
 
     async def make(self, *, mss_bytes: int) -> Dialled:
-        family = socket.AF_INET6 if ":" in self.to[0] else socket.AF_INET
+        family = socket.AF_INET6 if ":" in self.contact.address else socket.AF_INET
         connection = socket.socket(family, socket.SOCK_STREAM)
-        connection.setblocking(False)
+        connection.settimeout(0)
         try:
             if mss_bytes:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, mss_bytes)
@@ -134,7 +72,7 @@ class _Call:
     async def _connect_and_talk(self, connection: socket.socket) -> Dialled:
         loop = asyncio.get_running_loop()
         try:
-            await asyncio.wait_for(loop.sock_connect(connection, self.to), CONNECT_S)
+            await asyncio.wait_for(loop.sock_connect(connection, self.contact[1:3]), CONNECT_S)
         except (asyncio.TimeoutError, TimeoutError):
             return self._unanswered()
         except OSError as exc:
@@ -145,7 +83,7 @@ class _Call:
             return self._failed(exc)
 
     def _unanswered(self) -> Dialled:
-        if is_silent_neighbour(self.to[0]):
+        if is_silent_neighbour(self.contact.address):
             return self._verdict("no-route", said="no answer to ARP")
         return self._verdict("dropped", said=f"no answer within {CONNECT_S} s")
 
@@ -161,8 +99,8 @@ class _Call:
         await loop.sock_sendall(connection, greeting)
         answer = await _read_line(connection, ANSWER_S)
         if answer is None:
-            return self._verdict("wrong-peer", said=f"accepted, then silent for {ANSWER_S} s")
-        if answer != _lines.encode({"answer": _lines.answer_to(challenge, self.token)}):
+            return self._verdict("wrong-peer", said=f"{SILENT} for {ANSWER_S} s")
+        if answer != _lines.encode({"answer": _lines.answer_to(challenge, self.contact.token)}):
             said = "closed the connection" if not answer else f"answered {answer[:40]!r}"
             return self._verdict("wrong-peer", said=said)
         state = find_tcp_state(connection)
@@ -170,10 +108,10 @@ class _Call:
         started_s = time.monotonic()
         if await _send_bulk(connection):
             took_s = max(1e-6, time.monotonic() - started_s - (latency_s or 0.0))
-            return replace(
-                self._verdict("open"), latency_s=latency_s, bandwidth_bytes_per_s=BULK_BYTES / took_s
+            return self._verdict("open")._replace(
+                latency_s=latency_s, bandwidth_bytes_per_s=round(BULK_BYTES / took_s)
             )
-        return replace(self._large_lost(connection), latency_s=latency_s)
+        return self._large_lost(connection)._replace(latency_s=latency_s)
 
     def _large_lost(self, connection: socket.socket) -> Dialled:
         state = find_tcp_state(connection)
@@ -183,11 +121,10 @@ class _Call:
             f"{state.retransmits} retransmissions, segments of {state.segment_bytes} bytes, "
             f"path MTU {state.path_mtu_bytes} bytes"
         )
-        found = self._verdict("large-lost", said=said)
-        return replace(found, segment_bytes=state.segment_bytes)
+        return self._verdict("large-lost", said=said)._replace(segment_bytes=state.segment_bytes)
 
     def _verdict(self, verdict: Verdict, *, said: str = "") -> Dialled:
-        return Dialled(target=self.target, verdict=verdict, said=said)
+        return Dialled(target=self.contact.node_rank, verdict=verdict, said=said)
 
 
 async def _read_line(connection: socket.socket, limit_s: float) -> bytes | None:

@@ -16,7 +16,7 @@ from ddpsafe.doctor._mesh._board import bounded
 from ddpsafe.doctor._mesh._guest import Guest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 Trouble = Literal[
     "dropped",
@@ -149,16 +149,7 @@ async def greet(
     Raises:
         _Unreached: None does, or who answers is no doctor of this job.
     """
-    reached = None
-    for address in addresses:
-        try:
-            reached = await _connect(address, port, deadline)
-            break
-        except _Unreached as exc:
-            last = exc
-    if reached is None:
-        raise last
-    reader, writer = reached
+    reader, writer = await _connect_to_one(addresses, port, deadline)
     try:
         answer = await _introduce(reader, writer, greeting, deadline)
     except BaseException:
@@ -167,13 +158,25 @@ async def greet(
     return reader, writer, answer
 
 
+async def _connect_to_one(
+    addresses: tuple[str, ...], port: int, deadline: Deadline
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    last = _Unreached("unresolved", "the name has no address")
+    for address in addresses:
+        try:
+            return await _connect(address, port, deadline)
+        except _Unreached as exc:  # noqa: PERF203 - a handful of addresses
+            last = exc
+    raise last
+
+
 async def _connect(
     address: str, port: int, deadline: Deadline
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     limit_s = _limit_s(_CONNECT_S, deadline)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     connection = socket.socket(family, socket.SOCK_STREAM)
-    connection.setblocking(False)
+    connection.settimeout(0)
     _lines.keep_packets_small(connection)
     _lines.notice_loss(connection)
     loop = asyncio.get_running_loop()
@@ -204,7 +207,9 @@ async def _introduce(
         raise _Unreached("stranger", f"it said nothing for {limit_s:.1f} s") from exc
     except (OSError, _lines.StrangerError) as exc:
         raise _Unreached("stranger", str(exc)) from exc
-    if answer is None or answer.get("answer") != _lines.answer_to(greeting.challenge):
+    if answer is None or answer.get("answer") != _lines.answer_to(
+        greeting.challenge, _lines.NO_SECRET
+    ):
         said = "it closed the connection" if answer is None else "it does not know the answer"
         raise _Unreached("stranger", said)
     rejected = answer.get("rejected")
@@ -213,7 +218,7 @@ async def _introduce(
     return dict(answer)
 
 
-def _rejection(answer: dict[str, object] | dict[str, _lines.Json], reason: str) -> _Unreached:
+def _rejection(answer: Mapping[str, object], reason: str) -> _Unreached:
     host = str(answer.get("hostname"))
     if reason == "doubled":
         return _Unreached("doubled", reason, holder=str(answer.get("holder")))

@@ -46,7 +46,9 @@ def judge_obstacle(
 def describe_trouble(obstacle: Obstacle, *, host: str, port: int) -> str:
     """Say in a line, while it is still tried, what is in the way."""
     seconds = f"{obstacle.waited_s:.0f} s"
-    return f"waiting for node rank 0 at {host}:{port}: {obstacle.trouble} ({obstacle.said}), {seconds}"
+    return (
+        f"waiting for node rank 0 at {host}:{port}: {obstacle.trouble} ({obstacle.said}), {seconds}"
+    )
 
 
 _Words = tuple[str, str, str]
@@ -61,8 +63,7 @@ def _dropped(obstacle: Obstacle, host: str, port: int) -> _Words:
             f"Open the port on {host}, as root:",
             [
                 f"iptables -I INPUT -p tcp --dport {port} -j ACCEPT",
-                f"firewall-cmd --permanent --add-port={port}/tcp && firewall-cmd --reload"
-                "    # with firewalld",
+                f"firewall-cmd --permanent --add-port={port}/tcp && firewall-cmd --reload",
                 f"# in a cloud: an inbound rule of the security group, TCP {port}",
             ],
         ),
@@ -89,8 +90,7 @@ def _no_route(obstacle: Obstacle, host: str, port: int) -> _Words:
     first = obstacle.addresses[0] if obstacle.addresses else host
     return (
         f"has no way to {host}:{port} ({addresses}): {obstacle.said}",
-        "this host is not in that network and has no route to it; the host is off; or a firewall "
-        "answers \"prohibited\".",
+        'no route leads there, the host is off, or a firewall answers "prohibited".',
         to_copy(
             "Compare, and name an address of node rank 0 in a network of this host:",
             [f"ip route get {first}", f"ip -br address    # on {host}"],

@@ -55,10 +55,10 @@ def group_ways(blocked: Collection[Way], tried: Collection[Way]) -> list[Group]:
         left.difference_update(group.ways)
     shapes: tuple[Shape, ...] = ("around", "to", "from")
     for shape in shapes:
-        group = _find_hosts(shape, left, opened)
-        if group is not None:
-            groups.append(group)
-            left.difference_update(group.ways)
+        found = _find_hosts(shape, left, opened)
+        if found is not None:
+            groups.append(found)
+            left.difference_update(found.ways)
     return [*groups, *_pairs(left)]
 
 
@@ -111,7 +111,9 @@ def _pairs(blocked: set[Way]) -> list[Group]:
         both = (target, source) in blocked
         if both and source > target:
             continue
-        ways: tuple[Way, ...] = ((source, target), (target, source)) if both else ((source, target),)
+        ways: tuple[Way, ...] = (
+            ((source, target), (target, source)) if both else ((source, target),)
+        )
         shape: Shape = "pair" if both else "one-way"
         groups.append(Group(shape=shape, nodes=(source, target), ways=ways))
     return groups

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from ddpsafe.doctor._mesh._board import Json
 
 _BACKLOG: Final = 1024
+_FROM_NODES: Final = ("hello", "mesh", "reduced")
 _STRANGERS: Final = 256
 _GREETING_S: Final = 5.0
 _FAREWELL_S: Final = 2.0
@@ -46,7 +46,7 @@ class Hub:
 
     def __init__(self, own: _lines.Greeting) -> None:
         """Start with nothing said."""
-        self.nonce = secrets.token_hex(16)
+        self.nonce = _lines.make_secret()
         self.rejected: list[Rejected] = []
         self._own = own
         self._is_open = True
@@ -136,7 +136,9 @@ class Hub:
 
     async def _listen_to(self, node: int, reader: asyncio.StreamReader) -> None:
         while (message := await _lines.read(reader)) is not None:
-            self._heard.setdefault(str(message.get("topic")), {})[node] = message.get("value")
+            topic = message.get("topic")
+            if topic in _FROM_NODES:  # what a stranger calls a topic must not fill the memory
+                self._heard.setdefault(str(topic), {})[node] = message.get("value")
 
     def _judge(self, greeting: _lines.Greeting) -> Rejected | None:
         own = self._own
@@ -155,7 +157,7 @@ class Hub:
 
     def _reply(self, greeting: _lines.Greeting, rejected: Rejected | None) -> dict[str, Json]:
         return {
-            "answer": _lines.answer_to(greeting.challenge),
+            "answer": _lines.answer_to(greeting.challenge, _lines.NO_SECRET),
             "nonce": self.nonce,
             "hostname": self._own.hostname,
             "nnodes": self._own.nnodes,

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import secrets
 import socket
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ddpsafe.doctor._mesh._board import Json
+
+NO_SECRET: Final = ""
+"""The hub's answer proves that it speaks the language, not who it is: nobody could know that yet."""
 
 VERSION: Final = 1
 """Of what is said to each other; doctors of different versions do not talk."""
@@ -78,9 +82,14 @@ class Greeting:
             raise StrangerError(f"an incomplete greeting: {exc}") from exc
 
 
-def answer_to(challenge: str, secret: str = "") -> str:
+def answer_to(challenge: str, secret: str) -> str:
     """Return what only the one who was asked can answer."""
     return hashlib.sha256(f"ddpsafe {VERSION} {secret} {challenge}".encode()).hexdigest()
+
+
+def make_secret() -> str:
+    """Return what nobody guesses."""
+    return secrets.token_hex(16)
 
 
 def encode(message: Mapping[str, Json]) -> bytes:

@@ -10,25 +10,33 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import Deadline
-from ddpsafe._interfaces import find_interface_of, list_interfaces
-from ddpsafe.doctor._mesh._advice import find_gates, read_gates
+from ddpsafe._interfaces import list_interfaces
+from ddpsafe.doctor._mesh._advice import find_gates
 from ddpsafe.doctor._mesh._announce import announce
 from ddpsafe.doctor._mesh._board import bounded
-from ddpsafe.doctor._mesh._case import Testimony
-from ddpsafe.doctor._mesh._dial import Dialled, dial
+from ddpsafe.doctor._mesh._dial import dial
+from ddpsafe.doctor._mesh._host import find_port_range, machine_id
+from ddpsafe.doctor._mesh._lines import make_secret
 from ddpsafe.doctor._mesh._listener import Listener
-from ddpsafe.doctor._mesh._node import Node, find_port_range, machine_id, make_token
+from ddpsafe.doctor._mesh._messages import Contact, Dialled, Node, Roster, Testimony
+from ddpsafe.doctor._mesh._plan import plan_targets
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Mapping, Sequence
 
-    from ddpsafe.doctor._mesh._board import Json
     from ddpsafe.doctor._mesh._job import Job
 
 _AT_A_TIME: Final = 256
 _RESOLVER: Final = timedelta(seconds=2)
 _SPARE: Final = 64
+
+
+def make_plan(roster: Roster) -> dict[int, list[int]]:
+    """Return whom each node that came dials, the same on every node."""
+    networks = {contact.node_rank: contact.network for contact in roster.contacts}
+    by_rank = [networks.get(rank, "") for rank in range(roster.nnodes)]
+    plan = plan_targets(by_rank, seed=roster.seed)
+    return {rank: plan[rank] for rank in networks}
 
 
 class Member:
@@ -39,10 +47,10 @@ class Member:
         env: The environment that the ranks will have.
     """
 
-    def __init__(self, job: Job, env: Mapping[str, str] | os._Environ[str]) -> None:
+    def __init__(self, job: Job, env: Mapping[str, str]) -> None:
         """Listen nowhere yet."""
         self._job, self._env = job, env
-        self._token = make_token()
+        self._token = make_secret()
         self._listener = Listener(token=self._token, capacity=job.nnodes * 2 + _SPARE)
 
     async def introduce(self, towards: Sequence[str]) -> Node:
@@ -55,10 +63,9 @@ class Member:
         announced = await announce(
             backend=job.backend, interface=job.interface, env=self._env, towards=towards
         )
-        port = 0
-        if announced.address:
-            port = await self._listener.open(announced.address)
-        interface = find_interface_of(announced.address)
+        port = await self._listener.open(announced.address) if announced.address else 0
+        interfaces = list_interfaces()
+        mtus = [each.mtu_bytes for each in interfaces if each.name == announced.interface]
         return Node(
             node_rank=job.node_rank,
             hostname=socket.gethostname(),
@@ -66,51 +73,42 @@ class Member:
             announced=announced,
             port=port,
             token=self._token,
-            mtu_bytes=interface.mtu_bytes if interface else 0,
+            mtu_bytes=mtus[0] if mtus else 0,
             interfaces={
                 each.name: dict(zip(each.addresses, each.prefixes, strict=True))
-                for each in list_interfaces()
+                for each in interfaces
                 if each.is_running and each.addresses and not each.is_loopback
             },
             port_range=find_port_range(),
             has_torch=importlib.util.find_spec("torch") is not None,
-            facts=job.facts,
+            facts=dict(job.facts),
         )
 
-    async def testify(
-        self, nodes: Mapping[int, Node], targets: Sequence[int], *, hub_clock_s: float
-    ) -> Json:
-        """Dial the others; return what became of it, as a message."""
-        clock_ahead_s = time.time() - hub_clock_s
-        looking_up = asyncio.ensure_future(_wait_for_resolver(nodes[0].announced.address))
+    async def testify(self, roster: Roster) -> Testimony:
+        """Dial those whom the plan names; return what became of it."""
+        clock_ahead_s = time.time() - roster.clock_s
+        contacts = {contact.node_rank: contact for contact in roster.contacts}
+        looking_up = asyncio.ensure_future(_wait_for_resolver(contacts[0].address))
         slots = asyncio.Semaphore(_AT_A_TIME)
 
-        async def dial_one(target: int) -> Dialled:
-            node = nodes[target]
+        async def dial_one(contact: Contact) -> Dialled:
             async with slots:
-                return await dial(
-                    source=self._job.node_rank,
-                    target=target,
-                    address=node.announced.address,
-                    port=node.port,
-                    token=node.token,
-                )
+                return await dial(self._job.node_rank, contact)
 
-        known = [target for target in targets if target in nodes]
-        dialled = await asyncio.gather(*map(dial_one, known))
-        resolver_silent_s = await looking_up
+        plan = make_plan(roster)
+        targets = [contacts[rank] for rank in plan[self._job.node_rank] if rank in contacts]
+        dialled = tuple(await asyncio.gather(*map(dial_one, targets)))
         # Asked only where somebody failed: it costs a process, and says where to open the firewall.
-        is_troubled = any(each.verdict != "open" for each in dialled) or not all(
-            self._listener.received_bytes.get(rank) for rank in known
+        due = {rank for rank, others in plan.items() if self._job.node_rank in others}
+        heard = self._listener.received_bytes
+        came = {rank for rank, count in heard.items() if count}
+        return Testimony(
+            dialled=dialled,
+            heard=tuple(sorted(heard)),
+            gates=tuple(await asyncio.to_thread(find_gates)) if due - came else (),
+            clock_ahead_s=clock_ahead_s,
+            resolver_silent_s=await looking_up,
         )
-        gates = await asyncio.to_thread(find_gates) if is_troubled else []
-        return {
-            "dialled": [each.to_json() for each in dialled],
-            "received": {str(rank): n for rank, n in self._listener.received_bytes.items()},
-            "gates": [list(gate) for gate in gates],
-            "clock_ahead_s": clock_ahead_s,
-            "resolver_silent_s": resolver_silent_s,
-        }
 
     async def close(self) -> None:
         """Stop listening."""
@@ -132,23 +130,3 @@ async def _wait_for_resolver(address: str) -> float:
     except OSError:  # no such family, or the server says that there is no name: an answer too
         return 0.0
     return 0.0
-
-
-def read_testimony(value: Json) -> Testimony:
-    """Read what a node said after the mesh.
-
-    Raises:
-        ValueError: It is not that.
-    """
-    if not isinstance(value, dict):
-        raise TypeError("no table")
-    dialled, received = value.get("dialled"), value.get("received")
-    if not isinstance(dialled, list) or not isinstance(received, dict):
-        raise TypeError("no rows")
-    return Testimony(
-        dialled=tuple(map(Dialled.from_json, dialled)),
-        received_bytes={int(rank): int(str(count)) for rank, count in received.items()},
-        gates=tuple(read_gates(value.get("gates"))),
-        clock_ahead_s=float(str(value.get("clock_ahead_s") or 0.0)),
-        resolver_silent_s=float(str(value.get("resolver_silent_s") or 0.0)),
-    )

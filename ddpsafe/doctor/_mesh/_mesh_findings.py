@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from typing import TYPE_CHECKING, Final
 
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from ddpsafe.doctor._mesh._case import Case
-    from ddpsafe.doctor._mesh._dial import Dialled
-    from ddpsafe.doctor._mesh._grouping import Group, Way
+    from ddpsafe.doctor._mesh._grouping import Group, Shape, Way
+    from ddpsafe.doctor._mesh._messages import Dialled
 
 _CODES: Final = {
     "dropped": _codes.DROPPED,
@@ -76,22 +77,19 @@ def _closed(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
 def _where(case: Case, group: Group, doing: str) -> str:
     """Say, in one sentence, which directions are meant."""
     names = _several(case, group.nodes)
-    if group.shape == "everywhere":
-        count = len(group.ways)
-        return f"No host can {doing} to any other: all {count} directions between {names}"
-    if group.shape == "split":
-        others = {node for way in group.ways for node in way} - set(group.nodes)
-        return f"{names} on one side and {_several(case, tuple(sorted(others)))} on the other cannot {doing} to each other"
-    if group.shape == "around":
-        return f"Nobody can {doing} to {names}, and from there to nobody"
-    if group.shape == "to":
-        return f"Nobody can {doing} TO {names}"
-    if group.shape == "from":
-        return f"{names} cannot {doing} to anybody"
-    source, target = (case.label(node) for node in group.nodes)
-    if group.shape == "pair":
-        return f"{source} and {target} cannot {doing} to each other"
-    return f"{source} cannot {doing} to {target}; the other direction works"
+    others = _several(case, tuple(sorted(set(itertools.chain(*group.ways)) - set(group.nodes))))
+    first, last = case.label(group.nodes[0]), case.label(group.nodes[-1])
+    sentences: dict[Shape, str] = {
+        "everywhere": f"No host can {doing} to any other: "
+        f"all {len(group.ways)} directions between {names}",
+        "split": f"{names} on one side and {others} on the other cannot {doing} to each other",
+        "around": f"Nobody can {doing} to {names}, and from there to nobody",
+        "to": f"Nobody can {doing} TO {names}",
+        "from": f"{names} cannot {doing} to anybody",
+        "pair": f"{first} and {last} cannot {doing} to each other",
+        "one-way": f"{first} cannot {doing} to {last}; the other direction works",
+    }
+    return sentences[group.shape]
 
 
 def _several(case: Case, nodes: tuple[int, ...]) -> str:
@@ -112,7 +110,7 @@ def _closed_cause(case: Case, group: Group, found: Mapping[Way, Dialled]) -> str
         return "the dialling host has no route to that network."
     if verdicts == {"no-route"} and all(each.took_s < _FAST_S for each in found.values()):
         return (
-            "a firewall that answers \"prohibited\" (firewalld does), on the listening host or "
+            'a firewall that answers "prohibited" (firewalld does), on the listening host or '
             "between; the port of the endpoint gets through, so a route exists."
         )
     ports = "gloo and NCCL listen on ports that the system chooses"
@@ -145,13 +143,13 @@ def _wrong_peer(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Findi
         cause="a transparent proxy or a service mesh between the hosts accepts every connection, or "
         "two hosts have the same address.",
         fix=to_copy(
-            "Take the job's ports out of the proxy (Istio: the annotation below on every pod), or "
+            "Take the job's ports out of the proxy (Istio: the annotations below on every pod), or "
             "look for a second host with the address:",
             [
-                "traffic.sidecar.istio.io/excludeInboundPorts: "
-                f'"{_range(case, listeners)}" and excludeOutboundPorts likewise',
+                f'traffic.sidecar.istio.io/excludeInboundPorts: "{_range(case, listeners)}"',
+                f'traffic.sidecar.istio.io/excludeOutboundPorts: "{_range(case, listeners)}"',
                 *(f"arping -D -c 3 {address}    # on another host" for address in addresses),
-            ][: _MOST_NAMED + 1],
+            ][: _MOST_NAMED + 2],
         ),
         hosts=case.hostnames(group.nodes),
         details={"shape": group.shape, "directions": as_details(found)},
@@ -173,7 +171,7 @@ def _large_lost(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Findi
         _USUAL_MTU_BYTES if min(mtus) > _USUAL_MTU_BYTES else _SMALLER_MTU_BYTES
     )
     proof = f"; with packets of {smaller} bytes they arrive" if min(passing) else ""
-    said = sorted(each.said for each in found.values())[0]
+    said = min(each.said for each in found.values())
     return Finding(
         code=_codes.LARGE_LOST,
         severity="failed",

@@ -22,7 +22,7 @@ def find_node_names(nnodes: int) -> dict[int, str]:
 
 
 def expand_nodelist(text: str) -> Iterator[str]:
-    """Spell out ``gpu[01-03,7],m5`` as ``scontrol show hostnames`` does: gpu01, gpu02, …"""
+    """Spell out ``gpu[01-03,7],m5`` as ``scontrol show hostnames`` does."""
     for prefix, numbers, suffix in _ITEM.findall(text):
         if not prefix and not numbers:
             continue

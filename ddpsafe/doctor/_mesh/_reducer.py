@@ -8,9 +8,10 @@ import json
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._interfaces import interface_variables
+from ddpsafe.doctor._mesh._messages import Reduced, read
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -18,12 +19,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from ddpsafe._clock import Deadline
-    from ddpsafe.doctor._mesh._board import Json
     from ddpsafe.doctor._mesh._job import Job
-    from ddpsafe.doctor._mesh._node import Node
+    from ddpsafe.doctor._mesh._messages import Node
 
 _PROGRAM: Final = "ddpsafe.doctor._mesh._all_reduce_program"
-_LONGEST_SAID: Final = 2000
 
 
 class Reducer:
@@ -82,18 +81,18 @@ class Reducer:
         told = await self._read(deadline)
         return str(told.get("endpoint", "")) if told else ""
 
-    async def finish(self, deadline: Deadline) -> Json:
-        """Wait for the result; a table with ``took_s`` or ``error``."""
+    async def finish(self, deadline: Deadline) -> Reduced:
+        """Wait for the result."""
         while (told := await self._read(deadline)) is not None:
             if "took_s" in told or "error" in told:
-                return told
+                return read(Reduced, told)
         if deadline.expired():
-            return {"error": f"no result within {deadline.waited_s():.0f} s"}
+            return Reduced(error=f"no result within {deadline.waited_s():.0f} s")
         assert self._process is not None  # noqa: S101 - entered
         code = await self._process.wait()
-        return {"error": f"the process ended with status {code} and without a result"}
+        return Reduced(error=f"the process ended with status {code} and without a result")
 
-    async def _read(self, deadline: Deadline) -> dict[str, Json] | None:
+    async def _read(self, deadline: Deadline) -> dict[str, Any] | None:
         assert self._process is not None  # noqa: S101 - entered
         assert self._process.stdout is not None  # noqa: S101 - a pipe
         try:

@@ -95,7 +95,7 @@ def _doubled(who: str, rank: int, holder: str, nnodes: int) -> Finding:
         fact=f"{who} came as node rank {rank}, which {holder} has already.",
         cause="two hosts were started with the same --node-rank, or a former run goes on.",
         fix=f"Give each of the {nnodes} hosts its own --node-rank, 0 to {nnodes - 1}.",
-        hosts=(who, holder.split(" ")[0]),
+        hosts=(who, holder.split(" ", maxsplit=1)[0]),
         details={"node_rank": rank},
     )
 

@@ -10,11 +10,12 @@ from ddpsafe.doctor._matrix import Direction, Matrix
 from ddpsafe.doctor._mesh._address_findings import excuse_ways, judge_addresses, judge_networks
 from ddpsafe.doctor._mesh._compare import judge_facts
 from ddpsafe.doctor._mesh._mesh_findings import judge_mesh
+from ddpsafe.doctor._mesh._messages import Dialled, Report, Way
+from ddpsafe.doctor._mesh._plan import EVERY_PAIR
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ddpsafe.doctor._mesh._board import Json
     from ddpsafe.doctor._mesh._case import Case
 
 
@@ -30,14 +31,21 @@ def judge(case: Case) -> list[Finding]:
 
 
 def make_matrix(case: Case) -> Matrix:
-    """Return who reaches whom; who did not come or come back is absent."""
+    """Return who reaches whom; who did not come or come back is absent.
+
+    Of more nodes than all pairs are tried of, it holds only what is not open: it goes to every
+    node, and there would be too much of it.
+    """
+    all_of_them = case.nnodes <= EVERY_PAIR
     return Matrix(
         hostnames=tuple(case.name_of(node) for node in range(case.nnodes)),
         addresses=tuple(
             case.nodes[node].announced.address if node in case.nodes else ""
             for node in range(case.nnodes)
         ),
-        directions=tuple(_directions(case)),
+        directions=tuple(
+            each for each in _directions(case) if all_of_them or each.verdict != "open"
+        ),
     )
 
 
@@ -45,61 +53,49 @@ def _directions(case: Case) -> Iterator[Direction]:
     verdicts = case.verdicts()
     for source, targets in sorted(case.plan.items()):
         for target in targets:
-            found = verdicts.get((source, target))
-            if found is None:
-                yield Direction(source=source, target=target, verdict="absent")
-            else:
-                yield Direction(
-                    source=source,
-                    target=target,
-                    verdict=found.verdict,
-                    latency_s=found.latency_s,
-                    bandwidth_bytes_per_s=found.bandwidth_bytes_per_s,
-                    said=found.said,
-                )
+            found = verdicts.get((source, target), Dialled(target=target, verdict="absent"))
+            yield Direction(
+                source=source,
+                target=target,
+                verdict=found.verdict,
+                latency_s=found.latency_s,
+                bandwidth_bytes_per_s=found.bandwidth_bytes_per_s,
+                said=found.said,
+            )
 
 
-def pack(findings: list[Finding], matrix: Matrix) -> Json:
-    """Return the verdict as a message: rows, not tables, for the many directions."""
-    return {
-        "findings": [asdict(finding) for finding in findings],
-        "hostnames": list(matrix.hostnames),
-        "addresses": list(matrix.addresses),
-        "directions": [
-            [each.source, each.target, each.verdict, each.latency_s, each.bandwidth_bytes_per_s, each.said]
+def pack(findings: list[Finding], matrix: Matrix) -> Report:
+    """Return the verdict as a message."""
+    return Report(
+        findings=tuple(asdict(finding) for finding in findings),
+        hostnames=matrix.hostnames,
+        addresses=matrix.addresses,
+        directions=tuple(
+            Way(
+                each.source,
+                each.target,
+                each.verdict,
+                each.latency_s,
+                each.bandwidth_bytes_per_s,
+                each.said,
+            )
             for each in matrix.directions
-        ],
-    }
+        ),
+    )
 
 
-def unpack(value: Json) -> tuple[list[Finding], Matrix]:
+def unpack(report: Report) -> tuple[list[Finding], Matrix]:
     """Read the verdict that node rank 0 has come to.
 
     Raises:
-        ValueError: It is none.
+        TypeError: A finding lacks something.
     """
-    try:
-        assert isinstance(value, dict)  # noqa: S101 - judged below with everything else
-        findings = [
-            Finding(**{**each, "hosts": tuple(each["hosts"])})  # type: ignore
-            for each in value["findings"]  # type: ignore
-        ]
-        directions = tuple(
-            Direction(
-                source=source,
-                target=target,
-                verdict=verdict,
-                latency_s=latency_s,
-                bandwidth_bytes_per_s=rate,
-                said=said,
-            )
-            for source, target, verdict, latency_s, rate, said in value["directions"]  # type: ignore
-        )
-        matrix = Matrix(
-            hostnames=tuple(value["hostnames"]),  # type: ignore
-            addresses=tuple(value["addresses"]),  # type: ignore
-            directions=directions,
-        )
-    except (AssertionError, KeyError, TypeError, ValueError) as exc:
-        raise ValueError(f"no verdict: {exc}") from exc
+    findings = [
+        Finding(**{**each, "hosts": tuple(each.get("hosts", ()))}) for each in report.findings
+    ]
+    matrix = Matrix(
+        hostnames=report.hostnames,
+        addresses=report.addresses,
+        directions=tuple(Direction(**way._asdict()) for way in report.directions),
+    )
     return findings, matrix
