@@ -47,9 +47,9 @@ async def announce(
     if env.get(variable):
         names = _named(library, env[variable], interfaces)
         return _of_interfaces(names, interfaces, f"{variable}={env[variable]}", fallback)
-    if interface not in (None, "auto"):
-        return _of_interfaces([interface or ""], interfaces, f"interface={interface!r}", fallback)
-    if interface == "auto":
+    if interface is not None and (interface != "auto" or not fallback):
+        return _of_interfaces([interface], interfaces, f"interface={interface!r}", fallback)
+    if interface is not None:
         return _of_address(fallback, interfaces, "the route to the endpoint", fallback)
     if library == "NCCL":
         names = _nccl_choice(interfaces)

@@ -39,6 +39,8 @@ _HEADERS_BYTES: Final = 52  # IPv4, TCP and its timestamps
 async def dial(source: int, contact: Contact) -> Dialled:
     """Open a connection to a node as a rank of this host would, and say what became of it."""
     started_s = time.monotonic()
+    if not contact.address or not contact.port:
+        return Dialled(target=contact.node_rank, verdict="no-route", said="it has no address")
     call = _Call(source=source, contact=contact)
     found = await call.make(mss_bytes=0)
     if found.verdict == "large-lost":

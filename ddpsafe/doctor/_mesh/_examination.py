@@ -50,11 +50,12 @@ async def _receive(job: Job) -> Found:
     entrance, member = Entrance(job), Member(job, os.environ)
     try:
         await entrance.open()
+    except OSError as exc:
+        return [cannot_serve(exc, port=job.port, owner=owner_of(job.port))], job.empty_matrix()
+    try:
         addresses = await find_addresses(job.host, job.port, deadline=Deadline.after(_RESOLVE))
         own = await member.introduce(addresses)
         return await Chair(job, entrance.hub, member, entrance=entrance).preside(own)
-    except OSError as exc:
-        return [cannot_serve(exc, port=job.port, owner=owner_of(job.port))], job.empty_matrix()
     finally:
         await member.close()
         await entrance.close()

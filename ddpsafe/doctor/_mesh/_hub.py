@@ -110,6 +110,8 @@ class Hub:
                 await self._converse(reader, writer)
         except (OSError, _lines.StrangerError, asyncio.TimeoutError):
             pass
+        except asyncio.CancelledError:  # by close(); Python before 3.12 would report it
+            pass
         finally:
             self._tasks.discard(task)
             writer.close()
@@ -126,6 +128,8 @@ class Hub:
                 self.rejected.append(rejected)
             return
         node = greeting.node_rank
+        for sayings in self._heard.values():
+            sayings.pop(node, None)  # of a doctor there that was ended and started again
         self._nodes[node], self._came[node] = (greeting, writer), greeting.hostname
         try:
             for topic, value in self._said.items():

@@ -61,6 +61,8 @@ class Listener:
                 await asyncio.wait_for(self._converse(reader, writer), _CONVERSATION_S)
         except (OSError, _lines.StrangerError, asyncio.TimeoutError, asyncio.IncompleteReadError):
             pass
+        except asyncio.CancelledError:  # by close(); Python before 3.12 would report it
+            pass
         finally:
             self._conversations.discard(task)
             writer.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import socket
 import time
@@ -63,7 +64,10 @@ class Member:
         announced = await announce(
             backend=job.backend, interface=job.interface, env=self._env, towards=towards
         )
-        port = await self._listener.open(announced.address) if announced.address else 0
+        port = 0
+        if announced.address:
+            with contextlib.suppress(OSError):  # the address went in this very moment
+                port = await self._listener.open(announced.address)
         interfaces = list_interfaces()
         mtus = [each.mtu_bytes for each in interfaces if each.name == announced.interface]
         return Node(
