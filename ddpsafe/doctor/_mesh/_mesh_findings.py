@@ -171,7 +171,7 @@ def _large_lost(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Findi
         _USUAL_MTU_BYTES if min(mtus) > _USUAL_MTU_BYTES else _SMALLER_MTU_BYTES
     )
     proof = f"; with packets of {smaller} bytes they arrive" if min(passing) else ""
-    said = min(each.said for each in found.values())
+    said = max(each.said for each in found.values())
     return Finding(
         code=_codes.LARGE_LOST,
         severity="failed",
