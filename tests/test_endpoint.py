@@ -18,10 +18,10 @@ from ddpsafe._config.interfaces import (
     NCCL,
     check_interface,
     check_interfaces,
-    expand_nccl,
     find_shape_problem,
     list_interfaces,
 )
+from ddpsafe._interfaces import expand_nccl
 
 EXISTING = ["lo", "eth0", "eth1", "docker0"]
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._config.endpoint import find_address
 from ddpsafe._config.problems import Problem, find_near, show
+from ddpsafe._interfaces import expand_nccl
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -102,19 +103,6 @@ def _absent(variable: str, value: str, names: list[str]) -> Problem | None:
     if not expand_nccl(value, names):
         return _missing([value], names)
     return None
-
-
-def expand_nccl(value: str, names: Iterable[str]) -> list[str]:
-    """Return the interfaces that a value of ``NCCL_SOCKET_IFNAME`` selects out of `names`."""
-    excluded = value.startswith("^")
-    value = value.removeprefix("^")
-    exact = value.startswith("=")
-    items = tuple(value.removeprefix("=").split(","))
-    return [
-        name
-        for name in names
-        if (name in items if exact else name.startswith(items)) is not excluded
-    ]
 
 
 def _missing(missing: list[str], names: list[str]) -> Problem:

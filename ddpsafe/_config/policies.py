@@ -170,8 +170,10 @@ class Rendezvous(BaseModel):
     )
     interface: str | None = Field(
         default=None,
-        description="Network interface the ranks of this node talk on, by its literal name.",
-        examples=['"eth0"'],
+        description='Network interface the ranks of this node talk on, by its literal name; "auto" '
+        "takes the one that leads to rank 0. A variable of gloo or NCCL that you set wins. None: each "
+        "library chooses.",
+        examples=['"eth0"', '"auto"', "None"],
     )
     is_host: bool | None = Field(
         default=None,

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import ConfigError, explain
-from ddpsafe._worker import environment, meeting, process_group, session, stopping, torch_hooks
+from ddpsafe._worker import (
+    environment,
+    interfaces,
+    meeting,
+    process_group,
+    session,
+    stopping,
+    torch_hooks,
+)
 from ddpsafe._worker.context import RankContext
 from ddpsafe._worker.control import Control
 from ddpsafe._worker.current import enter
@@ -98,8 +106,7 @@ def join_job(world: World, config: LaunchConfig) -> RankContext:
     environment.borrow(config.env)
     endpoint = find_endpoint(world, os.environ) if world.world_size > 1 else None
     if endpoint is None or endpoint.is_on_this_host:
-        chosen = loopback_interfaces().items()
-        environment.borrow({name: text for name, text in chosen if name not in os.environ})
+        interfaces.prefer(loopback_interfaces())
     deadline = Deadline.after(config.timeouts.rendezvous)
     backend = choose_backend(config.backend, world)
     device = device_for(world, backend)
@@ -107,6 +114,8 @@ def join_job(world: World, config: LaunchConfig) -> RankContext:
     store: Store = HashStore()
     if endpoint is not None:
         store, control = meeting.open_stores(endpoint, world, os.environ, deadline=deadline)
+        if not endpoint.is_on_this_host:
+            interfaces.choose(config.rendezvous.interface, endpoint, deadline=deadline)
     process_group.open_group(
         store,
         control,

@@ -1,17 +1,34 @@
-"""What the tests of the doctor share: one process that becomes a broken host for each of them."""
+"""What the tests of the doctor share: one process that becomes a broken host, and whole networks."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from typing import TYPE_CHECKING
 
 import doctor_kit
 import pytest
+from hosts import Network, find_obstacle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from mesh_kit import MakeHosts
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _server(_own_temporary_directory: None) -> Iterator[None]:
     with doctor_kit.serving():
         yield
+
+
+@pytest.fixture
+def make_hosts() -> Iterator[MakeHosts]:
+    """Make hosts out of namespaces, or skip; where CI requires them, fail instead."""
+    obstacle = find_obstacle()
+    if obstacle and os.environ.get("DDPSAFE_REQUIRE_HOSTS") == "1":
+        pytest.fail(obstacle, pytrace=False)
+    if obstacle:
+        pytest.skip(obstacle)
+    with contextlib.ExitStack() as stack:
+        yield lambda size, **kinds: stack.enter_context(Network(size, **kinds))  # type: ignore[arg-type]

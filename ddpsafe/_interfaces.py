@@ -1,0 +1,141 @@
+"""This host's network interfaces, and which of them leads where."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+LIBRARY_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+"""What gloo, NCCL and TensorPipe read the name of their interface from."""
+
+_DISCARD_PORT: Final = 9
+_SOMEWHERE: Final = "198.51.100.1"
+"""An address of RFC 5737 that belongs to nobody; only the route to it is asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interface:
+    """One network interface.
+
+    Attributes:
+        name: As ``ip link`` shows it.
+        addresses: IPv4 first; link-local ones are left out, nobody can connect to them by name.
+        prefixes: The network of each address, e.g. ``10.77.0.0/24``.
+        mtu_bytes: The largest packet it sends.
+        is_running: Whether it is up and has a carrier.
+    """
+
+    name: str
+    addresses: tuple[str, ...]
+    prefixes: tuple[str, ...]
+    mtu_bytes: int
+    is_running: bool
+
+    @property
+    def is_loopback(self) -> bool:
+        """Tell whether it leads to this host alone."""
+        return any(is_loopback(address) for address in self.addresses)
+
+
+def is_loopback(address: str) -> bool:
+    """Tell whether an address, as numbers, is this host's own and nobody else's."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def list_interfaces() -> list[Interface]:
+    """Return the interfaces of this host, in the order of the kernel's numbers."""
+    import psutil
+
+    addresses, states = psutil.net_if_addrs(), psutil.net_if_stats()
+    found = []
+    for _, name in socket.if_nameindex():
+        own = [
+            _with_prefix(each.address, each.netmask)
+            for each in addresses.get(name, [])
+            if each.family in (socket.AF_INET, socket.AF_INET6) and "%" not in each.address
+        ]
+        state = states.get(name)
+        found.append(
+            Interface(
+                name=name,
+                addresses=tuple(str(each.ip) for each in own),
+                prefixes=tuple(str(each.network) for each in own),
+                mtu_bytes=state.mtu if state else 0,
+                is_running=bool(state and state.isup),
+            )
+        )
+    return found
+
+
+def _with_prefix(
+    address: str, netmask: str | None
+) -> ipaddress.IPv4Interface | ipaddress.IPv6Interface:
+    if netmask is None:
+        return ipaddress.ip_interface(address)
+    bits = int(ipaddress.ip_address(netmask)).bit_count()
+    return ipaddress.ip_interface(f"{address}/{bits}")
+
+
+def expand_nccl(value: str, names: Iterable[str]) -> list[str]:
+    """Return the interfaces that a value of ``NCCL_SOCKET_IFNAME`` selects out of `names`."""
+    excluded = value.startswith("^")
+    value = value.removeprefix("^")
+    exact = value.startswith("=")
+    items = tuple(value.removeprefix("=").split(","))
+    return [
+        name
+        for name in names
+        if (name in items if exact else name.startswith(items)) is not excluded
+    ]
+
+
+def find_address_towards(addresses: Iterable[str]) -> str | None:
+    """Return the own address from which this host would talk to the first reachable of others.
+
+    Nothing is sent: connecting a UDP socket only asks the kernel for the route.
+
+    Args:
+        addresses: Addresses of the other host, as numbers. One of this host's own, or none with
+            a route, stands for "anywhere": then the default route decides, else the first
+            interface that is up.
+
+    Returns:
+        The address as numbers, never loopback; None where this host has no other.
+    """
+    for address in (*addresses, _SOMEWHERE):
+        own = _route_source(address)
+        if own is not None and not is_loopback(own):
+            return own
+    running = [each for each in list_interfaces() if each.is_running and not each.is_loopback]
+    return next((address for each in running for address in each.addresses), None)
+
+
+def _route_source(address: str) -> str | None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, _DISCARD_PORT))
+            return str(probe.getsockname()[0])
+    except OSError:  # no route, or no such family here
+        return None
+
+
+def find_interface_of(address: str) -> Interface | None:
+    """Return the interface that has an address."""
+    return next((each for each in list_interfaces() if address in each.addresses), None)
+
+
+def interface_variables(name: str) -> dict[str, str]:
+    """Return the variables that keep gloo, NCCL and TensorPipe on one interface.
+
+    NCCL takes prefixes: without ``=``, eth1 would stand for eth10 as well.
+    """
+    return dict(zip(LIBRARY_VARIABLES, (name, f"={name}", name), strict=True))

@@ -1,0 +1,88 @@
+"""``python -m ddpsafe.doctor._mesh._all_reduce_program JSON``: one rank of the doctor's all-reduce.
+
+It says what it found as lines of JSON on stdout. Whoever started it ends it when it takes too long.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_TIMEOUT: Final = timedelta(seconds=20)
+_ELEMENTS: Final = 100_000
+
+
+def main() -> None:
+    """Take part, and say how it went."""
+    asked = json.loads(sys.argv[1])
+    try:
+        _say(_reduce(asked))
+    except Exception as exc:  # noqa: BLE001 - whatever torch raises is what was asked for
+        _say(
+            {"error": f"{type(exc).__name__}: {str(exc).splitlines()[0] if str(exc) else ''}"[:500]}
+        )
+        sys.exit(1)
+
+
+def _say(told: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.flush()
+
+
+def _reduce(asked: dict[str, Any]) -> dict[str, object]:
+    store = _open_store(asked)
+    started_s = time.monotonic()
+    backends = _backends(asked["backend"])
+    for backend in backends:
+        _reduce_with(backend, store, asked)
+    return {"took_s": time.monotonic() - started_s, "backends": backends}
+
+
+def _open_store(asked: dict[str, Any]) -> Store:
+    from torch.distributed import TCPStore
+
+    if asked["endpoint"]:
+        host, _, port = asked["endpoint"].rpartition(":")
+        return TCPStore(host, int(port), is_master=False, timeout=_TIMEOUT)
+    store = TCPStore(asked["address"], 0, is_master=True, timeout=_TIMEOUT, wait_for_workers=False)
+    _say({"endpoint": f"{asked['address']}:{store.port}"})
+    return store
+
+
+def _backends(asked: str) -> list[str]:
+    """Return gloo, and nccl where it was asked for and has a GPU to run on."""
+    import torch
+
+    return ["gloo", "nccl"] if "nccl" in asked and torch.cuda.is_available() else ["gloo"]
+
+
+def _reduce_with(backend: str, store: Store, asked: dict[str, Any]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    rank, world_size = int(asked["rank"]), int(asked["world_size"])
+    device = torch.device("cuda:0" if backend == "nccl" else "cpu")
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(backend, store),
+        rank=rank,
+        world_size=world_size,
+        timeout=_TIMEOUT,
+    )
+    values = torch.full((_ELEMENTS,), float(rank + 1), device=device)
+    dist.all_reduce(values)
+    expected = world_size * (world_size + 1) / 2
+    if not bool((values == expected).all()):
+        message = f"{backend}: the sum of 1 to {world_size} came out as {values[0].item()}"
+        raise RuntimeError(message)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Every other node's part: come, dial, tell, and read the verdict."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from ddpsafe._clock import Deadline
+from ddpsafe.doctor._mesh import _all_reduce
+from ddpsafe.doctor._mesh._board import BoardLostError, wait_for
+from ddpsafe.doctor._mesh._chair import MESH
+from ddpsafe.doctor._mesh._messages import Report, Roster, read, write
+from ddpsafe.doctor._mesh._roll_findings import hub_lost
+from ddpsafe.doctor._mesh._verdict import unpack
+
+if TYPE_CHECKING:
+    from ddpsafe.doctor._finding import Finding
+    from ddpsafe.doctor._matrix import Matrix
+    from ddpsafe.doctor._mesh._board import Board, Json
+    from ddpsafe.doctor._mesh._job import Job
+    from ddpsafe.doctor._mesh._mesh import Member
+    from ddpsafe.doctor._mesh._messages import Node
+
+T = TypeVar("T")
+
+_SLACK: Final = timedelta(seconds=15)
+"""Node rank 0 started to wait at another moment, and has to gather and to judge."""
+
+_TICK_S: Final = 0.5
+
+
+async def attend(
+    job: Job, board: Board, member: Member, own: Node, *, hub_hostname: str
+) -> tuple[list[Finding], Matrix]:
+    """Take part in an examination until node rank 0 has come to a verdict."""
+    ticking = asyncio.ensure_future(_repeat_progress(job, board))
+    try:
+        await board.put("hello", write(own))
+        roster = await _require(board, "roster", Roster, Deadline.after(job.timeout + _SLACK))
+        job.say(f"{len(roster.contacts)} nodes: trying every connection")
+        await board.put("mesh", write(await member.testify(roster)))
+        asked = await _require(board, "all-reduce", str, Deadline.after(MESH + _SLACK))
+        await _all_reduce.attend(job, board, asked, own)
+        patience = Deadline.after(_all_reduce.LIMIT + _SLACK)
+        return unpack(await _require(board, "verdict", Report, patience))
+    except BoardLostError as exc:
+        return [hub_lost(hub_hostname, str(exc))], job.empty_matrix()
+    finally:
+        ticking.cancel()
+
+
+async def _require(board: Board, topic: str, kind: type[T], deadline: Deadline) -> T:
+    value = await wait_for(board, topic, deadline=deadline)
+    if value is None:
+        raise BoardLostError(f"it said nothing for {deadline.waited_s():.1f} s")
+    try:
+        return read(kind, value)
+    except ValueError as exc:
+        raise BoardLostError(f"what it says under {topic!r} makes no sense") from exc
+
+
+async def _repeat_progress(job: Job, board: Board) -> None:
+    """Pass on what node rank 0 says about who is missing."""
+    last: Json = None
+    while True:
+        await asyncio.sleep(_TICK_S)
+        try:
+            text = (await board.get("progress")).get(0)
+        except BoardLostError:
+            return
+        if text != last:
+            job.say(str(text))
+            last = text

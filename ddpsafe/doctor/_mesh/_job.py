@@ -1,0 +1,65 @@
+"""What one node was asked to examine."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+from ddpsafe.doctor._matrix import Matrix
+from ddpsafe.doctor._mesh._lines import Greeting
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from datetime import timedelta
+
+    from ddpsafe.doctor._mesh._board import Json
+
+_NAMES: Final = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One examination, as one node sees it.
+
+    Attributes:
+        nnodes: How many nodes take part.
+        node_rank: Which of them this is.
+        host: Of the endpoint.
+        port: Of the endpoint.
+        interface: ``Rendezvous.interface``.
+        backend: Whose rules the addresses follow: ``nccl`` or ``gloo``.
+        timeout: How long to wait for nodes that have not come.
+        facts: This host's fingerprint.
+        say: Takes a line now and then on what is being waited for.
+        collective: Whether an all-reduce closes the examination.
+    """
+
+    nnodes: int
+    node_rank: int
+    host: str
+    port: int
+    interface: str | None
+    backend: str
+    timeout: timedelta
+    facts: Mapping[str, Json]
+    say: Callable[[str], None]
+    collective: Literal["run", "skip"]
+
+    def greeting(self) -> Greeting:
+        """Return how this node introduces itself."""
+        return Greeting(
+            nnodes=self.nnodes,
+            node_rank=self.node_rank,
+            hostname=socket.gethostname(),
+            pid=os.getpid(),
+            job=" ".join(f"{name}={os.environ[name]}" for name in _NAMES if os.environ.get(name)),
+            challenge=secrets.token_hex(8),
+        )
+
+    def empty_matrix(self) -> Matrix:
+        """Return the matrix of a node that has learned nothing about the others."""
+        nothing = ("",) * self.nnodes
+        return Matrix(hostnames=nothing, addresses=nothing, directions=())

@@ -1,0 +1,216 @@
+"""The verdict on the connections between hosts: what is closed, towards whom, why, what opens it."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from typing import TYPE_CHECKING, Final
+
+from ddpsafe.doctor._finding import Finding
+from ddpsafe.doctor._mesh import _codes
+from ddpsafe.doctor._mesh._advice import opening_rules, to_copy
+from ddpsafe.doctor._mesh._case import as_details, is_closed
+from ddpsafe.doctor._mesh._grouping import group_ways
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from ddpsafe.doctor._mesh._case import Case
+    from ddpsafe.doctor._mesh._grouping import Group, Shape, Way
+    from ddpsafe.doctor._mesh._messages import Dialled
+
+_CODES: Final = {
+    "dropped": _codes.DROPPED,
+    "refused": _codes.REFUSED,
+    "no-route": _codes.NO_ROUTE,
+}
+_FAST_S: Final = 1.0
+_MOST_NAMED: Final = 8
+_SMALLER_MTU_BYTES: Final = 1400
+_USUAL_MTU_BYTES: Final = 1500
+
+
+def judge_mesh(case: Case, excused: Mapping[Way, Dialled]) -> Iterator[Finding]:
+    """Judge what was dialled.
+
+    Args:
+        case: Everything that is known.
+        excused: Directions that another finding explains already.
+    """
+    tried = {way: each for way, each in case.verdicts().items() if way not in excused}
+    if not tried:
+        return
+    closed = {way for way, each in tried.items() if is_closed(each.verdict)}
+    strange = {way for way, each in tried.items() if each.verdict == "wrong-peer"}
+    lossy = {way for way, each in tried.items() if each.verdict == "large-lost"}
+    for group in group_ways(closed, tried):
+        yield _closed(case, group, tried)
+    for group in group_ways(strange, tried):
+        yield _wrong_peer(case, group, tried)
+    for group in group_ways(lossy, tried):
+        yield _large_lost(case, group, tried)
+    if not (closed or strange or lossy or excused):
+        yield _all_open(case, tried)
+
+
+def _closed(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
+    found = {way: tried[way] for way in group.ways}
+    verdicts = sorted({each.verdict for each in found.values()})
+    verb = " or ".join({"no-route": "unreachable"}.get(each, each) for each in verdicts)
+    listeners = sorted({target for _, target in group.ways})
+    said = ", ".join(sorted({each.said for each in found.values() if each.said}))
+    if group.shape == "everywhere":
+        said += f"; port {case.port} of the endpoint is open"
+    only_endpoint = group.shape == "everywhere" and "no-route" not in verdicts
+    code = _codes.ONLY_ENDPOINT if only_endpoint else _CODES[verdicts[0]]
+    return Finding(
+        code=code,
+        severity="failed",
+        fact=f"{_where(case, group, 'open a connection')}: {verb} ({said}).",
+        cause=_closed_cause(case, group, found),
+        fix=_opening(case, group, listeners),
+        hosts=case.hostnames(group.nodes),
+        details={"shape": group.shape, "directions": as_details(found)},
+    )
+
+
+def _where(case: Case, group: Group, doing: str) -> str:
+    """Say, in one sentence, which directions are meant."""
+    names = _several(case, group.nodes)
+    others = _several(case, tuple(sorted(set(itertools.chain(*group.ways)) - set(group.nodes))))
+    first, last = case.label(group.nodes[0]), case.label(group.nodes[-1])
+    sentences: dict[Shape, str] = {
+        "everywhere": f"No host can {doing} to any other: "
+        f"all {len(group.ways)} directions between {names}",
+        "split": f"{names} on one side and {others} on the other cannot {doing} to each other",
+        "around": f"Nobody can {doing} to {names}, and from there to nobody",
+        "to": f"Nobody can {doing} TO {names}",
+        "from": f"{names} cannot {doing} to anybody",
+        "pair": f"{first} and {last} cannot {doing} to each other",
+        "one-way": f"{first} cannot {doing} to {last}; the other direction works",
+    }
+    return sentences[group.shape]
+
+
+def _several(case: Case, nodes: tuple[int, ...]) -> str:
+    labels = [case.label(node) for node in nodes[:_MOST_NAMED]]
+    more = len(nodes) - len(labels)
+    return ", ".join(labels) + (f" and {more} more" if more else "")
+
+
+def _closed_cause(case: Case, group: Group, found: Mapping[Way, Dialled]) -> str:
+    verdicts = {each.verdict for each in found.values()}
+    said = {each.said for each in found.values()}
+    if "no answer to ARP" in said:
+        return (
+            "the host does not even answer on its own wire: a cable, a switch port or a VLAN. "
+            "No firewall does that."
+        )
+    if "ENETUNREACH" in said:
+        return "the dialling host has no route to that network."
+    if verdicts == {"no-route"} and all(each.took_s < _FAST_S for each in found.values()):
+        return (
+            'a firewall that answers "prohibited" (firewalld does), on the listening host or '
+            "between; the port of the endpoint gets through, so a route exists."
+        )
+    ports = "gloo and NCCL listen on ports that the system chooses"
+    if group.shape == "everywhere":
+        return f"only port {case.port} is open between the hosts; {ports}."
+    way = "that drops" if verdicts == {"dropped"} else "that rejects"
+    return f"a firewall or security group {way} what is not on its list, at the listening host or between; {ports}."
+
+
+def _opening(case: Case, group: Group, listeners: list[int]) -> str:
+    lines = []
+    for listener in listeners:
+        sources = [case.nodes[source] for source, target in group.ways if target == listener]
+        gates = case.testimonies[listener].gates
+        rules = opening_rules(case.nodes[listener], sources, gates)
+        lines += [f"{rule}    # on {case.name_of(listener)}" for rule in rules]
+    what = "let the hosts of the job in, as root, and run the doctor again:"
+    return to_copy(what[0].upper() + what[1:], list(dict.fromkeys(lines))[: 3 * _MOST_NAMED])
+
+
+def _wrong_peer(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
+    found = {way: tried[way] for way in group.ways}
+    said = ", ".join(sorted({each.said for each in found.values()}))
+    listeners = {target for _, target in group.ways}
+    addresses = sorted({case.nodes[each].announced.address for each in listeners})
+    return Finding(
+        code=_codes.WRONG_PEER,
+        severity="failed",
+        fact=f"{_where(case, group, 'talk')}: somebody else takes the connection ({said}).",
+        cause="a transparent proxy or a service mesh between the hosts accepts every connection, or "
+        "two hosts have the same address.",
+        fix=to_copy(
+            "Take the job's ports out of the proxy (Istio: the annotations below on every pod), or "
+            "look for a second host with the address:",
+            [
+                f'traffic.sidecar.istio.io/excludeInboundPorts: "{_range(case, listeners)}"',
+                f'traffic.sidecar.istio.io/excludeOutboundPorts: "{_range(case, listeners)}"',
+                *(f"arping -D -c 3 {address}    # on another host" for address in addresses),
+            ][: _MOST_NAMED + 2],
+        ),
+        hosts=case.hostnames(group.nodes),
+        details={"shape": group.shape, "directions": as_details(found)},
+    )
+
+
+def _range(case: Case, listeners: set[int]) -> str:
+    first = min(case.nodes[each].port_range[0] for each in listeners)
+    last = max(case.nodes[each].port_range[1] for each in listeners)
+    return f"{first}-{last}"
+
+
+def _large_lost(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
+    found = {way: tried[way] for way in group.ways}
+    involved = sorted({node for way in group.ways for node in way})
+    mtus = {case.nodes[node].mtu_bytes for node in involved}
+    passing = {each.passing_mtu_bytes for each in found.values()}
+    smaller = min(passing) or (
+        _USUAL_MTU_BYTES if min(mtus) > _USUAL_MTU_BYTES else _SMALLER_MTU_BYTES
+    )
+    proof = f"; with packets of {smaller} bytes they arrive" if min(passing) else ""
+    said = max(each.said for each in found.values())
+    return Finding(
+        code=_codes.LARGE_LOST,
+        severity="failed",
+        fact=f"{_where(case, group, 'send more than a packet')}: connections open and small messages "
+        f"pass, 64 KiB do not ({said}){proof}.",
+        cause=f"the interfaces send packets of up to {max(mtus)} bytes, something between takes less, "
+        "and the ICMP message that would say so is lost: an MTU hole (jumbo frames, a tunnel, a VPN).",
+        fix=to_copy(
+            "Make the packets smaller on both ends, or repair the switch or tunnel between:",
+            [
+                f"ip link set dev {case.nodes[node].announced.interface} mtu {smaller}"
+                f"    # on {case.name_of(node)}"
+                for node in involved[: 2 * _MOST_NAMED]
+            ],
+        ),
+        hosts=case.hostnames(group.nodes),
+        details={"shape": group.shape, "mtu_bytes": smaller, "directions": as_details(found)},
+    )
+
+
+def _all_open(case: Case, tried: Mapping[Way, Dialled]) -> Finding:
+    latencies = [each.latency_s for each in tried.values() if each.latency_s is not None]
+    rates = [
+        each.bandwidth_bytes_per_s
+        for each in tried.values()
+        if each.bandwidth_bytes_per_s is not None
+    ]
+    details: dict[str, object] = {"directions": len(tried)}
+    numbers = ""
+    if latencies and rates:
+        usual_rate = statistics.median(rates)
+        details |= {"slowest_round_trip_s": max(latencies), "usual_bytes_per_s": usual_rate}
+        numbers = (
+            f"; round trips take {min(latencies) * 1e3:.2f} to {max(latencies) * 1e3:.2f} ms, "
+            f"short bursts go at about {usual_rate / 1e6:.0f} MB/s"
+        )
+    return Finding(
+        code=_codes.ALL_OPEN,
+        severity="ok",
+        fact=f"All {len(tried)} directions between {len(case.testimonies)} hosts are open{numbers}.",
+        details=details,
+    )

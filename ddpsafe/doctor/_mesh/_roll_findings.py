@@ -1,0 +1,169 @@
+"""The verdict on the roll-call: who has not come, who came twice, and what was in the way."""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING
+
+from ddpsafe.doctor._finding import Finding
+from ddpsafe.doctor._mesh import _codes
+from ddpsafe.doctor._mesh._advice import to_copy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ddpsafe.doctor._mesh._case import Case
+    from ddpsafe.doctor._mesh._endpoint import Obstacle
+    from ddpsafe.doctor._mesh._hub import Rejected
+
+
+def judge_roll(case: Case, rejected: Sequence[Rejected], *, waited_s: float) -> Iterator[Finding]:
+    """Judge who came, as node rank 0 saw it."""
+    missing = [node for node in range(case.nnodes) if node not in case.nodes]
+    lost = [node for node in case.nodes if node not in case.testimonies]
+    if missing:
+        yield _missing(case, missing, waited_s)
+    for node in lost:
+        yield _lost(case, node)
+    seen = set()
+    for each in rejected:
+        key = (each.reason, each.greeting.hostname, each.greeting.node_rank)
+        if key not in seen:
+            seen.add(key)
+            yield _rejected(case, each)
+
+
+def _missing(case: Case, missing: list[int], waited_s: float) -> Finding:
+    labels = ", ".join(case.label(node) for node in missing)
+    came = len(case.nodes)
+    return Finding(
+        code=_codes.MISSING,
+        severity="failed",
+        fact=f"{came} of {case.nnodes} nodes came within {waited_s:.1f} s; not yet: {labels}.",
+        cause="the doctor was not started there, it waits for another endpoint, or it cannot reach "
+        "this one: what it prints there says which.",
+        fix=to_copy(
+            "Start it there and look at what it says:",
+            [
+                f"ddpsafe doctor --nnodes {case.nnodes} --node-rank {node} "
+                f"--rdzv-endpoint {case.name_of(0)}:{case.port}"
+                for node in missing[:4]
+            ],
+        ),
+        hosts=case.hostnames(missing),
+        details={"missing_node_ranks": missing, "waited_s": round(waited_s, 1)},
+    )
+
+
+def _lost(case: Case, node: int) -> Finding:
+    return Finding(
+        code=_codes.LOST,
+        severity="failed",
+        fact=f"{case.label(node)} came to the roll-call and was lost during the check.",
+        cause="the doctor there was ended, or the host went down or off the network.",
+        fix=to_copy(
+            "Look whether the host lives and what its doctor printed last:",
+            [f"ping -c 3 {case.nodes[node].announced.address}"],
+        ),
+        hosts=case.hostnames([node]),
+        details={"node_rank": node},
+    )
+
+
+def _rejected(case: Case, each: Rejected) -> Finding:
+    who, rank = each.greeting.hostname, each.greeting.node_rank
+    if each.reason == "doubled":
+        return _doubled(who, rank, each.holder, case.nnodes)
+    if each.reason == "late":
+        return late(f"{who} (node rank {rank}) came", waited="the others had stopped waiting")
+    return Finding(
+        code=_codes.OTHER_JOB,
+        severity="failed",
+        fact=f"{who} came as node rank {rank} of {each.greeting.nnodes}"
+        f" (job {each.greeting.job or 'without a name'!s}); this job has {case.nnodes} nodes.",
+        cause="another job uses this endpoint, or --nnodes differs from host to host.",
+        fix=f"Start it on {who} with --nnodes {case.nnodes}, or give the other job a port of its own.",
+        hosts=(who,),
+        details={"nnodes_there": each.greeting.nnodes, "nnodes_here": case.nnodes},
+    )
+
+
+def _doubled(who: str, rank: int, holder: str, nnodes: int) -> Finding:
+    return Finding(
+        code=_codes.DOUBLED,
+        severity="failed",
+        fact=f"{who} came as node rank {rank}, which {holder} has already.",
+        cause="two hosts were started with the same --node-rank, or a former run goes on.",
+        fix=f"Give each of the {nnodes} hosts its own --node-rank, 0 to {nnodes - 1}.",
+        hosts=(who, holder.split(" ", maxsplit=1)[0]),
+        details={"node_rank": rank},
+    )
+
+
+def late(who: str, *, waited: str) -> Finding:
+    """Word that a node came after the roll-call."""
+    return Finding(
+        code=_codes.LATE,
+        severity="failed",
+        fact=f"{who} after {waited}.",
+        cause="it was started later than the doctor waits.",
+        fix="Start all nodes again, at about the same time, or give the doctor a longer --timeout.",
+    )
+
+
+def hub_lost(host: str, why: str) -> Finding:
+    """Word that node rank 0 went away during the check."""
+    return Finding(
+        code=_codes.HUB_LOST,
+        severity="failed",
+        fact=f"{host} (node rank 0) was lost during the check: {why}.",
+        cause="the doctor there was ended, or the host went down or off the network.",
+        fix=f"Look at what the doctor on {host} printed last, and start it on all nodes again.",
+        hosts=(host,),
+        details={"node_rank": 0, "said": why},
+    )
+
+
+def cannot_serve(exc: OSError, *, port: int, owner: str) -> Finding:
+    """Word that node rank 0 cannot listen on the endpoint's port."""
+    taken = exc.errno == errno.EADDRINUSE
+    return Finding(
+        code=_codes.CANNOT_SERVE,
+        severity="failed",
+        fact=f"Node rank 0 cannot listen on port {port}: {exc.strerror or exc}{owner}.",
+        cause="another job or a former run has the port."
+        if taken
+        else "this process may not use the port.",
+        fix=to_copy(
+            "Choose another port for all nodes, or end what holds it:",
+            [f"ss -ltnp 'sport = :{port}'"],
+        ),
+        details={"port": port, "error": errno.errorcode.get(exc.errno or 0, str(exc))},
+    )
+
+
+def leads_elsewhere(host: str, port: int, obstacle: Obstacle, *, complete: bool) -> Finding:
+    """Word that the endpoint does not lead to the host that says it is node rank 0."""
+    addresses = ", ".join(obstacle.addresses) or "no address"
+    return Finding(
+        code=_codes.CANNOT_SERVE,
+        severity="warning" if complete else "failed",
+        fact=f"{host}:{port} ({addresses}) does not lead to this host, which is node rank 0: "
+        f"{obstacle.trouble} ({obstacle.said}).",
+        cause="--node-rank 0 was given to another host than the one the endpoint names.",
+        fix=f"Start node rank 0 on {host}, or name this host in --rdzv-endpoint.",
+        details={"addresses": list(obstacle.addresses), "trouble": obstacle.trouble},
+    )
+
+
+def other_hub(host: str, port: int, holder: str) -> Finding:
+    """Word that another doctor serves the endpoint as node rank 0."""
+    return Finding(
+        code=_codes.DOUBLED,
+        severity="failed",
+        fact=f"This host is node rank 0, and so is {holder}, to which {host}:{port} leads.",
+        cause="two hosts were started with --node-rank 0.",
+        fix="Give each host its own --node-rank; 0 belongs to the host that the endpoint names.",
+        hosts=(holder,),
+        details={"node_rank": 0},
+    )

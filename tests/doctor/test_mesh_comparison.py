@@ -1,0 +1,79 @@
+"""What differs between hosts is shown with the odd one out; what may differ is not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from mesh_kit import agree, examine, require_in_time
+
+if TYPE_CHECKING:
+    from mesh_kit import MakeHosts
+
+pytestmark = pytest.mark.root
+
+FACTS = {
+    "versions": {"torch": "2.13.0", "python": "3.11.7"},
+    "env": {"NCCL_DEBUG": "WARN", "CUDA_VISIBLE_DEVICES": "0", "NCCL_SOCKET_IFNAME": "eth0"},
+    "driver": "550.54.14",
+    "data_paths": {"train": {"state": "directory", "entries": 10}},
+    "config": {"backend": "gloo"},
+}
+
+
+def test_what_differs_is_shown_with_the_odd_host_out(make_hosts: MakeHosts) -> None:
+    """One host has another torch, driver and variable, and an empty data folder."""
+    odd = {
+        "versions": {"torch": "2.12.1", "python": "3.11.7"},
+        "env": {"NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "1", "NCCL_SOCKET_IFNAME": "eth1"},
+        "driver": "535.1",
+        "data_paths": {"train": {"state": "directory", "entries": 0}},
+        "config": {"backend": "gloo"},
+    }
+    told = examine(make_hosts(3), local=FACTS, each={1: {"local": odd}})
+    report = agree(told)
+    assert report.codes() == ["DS-MESH-040", "DS-MESH-041", "DS-MESH-044"]
+    versions = report.one("DS-MESH-040")
+    assert versions["severity"] == "failed"
+    assert versions["hosts"] == ["h1"]
+    assert "torch is 2.13.0, h1 has 2.12.1" in versions["fact"]
+    assert "pip install torch==2.13.0" in versions["fix"]
+    assert versions["details"]["table"] == {
+        "torch": {"usual": "2.13.0", "odd": {"h1": "2.12.1"}},
+        "driver": {"usual": "550.54.14", "odd": {"h1": "535.1"}},
+    }
+    assert report.one("DS-MESH-041")["details"]["table"] == {
+        "NCCL_DEBUG": {"usual": "WARN", "odd": {"h1": "INFO"}}
+    }
+    assert report.one("DS-MESH-044")["hosts"] == ["h1"]
+    assert report.ways("open") == {(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)}
+    require_in_time(told, 5)
+
+
+def test_equal_hosts_are_not_alarmed(make_hosts: MakeHosts) -> None:
+    """What is the same everywhere is no finding, nor is what belongs to one host."""
+    own = {**FACTS, "hostname": "h1", "env": {"NCCL_DEBUG": "WARN", "CUDA_VISIBLE_DEVICES": "3"}}
+    assert agree(examine(make_hosts(2), local=FACTS, each={1: {"local": own}})).codes() == []
+
+
+def test_silent_name_server_is_found_where_all_else_works(make_hosts: MakeHosts) -> None:
+    """The store of torch looks up everyone who connects: 10 to 20 s on each start, and no error."""
+    network = make_hosts(2, name_server="10.77.0.1")
+    network[0].firewall("udp dport 53 drop")
+    told = examine(network)
+    report = agree(told)
+    assert report.codes() == ["DS-MESH-046"]
+    assert report.one("DS-MESH-046")["severity"] == "warning"
+    assert "h1" in report.one("DS-MESH-046")["hosts"]
+    assert report.ways("open") == {(0, 1), (1, 0)}
+    require_in_time(told, 5)
+
+
+def test_interfaces_of_different_size_are_a_warning(make_hosts: MakeHosts) -> None:
+    """TCP copes with 9000 on one end and 1500 on the other: connections are open."""
+    network = make_hosts(3, mtu=9000)
+    network[2].shell("ip link set eth0 mtu 1500")
+    report = agree(examine(network))
+    assert report.codes() == ["DS-MESH-042"]
+    assert report.one("DS-MESH-042")["hosts"] == ["h2"]
+    assert report.ways("open") == {(0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1)}

@@ -1,0 +1,209 @@
+"""What is closed between hosts is named: which pair, which direction, why; the healthy are not."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from mesh_kit import PROGRAM, agree, examine, require_in_time, wait_for_line
+
+if TYPE_CHECKING:
+    from hosts import Network
+    from mesh_kit import MakeHosts
+
+PORT = 29500
+
+pytestmark = pytest.mark.root
+
+
+def all_ways(count: int) -> set[tuple[int, int]]:
+    """Return every direction between so many hosts."""
+    return set(itertools.permutations(range(count), 2))
+
+
+@pytest.mark.parametrize(("size", "limit_s"), [(2, 5), (4, 5), (16, 10)])
+def test_healthy_hosts_are_not_alarmed(make_hosts: MakeHosts, size: int, limit_s: float) -> None:
+    """Nothing is found where nothing is wrong: no default route here, and any number of hosts."""
+    told = examine(make_hosts(size), timeout_s=20)
+    report = agree(told)
+    assert report.codes() == []
+    assert report.codes("ok") == ["DS-MESH-030", "DS-MESH-051"]
+    assert report.ways("open") == all_ways(size)
+    require_in_time(told, limit_s)
+
+
+def test_hosts_without_ipv6_are_not_alarmed(make_hosts: MakeHosts) -> None:
+    """IPv6 switched off is no finding."""
+    network = make_hosts(2)
+    for host in network:
+        host.shell("echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6")
+    assert agree(examine(network)).codes() == []
+
+
+def test_hosts_with_ipv6_alone_are_examined_the_same(make_hosts: MakeHosts) -> None:
+    """Addresses, ports and rules are those of IPv6 where there is nothing else."""
+
+    def names(network: Network, _: int) -> str:
+        return "\n".join(f"fd00:77::{each + 1} {name}" for each, name in enumerate(network.names))
+
+    network = make_hosts(3, hosts_file=names)
+    for host in network:
+        host.shell(f"""
+            ip addr flush dev eth0 scope global
+            ip -6 addr add fd00:77::{host.index + 1}/64 dev eth0 nodad
+        """)
+    network[1].firewall(f"ip6 saddr fd00:77::3 ct state new tcp dport != {PORT} reject")
+    report = agree(examine(network))
+    assert report.codes() == ["DS-MESH-032"]
+    assert report.ways("refused") == {(2, 1)}
+    assert "ip6 saddr fd00:77::/64 tcp dport" in report.one("DS-MESH-032")["fix"]
+
+
+def test_hosts_with_a_default_route_to_nowhere_are_not_alarmed(make_hosts: MakeHosts) -> None:
+    """A route that no packet of the job takes is no finding."""
+    assert agree(examine(make_hosts(2, routed=True))).codes() == []
+
+
+@pytest.mark.parametrize(
+    ("otherwise", "code", "verdict"),
+    [
+        ("drop", "DS-MESH-036", "dropped"),
+        ("reset", "DS-MESH-036", "refused"),
+        ("port-unreachable", "DS-MESH-036", "refused"),
+        ("prohibited", "DS-MESH-033", "no-route"),
+        ("host-unreachable", "DS-MESH-033", "no-route"),
+    ],
+)
+def test_only_the_endpoint_open_is_one_finding(
+    make_hosts: MakeHosts, otherwise: str, code: str, verdict: str
+) -> None:
+    """Where only MASTER_PORT is open, gloo hangs for five times its timeout and names nobody."""
+    network = make_hosts(2)
+    for host in network:
+        host.open_only(PORT, otherwise=otherwise)
+    told = examine(network)
+    report = agree(told)
+    assert report.codes() == [code]
+    assert report.ways(verdict) == all_ways(2)
+    assert "No host can open a connection" in report.one(code)["fact"]
+    assert "firewall" in report.one(code)["cause"] or str(PORT) in report.one(code)["cause"]
+    require_in_time(told, 5)
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "verdict"),
+    [
+        ("drop", "DS-MESH-031", "dropped"),
+        ("reset", "DS-MESH-032", "refused"),
+        ("prohibited", "DS-MESH-033", "no-route"),
+    ],
+)
+def test_one_direction_of_one_pair_among_four_is_named(
+    make_hosts: MakeHosts, how: str, code: str, verdict: str
+) -> None:
+    """With gloo, whether this is seen depends on which of the two has the greater address."""
+    network = make_hosts(4)
+    network[1].refuse_from(network[2], how=how)
+    told = examine(network)
+    report = agree(told)
+    assert report.codes() == [code]
+    finding = report.one(code)
+    assert finding["hosts"] == ["h1", "h2"]
+    assert "h2 (node rank 2) cannot open a connection to h1 (node rank 1)" in finding["fact"]
+    assert "the other direction works" in finding["fact"]
+    assert report.ways(verdict) == {(2, 1)}
+    assert report.ways("open") == all_ways(4) - {(2, 1)}
+    require_in_time(told, 5)
+
+
+def test_closed_host_among_sixteen_is_one_finding(make_hosts: MakeHosts) -> None:
+    """Fifteen blocked directions have one cause, and one line repairs it."""
+    network = make_hosts(16)
+    network[5].open_only(PORT)
+    told = examine(network, timeout_s=20)
+    report = agree(told)
+    assert report.codes() == ["DS-MESH-031"]
+    assert "Nobody can open a connection TO h5 (node rank 5)" in report.one("DS-MESH-031")["fact"]
+    assert report.one("DS-MESH-031")["hosts"] == ["h5"]
+    assert report.ways("open") == {way for way in all_ways(16) if way[1] != 5}
+    require_in_time(told, 10)
+
+
+def test_host_that_lets_nothing_out_is_one_finding(make_hosts: MakeHosts) -> None:
+    """What a host's own rules keep in is told from what the others keep out."""
+    network = make_hosts(4)
+    for host in network:
+        if host.index != 3:
+            host.refuse_from(network[3])
+    report = agree(examine(network))
+    assert report.codes() == ["DS-MESH-031"]
+    assert report.one("DS-MESH-031")["details"]["shape"] == "from"
+    assert report.one("DS-MESH-031")["hosts"] == ["h3"]
+
+
+def test_copied_rule_repairs_what_was_found(make_hosts: MakeHosts) -> None:
+    """The lines of the finding, pasted on the hosts they name, open the way."""
+    network = make_hosts(2)
+    for host in network:
+        host.open_only(PORT, otherwise="reset")
+    fix = agree(examine(network)).one("DS-MESH-036")["fix"]
+    lines = [line for line in fix.splitlines() if line.startswith("    ")]
+    assert len(lines) == 2
+    for line in lines:
+        (host,) = [each for each in network if line.endswith(f"# on {each.name}")]
+        host.shell(line)
+    assert agree(examine(network)).codes() == []
+
+
+@pytest.mark.parametrize("program", ["accept_everything", "listen_and_close"])
+def test_proxy_in_place_of_a_host_is_found(make_hosts: MakeHosts, program: str) -> None:
+    """A transparent proxy accepts every connection; only the nonce tells."""
+    network = make_hosts(3)
+    proxy = network[1].start([sys.executable, PROGRAM, program, "9999"])
+    wait_for_line(proxy, "listening")
+    network[1].shell("""
+        nft add table ip proxy
+        nft 'add chain ip proxy in { type nat hook prerouting priority -100; }'
+        nft add rule ip proxy in tcp dport != 29500 redirect to :9999
+    """)
+    told = examine(network)
+    report = agree(told)
+    assert report.codes() == ["DS-MESH-034"]
+    assert report.ways("wrong-peer") == {(0, 1), (2, 1)}
+    assert report.ways("open") == all_ways(3) - {(0, 1), (2, 1)}
+    assert "Nobody can talk TO h1" in report.one("DS-MESH-034")["fact"]
+    require_in_time(told, 5)
+
+
+def test_lost_large_packets_are_found(make_hosts: MakeHosts) -> None:
+    """Everything connects and small messages pass; what fills a packet vanishes without ICMP."""
+    network = make_hosts(3, mtu=9000)
+    for host in network:
+        # With segmentation offload the switch passes what the wire would not.
+        host.shell("ip link set eth0 gso_max_segs 1")
+    network.switch.shell(f"ip link set {network[2].port('eth0')} mtu 1500")
+    told = examine(network)
+    report = agree(told)
+    assert report.codes() == ["DS-MESH-035"]
+    finding = report.one("DS-MESH-035")
+    assert finding["hosts"] == ["h2"]
+    assert "with packets of 1500 bytes they arrive" in finding["fact"]
+    assert "ip link set dev eth0 mtu 1500    # on h2" in finding["fix"]
+    assert report.ways("large-lost") == {(0, 2), (1, 2), (2, 0), (2, 1)}
+    assert report.ways("open") == {(0, 1), (1, 0)}
+    require_in_time(told, 5)
+
+
+def test_unplugged_host_is_no_firewall(make_hosts: MakeHosts) -> None:
+    """A host that does not answer on its own wire is told from one that drops."""
+    network = make_hosts(3, nics={"eth0": "10.77.0", "ib0": "10.88.0"})
+    network[2].unplug("ib0")
+    told = examine(network, env={"GLOO_SOCKET_IFNAME": "ib0"})
+    report = agree(told)
+    assert report.codes() == ["DS-MESH-022"]
+    assert report.one("DS-MESH-022")["hosts"] == ["h2"]
+    assert "ib0" in report.one("DS-MESH-022")["fact"]
+    assert report.ways("open") == {(0, 1), (1, 0)}
+    require_in_time(told, 5)

@@ -1,0 +1,128 @@
+"""Who dials whom, and what blocked directions have in common: simulated, up to 1,024 nodes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ddpsafe.doctor._mesh._grouping import Group, group_ways
+from ddpsafe.doctor._mesh._names import expand_nodelist
+from ddpsafe.doctor._mesh._plan import EVERY_PAIR, plan_targets
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Way = tuple[int, int]
+
+
+def ways_of(plan: list[list[int]]) -> set[Way]:
+    """Return all directions of a plan."""
+    return {(node, target) for node, targets in enumerate(plan) for target in targets}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 16, EVERY_PAIR])
+def test_every_pair_is_tried_while_nodes_are_few(count: int) -> None:
+    """Up to 64 nodes nothing is left to a scheme."""
+    plan = plan_targets(["net"] * count, seed=1)
+    assert ways_of(plan) == set(itertools.permutations(range(count), 2))
+
+
+@pytest.mark.parametrize("count", [65, 100, 256, 1000, 1024])
+def test_beyond_that_everybody_dials_and_is_dialled_about_as_often(count: int) -> None:
+    """No node dials itself or twice, and the number of connections stays bounded."""
+    networks = [f"10.0.{node // 64}.0/26" for node in range(count)]
+    plan = plan_targets(networks, seed=7)
+    assert all(node not in targets for node, targets in enumerate(plan))
+    assert all(len(targets) == len(set(targets)) for targets in plan)
+    most = 2 * (int(count**0.5) + 1) + 80
+    assert max(map(len, plan)) <= most
+    dialled = Counter(target for targets in plan for target in targets)
+    assert max(dialled.values()) <= 2 * most
+    assert min(dialled[node] for node in range(count)) >= 2
+
+
+GROUPINGS: dict[str, Callable[[int], list[list[int]]]] = {
+    "racks of 32": lambda count: [list(range(i, i + 32)) for i in range(0, count, 32)],
+    "every 32nd": lambda count: [list(range(i, count, 32)) for i in range(32)],
+    "networks of 16": lambda count: [list(range(i, i + 16)) for i in range(0, count, 16)],
+    "halves": lambda count: [list(range(count // 2)), list(range(count // 2, count))],
+}
+
+
+@pytest.mark.parametrize("name", GROUPINGS)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_host_that_cannot_reach_a_group_is_found_among_1024(name: str, seed: int) -> None:
+    """Every host dials at least one member of every group but those it is in itself."""
+    groups = GROUPINGS[name](1024)
+    own = {node: number for number, group in enumerate(groups) for node in group}
+    networks = [own[node] for node in range(1024)] if name.startswith("networks") else [0] * 1024
+    plan = plan_targets(networks, seed=seed)
+    for node, targets in enumerate(plan):
+        reached = {own[target] for target in targets}
+        assert reached | {own[node]} == set(range(len(groups)))
+
+
+def test_host_that_cannot_reach_a_group_of_chance_is_found_almost_surely() -> None:
+    """An eighth of the hosts, picked at random, is missed by fewer than one host in ten thousand."""
+    chance = random.Random(5)
+    plan = plan_targets([0] * 1024, seed=9)
+    misses = 0
+    for _ in range(50):
+        group = set(chance.sample(range(1024), 128))
+        misses += sum(group.isdisjoint(targets) for targets in plan)
+    assert misses / (50 * 1024) < 1e-4
+
+
+@pytest.mark.parametrize("count", [4, 16, 256, 1024])
+def test_closed_host_is_the_explanation_for_everything_that_failed(count: int) -> None:
+    """However many dialled it, it is one group, and no other host is in it."""
+    tried = ways_of(plan_targets(["net"] * count, seed=3))
+    closed = {way for way in tried if way[1] == 2}
+    assert group_ways(closed, tried) == [Group(shape="to", nodes=(2,), ways=tuple(sorted(closed)))]
+
+
+def test_blocked_directions_are_explained_by_as_few_hosts_as_possible() -> None:
+    """Each shape by its own name: everywhere, split, around, to, from, a pair, one way."""
+    tried = set(itertools.permutations(range(6), 2))
+
+    def shapes(blocked: set[Way]) -> list[tuple[str, tuple[int, ...]]]:
+        groups = group_ways(blocked, tried)
+        explained = [way for group in groups for way in group.ways]
+        assert sorted(explained) == sorted(blocked), "each direction is explained once"
+        return [(group.shape, group.nodes) for group in groups]
+
+    assert shapes(set()) == []
+    assert shapes(tried) == [("everywhere", (0, 1, 2, 3, 4, 5))]
+    across = {way for way in tried if (way[0] < 2) is not (way[1] < 2)}
+    assert shapes(across) == [("split", (0, 1))]
+    assert shapes({way for way in tried if 4 in way}) == [("around", (4,))]
+    assert shapes({way for way in tried if way[1] in (1, 3)}) == [("to", (1, 3))]
+    assert shapes({way for way in tried if way[0] == 5}) == [("from", (5,))]
+    assert shapes({(1, 2)}) == [("one-way", (1, 2))]
+    assert shapes({(1, 2), (2, 1), (0, 3)}) == [("one-way", (0, 3)), ("pair", (1, 2))]
+    both = {way for way in tried if way[1] == 1} | {(2, 3)}
+    assert shapes(both) == [("to", (1,)), ("one-way", (2, 3))]
+
+
+def test_single_pair_of_hosts_is_never_blamed_on_one_of_them() -> None:
+    """With two hosts nothing tells whose fault a one-way block is: the direction is named."""
+    tried = {(0, 1), (1, 0)}
+    assert [group.shape for group in group_ways({(0, 1)}, tried)] == ["one-way"]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("", []),
+        ("n1", ["n1"]),
+        ("n[01-03,7],m5", ["n01", "n02", "n03", "n7", "m5"]),
+        ("gpu-[9-11]-ib", ["gpu-9-ib", "gpu-10-ib", "gpu-11-ib"]),
+    ],
+)
+def test_node_lists_of_slurm_are_spelled_out(text: str, names: list[str]) -> None:
+    """As ``scontrol show hostnames`` does, without Slurm."""
+    assert list(expand_nodelist(text)) == names

@@ -1,0 +1,91 @@
+"""What the mesh check does with torch: its store, its all-reduce, its interface."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from hosts import names_as_debian
+from mesh_kit import PROGRAM, agree, examine, read_one, start_one
+
+if TYPE_CHECKING:
+    from mesh_kit import MakeHosts
+
+pytestmark = pytest.mark.root
+
+
+def test_an_all_reduce_closes_the_examination(make_hosts: MakeHosts) -> None:
+    """Where nothing failed, every host takes part in a real one."""
+    report = agree(examine(make_hosts(2), collective="run", timeout_s=20))
+    assert report.codes() == []
+    assert "An all-reduce over 2 hosts is right (gloo" in report.one("DS-MESH-050")["fact"]
+
+
+def test_all_reduce_that_cannot_work_fails_in_time(make_hosts: MakeHosts) -> None:
+    """A library that cannot be used is found by using it: here gloo is told a wrong transport."""
+    network = make_hosts(2)
+    broken = {1: {"env": {"GLOO_DEVICE_TRANSPORT": "NONE"}}}
+    report = agree(examine(network, collective="run", timeout_s=20, each=broken))
+    assert report.codes() == ["DS-MESH-050"]
+    assert report.one("DS-MESH-050")["hosts"] == ["h1"]
+
+
+def test_ranks_of_another_launcher_are_examined_over_their_store(make_hosts: MakeHosts) -> None:
+    """Under torchrun the endpoint is taken by the store of its agent; the check uses that."""
+    network = make_hosts(3)
+    network[1].refuse_from(network[2], how="reset")
+    started = [start_one(host, network, program="examine_at_store") for host in network]
+    report = agree([read_one(each) for each in started])
+    assert report.codes() == ["DS-MESH-032"]
+    assert report.ways("refused") == {(2, 1)}
+
+
+def test_automatic_interface_joins_hosts_whose_names_lead_to_loopback(
+    make_hosts: MakeHosts,
+) -> None:
+    """With /etc/hosts as Debian writes it gloo fails; ``interface="auto"`` is all it takes."""
+    network = make_hosts(2, hosts_file=names_as_debian)
+    asked = json.dumps({"rendezvous": {"interface": "auto"}, "timeouts": {"rendezvous": 30}})
+    started = [
+        host.start(
+            [sys.executable, PROGRAM, "join_and_reduce", asked],
+            env={
+                "RANK": str(host.index),
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": "h0",
+                "MASTER_PORT": "29500",
+            },
+        )
+        for host in network
+    ]
+    for process in started:
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        assert json.loads(out) == [3.0, "eth0"]
+
+
+@pytest.mark.parametrize(
+    ("interface", "env", "expected"),
+    [
+        ("auto", {}, {"GLOO": "ib0", "NCCL": "=ib0", "TP": "ib0"}),
+        ("auto", {"NCCL_SOCKET_IFNAME": "eth"}, {"GLOO": "ib0", "NCCL": "eth", "TP": "ib0"}),
+        ("eth0", {}, {"GLOO": "eth0", "NCCL": "=eth0", "TP": "eth0"}),
+        (None, {}, {}),
+    ],
+)
+def test_interface_is_the_one_that_leads_to_rank_zero(
+    make_hosts: MakeHosts, interface: str | None, env: dict[str, str], expected: dict[str, str]
+) -> None:
+    """The kernel's route decides, for each library in its own spelling; what the user set stays."""
+    network = make_hosts(2, nics={"eth0": "10.77.0", "ib0": "10.88.0"})
+    asked = json.dumps({"interface": interface, "host": "10.88.0.1"})
+    for host in network:
+        started = host.start([sys.executable, PROGRAM, "choose_interface", asked], env=env)
+        out, err = started.communicate(timeout=30)
+        assert started.returncode == 0, err
+        variables = {f"{library}_SOCKET_IFNAME": value for library, value in expected.items()}
+        assert json.loads(out) == variables

@@ -1,0 +1,132 @@
+"""Runs the mesh check on hosts made of namespaces, and reads what every host printed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Collection, Mapping, Sequence
+
+    from hosts import Host, Network
+
+PROGRAM: Final = str(Path(__file__).parent / "mesh_programs.py")
+_LIMIT_S: Final = 60
+
+
+class MakeHosts(Protocol):
+    """Makes hosts that end with the test."""
+
+    def __call__(self, size: int, **kinds: object) -> Network:
+        """Make so many; see `Network`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What one host printed.
+
+    Attributes:
+        findings: As tables.
+        matrix: As a table.
+        took_s: How long the examination took there.
+        starved_s: How long the process was ready to run and other programs had the cores.
+        progress: The lines it said meanwhile.
+    """
+
+    findings: list[dict[str, Any]]
+    matrix: dict[str, Any]
+    took_s: float
+    starved_s: float
+    progress: list[str]
+
+    def codes(self, *severities: str) -> list[str]:
+        """Return the codes of its findings of some severities, by default those that are not ok."""
+        wanted = severities or ("failed", "warning")
+        return [each["code"] for each in self.findings if each["severity"] in wanted]
+
+    def one(self, code: str) -> dict[str, Any]:
+        """Return the only finding with a code."""
+        (found,) = [each for each in self.findings if each["code"] == code]
+        return found
+
+    def ways(self, *verdicts: str) -> set[tuple[int, int]]:
+        """Return the directions with one of some verdicts."""
+        return {
+            (each["source"], each["target"])
+            for each in self.matrix["directions"]
+            if each["verdict"] in verdicts
+        }
+
+
+def start_one(
+    host: Host, network: Network, *, program: str = "examine", **asked: object
+) -> subprocess.Popen[str]:
+    """Start the check on one host; what is not asked for is as the host's place says."""
+    known = {"nnodes": len(network), "node_rank": host.index, **asked}
+    env = known.pop("env", {})
+    assert isinstance(env, dict)
+    return host.start([sys.executable, PROGRAM, program, json.dumps(known)], env=env)
+
+
+def read_one(started: subprocess.Popen[str]) -> Told:
+    """Wait for a host's report."""
+    out, err = started.communicate(timeout=_LIMIT_S)
+    assert started.returncode == 0, f"{out}\n{err}"
+    assert "Traceback" not in err, err
+    return Told(**json.loads(out), progress=err.splitlines())
+
+
+def examine(
+    network: Network,
+    *,
+    hosts: Collection[int] | None = None,
+    each: Mapping[int, Mapping[str, object]] | None = None,
+    **asked: object,
+) -> list[Told]:
+    """Run the check on all hosts at once, or on some; return what each of them printed.
+
+    Args:
+        network: The hosts.
+        hosts: Which of them; all by default.
+        each: What is asked of one host only, by its number.
+        **asked: What is asked of all.
+    """
+    chosen = [host for host in network if hosts is None or host.index in hosts]
+    own = each or {}
+    started = [
+        start_one(host, network, **{**asked, **own.get(host.index, {})})  # type: ignore[arg-type]
+        for host in chosen
+    ]
+    return [read_one(process) for process in started]
+
+
+def agree(told: Sequence[Told]) -> Told:
+    """Return what all hosts say, having seen that they say the same."""
+    first = told[0]
+    for each in told[1:]:
+        assert each.findings == first.findings
+        assert each.matrix == first.matrix
+    return first
+
+
+def require_in_time(told: Sequence[Told], limit_s: float) -> None:
+    """Hold the examination to a limit; what the machine's other programs took does not count.
+
+    A host waits for its own turn on the cores, and for the chair's.
+    """
+    starved_s = 2 * max(each.starved_s for each in told)
+    took_s = max(each.took_s for each in told)
+    assert took_s < limit_s + starved_s, f"{took_s:.1f} s, of which starved {starved_s:.1f} s"
+
+
+def wait_for_line(started: subprocess.Popen[str], text: str) -> None:
+    """Wait until a program has said something on stderr."""
+    assert started.stderr is not None
+    for line in started.stderr:
+        if text in line:
+            return
+    raise AssertionError(f"{text!r} was never said")

@@ -1,0 +1,139 @@
+"""What a host runs in the tests of the mesh; it prints its report as JSON, and imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ddpsafe.doctor._finding import Finding
+    from ddpsafe.doctor._matrix import Matrix
+
+
+def examine() -> None:
+    """Examine the mesh as the arguments say, all but a few of them with defaults."""
+    from ddpsafe.doctor import _mesh
+
+    asked = json.loads(sys.argv[2])
+    started_s = time.monotonic()
+    findings, matrix = _mesh.examine(
+        nnodes=asked["nnodes"],
+        node_rank=asked["node_rank"],
+        endpoint=asked.get("endpoint", "h0:29500"),
+        interface=asked.get("interface"),
+        backend=asked.get("backend", "gloo"),
+        timeout=timedelta(seconds=asked.get("timeout_s", 3)),
+        local=asked.get("local", {}),
+        on_progress=_progress_of(asked),
+        collective=asked.get("collective", "skip"),
+    )
+    _report(findings, matrix, started_s)
+
+
+def choose_interface() -> None:
+    """Choose an interface as a rank does, and print the variables that came of it."""
+    from ddpsafe._clock import Deadline
+    from ddpsafe._worker import interfaces
+    from ddpsafe._worker.endpoint import Endpoint
+
+    asked = json.loads(sys.argv[2])
+    endpoint = Endpoint(host=asked["host"], port=29500, is_served=False, is_on_this_host=False)
+    deadline = Deadline.after(timedelta(seconds=10))
+    interfaces.choose(asked["interface"], endpoint, deadline=deadline)
+    print(json.dumps({k: v for k, v in os.environ.items() if k.endswith("_SOCKET_IFNAME")}))
+
+
+def join_and_reduce() -> None:
+    """Be a rank on one of several hosts: join the group and add up."""
+    import torch
+    import torch.distributed as dist
+
+    import ddpsafe
+
+    asked = json.loads(sys.argv[2])
+    with ddpsafe.process_group("gloo", **asked) as ctx:
+        value = torch.tensor([ctx.rank + 1.0])
+        dist.all_reduce(value)
+        print(json.dumps([value.item(), os.environ["GLOO_SOCKET_IFNAME"]]), flush=True)
+
+
+def examine_at_store() -> None:
+    """Examine the mesh over a store of torch, as ranks of another launcher do."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    from ddpsafe.doctor import _mesh
+
+    asked = json.loads(sys.argv[2])
+    is_master = asked["node_rank"] == 0
+    store = TCPStore("h0", 29500, is_master=is_master, wait_for_workers=False)
+    started_s = time.monotonic()
+    findings, matrix = _mesh.examine_at_store(
+        PrefixStore("doctor", store),
+        nnodes=asked["nnodes"],
+        node_rank=asked["node_rank"],
+        endpoint="h0:29500",
+        interface=None,
+        backend="gloo",
+        timeout=timedelta(seconds=asked.get("timeout_s", 20)),
+        local={},
+        on_progress=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    _report(findings, matrix, started_s)
+    store.add("left", 1)
+    while is_master and int(store.add("left", 0)) < asked["nnodes"]:
+        time.sleep(0.01)
+
+
+def _report(findings: list[Finding], matrix: Matrix, started_s: float) -> None:
+    _, starved_ns, _ = Path("/proc/self/schedstat").read_text().split()
+    report = {
+        "findings": [asdict(finding) for finding in findings],
+        "matrix": asdict(matrix),
+        "took_s": time.monotonic() - started_s,
+        "starved_s": int(starved_ns) / 1e9,
+    }
+    print(json.dumps(report), flush=True)
+
+
+def _progress_of(asked: dict[str, object]) -> Callable[[str], None]:
+    """Say what is waited for; stop for good, or end, at a line that holds a text."""
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+        if asked.get("hang_at") and str(asked["hang_at"]) in text:
+            time.sleep(3600)
+        if asked.get("die_at") and str(asked["die_at"]) in text:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return say
+
+
+def accept_everything() -> None:
+    """Be a proxy: accept every connection on a port, and never say a word."""
+    listening = socket.create_server(("", int(sys.argv[2])), backlog=128)
+    print("listening", file=sys.stderr, flush=True)
+    taken = []
+    while True:
+        taken.append(listening.accept())
+
+
+def listen_and_close() -> None:
+    """Be another service: accept on a port, and hang up."""
+    listening = socket.create_server(("", int(sys.argv[2])), backlog=128)
+    print("listening", file=sys.stderr, flush=True)
+    while True:
+        listening.accept()[0].close()
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
