@@ -124,6 +124,20 @@ class Control:
         self._store.set(f"{key}/seen/{self._rank}", "yes")
         return True, text.removeprefix(_FAILED) if text.startswith(_FAILED) else None
 
+    def put(self, key: str, data: bytes) -> None:
+        """Leave bytes for another rank under a key that is used once."""
+        self._store.set(f"control/{key}", data)  # type: ignore[arg-type]  # takes bytes too
+
+    def take(self, key: str, *, deadline: Deadline) -> bytes | None:
+        """Wait for what `put` left, or return ``None`` at the deadline."""
+        if not self.wait_for(f"control/{key}", deadline=deadline):
+            return None
+        return bytes(self._store.get(f"control/{key}"))
+
+    def drop(self, key: str) -> None:
+        """Remove what `put` left, once everyone has taken it."""
+        self._store.delete_key(f"control/{key}")
+
     def wait_for(self, key: str, *, deadline: Deadline) -> bool:
         """Wait until a key is set; tell whether it was before the deadline.
 

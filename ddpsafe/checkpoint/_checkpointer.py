@@ -1,0 +1,348 @@
+"""`Checkpointer`: save and restore the state of a training, whatever happens in between."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from ddpsafe._errors import explain
+from ddpsafe.checkpoint import _folders, _opening, _restoring, _saving
+from ddpsafe.checkpoint._party import Party, Round, Word, to_wire
+from ddpsafe.checkpoint._snapshot import Snapshot, check_names, take_snapshot
+from ddpsafe.checkpoint._trees import HostCopies
+from ddpsafe.checkpoint.errors import (
+    CheckpointConfigError,
+    CheckpointWarning,
+    SaveError,
+    StepOrderError,
+)
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Mapping, MutableMapping
+    from pathlib import Path
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+_LAST_WAIT: Final = timedelta(seconds=5)
+"""How long an error may keep a process for a save that is under way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pending:
+    """A save that goes on in the background; `writer` on rank 0 only."""
+
+    step: int
+    round: Round
+    writer: _saving.Writer | None
+
+
+class Checkpointer:
+    """Keeps the last checkpoints of a training in a directory that all ranks share.
+
+    Every method is called by all ranks, in the same order. Without a process group it is for one
+    process alone.
+
+    Args:
+        directory: Absolute; on storage that every node sees. It is made if need be, and is this
+            job's alone while the checkpointer is open.
+        keep: How many checkpoints stay; ``None`` for all.
+        timeout: How long a save, or one step of a restore, may take.
+        on_failure: ``"raise"`` raises a `SaveError` on every rank, ``"warn"`` warns on rank 0 and
+            lets the training go on.
+        access: ``"read"`` only restores, next to a job that writes.
+        rng: Save and restore the random number generators of each rank too.
+
+    Raises:
+        CheckpointConfigError: An argument is wrong.
+        DirectoryError: The directory cannot be written to, or is not the same for all ranks.
+        DirectoryLockedError: Another job writes there.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        keep: int | None = 3,
+        *,
+        timeout: timedelta = timedelta(minutes=30),
+        on_failure: Literal["raise", "warn"] = "raise",
+        access: Literal["write", "read"] = "write",
+        rng: bool = True,
+    ) -> None:
+        self._directory = _opening.require_absolute(directory)
+        _check_arguments(keep, timeout, on_failure, access)
+        self._on_failure = on_failure
+        self._access = access
+        self._rng = rng
+        self._party = Party(timeout)
+        self._newest: int | None = None
+        self._is_ours = False
+        self._place: _saving.Place | None = None
+        self._pending: _Pending | None = None
+        self._copies = HostCopies()
+        self._entered = False
+        self._closed = False
+        if access == "write":
+            lock, self._newest = _opening.open_directory(self._party, self._directory)
+            if lock is not None:
+                self._place = _saving.Place(directory=self._directory, lock=lock, keep=keep)
+
+    @property
+    def directory(self) -> Path:
+        """Where the checkpoints are."""
+        return self._directory
+
+    def latest(self) -> int | None:
+        """Return the newest step that this rank sees a complete checkpoint of."""
+        return next(iter(_folders.complete_steps(self._directory)), None)
+
+    def path(self, step: int) -> Path:
+        """Return the folder of a step's checkpoint."""
+        return self._directory / _folders.folder_name(step)
+
+    def save(self, state: Mapping[str, Any], step: int, *, asynchronous: bool = False) -> None:
+        """Save the state of the training; once this returns, no crash loses it.
+
+        Args:
+            state: Objects with ``state_dict`` and ``load_state_dict`` (models, optimizers,
+                schedulers, scalers, loaders), tensors and plain values, by name. The same names
+                on every rank; rank 0's values are kept, except for what is marked `PerRank`.
+            step: Number of the step, from 0, never smaller than the one before. A step that is
+                saved already is not saved again.
+            asynchronous: Return once the state is copied to host memory, and write in the
+                background, one save at a time. How it ended shows in the next call and on leaving
+                the ``with`` block, which is needed for that.
+
+        Raises:
+            SaveError: Nothing was saved, on any rank; the checkpoints from before are unharmed.
+            StepOrderError: `step` is smaller than the newest.
+            UnsafeStateError: The state holds what could not be loaded again.
+        """
+        self._require_open(asynchronous=asynchronous)
+        self.wait()
+        with self._tolerating():
+            self._save(state, step, asynchronous=asynchronous)
+
+    def _save(self, state: Mapping[str, Any], step: int, *, asynchronous: bool) -> None:
+        party = self._party
+        current = party.begin()
+        try:
+            snapshot = take_snapshot(state, unwrap=party.unwrap, whole=party.is_main)
+            self._check_step(step)
+            self._check_shards(snapshot, asynchronous=asynchronous)
+        except Exception as exc:
+            _tell_failure(party, current, exc)
+            raise
+        current.tell(Word(facts={"step": step, "names": snapshot.names}, data=snapshot.own))
+        if snapshot.shards:
+            _saving.save_shards(party, self._place, current, snapshot, step)
+            self._newest, self._is_ours = step, True
+            return
+        writer = self._start_writer(current, snapshot, step, asynchronous=asynchronous)
+        self._pending = _Pending(step=step, round=current, writer=writer)
+        if not asynchronous:
+            self._finish()
+
+    def _start_writer(
+        self, current: Round, snapshot: Snapshot, step: int, *, asynchronous: bool
+    ) -> _saving.Writer | None:
+        if self._place is None:
+            return None
+        if self._is_saved(step):
+            current.announce({"saved": False})
+            return None
+        if asynchronous:
+            snapshot = replace(snapshot, replicated=self._copies.copy(snapshot.replicated))
+        return _saving.Writer(self._party, self._place, current, snapshot, step)
+
+    def _finish(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        if not self._party.is_main:
+            _saving.follow(pending.round, self._party, self._party.deadline(), pending.step)
+        elif pending.writer is not None:
+            try:
+                pending.writer.finish()
+            except BaseException as exc:
+                pending.round.announce(error=exc)
+                raise
+            pending.round.announce({"saved": True})
+        self._newest, self._is_ours = pending.step, True
+
+    def wait(self) -> None:
+        """Wait for the save that goes on in the background, if one does.
+
+        Raises:
+            SaveError: It failed, on every rank.
+        """
+        with self._tolerating():
+            self._finish()
+
+    def restore(self, state: MutableMapping[str, Any]) -> int | None:
+        """Load the newest checkpoint that every rank sees and finds whole into the objects.
+
+        A damaged one is reported by a `CheckpointWarning` and the one before is used.
+
+        Args:
+            state: Objects by name, as for `save`. Tensors are filled in place; a plain value is put
+                into the mapping. Names that only the checkpoint has are left out.
+
+        Returns:
+            The step it was saved at; ``None`` where there is no checkpoint yet.
+
+        Raises:
+            CorruptCheckpointError: There are checkpoints, and all are damaged.
+            MissingCheckpointError: No checkpoint is there for every rank.
+            NewerFormatError: A newer ddpsafe wrote it.
+            StateMismatchError: It is of another model; nothing was changed.
+        """
+        self._require_open(asynchronous=False)
+        self.wait()
+        check_names(state)
+        step = _restoring.restore(
+            _restoring.Request(
+                party=self._party,
+                directory=self._directory,
+                state=state,
+                with_rng=self._rng,
+                may_tidy=self._access == "write",
+            )
+        )
+        if step is not None:
+            self._newest, self._is_ours = step, True
+        return step
+
+    def close(self) -> None:
+        """Wait for what goes on in the background, and let other jobs use the directory.
+
+        Raises:
+            SaveError: The save in the background failed.
+        """
+        if self._closed:
+            return
+        try:
+            self.wait()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        self._closed = True
+        if self._place is not None:
+            self._place.lock.release()
+
+    def __enter__(self) -> Self:
+        self._entered = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+            return
+        # The others may be dead: nothing is said to them, but what is nearly written is kept.
+        if self._pending is not None and self._pending.writer is not None:
+            with contextlib.suppress(Exception):
+                self._pending.writer.finish(_LAST_WAIT)
+        if not self._closed:
+            self._release()
+
+    @contextlib.contextmanager
+    def _tolerating(self) -> Iterator[None]:
+        try:
+            yield
+        except SaveError as exc:
+            if self._on_failure == "raise":
+                raise
+            if self._party.is_main:
+                warnings.warn(f"ddpsafe: {exc}", CheckpointWarning, stacklevel=4)
+
+    def _require_open(self, *, asynchronous: bool) -> None:
+        if self._closed:
+            raise _misuse(
+                "it is closed.", "the with block was left, or close() called.", "make another"
+            )
+        if asynchronous and not self._entered:
+            raise _misuse(
+                "save(asynchronous=True) outside of its with block.",
+                "without one, nobody would wait for the last save when the training ends.",
+                "write: with Checkpointer(…) as checkpointer:",
+            )
+
+    def _check_step(self, step: int) -> None:
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise _misuse(
+                f"save(step={step!r}).",
+                "a step is a whole number from 0.",
+                "pass the number of steps done so far.",
+            )
+        if self._access == "read":
+            raise _misuse(
+                "save() with access='read'.",
+                "this checkpointer has no right to write.",
+                "make it with access='write'.",
+            )
+        if self._newest is None or step > self._newest or self._is_saved(step):
+            return
+        raise StepOrderError(
+            explain(
+                f"step {step} is not after step {self._newest}, the newest checkpoint in "
+                f"{self._directory}.",
+                cause="the training went on from it and counts anew."
+                if self._is_ours
+                else "restore() was not called, or the directory is another training's.",
+                fix="begin to count at the step that restore() returns; for a new training "
+                "choose an empty directory.",
+            ),
+            step=step,
+            newest=self._newest,
+        )
+
+    def _is_saved(self, step: int) -> bool:
+        return self._is_ours and step == self._newest
+
+    def _check_shards(self, snapshot: Snapshot, *, asynchronous: bool) -> None:
+        if asynchronous and snapshot.shards:
+            raise _misuse(
+                "save(asynchronous=True) of distributed tensors.",
+                "they are written by collectives, which must not run beside those of the training.",
+                "save them with asynchronous=False.",
+            )
+
+
+def _tell_failure(party: Party, current: Round, exc: Exception) -> None:
+    if party.is_main:
+        current.announce(error=exc)
+    else:
+        current.tell(Word(facts={}, failure=to_wire(exc, rank=party.rank)))
+
+
+def _misuse(what: str, cause: str, fix: str) -> CheckpointConfigError:
+    return CheckpointConfigError(explain(f"Checkpointer: {what}", cause=cause, fix=fix))
+
+
+def _check_arguments(keep: int | None, timeout: timedelta, on_failure: str, access: str) -> None:
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise _misuse(
+            f"keep={keep!r}.", "it is a number of checkpoints.", "keep=1 or more, or None."
+        )
+    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+        raise _misuse(
+            f"timeout={timeout!r}.", "it is a duration.", "timeout=timedelta(minutes=30)."
+        )
+    for name, value, choices in (
+        ("on_failure", on_failure, ("raise", "warn")),
+        ("access", access, ("write", "read")),
+    ):
+        if value not in choices:
+            raise _misuse(
+                f"{name}={value!r}.", "there is no such choice.", f"one of {', '.join(choices)}."
+            )

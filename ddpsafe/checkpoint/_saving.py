@@ -1,0 +1,302 @@
+"""A save, seen from rank 0, which writes, and from the others, which wait for its word."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ddpsafe._bounded import BoundedCall
+from ddpsafe._clock import Deadline
+from ddpsafe._errors import explain
+from ddpsafe.checkpoint import _folders, _sharded
+from ddpsafe.checkpoint._manifest import FileFacts
+from ddpsafe.checkpoint._party import Word, from_wire, to_wire
+from ddpsafe.checkpoint._trees import size_bytes
+from ddpsafe.checkpoint._writing import Content, require_space, save_error, write_files
+from ddpsafe.checkpoint.errors import (
+    CheckpointConfigError,
+    SaveError,
+    SaveTimeoutError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ddpsafe.checkpoint._lock import DirectoryLock
+    from ddpsafe.checkpoint._party import Party, Round
+    from ddpsafe.checkpoint._snapshot import Snapshot
+
+# A writer that is past its deadline may still be at its last step.
+_LAST_STEP: Final = timedelta(seconds=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where checkpoints go.
+
+    Attributes:
+        directory: The directory.
+        lock: The right to write there.
+        keep: How many checkpoints stay; ``None`` for all.
+    """
+
+    directory: Path
+    lock: DirectoryLock
+    keep: int | None
+
+    def require_lock(self, step: int) -> None:
+        """Refuse to publish into a directory that has vanished or belongs to another job now.
+
+        Raises:
+            SaveError: It does.
+        """
+        if self.lock.is_held():
+            return
+        raise SaveError(
+            explain(
+                f"The checkpoint of step {step} was not saved: this job's lock on "
+                f"{self.directory} is gone.",
+                cause="the directory was removed or unmounted, or this process stood still for "
+                "so long that another job took it for dead.",
+                fix="find out who removed it; end one of two jobs that write there.",
+            ),
+            step=step,
+        )
+
+
+class Writer:
+    """Rank 0's writing of one checkpoint, in a thread of its own, so that it can be given up on."""
+
+    def __init__(
+        self, party: Party, place: Place, current: Round, snapshot: Snapshot, step: int
+    ) -> None:
+        self._party = party
+        self._place = place
+        self._round = current
+        self._snapshot = snapshot
+        self._step = step
+        self._deadline = party.deadline()
+        self._given_up = threading.Event()
+        self._publishing = threading.Lock()
+        self._call = BoundedCall(self._write, name=f"ddpsafe-save-{step}")
+
+    def _write(self) -> None:
+        words = heard(self._round, self._party, self._deadline, self._step)
+        content = Content(
+            step=self._step,
+            replicated=self._snapshot.replicated,
+            ranks=[words[rank].data for rank in sorted(words)],
+            names=self._snapshot.names,
+        )
+        needed = size_bytes(content.replicated) + sum(map(len, content.ranks))
+        directory = self._place.directory
+        self._place.require_lock(self._step)
+        require_space(directory, needed, self._step)
+        with _folders.unfinished(directory, self._step) as folder:
+            write_files(folder, content)
+            self._publish(folder)
+        _folders.prune(directory, self._place.keep)
+
+    def _publish(self, folder: Path) -> None:
+        with self._publishing:
+            if self._given_up.is_set():
+                msg = "given up on"
+                raise TimeoutError(msg)
+            self._place.require_lock(self._step)
+            _folders.publish(folder, self._step)
+
+    def finish(self, limit: timedelta | None = None) -> None:
+        """Wait for the end of it.
+
+        Raises:
+            CheckpointError: It failed, or took too long; it is not saved then and never will be.
+        """
+        limit_s = self._deadline.remaining_s() if limit is None else limit.total_seconds()
+        if not self._call.wait(limit_s):
+            self._give_up()
+        try:
+            self._call.result()
+        except Exception as exc:
+            error = save_error(exc, self._place.directory, self._step)
+            if error is exc:
+                raise
+            raise error from exc
+
+    def _give_up(self) -> None:
+        self._given_up.set()
+        # Whoever is publishing already has the last word.
+        if self._call.wait(_LAST_STEP.total_seconds()):
+            return
+        waited_s = self._deadline.waited_s()
+        what = f"{self._party} could not write the checkpoint of step {self._step} in {waited_s:.1f} s."
+        raise SaveTimeoutError(
+            explain(
+                what,
+                cause=f"the storage behind {self._place.directory} is slow or does not answer.",
+                fix="look at that storage; raise the Checkpointer's timeout if it is only slow.",
+            ),
+            step=self._step,
+            missing_ranks=[0],
+            waited_s=waited_s,
+            rank=0,
+        )
+
+    def is_done(self) -> bool:
+        """Tell whether it has ended, well or not."""
+        return self._call.wait(0)
+
+
+def heard(current: Round, party: Party, deadline: Deadline, step: int) -> dict[int, Word]:
+    """Collect on rank 0 what the ranks told, and make sure that they mean the same save.
+
+    Raises:
+        SaveTimeoutError: Some did not come.
+        CheckpointError: One of them failed, or means another step or other names.
+    """
+    words, missing = current.hear(deadline)
+    if missing:
+        raise not_come(party, missing, deadline, step)
+    for rank in sorted(words):
+        failure = words[rank].failure
+        if failure is not None:
+            raise from_wire(failure, str(party))
+    _require_agreement(words)
+    return words
+
+
+def _require_agreement(words: dict[int, Word]) -> None:
+    first = words[0].facts
+    for rank, word in words.items():
+        for key in ("step", "names"):
+            if word.facts.get(key) != first.get(key):
+                raise CheckpointConfigError(
+                    explain(
+                        f"rank {rank} saves {key} {word.facts.get(key)!r}, and rank 0 "
+                        f"{first.get(key)!r}.",
+                        cause="the ranks count their steps differently, or build other states.",
+                        fix="call save() on every rank with the same step and the same names.",
+                    ),
+                    rank=rank,
+                )
+
+
+def not_come(
+    party: Party, missing: Iterable[int], deadline: Deadline, step: int
+) -> SaveTimeoutError:
+    """Word the error of a save that ranks did not come to."""
+    ranks = sorted(missing)
+    names = ", ".join(map(str, ranks))
+    waited_s = deadline.waited_s()
+    slow = ranks == [0] and not party.is_main
+    cause = (
+        "its storage is slow or does not answer, or it is stopped or hangs."
+        if slow
+        else f"rank {names} did not call save(), hangs, or is much slower."
+    )
+    return SaveTimeoutError(
+        explain(
+            f"{party} waited {waited_s:.1f} s for rank {names} to save step {step}.",
+            cause=cause,
+            fix="let every rank call save() at the same step; raise the Checkpointer's timeout "
+            "if the storage is only slow.",
+        ),
+        step=step,
+        missing_ranks=ranks,
+        waited_s=waited_s,
+    )
+
+
+def follow(current: Round, party: Party, deadline: Deadline, step: int) -> dict[str, Any]:
+    """Wait, on a rank that does not write, until rank 0 has.
+
+    Raises:
+        SaveTimeoutError: It did not in time.
+        CheckpointError: It failed.
+    """
+    answer = current.learn(deadline)
+    if answer is None:
+        raise not_come(party, current.find_missing(), deadline, step)
+    return answer
+
+
+def save_shards(
+    party: Party, place: Place | None, begin: Round, snapshot: Snapshot, step: int
+) -> None:
+    """Save a state with distributed tensors: all ranks write, rank 0 publishes.
+
+    Args:
+        party: The ranks.
+        place: Where checkpoints go, on rank 0.
+        begin: The round in which every rank has told that it is here.
+        snapshot: What this rank saves.
+        step: The step.
+
+    Raises:
+        CheckpointError: A rank failed; every rank raises.
+    """
+    if place is not None:
+        _lead_shards(party, place, begin, snapshot, step)
+        return
+    deadline = party.deadline()
+    folder = Path(follow(begin, party, deadline, step)["folder"])
+    _write_own_shards(party, snapshot, folder, deadline, step)
+
+
+def _write_own_shards(
+    party: Party, snapshot: Snapshot, folder: Path, deadline: Deadline, step: int
+) -> None:
+    done = party.begin()
+    try:
+        _sharded.write_shards(snapshot.shards, folder)
+        facts = _sharded.facts_of_shards(folder, party.rank)
+    except Exception as exc:
+        done.tell(Word(facts={}, failure=to_wire(exc, rank=party.rank)))
+        raise
+    files = {name: [fact.size_bytes, fact.crc32] for name, fact in facts.items()}
+    done.tell(Word(facts={"step": step, "files": files}))
+    follow(done, party, deadline, step)
+
+
+def _lead_shards(party: Party, place: Place, begin: Round, snapshot: Snapshot, step: int) -> None:
+    deadline = party.deadline()
+    current = begin
+    try:
+        words = heard(begin, party, deadline, step)
+        place.require_lock(step)
+        with _folders.unfinished(place.directory, step) as folder:
+            begin.announce({"folder": str(folder)})
+            current = party.begin()
+            _sharded.write_shards(snapshot.shards, folder)
+            own = _sharded.facts_of_shards(folder, 0)
+            current.tell(Word(facts={"step": step, "files": {}}))
+            told = heard(current, party, deadline, step)
+            content = Content(
+                step=step,
+                replicated=snapshot.replicated,
+                ranks=[words[rank].data for rank in sorted(words)],
+                names=snapshot.names,
+                shards={**own, **_files_of(told)},
+            )
+            require_space(place.directory, size_bytes(content.replicated), step)
+            write_files(folder, content)
+            place.require_lock(step)
+            _folders.publish(folder, step)
+    except Exception as exc:
+        error = save_error(exc, place.directory, step)
+        current.announce(error=error)
+        if error is exc:
+            raise
+        raise error from exc
+    current.announce({"saved": True})
+    _folders.prune(place.directory, place.keep)
+
+
+def _files_of(words: dict[int, Word]) -> dict[str, FileFacts]:
+    return {
+        name: FileFacts(size_bytes=size, crc32=crc32)
+        for word in words.values()
+        for name, (size, crc32) in word.facts.get("files", {}).items()
+    }
