@@ -15,7 +15,6 @@ from ddpsafe.checkpoint.errors import CheckpointConfigError, StateMismatchError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
     from torch import nn
 
     from ddpsafe.checkpoint._reading import Loaded

@@ -8,17 +8,19 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ddpsafe._errors import explain
-from ddpsafe.checkpoint import _folders, _opening, _restoring, _saving
+from ddpsafe.checkpoint import _folders, _opening, _restoring, _saving, _saving_shards
+from ddpsafe.checkpoint._arguments import (
+    check_arguments,
+    check_shards,
+    check_step,
+    misuse,
+    require_absolute,
+    step_too_old,
+)
 from ddpsafe.checkpoint._party import Party, Round, Word, to_wire
 from ddpsafe.checkpoint._snapshot import Snapshot, check_names, take_snapshot
 from ddpsafe.checkpoint._trees import HostCopies
-from ddpsafe.checkpoint.errors import (
-    CheckpointConfigError,
-    CheckpointWarning,
-    SaveError,
-    StepOrderError,
-)
+from ddpsafe.checkpoint.errors import CheckpointWarning, SaveError
 
 if TYPE_CHECKING:
     import os
@@ -73,8 +75,8 @@ class Checkpointer:
         access: Literal["write", "read"] = "write",
         rng: bool = True,
     ) -> None:
-        self._directory = _opening.require_absolute(directory)
-        _check_arguments(keep, timeout, on_failure, access)
+        self._directory = require_absolute(directory)
+        check_arguments(keep, timeout, on_failure=on_failure, access=access)
         self._on_failure = on_failure
         self._access = access
         self._rng = rng
@@ -133,13 +135,13 @@ class Checkpointer:
         try:
             snapshot = take_snapshot(state, unwrap=party.unwrap, whole=party.is_main)
             self._check_step(step)
-            self._check_shards(snapshot, asynchronous=asynchronous)
+            check_shards(snapshot.shards, asynchronous=asynchronous)
         except Exception as exc:
             _tell_failure(party, current, exc)
             raise
         current.tell(Word(facts={"step": step, "names": snapshot.names}, data=snapshot.own))
         if snapshot.shards:
-            _saving.save_shards(party, self._place, current, snapshot, step)
+            _saving_shards.save_shards(party, self._place, current, snapshot, step)
             self._newest, self._is_ours = step, True
             return
         writer = self._start_writer(current, snapshot, step, asynchronous=asynchronous)
@@ -267,55 +269,29 @@ class Checkpointer:
 
     def _require_open(self, *, asynchronous: bool) -> None:
         if self._closed:
-            raise _misuse(
+            raise misuse(
                 "it is closed.", "the with block was left, or close() called.", "make another"
             )
         if asynchronous and not self._entered:
-            raise _misuse(
+            raise misuse(
                 "save(asynchronous=True) outside of its with block.",
                 "without one, nobody would wait for the last save when the training ends.",
                 "write: with Checkpointer(…) as checkpointer:",
             )
 
     def _check_step(self, step: int) -> None:
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise _misuse(
-                f"save(step={step!r}).",
-                "a step is a whole number from 0.",
-                "pass the number of steps done so far.",
-            )
+        check_step(step)
         if self._access == "read":
-            raise _misuse(
+            raise misuse(
                 "save() with access='read'.",
                 "this checkpointer has no right to write.",
                 "make it with access='write'.",
             )
-        if self._newest is None or step > self._newest or self._is_saved(step):
-            return
-        raise StepOrderError(
-            explain(
-                f"step {step} is not after step {self._newest}, the newest checkpoint in "
-                f"{self._directory}.",
-                cause="the training went on from it and counts anew."
-                if self._is_ours
-                else "restore() was not called, or the directory is another training's.",
-                fix="begin to count at the step that restore() returns; for a new training "
-                "choose an empty directory.",
-            ),
-            step=step,
-            newest=self._newest,
-        )
+        if self._newest is not None and step <= self._newest and not self._is_saved(step):
+            raise step_too_old(step, self._newest, self._directory, is_ours=self._is_ours)
 
     def _is_saved(self, step: int) -> bool:
         return self._is_ours and step == self._newest
-
-    def _check_shards(self, snapshot: Snapshot, *, asynchronous: bool) -> None:
-        if asynchronous and snapshot.shards:
-            raise _misuse(
-                "save(asynchronous=True) of distributed tensors.",
-                "they are written by collectives, which must not run beside those of the training.",
-                "save them with asynchronous=False.",
-            )
 
 
 def _tell_failure(party: Party, current: Round, exc: Exception) -> None:
@@ -323,26 +299,3 @@ def _tell_failure(party: Party, current: Round, exc: Exception) -> None:
         current.announce(error=exc)
     else:
         current.tell(Word(facts={}, failure=to_wire(exc, rank=party.rank)))
-
-
-def _misuse(what: str, cause: str, fix: str) -> CheckpointConfigError:
-    return CheckpointConfigError(explain(f"Checkpointer: {what}", cause=cause, fix=fix))
-
-
-def _check_arguments(keep: int | None, timeout: timedelta, on_failure: str, access: str) -> None:
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-        raise _misuse(
-            f"keep={keep!r}.", "it is a number of checkpoints.", "keep=1 or more, or None."
-        )
-    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-        raise _misuse(
-            f"timeout={timeout!r}.", "it is a duration.", "timeout=timedelta(minutes=30)."
-        )
-    for name, value, choices in (
-        ("on_failure", on_failure, ("raise", "warn")),
-        ("access", access, ("write", "read")),
-    ):
-        if value not in choices:
-            raise _misuse(
-                f"{name}={value!r}.", "there is no such choice.", f"one of {', '.join(choices)}."
-            )

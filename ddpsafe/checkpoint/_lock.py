@@ -124,17 +124,18 @@ class DirectoryLock:
     def _take_record(self, directory: Path) -> bool:
         """Take the record lock; tell whether this file system has such locks."""
         ends_s = time.monotonic() + DYING_S
-        while True:
-            try:
-                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as exc:
-                if exc.errno not in _BUSY:
-                    return False
-                if time.monotonic() > ends_s:
-                    raise _locked(directory, self._read(), "it holds the lock") from None
-                time.sleep(_PAUSE_S)
-            else:
-                return True
+        while (refusal := self._try_record()) in _BUSY:
+            if time.monotonic() > ends_s:
+                raise _locked(directory, self._read(), "it holds the lock")
+            time.sleep(_PAUSE_S)
+        return refusal is None
+
+    def _try_record(self) -> int | None:
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            return exc.errno
+        return None
 
     def _outwait(self, directory: Path) -> None:
         """Make sure that the owner in the file is dead where the record lock does not say so."""

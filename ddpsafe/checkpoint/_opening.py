@@ -13,41 +13,17 @@ from ddpsafe._errors import explain
 from ddpsafe.checkpoint import _folders
 from ddpsafe.checkpoint._lock import DirectoryLock, Owner, read_owner
 from ddpsafe.checkpoint._party import Word, from_wire
-from ddpsafe.checkpoint.errors import CheckpointConfigError, CheckpointError, DirectoryError
+from ddpsafe.checkpoint.errors import CheckpointError, DirectoryError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from ddpsafe.checkpoint._party import Party, Round
 
-SEE: Final = timedelta(seconds=10)
+SEE: Final = timedelta(seconds=5)
 """How long a network file system may take to show one host what another has written."""
 
 _PAUSE_S: Final = 0.1
-
-
-def require_absolute(directory: object) -> Path:
-    """Return the directory as a path.
-
-    Raises:
-        CheckpointConfigError: It is relative, or no path.
-    """
-    from pydantic import TypeAdapter, ValidationError
-
-    from ddpsafe._config import AbsolutePath
-
-    try:
-        path: Path = TypeAdapter(AbsolutePath).validate_python(directory)
-    except ValidationError as exc:
-        context = exc.errors()[0].get("ctx", {})
-        raise CheckpointConfigError(
-            explain(
-                f"Checkpointer({directory!r}): the directory cannot be used.",
-                cause=str(context.get("why", exc)),
-                fix=f"write {context.get('write', 'an absolute path')}",
-            )
-        ) from None
-    return path
 
 
 def open_directory(party: Party, directory: Path) -> tuple[DirectoryLock | None, int | None]:

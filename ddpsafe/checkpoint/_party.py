@@ -162,6 +162,8 @@ class Round:
         self, answer: dict[str, Any] | None = None, *, error: BaseException | None = None
     ) -> None:
         """Answer, on rank 0, all the others."""
+        if isinstance(error, errors.CheckpointError) and error.rank is None:
+            error.rank = 0
         if self._control is None:
             return
         failure = None if error is None else to_wire(error, rank=0)
@@ -217,7 +219,9 @@ def raise_seen(failure: dict[str, Any], who: str) -> NoReturn:
 def from_wire(failure: dict[str, Any], who: str) -> errors.CheckpointError:
     """Make another rank's error again, saying that it was only seen here."""
     facts = dict(failure["facts"])
-    text = f"{failure['text']}\n  (seen by {who}; rank {facts['rank']} met it)"
+    first, _, rest = str(failure["text"]).partition("\n")
+    # The launcher's post-mortem knows these words: the error is an echo of another rank's.
+    text = f"{first} (met by rank {facts['rank']}, seen by {who})\n{rest}"
     kind = errors.BY_NAME.get(failure["kind"])
     if kind is None:
         return errors.CheckpointError(text, rank=facts["rank"])

@@ -196,13 +196,12 @@ def _tidy(request: Request, newer: list[int], problems: list[str]) -> None:
     """
     if not request.may_tidy or not request.party.is_main:
         return
-    for step in newer:
-        try:
+    try:
+        for step in newer:
             target = _folders.set_aside(request.directory, step)
-        except OSError as exc:
-            logger.warning("step %d could not be set aside: %s", step, exc)
-        else:
             logger.warning("step %d was set aside as %s: %s", step, target, problems)
+    except OSError as exc:
+        logger.warning("of %s not all could be set aside: %s", newer, exc)
 
 
 def _hear(party: Party, current: Round) -> dict[int, Word]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import explain
@@ -89,6 +90,8 @@ def _try(value: object) -> str | None:
         torch.save(value, file)
         file.seek(0)
         torch.load(file, weights_only=True, map_location="cpu")
+    except pickle.UnpicklingError:
+        return "weights_only=True does not allow it"
     except Exception as exc:  # noqa: BLE001 - a user's type may refuse in any way
         return (str(exc).splitlines() or [""])[0][:120] or type(exc).__name__
     return None

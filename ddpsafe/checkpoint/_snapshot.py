@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard, runtime_checkable
 
@@ -13,7 +14,7 @@ from ddpsafe.checkpoint._safety import require_loadable
 from ddpsafe.checkpoint.errors import CheckpointConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     import torch
     from torch import nn
@@ -117,16 +118,13 @@ def take_snapshot(
     return Snapshot(replicated=replicated, own=_own_bytes(own), shards=shards, names=names)
 
 
-def check_names(state: Mapping[str, Any]) -> None:
+def check_names(state: object) -> None:
     """Refuse a state that is no mapping of names.
 
     Raises:
         CheckpointConfigError: As it says.
     """
-    wrong = (
-        [key for key in state if not isinstance(key, str)] if hasattr(state, "keys") else [state]
-    )
-    if wrong or not state:
+    if not isinstance(state, Mapping) or not state or not all(isinstance(k, str) for k in state):
         raise CheckpointConfigError(
             explain(
                 "The state is no mapping of names to objects.",

@@ -74,7 +74,7 @@ class HostCopies:
 
         copied = replace_leaves(tree, "", change)
         self._buffers = buffers
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch
             torch.cuda.synchronize()
         return copied
 

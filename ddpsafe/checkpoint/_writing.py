@@ -75,7 +75,7 @@ def write_files(folder: Path, content: Content) -> None:
 
     files = dict(content.shards)
     with ChecksumWriter(folder / STATE) as writer:
-        torch.save(content.replicated, writer)
+        torch.save(content.replicated, writer)  # type: ignore[arg-type]  # write() is all it needs
     files[STATE] = FileFacts(size_bytes=writer.size, crc32=writer.crc32)
     places: list[list[int]] = []
     with ChecksumWriter(folder / RANKS) as writer:
