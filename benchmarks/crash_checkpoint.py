@@ -19,14 +19,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import logging
 import multiprocessing
 import os
 import platform
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -105,6 +103,7 @@ class Job:
 def train(ctx: ddpsafe.RankContext, job: Job) -> None:
     """Train to the end from where the last checkpoint stands; rank 0 leaves the result."""
     (job.folder / f"rank-{ctx.rank}").write_text(str(os.getpid()))
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     net = torch.nn.Sequential(
         torch.nn.Linear(4, 64), torch.nn.Dropout(job.dropout), torch.nn.Linear(64, 1)
@@ -149,14 +148,23 @@ def acknowledge(ctx: ddpsafe.RankContext, job: Job, step: int) -> None:
         os.close(fd)
 
 
+def preloaded() -> Any:
+    """Return the fork server, which has imported what takes long: a life lasts half a second."""
+    context = multiprocessing.get_context("forkserver")
+    # The first optimizer of a process imports torch._dynamo, which takes two seconds.
+    late = ["torch._dynamo", "ddpsafe.data", "ddpsafe.checkpoint", "ddpsafe._worker.attached"]
+    context.set_forkserver_preload(["torch", "ddpsafe._worker.preload", *late])
+    return context
+
+
 def train_alone(job: Job) -> None:
     """Train in this process, without a process group."""
-    torch.set_num_threads(1)
     train(ddpsafe.current(), job)
 
 
 def launch(job: Job, ranks: int, *, attempts: int = 1) -> None:
     """Train in ranks."""
+    logging.getLogger("ddpsafe").setLevel(logging.ERROR)  # a retry is what is expected here
     retry = ddpsafe.RetryPolicy(
         on={"killed"}, attempts=attempts, backoff_initial=0, jitter=0, no_progress=None
     )
@@ -241,10 +249,9 @@ class Arena:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self._folder = folder
-        self._random = random.Random(seed)
+        self._random = random.Random(seed)  # noqa: S311 - to be repeated, not to be guarded
         self._number = 0
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "ddpsafe._worker.preload", "__main__"])
+        self._context = preloaded()
 
     def new_job(self, **options: Any) -> Job:
         """Make a job with a folder of its own."""
@@ -283,7 +290,7 @@ class Arena:
     def _kill_saver(self, job: Job, process: Any, tally: Tally) -> None:
         (job.folder / "rank-0").unlink(missing_ok=True)
         wait_until(lambda: pid_of(job, 0) is not None or not process.is_alive())
-        process.join(self._random.uniform(0, 0.12))
+        process.join(self._random.uniform(0, 0.4))
         if process.is_alive():
             process.kill()
             process.join(LIMIT_S)
@@ -311,7 +318,7 @@ class Arena:
             pids = [pid_of(job, rank) for rank in range(2)]
             if dead & set(pids):
                 continue
-            done.wait(self._random.uniform(0, 0.4))
+            done.wait(self._random.uniform(0, 0.8))
             victim = self._random.choice(pids)
             if victim is not None and kill(victim):
                 check_survivors(job, tally)
@@ -331,20 +338,18 @@ class Arena:
     def _one_launcher(self, job: Job, kills: int, tally: Tally, ranks: int) -> None:
         for file in job.folder.glob("rank-*"):
             file.unlink()
-        facts = json.dumps([str(job.folder), job.asynchronous, job.dropout, ranks])
-        command = [sys.executable, __file__, "--be-launcher", facts]
-        process = subprocess.Popen(command)
+        process = self._context.Process(target=launch, args=(job, ranks))
+        process.start()
         if tally.kills < kills:
-            wait_until(lambda: pid_of(job, ranks - 1) is not None or process.poll() is not None)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(self._random.uniform(0, 0.5))
-            if process.poll() is None:
+            wait_until(lambda: pid_of(job, ranks - 1) is not None or not process.is_alive())
+            process.join(self._random.uniform(0, 0.8))
+            if process.is_alive():
                 pids = [pid_of(job, rank) for rank in range(ranks)]
                 process.kill()
-                process.wait(LIMIT_S)
+                process.join(LIMIT_S)
                 wait_until(lambda: not any(pid and is_alive(pid) for pid in pids))
                 check_survivors(job, tally)
-        process.wait(LIMIT_S)
+        process.join(LIMIT_S)
 
 
 def is_alive(pid: int) -> bool:
@@ -368,7 +373,6 @@ def wait_until(condition: Any) -> None:
 
 def run(kills: int, seed: int) -> dict[str, Tally]:
     """Kill so many times in all, and return what happened to each kind of victim."""
-    logging.getLogger("ddpsafe").setLevel(logging.ERROR)  # a retry is what is expected here
     shares = {name: max(1, round(kills * share)) for name, share in SHARES.items()}
     shares["saver"] += kills - sum(shares.values())
     tallies = {name: Tally() for name in shares}
@@ -430,14 +434,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, help="write the table to this page, too")
-    parser.add_argument("--be-launcher", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.be_launcher:
-        logging.getLogger("ddpsafe").setLevel(logging.ERROR)
-        folder, asynchronous, dropout, ranks = json.loads(arguments.be_launcher)
-        job = Job(folder=Path(folder), asynchronous=asynchronous, dropout=dropout)
-        launch(job, ranks)
-        return
     started_s = time.monotonic()
     tallies = run(arguments.kills, arguments.seed)
     table = describe(tallies, arguments.seed, time.monotonic() - started_s)

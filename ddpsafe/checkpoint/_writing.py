@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -97,6 +98,7 @@ def write_files(folder: Path, content: Content) -> None:
         writer.write(manifest.dumps())
 
 
+@functools.cache
 def _version_of(package: str) -> str:
     try:
         return version(package)
