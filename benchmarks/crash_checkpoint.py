@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import multiprocessing
 import os
 import platform
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -34,7 +36,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.utils.data import Dataset
@@ -43,11 +45,14 @@ import ddpsafe
 from ddpsafe import data
 from ddpsafe.checkpoint import Checkpointer
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 SAMPLES: Final = 96
 BATCH: Final = 12
 EPOCHS: Final = 5
 TOLERANCE: Final = 1e-5
-SHARES: Final = {"saver": 0.74, "rank": 0.12, "launcher": 0.07, "ranks changed": 0.07}
+SHARES: Final = {"saver": 0.76, "rank": 0.14, "launcher": 0.05, "ranks changed": 0.05}
 LIMIT_S: Final = 120
 
 
@@ -275,6 +280,17 @@ class Arena:
         process.start()
         return process
 
+    def kill_all(self, victim: str, kills: int, tally: Tally) -> None:
+        """Kill so many victims of one kind."""
+        match victim:
+            case "saver":
+                self.kill_savers(kills, tally)
+            case "rank":
+                self.kill_ranks(kills, tally)
+            case _:
+                sizes = (2,) if victim == "launcher" else (1, 2, 3, 4)
+                self.kill_launchers(kills, tally, sizes=sizes)
+
     def kill_savers(self, kills: int, tally: Tally) -> None:
         """Kill processes that train alone."""
         expected = self.undisturbed(0)
@@ -338,18 +354,21 @@ class Arena:
     def _one_launcher(self, job: Job, kills: int, tally: Tally, ranks: int) -> None:
         for file in job.folder.glob("rank-*"):
             file.unlink()
-        process = self._context.Process(target=launch, args=(job, ranks))
-        process.start()
+        # An interpreter of its own: what a launch cleans up after its launcher's death includes
+        # that launcher's fork server.
+        facts = json.dumps([str(job.folder), job.asynchronous, job.dropout, ranks])
+        process = subprocess.Popen([sys.executable, __file__, "--be-launcher", facts])
         if tally.kills < kills:
-            wait_until(lambda: pid_of(job, ranks - 1) is not None or not process.is_alive())
-            process.join(self._random.uniform(0, 0.8))
-            if process.is_alive():
+            wait_until(lambda: pid_of(job, ranks - 1) is not None or process.poll() is not None)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(self._random.uniform(0, 0.8))
+            if process.poll() is None:
                 pids = [pid_of(job, rank) for rank in range(ranks)]
                 process.kill()
-                process.join(LIMIT_S)
+                process.wait(LIMIT_S)
                 wait_until(lambda: not any(pid and is_alive(pid) for pid in pids))
                 check_survivors(job, tally)
-        process.join(LIMIT_S)
+        process.wait(LIMIT_S)
 
 
 def is_alive(pid: int) -> bool:
@@ -371,18 +390,16 @@ def wait_until(condition: Any) -> None:
         time.sleep(0.002)
 
 
-def run(kills: int, seed: int) -> dict[str, Tally]:
+def run(kills: int, seed: int, victims: Sequence[str]) -> dict[str, Tally]:
     """Kill so many times in all, and return what happened to each kind of victim."""
-    shares = {name: max(1, round(kills * share)) for name, share in SHARES.items()}
-    shares["saver"] += kills - sum(shares.values())
-    tallies = {name: Tally() for name in shares}
+    total = sum(SHARES[name] for name in victims)
+    shares = {name: max(1, round(kills * SHARES[name] / total)) for name in victims}
+    shares[victims[0]] += kills - sum(shares.values())
+    tallies = {name: Tally() for name in victims}
     with tempfile.TemporaryDirectory(prefix="crash-") as folder:
         arena = Arena(Path(folder), seed)
-        arena.kill_savers(shares["saver"], tallies["saver"])
-        arena.kill_ranks(shares["rank"], tallies["rank"])
-        arena.kill_launchers(shares["launcher"], tallies["launcher"], sizes=(2,))
-        changed = tallies["ranks changed"]
-        arena.kill_launchers(shares["ranks changed"], changed, sizes=(1, 2, 3, 4))
+        for name, tally in tallies.items():
+            arena.kill_all(name, shares[name], tally)
     return tallies
 
 
@@ -434,9 +451,16 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, help="write the table to this page, too")
+    parser.add_argument("--victims", nargs="+", choices=SHARES, default=list(SHARES))
+    parser.add_argument("--be-launcher", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.be_launcher:
+        folder, asynchronous, dropout, ranks = json.loads(arguments.be_launcher)
+        preloaded()
+        launch(Job(folder=Path(folder), asynchronous=asynchronous, dropout=dropout), ranks)
+        return
     started_s = time.monotonic()
-    tallies = run(arguments.kills, arguments.seed)
+    tallies = run(arguments.kills, arguments.seed, arguments.victims)
     table = describe(tallies, arguments.seed, time.monotonic() - started_s)
     print(table)
     if arguments.save:
