@@ -26,6 +26,10 @@ BLOCK_BYTES: Final = 4 * 2**20
 _WORTH_A_THREAD: Final = 256 * 1024
 
 
+# How much to give to the kernel at a time, and how much it may keep before the disk is to begin.
+_PIECE_BYTES: Final = 32 * 2**20
+
+
 class DamagedFileError(Exception):
     """A file is not what was written; the text says where."""
 
@@ -50,6 +54,7 @@ class ChecksumWriter:
         self.error: OSError | None = None
         self._crc = 0
         self._in_block = 0
+        self._unsent = 0
 
     def write(self, data: Buffer) -> int:
         """Write all of it."""
@@ -69,10 +74,20 @@ class ChecksumWriter:
 
     def _write_all(self, view: memoryview) -> None:
         try:
-            while len(view) and self.error is None:  # the kernel takes at most 2 GiB at a time
-                view = view[self._file.write(view) :]
+            while len(view) and self.error is None:
+                count = self._file.write(view[:_PIECE_BYTES])
+                view = view[count:]
+                self._start_writeback(count)
         except OSError as exc:
             self.error = exc
+
+    def _start_writeback(self, count: int) -> None:
+        """Let the disk begin now; otherwise all of it would be left to the fsync at the end."""
+        self._unsent += count
+        if self._unsent >= _PIECE_BYTES:
+            # Linux starts writing dirty pages that it is told nobody needs, and does not wait.
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            self._unsent = 0
 
     def _account(self, view: memoryview) -> None:
         while len(view):
