@@ -117,9 +117,11 @@ def describe(best: dict[str, float], size_bytes: int) -> str:
         line("save", "torch.save, durable", f"≥ {RATIO}"),
         line("save", "torch.save", "none: it leaves the file in memory"),
         line("restore", "torch.load", f"≥ {RATIO}"),
-        f"| asynchronous save, until it returns | {best['asynchronous save']:.2f} s | "
-        f"{size_bytes / best['asynchronous save'] / 1e9:.2f} GB/s | copy to host "
-        f"{best['copy to host']:.2f} s | {blocked:.2f} of the copy's time | ≤ {BLOCKING} |",
+        (
+            f"| asynchronous save, until it returns | {best['asynchronous save']:.2f} s | "
+            f"{size_bytes / best['asynchronous save'] / 1e9:.2f} GB/s | copy to host "
+            f"{best['copy to host']:.2f} s | {blocked:.2f} of the copy's time | ≤ {BLOCKING} |"
+        ),
     ]
     return "\n".join(lines)
 

@@ -103,7 +103,9 @@ def write_shards(shards: dict[str, torch.Tensor], folder: Path) -> None:
     """Write this rank's parts, all ranks together."""
     import torch.distributed.checkpoint as dcp
 
-    dcp.save(shards, storage_writer=dcp.FileSystemWriter(folder / FOLDER, sync_files=True))
+    # A path as text: the index keeps it, and would name a class of pathlib.
+    writer = dcp.FileSystemWriter(str(folder / FOLDER), sync_files=True)
+    dcp.save(shards, storage_writer=writer)
 
 
 def facts_of_shards(folder: Path, rank: int) -> dict[str, FileFacts]:

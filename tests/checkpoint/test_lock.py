@@ -97,7 +97,7 @@ def test_heartbeat_of_another_host_is_respected(
     heart = threading.Thread(target=beat)
     heart.start()
     try:
-        with pytest.raises(errors.DirectoryLockedError, match="on gpu-07.*heartbeat goes on"):
+        with pytest.raises(errors.DirectoryLockedError, match=r"on gpu-07.*heartbeat goes on"):
             Checkpointer(tmp_path)
     finally:
         stop.set()

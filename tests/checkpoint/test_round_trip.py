@@ -151,7 +151,7 @@ def test_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save({"optimizer": torch.optim.SGD([torch.ones(1)])}, 1)
         other = torch.optim.SGD([torch.ones(1), torch.ones(1)])
-        with pytest.raises(errors.StateMismatchError, match="'optimizer' .SGD. refused"):
+        with pytest.raises(errors.StateMismatchError, match=r"'optimizer' .SGD. refused"):
             checkpointer.restore({"optimizer": other})
 
 
