@@ -36,6 +36,8 @@ _SAFE_NAMES: Final = {
     ("collections", "OrderedDict"),
     ("torch", "Size"),
     ("torch", "device"),
+    ("pathlib", "PosixPath"),  # where it was written
+    ("pathlib._local", "PosixPath"),  # as Python 3.13 calls it
     ("torch.serialization", "_get_layout"),
 }
 
@@ -103,9 +105,7 @@ def write_shards(shards: dict[str, torch.Tensor], folder: Path) -> None:
     """Write this rank's parts, all ranks together."""
     import torch.distributed.checkpoint as dcp
 
-    # A path as text: the index keeps it, and would name a class of pathlib.
-    writer = dcp.FileSystemWriter(str(folder / FOLDER), sync_files=True)
-    dcp.save(shards, storage_writer=writer)
+    dcp.save(shards, storage_writer=dcp.FileSystemWriter(folder / FOLDER, sync_files=True))
 
 
 def facts_of_shards(folder: Path, rank: int) -> dict[str, FileFacts]:
