@@ -17,7 +17,7 @@ from ddpsafe.checkpoint._arguments import (
     require_absolute,
     step_too_old,
 )
-from ddpsafe.checkpoint._party import Party, Round, Word, to_wire
+from ddpsafe.checkpoint._party import Party, Round, Word
 from ddpsafe.checkpoint._snapshot import Snapshot, check_names, take_snapshot
 from ddpsafe.checkpoint._trees import HostCopies
 from ddpsafe.checkpoint.errors import CheckpointWarning, SaveError
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+# How long an error may keep a process for a save that is under way.
 _LAST_WAIT: Final = timedelta(seconds=5)
-"""How long an error may keep a process for a save that is under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class Checkpointer:
 
     @property
     def directory(self) -> Path:
-        """Where the checkpoints are."""
+        """Where they are."""
         return self._directory
 
     def latest(self) -> int | None:
@@ -137,7 +137,7 @@ class Checkpointer:
             self._check_step(step)
             check_shards(snapshot.shards, asynchronous=asynchronous)
         except Exception as exc:
-            _tell_failure(party, current, exc)
+            current.fail(exc)
             raise
         current.tell(Word(facts={"step": step, "names": snapshot.names}, data=snapshot.own))
         if snapshot.shards:
@@ -225,12 +225,11 @@ class Checkpointer:
         Raises:
             SaveError: The save in the background failed.
         """
-        if self._closed:
-            return
-        try:
-            self.wait()
-        finally:
-            self._release()
+        if not self._closed:
+            try:
+                self.wait()
+            finally:
+                self._release()
 
     def _release(self) -> None:
         self._closed = True
@@ -251,9 +250,10 @@ class Checkpointer:
             self.close()
             return
         # The others may be dead: nothing is said to them, but what is nearly written is kept.
-        if self._pending is not None and self._pending.writer is not None:
+        writer = None if self._pending is None else self._pending.writer
+        if writer is not None:
             with contextlib.suppress(Exception):
-                self._pending.writer.finish(_LAST_WAIT)
+                writer.finish(_LAST_WAIT)
         if not self._closed:
             self._release()
 
@@ -292,10 +292,3 @@ class Checkpointer:
 
     def _is_saved(self, step: int) -> bool:
         return self._is_ours and step == self._newest
-
-
-def _tell_failure(party: Party, current: Round, exc: Exception) -> None:
-    if party.is_main:
-        current.announce(error=exc)
-    else:
-        current.tell(Word(facts={}, failure=to_wire(exc, rank=party.rank)))

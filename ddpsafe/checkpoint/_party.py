@@ -171,6 +171,13 @@ class Round:
         self._control.put(f"{self._name}/answer", word.dumps())
         self._party.read_keys.append(f"{self._name}/answer")
 
+    def fail(self, error: BaseException) -> None:
+        """Say, on any rank, that nothing will come of this round."""
+        if self._party.is_main:
+            self.announce(error=error)
+        else:
+            self.tell(Word(facts={}, failure=to_wire(error, rank=self._party.rank)))
+
     def learn(self, deadline: Deadline) -> dict[str, Any] | None:
         """Wait, on another rank, for the answer of rank 0.
 

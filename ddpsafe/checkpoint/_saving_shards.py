@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ddpsafe.checkpoint import _folders, _sharded
 from ddpsafe.checkpoint._manifest import FileFacts
-from ddpsafe.checkpoint._party import Word, to_wire
+from ddpsafe.checkpoint._party import Word
 from ddpsafe.checkpoint._saving import follow, heard
 from ddpsafe.checkpoint._trees import size_bytes
 from ddpsafe.checkpoint._writing import Content, require_space, save_error, write_files
@@ -50,7 +50,7 @@ def _write_own_shards(
         _sharded.write_shards(snapshot.shards, folder)
         facts = _sharded.facts_of_shards(folder, party.rank)
     except Exception as exc:
-        done.tell(Word(facts={}, failure=to_wire(exc, rank=party.rank)))
+        done.fail(exc)
         raise
     files = {name: [fact.size_bytes, fact.crc32] for name, fact in facts.items()}
     done.tell(Word(facts={"step": step, "files": files}))
