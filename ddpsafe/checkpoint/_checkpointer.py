@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -91,6 +92,7 @@ class Checkpointer:
         if access == "write":
             lock, self._newest = _opening.open_directory(self._party, self._directory)
             if lock is not None:
+                weakref.finalize(self, lock.release)  # for those who neither use `with` nor close()
                 self._place = _saving.Place(directory=self._directory, lock=lock, keep=keep)
 
     @property

@@ -190,7 +190,9 @@ class DirectoryLock:
         return found is not None and found.id == self.owner.id
 
     def release(self) -> None:
-        """Let others write: the file stays, without an owner."""
+        """Let others write, if it was not done before: the file stays, without an owner."""
+        if self._stop.is_set() or os.getpid() != self.owner.pid:
+            return
         self._stop.set()
         self._beat.join()
         _mine.pop(self._key, None)

@@ -66,6 +66,10 @@ class Place:
         )
 
 
+class _GivenUpError(Exception):
+    """Nobody waits for this save any more."""
+
+
 class Writer:
     """Rank 0's writing of one checkpoint, in a thread of its own, so that it can be given up on."""
 
@@ -102,8 +106,7 @@ class Writer:
     def _publish(self, folder: Path) -> None:
         with self._publishing:
             if self._given_up.is_set():
-                msg = "given up on"
-                raise TimeoutError(msg)
+                raise _GivenUpError
             self._place.require_lock(self._step)
             _folders.publish(folder, self._step)
 
@@ -115,23 +118,24 @@ class Writer:
         """
         limit_s = self._deadline.remaining_s() if limit is None else limit.total_seconds()
         if not self._call.wait(limit_s):
-            self._give_up()
+            self._given_up.set()
+            # Whoever is publishing already has the last word.
+            if not self._call.wait(_LAST_STEP.total_seconds()):
+                raise self._too_slow()
         try:
             self._call.result()
+        except _GivenUpError:
+            raise self._too_slow() from None
         except Exception as exc:
             error = save_error(exc, self._place.directory, self._step)
             if error is exc:
                 raise
             raise error from exc
 
-    def _give_up(self) -> None:
-        self._given_up.set()
-        # Whoever is publishing already has the last word.
-        if self._call.wait(_LAST_STEP.total_seconds()):
-            return
+    def _too_slow(self) -> SaveTimeoutError:
         waited_s = self._deadline.waited_s()
         what = f"{self._party} could not write the checkpoint of step {self._step} in {waited_s:.1f} s."
-        raise SaveTimeoutError(
+        return SaveTimeoutError(
             explain(
                 what,
                 cause=f"the storage behind {self._place.directory} is slow or does not answer.",
@@ -142,10 +146,6 @@ class Writer:
             waited_s=waited_s,
             rank=0,
         )
-
-    def is_done(self) -> bool:
-        """Tell whether it has ended, well or not."""
-        return self._call.wait(0)
 
 
 def heard(current: Round, party: Party, deadline: Deadline, step: int) -> dict[int, Word]:

@@ -125,3 +125,11 @@ def test_closed_checkpointer_lets_the_next_one_in(tmp_path: Path) -> None:
     first.close()
     first.close()
     Checkpointer(tmp_path).close()
+
+
+def test_forgotten_checkpointer_lets_the_next_one_in(tmp_path: Path) -> None:
+    """A notebook cell that is run again is not in its own way."""
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save({"x": 1}, 1)
+    del checkpointer
+    Checkpointer(tmp_path).close()
