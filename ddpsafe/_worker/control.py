@@ -134,6 +134,14 @@ class Control:
             return None
         return bytes(self._store.get(f"control/{key}"))
 
+    def acknowledge(self, key: str) -> None:
+        """Say that this rank has taken what it was told under a key."""
+        self._store.set(f"control/{key}/seen/{self._rank}", "yes")
+
+    def stay(self, key: str) -> None:
+        """Wait, for a moment and only where the store goes with this rank, until all have."""
+        self._stay_for(f"control/{key}", range(1, self._world_size))
+
     def drop(self, key: str) -> None:
         """Remove what `put` left, once everyone has taken it."""
         self._store.delete_key(f"control/{key}")

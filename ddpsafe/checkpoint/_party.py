@@ -11,7 +11,7 @@ import json
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._clock import Deadline
 from ddpsafe.checkpoint import errors
@@ -170,6 +170,8 @@ class Round:
         word = Word(facts=answer or {}, failure=failure)
         self._control.put(f"{self._name}/answer", word.dumps())
         self._party.read_keys.append(f"{self._name}/answer")
+        if error is not None:  # it may end this rank, and under torchrun the store with it
+            self._control.stay(self._name)
 
     def fail(self, error: BaseException) -> None:
         """Say, on any rank, that nothing will come of this round."""
@@ -196,7 +198,8 @@ class Round:
             return None
         word = Word.loads(raw)
         if word.failure is not None:
-            raise_seen(word.failure, str(self._party))
+            self._control.acknowledge(self._name)
+            raise from_wire(word.failure, str(self._party)) from None
         return word.facts
 
 
@@ -212,15 +215,6 @@ def to_wire(error: BaseException, *, rank: int) -> dict[str, Any]:
 
 def _plain(facts: dict[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(facts, default=str))  # type: ignore[no-any-return]
-
-
-def raise_seen(failure: dict[str, Any], who: str) -> NoReturn:
-    """Raise another rank's error here.
-
-    Raises:
-        CheckpointError: Of the same class, with the same facts.
-    """
-    raise from_wire(failure, who) from None
 
 
 def from_wire(failure: dict[str, Any], who: str) -> errors.CheckpointError:
