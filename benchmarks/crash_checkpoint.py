@@ -127,6 +127,7 @@ def train(ctx: ddpsafe.RankContext, job: Job) -> None:
         "seen": [],
         "ballast": torch.zeros(2**18),  # a megabyte: a save takes long enough to be hit
     }
+    asynchronous = job.asynchronous or ctx.attempt % 2 == 0
     with Checkpointer(job.directory) as checkpointer:
         step = checkpointer.restore(state) or 0
         for epoch in loader.epochs(EPOCHS):
@@ -137,9 +138,9 @@ def train(ctx: ddpsafe.RankContext, job: Job) -> None:
                 scheduler.step()
                 step += 1
                 state["seen"] = [*state["seen"], [epoch, ctx.gather(indices.tolist())]]
-                checkpointer.save(state, step, asynchronous=job.asynchronous)
+                checkpointer.save(state, step, asynchronous=asynchronous)
                 # Of a save in the background, only the one before has been acknowledged.
-                acknowledge(ctx, job, step - job.asynchronous)
+                acknowledge(ctx, job, step - asynchronous)
     acknowledge(ctx, job, step)
     if ctx.is_main:
         torch.save({"model": ctx.unwrap(model).state_dict(), "seen": state["seen"]}, job.result)
@@ -316,7 +317,7 @@ class Arena:
         """Kill random ranks of launches that retry."""
         expected = self.undisturbed(2)
         while tally.kills < kills:
-            job = self.new_job(asynchronous=tally.trainings % 2 == 1)
+            job = self.new_job()
             done = threading.Event()
             killer = threading.Thread(target=self._kill_ranks, args=(job, kills, tally, done))
             killer.start()
@@ -346,7 +347,7 @@ class Arena:
         dropout = 0.5 if exact else 0.0  # what is drawn belongs to a rank
         expected = self.undisturbed(2, dropout=dropout)
         while tally.kills < kills:
-            job = self.new_job(dropout=dropout, asynchronous=tally.trainings % 2 == 1)
+            job = self.new_job(dropout=dropout)
             while not job.result.exists():
                 self._one_launcher(job, kills, tally, self._random.choice(sizes))
             check_result(job, expected, tally, exact=exact)
@@ -356,7 +357,8 @@ class Arena:
             file.unlink()
         # An interpreter of its own: what a launch cleans up after its launcher's death includes
         # that launcher's fork server.
-        facts = json.dumps([str(job.folder), job.asynchronous, job.dropout, ranks])
+        asynchronous = self._random.random() < 0.5
+        facts = json.dumps([str(job.folder), asynchronous, job.dropout, ranks])
         process = subprocess.Popen([sys.executable, __file__, "--be-launcher", facts])
         if tally.kills < kills:
             wait_until(lambda: pid_of(job, ranks - 1) is not None or process.poll() is not None)
@@ -437,7 +439,7 @@ A training is killed with SIGKILL at random moments and started again, until it 
 After each kill, the newest checkpoint has to load whole and must not be older than the last one that `save` acknowledged.
 Each finished training has to have read every sample once per epoch, and to have the parameters of an undisturbed one: bit for bit, with dropout, where the number of ranks stays.
 Where it changes, they may differ by {tolerance:g}, since floating-point sums depend on their order; there is no dropout then, since what a rank draws is its own.
-Every second training saves in the background.
+Every second training of the first kind saves in the background, every second attempt of the second, and every other launcher.
 
 {table}
 
