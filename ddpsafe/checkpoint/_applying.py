@@ -10,7 +10,7 @@ from ddpsafe._errors import explain
 from ddpsafe.checkpoint import _sharded
 from ddpsafe.checkpoint._rng import load_rng_state
 from ddpsafe.checkpoint._snapshot import PerRank, is_stateful, state_of
-from ddpsafe.checkpoint.errors import CheckpointConfigError, StateMismatchError
+from ddpsafe.checkpoint.errors import CheckpointConfigError, CheckpointMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +43,7 @@ def apply(
         with_rng: Set the random number generators too.
 
     Raises:
-        StateMismatchError: An object is not what was saved; nothing has been changed then, unless
+        CheckpointMismatchError: An object is not what was saved; nothing has been changed then, unless
             its own ``load_state_dict`` found it.
     """
     require_same(loaded, state, unwrap)
@@ -89,7 +89,7 @@ def _give(loaded: Loaded, name: str, value: Any, saved: Any) -> None:
     try:
         value.load_state_dict(saved)
     except Exception as exc:
-        raise StateMismatchError(
+        raise CheckpointMismatchError(
             explain(
                 f"{name!r} ({type(value).__name__}) refused its state from {loaded.folder}: {exc}",
                 cause="it was made with other arguments than the one that was saved.",
@@ -105,7 +105,7 @@ def require_same(
     """Compare names and shapes before anything is changed.
 
     Raises:
-        StateMismatchError: With what differs.
+        CheckpointMismatchError: With what differs.
         CheckpointConfigError: A plain value could not be given back.
     """
     _require_writable(state)
@@ -182,14 +182,14 @@ def _compare(
     }
 
 
-def _mismatch(loaded: Loaded, differences: Differences) -> StateMismatchError:
+def _mismatch(loaded: Loaded, differences: Differences) -> CheckpointMismatchError:
     listed = [
         f"{path}: saved {_show(saved)}, now {_show(now)}"
         for path, (saved, now) in list(differences.items())[:_SHOWN]
     ]
     if len(differences) > _SHOWN:
         listed.append(f"… and {len(differences) - _SHOWN} more")
-    return StateMismatchError(
+    return CheckpointMismatchError(
         explain(
             f"The checkpoint {loaded.folder} is of other objects: {len(differences)} differ.",
             cause="the model was changed since, or this is another job's directory.",

@@ -203,7 +203,7 @@ class Checkpointer:
             CorruptCheckpointError: There are checkpoints, and all are damaged.
             MissingCheckpointError: No checkpoint is there for every rank.
             NewerFormatError: A newer ddpsafe wrote it.
-            StateMismatchError: It is of another model; nothing was changed.
+            CheckpointMismatchError: It is of another model; nothing was changed.
         """
         self._require_open(asynchronous=False)
         self.wait()

@@ -132,7 +132,7 @@ def test_another_model_is_named_tensor_by_tensor(tmp_path: Path) -> None:
         other = torch.nn.Sequential(torch.nn.Linear(2, 3))
         before = other[0].weight.clone()
         state = {"model": other, "epoch": 0, "extra": 1}
-        with pytest.raises(errors.StateMismatchError) as caught:
+        with pytest.raises(errors.CheckpointMismatchError) as caught:
             checkpointer.restore(state)
     assert torch.equal(other[0].weight, before)
     assert state["epoch"] == 0
@@ -151,7 +151,7 @@ def test_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save({"optimizer": torch.optim.SGD([torch.ones(1)])}, 1)
         other = torch.optim.SGD([torch.ones(1), torch.ones(1)])
-        with pytest.raises(errors.StateMismatchError, match=r"'optimizer' .SGD. refused"):
+        with pytest.raises(errors.CheckpointMismatchError, match=r"'optimizer' .SGD. refused"):
             checkpointer.restore({"optimizer": other})
 
 
