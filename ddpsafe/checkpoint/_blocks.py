@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer, Self
 
-BLOCK_BYTES: Final = 4 * 2**20
+BLOCK_BYTES: Final = 2**20
 """Length of a block; the last one of a file is shorter."""
+
+# How much is read before it is handed over to be checked.
+_GROUP_BYTES: Final = 4 * BLOCK_BYTES
 
 # Below this, handing the work to another thread costs more than it saves.
 _WORTH_A_THREAD: Final = 256 * 1024
@@ -85,8 +88,10 @@ class ChecksumWriter:
         """Let the disk begin now; otherwise all of it would be left to the fsync at the end."""
         self._unsent += count
         if self._unsent >= _PIECE_BYTES:
-            # Linux starts writing dirty pages that it is told nobody needs, and does not wait.
-            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            # Linux starts writing dirty pages that it is told nobody needs, does not wait, and
+            # keeps them. Told a second time it would drop them, and a restore would be slow.
+            fd, end = self._file.fileno(), self._file.tell()
+            os.posix_fadvise(fd, end - self._unsent, self._unsent, os.POSIX_FADV_DONTNEED)
             self._unsent = 0
 
     def _account(self, view: memoryview) -> None:
@@ -158,7 +163,8 @@ class VerifiedReader(io.RawIOBase):
         self._file = path.open("rb", buffering=0)
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="ddpsafe-checksum")
         self._checked: set[int] = set()
-        self._kept: tuple[int, memoryview] = (-1, memoryview(b""))
+        self._buffer = memoryview(bytearray(min(BLOCK_BYTES, size)))
+        self._kept: tuple[int, memoryview] = (-1, self._buffer)
         self._position = 0
         self.error: OSError | DamagedFileError | None = None
         found = os.fstat(self._file.fileno()).st_size
@@ -210,21 +216,25 @@ class VerifiedReader(io.RawIOBase):
         return len(part)
 
     def _read_blocks(self, view: memoryview, first: int) -> None:
-        """Read whole blocks to where they belong, checking one while the next is read."""
-        pending: Future[None] | None = None
+        """Read whole blocks to where they belong, and check some while the next are read."""
+        checks: list[Future[None]] = []
+        for start in range(0, len(view), _GROUP_BYTES):
+            part = view[start : start + _GROUP_BYTES]
+            self._fill(part, first * BLOCK_BYTES + start)
+            number = first + start // BLOCK_BYTES
+            checks.append(self._helper.submit(self._check_blocks, part, number))
+        for check in checks:
+            check.result()
+
+    def _check_blocks(self, view: memoryview, first: int) -> None:
         for number in range(len(view) // BLOCK_BYTES):
-            part = view[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
-            self._fill(part, (first + number) * BLOCK_BYTES)
-            if pending is not None:
-                pending.result()
-            pending = self._helper.submit(self._check, part, first + number)
-        if pending is not None:
-            pending.result()
+            self._check(view[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES], first + number)
 
     def _block(self, number: int) -> memoryview:
         if self._kept[0] != number:
             start = number * BLOCK_BYTES
-            data = memoryview(bytearray(min(BLOCK_BYTES, self._size - start)))
+            data = self._buffer[: min(BLOCK_BYTES, self._size - start)]
+            self._kept = (-1, data)
             self._fill(data, start)
             self._check(data, number)
             self._kept = (number, data)

@@ -16,7 +16,7 @@
           CorruptCheckpointError                 what there is has been damaged
           NewerFormatError                       a newer ddpsafe wrote it
           MissingCheckpointError                 a node does not see what the others see
-          CheckpointMismatchError (also ValueError)   it belongs to another model
+          CheckpointMismatchError (also ValueError)  it belongs to another model
       CheckpointWarning (a UserWarning)          something you would want to know
 
 An error that one rank meets is raised on every rank, with `rank` saying whose it is.
