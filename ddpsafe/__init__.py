@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from ddpsafe import checkpoint as checkpoint
     from ddpsafe import data as data
     from ddpsafe import doctor as doctor
     from ddpsafe._config import (
@@ -182,7 +183,7 @@ _HOMES: Final = {
     "ddpsafe._worker.attached": ("cleanup", "current", "process_group", "setup"),
     "ddpsafe._worker.context": ("RankContext",),
 }
-_NAMESPACES: Final = ("data", "doctor")
+_NAMESPACES: Final = ("checkpoint", "data", "doctor")
 _HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = ["__version__", *_HOME_OF]  # noqa: PLE0604 - the keys are strings

@@ -40,6 +40,8 @@ UPWARD_FOR_TYPES: Final = {
 
 BETWEEN_SIBLINGS: Final = {
     ("ddpsafe._worker.context", "ddpsafe.data"): "ctx.loader makes the rank's loader; late",
+    ("ddpsafe.checkpoint._party", "ddpsafe._worker.attached"): "who and where the ranks are; late",
+    ("ddpsafe.checkpoint._party", "ddpsafe._worker.in_flight"): "announces a wait; late",
 }
 """Imports of one part of the machinery by another, each with its reason."""
 

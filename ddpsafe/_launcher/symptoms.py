@@ -50,7 +50,8 @@ SECONDARY: Final = (
     _symptom(r"Watchdog caught collective operation timeout", "timeout", "2.x nccl"),
     _symptom(r"monitoredBarrier", "timeout", "2.13 gloo"),
     _symptom(r"ddpsafe.*RankRaisedError", "peer-lost", "ddpsafe: rank 0 failed elsewhere"),
-    _symptom(r"ddpsafe.*(?:Barrier|Rendezvous)TimeoutError", "timeout", "ddpsafe"),
+    _symptom(r"\(met by rank \d+, seen by rank", "peer-lost", "ddpsafe: another rank's checkpoint"),
+    _symptom(r"ddpsafe.*(?:Barrier|Rendezvous|Save)TimeoutError", "timeout", "ddpsafe"),
 )
 
 

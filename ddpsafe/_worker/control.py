@@ -149,6 +149,28 @@ class Control:
         self.store.set(f"{key}/seen/{self._rank}", "yes")
         return True, text.removeprefix(_FAILED) if text.startswith(_FAILED) else None
 
+    def put(self, key: str, data: bytes) -> None:
+        """Leave bytes for another rank under a key that is used once."""
+        self.store.set(f"control/{key}", data)  # type: ignore[arg-type]  # takes bytes too
+
+    def take(self, key: str, *, deadline: Deadline) -> bytes | None:
+        """Wait for what `put` left, or return ``None`` at the deadline."""
+        if not self.wait_for(f"control/{key}", deadline=deadline):
+            return None
+        return bytes(self.store.get(f"control/{key}"))
+
+    def acknowledge(self, key: str) -> None:
+        """Say that this rank has taken what it was told under a key."""
+        self.store.set(f"control/{key}/seen/{self._rank}", "yes")
+
+    def stay(self, key: str) -> None:
+        """Wait, for a moment and only where the store goes with this rank, until all have."""
+        self._stay_for(f"control/{key}", range(1, self._world_size))
+
+    def drop(self, key: str) -> None:
+        """Remove what `put` left, once everyone has taken it."""
+        self.store.delete_key(f"control/{key}")
+
     def wait_for(self, *keys: str, deadline: Deadline) -> bool:
         """Wait until one of the keys is set; tell whether it was before the deadline.
 

@@ -28,8 +28,8 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained", dpi=110)
 
 
-def draw_curves(history: Sequence[Epoch], path: Path) -> None:
-    """Draw loss and test accuracy over the epochs."""
+def draw_curves(history: Sequence[Epoch], path: Path, resumed: Sequence[int] = ()) -> None:
+    """Draw loss and test accuracy over the epochs, and where the training was resumed."""
     figure = new_figure(6.4, 3.2)
     epochs = range(1, len(history) + 1)
     left, right = figure.subplots(1, 2)
@@ -41,6 +41,8 @@ def draw_curves(history: Sequence[Epoch], path: Path) -> None:
     right.set(title="test accuracy, percent", xlabel="epoch")
     for axes in (left, right):
         axes.grid(alpha=0.3)
+        for epoch in resumed:
+            axes.axvline(epoch + 0.5, color="tab:red", linestyle="--", linewidth=1)
     figure.savefig(path)
 
 

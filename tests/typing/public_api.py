@@ -9,6 +9,7 @@ from typing_extensions import assert_type
 
 import ddpsafe
 from ddpsafe import doctor
+from ddpsafe.checkpoint import Checkpointer, PerRank
 from ddpsafe.data import DataLoader
 
 
@@ -23,6 +24,15 @@ def train(ctx: ddpsafe.RankContext, epochs: int, learning_rate: float = 0.1) -> 
     assert_type(ctx.loader(Squares()), DataLoader[int])
     assert_type(ddpsafe.loader(Squares(), train=False), DataLoader[int])
     return learning_rate * epochs / ctx.world_size
+
+
+def checkpoint(loader: DataLoader[int]) -> None:
+    """A state is a dict of whatever has a state, and of plain values."""
+    state: dict[str, object] = {"loader": loader, "own": PerRank(loader), "best": 0.5}
+    with Checkpointer("/runs/1", keep=None, on_failure="warn") as checkpointer:
+        assert_type(checkpointer.restore(state), int | None)
+        checkpointer.save(state, 1, asynchronous=True)
+    Checkpointer("/runs/1", access="write-only")  # type: ignore[arg-type]  # not a choice
 
 
 def main(rank: int, epochs: int) -> None:

@@ -10,8 +10,8 @@ from ddpsafe._config.interfaces import (
     NCCL,
     check_interface,
     check_interfaces,
-    expand_nccl,
 )
+from ddpsafe._interfaces import expand_nccl
 from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
 
 if TYPE_CHECKING:

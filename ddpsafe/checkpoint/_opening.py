@@ -1,0 +1,157 @@
+"""The ranks agree on a directory: rank 0 makes and locks it, the others make sure they see it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+from ddpsafe._clock import Deadline
+from ddpsafe._errors import explain
+from ddpsafe.checkpoint import _folders
+from ddpsafe.checkpoint._lock import DirectoryLock, Owner, read_owner
+from ddpsafe.checkpoint._party import Word, from_wire
+from ddpsafe.checkpoint.errors import CheckpointError, DirectoryError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ddpsafe.checkpoint._party import Party, Round
+
+SEE: Final = timedelta(seconds=5)
+"""How long a network file system may take to show one host what another has written."""
+
+_PAUSE_S: Final = 0.1
+
+
+def open_directory(party: Party, directory: Path) -> tuple[DirectoryLock | None, int | None]:
+    """Make the directory this job's, all ranks together.
+
+    Returns:
+        The lock, on rank 0, and the newest step that is there.
+
+    Raises:
+        DirectoryError: It cannot be written to, or is not the same for all ranks.
+        DirectoryLockedError: Another job has it.
+    """
+    opening, seeing = party.begin(), party.begin()
+    opening.tell(Word(facts={}))
+    if party.is_main:
+        return _lead(party, opening, seeing, directory)
+    facts = _learn(party, opening, directory)
+    sees = _sees(directory, facts["id"])
+    seeing.tell(Word(facts={"sees": sees, "host": party.host, "directory": str(directory)}))
+    _learn(party, seeing, directory)
+    newest: int | None = facts["newest"]
+    return None, newest
+
+
+def _lead(
+    party: Party, opening: Round, seeing: Round, directory: Path
+) -> tuple[DirectoryLock, int | None]:
+    try:
+        _hear(party, opening, directory)
+        lock = _lock(directory)
+    except BaseException as exc:
+        opening.announce(error=exc)
+        raise
+    try:
+        _folders.sweep(directory)
+        newest = next(iter(_folders.complete_steps(directory)), None)
+        opening.announce({"id": lock.owner.id, "newest": newest})
+        seeing.tell(Word(facts={"sees": True}))
+        _require_seen(_hear(party, seeing, directory), directory)
+    except BaseException as exc:
+        lock.release()
+        seeing.announce(error=exc)
+        raise
+    seeing.announce({})
+    return lock, newest
+
+
+def _lock(directory: Path) -> DirectoryLock:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return DirectoryLock(directory, Owner.myself(os.environ))
+    except OSError as exc:
+        raise DirectoryError(
+            explain(
+                f"rank 0 cannot write checkpoints to {directory}: {exc}.",
+                cause="it belongs to another user, is mounted read-only, is no directory, or its "
+                "disk is full.",
+                fix="choose a directory that this user may write to.",
+            ),
+            rank=0,
+        ) from exc
+
+
+def _sees(directory: Path, lock_id: str) -> bool:
+    """Look until this host shows the lock that rank 0 has written, or does not in time."""
+    deadline = Deadline.after(SEE)
+    while True:
+        with contextlib.suppress(OSError):
+            os.listdir(directory)  # noqa: PTH208 - makes NFS look again
+        owner = read_owner(directory)
+        if owner is not None and owner.id == lock_id:
+            return True
+        if deadline.expired():
+            return False
+        time.sleep(_PAUSE_S)
+
+
+def _require_seen(words: dict[int, Word], directory: Path) -> None:
+    blind = {rank: word.facts for rank, word in words.items() if not word.facts["sees"]}
+    if not blind:
+        return
+    hosts = sorted({facts["host"] for facts in blind.values()})
+    listed = [
+        f"rank {rank} on {facts['host']} looked in {facts['directory']}"
+        for rank, facts in list(blind.items())[:8]
+    ]
+    names = ", ".join(map(str, blind))
+    raise DirectoryError(
+        explain(
+            f"rank {names} on {', '.join(hosts)} does not see what rank 0 wrote to {directory}.",
+            cause="the directory is not shared between the nodes, a mount is missing there, or "
+            "the ranks were given different paths.",
+            fix="give every rank the same directory on storage that all nodes share.",
+            details=listed,
+        ),
+        hosts=hosts,
+        rank=min(blind),
+    )
+
+
+def _hear(party: Party, current: Round, directory: Path) -> dict[int, Word]:
+    deadline = party.deadline()
+    words, missing = current.hear(deadline)
+    if missing:
+        raise _not_come(party, missing, deadline, directory)
+    for word in words.values():
+        if word.failure is not None:
+            raise from_wire(word.failure, str(party))
+    return words
+
+
+def _learn(party: Party, current: Round, directory: Path) -> dict[str, Any]:
+    deadline = party.deadline()
+    answer = current.learn(deadline)
+    if answer is None:
+        raise _not_come(party, current.find_missing(), deadline, directory)
+    return answer
+
+
+def _not_come(
+    party: Party, missing: list[int], deadline: Deadline, directory: Path
+) -> CheckpointError:
+    names = ", ".join(map(str, missing))
+    return DirectoryError(
+        explain(
+            f"{party} waited {deadline.waited_s():.1f} s for rank {names} to open {directory}.",
+            cause=f"rank {names} made no Checkpointer, hangs, or its file system does not answer.",
+            fix="make the Checkpointer on every rank, at the same place of the script.",
+        ),
+        rank=missing[0],
+    )

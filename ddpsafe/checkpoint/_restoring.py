@@ -1,0 +1,239 @@
+"""The ranks agree which checkpoint to load: the newest that all of them see and find whole."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ddpsafe._errors import explain
+from ddpsafe.checkpoint import _applying, _folders
+from ddpsafe.checkpoint._blocks import DamagedFileError
+from ddpsafe.checkpoint._party import Word, from_wire, to_wire
+from ddpsafe.checkpoint._reading import Loaded, load_checkpoint
+from ddpsafe.checkpoint.errors import (
+    CheckpointWarning,
+    CorruptCheckpointError,
+    MissingCheckpointError,
+    RestoreError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from ddpsafe._clock import Deadline
+    from ddpsafe.checkpoint._party import Party, Round
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is to be restored.
+
+    Attributes:
+        party: The ranks.
+        directory: Where the checkpoints are.
+        state: The objects, by name.
+        with_rng: Restore the random number generators too.
+        may_tidy: Take damaged checkpoints out of the row.
+    """
+
+    party: Party
+    directory: Path
+    state: Mapping[str, Any]
+    with_rng: bool
+    may_tidy: bool
+
+
+def restore(request: Request) -> int | None:
+    """Load the newest checkpoint that every rank can, into the objects.
+
+    Returns:
+        Its step; ``None`` where there is none on any rank.
+
+    Raises:
+        RestoreError: There are some, and none can be used.
+    """
+    steps, seen = _agree_on_steps(request)
+    problems: list[str] = []
+    for step in steps:
+        loaded, damage = _try_step(request, step)
+        if loaded is not None:
+            _tidy(request, [other for other in seen if other > step], problems)
+            party = request.party
+            _applying.apply(loaded, request.state, unwrap=party.unwrap, with_rng=request.with_rng)
+            logger.info("restored step %d from %s", step, loaded.folder)
+            return step
+        problems += damage
+    if not steps:
+        return None
+    raise CorruptCheckpointError(
+        explain(
+            f"All {len(steps)} checkpoints in {request.directory} are damaged.",
+            cause="the disk fails, or something has changed or copied the files in part.",
+            fix="restore the directory from a copy; remove it to begin again at step 0.",
+            details=problems[:8],
+        ),
+        problems=problems,
+    )
+
+
+def _agree_on_steps(request: Request) -> tuple[list[int], list[int]]:
+    """Return the steps that every rank sees, newest first, and those that any of them sees."""
+    party = request.party
+    current = party.begin()
+    own = _folders.complete_steps(request.directory)
+    current.tell(Word(facts={"steps": own, "host": party.host}))
+    if not party.is_main:
+        answer = _learn(party, current)
+        return answer["steps"], answer["seen"]
+    try:
+        words = _hear(party, current)
+        steps, seen = _common(words, request.directory)
+    except BaseException as exc:
+        current.announce(error=exc)
+        raise
+    current.announce({"steps": steps, "seen": seen})
+    return steps, seen
+
+
+def _common(words: dict[int, Word], directory: Path) -> tuple[list[int], list[int]]:
+    views = [set(word.facts["steps"]) for word in words.values()]
+    common = sorted(set.intersection(*views), reverse=True)
+    seen = sorted(set.union(*views), reverse=True)
+    if seen == common:
+        return common, seen
+    by_host = {word.facts["host"]: word.facts["steps"] for word in words.values()}
+    lacking = [
+        f"rank {rank} on {word.facts['host']} sees {_list(word.facts['steps'])}"
+        for rank, word in words.items()
+        if set(word.facts["steps"]) != set(seen)
+    ]
+    if not common:
+        raise MissingCheckpointError(
+            explain(
+                f"No checkpoint in {directory} is there for every rank: "
+                f"some ranks see {_list(seen)}.",
+                cause="the directory is not shared between the nodes, or a mount is missing.",
+                fix="mount the same storage on every node, or copy the checkpoints there.",
+                details=lacking[:8],
+            ),
+            steps=by_host,
+        )
+    _warn(
+        f"not every rank sees step {seen[0]} in {directory}; step {common[0]} is the newest that "
+        f"all see, and is used ({'; '.join(lacking[:8])})."
+    )
+    return common, seen
+
+
+def _list(steps: list[int]) -> str:
+    return "no step" if not steps else "step " + ", ".join(map(str, steps[:4]))
+
+
+def _try_step(request: Request, step: int) -> tuple[Loaded | None, list[str]]:
+    """Load one checkpoint on every rank; return it if all of them could."""
+    party = request.party
+    current = party.begin()
+    loaded, word = _load(request, step)
+    current.tell(word)
+    if not party.is_main:
+        answer = _learn(party, current)
+        return (loaded if answer["use"] else None), answer["problems"]
+    try:
+        words = _hear(party, current)
+    except BaseException as exc:
+        current.announce(error=exc)
+        raise
+    problems = [
+        f"step {step}: {text} (found by rank {rank} on {words[rank].facts['host']})"
+        for rank, text in _once(words).items()
+    ]
+    current.announce({"use": not problems, "problems": problems})
+    if problems:
+        _warn(
+            f"the checkpoint of step {step} in {request.directory} is damaged and is not used: "
+            + "; ".join(problems[:4])
+        )
+    return (None if problems else loaded), problems
+
+
+def _once(words: dict[int, Word]) -> dict[int, str]:
+    """Return each problem once, by the first rank that met it."""
+    found: dict[str, int] = {}
+    for rank, word in words.items():
+        if word.facts["damage"] is not None:
+            found.setdefault(word.facts["damage"], rank)
+    return {rank: text for text, rank in found.items()}
+
+
+def _load(request: Request, step: int) -> tuple[Loaded | None, Word]:
+    """Read a checkpoint and compare it with the objects; what fails is for rank 0 to judge."""
+    party = request.party
+    facts: dict[str, Any] = {"damage": None, "host": party.host}
+    try:
+        loaded = load_checkpoint(
+            request.directory, step, rank=party.rank, world_size=party.world_size
+        )
+        _applying.require_same(loaded, request.state, party.unwrap)
+    except (DamagedFileError, OSError) as exc:
+        return None, Word(facts={**facts, "damage": str(exc)})
+    except Exception as exc:
+        if party.world_size == 1:
+            raise
+        logger.debug("step %d cannot be restored", step, exc_info=True)
+        return None, Word(facts=facts, failure=to_wire(exc, rank=party.rank))
+    return loaded, Word(facts=facts)
+
+
+def _tidy(request: Request, newer: list[int], problems: list[str]) -> None:
+    """Take what is newer than the checkpoint in use out of the row: it is damaged, or not shared.
+
+    The training comes to those steps again and saves them anew.
+    """
+    if not request.may_tidy or not request.party.is_main:
+        return
+    try:
+        for step in newer:
+            target = _folders.set_aside(request.directory, step)
+            logger.warning("step %d was set aside as %s: %s", step, target, problems)
+    except OSError as exc:
+        logger.warning("of %s not all could be set aside: %s", newer, exc)
+
+
+def _hear(party: Party, current: Round) -> dict[int, Word]:
+    deadline = party.deadline()
+    words, missing = current.hear(deadline)
+    if missing:
+        raise _not_come(party, missing, deadline)
+    for word in words.values():
+        if word.failure is not None:
+            raise from_wire(word.failure, str(party))
+    return words
+
+
+def _learn(party: Party, current: Round) -> dict[str, Any]:
+    deadline = party.deadline()
+    answer = current.learn(deadline)
+    if answer is None:
+        raise _not_come(party, current.find_missing(), deadline)
+    return answer
+
+
+def _not_come(party: Party, missing: list[int], deadline: Deadline) -> RestoreError:
+    names = ", ".join(map(str, missing))
+    return RestoreError(
+        explain(
+            f"{party} waited {deadline.waited_s():.1f} s for rank {names} to restore.",
+            cause=f"rank {names} did not call restore(), hangs, or reads from slow storage.",
+            fix="call restore() on every rank; raise the Checkpointer's timeout for slow storage.",
+        ),
+        rank=missing[0],
+    )
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"ddpsafe: {text}", CheckpointWarning, stacklevel=6)

@@ -1,0 +1,97 @@
+"""What may go into a checkpoint: only what loads again without executing anything."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import TYPE_CHECKING, Any, Final
+
+from ddpsafe._errors import explain
+from ddpsafe.checkpoint._trees import leaves
+from ddpsafe.checkpoint.errors import UnsafeStateError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS: Final = (dict, list, tuple)
+_SHOWN: Final = 5
+
+
+def require_loadable(state: dict[str, Any]) -> None:
+    """Refuse a state that ``torch.load(weights_only=True)`` would refuse.
+
+    Args:
+        state: What is to be saved, by name.
+
+    Raises:
+        UnsafeStateError: It holds such values; it says where.
+    """
+    found = [f"{path}: {why}" for path, why in _refused(state)]
+    if not found:
+        return
+    more = [f"… and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    what = f"The state holds {len(found)} values that could not be loaded again."
+    raise UnsafeStateError(
+        explain(
+            what,
+            cause="checkpoints are loaded with weights_only=True, so that none can execute code; "
+            "that allows tensors, numbers, texts, and dicts, lists and tuples of them.",
+            fix="return plain values from state_dict(), or allow the type on both sides with "
+            "torch.serialization.add_safe_globals.",
+            details=[*found[:_SHOWN], *more],
+        ),
+        paths=[text.split(": ")[0] for text in found],
+    )
+
+
+def _refused(state: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    import torch
+
+    tensors = (torch.Tensor, torch.nn.Parameter)
+    for path, leaf in _suspects(state, "state"):
+        if type(leaf) in _PLAIN or type(leaf) in tensors:
+            continue
+        why = _try(leaf)
+        if why is not None:
+            yield path, f"{type(leaf).__module__}.{type(leaf).__qualname__} ({why})"
+
+
+def _suspects(tree: object, path: str) -> Iterator[tuple[str, object]]:
+    """Yield the leaves, the keys, and containers that are no plain ones, emptied of their items."""
+    if isinstance(tree, _CONTAINERS) and not hasattr(tree, "_fields"):
+        if type(tree) not in _CONTAINERS:
+            yield path, _emptied(tree)
+        if isinstance(tree, dict):
+            for key, value in tree.items():
+                yield f"{path}.keys()", key
+                yield from _suspects(value, f"{path}[{key!r}]")
+            return
+        for number, value in enumerate(tree):
+            yield from _suspects(value, f"{path}[{number}]")
+        return
+    yield from leaves(tree, path)
+
+
+def _emptied(container: Any) -> object:
+    if isinstance(container, dict):
+        copy = container.copy()
+        copy.clear()
+        return copy
+    return type(container)()
+
+
+def _try(value: object) -> str | None:
+    """Save and load one value; return why that is refused, if it is."""
+    import torch
+
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True, map_location="cpu")
+    except pickle.UnpicklingError:
+        return "weights_only=True does not allow it"
+    except Exception as exc:  # noqa: BLE001 - a user's type may refuse in any way
+        return (str(exc).splitlines() or [""])[0][:120] or type(exc).__name__
+    return None

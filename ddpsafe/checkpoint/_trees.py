@@ -1,0 +1,109 @@
+"""State as trees of dicts, lists and tensors: walked, copied to host memory, measured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+
+def leaves(tree: object, path: str) -> Iterator[tuple[str, Any]]:
+    """Walk plain dicts, lists and tuples; yield everything else with its path."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from leaves(value, f"{path}[{key!r}]")
+    elif isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
+        for number, value in enumerate(tree):
+            yield from leaves(value, f"{path}[{number}]")
+    else:
+        yield path, tree
+
+
+def replace_leaves(tree: Any, path: str, change: Callable[[str, Any], Any]) -> Any:
+    """Return a copy of the tree in which each leaf is what `change` makes of it.
+
+    Containers keep their type where it is a plain one; others are leaves of `leaves` too.
+    """
+    if isinstance(tree, dict):
+        items = {
+            key: replace_leaves(value, f"{path}[{key!r}]", change) for key, value in tree.items()
+        }
+        return items if type(tree) is dict else _like(tree, items)
+    if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
+        values = [
+            replace_leaves(value, f"{path}[{number}]", change) for number, value in enumerate(tree)
+        ]
+        return values if type(tree) is list else type(tree)(values)
+    return change(path, tree)
+
+
+def _like(tree: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    """Keep an OrderedDict, a Counter or a defaultdict what it is."""
+    copy = tree.copy()
+    for key, value in items.items():
+        copy[key] = value
+    return copy
+
+
+class HostCopies:
+    """Memory of the host that tensors are copied to, kept from one save to the next.
+
+    Allocating it anew would cost more than the copy: every page has to be faulted in.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def copy(self, tree: Any) -> Any:
+        """Copy a state; tensors that are one and the same stay so."""
+        import torch
+
+        done: dict[tuple[object, ...], torch.Tensor] = {}
+        buffers: dict[str, torch.Tensor] = {}
+
+        def change(path: str, leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            key = _identity(leaf)
+            if key not in done:
+                done[key] = buffers[path] = self._copy_tensor(path, leaf)
+            return done[key]
+
+        copied = replace_leaves(tree, "", change)
+        self._buffers = buffers
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch
+            torch.cuda.synchronize()
+        return copied
+
+    def _copy_tensor(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        source = tensor.detach()
+        buffer = self._buffers.get(path)
+        fits = buffer is not None and buffer.shape == source.shape and buffer.dtype == source.dtype
+        if buffer is None or not fits:
+            buffer = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
+        return buffer.copy_(source, non_blocking=True)
+
+
+def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    place = (tensor.device, tensor.data_ptr() if tensor.numel() else id(tensor))
+    return (*place, tensor.dtype, tuple(tensor.shape), tensor.stride(), id(type(tensor)))
+
+
+def size_bytes(tree: object) -> int:
+    """Return about how many bytes a state takes in a file."""
+    import torch
+
+    storages: dict[object, int] = {}
+    others = 0
+    for _, leaf in leaves(tree, ""):
+        if isinstance(leaf, torch.Tensor):
+            storage = leaf.untyped_storage()
+            storages[leaf.device, storage.data_ptr()] = storage.nbytes()
+        else:
+            others += 32 + (len(leaf) if isinstance(leaf, (str, bytes)) else 0)
+    return sum(storages.values()) + others + 256 * len(storages)

@@ -1,0 +1,170 @@
+"""A checkpoint that is not what was written is never loaded: it is named, and the one before used."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from ddpsafe.checkpoint import Checkpointer, errors
+from ddpsafe.checkpoint._blocks import BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+FLIPS_PER_FILE = 40
+
+
+@pytest.fixture
+def directory(tmp_path: Path, state: dict[str, Any]) -> Path:
+    """Return a directory with the checkpoints of steps 1 and 2."""
+    with Checkpointer(tmp_path / "c") as checkpointer:
+        for step in (1, 2):
+            checkpointer.save({**state, "epoch": step}, step)
+    return tmp_path / "c"
+
+
+def restored(directory: Path, state: dict[str, Any], access: Any = "read") -> int | None:
+    """Restore, and make sure that what came is the state of that step."""
+    with Checkpointer(directory, access=access, rng=False) as checkpointer:
+        step = checkpointer.restore(state)
+    assert state["epoch"] == step
+    return step
+
+
+def test_every_flipped_bit_is_found(directory: Path, state: dict[str, Any]) -> None:
+    """In every file, at its beginning, at its end and in between."""
+    chance = random.Random(0)
+    for file in sorted((directory / "step-000000000002").iterdir()):
+        whole = file.read_bytes()
+        places = [0, len(whole) - 1, *chance.choices(range(len(whole)), k=FLIPS_PER_FILE)]
+        for place in places:
+            broken = bytearray(whole)
+            broken[place] ^= 1 << chance.randrange(8)
+            file.write_bytes(broken)
+            with pytest.warns(errors.CheckpointWarning, match=f"step 2: {file.name}"):
+                assert restored(directory, state) == 1, (file.name, place)
+        file.write_bytes(whole)
+    assert restored(directory, state) == 2
+
+
+def test_every_truncation_is_found(directory: Path, state: dict[str, Any]) -> None:
+    """Whatever is left of a file, down to nothing, and what is longer than it was."""
+    for file in sorted((directory / "step-000000000002").iterdir()):
+        whole = file.read_bytes()
+        for data in (b"", whole[:1], whole[: len(whole) // 2], whole[:-1], whole + b"\0"):
+            file.write_bytes(data)
+            with pytest.warns(errors.CheckpointWarning, match=file.name):
+                assert restored(directory, state) == 1
+        file.unlink()
+        with pytest.warns(errors.CheckpointWarning, match=f"{file.name} is missing"):
+            assert restored(directory, state) == 1
+        file.write_bytes(whole)
+
+
+def test_damage_in_a_large_file_is_named_by_its_bytes(tmp_path: Path) -> None:
+    """The warning says which file, which bytes, which rank and host found it."""
+    state = {"weights": torch.randn(3 * BLOCK_BYTES // 4), "step": 0}
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(state, step)
+    file = tmp_path / "step-000000000002" / "state.pt"
+    with file.open("r+b") as stream:
+        stream.seek(BLOCK_BYTES + 12345)
+        byte = stream.read(1)[0]
+        stream.seek(BLOCK_BYTES + 12345)
+        stream.write(bytes([byte ^ 4]))
+    where = f"bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES} .*found by rank 0 on "
+    with (
+        Checkpointer(tmp_path) as checkpointer,
+        pytest.warns(errors.CheckpointWarning, match=where),
+    ):
+        assert checkpointer.restore(state) == 1
+
+
+def test_damaged_one_is_set_aside_and_its_step_saved_anew(
+    directory: Path, state: dict[str, Any]
+) -> None:
+    """A training that comes to that step again is not in its own way."""
+    file = directory / "step-000000000002" / "state.pt"
+    file.write_bytes(file.read_bytes()[:-1])
+    with Checkpointer(directory) as checkpointer:
+        with pytest.warns(errors.CheckpointWarning, match="truncated"):
+            assert checkpointer.restore(state) == 1
+        assert checkpointer.latest() == 1
+        assert (directory / "latest").resolve() == checkpointer.path(1)
+        checkpointer.save({**state, "epoch": 2}, 2)
+    assert restored(directory, state) == 2
+    assert len(list(directory.glob(".damaged-step-000000000002-*"))) == 1
+
+
+def test_when_all_are_damaged_nothing_begins_at_zero(
+    directory: Path, state: dict[str, Any]
+) -> None:
+    """Days of training are not thrown away in silence; nothing is moved, either."""
+    for step in (1, 2):
+        (directory / f"step-{step:012}" / "state.pt").write_bytes(b"version https://git-lfs")
+    for access in ("write", "read"):
+        with (
+            pytest.warns(errors.CheckpointWarning),
+            pytest.raises(errors.CorruptCheckpointError) as caught,
+        ):
+            restored(directory, state, access)
+        assert len(caught.value.problems) == 2
+        assert len(list(directory.glob("step-*"))) == 2
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the manifest of step 2 as somebody would who can compute its checksum."""
+    file = directory / "step-000000000002" / "manifest.json"
+    content = json.loads(file.read_text())["content"]
+    change(content)
+    text = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    file.write_bytes(b'{"crc32":%d,"content":%s}\n' % (zlib.crc32(text), text))
+
+
+def test_newer_format_is_refused_and_not_skipped(directory: Path, state: dict[str, Any]) -> None:
+    """Going back to an older checkpoint would lose what the newer ddpsafe has done."""
+    rewrite(directory, lambda content: content.update(version=99))
+    with pytest.raises(errors.NewerFormatError) as caught:
+        restored(directory, state)
+    assert (caught.value.found, caught.value.known) == (99, 1)
+
+
+def test_manifest_of_nonsense_is_damage(directory: Path, state: dict[str, Any]) -> None:
+    """With a right checksum, too."""
+    rewrite(directory, lambda content: content.pop("files"))
+    with pytest.warns(errors.CheckpointWarning, match="lacks what a manifest has"):
+        assert restored(directory, state) == 1
+
+
+def test_checkpoint_that_would_execute_code_is_not_loaded(
+    directory: Path, state: dict[str, Any], tmp_path: Path
+) -> None:
+    """Somebody who replaces the file and its checksum still runs nothing."""
+    witness = tmp_path / "executed"
+
+    class Trap:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return witness.touch, ()
+
+    file = directory / "step-000000000002" / "state.pt"
+    torch.save({"model": Trap(), "epoch": 2}, file)
+    data = file.read_bytes()
+    facts = {"size_bytes": len(data), "crc32": [zlib.crc32(data)]}
+    rewrite(directory, lambda content: content["files"].update({"state.pt": facts}))
+    with pytest.raises(errors.RestoreError, match="cannot load it"):
+        restored(directory, state)
+    assert not witness.exists()
+
+
+def test_vanished_step_folder_is_no_checkpoint(directory: Path, state: dict[str, Any]) -> None:
+    """Removed by hand: the one before is used, without a word."""
+    shutil.rmtree(directory / "step-000000000002")
+    assert restored(directory, state) == 1

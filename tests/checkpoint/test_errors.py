@@ -1,0 +1,67 @@
+"""Errors of checkpoints cross processes whole, and between ranks as plain values."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import pickle
+from typing import Any, Final
+
+import pytest
+
+from ddpsafe.checkpoint import errors
+from ddpsafe.checkpoint._party import from_wire, to_wire
+
+FACTS: Final[dict[str, Any]] = {
+    "differences": {"weight": ((2, 3), (3, 2))},
+    "found": 2,
+    "free_bytes": 5,
+    "hosts": ("gpu-07",),
+    "known": 1,
+    "missing_ranks": (1, 3),
+    "needed_bytes": 7,
+    "newest": 20,
+    "owner": {"pid": 4711},
+    "paths": ("state['x']",),
+    "problems": ("first", "second"),
+    "rank": 3,
+    "step": 10,
+    "steps": {"gpu-07": (1, 2)},
+    "waited_s": 20.5,
+}
+
+CLASSES: Final = sorted(errors.BY_NAME.values(), key=lambda cls: cls.__name__)
+
+
+def build(cls: type[errors.CheckpointError]) -> errors.CheckpointError:
+    """Make an error with every fact that its class takes."""
+    names = inspect.getfullargspec(cls.__init__).kwonlyargs
+    return cls("what happened\n  why", **{name: FACTS[name] for name in names})
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_error_survives_pickling_with_its_facts(cls: type[errors.CheckpointError]) -> None:
+    """Type, message and every fact arrive unchanged."""
+    error = build(cls)
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is cls
+    assert (str(copy), vars(copy)) == (str(error), vars(error))
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_error_is_the_same_on_other_ranks(cls: type[errors.CheckpointError]) -> None:
+    """JSON carries it; the text says whose it is and who only saw it."""
+    error = build(cls)
+    seen = from_wire(json.loads(json.dumps(to_wire(error, rank=0))), "rank 1 (world_size 4)")
+    assert type(seen) is cls
+    assert vars(seen).keys() == vars(error).keys()
+    assert seen.rank == 3
+    expected = "what happened (met by rank 3, seen by rank 1 (world_size 4))\n  why"
+    assert str(seen) == expected
+
+
+def test_error_of_another_kind_is_told_with_its_class() -> None:
+    """Whatever a user's object raises in state_dict()."""
+    seen = from_wire(to_wire(ZeroDivisionError("by zero"), rank=2), "rank 0 (world_size 4)")
+    assert type(seen) is errors.CheckpointError
+    assert str(seen).startswith("ZeroDivisionError: by zero (met by rank 2, seen by rank 0")

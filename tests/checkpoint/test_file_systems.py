@@ -1,0 +1,153 @@
+"""Disks that are full, read-only, frozen or gone: the save fails, the training need not."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import threading
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+import torch
+
+from ddpsafe.checkpoint import Checkpointer, errors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Mount = Callable[[str, str], Path]
+
+
+@pytest.mark.root
+def test_save_that_cannot_fit_is_refused_before_a_byte_is_written(mount: Mount) -> None:
+    """Needed and free bytes are told; what was saved before is whole; a smaller state fits."""
+    directory = mount("tmpfs", "size=6m")
+    small, large = {"x": torch.ones(2**18)}, {"x": torch.ones(2**21)}
+    with Checkpointer(directory, keep=1) as checkpointer:
+        checkpointer.save(small, 1)
+        with pytest.raises(errors.NoSpaceError) as caught:
+            checkpointer.save(large, 2)
+        assert caught.value.needed_bytes > large["x"].nbytes > caught.value.free_bytes
+        assert [path.name for path in directory.glob(".saving*")] == []
+        checkpointer.save(small, 3)
+        assert checkpointer.restore(small) == 3
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_disk_that_fills_up_meanwhile_fails_the_save(mount: Mount, asynchronous: bool) -> None:  # noqa: FBT001
+    """Nothing half-written stays, so the space is free again."""
+    directory = mount("tmpfs", "size=4m")
+    # A number of five million bytes, which nobody would expect one to have, defeats the estimate.
+    state: dict[str, Any] = {"x": torch.ones(8), "huge": 1 << 8 * 5_000_000}
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save({"x": torch.ones(8), "huge": 0}, 1)
+        with pytest.raises(errors.NoSpaceError, match="does not fit"):
+            save_and_wait(checkpointer, state, asynchronous=asynchronous)
+        assert sorted(path.name for path in directory.glob("*step*")) == ["step-000000000001"]
+        assert list(directory.glob(".saving*")) == []
+        assert checkpointer.restore({"x": torch.zeros(8)}) == 1
+
+
+def save_and_wait(checkpointer: Checkpointer, state: dict[str, Any], *, asynchronous: bool) -> None:
+    """Save step 2 to the end."""
+    checkpointer.save(state, 2, asynchronous=asynchronous)
+    checkpointer.wait()
+
+
+@pytest.mark.root
+def test_training_may_go_on_over_a_full_disk(mount: Mount) -> None:
+    """``on_failure="warn"`` says so each time, and saves again when there is room."""
+    directory = mount("tmpfs", "size=6m")
+    state = {"x": torch.ones(2**19)}
+    filler = directory / "filler"
+    with Checkpointer(directory, keep=1, on_failure="warn") as checkpointer:
+        checkpointer.save(state, 1)
+        filler.write_bytes(bytes(3 * 2**20))
+        with pytest.warns(errors.CheckpointWarning, match="step 2 does not fit"):
+            checkpointer.save(state, 2)
+        filler.unlink()
+        checkpointer.save(state, 3)
+        assert checkpointer.latest() == 3
+
+
+@pytest.mark.root
+def test_file_system_that_turns_read_only_fails_the_save(mount: Mount) -> None:
+    """As ext4 does after an error of its disk, here one that its own switch triggers."""
+    directory = mount("ext4", "loop,errors=remount-ro")
+    source = next(
+        part.device for part in psutil.disk_partitions() if part.mountpoint == str(directory)
+    )
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save({"x": 1}, 1)
+        switch = Path("/sys/fs/ext4") / Path(source).name / "trigger_fs_error"
+        switch.write_text("1")
+        with pytest.raises(errors.SaveError, match=r"(?s)Read-only file system.*mounted read-only"):
+            checkpointer.save({"x": 2}, 2)
+        state = {"x": 0}
+        assert checkpointer.restore(state) == 1
+
+
+@pytest.mark.root
+def test_job_on_a_read_only_file_system_does_not_begin(mount: Mount) -> None:
+    """The error says so before the first step; reading works."""
+    directory = mount("tmpfs", "size=4m")
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save({"x": 1}, 1)
+    subprocess.run(["mount", "-o", "remount,ro", str(directory)], check=True)
+    with pytest.raises(errors.DirectoryError, match="Read-only file system"):
+        Checkpointer(directory)
+    assert Checkpointer(directory, access="read").restore({"x": 0}) == 1
+
+
+def test_file_in_the_place_of_the_directory_is_told(tmp_path: Path) -> None:
+    """Whatever the file system refuses comes as one class, with its words."""
+    (tmp_path / "file").touch()
+    with pytest.raises(errors.DirectoryError, match="File exists"):
+        Checkpointer(tmp_path / "file")
+
+
+def test_vanished_directory_fails_the_save(tmp_path: Path) -> None:
+    """Removed by somebody, or unmounted: the next job's directory is not written to."""
+    with Checkpointer(tmp_path / "c") as checkpointer:
+        checkpointer.save({"x": 1}, 1)
+        shutil.rmtree(tmp_path / "c")
+        with pytest.raises(errors.SaveError, match=r"lock on .* is gone"):
+            checkpointer.save({"x": 2}, 2)
+        (tmp_path / "c").mkdir()
+        with pytest.raises(errors.SaveError, match=r"lock on .* is gone"):
+            checkpointer.save({"x": 2}, 3)
+    assert list((tmp_path / "c").iterdir()) == []
+
+
+@pytest.mark.root
+def test_storage_that_does_not_answer_is_given_up_on(mount: Mount) -> None:
+    """The deadline holds though the writer sits in the kernel, and it never publishes later."""
+    directory = mount("ext4", "loop")
+    with Checkpointer(directory, timeout=timedelta(seconds=0.5)) as checkpointer:
+        checkpointer.save({"x": 1}, 1)
+        subprocess.run(["fsfreeze", "-f", str(directory)], check=True)
+        try:
+            with pytest.raises(errors.SaveTimeoutError) as caught:
+                checkpointer.save({"x": 2}, 2)
+        finally:
+            subprocess.run(["fsfreeze", "-u", str(directory)], check=True)
+        assert caught.value.missing_ranks == (0,)
+        assert caught.value.waited_s < 10
+        for thread in threading.enumerate():
+            if thread.name == "ddpsafe-save-2":
+                thread.join(20)
+        assert checkpointer.latest() == 1
+        assert list(directory.glob(".saving*")) == []
+        checkpointer.save({"x": 3}, 3)
+
+
+def test_warning_of_a_failed_save_is_not_raised_by_chance(tmp_path: Path) -> None:
+    """With ``on_failure="warn"`` a healthy save is silent."""
+    with warnings.catch_warnings(), Checkpointer(tmp_path, on_failure="warn") as checkpointer:
+        warnings.simplefilter("error")
+        checkpointer.save({"x": 1}, 1)

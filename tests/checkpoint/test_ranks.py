@@ -1,0 +1,184 @@
+"""Ranks together: one answer for all, whoever fails, and a training that outlives its ranks."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import checkpoint_programs as programs
+import pytest
+import torch
+
+import ddpsafe
+from ddpsafe.checkpoint import Checkpointer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SOON: Any = {"backoff_initial": 0, "jitter": 0}
+
+
+@pytest.fixture(scope="module")
+def disagreement(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """Return what each of two ranks met when one of them failed."""
+    base = tmp_path_factory.mktemp("disagreement")
+    return programs.run_ranks(programs.everything_two_ranks_disagree_on, base)
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "says", "blamed"),
+    [
+        ("own directories", "DirectoryError", "rank 1 on .* does not see what rank 0 wrote", 1),
+        ("step", "CheckpointConfigError", "rank 1 saves step 3, and rank 0 2", 1),
+        ("unsafe on rank 0", "UnsafeStateError", r"state\['code'\]", 0),
+        ("locked", "DirectoryLockedError", "this very process", 0),
+        ("lock gone", "SaveError", "lock on .* is gone", 0),
+        ("lock gone, asynchronous", "SaveError", "lock on .* is gone", 0),
+    ],
+)
+def test_what_one_rank_meets_is_raised_on_every_rank(
+    disagreement: dict[int, dict[str, Any]], case: str, kind: str, says: str, blamed: int
+) -> None:
+    """The same class with the same facts, naming the rank that met it."""
+    for rank in range(2):
+        found = disagreement[rank][case]
+        assert found["class"] == kind
+        assert found["rank"] == blamed
+        assert_matches(says, found["text"])
+    assert (
+        f"(met by rank {blamed}, seen by rank 1 (world_size 2) on "
+        in (disagreement[1][case]["text"])
+    )
+
+
+def assert_matches(pattern: str, text: str) -> None:
+    """Fail unless the text has the pattern."""
+    assert re.search(pattern, text), text
+
+
+def test_after_a_failed_save_the_ranks_still_agree(
+    disagreement: dict[int, dict[str, Any]],
+) -> None:
+    """The next save works, and what is there is what was saved."""
+    for rank in range(2):
+        assert disagreement[rank]["backwards"]["class"] == "StepOrderError"
+        assert disagreement[rank]["read"] == 2
+        assert disagreement[rank]["value"] == 0  # rank 0's, on both
+    assert disagreement[0]["left"] == ["latest", "step-000000000001", "step-000000000002"]
+
+
+def test_absent_rank_is_named_within_the_timeout_of_the_save(tmp_path: Path) -> None:
+    """On every rank that waited, also on those that wait for rank 0, which waits for it."""
+    found = programs.run_ranks(programs.fail_alone, tmp_path, "rank 1 is absent", ranks=3)
+    for rank in (0, 2):
+        assert found[rank]["class"] == "SaveTimeoutError", found
+        assert found[rank]["missing_ranks"] == (1,)
+        assert found[rank]["waited_s"] < 10
+
+
+def test_stopped_writer_is_named_and_the_others_do_not_wait(tmp_path: Path) -> None:
+    """Rank 0 stands still inside its save: the launch ends, and says who it was."""
+    with pytest.raises(ddpsafe.LaunchError) as caught:
+        programs.run_ranks(
+            programs.fail_alone, tmp_path, "rank 0 stops", ranks=3, run_dir=tmp_path / "run"
+        )
+    assert "rank 0 (world_size 3)" in str(caught.value).splitlines()[0], str(caught.value)
+    assert "'missing_ranks': (0,)" in (tmp_path / "found-1").read_text()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Return a folder in which ``source`` has the checkpoints of steps 1 to 3."""
+    with Checkpointer(tmp_path / "source") as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save({"x": step}, step)
+    return tmp_path
+
+
+def test_ranks_that_see_different_checkpoints_agree_on_one_or_say_who_lacks_it(
+    source: Path,
+) -> None:
+    """The newest that all see is used with a warning; none in common is an error."""
+    found = programs.run_ranks(programs.see_different_directories, source)
+    for rank in range(2):
+        assert found[rank]["older"]["class"] == "nothing"
+        assert found[rank]["older"]["x"] == 2
+        for case, lacking in (("lacks", "rank 1 on .* sees no step"), ("apart", "sees step 2")):
+            assert found[rank][case]["class"] == "MissingCheckpointError"
+            assert_matches(lacking, found[rank][case]["text"])
+            assert found[rank][case]["x"] == 0
+    (warning,) = found[0]["older"]["warnings"]
+    assert_matches(
+        "not every rank sees step 3 .*; step 2 is .*rank 1 on .* sees step 2, 1", warning
+    )
+    assert found[1]["older"]["warnings"] == []
+
+
+def test_damage_that_one_rank_sees_counts_for_all(source: Path) -> None:
+    """No rank trains on from another step than the others."""
+    shutil.copytree(source / "source", source / "copy", symlinks=True)
+    file = source / "copy" / "step-000000000003" / "state.pt"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    found = programs.run_ranks(programs.find_damage_on_one_rank, source)
+    assert [found[rank][:2] for rank in range(2)] == [(2, 2), (2, 2)]
+    assert_matches("step 3: state.pt: .*found by rank 1 on ", found[0][2][0])
+
+
+def test_each_rank_draws_on_from_its_own_generators(tmp_path: Path) -> None:
+    """Under another world size, the ranks that were not there keep what they have."""
+    before = programs.run_ranks(programs.draw, tmp_path, kwargs={"save": True})
+    after = programs.run_ranks(programs.draw, tmp_path, ranks=3, kwargs={"save": False})
+    assert [after[rank] for rank in range(2)] == [before[rank] for rank in range(2)]
+    assert before[0][0] != before[1][0]
+    assert after[2][1] == 102
+
+
+def test_other_number_of_ranks_reads_every_sample_once(tmp_path: Path) -> None:
+    """Two ranks, then three, against one alone; parameters differ only by the order in which sums are taken."""
+    alike = {"dropout": 0.0}  # what is dropped belongs to a rank
+    whole = programs.run_ranks(programs.train, tmp_path / "whole", ranks=1, kwargs=alike)[0]
+    with pytest.raises(ddpsafe.RankKilledError):
+        programs.run_ranks(
+            programs.train,
+            tmp_path / "parts",
+            kwargs={**alike, "kill": (1, 0, 3)},
+            run_dir=tmp_path / "run",
+        )
+    ended = programs.run_ranks(programs.train, tmp_path / "parts", ranks=3, kwargs=alike)[0]
+    assert ended["begun"] == 3
+    for epoch in range(3):
+        read = [i for e, ranks in ended["seen"] if e == epoch for rank in ranks for i in rank]
+        assert Counter(read) == Counter(range(24))
+    for ours, theirs in zip(ended["parameters"], whole["parameters"], strict=True):
+        assert_close(ours, theirs)
+
+
+def assert_close(ours: Any, theirs: Any) -> None:
+    """Compare nested lists of numbers."""
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), atol=1e-5, rtol=1e-4)
+
+
+def test_retries_that_never_get_on_stop(tmp_path: Path) -> None:
+    """A checkpoint that kills whoever loads it does not use up a hundred attempts."""
+    retry = ddpsafe.RetryPolicy(on={"killed"}, attempts=100, **SOON)
+    with pytest.raises(ddpsafe.RankKilledError, match="2 attempts in a row made no optimizer step"):
+        programs.run_ranks(
+            programs.never_get_on, tmp_path / "c", ranks=1, retry=retry, run_dir=tmp_path / "run"
+        )
+
+
+def test_sharded_model_is_restored_on_another_number_of_ranks(tmp_path: Path) -> None:
+    """FSDP2 over two ranks, then over three: parameters and AdamW's moments go on alike."""
+    before = programs.run_ranks(programs.save_and_restore_shards, tmp_path, kwargs={"save": True})[
+        0
+    ]
+    after = programs.run_ranks(
+        programs.save_and_restore_shards, tmp_path, ranks=3, kwargs={"save": False}
+    )[0]
+    assert before["asynchronous"]["class"] == "CheckpointConfigError"
+    assert after["step"] == 1
+    assert after["epoch"] == 7
+    for ours, theirs in zip(after["parameters"], before["parameters"], strict=True):
+        assert_close(ours, theirs)

@@ -1,0 +1,251 @@
+"""What was saved comes back: every kind of object, and the random numbers that follow."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+import ddpsafe
+from ddpsafe import checkpoint, data
+from ddpsafe.checkpoint import Checkpointer, PerRank, errors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+class Counter:
+    """Stands for a user's own object with a state."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the count."""
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take a count over."""
+        self.count = state["count"]
+
+
+def make_training() -> dict[str, Any]:
+    """Make one object of each kind."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    dataset = torch.utils.data.TensorDataset(torch.arange(32.0).reshape(8, 4))
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20),
+        "scaler": torch.amp.GradScaler("cpu"),
+        "loader": data.DataLoader(dataset, 2, sampler=data.DistributedSampler(dataset, 1, 0)),
+        "counter": PerRank(Counter()),
+        "tensor": torch.zeros(3),
+        "history": [],
+    }
+
+
+def train(training: dict[str, Any]) -> Iterator[Any]:
+    """Train an epoch; yield after each batch what was read, computed and drawn."""
+    for (points,) in training["loader"]:
+        loss = training["model"](points).square().mean()
+        training["optimizer"].zero_grad()
+        training["scaler"].scale(loss).backward()
+        training["scaler"].step(training["optimizer"])
+        training["scaler"].update()
+        training["scheduler"].step()
+        training["counter"].stateful.count += 1
+        training["tensor"] += 1
+        training["history"] = [*training["history"], loss.item()]
+        draws = (random.random(), np.random.random(), torch.rand(()).item())  # noqa: NPY002
+        yield points.tolist(), loss.item(), draws, training["scheduler"].get_last_lr()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, asynchronous: bool) -> None:  # noqa: FBT001
+    """Parameters, optimizer, schedule, scaler, position in the data and draws are the same."""
+    training = make_training()
+    running = train(training)
+    next(running), next(running)
+    with Checkpointer(tmp_path / "c") as checkpointer:
+        assert checkpointer.restore(make_training()) is None
+        checkpointer.save(training, 2, asynchronous=asynchronous)
+        expected = list(running)  # changes what a save in the background still writes
+    fresh = make_training()
+    with Checkpointer(tmp_path / "c") as checkpointer:
+        assert checkpointer.restore(fresh) == 2
+    assert fresh["counter"].stateful.count == 2
+    assert len(fresh["history"]) == 2
+    assert list(train(fresh)) == expected
+    assert len(expected) == 2
+    assert torch.equal(fresh["tensor"], training["tensor"])
+
+
+def test_only_the_newest_are_kept_and_latest_points_to_the_last(tmp_path: Path) -> None:
+    """``keep`` bounds the disk space; the link is for people."""
+    with Checkpointer(tmp_path, keep=2) as checkpointer:
+        for step in (1, 2, 10):
+            checkpointer.save({"step": step}, step)
+        assert checkpointer.latest() == 10
+        assert checkpointer.path(10) == (tmp_path / "latest").resolve()
+        assert not checkpointer.path(1).exists()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [".lock", "latest", "step-000000000002", "step-000000000010"]
+
+
+def test_checkpoint_is_a_plain_torch_file(tmp_path: Path) -> None:
+    """A checkpoint can be read without ddpsafe, and its manifest is JSON."""
+    model = torch.nn.Linear(2, 2)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save({"model": model}, 1)
+        folder = checkpointer.path(1)
+    loaded = torch.load(folder / "state.pt", weights_only=True)
+    assert torch.equal(loaded["model"]["weight"], model.weight)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["content"]["step"] == 1
+
+
+def test_what_would_execute_code_is_refused_with_its_path(tmp_path: Path) -> None:
+    """A checkpoint that is saved can be loaded under weights_only, or is not saved."""
+    bad = {"config": {"loss": [torch.nn.functional.mse_loss], "size": np.float64(1)}}
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(errors.UnsafeStateError) as caught:
+        checkpointer.save(bad, 1)
+    assert caught.value.paths == ("state['config']['loss'][0]", "state['config']['size']")
+    assert "add_safe_globals" in str(caught.value)
+
+
+def test_another_model_is_named_tensor_by_tensor(tmp_path: Path) -> None:
+    """Names and shapes that differ are listed, and nothing is changed."""
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save({"model": torch.nn.Linear(2, 3), "epoch": 4}, 1)
+        other = torch.nn.Sequential(torch.nn.Linear(2, 3))
+        before = other[0].weight.clone()
+        state = {"model": other, "epoch": 0, "extra": 1}
+        with pytest.raises(errors.CheckpointMismatchError) as caught:
+            checkpointer.restore(state)
+    assert torch.equal(other[0].weight, before)
+    assert state["epoch"] == 0
+    assert caught.value.differences == {
+        "model['weight']": ((3, 2), "nothing"),
+        "model['bias']": ((3,), "nothing"),
+        "model['0.weight']": ("nothing", (3, 2)),
+        "model['0.bias']": ("nothing", (3,)),
+        "extra": ("nothing", "shared"),
+    }
+    assert "model['weight']: saved shape (3, 2), now nothing" in str(caught.value)
+
+
+def test_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    """What only its own load_state_dict can judge is named, too."""
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save({"optimizer": torch.optim.SGD([torch.ones(1)])}, 1)
+        other = torch.optim.SGD([torch.ones(1), torch.ones(1)])
+        with pytest.raises(errors.CheckpointMismatchError, match=r"'optimizer' .SGD. refused"):
+            checkpointer.restore({"optimizer": other})
+
+
+def test_steps_do_not_go_backwards(tmp_path: Path) -> None:
+    """A forgotten restore() cannot overwrite; the same step again is no error."""
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save({"x": 1}, 5)
+        checkpointer.save({"x": 1}, 5)
+        with pytest.raises(errors.StepOrderError) as caught:
+            checkpointer.save({"x": 1}, 4)
+        assert (caught.value.step, caught.value.newest) == (4, 5)
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(errors.StepOrderError, match="restore"):
+            checkpointer.save({"x": 1}, 5)
+        assert checkpointer.restore({"x": 0}) == 5
+        checkpointer.save({"x": 1}, 6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("runs/1",), "it is relative"),
+        (("~/runs",), "expanded by shells"),
+        (("/tmp/x", 0), "keep=0"),
+        (("/tmp/x", True), "keep=True"),
+    ],
+)
+def test_wrong_arguments_are_explained(arguments: tuple[Any, ...], says: str) -> None:
+    """Nothing is written before they are judged."""
+    with pytest.raises(errors.CheckpointConfigError, match=says):
+        Checkpointer(*arguments)
+
+
+def test_wrong_calls_are_explained(tmp_path: Path) -> None:
+    """A bad step, a state that is no mapping, a timeout that is none."""
+    with pytest.raises(errors.CheckpointConfigError, match="timeout=3"):
+        Checkpointer(tmp_path, timeout=3)  # type: ignore[arg-type]  # what is tested
+    checkpointer = Checkpointer(tmp_path, timeout=timedelta(seconds=20))
+    with pytest.raises(errors.CheckpointConfigError, match="with block"):
+        checkpointer.save({"x": 1}, 1, asynchronous=True)
+    for step in (-1, 1.5, True):
+        with pytest.raises(errors.CheckpointConfigError, match="whole number"):
+            checkpointer.save({"x": 1}, step)  # type: ignore[arg-type]  # what is tested
+    for state in ([1], {}, {1: 2}):
+        with pytest.raises(errors.CheckpointConfigError, match="no mapping of names"):
+            checkpointer.save(state, 1)  # type: ignore[arg-type]  # what is tested
+    checkpointer.close()
+    with pytest.raises(errors.CheckpointConfigError, match="closed"):
+        checkpointer.save({"x": 1}, 1)
+
+
+def test_reader_needs_no_right_to_write(tmp_path: Path) -> None:
+    """Evaluation beside the training: nothing is locked, nothing can be saved."""
+    with Checkpointer(tmp_path) as writer:
+        writer.save({"x": 7}, 1)
+        reader = Checkpointer(tmp_path, access="read")
+        state = {"x": 0}
+        assert reader.restore(state) == 1
+        assert state == {"x": 7}
+        with pytest.raises(errors.CheckpointConfigError, match="access='read'"):
+            reader.save(state, 2)
+
+
+def test_tensors_that_share_memory_are_saved_once(tmp_path: Path) -> None:
+    """Tied weights take their space once, in the background, too."""
+    weight = torch.zeros(2**16)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save({"a": weight, "b": weight}, 1, asynchronous=True)
+        checkpointer.wait()
+        assert (checkpointer.path(1) / "state.pt").stat().st_size < 1.5 * weight.nbytes
+
+
+def test_process_that_dies_while_it_saves_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    """What was half written is never seen, and is swept away by the next job."""
+    script = f"""
+import os, signal
+from ddpsafe.checkpoint import Checkpointer
+from ddpsafe.checkpoint import _folders
+checkpointer = Checkpointer({str(tmp_path / "c")!r})
+checkpointer.save({{"x": 1}}, 1)
+_folders.publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+checkpointer.save({{"x": 2}}, 2)
+"""
+    run = subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
+    assert run.returncode == -signal.SIGKILL
+    assert len(list((tmp_path / "c").glob(".saving-*"))) == 1
+    state = {"x": 0}
+    with Checkpointer(tmp_path / "c") as checkpointer:
+        assert checkpointer.restore(state) == 1
+    assert state == {"x": 1}
+    assert list((tmp_path / "c").glob(".saving-*")) == []
+
+
+def test_namespace_is_found_on_the_package() -> None:
+    """``ddpsafe.checkpoint`` needs no import of its own."""
+    assert ddpsafe.checkpoint is checkpoint
+    assert checkpoint.__all__ == ["Checkpointer", "PerRank"]

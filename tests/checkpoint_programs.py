@@ -1,0 +1,317 @@
+"""Trainings and rank functions of the checkpoint tests; new processes import them from here."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import warnings
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import Dataset
+
+import ddpsafe
+from ddpsafe import data
+from ddpsafe.checkpoint import Checkpointer, PerRank, errors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+SHORT = timedelta(seconds=1)
+
+
+class Points(Dataset[tuple[torch.Tensor, int]]):
+    """Sample i is a fixed random point, and i."""
+
+    def __init__(self, n: int) -> None:
+        self.points = torch.randn(n, 4, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.points[index], index
+
+
+class Training:
+    """A small training that uses every kind of state, random numbers of dropout included."""
+
+    def __init__(
+        self, ctx: ddpsafe.RankContext, *, n: int = 24, batch: int = 12, dropout: float = 0.5
+    ) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.Dropout(dropout), torch.nn.Linear(8, 1)
+        )
+        torch.manual_seed(100 + ctx.rank)  # each rank draws its own dropout
+        self.ctx = ctx
+        self.model = ctx.wrap(net)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, gamma=0.9)
+        points = Points(n)
+        sampler = data.DistributedSampler(points, pad=False)
+        self.loader = data.DataLoader(points, batch // ctx.world_size, sampler=sampler)
+        self.state: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "loader": self.loader,
+            "seen": [],
+        }
+
+    def run(self, epochs: int, step: int, after: Callable[[int], None]) -> int:
+        """Train; call `after` with the number of steps done, after each."""
+        for epoch in self.loader.epochs(epochs):
+            for points, indices in self.loader:
+                self.optimizer.zero_grad()
+                self.model(points).square().mean().backward()
+                self.optimizer.step()
+                self.scheduler.step()
+                step += 1
+                everyone = self.ctx.gather(indices.tolist())
+                self.state["seen"] = [*self.state["seen"], [epoch, everyone]]
+                after(step)
+        return step
+
+    def digest(self) -> str:
+        """Return a hash of the parameters, bit for bit."""
+        whole = hashlib.sha256()
+        for name, value in self.ctx.unwrap(self.model).state_dict().items():
+            whole.update(name.encode() + value.numpy().tobytes())
+        return whole.hexdigest()
+
+
+def train(
+    ctx: ddpsafe.RankContext,
+    directory: Path,
+    *,
+    epochs: int = 3,
+    dropout: float = 0.5,
+    kill: tuple[int, int, int] | None = None,
+    asynchronous: bool = False,
+) -> dict[str, Any]:
+    """Train to the end, from wherever the last checkpoint stands.
+
+    Args:
+        ctx: The rank's context.
+        directory: Of the checkpoints.
+        epochs: How many in all; each has two steps.
+        dropout: Random numbers make the result depend on the generators, too.
+        kill: Attempt, rank and step at which that rank kills itself, after the save has begun.
+        asynchronous: Save in the background.
+    """
+    training = Training(ctx, dropout=dropout)
+    with Checkpointer(directory) as checkpointer:
+        begun = checkpointer.restore(training.state)
+
+        def after(step: int) -> None:
+            checkpointer.save(training.state, step, asynchronous=asynchronous)
+            if kill == (ctx.attempt, ctx.rank, step):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        steps = training.run(epochs, begun or 0, after)
+    return {
+        "begun": begun,
+        "steps": steps,
+        "digest": training.digest(),
+        "parameters": [each.tolist() for each in training.model.parameters()],
+        "seen": training.state["seen"],
+        "attempt": ctx.attempt,
+    }
+
+
+def caught(call: Callable[..., object], *args: object, **options: object) -> dict[str, Any]:
+    """Call something that has to fail with an error of ours; return its class, text and facts."""
+    try:
+        call(*args, **options)
+    except errors.CheckpointError as exc:
+        return {"class": type(exc).__name__, "text": str(exc), **vars(exc)}
+    return {"class": "nothing"}
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    *args: object,
+    ranks: int = 2,
+    kwargs: dict[str, Any] | None = None,
+    **fields: Any,
+) -> dict[int, Any]:
+    """Run a function in gloo ranks from a server of forks; return the values by rank."""
+    return ddpsafe.launch(
+        function,
+        args=args,
+        kwargs=kwargs,
+        nproc_per_node=ranks,
+        backend="gloo",
+        start_method="forkserver",
+        **fields,
+    ).values
+
+
+def everything_two_ranks_disagree_on(ctx: ddpsafe.RankContext, base: Path) -> dict[str, Any]:
+    """Let rank 0, or another one, fail in every way it can; return what each rank raised."""
+    found: dict[str, Any] = {}
+    own = base / f"own-{ctx.rank}"
+    own.mkdir()
+    found["own directories"] = caught(Checkpointer, own)
+    with Checkpointer(base / "shared", timeout=timedelta(seconds=20)) as checkpointer:
+        state = {"weight": torch.ones(3), "value": ctx.rank}
+        checkpointer.save(state, 1)
+        found["step"] = caught(checkpointer.save, state, 2 + ctx.rank)
+        wrong = state | ({"code": print} if ctx.rank == 1 else {})
+        found["unsafe on rank 1"] = caught(checkpointer.save, wrong, 2)
+        wrong = state | ({"code": print} if ctx.rank == 0 else {})
+        found["unsafe on rank 0"] = caught(checkpointer.save, wrong, 2)
+        found["backwards"] = caught(checkpointer.save, state, 0)
+        found["locked"] = caught(Checkpointer, base / "shared")
+        checkpointer.save(state, 2)
+        found["read"] = Checkpointer(base / "shared", access="read").restore(state)
+        found["value"] = state["value"]
+        found["saved again"] = checkpointer.save(state, 2)
+        if ctx.is_main:
+            (base / "shared" / ".lock").unlink()
+        ctx.barrier()
+        found["lock gone"] = caught(checkpointer.save, state, 3)
+        checkpointer.save(state, 3, asynchronous=True)
+        found["lock gone, asynchronous"] = caught(checkpointer.wait)
+    found["left"] = sorted(path.name for path in (base / "shared").iterdir())
+    return found
+
+
+def fail_alone(ctx: ddpsafe.RankContext, base: Path, how: str) -> Any:
+    """Save while one rank does not come, or stops in the middle of it."""
+    with Checkpointer(base / "checkpoints", timeout=SHORT) as checkpointer:
+        checkpointer.save({"x": 1}, 1)
+        if how == "rank 1 is absent":
+            found = caught(checkpointer.save, {"x": 2}, 2) if ctx.rank != 1 else {}
+            ctx.barrier()
+            return found
+        if ctx.is_main:
+            checkpointer.save({"x": Stops()}, 2)
+        found = caught(checkpointer.save, {"x": 2}, 2)
+        (base / f"found-{ctx.rank}").write_text(repr(found))
+        checkpointer.save({"x": 2}, 3)
+    return None
+
+
+class Stops:
+    """Stops its process when its state is taken, as a dead disk or a scheduler may."""
+
+    def state_dict(self) -> dict[str, int]:
+        """Stand still."""
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take nothing."""
+
+
+def see_different_directories(ctx: ddpsafe.RankContext, base: Path) -> dict[str, Any]:
+    """Restore where each rank sees other checkpoints, as nodes without a shared disk would."""
+    found: dict[str, Any] = {}
+    alone = base / f"rank-{ctx.rank}"
+    cases = {"older": ([1, 2, 3], [1, 2]), "lacks": ([1, 2], []), "apart": ([1], [2])}
+    for case, steps in cases.items():
+        directory = alone / case
+        directory.mkdir(parents=True)
+        for step in steps[ctx.rank]:
+            name = f"step-{step:012}"
+            (directory / name).symlink_to(base / "source" / name)
+        state = {"x": 0}
+        reader = Checkpointer(directory, access="read", rng=False)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            found[case] = caught(lambda reader=reader, state=state: reader.restore(state))
+        found[case] |= {"x": state["x"], "warnings": [str(each.message) for each in warned]}
+    return found
+
+
+def find_damage_on_one_rank(ctx: ddpsafe.RankContext, base: Path) -> Any:
+    """Restore where one rank alone sees a damaged file."""
+    directory = base / "source"
+    if ctx.rank == 1:
+        directory = base / "copy"
+    state = {"x": 0}
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        step = Checkpointer(directory, access="read", rng=False).restore(state)
+    return step, state["x"], [str(each.message) for each in warned]
+
+
+def draw(ctx: ddpsafe.RankContext, directory: Path, *, save: bool) -> tuple[float, Any]:
+    """Save the generators, or restore them; return what is drawn next, and this rank's own."""
+    torch.manual_seed(ctx.rank)
+    own = torch.tensor([ctx.rank])
+    holder = PerRank(Holder(own))
+    with Checkpointer(directory) as checkpointer:
+        if save:
+            checkpointer.save({"holder": holder}, 1)
+        else:
+            torch.manual_seed(1000 + ctx.rank)
+            own += 100
+            checkpointer.restore({"holder": holder})
+    return torch.rand(()).item(), own.item()
+
+
+class Holder:
+    """An object whose state differs from rank to rank."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the value."""
+        return {"value": self.value.clone()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Take a value over."""
+        self.value.copy_(state["value"])
+
+
+def save_and_restore_shards(ctx: ddpsafe.RankContext, directory: Path, *, save: bool) -> Any:
+    """Train a model that FSDP2 shards over the ranks, and save it; or restore it, and train on."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0 if save else 1)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 4))
+    fully_shard(model, mesh=init_device_mesh("cpu", (ctx.world_size,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer, "epoch": 7 if save else 0}
+
+    def step() -> None:
+        points = torch.arange(12.0).reshape(2, 6)
+        model(points).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found = {}
+    with Checkpointer(directory) as checkpointer:
+        if save:
+            step()
+            checkpointer.save(state, 1)
+            found["asynchronous"] = caught(checkpointer.save, state, 2, asynchronous=True)
+        else:
+            found["step"] = checkpointer.restore(state)
+    step()
+    whole = [each.full_tensor().tolist() for each in model.parameters()]  # type: ignore[attr-defined]
+    return {**found, "parameters": whole, "epoch": state["epoch"]}
+
+
+def never_get_on(ctx: ddpsafe.RankContext, directory: Path) -> None:
+    """Restore, and die before a step, in every attempt but the first."""
+    training = Training(ctx)
+    with Checkpointer(directory) as checkpointer:
+        begun = checkpointer.restore(training.state)
+        if begun is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def after(step: int) -> None:
+            checkpointer.save(training.state, step)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        training.run(1, 0, after)
