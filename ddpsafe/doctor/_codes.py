@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from ddpsafe.doctor._mesh_codes import TITLES as MESH
+
 ENVIRONMENT: Final = {
     "DS-ENV-001": "Variables of the launcher are complete and consistent",
     "DS-ENV-002": "No variables are left over from another launcher",
@@ -81,7 +83,6 @@ PROCESSES: Final = {
     "DS-PROC-003": "The clock is right",
     "DS-PROC-004": "Every check came to its end",
 }
-MESH: Final[dict[str, str]] = {}
 
 AREAS: Final = (
     ENVIRONMENT,

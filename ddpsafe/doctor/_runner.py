@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import socket
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._clock import Deadline
 from ddpsafe._config import LaunchConfig
-from ddpsafe._errors import ConfigError, DDPSafeError, explain
+from ddpsafe._errors import ConfigError, explain
 from ddpsafe._secrets import Mask
 from ddpsafe.doctor._examination import examine_host
 from ddpsafe.doctor._finding import failed
@@ -19,7 +18,7 @@ from ddpsafe.doctor._report import Report, masked, worst_first
 from ddpsafe.doctor._subject import Subject, count_cores, environment_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection
 
     from typing_extensions import Unpack
 
@@ -139,8 +138,8 @@ def _examine_mesh(
     config: LaunchConfig, timeout: timedelta, say: Callable[[str], None]
 ) -> tuple[list[Finding], Matrix]:
     from ddpsafe.doctor._fingerprint import fingerprint
+    from ddpsafe.doctor._mesh import examine
 
-    examine = _mesh_examination()
     return examine(
         nnodes=config.nnodes,
         node_rank=config.node_rank or 0,
@@ -151,29 +150,3 @@ def _examine_mesh(
         local=fingerprint(config),
         on_progress=say,
     )
-
-
-class _Examine(Protocol):
-    def __call__(
-        self,
-        *,
-        nnodes: int,
-        node_rank: int,
-        endpoint: str,
-        interface: str | None,
-        backend: str,
-        timeout: timedelta,
-        local: Mapping[str, object],
-        on_progress: Callable[[str], None],
-    ) -> tuple[list[Finding], Matrix]:
-        """Examine the connections between the nodes."""
-
-
-def _mesh_examination() -> _Examine:
-    try:
-        examine: _Examine = importlib.import_module("ddpsafe.doctor._mesh").examine
-    except ImportError as error:
-        what = "The check between nodes is not part of this build of ddpsafe."
-        fix = "write mesh=False (ddpsafe doctor --no-mesh), or install a release that has it."
-        raise DDPSafeError(explain(what, cause=f"{error}.", fix=fix)) from error
-    return examine

@@ -7,7 +7,7 @@ from typing import Final
 
 import pytest
 
-from ddpsafe.doctor._mesh import _codes
+from ddpsafe.doctor import _mesh_codes as _codes
 
 CHECKOUT: Final = Path(__file__).parents[2]
 PAGES: Final = CHECKOUT / "docs" / "findings"

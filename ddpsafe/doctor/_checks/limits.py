@@ -66,11 +66,8 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
     free_bytes = state.f_bavail * state.f_frsize
     least = _SHM_AT_LAUNCH_BYTES if subject.at_launch else _SHM_BYTES
     if free_bytes >= least:
-        yield ok(
-            "DS-LIM-001",
-            f"Shared memory (/dev/shm) has {_mib(free_bytes)} free.",
-            free_bytes=free_bytes,
-        )
+        fact = f"Shared memory (/dev/shm) has {_mib(free_bytes)} free."
+        yield ok("DS-LIM-001", fact, free_bytes=free_bytes)
         return
     make = failed if free_bytes < _SHM_BROKEN_BYTES else warning
     total_bytes = state.f_blocks * state.f_frsize

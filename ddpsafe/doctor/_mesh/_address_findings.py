@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from ddpsafe.doctor import _mesh_codes as _codes
 from ddpsafe.doctor._finding import Finding
-from ddpsafe.doctor._mesh import _codes
 from ddpsafe.doctor._mesh._advice import common_networks, export_line, exports_for, to_copy
 from ddpsafe.doctor._mesh._case import as_details, is_closed
 

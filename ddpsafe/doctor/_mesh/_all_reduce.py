@@ -7,8 +7,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import Deadline
+from ddpsafe.doctor import _mesh_codes as _codes
 from ddpsafe.doctor._finding import Finding
-from ddpsafe.doctor._mesh import _codes
 from ddpsafe.doctor._mesh._board import gather, wait_for
 from ddpsafe.doctor._mesh._messages import Reduced, read, write
 from ddpsafe.doctor._mesh._reducer import Reducer

@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from ddpsafe.doctor import _mesh_codes as _codes
 from ddpsafe.doctor._finding import Finding
-from ddpsafe.doctor._mesh import _codes
 from ddpsafe.doctor._mesh._advice import to_copy
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING, Final
 
+from ddpsafe.doctor import _mesh_codes as _codes
 from ddpsafe.doctor._finding import Finding
-from ddpsafe.doctor._mesh import _codes
 from ddpsafe.doctor._mesh._advice import to_copy
 from ddpsafe.doctor._mesh._roll_findings import late
 

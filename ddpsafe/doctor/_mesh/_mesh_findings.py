@@ -6,8 +6,8 @@ import itertools
 import statistics
 from typing import TYPE_CHECKING, Final
 
+from ddpsafe.doctor import _mesh_codes as _codes
 from ddpsafe.doctor._finding import Finding
-from ddpsafe.doctor._mesh import _codes
 from ddpsafe.doctor._mesh._advice import opening_rules, to_copy
 from ddpsafe.doctor._mesh._case import as_details, is_closed
 from ddpsafe.doctor._mesh._grouping import group_ways

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 from typing import TYPE_CHECKING
 
+from ddpsafe.doctor import _mesh_codes as _codes
 from ddpsafe.doctor._finding import Finding
-from ddpsafe.doctor._mesh import _codes
 from ddpsafe.doctor._mesh._advice import to_copy
 
 if TYPE_CHECKING:
