@@ -67,7 +67,7 @@ class Job:
         """
         added = self.facts.get("env")
         table = added if isinstance(added, dict) else {}
-        chosen = {name: str(table[name]) for name in LIBRARY_VARIABLES if name in table}
+        chosen = {name: str(value) for name, value in table.items() if name in LIBRARY_VARIABLES}
         return {**os.environ, **chosen}
 
     def empty_matrix(self) -> Matrix:
