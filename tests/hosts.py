@@ -230,8 +230,13 @@ class Host(Namespaces):
         """Pull the cable: the host sees no carrier, and keeps its address."""
         self.network.switch.run("ip", "link", "set", self.port(nic), "down")
 
-    def power_off(self, nic: str = "eth0") -> None:
+    def power_off(self) -> None:
         """Vanish without a goodbye: no packet leaves any more, then every process is gone."""
+        self.cut_off("eth0")
+        self.kill()
+
+    def cut_off(self, nic: str) -> None:
+        """Let the switch eat every packet; the host sees nothing of it."""
         port = self.port(nic)
         given = f"""
             table bridge off{self.index} {{
@@ -243,7 +248,6 @@ class Host(Namespaces):
             }}
             """
         self.network.switch.run("nft", "-f", "-", given=given)
-        self.kill()
 
 
 class Network:

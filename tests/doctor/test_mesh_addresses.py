@@ -31,6 +31,7 @@ def test_own_name_on_loopback_is_found_on_every_host(make_hosts: MakeHosts) -> N
     "asked",
     [
         {"env": {"GLOO_SOCKET_IFNAME": "eth0"}},
+        {"local": {"env": {"GLOO_SOCKET_IFNAME": "eth0"}}},
         {"interface": "auto"},
         {"interface": "eth0"},
         {"backend": "nccl"},

@@ -67,17 +67,17 @@ def test_hosts_with_a_default_route_to_nowhere_are_not_alarmed(make_hosts: MakeH
 
 
 @pytest.mark.parametrize(
-    ("otherwise", "code", "verdict"),
+    ("otherwise", "verdict"),
     [
-        ("drop", "DS-MESH-036", "dropped"),
-        ("reset", "DS-MESH-036", "refused"),
-        ("port-unreachable", "DS-MESH-036", "refused"),
-        ("prohibited", "DS-MESH-033", "no-route"),
-        ("host-unreachable", "DS-MESH-033", "no-route"),
+        ("drop", "dropped"),
+        ("reset", "refused"),
+        ("port-unreachable", "refused"),
+        ("prohibited", "no-route"),
+        ("host-unreachable", "no-route"),
     ],
 )
 def test_only_the_endpoint_open_is_one_finding(
-    make_hosts: MakeHosts, otherwise: str, code: str, verdict: str
+    make_hosts: MakeHosts, otherwise: str, verdict: str
 ) -> None:
     """Where only MASTER_PORT is open, gloo hangs for five times its timeout and names nobody."""
     network = make_hosts(2)
@@ -85,10 +85,12 @@ def test_only_the_endpoint_open_is_one_finding(
         host.open_only(PORT, otherwise=otherwise)
     told = examine(network)
     report = agree(told)
-    assert report.codes() == [code]
+    assert report.codes() == ["DS-MESH-036"]
     assert report.ways(verdict) == all_ways(2)
-    assert "No host can open a connection" in report.one(code)["fact"]
-    assert "firewall" in report.one(code)["cause"] or str(PORT) in report.one(code)["cause"]
+    finding = report.one("DS-MESH-036")
+    assert "No host can open a connection" in finding["fact"]
+    assert "firewall" in finding["cause"] or str(PORT) in finding["cause"]
+    assert "tcp dport 32768-60999 accept    # on h1" in finding["fix"]
     require_in_time(told, 5)
 
 
@@ -192,6 +194,21 @@ def test_lost_large_packets_are_found(make_hosts: MakeHosts) -> None:
     assert "with packets of 1500 bytes they arrive" in finding["fact"]
     assert "ip link set dev eth0 mtu 1500    # on h2" in finding["fix"]
     assert report.ways("large-lost") == {(0, 2), (1, 2), (2, 0), (2, 1)}
+    assert report.ways("open") == {(0, 1), (1, 0)}
+    require_in_time(told, 5)
+
+
+def test_dead_switch_port_is_told_from_a_firewall(make_hosts: MakeHosts) -> None:
+    """The carrier stays and packets vanish, as with a firewall, but so do answers to ARP."""
+    network = make_hosts(3, nics={"eth0": "10.77.0", "ib0": "10.88.0"})
+    network[2].cut_off("ib0")
+    told = examine(network, env={"GLOO_SOCKET_IFNAME": "ib0"})
+    report = agree(told)
+    assert report.codes() == ["DS-MESH-033"]
+    finding = report.one("DS-MESH-033")
+    assert finding["hosts"] == ["h2"]
+    assert "own wire" in finding["cause"]
+    assert "ip neigh show 10.88.0.3    # on h0" in finding["fix"]
     assert report.ways("open") == {(0, 1), (1, 0)}
     require_in_time(told, 5)
 

@@ -26,6 +26,9 @@ ANSWER_S: Final = 3.0
 """The kernel on the other side accepts at once; its process may wait for a CPU. Should it come
 later still, it says itself that it was dialled."""
 
+NO_ARP: Final = "no answer to ARP"
+"""What is said of an address of the own network behind which nobody is."""
+
 SILENT: Final = "accepted, then silent"
 """How a verdict begins where the connection opened and nobody answered."""
 
@@ -86,7 +89,7 @@ class _Call:
 
     def _unanswered(self) -> Dialled:
         if is_silent_neighbour(self.contact.address):
-            return self._verdict("no-route", said="no answer to ARP")
+            return self._verdict("no-route", said=NO_ARP)
         return self._verdict("dropped", said=f"no answer within {CONNECT_S} s")
 
     def _failed(self, exc: OSError) -> Dialled:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
@@ -35,7 +34,7 @@ async def meet_at_endpoint(job: Job) -> Found:
 async def meet_at_store(job: Job, store: Store) -> Found:
     """Examine over a store of torch that all nodes are connected to."""
     board = StoreBoard(store, node_rank=job.node_rank, nnodes=job.nnodes)
-    member = Member(job, os.environ)
+    member = Member(job, job.env())
     addresses = await find_addresses(job.host, job.port, deadline=Deadline.after(_RESOLVE))
     try:
         own = await member.introduce(addresses)
@@ -47,7 +46,7 @@ async def meet_at_store(job: Job, store: Store) -> Found:
 
 
 async def _receive(job: Job) -> Found:
-    entrance, member = Entrance(job), Member(job, os.environ)
+    entrance, member = Entrance(job), Member(job, job.env())
     try:
         await entrance.open()
     except OSError as exc:
@@ -74,7 +73,7 @@ async def _visit(job: Job) -> Found:
             reached, host=job.host, port=job.port, node_rank=job.node_rank, nnodes=job.nnodes
         )
         return [finding], job.empty_matrix()
-    member = Member(job, os.environ)
+    member = Member(job, job.env())
     try:
         own = await member.introduce([reached.hub_address])
         return await attend(job, reached, member, own, hub_hostname=reached.hub_hostname)

@@ -8,6 +8,7 @@ import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
+from ddpsafe._interfaces import LIBRARY_VARIABLES
 from ddpsafe.doctor._matrix import Matrix
 from ddpsafe.doctor._mesh._lines import Greeting
 
@@ -58,6 +59,16 @@ class Job:
             job=" ".join(f"{name}={os.environ[name]}" for name in _NAMES if os.environ.get(name)),
             challenge=secrets.token_hex(8),
         )
+
+    def env(self) -> dict[str, str]:
+        """Return the environment of the ranks, as far as it decides on interfaces.
+
+        The fingerprint has the variables that the job's configuration adds to this process's.
+        """
+        added = self.facts.get("env")
+        table = added if isinstance(added, dict) else {}
+        chosen = {name: str(value) for name, value in table.items() if name in LIBRARY_VARIABLES}
+        return {**os.environ, **chosen}
 
     def empty_matrix(self) -> Matrix:
         """Return the matrix of a node that has learned nothing about the others."""

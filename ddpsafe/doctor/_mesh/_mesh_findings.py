@@ -10,6 +10,7 @@ from ddpsafe.doctor import _mesh_codes as _codes
 from ddpsafe.doctor._finding import Finding
 from ddpsafe.doctor._mesh._advice import opening_rules, to_copy
 from ddpsafe.doctor._mesh._case import as_details, is_closed
+from ddpsafe.doctor._mesh._dial import NO_ARP
 from ddpsafe.doctor._mesh._grouping import group_ways
 
 if TYPE_CHECKING:
@@ -61,17 +62,23 @@ def _closed(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
     said = ", ".join(sorted({each.said for each in found.values() if each.said}))
     if group.shape == "everywhere":
         said += f"; port {case.port} of the endpoint is open"
-    only_endpoint = group.shape == "everywhere" and "no-route" not in verdicts
+    only_endpoint = group.shape == "everywhere" and not _lacks_a_way(found)
     code = _codes.ONLY_ENDPOINT if only_endpoint else _CODES[verdicts[0]]
+    fix = _wiring(case, found) if _lacks_a_way(found) else _opening(case, group, listeners)
     return Finding(
         code=code,
         severity="failed",
         fact=f"{_where(case, group, 'open a connection')}: {verb} ({said}).",
         cause=_closed_cause(case, group, found),
-        fix=_opening(case, group, listeners),
+        fix=fix,
         hosts=case.hostnames(group.nodes),
         details={"shape": group.shape, "directions": as_details(found)},
     )
+
+
+def _lacks_a_way(found: Mapping[Way, Dialled]) -> bool:
+    """Tell whether packets do not even get to where a firewall could answer."""
+    return any(each.said in (NO_ARP, "ENETUNREACH") for each in found.values())
 
 
 def _where(case: Case, group: Group, doing: str) -> str:
@@ -101,7 +108,7 @@ def _several(case: Case, nodes: tuple[int, ...]) -> str:
 def _closed_cause(case: Case, group: Group, found: Mapping[Way, Dialled]) -> str:
     verdicts = {each.verdict for each in found.values()}
     said = {each.said for each in found.values()}
-    if "no answer to ARP" in said:
+    if NO_ARP in said:
         return (
             "the host does not even answer on its own wire: a cable, a switch port or a VLAN. "
             "No firewall does that."
@@ -118,6 +125,16 @@ def _closed_cause(case: Case, group: Group, found: Mapping[Way, Dialled]) -> str
         return f"only port {case.port} is open between the hosts; {ports}."
     way = "that drops" if verdicts == {"dropped"} else "that rejects"
     return f"a firewall or security group {way} what is not on its list, at the listening host or between; {ports}."
+
+
+def _wiring(case: Case, found: Mapping[Way, Dialled]) -> str:
+    lines = []
+    for source, target in sorted(found)[:_MOST_NAMED]:
+        address = case.nodes[target].announced.address
+        lines.append(f"ip route get {address}    # on {case.name_of(source)}")
+        lines.append(f"ip neigh show {address}    # on {case.name_of(source)}")
+    what = "Repair the cable, the switch port, the VLAN or the route, or choose another interface:"
+    return to_copy(what, lines)
 
 
 def _opening(case: Case, group: Group, listeners: list[int]) -> str:

@@ -43,7 +43,7 @@ class Reducer:
             "endpoint": endpoint,
             "backend": job.backend,
         }
-        self._env = dict(os.environ)
+        self._env = job.env()
         if job.interface is not None:
             for name, value in interface_variables(own.announced.interface).items():
                 self._env.setdefault(name, value)
