@@ -77,3 +77,20 @@ def test_interfaces_of_different_size_are_a_warning(make_hosts: MakeHosts) -> No
     assert report.codes() == ["DS-MESH-042"]
     assert report.one("DS-MESH-042")["hosts"] == ["h2"]
     assert report.ways("open") == {(0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1)}
+
+
+def test_a_job_started_with_other_arguments_is_named(make_hosts: MakeHosts) -> None:
+    """One host was told another backend: its ranks would never meet the others."""
+    odd = {**FACTS, "config": {"backend": "nccl"}}
+    report = agree(examine(make_hosts(3), local=FACTS, each={2: {"local": odd}}))
+    assert report.codes() == ["DS-MESH-045"]
+    assert report.one("DS-MESH-045")["hosts"] == ["h2"]
+
+
+def test_a_clock_that_is_off_is_named(make_hosts: MakeHosts) -> None:
+    """Logs and file times of that host would not compare; nothing else breaks."""
+    report = agree(examine(make_hosts(3), each={1: {"clock_ahead_s": 600}}))
+    assert report.codes() == ["DS-MESH-043"]
+    clocks = report.one("DS-MESH-043")
+    assert (clocks["severity"], clocks["hosts"]) == ("warning", ["h1"])
+    assert "by +600 s" in clocks["fact"]

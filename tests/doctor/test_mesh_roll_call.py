@@ -188,3 +188,13 @@ def test_name_of_the_endpoint_that_leads_to_the_node_itself_is_told(make_hosts: 
     assert guest.codes() == ["DS-MESH-008"]
     assert "127.0.1.1" in guest.one("DS-MESH-008")["fact"]
     require_in_time([guest], 5)
+
+
+def test_a_node_that_comes_after_the_roll_call_is_told_so(make_hosts: MakeHosts) -> None:
+    """The others are past it, held up by a connection that vanishes; it learns that it was late."""
+    network = make_hosts(3)
+    network[1].refuse_from(network[0])
+    told = examine(network, timeout_s=2, each={2: {"comes_after_s": 3}})
+    assert "DS-MESH-001" in told[0].codes()
+    assert told[2].codes() == ["DS-MESH-012"]
+    assert "the others had stopped waiting" in told[2].one("DS-MESH-012")["fact"]
