@@ -79,14 +79,23 @@ def wait_until_gone(before: Snapshot, *, grace_s: float) -> list[str]:
     if not remaining:
         return []
     gc.collect()  # a store or a socket in a reference cycle is not a leak of ours
-    strangers = {f"file {path}" for path in _files_held_by_strangers()}
-    remaining -= strangers
+    remaining -= _of_strangers()
     ends_s = time.monotonic() + grace_s
     while remaining and time.monotonic() < ends_s:
         threading.Event().wait(0.05)
-        # What is new at every look was made by another run meanwhile; what stays is ours.
-        remaining &= _remaining(before) - strangers
-    return sorted(remaining - {f"file {path}" for path in _files_held_by_strangers()})
+        remaining = _still_there(remaining, before)
+    strangers = _of_strangers()
+    return sorted(_still_there(remaining, before) - strangers) if remaining else []
+
+
+def _still_there(earlier: set[str], before: Snapshot) -> set[str]:
+    """Look again; a file that is new at every look is another run's, which makes them all the time."""
+    now = _remaining(before)
+    return {each for each in now if each in earlier or not each.startswith("file ")}
+
+
+def _of_strangers() -> set[str]:
+    return {f"file {path}" for path in _files_held_by_strangers()}
 
 
 def _remaining(before: Snapshot) -> set[str]:

@@ -585,7 +585,8 @@ def test_a_temporary_directory_too_long_for_the_fork_server_is_named(
         def train(ctx):
             return ctx.rank
         if __name__ == "__main__":
-            ddpsafe.launch(train, nproc_per_node=2, backend="gloo", start_method="forkserver")
+            options = {"start_method": "forkserver", "preflight": "off"}
+            ddpsafe.launch(train, nproc_per_node=2, backend="gloo", **options)
     """
     monkeypatch.setenv("TMPDIR", str(folder))
     run = scripts.run(tmp_path, source)

@@ -25,7 +25,7 @@ RUNS: Final = int(os.environ.get("TEARDOWN_RUNS", "20"))
 RUN_S: Final = 10
 """What one launch may take on a busy machine, on average; a hang takes longer by itself."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(60 + RUN_S * RUNS)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(90 + RUN_S * RUNS)]
 
 
 def ends_of(call: str, *, runs: int, folder: Path) -> dict[str, int]:
@@ -46,7 +46,7 @@ def ends_of(call: str, *, runs: int, folder: Path) -> dict[str, int]:
         env=scripts.clean_environment(),
         capture_output=True,
         text=True,
-        timeout=30 + RUN_S * runs,
+        timeout=60 + RUN_S * runs,
         check=False,
     )
     assert (run.returncode, run.stderr) == (0, "")

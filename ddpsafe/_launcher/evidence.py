@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ddpsafe._wire.outcome import Position
 
 _ANSWER: Final = timedelta(seconds=0.8)
+_ALL_THREADS: Final = timedelta(seconds=0.4)
 _POLL_S: Final = 0.02
 _FRAME: Final = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
 _COLLECTIVES: Final = "distributed_c10d.py"
@@ -36,13 +37,10 @@ CRASH: Final = "Fatal Python error:"
 def collect(workers: Sequence[Worker]) -> None:
     """Learn state, stack and position of every rank that is alive, within a second.
 
-    The stack comes from faulthandler, which answers while the GIL is held too; the position comes
-    from a thread, which does not; a stopped process answers neither until it is continued, which
-    does no harm to one that is to be ended.
+    The main thread's stack comes from faulthandler, which answers while the GIL is held too; the
+    position comes from a thread, which does not; a stopped process answers neither until it is
+    continued, which does no harm to one that is to be ended.
     """
-    for worker in workers:
-        if worker.crashed:
-            worker.stack, worker.in_collective = read_crash(worker.error_text())
     asked = [worker for worker in workers if worker.alive and worker.returned is None]
     known = {worker.rank: worker.position for worker in asked}
     for worker in asked:
@@ -52,15 +50,32 @@ def collect(workers: Sequence[Worker]) -> None:
             _ask_stacks(worker)
         if worker.state == psutil.STATUS_STOPPED:
             worker.signal(signal.SIGCONT)
-    deadline = Deadline.after(_ANSWER)
-    while not deadline.expired() and not all(_has_answered(each, known) for each in asked):
-        wait([worker.receiver.fileno() for worker in asked if not worker.receiver.closed], _POLL_S)
-        for worker in asked:
-            worker.take_reports()
+    _await_answers(asked, known, Deadline.after(_ANSWER))
     for worker in asked:
         worker.stack, worker.in_collective = read_stack(_dump_of(worker))
         if worker.raised is None and worker.position is known[worker.rank]:
             worker.position = None  # an old answer would make a rank look behind that is not
+    for worker in workers:
+        if worker.crashed:
+            worker.stack, worker.in_collective = read_crash(worker.error_text())
+    _collect_all_threads([worker for worker in asked if worker.position is not None])
+
+
+def _collect_all_threads(asked: Sequence[Worker]) -> None:
+    """Let the ranks that can answer write down all their threads, for the report."""
+    known = {worker.rank: worker.position for worker in asked}
+    for worker in asked:
+        worker.ask_stacks()
+    _await_answers(asked, known, Deadline.after(_ALL_THREADS))
+
+
+def _await_answers(
+    asked: Sequence[Worker], known: Mapping[int, Position | None], deadline: Deadline
+) -> None:
+    while not deadline.expired() and not all(_has_answered(each, known) for each in asked):
+        wait([worker.receiver.fileno() for worker in asked if not worker.receiver.closed], _POLL_S)
+        for worker in asked:
+            worker.take_reports()
 
 
 def _ask_stacks(worker: Worker) -> None:

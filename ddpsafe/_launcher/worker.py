@@ -14,6 +14,7 @@ from ddpsafe._launcher.descendants import RankProcess
 from ddpsafe._launcher.symptoms import is_secondary
 from ddpsafe._wire.channel import (
     ASK_POSITION,
+    ASK_STACKS,
     ASK_STOP,
     CALL_NUMBER,
     END_NOW,
@@ -203,6 +204,10 @@ class Worker:
     def ask_position(self) -> None:
         """Ask where it is; the answer is a report. A rank that holds the GIL cannot answer."""
         self._say(ASK_POSITION)
+
+    def ask_stacks(self) -> None:
+        """Ask it to write down what all its threads do, and then where it is."""
+        self._say(ASK_STACKS)
 
     def ask_stop(self) -> None:
         """Tell it that the job has been asked to stop; see `RankContext.stop_requested`."""

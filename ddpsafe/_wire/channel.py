@@ -21,6 +21,7 @@ _HEADER: Final = struct.Struct("<Q")
 _CHUNK: Final = 1 << 20
 
 ASK_POSITION: Final = b"?"
+ASK_STACKS: Final = b"#"
 ASK_STOP: Final = b"!"
 STOP_AT: Final = b"="
 END_NOW: Final = b"."

@@ -89,6 +89,11 @@ class Reporter:
         """Say where this rank is in the sequence of collectives."""
         self._sender.send(position())
 
+    def position_after(self, show_stacks: Callable[[], None]) -> None:
+        """Show the stacks, and then say where this rank is, which tells that they are shown."""
+        show_stacks()
+        self.position()
+
     def exception_in_flight(self) -> BaseException | None:
         """Report an exception that the user's ``except`` or ``finally`` is at; return it."""
         exc = sys.exc_info()[1]
@@ -124,11 +129,13 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
     line = LauncherLine(sender, StopCalls())
     stop = stopping.Stopping(line.calls, line)
     stopping.enter(stop)
+    stacks = environment.Stacks(spec.logs)
     lifeline.tie_to_launcher(
         inheritance.lifeline.fd,
         launcher_pid=spec.launcher_pid,
         is_child=spec.inherited_env is None,
         on_question=reporter.position,
+        on_stacks=lambda: reporter.position_after(stacks.show_all),
         on_stop=line.promise,
         on_agreement=line.calls.agree,
         on_end=stop.signals.die_of_sigterm,
@@ -136,7 +143,7 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
     try:
         if spec.logs is not None:
             environment.capture_output(spec.logs)
-            environment.dump_stacks_on_signal(spec.logs)
+            stacks.follow_signal()
         environment.apply_environment(spec)
         if spec.inherited_env is not None:
             environment.restore_interrupt()

@@ -45,11 +45,29 @@ def _line_buffered(stream: TextIO | None, fd: int) -> TextIO:
     return stream
 
 
-def dump_stacks_on_signal(logs: LogFiles) -> None:
-    """Let the launcher ask where every thread is, also while the GIL is held."""
-    file = Path(logs.stacks).open("a", encoding="utf-8")  # noqa: SIM115 - open while the rank lives
-    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
-    faulthandler.enable()
+class Stacks:
+    """Where every thread is, for a launcher that asks."""
+
+    def __init__(self, logs: LogFiles | None) -> None:
+        """Write nothing yet, and never anything without log files."""
+        self._logs = logs
+        self._file: TextIO | None = None
+
+    def follow_signal(self) -> None:
+        """Show the main thread's stack on a signal: that works while the GIL is held, too.
+
+        The other threads run meanwhile, and to read their frames then has crashed ranks.
+        """
+        if self._logs is not None:
+            self._file = Path(self._logs.stacks).open("a", encoding="utf-8")  # noqa: SIM115 - open while the rank lives
+            faulthandler.register(STACKS_SIGNAL, file=self._file, all_threads=False)
+            faulthandler.enable()
+
+    def show_all(self) -> None:
+        """Show the stacks of all threads; the caller holds the GIL, so none of them moves."""
+        if self._file is not None:
+            self._file.truncate(0)
+            faulthandler.dump_traceback(self._file, all_threads=True)
 
 
 def apply_environment(spec: RankSpec) -> None:

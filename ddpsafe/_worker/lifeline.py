@@ -16,7 +16,14 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._wire.channel import ASK_POSITION, ASK_STOP, CALL_NUMBER, END_NOW, STOP_AT
+from ddpsafe._wire.channel import (
+    ASK_POSITION,
+    ASK_STACKS,
+    ASK_STOP,
+    CALL_NUMBER,
+    END_NOW,
+    STOP_AT,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -30,6 +37,7 @@ def tie_to_launcher(
     launcher_pid: int,
     is_child: bool,
     on_question: Callable[[], None],
+    on_stacks: Callable[[], None],
     on_stop: Callable[[], None],
     on_agreement: Callable[[int], None],
     on_end: Callable[[], None],
@@ -41,12 +49,14 @@ def tie_to_launcher(
         launcher_pid: The launcher.
         is_child: Whether it is our direct parent (not so under the forkserver).
         on_question: Called in a thread when the launcher asks where this rank is.
+        on_stacks: Called in that thread when it asks what all threads do.
         on_stop: Called in that thread when the job has been asked to stop.
         on_agreement: Called in that thread with the call of `stop_requested` that says so.
         on_end: Called in that thread when the launcher is about to send SIGTERM.
     """
     listeners = {
         ASK_POSITION: on_question,
+        ASK_STACKS: on_stacks,
         ASK_STOP: on_stop,
         STOP_AT: lambda: on_agreement(*CALL_NUMBER.unpack(os.read(pipe_fd, CALL_NUMBER.size))),
         END_NOW: on_end,
