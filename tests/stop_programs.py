@@ -65,6 +65,13 @@ def train_until_asked(ctx: RankContext, folder: Path, *, pace_s: float = 0.005) 
     return step
 
 
+def ask_late(ctx: RankContext, folder: Path) -> int:
+    """Load for a while before the first step, and with it the first question."""
+    (folder / f"ready-{ctx.rank}").touch()
+    scripts.wait_until((folder / "go").exists, within_s=60)
+    return train_until_asked(ctx, folder)
+
+
 def train_in_step(ctx: RankContext, folder: Path) -> int:
     """Do the same with a collective in every step, as DistributedDataParallel does."""
     step = 0

@@ -41,6 +41,7 @@ class StopRequest:
         self._inbox = inbox
         self.limit = limit
         self._is_agreed = False
+        self._is_kept = False
         self.deadline: Deadline | None = None
 
     def must_end(self) -> bool:
@@ -51,10 +52,7 @@ class StopRequest:
             return True
         if self.deadline is None:
             if not any(worker.heeds_stop for worker in self._workers):
-                logger.warning(
-                    "%s: no rank has called stop_requested(), so all are ended", self.source()
-                )
-                return True
+                return self._nobody_listens()
             self._begin()
         if not self._is_agreed:
             self._agree()
@@ -75,6 +73,20 @@ class StopRequest:
         if self._inbox.received is not None:
             return True
         return any(worker.asked_by is not None for worker in self._workers)
+
+    def _nobody_listens(self) -> bool:
+        """Tell whether to end ranks that have not asked yet; a mere warning can wait until they do."""
+        is_order = self._inbox.received not in (None, signal.SIGUSR1)
+        if is_order:
+            logger.warning(
+                "%s: no rank has called stop_requested() yet, so all are ended", self.source()
+            )
+        elif not self._is_kept:
+            logger.warning(
+                "%s: kept until a rank calls stop_requested(), which none has yet", self.source()
+            )
+            self._is_kept = True
+        return is_order
 
     def _begin(self) -> None:
         self.deadline = Deadline.after(self.limit)

@@ -136,11 +136,23 @@ def test_training_that_never_asks_is_not_kept_alive(tmp_path: Path) -> None:
     with start_script(tmp_path, launch("never_ask")) as job:
         job.wait_until_up()
         sent = time.monotonic()
-        os.kill(job.pid, signal.SIGUSR1)
+        os.kill(job.pid, signal.SIGTERM)
         run = job.end()
         require_in_time(time.monotonic() - sent, CRASH_S)
-    assert run.code == -signal.SIGUSR1
-    assert "no rank has called stop_requested()" in run.err
+    assert run.code == -signal.SIGTERM
+    assert "no rank has called stop_requested() yet" in run.err
+
+
+def test_a_warning_before_the_first_step_is_kept_for_it(tmp_path: Path) -> None:
+    """SIGUSR1 while ranks still load stops them at their first question."""
+    with start_script(tmp_path, launch("ask_late")) as job:
+        job.wait_until_up()
+        os.kill(job.pid, signal.SIGUSR1)
+        scripts.wait_until(lambda: "kept until a rank calls" in job.errors())
+        (tmp_path / "go").touch()
+        run = job.end()
+    assert run.code == AGAIN, run.err
+    assert (tmp_path / "saved-0").exists()
 
 
 def test_second_sigterm_ends_the_ranks_at_once(tmp_path: Path) -> None:
