@@ -203,7 +203,9 @@ class Checkpointer:
             CorruptCheckpointError: There are checkpoints, and all are damaged.
             MissingCheckpointError: No checkpoint is there for every rank.
             NewerFormatError: A newer ddpsafe wrote it.
-            CheckpointMismatchError: It is of another model; nothing was changed.
+            CheckpointMismatchError: It is of other names, tensors or optimizers, and nothing was
+                changed; or an object's own ``load_state_dict`` refused, after those before it in
+                `state` were changed.
         """
         self._require_open(asynchronous=False)
         self.wait()

@@ -93,6 +93,7 @@ class Writer:
             replicated=self._snapshot.replicated,
             ranks=[words[rank].data for rank in sorted(words)],
             names=self._snapshot.names,
+            optimizers=self._snapshot.optimizers,
         )
         needed = size_bytes(content.replicated) + sum(map(len, content.ranks))
         directory = self._place.directory

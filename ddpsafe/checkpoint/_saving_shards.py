@@ -75,6 +75,7 @@ def _lead_shards(party: Party, place: Place, begin: Round, snapshot: Snapshot, s
                 replicated=snapshot.replicated,
                 ranks=[words[rank].data for rank in sorted(words)],
                 names=snapshot.names,
+                optimizers=snapshot.optimizers,
                 shards={**own, **_files_of(told)},
             )
             require_space(place.directory, size_bytes(content.replicated), step)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard, runtime_check
 
 from ddpsafe._errors import explain
 from ddpsafe.checkpoint import _sharded
+from ddpsafe.checkpoint._manifest import OptimizerFacts
 from ddpsafe.checkpoint._rng import rng_state
 from ddpsafe.checkpoint._safety import require_loadable
 from ddpsafe.checkpoint.errors import CheckpointConfigError
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
+    from torch.optim import Optimizer
 
 REPLICATED: Final = "replicated"
 PER_RANK: Final = "per rank"
@@ -75,12 +77,14 @@ class Snapshot:
         own: What this rank alone has, as bytes of a torch file.
         shards: Parts of distributed tensors, by path in the state.
         names: Where each name is kept.
+        optimizers: What the optimizers among them are made of.
     """
 
     replicated: dict[str, Any]
     own: bytes
     shards: dict[str, torch.Tensor] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
+    optimizers: dict[str, OptimizerFacts] = field(default_factory=dict)
 
 
 def take_snapshot(
@@ -97,6 +101,8 @@ def take_snapshot(
         CheckpointConfigError: The mapping is none.
         UnsafeStateError: Something in it could not be loaded again.
     """
+    from torch.optim import Optimizer
+
     check_names(state)
     replicated: dict[str, Any] = {}
     own: dict[str, Any] = {}
@@ -115,7 +121,19 @@ def take_snapshot(
             replicated[name] = rest
     require_loadable(replicated)
     require_loadable(own)
-    return Snapshot(replicated=replicated, own=_own_bytes(own), shards=shards, names=names)
+    return Snapshot(
+        replicated=replicated,
+        own=_own_bytes(own),
+        shards=shards,
+        names=names,
+        optimizers={k: optimizer_facts(v) for k, v in state.items() if isinstance(v, Optimizer)},
+    )
+
+
+def optimizer_facts(optimizer: Optimizer) -> OptimizerFacts:
+    """Return what an optimizer is made of."""
+    groups = [[list(each.shape) for each in group["params"]] for group in optimizer.param_groups]
+    return OptimizerFacts(kind=type(optimizer).__qualname__, groups=groups)
 
 
 def check_names(state: object) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ddpsafe._errors import explain
 from ddpsafe.checkpoint import _folders
 from ddpsafe.checkpoint._blocks import ChecksumWriter
-from ddpsafe.checkpoint._manifest import NAME, FileFacts, Manifest
+from ddpsafe.checkpoint._manifest import NAME, FileFacts, Manifest, OptimizerFacts
 from ddpsafe.checkpoint.errors import NoSpaceError, SaveError
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class Content:
         replicated: State that all ranks share, by name.
         ranks: Each rank's own part, by rank.
         names: Where each name is kept.
+        optimizers: What the optimizers among them are made of.
         shards: Files that the ranks have written already.
     """
 
@@ -41,6 +42,7 @@ class Content:
     replicated: dict[str, Any]
     ranks: list[bytes]
     names: dict[str, str]
+    optimizers: dict[str, OptimizerFacts]
     shards: dict[str, FileFacts] = field(default_factory=dict)
 
 
@@ -91,6 +93,7 @@ def write_files(folder: Path, content: Content) -> None:
         ddpsafe=_version_of("ddpsafe"),
         torch=str(torch.__version__),
         names=content.names,
+        optimizers=content.optimizers,
         files=files,
         ranks=places,
     )
