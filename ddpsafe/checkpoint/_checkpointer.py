@@ -177,6 +177,8 @@ class Checkpointer:
                 raise
             pending.round.announce({"saved": True})
         self._newest, self._is_ours = pending.step, True
+        if pending.writer is not None:
+            pending.writer.warn_of_leftovers()
 
     def wait(self) -> None:
         """Wait for the save that goes on in the background, if one does.

@@ -72,6 +72,18 @@ def _no_space(directory: Path, step: int, needed: int, free: int) -> NoSpaceErro
     )
 
 
+def _already_there(exc: OSError, step: int) -> SaveError:
+    return SaveError(
+        explain(
+            f"Step {step} was not saved: {exc.filename} is there already.",
+            cause="a save of this step was interrupted when it was nearly done, or somebody put "
+            "the folder there.",
+            fix="go on, and save the next step; or remove the folder and save this one again.",
+        ),
+        step=step,
+    )
+
+
 def write_files(folder: Path, content: Content) -> None:
     """Write everything of a checkpoint, the manifest last, to the disk."""
     import torch
@@ -119,6 +131,8 @@ def save_error(exc: BaseException, directory: Path, step: int) -> BaseException:
         except OSError:
             free = 0
         return _no_space(directory, step, free + 1, free)
+    if isinstance(exc, FileExistsError):
+        return _already_there(exc, step)
     causes = {
         errno.EROFS: "the file system is mounted read-only.",
         errno.EACCES: "this user may not write there.",
