@@ -142,14 +142,17 @@ def _list(shapes: list[list[int]]) -> str:
 
 def _mismatch(loaded: Loaded, differences: Differences) -> CheckpointMismatchError:
     listed = [
-        f"{path}: saved {_show(saved)}, now {_show(now)}"
+        f"{path} is not in the checkpoint"
+        if saved == _ABSENT and now in ("shared", "per rank")
+        else f"{path}: saved {_show(saved)}, now {_show(now)}"
         for path, (saved, now) in list(differences.items())[:_SHOWN]
     ]
-    if len(differences) > _SHOWN:
-        listed.append(f"… and {len(differences) - _SHOWN} more")
+    number = len(differences)
+    if number > _SHOWN:
+        listed.append(f"… and {number - _SHOWN} more")
     return CheckpointMismatchError(
         explain(
-            f"The checkpoint {loaded.folder} is of other objects: {len(differences)} differ.",
+            f"The checkpoint {loaded.folder} is of other objects: {number} {'differs' if number == 1 else 'differ'}.",
             cause="the model was changed since, or this is another job's directory.",
             fix="build the model as it was, or begin in a directory of its own.",
             details=listed,

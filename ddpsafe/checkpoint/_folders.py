@@ -89,7 +89,10 @@ def _point_to(final: Path) -> None:
     scratch = final.parent / f".{LATEST}-{uuid.uuid4().hex[:8]}"
     with contextlib.suppress(OSError):  # some file systems have no links
         scratch.symlink_to(final.name)
-        scratch.replace(final.parent / LATEST)
+        try:
+            scratch.replace(final.parent / LATEST)
+        except OSError:  # a directory of that name is in the way
+            scratch.unlink()
 
 
 def sync_directory(path: Path | str) -> None:

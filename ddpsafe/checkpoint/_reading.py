@@ -29,7 +29,7 @@ class Loaded:
         manifest: What it consists of.
         replicated: State that all ranks share, by name.
         own: This rank's own part, by name; ``None`` if the saved world had no such rank.
-        rng: This rank's random number generators; ``None`` as `own`.
+        rng: This rank's random number generators; ``None`` as `own`, or if they were not saved.
     """
 
     folder: Path

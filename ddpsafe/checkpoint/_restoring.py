@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 from ddpsafe._errors import explain
 from ddpsafe.checkpoint import _applying, _comparing, _folders
 from ddpsafe.checkpoint._blocks import DamagedFileError
+from ddpsafe.checkpoint._opening import list_steps
 from ddpsafe.checkpoint._party import Word, from_wire, to_wire
 from ddpsafe.checkpoint._reading import Loaded, load_checkpoint
 from ddpsafe.checkpoint.errors import (
     CheckpointWarning,
     CorruptCheckpointError,
+    DirectoryError,
     MissingCheckpointError,
     RestoreError,
 )
@@ -84,7 +86,11 @@ def _agree_on_steps(request: Request) -> tuple[list[int], list[int]]:
     """Return the steps that every rank sees, newest first, and those that any of them sees."""
     party = request.party
     current = party.begin()
-    own = _folders.complete_steps(request.directory)
+    try:
+        own = list_steps(request.directory)
+    except DirectoryError as exc:
+        current.fail(exc)
+        raise
     current.tell(Word(facts={"steps": own, "host": party.host}))
     if not party.is_main:
         answer = _learn(party, current)

@@ -11,7 +11,7 @@ from ddpsafe._errors import explain
 from ddpsafe.checkpoint import _sharded
 from ddpsafe.checkpoint._manifest import OptimizerFacts
 from ddpsafe.checkpoint._rng import rng_state
-from ddpsafe.checkpoint._safety import require_loadable
+from ddpsafe.checkpoint._safety import require_finite, require_loadable
 from ddpsafe.checkpoint.errors import CheckpointConfigError
 
 if TYPE_CHECKING:
@@ -88,7 +88,11 @@ class Snapshot:
 
 
 def take_snapshot(
-    state: Mapping[str, Any], *, unwrap: Callable[[nn.Module], nn.Module], whole: bool
+    state: Mapping[str, Any],
+    *,
+    unwrap: Callable[[nn.Module], nn.Module],
+    whole: bool,
+    with_rng: bool,
 ) -> Snapshot:
     """Take the state of every object.
 
@@ -96,6 +100,7 @@ def take_snapshot(
         state: The objects, by name.
         unwrap: Removes DDP's wrapper.
         whole: Keep what is the same on all ranks, as rank 0 does.
+        with_rng: Take the random number generators too.
 
     Raises:
         CheckpointConfigError: The mapping is none.
@@ -111,9 +116,11 @@ def take_snapshot(
     for name, value in state.items():
         if isinstance(value, PerRank):
             own[name] = value.stateful.state_dict()
+            require_finite(own[name], name)
             names[name] = PER_RANK
             continue
         taken = state_of(value, state, unwrap)
+        require_finite(taken, name)
         rest, parts = _sharded.split(taken, name)
         shards.update(parts)
         names[name] = SHARDED if parts else REPLICATED
@@ -123,7 +130,7 @@ def take_snapshot(
     require_loadable(own)
     return Snapshot(
         replicated=replicated,
-        own=_own_bytes(own),
+        own=_own_bytes(own, rng_state() if with_rng else None),
         shards=shards,
         names=names,
         optimizers={k: optimizer_facts(v) for k, v in state.items() if isinstance(v, Optimizer)},
@@ -166,11 +173,11 @@ def state_of(value: Any, state: Mapping[str, Any], unwrap: Callable[[nn.Module],
     return value.state_dict() if is_stateful(value) else value
 
 
-def _own_bytes(own: dict[str, Any]) -> bytes:
+def _own_bytes(own: dict[str, Any], rng: dict[str, Any] | None) -> bytes:
     import torch
 
     file = io.BytesIO()
-    torch.save({"rng": rng_state(), "own": own}, file)
+    torch.save({"rng": rng, "own": own}, file)
     data = file.getvalue()
     if len(data) > MAX_RANK_BYTES:
         raise CheckpointConfigError(

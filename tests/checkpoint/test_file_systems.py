@@ -110,8 +110,28 @@ def test_job_on_a_read_only_file_system_does_not_begin(mount: Mount) -> None:
 def test_file_in_the_place_of_the_directory_is_told(tmp_path: Path) -> None:
     """Whatever the file system refuses comes as one class, with its words."""
     (tmp_path / "file").touch()
-    with pytest.raises(errors.DirectoryError, match="File exists"):
+    with pytest.raises(errors.DirectoryError, match=r"(?s)File exists.*it is a file"):
         Checkpointer(tmp_path / "file")
+    reader = Checkpointer(tmp_path / "file", access="read")
+    for call in (lambda: reader.restore({"x": 0}), reader.latest):
+        with pytest.raises(errors.DirectoryError, match=r"(?s)cannot be read.*it is a file"):
+            call()
+
+
+def test_link_to_nowhere_is_told(tmp_path: Path) -> None:
+    """A mount that is missing leaves such a link; "File exists" alone would puzzle."""
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(errors.DirectoryError, match=r"link to .*gone, which does not exist"):
+        Checkpointer(tmp_path / "link")
+
+
+def test_directory_called_latest_is_left_alone(tmp_path: Path) -> None:
+    """There is no link then, and no litter of links that could not be put there."""
+    (tmp_path / "latest").mkdir()
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save({"x": 1}, 1)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [".lock", "latest", "step-000000000001"]
 
 
 def test_vanished_directory_fails_the_save(tmp_path: Path) -> None:
