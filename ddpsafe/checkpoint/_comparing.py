@@ -132,7 +132,8 @@ def _compare_optimizers(loaded: Loaded, name: str, value: Any) -> Differences:
 
 
 def _count(facts: OptimizerFacts) -> str:
-    return f"{len(facts.groups)} groups"
+    number = len(facts.groups)
+    return "1 group" if number == 1 else f"{number} groups"
 
 
 def _list(shapes: list[list[int]]) -> str:

@@ -40,7 +40,7 @@ def test_optimizer_with_other_groups_leaves_the_model_as_it_is(tmp_path: Path) -
     groups = [{"params": [each]} for each in model.parameters()]
     now = {"model": model, "optimizer": torch.optim.Adam(groups)}
     assert refused(tmp_path, make(), now) == {
-        "optimizer['param_groups']": ("1 groups", "2 groups"),
+        "optimizer['param_groups']": ("1 group", "2 groups"),
     }
     assert torch.equal(model.weight, before)
 
