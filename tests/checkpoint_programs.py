@@ -315,3 +315,30 @@ def never_get_on(ctx: ddpsafe.RankContext, directory: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
         training.run(1, 0, after)
+
+
+class Picky:
+    """Refuses its state on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def state_dict(self) -> dict[str, int]:
+        """Return nothing to speak of."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Refuse it on rank 1."""
+        if self.rank == 1:
+            message = f"{state} is not to my taste"
+            raise ValueError(message)
+
+
+def refuse_on_rank_1(ctx: ddpsafe.RankContext, directory: Path) -> dict[str, Any]:
+    """Restore an object that refuses on one rank only."""
+    with Checkpointer(directory) as checkpointer:
+        state = {"picky": Picky(ctx.rank)}
+        checkpointer.save(state, 1)
+        found = caught(checkpointer.restore, state)
+        ctx.barrier()
+    return found

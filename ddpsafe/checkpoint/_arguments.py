@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -65,17 +67,42 @@ def check_arguments(keep: object, timeout: object, *, on_failure: str, access: s
             )
 
 
-def check_step(step: object) -> None:
-    """Refuse what is no step.
+def require_step(step: object) -> int:
+    """Return a step as a number of Python, whatever kind of whole number it is.
 
     Raises:
-        CheckpointConfigError: As it says.
+        CheckpointConfigError: It is none.
     """
-    if not _is_whole(step, 0):
+    whole = -1
+    if not isinstance(step, bool):
+        with contextlib.suppress(TypeError):
+            whole = operator.index(step)  # type: ignore[arg-type]  # what is tried
+    if whole < 0:
         raise misuse(
             f"save(step={step!r}).",
             "a step is a whole number from 0.",
             "pass the number of steps done so far.",
+        )
+    return whole
+
+
+def require_open(*, closed: bool, entered: bool, asynchronous: bool) -> None:
+    """Refuse a call that comes too late, or needs a ``with`` block and has none.
+
+    Raises:
+        CheckpointConfigError: As it says.
+    """
+    if closed:
+        raise misuse(
+            "this one is closed.",
+            "the with block was left, or close() called.",
+            "make another Checkpointer, or call this one before it is closed.",
+        )
+    if asynchronous and not entered:
+        raise misuse(
+            "save(asynchronous=True) outside of its with block.",
+            "without one, nobody would wait for the last save when the training ends.",
+            "write: with Checkpointer(…) as checkpointer:",
         )
 
 

@@ -13,9 +13,10 @@ from ddpsafe.checkpoint import _folders, _opening, _restoring, _saving, _saving_
 from ddpsafe.checkpoint._arguments import (
     check_arguments,
     check_shards,
-    check_step,
     misuse,
     require_absolute,
+    require_open,
+    require_step,
     step_too_old,
 )
 from ddpsafe.checkpoint._party import Party, Round, Word
@@ -101,8 +102,12 @@ class Checkpointer:
         return self._directory
 
     def latest(self) -> int | None:
-        """Return the newest step that this rank sees a complete checkpoint of."""
-        return next(iter(_folders.complete_steps(self._directory)), None)
+        """Return the newest step that this rank sees a complete checkpoint of.
+
+        Raises:
+            DirectoryError: The directory cannot be read.
+        """
+        return next(iter(_opening.list_steps(self._directory)), None)
 
     def path(self, step: int) -> Path:
         """Return the folder of a step's checkpoint."""
@@ -135,9 +140,14 @@ class Checkpointer:
         party = self._party
         current = party.begin()
         try:
-            snapshot = take_snapshot(state, unwrap=party.unwrap, whole=party.is_main)
-            self._check_step(step)
+            snapshot = take_snapshot(
+                state, unwrap=party.unwrap, whole=party.is_main, with_rng=self._rng
+            )
+            step = self._require_step(step)
             check_shards(snapshot.shards, asynchronous=asynchronous)
+            if asynchronous:
+                copied = self._copies.copy(snapshot.replicated)
+                snapshot = replace(snapshot, replicated=copied)
         except Exception as exc:
             current.fail(exc)
             raise
@@ -146,21 +156,17 @@ class Checkpointer:
             _saving_shards.save_shards(party, self._place, current, snapshot, step)
             self._newest, self._is_ours = step, True
             return
-        writer = self._start_writer(current, snapshot, step, asynchronous=asynchronous)
+        writer = self._start_writer(current, snapshot, step)
         self._pending = _Pending(step=step, round=current, writer=writer)
         if not asynchronous:
             self._finish()
 
-    def _start_writer(
-        self, current: Round, snapshot: Snapshot, step: int, *, asynchronous: bool
-    ) -> _saving.Writer | None:
+    def _start_writer(self, current: Round, snapshot: Snapshot, step: int) -> _saving.Writer | None:
         if self._place is None:
             return None
         if self._is_saved(step):
             current.announce({"saved": False})
             return None
-        if asynchronous:
-            snapshot = replace(snapshot, replicated=self._copies.copy(snapshot.replicated))
         return _saving.Writer(self._party, self._place, current, snapshot, step)
 
     def _finish(self) -> None:
@@ -177,6 +183,8 @@ class Checkpointer:
                 raise
             pending.round.announce({"saved": True})
         self._newest, self._is_ours = pending.step, True
+        if pending.writer is not None:
+            pending.writer.warn_of_leftovers()
 
     def wait(self) -> None:
         """Wait for the save that goes on in the background, if one does.
@@ -203,7 +211,9 @@ class Checkpointer:
             CorruptCheckpointError: There are checkpoints, and all are damaged.
             MissingCheckpointError: No checkpoint is there for every rank.
             NewerFormatError: A newer ddpsafe wrote it.
-            CheckpointMismatchError: It is of another model; nothing was changed.
+            CheckpointMismatchError: It is of other names, tensors or optimizers, and nothing was
+                changed; or an object's own ``load_state_dict`` refused, after those before it in
+                `state` were changed.
         """
         self._require_open(asynchronous=False)
         self.wait()
@@ -270,19 +280,10 @@ class Checkpointer:
                 warnings.warn(f"ddpsafe: {exc}", CheckpointWarning, stacklevel=4)
 
     def _require_open(self, *, asynchronous: bool) -> None:
-        if self._closed:
-            raise misuse(
-                "it is closed.", "the with block was left, or close() called.", "make another"
-            )
-        if asynchronous and not self._entered:
-            raise misuse(
-                "save(asynchronous=True) outside of its with block.",
-                "without one, nobody would wait for the last save when the training ends.",
-                "write: with Checkpointer(…) as checkpointer:",
-            )
+        require_open(closed=self._closed, entered=self._entered, asynchronous=asynchronous)
 
-    def _check_step(self, step: int) -> None:
-        check_step(step)
+    def _require_step(self, number: object) -> int:
+        step = require_step(number)
         if self._access == "read":
             raise misuse(
                 "save() with access='read'.",
@@ -291,6 +292,7 @@ class Checkpointer:
             )
         if self._newest is not None and step <= self._newest and not self._is_saved(step):
             raise step_too_old(step, self._newest, self._directory, is_ours=self._is_ours)
+        return step
 
     def _is_saved(self, step: int) -> bool:
         return self._is_ours and step == self._newest

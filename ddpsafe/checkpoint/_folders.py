@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -62,13 +63,22 @@ def unfinished(directory: Path, step: int) -> Iterator[Path]:
 
 
 def publish(folder: Path, step: int) -> Path:
-    """Make a finished folder the checkpoint of its step, on disk too, or not at all."""
+    """Make a finished folder the checkpoint of its step, on disk too, or not at all.
+
+    Raises:
+        FileExistsError: That step has one.
+    """
     directory = folder.parent
     for path, folders, _ in os.walk(folder):
         sync_directory(path)
         folders.sort()
     final = directory / folder_name(step)
-    folder.rename(final)
+    try:
+        folder.rename(final)
+    except OSError as exc:
+        if exc.errno in _IN_THE_WAY:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final)) from exc
+        raise
     sync_directory(directory)
     _point_to(final)
     return final
@@ -79,7 +89,10 @@ def _point_to(final: Path) -> None:
     scratch = final.parent / f".{LATEST}-{uuid.uuid4().hex[:8]}"
     with contextlib.suppress(OSError):  # some file systems have no links
         scratch.symlink_to(final.name)
-        scratch.replace(final.parent / LATEST)
+        try:
+            scratch.replace(final.parent / LATEST)
+        except OSError:  # a directory of that name is in the way
+            scratch.unlink()
 
 
 def sync_directory(path: Path | str) -> None:
@@ -94,21 +107,31 @@ def sync_directory(path: Path | str) -> None:
         os.close(fd)
 
 
+_IN_THE_WAY: Final = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 _CANNOT_SYNC: Final = (22, 95)  # EINVAL, EOPNOTSUPP: some network file systems sync entries always
 
 
-def prune(directory: Path, keep: int | None) -> None:
-    """Remove all checkpoints but the newest `keep`."""
-    for step in complete_steps(directory)[keep:] if keep is not None else ():
-        _remove(directory / folder_name(step))
+def prune(directory: Path, keep: int | None) -> list[str]:
+    """Remove all checkpoints but the newest `keep`; return why some could not be."""
+    try:
+        doomed = complete_steps(directory)[keep:] if keep is not None else []
+    except OSError as exc:
+        return [str(exc)]
+    problems = {step: _remove(directory / folder_name(step)) for step in doomed}
+    return [f"step {step}: {why}" for step, why in problems.items() if why is not None]
 
 
-def _remove(folder: Path) -> None:
+def _remove(folder: Path) -> OSError | None:
     """Take it out of sight first, so that one that is half gone never looks complete."""
     doomed = folder.parent / f"{_DELETING}{folder.name}-{uuid.uuid4().hex[:8]}"
-    with contextlib.suppress(FileNotFoundError):
+    try:
         folder.rename(doomed)
+    except FileNotFoundError:
+        return None
+    except OSError as exc:
+        return exc
     shutil.rmtree(doomed, ignore_errors=True)
+    return None
 
 
 def set_aside(directory: Path, step: int) -> Path:

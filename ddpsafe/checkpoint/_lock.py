@@ -107,7 +107,7 @@ class DirectoryLock:
         self._path = directory / NAME
         self._key = str(directory.resolve())
         if _mine.get(self._key) == os.getpid():
-            raise _locked(directory, owner, "it is this very process, with another Checkpointer")
+            raise _locked_by_us(directory, owner)
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             self._reaches = self._take_record(directory)
@@ -218,6 +218,18 @@ def read_owner(directory: Path) -> Owner | None:
         return _parse_owner((directory / NAME).read_bytes())
     except OSError:
         return None
+
+
+def _locked_by_us(directory: Path, owner: Owner) -> DirectoryLockedError:
+    return DirectoryLockedError(
+        explain(
+            f"Another Checkpointer of this very process writes into {directory} ({owner}).",
+            cause="it was made before, by a cell of a notebook that ran twice for example, and was "
+            "not closed.",
+            fix="call close() on the former one, or use it in a with block.",
+        ),
+        owner=asdict(owner),
+    )
 
 
 def _locked(directory: Path, owner: Owner | None, sign: str) -> DirectoryLockedError:

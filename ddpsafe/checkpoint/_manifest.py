@@ -33,6 +33,19 @@ class FileFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerFacts:
+    """What an optimizer was made of; its state alone does not tell.
+
+    Attributes:
+        kind: Name of its class.
+        groups: Shapes of its parameters, by group.
+    """
+
+    kind: str
+    groups: list[list[list[int]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """Everything to know about a checkpoint before its files are opened.
 
@@ -44,6 +57,7 @@ class Manifest:
         torch: Version of torch that wrote it.
         names: Names in the state, and where each is kept.
         files: Its files, by path below the checkpoint's folder.
+        optimizers: Those among the names that are optimizers.
         ranks: Where each rank's own part lies in its file: offset and length in bytes.
         block_bytes: Length of the blocks that have a checksum.
         version: Version of the format.
@@ -56,6 +70,7 @@ class Manifest:
     torch: str
     names: dict[str, str]
     files: dict[str, FileFacts]
+    optimizers: dict[str, OptimizerFacts] = field(default_factory=dict)
     ranks: list[list[int]] = field(default_factory=list)
     block_bytes: int = BLOCK_BYTES
     version: int = VERSION
@@ -99,7 +114,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise _newer(folder, version)
     try:
         files = {name: FileFacts(**facts) for name, facts in content.pop("files").items()}
-        return Manifest(files=files, **content)
+        optimizers = {
+            name: OptimizerFacts(**facts) for name, facts in content.pop("optimizers", {}).items()
+        }
+        return Manifest(files=files, optimizers=optimizers, **content)
     except (KeyError, TypeError, AttributeError) as exc:
         raise DamagedFileError(f"{NAME} lacks what a manifest has: {exc}") from exc
 

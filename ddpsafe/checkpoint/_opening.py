@@ -79,12 +79,41 @@ def _lock(directory: Path) -> DirectoryLock:
         raise DirectoryError(
             explain(
                 f"rank 0 cannot write checkpoints to {directory}: {exc}.",
-                cause="it belongs to another user, is mounted read-only, is no directory, or its "
-                "disk is full.",
+                cause=_find_cause(directory)
+                or "it belongs to another user, is mounted read-only, or its disk is full.",
                 fix="choose a directory that this user may write to.",
             ),
             rank=0,
         ) from exc
+
+
+def list_steps(directory: Path) -> list[int]:
+    """Return the steps that have a checkpoint, newest first; none where there is no directory.
+
+    Raises:
+        DirectoryError: It cannot be read.
+    """
+    try:
+        return _folders.complete_steps(directory)
+    except OSError as exc:
+        raise DirectoryError(
+            explain(
+                f"The checkpoints in {directory} cannot be read: {exc}.",
+                cause=_find_cause(directory)
+                or "it belongs to another user, or its storage does not answer.",
+                fix="give the directory that a Checkpointer has written to.",
+            )
+        ) from exc
+
+
+def _find_cause(directory: Path) -> str | None:
+    """Tell what stands in a directory's place, if that is the trouble."""
+    with contextlib.suppress(OSError):
+        if directory.is_symlink() and not directory.exists():
+            return f"it is a link to {directory.readlink()}, which does not exist."
+        if directory.exists() and not directory.is_dir():
+            return "it is a file and no directory."
+    return None
 
 
 def _sees(directory: Path, lock_id: str) -> bool:

@@ -10,7 +10,7 @@ from ddpsafe._errors import explain
 from ddpsafe.checkpoint import _sharded
 from ddpsafe.checkpoint._blocks import DamagedFileError
 from ddpsafe.checkpoint._folders import folder_name
-from ddpsafe.checkpoint._manifest import Manifest, read_manifest
+from ddpsafe.checkpoint._manifest import NAME, Manifest, read_manifest
 from ddpsafe.checkpoint._writing import RANKS, STATE
 from ddpsafe.checkpoint.errors import RestoreError
 
@@ -29,7 +29,7 @@ class Loaded:
         manifest: What it consists of.
         replicated: State that all ranks share, by name.
         own: This rank's own part, by name; ``None`` if the saved world had no such rank.
-        rng: This rank's random number generators; ``None`` as `own`.
+        rng: This rank's random number generators; ``None`` as `own`, or if they were not saved.
     """
 
     folder: Path
@@ -43,12 +43,16 @@ def load_checkpoint(directory: Path, step: int, *, rank: int, world_size: int) -
     """Read what this rank needs.
 
     Raises:
-        DamagedFileError: A file is not what was written.
+        DamagedFileError: A file is not what was written, or was written for another step.
         NewerFormatError: A newer ddpsafe wrote it.
         RestoreError: It is whole and cannot be read all the same.
     """
     folder = directory / folder_name(step)
     manifest = read_manifest(folder)
+    if manifest.step != step:
+        raise DamagedFileError(
+            f"{NAME} is of step {manifest.step}; the folder was copied or renamed"
+        )
     with manifest.open(folder, STATE) as reader:
         replicated = _load(reader, folder / STATE)
         reader.check_rest()

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ddpsafe._errors import explain
-from ddpsafe.checkpoint import _applying, _folders
+from ddpsafe.checkpoint import _applying, _comparing, _folders
 from ddpsafe.checkpoint._blocks import DamagedFileError
+from ddpsafe.checkpoint._opening import list_steps
 from ddpsafe.checkpoint._party import Word, from_wire, to_wire
 from ddpsafe.checkpoint._reading import Loaded, load_checkpoint
 from ddpsafe.checkpoint.errors import (
     CheckpointWarning,
     CorruptCheckpointError,
+    DirectoryError,
     MissingCheckpointError,
     RestoreError,
 )
@@ -62,9 +64,8 @@ def restore(request: Request) -> int | None:
     for step in steps:
         loaded, damage = _try_step(request, step)
         if loaded is not None:
+            _apply(request, loaded)
             _tidy(request, [other for other in seen if other > step], problems)
-            party = request.party
-            _applying.apply(loaded, request.state, unwrap=party.unwrap, with_rng=request.with_rng)
             logger.info("restored step %d from %s", step, loaded.folder)
             return step
         problems += damage
@@ -85,7 +86,11 @@ def _agree_on_steps(request: Request) -> tuple[list[int], list[int]]:
     """Return the steps that every rank sees, newest first, and those that any of them sees."""
     party = request.party
     current = party.begin()
-    own = _folders.complete_steps(request.directory)
+    try:
+        own = list_steps(request.directory)
+    except DirectoryError as exc:
+        current.fail(exc)
+        raise
     current.tell(Word(facts={"steps": own, "host": party.host}))
     if not party.is_main:
         answer = _learn(party, current)
@@ -178,7 +183,7 @@ def _load(request: Request, step: int) -> tuple[Loaded | None, Word]:
         loaded = load_checkpoint(
             request.directory, step, rank=party.rank, world_size=party.world_size
         )
-        _applying.require_same(loaded, request.state, party.unwrap)
+        _comparing.require_same(loaded, request.state, party.unwrap)
     except (DamagedFileError, OSError) as exc:
         return None, Word(facts={**facts, "damage": str(exc)})
     except Exception as exc:
@@ -187,6 +192,27 @@ def _load(request: Request, step: int) -> tuple[Loaded | None, Word]:
         logger.debug("step %d cannot be restored", step, exc_info=True)
         return None, Word(facts=facts, failure=to_wire(exc, rank=party.rank))
     return loaded, Word(facts=facts)
+
+
+def _apply(request: Request, loaded: Loaded) -> None:
+    """Change the objects; when those of one rank refuse, every rank raises."""
+    party = request.party
+    current = party.begin()
+    try:
+        _applying.apply(loaded, request.state, unwrap=party.unwrap, with_rng=request.with_rng)
+    except Exception as exc:
+        current.fail(exc)
+        raise
+    current.tell(Word(facts={}))
+    if not party.is_main:
+        _learn(party, current)
+        return
+    try:
+        _hear(party, current)
+    except BaseException as exc:
+        current.announce(error=exc)
+        raise
+    current.announce({})
 
 
 def _tidy(request: Request, newer: list[int], problems: list[str]) -> None:

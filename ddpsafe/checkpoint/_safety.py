@@ -27,22 +27,41 @@ def require_loadable(state: dict[str, Any]) -> None:
     Raises:
         UnsafeStateError: It holds such values; it says where.
     """
-    found = [f"{path}: {why}" for path, why in _refused(state)]
-    if not found:
-        return
+    found = list(_refused(state))
+    if found:
+        raise _unsafe(found)
+
+
+def _unsafe(found: list[tuple[str, str]]) -> UnsafeStateError:
+    listed = [f"{path}: {why}" for path, why in found[:_SHOWN]]
     more = [f"… and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-    what = f"The state holds {len(found)} values that could not be loaded again."
-    raise UnsafeStateError(
+    values = "a value" if len(found) == 1 else f"{len(found)} values"
+    what = f"The state holds {values} that could not be loaded again."
+    return UnsafeStateError(
         explain(
             what,
             cause="checkpoints are loaded with weights_only=True, so that none can execute code; "
             "that allows tensors, numbers, texts, and dicts, lists and tuples of them.",
             fix="return plain values from state_dict(), or allow the type on both sides with "
             "torch.serialization.add_safe_globals.",
-            details=[*found[:_SHOWN], *more],
+            details=[*listed, *more],
         ),
-        paths=[text.split(": ")[0] for text in found],
+        paths=[path for path, _ in found],
     )
+
+
+def require_finite(tree: object, name: str) -> None:
+    """Refuse a tree that cannot be walked to its end.
+
+    Raises:
+        UnsafeStateError: It holds itself.
+    """
+    try:
+        for _ in leaves(tree, name):
+            pass
+    except RecursionError:
+        why = "a dict, list or tuple that holds itself, or is nested too deep"
+        raise _unsafe([(f"state[{name!r}]", why)]) from None
 
 
 def _refused(state: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -50,6 +69,9 @@ def _refused(state: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
     tensors = (torch.Tensor, torch.nn.Parameter)
     for path, leaf in _suspects(state, "state"):
+        if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+            yield path, "a tensor on the meta device, which has no values"
+            continue
         if type(leaf) in _PLAIN or type(leaf) in tensors:
             continue
         why = _try(leaf)
@@ -74,6 +96,8 @@ def _suspects(tree: object, path: str) -> Iterator[tuple[str, object]]:
 
 
 def _emptied(container: Any) -> object:
+    if hasattr(container, "n_sequence_fields"):  # time.struct_time: cannot be made empty
+        return container
     if isinstance(container, dict):
         copy = container.copy()
         copy.clear()

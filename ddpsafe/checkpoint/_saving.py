@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +16,7 @@ from ddpsafe.checkpoint._trees import size_bytes
 from ddpsafe.checkpoint._writing import Content, require_space, save_error, write_files
 from ddpsafe.checkpoint.errors import (
     CheckpointConfigError,
+    CheckpointWarning,
     SaveError,
     SaveTimeoutError,
 )
@@ -83,6 +85,7 @@ class Writer:
         self._step = step
         self._deadline = party.deadline()
         self._given_up = threading.Event()
+        self._kept_too_long: list[str] = []
         self._publishing = threading.Lock()
         self._call = BoundedCall(self._write, name=f"ddpsafe-save-{step}")
 
@@ -93,6 +96,7 @@ class Writer:
             replicated=self._snapshot.replicated,
             ranks=[words[rank].data for rank in sorted(words)],
             names=self._snapshot.names,
+            optimizers=self._snapshot.optimizers,
         )
         needed = size_bytes(content.replicated) + sum(map(len, content.ranks))
         directory = self._place.directory
@@ -101,7 +105,7 @@ class Writer:
         with _folders.unfinished(directory, self._step) as folder:
             write_files(folder, content)
             self._publish(folder)
-        _folders.prune(directory, self._place.keep)
+        self._kept_too_long = _folders.prune(directory, self._place.keep)
 
     def _publish(self, folder: Path) -> None:
         with self._publishing:
@@ -117,7 +121,12 @@ class Writer:
             CheckpointError: It failed, or took too long; it is not saved then and never will be.
         """
         limit_s = self._deadline.remaining_s() if limit is None else limit.total_seconds()
-        if not self._call.wait(limit_s):
+        try:
+            ended = self._call.wait(limit_s)
+        except BaseException:  # Ctrl-C: a save that was broken off must not appear later
+            self._given_up.set()
+            raise
+        if not ended:
             self._given_up.set()
             # Whoever is publishing already has the last word.
             if not self._call.wait(_LAST_STEP.total_seconds()):
@@ -131,6 +140,10 @@ class Writer:
             if error is exc:
                 raise
             raise error from exc
+
+    def warn_of_leftovers(self) -> None:
+        """Say which older checkpoints could not be removed, once the save is known to be good."""
+        warn_of_leftovers(self._place, self._kept_too_long)
 
     def _too_slow(self) -> SaveTimeoutError:
         waited_s = self._deadline.waited_s()
@@ -146,6 +159,17 @@ class Writer:
             waited_s=waited_s,
             rank=0,
         )
+
+
+def warn_of_leftovers(place: Place, problems: list[str]) -> None:
+    """Say that a disk will fill up: `_folders.prune` could not remove all that it should."""
+    if problems:
+        text = (
+            f"ddpsafe: {len(problems)} checkpoints more than keep={place.keep} stay in "
+            f"{place.directory}, as they could not be removed; remove them by hand: "
+            + "; ".join(problems[:4])
+        )
+        warnings.warn(text, CheckpointWarning, stacklevel=6)
 
 
 def heard(current: Round, party: Party, deadline: Deadline, step: int) -> dict[int, Word]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ddpsafe.checkpoint import _folders, _sharded
 from ddpsafe.checkpoint._manifest import FileFacts
 from ddpsafe.checkpoint._party import Word
-from ddpsafe.checkpoint._saving import follow, heard
+from ddpsafe.checkpoint._saving import follow, heard, warn_of_leftovers
 from ddpsafe.checkpoint._trees import size_bytes
 from ddpsafe.checkpoint._writing import Content, require_space, save_error, write_files
 
@@ -75,20 +75,21 @@ def _lead_shards(party: Party, place: Place, begin: Round, snapshot: Snapshot, s
                 replicated=snapshot.replicated,
                 ranks=[words[rank].data for rank in sorted(words)],
                 names=snapshot.names,
+                optimizers=snapshot.optimizers,
                 shards={**own, **_files_of(told)},
             )
             require_space(place.directory, size_bytes(content.replicated), step)
             write_files(folder, content)
             place.require_lock(step)
             _folders.publish(folder, step)
-    except Exception as exc:
+    except BaseException as exc:
         error = save_error(exc, place.directory, step)
         current.announce(error=error)
         if error is exc:
             raise
         raise error from exc
     current.announce({"saved": True})
-    _folders.prune(place.directory, place.keep)
+    warn_of_leftovers(place, _folders.prune(place.directory, place.keep))
 
 
 def _files_of(words: dict[int, Word]) -> dict[str, FileFacts]:

@@ -140,10 +140,15 @@ def read_shards(shards: dict[str, torch.Tensor], folder: Path) -> None:
     dcp.load(shards, storage_reader=_safe_reader(folder / FOLDER))
 
 
-def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the whole shapes of the tensors that were saved, by path."""
+def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors that were saved, whole and without values, by path."""
+    import torch
+
     metadata = _load_index((folder / FOLDER / ".metadata").read_bytes())
-    return {path: tuple(entry.size) for path, entry in metadata.state_dict_metadata.items()}
+    return {
+        path: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        for path, entry in metadata.state_dict_metadata.items()
+    }
 
 
 class _Unpickler(pickle.Unpickler):

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard, runtime_check
 
 from ddpsafe._errors import explain
 from ddpsafe.checkpoint import _sharded
+from ddpsafe.checkpoint._manifest import OptimizerFacts
 from ddpsafe.checkpoint._rng import rng_state
-from ddpsafe.checkpoint._safety import require_loadable
+from ddpsafe.checkpoint._safety import require_finite, require_loadable
 from ddpsafe.checkpoint.errors import CheckpointConfigError
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
+    from torch.optim import Optimizer
 
 REPLICATED: Final = "replicated"
 PER_RANK: Final = "per rank"
@@ -75,16 +77,22 @@ class Snapshot:
         own: What this rank alone has, as bytes of a torch file.
         shards: Parts of distributed tensors, by path in the state.
         names: Where each name is kept.
+        optimizers: What the optimizers among them are made of.
     """
 
     replicated: dict[str, Any]
     own: bytes
     shards: dict[str, torch.Tensor] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
+    optimizers: dict[str, OptimizerFacts] = field(default_factory=dict)
 
 
 def take_snapshot(
-    state: Mapping[str, Any], *, unwrap: Callable[[nn.Module], nn.Module], whole: bool
+    state: Mapping[str, Any],
+    *,
+    unwrap: Callable[[nn.Module], nn.Module],
+    whole: bool,
+    with_rng: bool,
 ) -> Snapshot:
     """Take the state of every object.
 
@@ -92,11 +100,14 @@ def take_snapshot(
         state: The objects, by name.
         unwrap: Removes DDP's wrapper.
         whole: Keep what is the same on all ranks, as rank 0 does.
+        with_rng: Take the random number generators too.
 
     Raises:
         CheckpointConfigError: The mapping is none.
         UnsafeStateError: Something in it could not be loaded again.
     """
+    from torch.optim import Optimizer
+
     check_names(state)
     replicated: dict[str, Any] = {}
     own: dict[str, Any] = {}
@@ -105,9 +116,11 @@ def take_snapshot(
     for name, value in state.items():
         if isinstance(value, PerRank):
             own[name] = value.stateful.state_dict()
+            require_finite(own[name], name)
             names[name] = PER_RANK
             continue
         taken = state_of(value, state, unwrap)
+        require_finite(taken, name)
         rest, parts = _sharded.split(taken, name)
         shards.update(parts)
         names[name] = SHARDED if parts else REPLICATED
@@ -115,7 +128,19 @@ def take_snapshot(
             replicated[name] = rest
     require_loadable(replicated)
     require_loadable(own)
-    return Snapshot(replicated=replicated, own=_own_bytes(own), shards=shards, names=names)
+    return Snapshot(
+        replicated=replicated,
+        own=_own_bytes(own, rng_state() if with_rng else None),
+        shards=shards,
+        names=names,
+        optimizers={k: optimizer_facts(v) for k, v in state.items() if isinstance(v, Optimizer)},
+    )
+
+
+def optimizer_facts(optimizer: Optimizer) -> OptimizerFacts:
+    """Return what an optimizer is made of."""
+    groups = [[list(each.shape) for each in group["params"]] for group in optimizer.param_groups]
+    return OptimizerFacts(kind=type(optimizer).__qualname__, groups=groups)
 
 
 def check_names(state: object) -> None:
@@ -148,11 +173,11 @@ def state_of(value: Any, state: Mapping[str, Any], unwrap: Callable[[nn.Module],
     return value.state_dict() if is_stateful(value) else value
 
 
-def _own_bytes(own: dict[str, Any]) -> bytes:
+def _own_bytes(own: dict[str, Any], rng: dict[str, Any] | None) -> bytes:
     import torch
 
     file = io.BytesIO()
-    torch.save({"rng": rng_state(), "own": own}, file)
+    torch.save({"rng": rng, "own": own}, file)
     data = file.getvalue()
     if len(data) > MAX_RANK_BYTES:
         raise CheckpointConfigError(

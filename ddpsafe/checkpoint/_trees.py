@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import copy
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import torch
+
+
+_IMMUTABLE: Final = (bool, int, float, complex, str, bytes, type(None))
 
 
 def leaves(tree: object, path: str) -> Iterator[tuple[str, Any]]:
@@ -42,10 +46,10 @@ def replace_leaves(tree: Any, path: str, change: Callable[[str, Any], Any]) -> A
 
 def _like(tree: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
     """Keep an OrderedDict, a Counter or a defaultdict what it is."""
-    copy = tree.copy()
+    same = tree.copy()
     for key, value in items.items():
-        copy[key] = value
-    return copy
+        same[key] = value
+    return same
 
 
 class HostCopies:
@@ -66,7 +70,7 @@ class HostCopies:
 
         def change(path: str, leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
-                return leaf
+                return leaf if type(leaf) in _IMMUTABLE else copy.deepcopy(leaf)
             key = _identity(leaf)
             if key not in done:
                 done[key] = buffers[path] = self._copy_tensor(path, leaf)
@@ -82,6 +86,8 @@ class HostCopies:
         import torch
 
         source = tensor.detach()
+        if source.layout is not torch.strided or source.is_quantized:
+            return source.to("cpu", copy=True)  # sparse or quantized: no memory to copy into
         buffer = self._buffers.get(path)
         fits = buffer is not None and buffer.shape == source.shape and buffer.dtype == source.dtype
         if buffer is None or not fits:
@@ -90,6 +96,10 @@ class HostCopies:
 
 
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    import torch
+
+    if tensor.layout is not torch.strided:  # has neither an address nor strides
+        return (id(tensor),)
     place = (tensor.device, tensor.data_ptr() if tensor.numel() else id(tensor))
     return (*place, tensor.dtype, tuple(tensor.shape), tensor.stride(), id(type(tensor)))
 
@@ -102,8 +112,25 @@ def size_bytes(tree: object) -> int:
     others = 0
     for _, leaf in leaves(tree, ""):
         if isinstance(leaf, torch.Tensor):
-            storage = leaf.untyped_storage()
-            storages[leaf.device, storage.data_ptr()] = storage.nbytes()
+            for piece in _pieces(leaf):
+                storage = piece.untyped_storage()
+                storages[piece.device, storage.data_ptr()] = storage.nbytes()
         else:
             others += 32 + (len(leaf) if isinstance(leaf, (str, bytes)) else 0)
     return sum(storages.values()) + others + 256 * len(storages)
+
+
+def _pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return what a tensor's values lie in; for a sparse one that is several tensors."""
+    import torch
+
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        whole = tensor.detach().coalesce()
+        return [whole.indices(), whole.values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor.to_dense()]

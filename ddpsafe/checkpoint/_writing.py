@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ddpsafe._errors import explain
 from ddpsafe.checkpoint import _folders
 from ddpsafe.checkpoint._blocks import ChecksumWriter
-from ddpsafe.checkpoint._manifest import NAME, FileFacts, Manifest
+from ddpsafe.checkpoint._manifest import NAME, FileFacts, Manifest, OptimizerFacts
 from ddpsafe.checkpoint.errors import NoSpaceError, SaveError
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class Content:
         replicated: State that all ranks share, by name.
         ranks: Each rank's own part, by rank.
         names: Where each name is kept.
+        optimizers: What the optimizers among them are made of.
         shards: Files that the ranks have written already.
     """
 
@@ -41,6 +42,7 @@ class Content:
     replicated: dict[str, Any]
     ranks: list[bytes]
     names: dict[str, str]
+    optimizers: dict[str, OptimizerFacts]
     shards: dict[str, FileFacts] = field(default_factory=dict)
 
 
@@ -70,6 +72,18 @@ def _no_space(directory: Path, step: int, needed: int, free: int) -> NoSpaceErro
     )
 
 
+def _already_there(exc: OSError, step: int) -> SaveError:
+    return SaveError(
+        explain(
+            f"Step {step} was not saved: {exc.filename} is there already.",
+            cause="a save of this step was interrupted when it was nearly done, or somebody put "
+            "the folder there.",
+            fix="go on, and save the next step; or remove the folder and save this one again.",
+        ),
+        step=step,
+    )
+
+
 def write_files(folder: Path, content: Content) -> None:
     """Write everything of a checkpoint, the manifest last, to the disk."""
     import torch
@@ -91,6 +105,7 @@ def write_files(folder: Path, content: Content) -> None:
         ddpsafe=_version_of("ddpsafe"),
         torch=str(torch.__version__),
         names=content.names,
+        optimizers=content.optimizers,
         files=files,
         ranks=places,
     )
@@ -116,6 +131,8 @@ def save_error(exc: BaseException, directory: Path, step: int) -> BaseException:
         except OSError:
             free = 0
         return _no_space(directory, step, free + 1, free)
+    if isinstance(exc, FileExistsError):
+        return _already_there(exc, step)
     causes = {
         errno.EROFS: "the file system is mounted read-only.",
         errno.EACCES: "this user may not write there.",

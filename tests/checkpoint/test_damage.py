@@ -164,6 +164,15 @@ def test_checkpoint_that_would_execute_code_is_not_loaded(
     assert not witness.exists()
 
 
+def test_copied_folder_is_not_taken_for_another_step(
+    directory: Path, state: dict[str, Any]
+) -> None:
+    """What a person copied by hand has the state of its own step, whatever its name says."""
+    shutil.copytree(directory / "step-000000000001", directory / "step-000000000009")
+    with pytest.warns(errors.CheckpointWarning, match=r"step 9: manifest\.json is of step 1"):
+        assert restored(directory, state) == 2
+
+
 def test_vanished_step_folder_is_no_checkpoint(directory: Path, state: dict[str, Any]) -> None:
     """Removed by hand: the one before is used, without a word."""
     shutil.rmtree(directory / "step-000000000002")

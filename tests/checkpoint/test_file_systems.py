@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import threading
 import warnings
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 import torch
+from scripts import wait_until
 
 from ddpsafe.checkpoint import Checkpointer, errors
 
@@ -107,8 +110,28 @@ def test_job_on_a_read_only_file_system_does_not_begin(mount: Mount) -> None:
 def test_file_in_the_place_of_the_directory_is_told(tmp_path: Path) -> None:
     """Whatever the file system refuses comes as one class, with its words."""
     (tmp_path / "file").touch()
-    with pytest.raises(errors.DirectoryError, match="File exists"):
+    with pytest.raises(errors.DirectoryError, match=r"(?s)File exists.*it is a file"):
         Checkpointer(tmp_path / "file")
+    reader = Checkpointer(tmp_path / "file", access="read")
+    for call in (lambda: reader.restore({"x": 0}), reader.latest):
+        with pytest.raises(errors.DirectoryError, match=r"(?s)cannot be read.*it is a file"):
+            call()
+
+
+def test_link_to_nowhere_is_told(tmp_path: Path) -> None:
+    """A mount that is missing leaves such a link; "File exists" alone would puzzle."""
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(errors.DirectoryError, match=r"link to .*gone, which does not exist"):
+        Checkpointer(tmp_path / "link")
+
+
+def test_directory_called_latest_is_left_alone(tmp_path: Path) -> None:
+    """There is no link then, and no litter of links that could not be put there."""
+    (tmp_path / "latest").mkdir()
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save({"x": 1}, 1)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [".lock", "latest", "step-000000000001"]
 
 
 def test_vanished_directory_fails_the_save(tmp_path: Path) -> None:
@@ -144,6 +167,54 @@ def test_storage_that_does_not_answer_is_given_up_on(mount: Mount) -> None:
         assert checkpointer.latest() == 1
         assert list(directory.glob(".saving*")) == []
         checkpointer.save({"x": 3}, 3)
+
+
+@pytest.mark.root
+def test_save_that_was_interrupted_does_not_appear_later(mount: Mount) -> None:
+    """After Ctrl-C in save() its writer ends without publishing, and the step can be saved."""
+    directory = mount("ext4", "loop")
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save({"x": 1}, 1)
+        subprocess.run(["fsfreeze", "-f", str(directory)], check=True)
+        try:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                checkpointer.save({"x": 2}, 2)
+        finally:
+            subprocess.run(["fsfreeze", "-u", str(directory)], check=True)
+        # Not by join(): an interrupted one takes the thread for dead (Python 3.11).
+        wait_until(lambda: not list(directory.glob(".saving*")))
+        assert checkpointer.latest() == 1
+        checkpointer.save({"x": 2}, 2)
+        assert checkpointer.latest() == 2
+
+
+def test_folder_in_the_way_of_a_save_is_told(tmp_path: Path) -> None:
+    """Nothing is overwritten; the message names the folder, and the next step is saved."""
+    with Checkpointer(tmp_path) as checkpointer:
+        other = tmp_path / "step-000000000002" / "other"
+        other.parent.mkdir()
+        other.touch()
+        with pytest.raises(errors.SaveError, match=r"step-000000000002 is there already"):
+            checkpointer.save({"x": 2}, 2)
+        assert other.exists()
+        checkpointer.save({"x": 3}, 3)
+
+
+@pytest.mark.root
+def test_old_checkpoint_that_cannot_be_removed_does_not_fail_the_save(mount: Mount) -> None:
+    """The new one is there; the warning says that the disk will fill up."""
+    directory = mount("ext4", "loop")
+    with Checkpointer(directory, keep=1) as checkpointer:
+        checkpointer.save({"x": 1}, 1)
+        subprocess.run(["chattr", "+i", str(checkpointer.path(1))], check=True)
+        with pytest.warns(errors.CheckpointWarning, match="step 1: .*not permitted"):
+            checkpointer.save({"x": 2}, 2)
+        subprocess.run(["chattr", "-i", str(checkpointer.path(1))], check=True)
+        assert checkpointer.latest() == 2
+        checkpointer.save({"x": 2}, 2)
+        checkpointer.save({"x": 3}, 3)
+    assert [path.name for path in directory.glob("*step*")] == ["step-000000000003"]
 
 
 def test_warning_of_a_failed_save_is_not_raised_by_chance(tmp_path: Path) -> None:

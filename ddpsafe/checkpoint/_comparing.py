@@ -1,0 +1,166 @@
+"""A checkpoint in memory is compared with the objects, before any of them is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any, Final
+
+from ddpsafe._errors import explain
+from ddpsafe.checkpoint import _sharded
+from ddpsafe.checkpoint._snapshot import PerRank, is_stateful, optimizer_facts, state_of
+from ddpsafe.checkpoint.errors import CheckpointConfigError, CheckpointMismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from ddpsafe.checkpoint._manifest import OptimizerFacts
+    from ddpsafe.checkpoint._reading import Loaded
+
+_SHOWN: Final = 8
+_ABSENT: Final = "nothing"
+
+Differences = dict[str, tuple[object, object]]
+Tensors = dict[str, tuple[tuple[int, ...], str]]
+"""Shape and dtype of each tensor, by its path."""
+
+
+def require_same(
+    loaded: Loaded, state: Mapping[str, Any], unwrap: Callable[[nn.Module], nn.Module]
+) -> None:
+    """Compare names, tensors, and the parameters of optimizers.
+
+    Raises:
+        CheckpointMismatchError: With what differs.
+        CheckpointConfigError: A plain value could not be given back.
+    """
+    _require_writable(state)
+    differences: Differences = {}
+    shards = _sharded.saved_tensors(loaded.folder) if _has_shards(loaded) else {}
+    for name, value in state.items():
+        kept = loaded.manifest.names.get(name)
+        asked = "per rank" if isinstance(value, PerRank) else "shared"
+        if kept is None or (kept == "per rank") != (asked == "per rank"):
+            differences[name] = (kept or _ABSENT, asked)
+        elif not isinstance(value, PerRank):
+            tree = loaded.replicated[name]
+            saved = _tensors(_sharded.join(tree, name, shards) if shards else tree, name)
+            differences.update(_compare_tensors(name, value, saved, state, unwrap))
+            differences.update(_compare_optimizers(loaded, name, value))
+    if differences:
+        raise _mismatch(loaded, differences)
+
+
+def _has_shards(loaded: Loaded) -> bool:
+    return "sharded" in loaded.manifest.names.values()
+
+
+def _require_writable(state: Mapping[str, Any]) -> None:
+    import torch
+
+    plain = [
+        name
+        for name, value in state.items()
+        if not isinstance(value, (PerRank, torch.Tensor)) and not is_stateful(value)
+    ]
+    if plain and not isinstance(state, MutableMapping):
+        raise CheckpointConfigError(
+            explain(
+                f"{', '.join(plain)} are plain values, and the mapping cannot be changed.",
+                cause=f"a {type(state).__name__} was passed; a value that is no object with "
+                "load_state_dict is given back by putting it into the mapping.",
+                fix="pass a dict and read the values from it after restore().",
+            )
+        )
+
+
+def _tensors(tree: Any, name: str) -> Tensors:
+    from ddpsafe.checkpoint._trees import leaves
+
+    found = ((path.removeprefix(name), leaf) for path, leaf in leaves(tree, name))
+    return {
+        path: (tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."))
+        for path, leaf in found
+        if hasattr(leaf, "shape")
+    }
+
+
+def _compare_tensors(
+    name: str,
+    value: Any,
+    saved: Tensors,
+    state: Mapping[str, Any],
+    unwrap: Callable[[nn.Module], nn.Module],
+) -> Differences:
+    """Compare the tensors of a model, or of a tensor, which torch would cast without a word."""
+    import torch
+
+    if not isinstance(value, (torch.nn.Module, torch.Tensor)):
+        return {}
+    current = _tensors(state_of(value, state, unwrap), name)
+    return {
+        f"{name}{path}": _differing(saved.get(path), current.get(path))
+        for path in [*saved, *(path for path in current if path not in saved)]
+        if saved.get(path) != current.get(path)
+    }
+
+
+def _differing(saved: Any, now: Any) -> tuple[object, object]:
+    """Return the shapes, or the dtypes where the shapes are the same."""
+    if saved is None or now is None or saved[0] != now[0]:
+        return (_ABSENT if saved is None else saved[0]), (_ABSENT if now is None else now[0])
+    return saved[1], now[1]
+
+
+def _compare_optimizers(loaded: Loaded, name: str, value: Any) -> Differences:
+    """Compare classes and parameters: a new optimizer has no state yet to compare with."""
+    from torch.optim import Optimizer
+
+    if not isinstance(value, Optimizer):
+        return {}
+    saved, now = loaded.manifest.optimizers.get(name), optimizer_facts(value)
+    if saved is None or saved.kind != now.kind:
+        return {name: ("no optimizer" if saved is None else saved.kind, now.kind)}
+    if len(saved.groups) != len(now.groups):
+        return {f"{name}['param_groups']": (_count(saved), _count(now))}
+    return {
+        f"{name}['param_groups'][{number}]['params']": (_list(before), _list(after))
+        for number, (before, after) in enumerate(zip(saved.groups, now.groups, strict=True))
+        if before != after
+    }
+
+
+def _count(facts: OptimizerFacts) -> str:
+    number = len(facts.groups)
+    return "1 group" if number == 1 else f"{number} groups"
+
+
+def _list(shapes: list[list[int]]) -> str:
+    shown = [str(tuple(shape)) for shape in shapes[:_SHOWN]]
+    return f"{len(shapes)} of shapes {', '.join(shown)}{', …' if len(shapes) > _SHOWN else ''}"
+
+
+def _mismatch(loaded: Loaded, differences: Differences) -> CheckpointMismatchError:
+    listed = [
+        f"{path} is not in the checkpoint"
+        if saved == _ABSENT and now in ("shared", "per rank")
+        else f"{path}: saved {_show(saved)}, now {_show(now)}"
+        for path, (saved, now) in list(differences.items())[:_SHOWN]
+    ]
+    number = len(differences)
+    if number > _SHOWN:
+        listed.append(f"… and {number - _SHOWN} more")
+    return CheckpointMismatchError(
+        explain(
+            f"The checkpoint {loaded.folder} is of other objects: {number} {'differs' if number == 1 else 'differ'}.",
+            cause="the model was changed since, or this is another job's directory.",
+            fix="build the model as it was, or begin in a directory of its own.",
+            details=listed,
+        ),
+        differences=differences,
+    )
+
+
+def _show(shape: object) -> str:
+    return f"shape {shape}" if isinstance(shape, tuple) else str(shape)

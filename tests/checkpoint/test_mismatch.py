@@ -1,0 +1,83 @@
+"""A checkpoint of other objects is refused by name, before any object is changed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import checkpoint_programs as programs
+import pytest
+import torch
+
+from ddpsafe.checkpoint import Checkpointer, errors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def make(size: int = 2, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam) -> Any:
+    """Make a model and its optimizer, with a state after one step."""
+    model = torch.nn.Linear(size, size)
+    adam = optimizer(model.parameters())
+    model(torch.ones(size)).sum().backward()  # type: ignore[no-untyped-call]  # torch
+    adam.step()
+    return {"model": model, "optimizer": adam}
+
+
+def refused(directory: Path, saved: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Save one state, fail to restore it into another, and return what differs."""
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save(saved, 1)
+        with pytest.raises(errors.CheckpointMismatchError) as caught:
+            checkpointer.restore(now)
+    return caught.value.differences
+
+
+def test_optimizer_with_other_groups_leaves_the_model_as_it_is(tmp_path: Path) -> None:
+    """The model comes first in the state, and is not changed: nothing is half restored."""
+    model = torch.nn.Linear(2, 2)
+    before = model.weight.clone()
+    groups = [{"params": [each]} for each in model.parameters()]
+    now = {"model": model, "optimizer": torch.optim.Adam(groups)}
+    assert refused(tmp_path, make(), now) == {
+        "optimizer['param_groups']": ("1 group", "2 groups"),
+    }
+    assert torch.equal(model.weight, before)
+
+
+def test_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
+    """Torch would load it, and fail in the next step."""
+    saved, now = ({"optimizer": make(size)["optimizer"]} for size in (2, 3))
+    assert refused(tmp_path, saved, now) == {
+        "optimizer['param_groups'][0]['params']": (
+            "2 of shapes (2, 2), (2,)",
+            "2 of shapes (3, 3), (3,)",
+        ),
+    }
+
+
+def test_optimizer_of_another_class_is_refused(tmp_path: Path) -> None:
+    """Torch would load it, and train with other rules than before."""
+    now = make(optimizer=torch.optim.SGD)
+    assert refused(tmp_path, make(), now) == {"optimizer": ("Adam", "SGD")}
+
+
+def test_tensors_of_another_dtype_are_refused(tmp_path: Path) -> None:
+    """Torch would cast them: a float to an integer, a double to a half."""
+    saved = {"x": torch.ones(2, dtype=torch.float64), "model": torch.nn.Linear(1, 1).double()}
+    now = {"x": torch.zeros(2, dtype=torch.int64), "model": torch.nn.Linear(1, 1).half()}
+    assert refused(tmp_path, saved, now) == {
+        "x": ("float64", "int64"),
+        "model['weight']": ("float64", "float16"),
+        "model['bias']": ("float64", "float16"),
+    }
+    assert now["x"].tolist() == [0, 0]
+
+
+def test_refusal_of_one_rank_is_raised_on_every_rank(tmp_path: Path) -> None:
+    """Only the object's own load_state_dict can find it; nobody trains on without that rank."""
+    found = programs.run_ranks(programs.refuse_on_rank_1, tmp_path)
+    for rank in range(2):
+        assert found[rank]["class"] == "CheckpointMismatchError", found
+        assert found[rank]["rank"] in ((None, 1) if rank == 1 else (1,))
+        assert "'picky' (Picky) refused its state" in found[rank]["text"]
