@@ -131,6 +131,12 @@ def test_secrets_of_the_environment_are_never_printed(tmp_path: Path) -> None:
         command(tmp_path, "config", **env),
         command(tmp_path, "config", "--json", **env),
     ]
+    unreadable = {"DDPSAFE_ENV": f'{{"HF_TOKEN": "{secret}"'}
+    said += [
+        command(tmp_path, "doctor", **unreadable),
+        command(tmp_path, "doctor", "--json", **unreadable),
+    ]
+    assert "DS-ENV-007" in said[-1].out
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "MASTER_ADDR" in said[0].out
     assert "env.MY_TOKEN" in said[2].out
