@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._bounded import BoundedCall
 from ddpsafe._config.endpoint import find_address
+from ddpsafe._interfaces import list_interfaces
 from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
-from ddpsafe.doctor._host import addresses_of, list_interfaces
+from ddpsafe.doctor._host import addresses_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -68,7 +69,7 @@ def _own_name_fix(name: str, loopback: Sequence[str]) -> str:
     return to_copy(
         "Name the interface on this host, or correct /etc/hosts:",
         f"export GLOO_SOCKET_IFNAME={choices[0].name}",
-        _hosts_line(name, loopback, choices[0].addresses()[0]),
+        _hosts_line(name, loopback, choices[0].addresses[0]),
     )
 
 
@@ -156,7 +157,7 @@ def _address_to_ask(subject: Subject) -> str:
     if endpoint is not None and find_address(endpoint.host) is not None:
         return endpoint.host
     outside = [each for each in list_interfaces() if each.is_candidate]
-    return outside[0].addresses()[0] if outside and subject.nnodes > 1 else "127.0.0.1"
+    return outside[0].addresses[0] if outside and subject.nnodes > 1 else "127.0.0.1"
 
 
 CHECKS: Final[tuple[Check, ...]] = (check_own_name, check_meeting_point, check_name_server)
