@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 from dataclasses import dataclass
@@ -18,28 +19,47 @@ _SOMEWHERE: Final = "198.51.100.1"
 """An address of RFC 5737 that belongs to nobody; only the route to it is asked for."""
 
 
+_VIRTUAL: Final = ("docker", "veth", "br-", "virbr", "cni", "flannel", "cali", "podman", "lxc")
+"""Starts of the names of interfaces that lead to containers of this host only."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interface:
     """One network interface.
 
     Attributes:
         name: As ``ip link`` shows it.
-        addresses: IPv4 first; link-local ones are left out, nobody can connect to them by name.
-        prefixes: The network of each address, e.g. ``10.77.0.0/24``.
+        networks: Its addresses with their networks, in the kernel's order; link-local ones are
+            left out, nobody can connect to them by name.
         mtu_bytes: The largest packet it sends.
         is_running: Whether it is up and has a carrier.
     """
 
     name: str
-    addresses: tuple[str, ...]
-    prefixes: tuple[str, ...]
+    networks: tuple[ipaddress.IPv4Interface | ipaddress.IPv6Interface, ...]
     mtu_bytes: int
     is_running: bool
 
     @property
+    def addresses(self) -> tuple[str, ...]:
+        """Its addresses, IPv4 first."""
+        return tuple(str(each.ip) for each in self.networks)
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """The network of each address, e.g. ``10.77.0.0/24``."""
+        return tuple(str(each.network) for each in self.networks)
+
+    @property
     def is_loopback(self) -> bool:
         """Tell whether it leads to this host alone."""
-        return any(is_loopback(address) for address in self.addresses)
+        return self.name == "lo" or any(each.ip.is_loopback for each in self.networks)
+
+    @property
+    def is_candidate(self) -> bool:
+        """Tell whether ranks of several hosts could talk on it."""
+        usable = self.is_running and bool(self.networks) and not self.is_loopback
+        return usable and not self.name.startswith(_VIRTUAL)
 
 
 def is_loopback(address: str) -> bool:
@@ -50,13 +70,18 @@ def is_loopback(address: str) -> bool:
         return False
 
 
+def list_names() -> list[str]:
+    """Return the names of this host's interfaces, in the order of the kernel's numbers."""
+    return [name for _, name in socket.if_nameindex()]
+
+
 def list_interfaces() -> list[Interface]:
     """Return the interfaces of this host, in the order of the kernel's numbers."""
     import psutil
 
     addresses, states = psutil.net_if_addrs(), psutil.net_if_stats()
     found = []
-    for _, name in socket.if_nameindex():
+    for name in list_names():
         own = [
             _with_prefix(each.address, each.netmask)
             for each in addresses.get(name, [])
@@ -66,8 +91,7 @@ def list_interfaces() -> list[Interface]:
         found.append(
             Interface(
                 name=name,
-                addresses=tuple(str(each.ip) for each in own),
-                prefixes=tuple(str(each.network) for each in own),
+                networks=tuple(each for each in own if not each.ip.is_link_local),
                 mtu_bytes=state.mtu if state else 0,
                 is_running=bool(state and state.isup),
             )
@@ -105,27 +129,31 @@ def find_address_towards(addresses: Iterable[str]) -> str | None:
     Args:
         addresses: Addresses of the other host, as numbers. One of this host's own, or none with
             a route, stands for "anywhere": then the default route decides, else the first
-            interface that is up.
+            interface that is up, those of containers last.
 
     Returns:
         The address as numbers, never loopback; None where this host has no other.
     """
     for address in (*addresses, _SOMEWHERE):
-        own = _route_source(address)
-        if own is not None and not is_loopback(own):
-            return own
+        with contextlib.suppress(OSError):  # no route, or no such family here
+            own = source_address(address)
+            if not is_loopback(own):
+                return own
     running = [each for each in list_interfaces() if each.is_running and not each.is_loopback]
+    running.sort(key=lambda each: not each.is_candidate)
     return next((address for each in running for address in each.addresses), None)
 
 
-def _route_source(address: str) -> str | None:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, _DISCARD_PORT))
-            return str(probe.getsockname()[0])
-    except OSError:  # no route, or no such family here
-        return None
+def source_address(target: str, port: int = _DISCARD_PORT) -> str:
+    """Return the own address from which packets to `target` leave; nothing is sent.
+
+    Raises:
+        OSError: There is no route to it.
+    """
+    family = socket.AF_INET6 if ":" in target else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((target, port))
+        return str(probe.getsockname()[0])
 
 
 def find_interface_of(address: str) -> Interface | None:

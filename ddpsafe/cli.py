@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import os
 import sys
 from typing import TYPE_CHECKING, Final
 
@@ -11,6 +14,9 @@ if TYPE_CHECKING:
 
 HEALTHY, UNHEALTHY, USAGE = 0, 1, 2
 """Exit codes of ``ddpsafe doctor``: nothing will break a job, something will, the call is wrong."""
+
+NOBODY_READS: Final = 128 + 13
+"""The reader of the output has gone, as in ``ddpsafe config | head -1``: what SIGPIPE would say."""
 
 _DOCTOR: Final = """\
 Examine this host for what breaks DistributedDataParallel jobs; with --nnodes, call it on every
@@ -33,8 +39,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    options = make_parser().parse_args(arguments)
-    return find_command(options.command)(options)
+    _make_printable()
+    try:
+        try:
+            options = make_parser().parse_args(arguments)
+            return find_command(options.command)(options)
+        finally:
+            if sys.stdout is not None:  # None where the caller has closed it
+                sys.stdout.flush()
+    except BrokenPipeError:
+        _let_go_of_the_pipe()
+        return NOBODY_READS
+
+
+def _make_printable() -> None:
+    """Print a question mark for what the terminal's encoding lacks, rather than fail."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _let_go_of_the_pipe() -> None:
+    """Keep Python, which flushes once more at its end, from complaining about the reader's."""
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def find_command(name: str) -> Callable[[argparse.Namespace], int]:

@@ -130,6 +130,29 @@ def test_wrong_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch) ->
     assert "DDPSAFE_ENV" in found["env"]
 
 
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("DDPSAFE_ENV", '{"HF_TOKEN": "hunter2secret"'),
+        ("DDPSAFE_ENV", '{"HF_TOKEN": ["hunter2secret"]}'),
+        ("DDPSAFE_ENV", '{"HF_TOKEN=hunter2secret": "1"}'),
+        ("DDPSAFE_ENVV", '{"HF_TOKEN": "hunter2secret"}'),
+        ("DDPSAFE_ENVS__HF_TOKEN", "hunter2secret"),
+    ],
+)
+def test_secrets_are_not_shown_in_problems(
+    variable: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither what `env` was to be read from, nor the value of a variable with a secret name."""
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(ConfigError, match=variable) as caught:
+        LaunchConfig()
+    assert "hunter2" not in str(caught.value)
+    with pytest.raises(ConfigError) as refused:
+        LaunchConfig.resolve({"env": {"HF_TOKEN": "hunter2secret"}})  # type: ignore[arg-type] # what a user may do
+    assert "hunter2" not in str(refused.value)
+
+
 def test_misspelt_environment_variable_is_not_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slip in a variable's name is reported; a variable of somebody else is let be."""
     monkeypatch.setenv("DDPSAFE_TIMEOUT__GRACE", "3")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import threading
 from datetime import timedelta
@@ -19,9 +20,8 @@ from ddpsafe._config.interfaces import (
     check_interface,
     check_interfaces,
     find_shape_problem,
-    list_interfaces,
 )
-from ddpsafe._interfaces import expand_nccl
+from ddpsafe._interfaces import Interface, expand_nccl, list_names
 
 EXISTING = ["lo", "eth0", "eth1", "docker0"]
 
@@ -216,6 +216,25 @@ def test_exclusion_of_every_interface_is_refused() -> None:
 
 def test_interfaces_of_this_machine_are_found() -> None:
     """Every machine has one to name, and a made-up one is missing."""
-    own = list_interfaces()[0]
+    own = list_names()[0]
     assert check_interface(own) is None
     assert own in (check_interface("absent0") or "")
+
+
+@pytest.mark.parametrize(
+    ("name", "network", "is_candidate"),
+    [
+        ("eth0", "10.77.0.1/24", True),
+        ("docker0", "172.17.0.1/16", False),
+        ("lo", "10.77.0.1/32", False),
+        ("weave", "127.0.0.5/8", False),
+    ],
+)
+def test_interfaces_that_other_hosts_can_be_reached_on(
+    name: str, network: str, *, is_candidate: bool
+) -> None:
+    """Neither loopback nor what leads to containers of this host is proposed to anybody."""
+    networks = (ipaddress.ip_interface(network),)
+    found = Interface(name=name, networks=networks, mtu_bytes=1500, is_running=True)
+    assert found.is_candidate is is_candidate
+    assert found.addresses == (network.split("/", maxsplit=1)[0],)

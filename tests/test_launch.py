@@ -93,6 +93,30 @@ def test_without_a_gpu_auto_means_gloo_on_the_cpu_with_one_rank_per_core() -> No
     }
 
 
+def test_a_backend_that_nobody_registered_is_refused_before_any_rank_starts() -> None:
+    """A slip and a missing import end here, and what torch does know is listed."""
+    with pytest.raises(ddpsafe.ConfigError, match="no backend called 'foo'") as caught:
+        ddpsafe.launch(programs.describe, nproc_per_node=1, backend="foo")
+    assert "gloo" in str(caught.value)
+
+
+def test_backends_that_packages_have_registered_are_let_be(tmp_path: Path) -> None:
+    """A name of somebody else's is as good as torch's own, alone or for one device."""
+    code = """
+    import torch.distributed as dist
+    from ddpsafe import ConfigError
+    from ddpsafe._config.backends import require_backend
+    dist.Backend.register_backend("theirs", lambda *_: None, devices=["cpu"])
+    for backend in ("theirs", "cpu:theirs,cuda:nccl", "cpu:gloo,cuda:nccl", "gloo", "nccl"):
+        require_backend(backend)
+    try:
+        require_backend("cpu:theirz")
+    except ConfigError as error:
+        print(error)
+    """
+    assert "Write 'cpu:theirs'" in scripts.run(tmp_path, code).out
+
+
 def test_a_world_of_one_is_a_launch_too() -> None:
     """One rank has a group, a sum and a value like any number of them."""
     (value,) = ddpsafe.launch(programs.describe, **{**TWO, "nproc_per_node": 1}).values.values()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from pydantic import BaseModel, ValidationError
 
 from ddpsafe._config.policies import Rendezvous, RetryPolicy
-from ddpsafe._config.problems import problems_of, raise_config_error, show, word_problem
+from ddpsafe._config.problems import problems_of, raise_config_error, show, show_at, word_problem
 from ddpsafe._config.sources import find_variable, slipped_variables
 from ddpsafe._config.timeouts import Timeouts
 
@@ -50,7 +50,7 @@ def build(
     problems = [
         word_problem(
             show(name),
-            given=show(given[name]),
+            given=show_at([name.strip("_")], given[name]),
             why="there is no such field",
             write=f"one of the fields of {model.__name__}: {', '.join(model.model_fields)}",
         )
@@ -82,7 +82,7 @@ def refuse_config(config: object) -> NoReturn:
         [
             word_problem(
                 "config",
-                given=show(config),
+                given=show_at((), config),
                 why=f"it is a {type(config).__name__}, no LaunchConfig",
                 write="config=LaunchConfig(...), or the fields as keyword arguments",
             )

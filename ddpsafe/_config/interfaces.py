@@ -6,12 +6,11 @@ optional ``^`` (all but these) and an optional ``=`` (exact names instead of pre
 
 from __future__ import annotations
 
-import socket
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._config.endpoint import find_address
 from ddpsafe._config.problems import Problem, find_near, show
-from ddpsafe._interfaces import expand_nccl
+from ddpsafe._interfaces import expand_nccl, list_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -20,11 +19,6 @@ GLOO: Final = "GLOO_SOCKET_IFNAME"
 NCCL: Final = "NCCL_SOCKET_IFNAME"
 _LONGEST_NAME: Final = 15
 """IFNAMSIZ - 1 of the Linux kernel."""
-
-
-def list_interfaces() -> list[str]:
-    """Return the names of the network interfaces of this machine."""
-    return [name for _, name in socket.if_nameindex()]
 
 
 def find_shape_problem(variable: str, value: str) -> Problem | None:
@@ -77,7 +71,7 @@ def check_interfaces(
     Yields:
         One text for each problem.
     """
-    names = list(list_interfaces() if existing is None else existing)
+    names = list(list_names() if existing is None else existing)
     for variable in (GLOO, NCCL):
         value = env.get(variable)
         if not value:
@@ -89,7 +83,7 @@ def check_interfaces(
 
 def check_interface(name: str, *, existing: Iterable[str] | None = None) -> str | None:
     """Check that `Rendezvous.interface` exists on this machine; return the problem, if any."""
-    names = list(list_interfaces() if existing is None else existing)
+    names = list(list_names() if existing is None else existing)
     problem = find_shape_problem(GLOO, name) or _absent(GLOO, name, names)
     if problem is None:
         return None

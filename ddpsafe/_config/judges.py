@@ -140,14 +140,22 @@ def _env_problems(env: Mapping[object, object]) -> Iterator[Problem]:
     for name, text in env.items():
         problem = _name_problem(name) or _text_problem(str(name), text)
         if problem is not None:
-            where = name if isinstance(name, str) and name.isprintable() else show(name)
+            named = _before_value(name)
+            where = named if isinstance(named, str) and named.isprintable() else show(named)
             yield Problem(why=problem.why, write=problem.write, where=(where,), given=text)
+
+
+def _before_value(name: object) -> object:
+    """Return what may be shown of a name: ``TOKEN=abc`` in its place holds the value as well."""
+    if not isinstance(name, str) or "=" not in name:
+        return name
+    return f"{name.partition('=')[0]}=…"
 
 
 def _name_problem(name: object) -> Problem | None:
     if not isinstance(name, str) or not _is_text(name) or not name or "=" in name:
         return Problem(
-            why=f"{show(name)} cannot be the name of a variable (text, not empty, no '=')",
+            why=f"{show(_before_value(name))} cannot be the name of a variable (text, not empty, no '=')",
             write='env={"NCCL_DEBUG": "INFO"}',
         )
     reason = _SET_BY_LAUNCHER.get(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NoReturn, get_origin
 
@@ -10,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from ddpsafe._errors import ConfigError
+from ddpsafe._secrets import HIDDEN, is_secret_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -78,6 +80,29 @@ def show(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
 
 
+def show_at(location: Iterable[int | str], value: object) -> str:
+    """Return what may be shown of the value at a place of the configuration.
+
+    The variables of the ranks hold tokens and passwords, and what is wrong may be the very text
+    that they are to be read from: of `env` as a whole nothing is shown, nor of a secret name.
+    """
+    path = [str(part) for part in location]
+    if [part.casefold() for part in path] == ["env"]:
+        return f"a {type(value).__name__} that is not shown, as it may hold secrets"
+    return HIDDEN if any(map(is_secret_name, path)) else show(_without_secrets(value))
+
+
+def _without_secrets(value: object) -> object:
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: HIDDEN
+        if isinstance(key, str) and (key == "env" or is_secret_name(key))
+        else _without_secrets(item)
+        for key, item in value.items()
+    }
+
+
 def find_near(word: object, choices: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return the choice that `word` looks like a slip of, if there is one."""
     if not isinstance(word, str) or len(word) > _SHOWN_CHARS:
@@ -124,7 +149,7 @@ def problems_of(
     return [
         word_problem(
             ".".join(str(part) for part in detail["loc"]) or model.__name__,
-            given=show(detail["input"]),
+            given=show_at(detail["loc"], detail["input"]),
             why=_why(detail),
             write=_write(detail, model),
             origin=origin(detail["loc"]),

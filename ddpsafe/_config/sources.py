@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from pydantic_settings import EnvSettingsSource
 
-from ddpsafe._config.problems import find_near, raise_config_error, show, word_problem
+from ddpsafe._config.problems import find_near, raise_config_error, show, show_at, word_problem
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -72,12 +72,12 @@ def slipped_variables(fields: Iterable[str]) -> Iterator[str]:
     """
     known = list(fields)
     for name, text in sorted(os.environ.items()):
-        field, *_ = name.upper().removeprefix(PREFIX).lower().split(DELIMITER)
+        field, *rest = name.upper().removeprefix(PREFIX).lower().split(DELIMITER)
         near = find_near(field, known, cutoff=0.8)
         if name.upper().startswith(PREFIX) and near is not None and field not in known:
             yield word_problem(
                 field,
-                given=show(text),
+                given=show_at([near, *rest], text),
                 origin=f"the environment variable {name}",
                 why="there is no such field",
                 write=f"{PREFIX}{near.upper()}, if that is what you mean, or unset {name}",

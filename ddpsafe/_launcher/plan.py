@@ -7,6 +7,7 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from ddpsafe._config.backends import require_backend
 from ddpsafe._errors import ConfigError, explain
 from ddpsafe._wire.spec import RankTimeouts
 from ddpsafe._world import World, loopback_interfaces
@@ -61,14 +62,15 @@ def make_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False) -
         daemon: See `LaunchPlan`.
 
     Raises:
-        ConfigError: More nodes than this launcher starts, or GPUs that are not there.
+        ConfigError: More nodes than this launcher starts, a backend that torch does not
+            know, or GPUs that are not there.
     """
     _require_one_node(config)
     gpus = _count_gpus()
     nproc = _resolve_nproc(config, gpus)
     backend = _resolve_backend(config, gpus, nproc)
-    if "nccl" in backend and style == "launch":
-        _require_gpus(nproc, gpus)
+    if style == "launch":  # under spawn the script makes its group, and names the backend, itself
+        _require_usable(backend, nproc, gpus)
     return LaunchPlan(
         config=config,
         style=style,
@@ -165,6 +167,12 @@ def _resolve_backend(config: LaunchConfig, gpus: int, nproc: int) -> str:
         return config.backend
     # More ranks than GPUs cannot use nccl: it refuses two ranks on one device.
     return "nccl" if 0 < nproc <= gpus and config.nproc_per_node != "cpu" else "gloo"
+
+
+def _require_usable(backend: str, nproc: int, gpus: int) -> None:
+    require_backend(backend)
+    if "nccl" in backend:
+        _require_gpus(nproc, gpus)
 
 
 def _require_gpus(nproc: int, gpus: int) -> None:

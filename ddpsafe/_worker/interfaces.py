@@ -15,7 +15,7 @@ from ddpsafe._interfaces import (
     find_address_towards,
     find_interface_of,
     interface_variables,
-    list_interfaces,
+    list_names,
 )
 from ddpsafe._worker import environment
 
@@ -55,7 +55,7 @@ def choose(asked: str | None, endpoint: Endpoint, *, deadline: Deadline) -> None
 
 
 def _require(name: str) -> str:
-    existing = [each.name for each in list_interfaces()]
+    existing = list_names()
     if name in existing:
         return name
     what = f"rendezvous.interface={name!r}: {socket.gethostname()} has no such interface."

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ddpsafe._clock import Deadline
+from ddpsafe._config.backends import require_backend
 from ddpsafe._errors import ConfigError, explain
 from ddpsafe._worker import (
     environment,
@@ -132,10 +133,15 @@ def join_job(world: World, config: LaunchConfig) -> RankContext:
 
 
 def choose_backend(asked: str, world: World) -> str:
-    """Decide "auto": nccl where every rank of this host has a GPU."""
+    """Decide "auto": nccl where every rank of this host has a GPU.
+
+    Raises:
+        ConfigError: torch does not know the backend.
+    """
     import torch
 
     if asked != "auto":
+        require_backend(asked)
         return asked
     return "nccl" if torch.cuda.device_count() >= world.local_world_size else "gloo"
 

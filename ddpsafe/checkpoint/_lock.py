@@ -19,14 +19,15 @@ import time
 import uuid
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import explain
+from ddpsafe._machine import boot_id
 from ddpsafe.checkpoint.errors import DirectoryLockedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 NAME: Final = ".lock"
 BEAT_S: Final = 5.0
@@ -67,7 +68,7 @@ class Owner:
         names = [f"{name}={env[name]}" for name in _JOB_VARIABLES if name in env]
         return cls(
             host=socket.gethostname(),
-            boot=_boot_id(),
+            boot=boot_id(),
             pid=os.getpid(),
             job=names[0] if names else "",
             since=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -77,13 +78,6 @@ class Owner:
     def __str__(self) -> str:
         job = f" of {self.job}" if self.job else ""
         return f"process {self.pid}{job} on {self.host}, since {self.since}"
-
-
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return socket.gethostname()
 
 
 # A process may lock a record as often as it likes, so two checkpointers in one would both have it.

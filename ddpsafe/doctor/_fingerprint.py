@@ -13,10 +13,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._bounded import BoundedCall
+from ddpsafe._interfaces import Interface, list_interfaces
 from ddpsafe._secrets import Mask, hide_value
 from ddpsafe.doctor._checks.data_storage import find_storage
 from ddpsafe.doctor._checks.processes import clock_is_synchronised
-from ddpsafe.doctor._host import Interface, list_interfaces
 from ddpsafe.doctor._nvml import read_driver
 from ddpsafe.doctor._subject import environment_of
 
@@ -85,8 +85,8 @@ def _environment(env: Mapping[str, str]) -> dict[str, str]:
 
 def _state(interface: Interface) -> dict[str, object]:
     return {
-        "up": interface.is_up,
-        "mtu_bytes": interface.mtu,
+        "up": interface.is_running,
+        "mtu_bytes": interface.mtu_bytes,
         "addresses": [str(each) for each in interface.networks],
         "candidate": interface.is_candidate,
     }

@@ -50,6 +50,31 @@ def test_help_is_instant_and_loads_neither_torch_nor_pydantic(tmp_path: Path) ->
     assert scripts.run(tmp_path, code).lines() == [""]
 
 
+@pytest.mark.parametrize("name", ["run", "doctor", "config"])
+def test_help_is_printed_whatever_the_terminal_can_show(name: str, tmp_path: Path) -> None:
+    """In ASCII a question mark stands for what it lacks."""
+    run = command(tmp_path, name, "--help", PYTHONIOENCODING="ascii")
+    assert (run.code, run.err) == (0, "")
+    assert run.out.startswith(f"usage: ddpsafe {name}")
+
+
+@pytest.mark.parametrize("arguments", [["config"], ["config", "--config", "no"]])
+def test_reader_that_has_gone_is_no_traceback(arguments: list[str], tmp_path: Path) -> None:
+    """As with ``ddpsafe config | head -1``; the exit code is that of SIGPIPE."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    ending = subprocess.run(
+        [sys.executable, "-m", "ddpsafe", *arguments],
+        cwd=tmp_path,
+        stdout=writing,
+        stderr=writing if "no" in arguments else subprocess.PIPE,
+        timeout=30,
+        check=False,
+    )
+    os.close(writing)
+    assert (ending.returncode, ending.stderr or b"") == (cli.NOBODY_READS, b"")
+
+
 def test_failure_ends_with_one_and_prints_cause_fix_and_page(tmp_path: Path) -> None:
     """In a pipe the lines are plain."""
     run = command(tmp_path, "doctor", GLOO_SOCKET_IFNAME="ib7")
@@ -131,6 +156,12 @@ def test_secrets_of_the_environment_are_never_printed(tmp_path: Path) -> None:
         command(tmp_path, "config", **env),
         command(tmp_path, "config", "--json", **env),
     ]
+    unreadable = {"DDPSAFE_ENV": f'{{"HF_TOKEN": "{secret}"'}
+    said += [
+        command(tmp_path, "doctor", **unreadable),
+        command(tmp_path, "doctor", "--json", **unreadable),
+    ]
+    assert "DS-ENV-007" in said[-1].out
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "MASTER_ADDR" in said[0].out
     assert "env.MY_TOKEN" in said[2].out

@@ -27,13 +27,15 @@ def test_node_that_never_comes_is_named_and_the_others_are_examined(make_hosts: 
     network = make_hosts(4)
     network[0].refuse_from(network[3])
     slurm = {"SLURM_STEP_NODELIST": "h[0-3]"}
-    told = examine(network, hosts=[0, 1, 3], timeout_s=1.5, env=slurm)
+    endpoint = f"{network[0].address()}:{PORT}"
+    told = examine(network, hosts=[0, 1, 3], timeout_s=1.5, env=slurm, endpoint=endpoint)
     report = agree(told)
     assert report.codes() == ["DS-MESH-001", "DS-MESH-031"]
     missing = report.one("DS-MESH-001")
     assert missing["details"]["missing_node_ranks"] == [2]
     assert missing["hosts"] == ["h2"]
     assert "h2 (node rank 2)" in missing["fact"]
+    assert f"--node-rank 2 --rdzv-endpoint {endpoint}" in missing["fix"]
     assert report.ways("dropped") == {(3, 0)}
     assert report.ways("open") == {(0, 1), (1, 0), (1, 3), (3, 1), (0, 3)}
     require_in_time(told, 5)

@@ -155,19 +155,27 @@ def _with_hosts(tmp_path: Path, text: str, more: str = "") -> str:
 
 
 @needs_namespaces
-@pytest.mark.parametrize("line", ["127.0.1.1 gpu-01", ""], ids=["debian", "unknown"])
+@pytest.mark.parametrize(
+    "line",
+    ["127.0.1.1 gpu-01", "127.0.0.1 gpu-01.lan gpu-01 gpu-01-ib", ""],
+    ids=["debian", "localhost", "unknown"],
+)
 def test_own_name_that_leads_to_loopback_fails_with_several_nodes_only(
     line: str, tmp_path: Path
 ) -> None:
-    """The classic of Debian's installer; the copied line repairs it."""
+    """The classic of Debian's installer; each copied line repairs it."""
     there = _with_hosts(tmp_path, f"127.0.0.1 localhost\n{line}\n")
     fields = one_of_two("10.77.0.9:29500")
     found = examine("NAME", host=there, **fields)
     assert found.severity("DS-NAME-001") == "failed"
-    export, *_ = lines_to_copy(found.of("DS-NAME-001"))
+    export, correct = lines_to_copy(found.of("DS-NAME-001"))
     name, _, value = export.removeprefix("export ").partition("=")
     assert examine("NAME", host=there, env={name: value}, **fields).problems() == []
     assert examine("NAME", host=there).problems() == []
+    assert examine("NAME", host=f"{there}{correct}", **fields).problems() == []
+    after = (tmp_path / "hosts").read_text(encoding="utf-8")
+    assert "127.0.0.1 localhost\n" in after
+    assert ("gpu-01-ib" in after) is ("gpu-01-ib" in line)
 
 
 @needs_namespaces

@@ -11,14 +11,14 @@ from ddpsafe._config.interfaces import (
     check_interface,
     check_interfaces,
 )
-from ddpsafe._interfaces import expand_nccl
+from ddpsafe._interfaces import expand_nccl, list_interfaces
 from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ddpsafe._interfaces import Interface
     from ddpsafe.doctor._checks import Check
-    from ddpsafe.doctor._host import Interface
     from ddpsafe.doctor._subject import Subject
 
 _LOOPBACK: Final = "127.0.0.1"
@@ -82,10 +82,8 @@ def _matters(subject: Subject, variable: str) -> bool:
 
 
 def _exports(variable: str) -> list[str]:
-    from ddpsafe.doctor._host import list_interfaces
-
     names = [each.name for each in list_interfaces() if each.is_candidate]
-    usable = names or [each.name for each in list_interfaces() if each.is_up]
+    usable = names or [each.name for each in list_interfaces() if each.is_running]
     if variable in {GLOO, NCCL}:
         return [f"export {variable}={usable[0]}" if usable else f"unset {variable}"]
     return [f"--interface {usable[0]}"] if usable else []
@@ -93,8 +91,6 @@ def _exports(variable: str) -> list[str]:
 
 def check_state(subject: Subject) -> Iterator[Finding]:
     """Look whether the interfaces that were chosen can carry anything."""
-    from ddpsafe.doctor._host import list_interfaces
-
     interfaces = {each.name: each for each in list_interfaces()}
     for name, variables in chosen_names(subject, list(interfaces)).items():
         interface = interfaces.get(name)
@@ -121,7 +117,7 @@ def chosen_names(subject: Subject, existing: list[str]) -> dict[str, list[str]]:
 
 def _judge(interface: Interface, asked_by: str) -> Finding:
     name = interface.name
-    if not interface.is_up:
+    if not interface.is_running:
         return failed(
             "DS-NET-002",
             f"The interface {name}, asked for by {asked_by}, is down.",
@@ -135,7 +131,7 @@ def _judge(interface: Interface, asked_by: str) -> Finding:
             cause="DHCP has not answered, or it is a part of a bond or bridge that has the address.",
             fix=to_copy("Give it an address, or name the one that has it:", "ip -brief address"),
         )
-    return ok("DS-NET-002", f"{name} is up with {', '.join(interface.addresses())}.")
+    return ok("DS-NET-002", f"{name} is up with {', '.join(interface.addresses)}.")
 
 
 CHECKS: Final[tuple[Check, ...]] = (check_loopback, check_names, check_state)

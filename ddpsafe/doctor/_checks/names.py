@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._bounded import BoundedCall
 from ddpsafe._config.endpoint import find_address
+from ddpsafe._interfaces import list_interfaces
 from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
-from ddpsafe.doctor._host import addresses_of, list_interfaces
+from ddpsafe.doctor._host import addresses_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from ddpsafe.doctor._checks import Check
     from ddpsafe.doctor._subject import Subject
@@ -27,13 +29,13 @@ def check_own_name(subject: Subject) -> Iterator[Finding]:
     try:
         found = addresses_of(name, 0, limit_s=_PATIENCE_S)
     except (OSError, UnicodeError) as error:
-        yield _own_name(subject, name, f"does not resolve here ({error})")
+        yield _own_name(subject, name, f"does not resolve here ({error})", ())
         return
     outside = [text for text in found if not _is_loopback(text)]
     if outside:
         yield ok("DS-NAME-001", f"{name} is {', '.join(outside)}.", addresses=found)
     else:
-        yield _own_name(subject, name, f"resolves to {', '.join(found)}, which is loopback")
+        yield _own_name(subject, name, f"resolves to {', '.join(found)}, which is loopback", found)
 
 
 def _is_loopback(text: str) -> bool:
@@ -41,16 +43,13 @@ def _is_loopback(text: str) -> bool:
     return address is not None and address.is_loopback
 
 
-def _own_name(subject: Subject, name: str, what: str) -> Finding:
+def _own_name(subject: Subject, name: str, what: str, loopback: Sequence[str]) -> Finding:
     if subject.nnodes == 1:
         return ok("DS-NAME-001", f"The own name {name} {what}; one node does without.")
     if subject.env.get("GLOO_SOCKET_IFNAME") or subject.config.rendezvous.interface:
         return ok(
             "DS-NAME-001", f"The own name {name} {what}; the interface that is set goes first."
         )
-    choices = [each for each in list_interfaces() if each.is_candidate]
-    address = choices[0].addresses()[0] if choices else "ADDRESS"
-    interface = choices[0].name if choices else "INTERFACE"
     # NCCL does not look at the name; groups of gloo beside it do.
     make = warning if subject.backend == "nccl" else failed
     return make(
@@ -59,12 +58,33 @@ def _own_name(subject: Subject, name: str, what: str) -> Finding:
         "which then connect to themselves.",
         cause="the installer of Debian and Ubuntu writes `127.0.1.1 NAME` into /etc/hosts, or the "
         "name is in no table at all.",
-        fix=to_copy(
-            "Name the interface on this host, or correct /etc/hosts:",
-            f"export GLOO_SOCKET_IFNAME={interface}",
-            f"echo '{address} {name}' >> /etc/hosts   # and take the 127.0.1.1 line out",
-        ),
+        fix=_own_name_fix(name, loopback),
     )
+
+
+def _own_name_fix(name: str, loopback: Sequence[str]) -> str:
+    choices = [each for each in list_interfaces() if each.is_candidate]
+    if not choices:
+        return "Bring up an interface that leads to the other hosts; `ip -br addr` shows all."
+    return to_copy(
+        "Name the interface on this host, or correct /etc/hosts:",
+        f"export GLOO_SOCKET_IFNAME={choices[0].name}",
+        _hosts_line(name, loopback, choices[0].addresses[0]),
+    )
+
+
+def _hosts_line(name: str, loopback: Sequence[str], address: str) -> str:
+    """Return the line that takes the name away from loopback and gives it to an address.
+
+    The file is written in place: in a container it is mounted, and `sed -i` cannot replace it.
+    """
+    blank = "[[:space:]]"
+    takes = " ".join(
+        f"-e '/^{re.escape(each)}{blank}/s/{blank}{re.escape(name)}\\({blank}\\|$\\)/ /g'"
+        for each in loopback
+    )
+    kept = f"sed {takes} /etc/hosts" if takes else "cat /etc/hosts"
+    return f"hosts=$({kept}) && printf '%s\\n' \"$hosts\" '{address} {name}' > /etc/hosts"
 
 
 def check_meeting_point(subject: Subject) -> Iterator[Finding]:
@@ -137,7 +157,7 @@ def _address_to_ask(subject: Subject) -> str:
     if endpoint is not None and find_address(endpoint.host) is not None:
         return endpoint.host
     outside = [each for each in list_interfaces() if each.is_candidate]
-    return outside[0].addresses()[0] if outside and subject.nnodes > 1 else "127.0.0.1"
+    return outside[0].addresses[0] if outside and subject.nnodes > 1 else "127.0.0.1"
 
 
 CHECKS: Final[tuple[Check, ...]] = (check_own_name, check_meeting_point, check_name_server)

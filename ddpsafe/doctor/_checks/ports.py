@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
+from ddpsafe._interfaces import list_interfaces
 from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
-from ddpsafe.doctor._host import addresses_of, list_interfaces
+from ddpsafe.doctor._host import addresses_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,7 +66,7 @@ def _is_here(endpoint: Endpoint, subject: Subject) -> bool:
     if subject.config.rendezvous.is_host is not None:
         return subject.config.rendezvous.is_host
     with contextlib.suppress(OSError, UnicodeError):
-        own = {address for each in list_interfaces() for address in each.addresses()}
+        own = {address for each in list_interfaces() for address in each.addresses}
         return bool(own & set(addresses_of(endpoint.host, endpoint.port, limit_s=_PATIENCE_S)))
     return False
 

@@ -6,19 +6,20 @@ import contextlib
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._config.interfaces import GLOO, NCCL
-from ddpsafe.doctor._checks.interfaces import chosen_names
-from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
-from ddpsafe.doctor._host import (
-    Interface,
-    addresses_of,
-    interface_of,
+from ddpsafe._interfaces import (
+    find_interface_of,
     list_interfaces,
+    list_names,
     source_address,
 )
+from ddpsafe.doctor._checks.interfaces import chosen_names
+from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._host import addresses_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ddpsafe._interfaces import Interface
     from ddpsafe.doctor._checks import Check
     from ddpsafe.doctor._subject import Subject
 
@@ -39,7 +40,7 @@ def check_way(subject: Subject) -> Iterator[Finding]:
         except OSError as error:
             yield _no_way(target, error)
             return
-        yield _compare(subject, target, interface_of(source, list_interfaces()))
+        yield _compare(subject, target, find_interface_of(source))
 
 
 def _no_way(target: str, error: OSError) -> Finding:
@@ -56,7 +57,7 @@ def _no_way(target: str, error: OSError) -> Finding:
 def _compare(subject: Subject, target: str, way: Interface | None) -> Finding:
     if way is None or way.is_loopback:
         return ok("DS-NET-003", f"The meeting point {target} is this host.")
-    asked = chosen_names(subject, [each.name for each in list_interfaces()])
+    asked = chosen_names(subject, list_names())
     others = {name: by for name, by in asked.items() if name != way.name}
     if not asked or way.name in asked:
         return ok("DS-NET-003", f"{way.name} leads to the meeting point {target}.")
@@ -78,19 +79,21 @@ def check_mtu(subject: Subject) -> Iterator[Finding]:
     """Look at the largest packet of the interfaces that the ranks might use."""
     del subject
     interfaces = [each for each in list_interfaces() if each.is_candidate]
-    small = [each for each in interfaces if 0 < each.mtu < _SMALLEST_MTU]
+    small = [each for each in interfaces if 0 < each.mtu_bytes < _SMALLEST_MTU]
     for each in small:
         yield warning(
             "DS-NET-004",
-            f"The MTU of {each.name} is {each.mtu}: packets are cut into small pieces.",
+            f"The MTU of {each.name} is {each.mtu_bytes}: packets are cut into small pieces.",
             cause="a tunnel in a tunnel, or a value set by hand.",
             fix=to_copy("If the network takes it:", f"ip link set dev {each.name} mtu 1500"),
-            mtu_bytes=each.mtu,
+            mtu_bytes=each.mtu_bytes,
         )
     if interfaces and not small:
-        shown = ", ".join(f"{each.name} {each.mtu}" for each in interfaces)
+        shown = ", ".join(f"{each.name} {each.mtu_bytes}" for each in interfaces)
         yield ok(
-            "DS-NET-004", f"MTU: {shown}.", mtu_bytes={each.name: each.mtu for each in interfaces}
+            "DS-NET-004",
+            f"MTU: {shown}.",
+            mtu_bytes={each.name: each.mtu_bytes for each in interfaces},
         )
 
 
@@ -100,9 +103,9 @@ def check_choice(subject: Subject) -> Iterator[Finding]:
     if not candidates:
         yield _no_network(subject)
         return
-    shown = ", ".join(f"{each.name} ({each.addresses()[0]})" for each in candidates)
+    shown = ", ".join(f"{each.name} ({each.addresses[0]})" for each in candidates)
     yield ok("DS-NET-006", f"Networks: {shown}.")
-    asked = chosen_names(subject, [each.name for each in list_interfaces()])
+    asked = chosen_names(subject, list_names())
     found_out = subject.config.rendezvous.interface == "auto"
     if len(candidates) == 1 or subject.nnodes == 1 or asked or found_out:
         yield ok("DS-NET-005", "There is one interface, or a choice has been made.")
@@ -126,7 +129,7 @@ def _towards(subject: Subject) -> str | None:
     with contextlib.suppress(OSError, UnicodeError):
         if endpoint is not None:
             target = addresses_of(endpoint.host, endpoint.port, limit_s=_PATIENCE_S)[0]
-            way = interface_of(source_address(target, endpoint.port), list_interfaces())
+            way = find_interface_of(source_address(target, endpoint.port))
             return None if way is None or way.is_loopback else way.name
     return None
 

@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ddpsafe._config.backends import find_unknown, suggest
 from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
 
 if TYPE_CHECKING:
@@ -203,7 +204,24 @@ def check_backend(subject: Subject) -> Iterator[Finding]:
             ),
         )
         return
+    known = list(said.get("backends", ()))
+    unknown = find_unknown(backend, known) if known else []
+    if unknown:
+        yield _unknown_backend(backend, unknown, known)
+        return
     yield ok("DS-VER-005", f"torch can do what backend {backend!r} needs.")
+
+
+def _unknown_backend(backend: str, unknown: list[str], known: list[str]) -> Finding:
+    """Word it as a warning: the doctor does not import what the script imports."""
+    return warning(
+        "DS-VER-005",
+        f"torch knows no backend called {' or '.join(map(repr, unknown))}; `launch` refuses it "
+        "unless the script imports a package that registers it.",
+        cause="a typing error, or a backend of a package that torch does not load by itself.",
+        fix=f"Write {suggest(backend, known)}, or import its package where the script begins.",
+        backends=known,
+    )
 
 
 CHECKS: Final[tuple[Check, ...]] = (

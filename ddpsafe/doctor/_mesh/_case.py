@@ -23,6 +23,7 @@ class Case:
     Attributes:
         nnodes: How many were to come.
         backend: Whose rules the addresses follow.
+        host: Of the endpoint, as it was given.
         port: Of the endpoint.
         nodes: Who came, by node rank.
         testimonies: Who came back from the mesh, by node rank.
@@ -32,6 +33,7 @@ class Case:
 
     nnodes: int
     backend: str
+    host: str
     port: int
     nodes: Mapping[int, Node]
     testimonies: Mapping[int, Testimony]

@@ -127,6 +127,7 @@ class Chair:
         return Case(
             nnodes=self._job.nnodes,
             backend=self._job.backend,
+            host=self._job.host,
             port=self._job.port,
             nodes=nodes,
             testimonies=dict(sorted(testimonies.items())),

@@ -46,7 +46,7 @@ def _missing(case: Case, missing: list[int], waited_s: float) -> Finding:
             "Start it there and look at what it says:",
             [
                 f"ddpsafe doctor --nnodes {case.nnodes} --node-rank {node} "
-                f"--rdzv-endpoint {case.name_of(0)}:{case.port}"
+                f"--rdzv-endpoint {case.host}:{case.port}"
                 for node in missing[:4]
             ],
         ),

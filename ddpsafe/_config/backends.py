@@ -1,0 +1,43 @@
+"""Which backends torch knows, once it is imported: its own and those that packages registered."""
+
+from __future__ import annotations
+
+from ddpsafe._config.problems import find_near, raise_config_error, show, word_problem
+
+_NO_BACKEND = "undefined"
+"""What torch lists for a group that has none."""
+
+
+def find_unknown(backend: str, known: list[str]) -> list[str]:
+    """Return the names in a backend, ``cpu:gloo,cuda:nccl`` for one, that are not among `known`."""
+    names = [part.rpartition(":")[2] for part in backend.split(",")]
+    return [name for name in names if name not in {*known, "auto"} - {_NO_BACKEND}]
+
+
+def suggest(backend: str, known: list[str]) -> str:
+    """Return what to write in place of a backend that torch does not know."""
+    names = [name for name in known if name != _NO_BACKEND]
+    for name in find_unknown(backend, known):
+        near = find_near(name, names)
+        if near is not None:
+            return repr(backend.replace(name, near))
+    return f"one of {', '.join(names)}"
+
+
+def require_backend(backend: str) -> None:
+    """Refuse a backend that torch does not know in this process.
+
+    Raises:
+        ConfigError: Nothing that was imported so far has registered it.
+    """
+    import torch.distributed as dist
+
+    known = list(dist.Backend.backend_list) if dist.is_available() else []
+    unknown = find_unknown(backend, known) if known else []
+    if unknown:
+        why = (
+            f"torch knows no backend called {' or '.join(map(repr, unknown))}; a package that "
+            "registers one has to be imported where the script begins"
+        )
+        write = suggest(backend, known)
+        raise_config_error([word_problem("backend", given=show(backend), why=why, write=write)])
