@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from typing import TYPE_CHECKING, Final
 
@@ -110,3 +111,13 @@ BY_SORT: Final[dict[Sort, Advice]] = {
         "compare where the ranks were, in the logs.",
     ),
 }
+
+_OWN: Final = re.compile(
+    r"(?P<what>.*?)\n\s*Likely cause: (?P<cause>[^\n]*)\n\s*What to do: (?P<fix>.*)", re.DOTALL
+)
+
+
+def find_own(message: str) -> tuple[str, str, str] | None:
+    """Take the advice out of a message that `explain` made: what happened, the cause, the fix."""
+    found = _OWN.fullmatch(message)
+    return None if found is None else (found["what"], found["cause"], found["fix"])

@@ -70,9 +70,12 @@ def _raised(case: Case, cause: Cause, raised: Raised) -> LaunchError:
     root, kind = cause.root, kind_of(raised)
     topic: FailureKind = "port" if wants_busy_port(raised) else kind
     likely, fix = advice.BY_KIND.get(topic, advice.BY_KIND["user-error"])
+    text = raised.message
+    if own := advice.find_own(text):  # an error of ddpsafe's own brings its advice along
+        text, likely, fix = own
     at = [f"at {raised.where}"] if raised.where else []
     at += [f"held: {raised.held}"] if raised.held else []
-    said = f": {clip(raised.message, _MAX_MESSAGE)}" if raised.message else "."
+    said = f": {clip(text, _MAX_MESSAGE)}" if text else "."
     message = explain(
         f"{case.name(root)} raised {raised.type_name} {case.place(root)}{said}",
         cause=likely,
