@@ -1,7 +1,8 @@
-"""What tells this machine, since it was last started, from every other."""
+"""Where this process is: on which machine, and whether its directory is still there."""
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 from typing import Final
@@ -15,3 +16,12 @@ def boot_id() -> str:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
         return socket.gethostname()
+
+
+def is_directory_gone() -> bool:
+    """Tell whether the current directory of this process has been removed."""
+    try:
+        os.getcwd()  # noqa: PTH109 - asked for its error only
+    except FileNotFoundError:
+        return True
+    return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import runpy
 import sys
 import traceback
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ddpsafe._config import LaunchConfig
 from ddpsafe._errors import ConfigError, DDPSafeError
 from ddpsafe._launch import spawn
+from ddpsafe._machine import is_directory_gone
 from ddpsafe.cli import HEALTHY, USAGE, complain
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ def run_ranks(options: Namespace) -> int:
         name: value for name in names if (value := getattr(options, name)) is not None
     }
     try:
+        _require_directory()
         if "run_dir" in fields:
             fields["run_dir"] = Path(fields["run_dir"]).absolute()
         config = (
@@ -32,7 +35,7 @@ def run_ranks(options: Namespace) -> int:
             if options.config
             else LaunchConfig(**fields)
         )
-        target = options.script if options.module else _require_script(options.script)
+        target = (_require_module if options.module else _require_script)(options.script)
     except ConfigError as error:
         complain(str(error))
         return USAGE
@@ -55,11 +58,34 @@ def _spawn(config: LaunchConfig, target: str, options: Namespace) -> None:
     )
 
 
+def _require_directory() -> None:
+    if is_directory_gone():
+        message = "The current directory has been removed; go to one that exists."
+        raise ConfigError(message)
+
+
 def _require_script(path: str) -> str:
     if not Path(path).is_file():
         message = f"There is no script {path!r} in {Path.cwd()}; for a module write -m MODULE."
         raise ConfigError(message)
     return str(Path(path).absolute())
+
+
+def _require_module(name: str) -> str:
+    """Refuse a module of which not even the package is there; nothing is imported for it."""
+    package = name.partition(".")[0]
+    path, here = sys.path, str(Path.cwd())
+    sys.path = [here, *path]  # as the ranks have it
+    try:
+        found = importlib.util.find_spec(package)
+    except (ImportError, ValueError):  # e.g. an empty name, or __main__
+        found = None
+    finally:
+        sys.path = path
+    if found is None:
+        message = f"There is no module {package!r} in {here} or among the installed ones."
+        raise ConfigError(message)
+    return name
 
 
 def run_script(rank: int, target: str, arguments: Sequence[str], as_module: bool) -> None:  # noqa: FBT001 - spawn passes by position

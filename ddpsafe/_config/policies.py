@@ -170,9 +170,11 @@ class Rendezvous(BaseModel):
     )
     interface: str | None = Field(
         default=None,
-        description='Network interface the ranks of this node talk on, by its literal name; "auto" '
-        "takes the one that leads to rank 0. A variable of gloo or NCCL that you set wins. None: each "
-        "library chooses.",
+        description="Network interface the ranks of this node talk on, by its literal name. "
+        'By default none is chosen (None; "null" in a variable): gloo takes the one of the '
+        "host's name, NCCL the first it finds. "
+        '"auto" asks the routes for the one that leads to rank 0. '
+        "A variable of gloo or NCCL that you set wins.",
         examples=['"eth0"', '"auto"', "None"],
     )
     is_host: bool | None = Field(

@@ -225,3 +225,18 @@ def test_second_process_of_a_node_leaves_the_word_to_the_first(
         monkeypatch.setenv(name, value)
     assert cli.main(["doctor"]) == 0
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("arguments", ["doctor", "run train.py"])
+def test_directory_that_was_removed_is_what_is_named(arguments: str, tmp_path: Path) -> None:
+    """Python and torch fail there in ways that point elsewhere."""
+    (tmp_path / "gone").mkdir()
+    script = f"cd gone && rmdir ../gone && exec {sys.executable} -m ddpsafe {arguments}"
+    env = {**os.environ, "PYTHONPATH": str(scripts.TESTS.parent)}
+    ending = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, timeout=60, check=False
+    )
+    said = (ending.stdout + ending.stderr).decode()
+    assert "The current directory has been removed" in said
+    assert "pip install" not in said
+    assert "Traceback" not in said

@@ -62,6 +62,22 @@ def test_interface_variable_is_judged_by_the_rules_of_its_library(
     assert doctor.run(checks={"NET"}).healthy
 
 
+def test_interface_of_the_configuration_that_is_absent_is_replaced_by_one_that_is_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The one line is an ``export``, which repairs it where a variable had set it."""
+    monkeypatch.setenv("DDPSAFE_RENDEZVOUS__INTERFACE", "ib7")
+    (found,) = [each for each in doctor.run(checks={"NET"}).failed if each.code == "DS-NET-001"]
+    (line,) = lines_to_copy({"fix": found.fix})
+    name, _, value = line.removeprefix("export ").partition("=")
+    assert (name, value in [each for _, each in socket.if_nameindex()]) == (
+        "DDPSAFE_RENDEZVOUS__INTERFACE",
+        True,
+    )
+    monkeypatch.setenv(name, value)
+    assert doctor.run(checks={"NET"}).healthy
+
+
 def test_variable_of_a_library_that_is_not_used_does_not_matter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

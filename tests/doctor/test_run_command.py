@@ -67,3 +67,11 @@ def test_exit_code_of_a_rank_is_that_of_the_command(tmp_path: Path) -> None:
     assert "rank 0 (world_size 1) exited with code 7" in done.err
     assert "train.py:2" in done.err
     assert "cli.py" not in done.err
+
+
+def test_module_that_is_not_there_starts_no_rank(tmp_path: Path) -> None:
+    """As with a script that is not there, it is wrong usage."""
+    done = run(tmp_path, "--nproc-per-node", "2", "-m", "nosuchmod.train")
+    assert (done.code, done.out) == (2, "")
+    assert "There is no module 'nosuchmod'" in done.err
+    assert "Traceback" not in done.err

@@ -11,6 +11,7 @@ from ddpsafe._config.interfaces import (
     check_interface,
     check_interfaces,
 )
+from ddpsafe._config.problems import find_near
 from ddpsafe._interfaces import expand_nccl, list_interfaces
 from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
 
@@ -53,7 +54,7 @@ def check_names(subject: Subject) -> Iterator[Finding]:
     own = check_interface(wanted) if wanted not in (None, "auto") else None
     problems += [own] if own else []
     for problem in problems:
-        what, _, write = " ".join(problem.split()).partition(" Write ")
+        what, _, _ = " ".join(problem.split()).partition(" Write ")
         variable = what.partition(":")[0]
         if not _may_matter(subject, variable):
             continue
@@ -62,7 +63,10 @@ def check_names(subject: Subject) -> Iterator[Finding]:
             "DS-NET-001",
             what,
             cause="names of interfaces differ between hosts; the value may come from another one.",
-            fix=to_copy(f"Write {write}", *_exports(variable)),
+            fix=to_copy(
+                f"Name one that this host has{_may_also_be_given(variable)}:",
+                *_exports(subject, variable),
+            ),
         )
     if not problems:
         chosen = [f"{name}={subject.env[name]}" for name in (GLOO, NCCL) if subject.env.get(name)]
@@ -81,12 +85,20 @@ def _matters(subject: Subject, variable: str) -> bool:
     return library is None or library in subject.backend
 
 
-def _exports(variable: str) -> list[str]:
+def _may_also_be_given(variable: str) -> str:
+    return "" if variable in {GLOO, NCCL} else ", so or as --interface"
+
+
+def _exports(subject: Subject, variable: str) -> list[str]:
+    """Return the line that names an interface of this host, the one that was meant if possible."""
     names = [each.name for each in list_interfaces() if each.is_candidate]
     usable = names or [each.name for each in list_interfaces() if each.is_running]
-    if variable in {GLOO, NCCL}:
-        return [f"export {variable}={usable[0]}" if usable else f"unset {variable}"]
-    return [f"--interface {usable[0]}"] if usable else []
+    setting = variable if variable in {GLOO, NCCL} else "DDPSAFE_RENDEZVOUS__INTERFACE"
+    if not usable:
+        return [f"unset {setting}"]
+    wrong = subject.env.get(variable) or subject.config.rendezvous.interface or ""
+    near = find_near(wrong.lstrip("^=").partition(",")[0], usable)
+    return [f"export {setting}={near or usable[0]}"]
 
 
 def check_state(subject: Subject) -> Iterator[Finding]:

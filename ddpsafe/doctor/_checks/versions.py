@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._config.backends import find_unknown, suggest
+from ddpsafe._machine import is_directory_gone
 from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ def _slow_import(said: dict[str, Any]) -> Finding:
 
 
 def _broken_import(said: dict[str, Any]) -> Finding:
+    if is_directory_gone():
+        return _lost_directory()
     code = said["returncode"]
     why = said.get("import_error") or (said["stderr"].strip().splitlines() or [""])[-1]
     died = f"; the process died of signal {-code}" if code is not None and code < 0 else ""
@@ -79,6 +82,17 @@ def _broken_import(said: dict[str, Any]) -> Finding:
         ),
         found=found,
         returncode=code,
+    )
+
+
+def _lost_directory() -> Finding:
+    return failed(
+        "DS-VER-001",
+        "The current directory has been removed: torch, like much else, cannot be imported in it.",
+        cause="a clean-up, or a checkout or build that made the directory anew under this shell.",
+        fix=to_copy(
+            "Go to one that exists; where it was made anew, into it again:", 'cd "$PWD" || cd'
+        ),
     )
 
 
