@@ -19,7 +19,7 @@ import scripts
 if TYPE_CHECKING:
     from pathlib import Path
 
-RUNS: Final = int(os.environ.get("TEARDOWN_RUNS", "20"))
+RUNS: Final = int(os.environ.get("TEARDOWN_RUNS", "12"))
 """Launches of each shape; a broken teardown shows itself in one of five."""
 
 RUN_S: Final = 10
