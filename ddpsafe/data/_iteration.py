@@ -63,6 +63,7 @@ class EpochIterator(Generic[T_co]):
         self._board = board
         self._mark = delivery.epoch
         self._look_at_first = look_at_first
+        self.is_told = False  # whether a worker's death has been raised
         watch_workers(self, inner)
 
     def __iter__(self) -> EpochIterator[T_co]:
@@ -81,6 +82,7 @@ class EpochIterator(Generic[T_co]):
             explanation = self.explain(error)
             if explanation is None:
                 raise
+            self.is_told = True
             raise explanation from (explanation.__cause__ or error)
         delivery.batches += 1
         if self._look_at_first is not None:

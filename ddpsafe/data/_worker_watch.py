@@ -32,7 +32,10 @@ class _Explaining:
         except RuntimeError as error:
             for iterator in list(_watched):
                 explanation = iterator.explain(error)
+                if explanation is not None and iterator.is_told:
+                    return  # torch would raise it again at the end of any child process
                 if explanation is not None:
+                    iterator.is_told = True
                     raise explanation from (explanation.__cause__ or error)
             raise
 
