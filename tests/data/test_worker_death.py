@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -44,19 +43,6 @@ def test_death_names_worker_rank_index_path_and_limit(how: str, text: str, limit
     assert limit in message
     assert (caught.value.worker, caught.value.rank, caught.value.index) == (1, 0, 13)
     assert isinstance(caught.value, RuntimeError)
-
-
-def test_a_death_is_raised_once() -> None:
-    """The loop has found it; the signal that comes late does not raise it again, elsewhere."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-    try:
-        batches = iter(DataLoader(Lethal(40, 13, "SIGKILL"), 4, num_workers=2))
-        with pytest.raises(WorkerDiedError):
-            for _ in batches:
-                pass
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-    del batches
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes since Python 3.11")
