@@ -47,6 +47,7 @@ STRIKES_AT_STEP: Final = 20
 STEPS: Final = 60
 COLLECTIVE_S: Final = 5
 LIMIT_S: Final = 45
+PATIENCE: Final = 3
 MARK: Final = "DDPSAFE_FAULT_BENCHMARK"
 
 
@@ -232,6 +233,10 @@ BLAMED: Final = {
 """How each launcher names the rank that it holds to be the cause."""
 
 
+class EndedTooEarlyError(Exception):
+    """A job ended before anything had gone wrong: its port was taken, or it crashed at its start."""
+
+
 class Run(NamedTuple):
     """What became of one job: None for the time if it had to be ended here."""
 
@@ -242,6 +247,16 @@ class Run(NamedTuple):
 
 
 def run(contestant: str, name: str) -> Run:
+    """Run one job, again where it fails for another reason than the fault."""
+    for _ in range(PATIENCE):
+        try:
+            return run_once(contestant, name)
+        except EndedTooEarlyError:
+            print(f"{name}: {contestant}: failed at its start, again", file=sys.stderr)
+    raise SystemExit(f"{contestant} failed {PATIENCE} times before anything had gone wrong")
+
+
+def run_once(contestant: str, name: str) -> Run:
     """Run one job to its end or to the limit, and count what it leaves."""
     with tempfile.TemporaryDirectory() as folder:
         mark = uuid.uuid4().hex
@@ -272,7 +287,7 @@ def watch(process: subprocess.Popen[bytes], struck: Path, launcher_gets: int) ->
     """Wait for the end; return when it came on the monotonic clock, or None past the limit."""
     while not struck.exists() or not struck.read_text():
         if process.poll() is not None:
-            raise SystemExit("the job ended before anything had gone wrong")
+            raise EndedTooEarlyError
         time.sleep(0.01)
     if launcher_gets:
         time.sleep(0.5)  # by then the others wait in C++
