@@ -18,6 +18,7 @@ Run ``python benchmarks/faults.py``, with ``--save FILE`` for a page, ``--only N
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
@@ -214,6 +215,7 @@ def launch(contestant: str, name: str) -> None:
             args = (free_port(), name)
             ddpsafe.spawn(ddpsafe_rank_that_joins, args=args, nprocs=RANKS, timeouts=timeouts)
         else:
+            timeouts = {"collective": COLLECTIVE_S}
             options = {"nproc_per_node": RANKS, "backend": "gloo", "timeouts": timeouts}
             ddpsafe.launch(ddpsafe_rank, (name,), **options)
     else:
@@ -249,10 +251,9 @@ class Run(NamedTuple):
 def run(contestant: str, name: str) -> Run:
     """Run one job, again where it fails for another reason than the fault."""
     for _ in range(PATIENCE):
-        try:
+        with contextlib.suppress(EndedTooEarlyError):
             return run_once(contestant, name)
-        except EndedTooEarlyError:
-            print(f"{name}: {contestant}: failed at its start, again", file=sys.stderr)
+        print(f"{name}: {contestant}: failed at its start, again", file=sys.stderr)
     raise SystemExit(f"{contestant} failed {PATIENCE} times before anything had gone wrong")
 
 
