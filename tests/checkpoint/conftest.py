@@ -44,7 +44,7 @@ def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
             run = subprocess.run(command, check=False, capture_output=True, text=True)
             if run.returncode != 0:
                 pytest.skip(f"cannot mount here: {run.stderr.strip()}")
-            stack.callback(subprocess.run, ["umount", str(folder)], check=True)
+            stack.callback(subprocess.run, ["umount", "--lazy", str(folder)], check=True)
             return folder
 
         yield mounted

@@ -91,7 +91,7 @@ def test_others_end_in_time_when_node_rank_zero_is_lost(make_hosts: MakeHosts, e
 def test_doubled_node_rank_is_named_with_both_hosts(make_hosts: MakeHosts) -> None:
     """The second one is sent away at once; the first one's examination goes on without the third."""
     network = make_hosts(3)
-    first = [start_one(network[index], network, timeout_s=2) for index in (0, 1)]
+    first = [start_one(network[index], network, timeout_s=5) for index in (0, 1)]
     wait_for_line(first[0], "2 of 3 nodes have come")
     (sent_away,) = examine(network, hosts=[2], each={2: {"node_rank": 1}})
     assert sent_away.codes() == ["DS-MESH-002"]
