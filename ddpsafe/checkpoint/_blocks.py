@@ -1,17 +1,20 @@
 """Files whose every byte is checked: a CRC-32 for each block, kept beside the file.
 
-CRC-32 because it costs least: 4.2 GB/s on one core of an EPYC, against 1.8 GB/s for SHA-256 with
-the processor's own instructions and 0.9 GB/s for BLAKE2b. It finds every flipped bit and every
-burst up to 32 bits; it does not stop somebody who changes a file on purpose.
+CRC-32 because it costs least: ISA-L's, made of carry-less multiplications, runs at 27 GB/s on one
+core of an EPYC and at twice that in its cache, so a block is checked on its way and needs no
+thread of its own; zlib's takes 4.2 GB/s, SHA-256 with the processor's own instructions 1.8 GB/s.
+It finds every flipped bit and every burst up to 32 bits; it does not stop somebody who changes a
+file on purpose.
 """
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
-import zlib
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
+
+from isal.isal_zlib import crc32 as checksum
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,15 +25,10 @@ if TYPE_CHECKING:
 BLOCK_BYTES: Final = 2**20
 """Length of a block; the last one of a file is shorter."""
 
-# How much is read before it is handed over to be checked.
-_GROUP_BYTES: Final = 4 * BLOCK_BYTES
+# How much the kernel may keep before the disk is to begin.
+_UNSENT_BYTES: Final = 32 * 2**20
 
-# Below this, handing the work to another thread costs more than it saves.
-_WORTH_A_THREAD: Final = 256 * 1024
-
-
-# How much to give to the kernel at a time, and how much it may keep before the disk is to begin.
-_PIECE_BYTES: Final = 32 * 2**20
+_SYNC_FILE_RANGE_WRITE: Final = 2  # linux/fs.h
 
 
 class DamagedFileError(Exception):
@@ -38,7 +36,7 @@ class DamagedFileError(Exception):
 
 
 class ChecksumWriter:
-    """Writes a new file and adds up its checksums while the kernel takes the bytes.
+    """Writes a new file and adds up its checksums.
 
     An error of the file system is raised by `close` and not by `write`: torch calls that from C++,
     where an exception does not always get through.
@@ -51,7 +49,6 @@ class ChecksumWriter:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("xb", buffering=0)
-        self._helper = ThreadPoolExecutor(1, thread_name_prefix="ddpsafe-checksum")
         self.size = 0
         self.crc32: list[int] = []
         self.error: OSError | None = None
@@ -62,23 +59,27 @@ class ChecksumWriter:
     def write(self, data: Buffer) -> int:
         """Write all of it."""
         view = memoryview(data).cast("B")
-        if len(view) < _WORTH_A_THREAD:
-            self._account(view)
-            self._write_all(view)
-        else:
-            # Both let go of the GIL; the memory is the caller's again once this returns.
-            sums = self._helper.submit(self._account, view)
-            try:
-                self._write_all(view)
-            finally:
-                sums.result()
         self.size += len(view)
+        for start in range(0, len(view), BLOCK_BYTES):
+            # What has just been summed up is in the cache when the kernel copies it.
+            piece = view[start : start + BLOCK_BYTES]
+            self._account(piece)
+            self._write_all(piece)
         return len(view)
+
+    def _account(self, view: memoryview) -> None:
+        while len(view):
+            part = view[: BLOCK_BYTES - self._in_block]
+            self._crc = checksum(part, self._crc)
+            self._in_block += len(part)
+            if self._in_block == BLOCK_BYTES:
+                self._end_block()
+            view = view[len(part) :]
 
     def _write_all(self, view: memoryview) -> None:
         try:
             while len(view) and self.error is None:
-                count = self._file.write(view[:_PIECE_BYTES])
+                count = self._file.write(view)
                 view = view[count:]
                 self._start_writeback(count)
         except OSError as exc:
@@ -87,21 +88,9 @@ class ChecksumWriter:
     def _start_writeback(self, count: int) -> None:
         """Let the disk begin now; otherwise all of it would be left to the fsync at the end."""
         self._unsent += count
-        if self._unsent >= _PIECE_BYTES:
-            # Linux starts writing dirty pages that it is told nobody needs, does not wait, and
-            # keeps them. Told a second time it would drop them, and a restore would be slow.
-            fd, end = self._file.fileno(), self._file.tell()
-            os.posix_fadvise(fd, end - self._unsent, self._unsent, os.POSIX_FADV_DONTNEED)
+        if self._unsent >= _UNSENT_BYTES:
+            _start_writeback(self._file.fileno(), self._file.tell() - self._unsent, self._unsent)
             self._unsent = 0
-
-    def _account(self, view: memoryview) -> None:
-        while len(view):
-            part = view[: BLOCK_BYTES - self._in_block]
-            self._crc = zlib.crc32(part, self._crc)
-            self._in_block += len(part)
-            if self._in_block == BLOCK_BYTES:
-                self._end_block()
-            view = view[len(part) :]
 
     def _end_block(self) -> None:
         self.crc32.append(self._crc)
@@ -119,11 +108,7 @@ class ChecksumWriter:
                 raise self.error
             os.fsync(self._file.fileno())
         finally:
-            self._release()
-
-    def _release(self) -> None:
-        self._helper.shutdown()
-        self._file.close()
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -137,7 +122,18 @@ class ChecksumWriter:
         if kind is None or self.error is not None:
             self.close()
         else:
-            self._release()
+            self._file.close()
+
+
+def _start_writeback(fd: int, offset: int, length: int) -> None:
+    """Let Linux begin to write, without waiting; elsewhere, and where it refuses, the fsync does.
+
+    Not posix_fadvise(POSIX_FADV_DONTNEED), which begins too and drops what is written already: a
+    restore would read it from the disk.
+    """
+    begin = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if begin is not None:
+        begin(fd, ctypes.c_int64(offset), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)
 
 
 class VerifiedReader(io.RawIOBase):
@@ -161,7 +157,6 @@ class VerifiedReader(io.RawIOBase):
         self._size = size
         self._crc32 = crc32
         self._file = path.open("rb", buffering=0)
-        self._helper = ThreadPoolExecutor(1, thread_name_prefix="ddpsafe-checksum")
         self._checked: set[int] = set()
         self._buffer = memoryview(bytearray(min(BLOCK_BYTES, size)))
         self._kept: tuple[int, memoryview] = (-1, self._buffer)
@@ -216,19 +211,11 @@ class VerifiedReader(io.RawIOBase):
         return len(part)
 
     def _read_blocks(self, view: memoryview, first: int) -> None:
-        """Read whole blocks to where they belong, and check some while the next are read."""
-        checks: list[Future[None]] = []
-        for start in range(0, len(view), _GROUP_BYTES):
-            part = view[start : start + _GROUP_BYTES]
-            self._fill(part, first * BLOCK_BYTES + start)
-            number = first + start // BLOCK_BYTES
-            checks.append(self._helper.submit(self._check_blocks, part, number))
-        for check in checks:
-            check.result()
-
-    def _check_blocks(self, view: memoryview, first: int) -> None:
+        """Read whole blocks to where they belong, and check each while it is in the cache."""
         for number in range(len(view) // BLOCK_BYTES):
-            self._check(view[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES], first + number)
+            block = view[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
+            self._fill(block, (first + number) * BLOCK_BYTES)
+            self._check(block, first + number)
 
     def _block(self, number: int) -> memoryview:
         if self._kept[0] != number:
@@ -241,15 +228,14 @@ class VerifiedReader(io.RawIOBase):
         return self._kept[1]
 
     def _fill(self, view: memoryview, position: int) -> None:
-        self._file.seek(position)
         while len(view):
-            count = self._file.readinto(view)
+            count = os.preadv(self._file.fileno(), [view], position)
             if not count:
                 raise DamagedFileError(f"{self._path.name} ends before byte {self._size}")
-            view = view[count:]
+            view, position = view[count:], position + count
 
     def _check(self, data: memoryview, number: int) -> None:
-        if zlib.crc32(data) != self._crc32[number]:
+        if checksum(data) != self._crc32[number]:
             start = number * BLOCK_BYTES
             raise DamagedFileError(
                 f"{self._path.name}: bytes {start} to {start + len(data)} do not have the "
@@ -265,7 +251,6 @@ class VerifiedReader(io.RawIOBase):
 
     def close(self) -> None:
         """Close the file."""
-        self._helper.shutdown()
         self._file.close()
         super().close()
 
@@ -277,6 +262,6 @@ def checksum_file(path: Path) -> tuple[int, list[int]]:
     buffer = memoryview(bytearray(BLOCK_BYTES))
     with path.open("rb") as file:  # buffered: fills the whole block
         while count := file.readinto(buffer):
-            crc32.append(zlib.crc32(buffer[:count]))
+            crc32.append(checksum(buffer[:count]))
             size += count
     return size, crc32
