@@ -127,10 +127,14 @@ def _add_config(add: Callable[..., argparse.ArgumentParser], about: str) -> None
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
+    _add_config_file(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_config_file(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", metavar="FILE", help="a TOML file, in place of the pyproject.toml here"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_run(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
@@ -139,9 +143,7 @@ def _add_run(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
     parser.add_argument("--run-dir", metavar="DIR", help="where logs and reports go")
     parser.add_argument("--console", metavar="WHOSE", help="auto, rank-zero, all, tagged or none")
     parser.add_argument("--start-method", metavar="HOW", help="spawn or forkserver")
-    parser.add_argument(
-        "--config", metavar="FILE", help="a TOML file, in place of the pyproject.toml here"
-    )
+    _add_config_file(parser)
     parser.add_argument(
         "-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m"
     )

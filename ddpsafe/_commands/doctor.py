@@ -87,15 +87,15 @@ def _what_is_asked(
 ) -> tuple[LaunchConfig | None, dict[str, Any]]:
     config = LaunchConfig.from_toml(options.config) if options.config else None
     fields = {**_of_launcher(world), **_of_options(options)}
+    known = fields.pop("endpoint", None)
     rendezvous = {
         name: value
         for name, value in (
-            ("endpoint", options.rdzv_endpoint or fields.pop("endpoint", None)),
+            ("endpoint", options.rdzv_endpoint or known),
             ("interface", options.interface),
         )
         if value is not None
     }
-    fields.pop("endpoint", None)
     return config, {**fields, **({"rendezvous": rendezvous} if rendezvous else {})}
 
 

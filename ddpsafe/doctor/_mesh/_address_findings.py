@@ -6,8 +6,8 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ddpsafe.doctor import _mesh_codes as _codes
-from ddpsafe.doctor._finding import Finding
-from ddpsafe.doctor._mesh._advice import common_networks, export_line, exports_for, to_copy
+from ddpsafe.doctor._finding import Finding, to_copy
+from ddpsafe.doctor._mesh._advice import common_networks, export_line, exports_for
 from ddpsafe.doctor._mesh._case import as_details, is_closed
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _loopback(case: Case, node: Node) -> Finding:
         fix=to_copy(
             f'Name the interface on {node.hostname} (or write Rendezvous(interface="auto")), or '
             f"give the name the address {announced.address} in its /etc/hosts:",
-            [export_line(case.backend, announced.interface)],
+            export_line(case.backend, announced.interface),
         ),
         hosts=(node.hostname,),
         details={"announced": announced.wanted, "usable": announced.address},
@@ -109,7 +109,7 @@ def _absent(case: Case, node: Node) -> Finding:
         fact=f"{node} has no interface {announced.wanted} with an address ({announced.chosen_by}); "
         f"it has {has or 'none but loopback'}.",
         cause="names of interfaces differ from host to host, and the variable is the same on all.",
-        fix=to_copy("Choose by host, in a network that all of them share:", lines),
+        fix=to_copy("Choose by host, in a network that all of them share:", *lines),
         hosts=(node.hostname,),
         details={"wanted": announced.wanted, "interfaces": dict(node.interfaces)},
     )
@@ -126,7 +126,7 @@ def _not_running(case: Case, node: Node) -> Finding:
         fact=f"Interface {announced.interface} of {node} ({announced.address}, "
         f"{announced.chosen_by}) is down or has no carrier.",
         cause="the cable, the switch port or the driver; or the interface was never brought up.",
-        fix=to_copy("Bring it up, or take another one:", lines),
+        fix=to_copy("Bring it up, or take another one:", *lines),
         hosts=(node.hostname,),
         details={"interface": announced.interface, "address": announced.address},
     )
@@ -149,7 +149,7 @@ def _different_networks(case: Case, found: dict[Way, Dialled]) -> Finding:
         f"in {usual or 'no network'}.",
         cause="each host chose by its own name or by the order of its interfaces "
         f"({', '.join(sorted({node.announced.chosen_by for node in odd}))}).",
-        fix=to_copy("Take the network that all hosts share:", lines)
+        fix=to_copy("Take the network that all hosts share:", *lines)
         if shared
         else f"No network has all hosts: give {', '.join(n.hostname for n in odd)} a route to {usual}, "
         "or an interface in it.",

@@ -11,17 +11,12 @@ from ddpsafe._interfaces import LIBRARY_VARIABLES, interface_variables
 from ddpsafe.doctor._mesh._messages import Gate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from ddpsafe.doctor._mesh._messages import Node
 
 _NFT_S: Final = 2.0
 _FAMILIES: Final = ("inet", "ip", "ip6")
-
-
-def to_copy(what: str, lines: Iterable[str]) -> str:
-    """Word a fix: a sentence, and lines to copy below it."""
-    return "\n".join([what, *(f"    {line}" for line in lines)])
 
 
 def find_gates() -> list[Gate]:

@@ -93,9 +93,9 @@ def _of_interfaces(
 def _of_address(
     address: str, interfaces: Sequence[Interface], chosen_by: str, fallback: str
 ) -> Announced:
-    owner = next((each for each in interfaces if address in each.addresses), None)
+    owner = _owner(interfaces, address)
     if address and is_loopback(address) and fallback:
-        usable = next((each.name for each in interfaces if fallback in each.addresses), "")
+        usable = _owner_name(interfaces, fallback)
         return Announced(
             address=fallback, interface=usable, chosen_by=chosen_by, flaw="loopback", wanted=address
         )
@@ -127,10 +127,19 @@ async def _of_hostname(interfaces: Sequence[Interface], fallback: str) -> Announ
     for family, _, _, _, address in found:
         if _can_bind(family, str(address[0])):
             return _of_address(str(address[0]), interfaces, chosen_by, fallback)
-    usable = next((each.name for each in interfaces if fallback in each.addresses), "")
+    usable = _owner_name(interfaces, fallback)
     return Announced(
         address=fallback, interface=usable, chosen_by=chosen_by, flaw=flaw, wanted="127.0.0.1"
     )
+
+
+def _owner(interfaces: Sequence[Interface], address: str) -> Interface | None:
+    return next((each for each in interfaces if address in each.addresses), None)
+
+
+def _owner_name(interfaces: Sequence[Interface], address: str) -> str:
+    owner = _owner(interfaces, address)
+    return "" if owner is None else owner.name
 
 
 def _can_bind(family: int, address: str) -> bool:

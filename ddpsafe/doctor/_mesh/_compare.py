@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe.doctor import _mesh_codes as _codes
-from ddpsafe.doctor._finding import Finding
-from ddpsafe.doctor._mesh._advice import to_copy
+from ddpsafe.doctor._finding import Finding, to_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
+    from ddpsafe.doctor._finding import Severity
     from ddpsafe.doctor._mesh._board import Json
     from ddpsafe.doctor._mesh._case import Case
     from ddpsafe.doctor._mesh._messages import Node
@@ -121,23 +121,23 @@ def _different(
     differences: list[Difference],
     *,
     code: str,
-    severity: str,
+    severity: Severity,
     cause: str,
     fix: str,
-    line: object = None,
+    line: Callable[[Difference], str] | None = None,
 ) -> Finding:
     told = []
     for each in differences[:_MANY_ODD]:
         odd = ", ".join(f"{case.name_of(rank)} has {value}" for rank, value in each.odd.items())
         told.append(f"{each.name} is {each.usual}, {odd}")
-    lines = [line(each) for each in differences[:_MANY_ODD]] if callable(line) else []
+    lines = [line(each) for each in differences[:_MANY_ODD]] if line else []
     ranks = {rank for each in differences for rank in each.odd}
     return Finding(
         code=code,
-        severity="failed" if severity == "failed" else "warning",
+        severity=severity,
         fact=f"{_codes.TITLES[code]}: {'; '.join(told)}.",
         cause=cause,
-        fix=to_copy(fix, lines) if lines else fix,
+        fix=to_copy(fix, *lines) if lines else fix,
         hosts=case.hostnames(ranks),
         details={
             "table": {
@@ -192,11 +192,13 @@ def _judge_mtus(case: Case) -> Iterator[Finding]:
         cause="jumbo frames are configured on some hosts only; TCP copes, other protocols may not.",
         fix=to_copy(
             "Make them equal:",
-            [
-                f"ip link set dev {case.nodes[rank].announced.interface} mtu {usual}"
-                f"    # on {case.name_of(rank)}"
-                for rank in odd
-            ],
+            *(
+                [
+                    f"ip link set dev {case.nodes[rank].announced.interface} mtu {usual}"
+                    f"    # on {case.name_of(rank)}"
+                    for rank in odd
+                ]
+            ),
         ),
         hosts=case.hostnames(odd),
         details={"mtu_bytes": {case.name_of(rank): mtu for rank, mtu in mtus.items()}},
@@ -214,7 +216,7 @@ def _judge_clocks(case: Case) -> Iterator[Finding]:
             severity="warning",
             fact=f"Clocks are off: {named}.",
             cause="no time service runs there; logs and file times of the hosts will not compare.",
-            fix=to_copy("Start it:", ["timedatectl set-ntp true"]),
+            fix=to_copy("Start it:", "timedatectl set-ntp true"),
             hosts=case.hostnames(odd),
             details={"ahead_s": {case.name_of(rank): round(by, 1) for rank, by in odd.items()}},
         )
@@ -238,7 +240,7 @@ def _judge_resolvers(case: Case) -> Iterator[Finding]:
             "host that connects to its store, which adds 10 to 20 s to each start.",
             fix=to_copy(
                 "Correct the server, or make the wait short, on these hosts:",
-                ["echo 'options timeout:1 attempts:1' >> /etc/resolv.conf"],
+                "echo 'options timeout:1 attempts:1' >> /etc/resolv.conf",
             ),
             hosts=case.hostnames(silent),
             details={"waited_s": round(longest, 1)},

@@ -6,8 +6,7 @@ import socket
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe.doctor import _mesh_codes as _codes
-from ddpsafe.doctor._finding import Finding
-from ddpsafe.doctor._mesh._advice import to_copy
+from ddpsafe.doctor._finding import Finding, to_copy
 from ddpsafe.doctor._mesh._roll_findings import late
 
 if TYPE_CHECKING:
@@ -61,11 +60,9 @@ def _dropped(obstacle: Obstacle, host: str, port: int) -> _Words:
         f"a firewall or security group drops port {port} on {host} or on the way, or the host is off.",
         to_copy(
             f"Open the port on {host}, as root:",
-            [
-                f"iptables -I INPUT -p tcp --dport {port} -j ACCEPT",
-                f"firewall-cmd --permanent --add-port={port}/tcp && firewall-cmd --reload",
-                f"# in a cloud: an inbound rule of the security group, TCP {port}",
-            ],
+            f"iptables -I INPUT -p tcp --dport {port} -j ACCEPT",
+            f"firewall-cmd --permanent --add-port={port}/tcp && firewall-cmd --reload",
+            f"# in a cloud: an inbound rule of the security group, TCP {port}",
         ),
     )
 
@@ -77,10 +74,8 @@ def _refused(obstacle: Obstacle, host: str, port: int) -> _Words:
         f"the doctor does not run on {host} yet, its port is another one, or a firewall there rejects.",
         to_copy(
             f"Look on {host} whether it listens; if it does, open the port:",
-            [
-                f"ss -ltn 'sport = :{port}'",
-                f"iptables -I INPUT -p tcp --dport {port} -j ACCEPT",
-            ],
+            f"ss -ltn 'sport = :{port}'",
+            f"iptables -I INPUT -p tcp --dport {port} -j ACCEPT",
         ),
     )
 
@@ -93,7 +88,8 @@ def _no_route(obstacle: Obstacle, host: str, port: int) -> _Words:
         'no route leads there, the host is off, or a firewall answers "prohibited".',
         to_copy(
             "Compare, and name an address of node rank 0 in a network of this host:",
-            [f"ip route get {first}", f"ip -br address    # on {host}"],
+            f"ip route get {first}",
+            f"ip -br address    # on {host}",
         ),
     )
 
@@ -107,7 +103,8 @@ def _unresolved(obstacle: Obstacle, host: str, port: int) -> _Words:
         else "neither /etc/hosts nor DNS of this host knows the name.",
         to_copy(
             "Write the address of node rank 0 in place of its name, or add a line to /etc/hosts:",
-            [f"getent hosts {host}", f"--rdzv-endpoint <address of {host}>:{port}"],
+            f"getent hosts {host}",
+            f"--rdzv-endpoint <address of {host}>:{port}",
         ),
     )
 
@@ -119,7 +116,8 @@ def _loopback(obstacle: Obstacle, host: str, port: int) -> _Words:
         f"the /etc/hosts of this host gives {host} a loopback address.",
         to_copy(
             "Correct that line, or write the address in place of the name:",
-            [f"getent hosts {host}", f"--rdzv-endpoint <address of {host}>:{port}"],
+            f"getent hosts {host}",
+            f"--rdzv-endpoint <address of {host}>:{port}",
         ),
     )
 
@@ -130,7 +128,7 @@ def _stranger(obstacle: Obstacle, host: str, port: int) -> _Words:
         "another program has the port, or a proxy between the hosts accepts every connection.",
         to_copy(
             f"Choose another port, or look on {host} who listens:",
-            [f"ss -ltnp 'sport = :{port}'"],
+            f"ss -ltnp 'sport = :{port}'",
         ),
     )
 

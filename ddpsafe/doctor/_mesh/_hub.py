@@ -53,7 +53,7 @@ class Hub:
         self._said: dict[str, Json] = {}
         self._heard: dict[str, dict[int, Json]] = {}
         self._nodes: dict[int, tuple[_lines.Greeting, asyncio.StreamWriter]] = {}
-        self._came: dict[int, str] = {0: own.hostname}
+        self._came = {0}
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -81,11 +81,7 @@ class Hub:
 
     def gone(self) -> Collection[int]:
         """Return the nodes that came and whose connection has ended."""
-        return self._came.keys() - self._nodes.keys() - {0}
-
-    def hostnames(self) -> Mapping[int, str]:
-        """Return the names of those who came, by node rank."""
-        return self._came
+        return self._came - self._nodes.keys() - {0}
 
     def close_roll(self) -> None:
         """Let nobody in from now on."""
@@ -130,7 +126,8 @@ class Hub:
         node = greeting.node_rank
         for sayings in self._heard.values():
             sayings.pop(node, None)  # of a doctor there that was ended and started again
-        self._nodes[node], self._came[node] = (greeting, writer), greeting.hostname
+        self._nodes[node] = (greeting, writer)
+        self._came.add(node)
         try:
             for topic, value in self._said.items():
                 writer.write(_lines.encode({"topic": topic, "value": value}))

@@ -7,8 +7,8 @@ import statistics
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe.doctor import _mesh_codes as _codes
-from ddpsafe.doctor._finding import Finding
-from ddpsafe.doctor._mesh._advice import opening_rules, to_copy
+from ddpsafe.doctor._finding import Finding, to_copy
+from ddpsafe.doctor._mesh._advice import opening_rules
 from ddpsafe.doctor._mesh._case import as_details, is_closed
 from ddpsafe.doctor._mesh._dial import NO_ARP
 from ddpsafe.doctor._mesh._grouping import group_ways
@@ -134,7 +134,7 @@ def _wiring(case: Case, found: Mapping[Way, Dialled]) -> str:
         lines.append(f"ip route get {address}    # on {case.name_of(source)}")
         lines.append(f"ip neigh show {address}    # on {case.name_of(source)}")
     what = "Repair the cable, the switch port, the VLAN or the route, or choose another interface:"
-    return to_copy(what, lines)
+    return to_copy(what, *lines)
 
 
 def _opening(case: Case, group: Group, listeners: list[int]) -> str:
@@ -144,8 +144,8 @@ def _opening(case: Case, group: Group, listeners: list[int]) -> str:
         gates = case.testimonies[listener].gates
         rules = opening_rules(case.nodes[listener], sources, gates)
         lines += [f"{rule}    # on {case.name_of(listener)}" for rule in rules]
-    what = "let the hosts of the job in, as root, and run the doctor again:"
-    return to_copy(what[0].upper() + what[1:], list(dict.fromkeys(lines))[: 3 * _MOST_NAMED])
+    what = "Let the hosts of the job in, as root, and run the doctor again:"
+    return to_copy(what, *(list(dict.fromkeys(lines))[: 3 * _MOST_NAMED]))
 
 
 def _wrong_peer(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
@@ -162,11 +162,13 @@ def _wrong_peer(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Findi
         fix=to_copy(
             "Take the job's ports out of the proxy (Istio: the annotations below on every pod), or "
             "look for a second host with the address:",
-            [
-                f'traffic.sidecar.istio.io/excludeInboundPorts: "{_range(case, listeners)}"',
-                f'traffic.sidecar.istio.io/excludeOutboundPorts: "{_range(case, listeners)}"',
-                *(f"arping -D -c 3 {address}    # on another host" for address in addresses),
-            ][: _MOST_NAMED + 2],
+            *(
+                [
+                    f'traffic.sidecar.istio.io/excludeInboundPorts: "{_range(case, listeners)}"',
+                    f'traffic.sidecar.istio.io/excludeOutboundPorts: "{_range(case, listeners)}"',
+                    *(f"arping -D -c 3 {address}    # on another host" for address in addresses),
+                ][: _MOST_NAMED + 2]
+            ),
         ),
         hosts=case.hostnames(group.nodes),
         details={"shape": group.shape, "directions": as_details(found)},
@@ -198,11 +200,13 @@ def _large_lost(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Findi
         "and the ICMP message that would say so is lost: an MTU hole (jumbo frames, a tunnel, a VPN).",
         fix=to_copy(
             "Make the packets smaller on both ends, or repair the switch or tunnel between:",
-            [
-                f"ip link set dev {case.nodes[node].announced.interface} mtu {smaller}"
-                f"    # on {case.name_of(node)}"
-                for node in involved[: 2 * _MOST_NAMED]
-            ],
+            *(
+                [
+                    f"ip link set dev {case.nodes[node].announced.interface} mtu {smaller}"
+                    f"    # on {case.name_of(node)}"
+                    for node in involved[: 2 * _MOST_NAMED]
+                ]
+            ),
         ),
         hosts=case.hostnames(group.nodes),
         details={"shape": group.shape, "mtu_bytes": smaller, "directions": as_details(found)},

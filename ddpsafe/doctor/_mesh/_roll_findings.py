@@ -6,8 +6,7 @@ import errno
 from typing import TYPE_CHECKING
 
 from ddpsafe.doctor import _mesh_codes as _codes
-from ddpsafe.doctor._finding import Finding
-from ddpsafe.doctor._mesh._advice import to_copy
+from ddpsafe.doctor._finding import Finding, to_copy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -44,11 +43,13 @@ def _missing(case: Case, missing: list[int], waited_s: float) -> Finding:
         "this one: what it prints there says which.",
         fix=to_copy(
             "Start it there and look at what it says:",
-            [
-                f"ddpsafe doctor --nnodes {case.nnodes} --node-rank {node} "
-                f"--rdzv-endpoint {case.host}:{case.port}"
-                for node in missing[:4]
-            ],
+            *(
+                [
+                    f"ddpsafe doctor --nnodes {case.nnodes} --node-rank {node} "
+                    f"--rdzv-endpoint {case.host}:{case.port}"
+                    for node in missing[:4]
+                ]
+            ),
         ),
         hosts=case.hostnames(missing),
         details={"missing_node_ranks": missing, "waited_s": round(waited_s, 1)},
@@ -63,7 +64,7 @@ def _lost(case: Case, node: int) -> Finding:
         cause="the doctor there was ended, or the host went down or off the network.",
         fix=to_copy(
             "Look whether the host lives and what its doctor printed last:",
-            [f"ping -c 3 {case.nodes[node].announced.address}"],
+            f"ping -c 3 {case.nodes[node].announced.address}",
         ),
         hosts=case.hostnames([node]),
         details={"node_rank": node},
@@ -136,7 +137,7 @@ def cannot_serve(exc: OSError, *, port: int, owner: str) -> Finding:
         else "this process may not use the port.",
         fix=to_copy(
             "Choose another port for all nodes, or end what holds it:",
-            [f"ss -ltnp 'sport = :{port}'"],
+            f"ss -ltnp 'sport = :{port}'",
         ),
         details={"port": port, "error": errno.errorcode.get(exc.errno or 0, str(exc))},
     )
