@@ -294,12 +294,24 @@ def save_and_restore_shards(ctx: ddpsafe.RankContext, directory: Path, *, save: 
         if save:
             step()
             checkpointer.save(state, 1)
+            checkpointer.save(state, 1)  # again, and nothing is to be done
             found["asynchronous"] = caught(checkpointer.save, state, 2, asynchronous=True)
         else:
             found["step"] = checkpointer.restore(state)
     step()
     whole = [each.full_tensor().tolist() for each in model.parameters()]  # type: ignore[attr-defined]
     return {**found, "parameters": whole, "epoch": state["epoch"]}
+
+
+def save_large_shards(ctx: ddpsafe.RankContext, directory: Path) -> dict[str, Any]:
+    """Save a sharded model of 4 MB, and meet what it raises."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Linear(1_000, 1_000)
+    fully_shard(model, mesh=init_device_mesh("cpu", (ctx.world_size,)))
+    with Checkpointer(directory) as checkpointer:
+        return caught(checkpointer.save, {"model": model}, 1)
 
 
 def never_get_on(ctx: ddpsafe.RankContext, directory: Path) -> None:

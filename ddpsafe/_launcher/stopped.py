@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._errors import PreemptedError, explain
+from ddpsafe._errors import TRY_AGAIN_EXIT_CODE, PreemptedError, explain
 from ddpsafe._launcher.wording import listed, positions
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def conclude_stop(
         fix = "raise timeouts.stop if saving takes longer; else see where they were."
     else:
         what = f"{ranks} stopped on {request.source()} and returned, {where}."
-        fix = "start the same command again; exit code 75 tells a scheduler to do so."
+        fix = f"start the same command again; exit code {TRY_AGAIN_EXIT_CODE} tells a scheduler to do so."
     details = positions(case.outcomes.values()) if late else []
     logs = case.run_dir if late or keeps_logs else None
     return PreemptedError(

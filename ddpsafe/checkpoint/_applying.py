@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ddpsafe._errors import explain
 from ddpsafe.checkpoint import _sharded
 from ddpsafe.checkpoint._rng import load_rng_state
-from ddpsafe.checkpoint._snapshot import PerRank, is_stateful, state_of
+from ddpsafe.checkpoint._snapshot import SHARDED, PerRank, is_stateful, state_of
 from ddpsafe.checkpoint.errors import CheckpointMismatchError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _restore_one(
     from torch.optim import Optimizer
 
     value, saved = state[name], loaded.replicated[name]
-    if loaded.manifest.names[name] == "sharded":
+    if loaded.manifest.names[name] == SHARDED:
         _, parts = _sharded.split(state_of(value, state, unwrap), name)
         _sharded.read_shards(parts, loaded.folder)
         saved = _sharded.join(saved, name, parts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -22,7 +21,8 @@ from ddpsafe.checkpoint._arguments import (
 from ddpsafe.checkpoint._party import Party, Round, Word
 from ddpsafe.checkpoint._snapshot import Snapshot, check_names, take_snapshot
 from ddpsafe.checkpoint._trees import HostCopies
-from ddpsafe.checkpoint.errors import CheckpointWarning, SaveError
+from ddpsafe.checkpoint._warnings import warn
+from ddpsafe.checkpoint.errors import SaveError
 
 if TYPE_CHECKING:
     import os
@@ -151,7 +151,10 @@ class Checkpointer:
         except Exception as exc:
             current.fail(exc)
             raise
-        current.tell(Word(facts={"step": step, "names": snapshot.names}, data=snapshot.own))
+        current.tell(Word(facts=_saving.facts_of(step, snapshot), data=snapshot.own))
+        if self._is_saved(step):
+            _saving.meet(current, party, step)
+            return
         if snapshot.shards:
             _saving_shards.save_shards(party, self._place, current, snapshot, step)
             self._newest, self._is_ours = step, True
@@ -163,9 +166,6 @@ class Checkpointer:
 
     def _start_writer(self, current: Round, snapshot: Snapshot, step: int) -> _saving.Writer | None:
         if self._place is None:
-            return None
-        if self._is_saved(step):
-            current.announce({"saved": False})
             return None
         return _saving.Writer(self._party, self._place, current, snapshot, step)
 
@@ -277,7 +277,7 @@ class Checkpointer:
             if self._on_failure == "raise":
                 raise
             if self._party.is_main:
-                warnings.warn(f"ddpsafe: {exc}", CheckpointWarning, stacklevel=4)
+                warn(str(exc))
 
     def _require_open(self, *, asynchronous: bool) -> None:
         require_open(closed=self._closed, entered=self._entered, asynchronous=asynchronous)

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import explain
 from ddpsafe.checkpoint import _sharded
-from ddpsafe.checkpoint._snapshot import PerRank, is_stateful, optimizer_facts, state_of
+from ddpsafe.checkpoint._snapshot import (
+    PER_RANK,
+    SHARDED,
+    PerRank,
+    is_stateful,
+    optimizer_facts,
+    state_of,
+)
 from ddpsafe.checkpoint.errors import CheckpointConfigError, CheckpointMismatchError
 
 if TYPE_CHECKING:
@@ -40,8 +47,8 @@ def require_same(
     shards = _sharded.saved_tensors(loaded.folder) if _has_shards(loaded) else {}
     for name, value in state.items():
         kept = loaded.manifest.names.get(name)
-        asked = "per rank" if isinstance(value, PerRank) else "shared"
-        if kept is None or (kept == "per rank") != (asked == "per rank"):
+        asked = PER_RANK if isinstance(value, PerRank) else "shared"
+        if kept is None or (kept == PER_RANK) != (asked == PER_RANK):
             differences[name] = (kept or _ABSENT, asked)
         elif not isinstance(value, PerRank):
             tree = loaded.replicated[name]
@@ -53,7 +60,7 @@ def require_same(
 
 
 def _has_shards(loaded: Loaded) -> bool:
-    return "sharded" in loaded.manifest.names.values()
+    return SHARDED in loaded.manifest.names.values()
 
 
 def _require_writable(state: Mapping[str, Any]) -> None:
@@ -144,7 +151,7 @@ def _list(shapes: list[list[int]]) -> str:
 def _mismatch(loaded: Loaded, differences: Differences) -> CheckpointMismatchError:
     listed = [
         f"{path} is not in the checkpoint"
-        if saved == _ABSENT and now in ("shared", "per rank")
+        if saved == _ABSENT and now in ("shared", PER_RANK)
         else f"{path}: saved {_show(saved)}, now {_show(now)}"
         for path, (saved, now) in list(differences.items())[:_SHOWN]
     ]

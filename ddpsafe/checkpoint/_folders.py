@@ -108,7 +108,8 @@ def sync_directory(path: Path | str) -> None:
 
 
 _IN_THE_WAY: Final = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
-_CANNOT_SYNC: Final = (22, 95)  # EINVAL, EOPNOTSUPP: some network file systems sync entries always
+# Of network file systems that sync entries always.
+_CANNOT_SYNC: Final = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 def prune(directory: Path, keep: int | None) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from datetime import timedelta
@@ -12,13 +13,13 @@ from ddpsafe._clock import Deadline
 from ddpsafe._errors import explain
 from ddpsafe.checkpoint import _folders
 from ddpsafe.checkpoint._lock import DirectoryLock, Owner, read_owner
-from ddpsafe.checkpoint._party import Word, from_wire
+from ddpsafe.checkpoint._party import Word
 from ddpsafe.checkpoint.errors import CheckpointError, DirectoryError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ddpsafe.checkpoint._party import Party, Round
+    from ddpsafe.checkpoint._party import Party
 
 SEE: Final = timedelta(seconds=5)
 """How long a network file system may take to show one host what another has written."""
@@ -36,39 +37,31 @@ def open_directory(party: Party, directory: Path) -> tuple[DirectoryLock | None,
         DirectoryError: It cannot be written to, or is not the same for all ranks.
         DirectoryLockedError: Another job has it.
     """
+    absent = functools.partial(_not_come, party, directory)
     opening, seeing = party.begin(), party.begin()
-    opening.tell(Word(facts={}))
-    if party.is_main:
-        return _lead(party, opening, seeing, directory)
-    facts = _learn(party, opening, directory)
-    sees = _sees(directory, facts["id"])
-    seeing.tell(Word(facts={"sees": sees, "host": party.host, "directory": str(directory)}))
-    _learn(party, seeing, directory)
-    newest: int | None = facts["newest"]
-    return None, newest
+    locks: list[DirectoryLock] = []
 
-
-def _lead(
-    party: Party, opening: Round, seeing: Round, directory: Path
-) -> tuple[DirectoryLock, int | None]:
-    try:
-        _hear(party, opening, directory)
-        lock = _lock(directory)
-    except BaseException as exc:
-        opening.announce(error=exc)
-        raise
-    try:
+    def lead(_: dict[int, Word]) -> dict[str, Any]:
+        locks.append(_lock(directory))
         _folders.sweep(directory)
         newest = next(iter(_folders.complete_steps(directory)), None)
-        opening.announce({"id": lock.owner.id, "newest": newest})
-        seeing.tell(Word(facts={"sees": True}))
-        _require_seen(_hear(party, seeing, directory), directory)
-    except BaseException as exc:
-        lock.release()
-        seeing.announce(error=exc)
+        return {"id": locks[0].owner.id, "newest": newest}
+
+    def require_seen(words: dict[int, Word]) -> dict[str, Any]:
+        _require_seen(words, directory)
+        return {}
+
+    try:
+        opening.tell(Word(facts={}))
+        facts = opening.settle(lead, absent)
+        sees = party.is_main or _sees(directory, facts["id"])
+        seeing.tell(Word(facts={"sees": sees, "host": party.host, "directory": str(directory)}))
+        seeing.settle(require_seen, absent)
+    except BaseException:
+        for lock in locks:
+            lock.release()
         raise
-    seeing.announce({})
-    return lock, newest
+    return next(iter(locks), None), facts["newest"]
 
 
 def _lock(directory: Path) -> DirectoryLock:
@@ -153,27 +146,8 @@ def _require_seen(words: dict[int, Word], directory: Path) -> None:
     )
 
 
-def _hear(party: Party, current: Round, directory: Path) -> dict[int, Word]:
-    deadline = party.deadline()
-    words, missing = current.hear(deadline)
-    if missing:
-        raise _not_come(party, missing, deadline, directory)
-    for word in words.values():
-        if word.failure is not None:
-            raise from_wire(word.failure, str(party))
-    return words
-
-
-def _learn(party: Party, current: Round, directory: Path) -> dict[str, Any]:
-    deadline = party.deadline()
-    answer = current.learn(deadline)
-    if answer is None:
-        raise _not_come(party, current.find_missing(), deadline, directory)
-    return answer
-
-
 def _not_come(
-    party: Party, missing: list[int], deadline: Deadline, directory: Path
+    party: Party, directory: Path, missing: list[int], deadline: Deadline
 ) -> CheckpointError:
     names = ", ".join(map(str, missing))
     return DirectoryError(

@@ -17,10 +17,15 @@ from ddpsafe._clock import Deadline
 from ddpsafe.checkpoint import errors
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
 
     from ddpsafe._worker.context import RankContext
     from ddpsafe._worker.control import Control
+
+    Judge = Callable[[dict[int, "Word"]], dict[str, Any]]
+    Absent = Callable[[list[int], Deadline], errors.CheckpointError]
 
 _MAX_TEXT: Final = 4_000
 _number_of_party = itertools.count()
@@ -127,11 +132,38 @@ class Round:
     def _key(self, rank: int) -> str:
         return f"{self._name}/{rank}"
 
-    def hear(self, deadline: Deadline) -> tuple[dict[int, Word], list[int]]:
+    def settle(self, judge: Judge, absent: Absent) -> dict[str, Any]:
+        """Let rank 0 judge what all ranks told, and give every rank its answer.
+
+        Args:
+            judge: Makes the answer of the ranks' words, on rank 0; what it raises, all raise.
+            absent: Words the error of ranks that do not come.
+
+        Returns:
+            The answer.
+
+        Raises:
+            CheckpointError: A rank failed, did not come, or rank 0 did not accept its word.
+        """
+        deadline = self._party.deadline()
+        if not self._party.is_main:
+            return self.learn(deadline, absent)
+        try:
+            answer = judge(self.hear(deadline, absent))
+        except BaseException as exc:
+            self.announce(error=exc)
+            raise
+        self.announce(answer)
+        return answer
+
+    def hear(self, deadline: Deadline, absent: Absent) -> dict[int, Word]:
         """Collect, on rank 0, what the ranks told.
 
         Returns:
-            Their words by rank, its own included, and the ranks that did not tell in time.
+            Their words by rank, its own included.
+
+        Raises:
+            CheckpointError: A rank failed, or did not tell in time.
         """
         words = {} if self._mine is None else {0: self._mine}
         missing: list[int] = []
@@ -146,17 +178,12 @@ class Round:
         if not missing:  # whoever is in this round has done with those before it
             self._party.forget(self._control)
         self._party.read_keys += [self._key(rank) for rank in words]
-        return words, missing
-
-    def find_missing(self) -> list[int]:
-        """Return the ranks that have not told; rank 0 alone where all have and it does not answer."""
-        assert self._control is not None  # noqa: S101 - a rank that waits has peers
-        ranks = range(self._party.world_size)
-        now = Deadline.after(timedelta(0))
-        silent = [
-            rank for rank in ranks if self._control.take(self._key(rank), deadline=now) is None
-        ]
-        return silent or [0]
+        if missing:
+            raise absent(missing, deadline)
+        for word in words.values():
+            if word.failure is not None:
+                raise from_wire(word.failure, str(self._party))
+        return words
 
     def announce(
         self, answer: dict[str, Any] | None = None, *, error: BaseException | None = None
@@ -180,14 +207,12 @@ class Round:
         else:
             self.tell(Word(facts={}, failure=to_wire(error, rank=self._party.rank)))
 
-    def learn(self, deadline: Deadline) -> dict[str, Any] | None:
+    def learn(self, deadline: Deadline, absent: Absent) -> dict[str, Any]:
         """Wait, on another rank, for the answer of rank 0.
 
-        Returns:
-            The answer; ``None`` when it did not come in time.
-
         Raises:
-            CheckpointError: Rank 0 announced that it, or another rank, failed.
+            CheckpointError: Rank 0 announced that it, or another rank, failed; or it did not
+                answer in time.
         """
         from ddpsafe._worker import in_flight
 
@@ -195,12 +220,22 @@ class Round:
         with in_flight.waiting():
             raw = self._control.take(f"{self._name}/answer", deadline=deadline)
         if raw is None:
-            return None
+            raise absent(self._find_missing(), deadline)
         word = Word.loads(raw)
         if word.failure is not None:
             self._control.acknowledge(self._name)
             raise from_wire(word.failure, str(self._party)) from None
         return word.facts
+
+    def _find_missing(self) -> list[int]:
+        """Return the ranks that have not told; rank 0 alone where all have and it does not answer."""
+        assert self._control is not None  # noqa: S101 - a rank that waits has peers
+        ranks = range(self._party.world_size)
+        now = Deadline.after(timedelta(0))
+        silent = [
+            rank for rank in ranks if self._control.take(self._key(rank), deadline=now) is None
+        ]
+        return silent or [0]
 
 
 def to_wire(error: BaseException, *, rank: int) -> dict[str, Any]:

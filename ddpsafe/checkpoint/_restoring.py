@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +11,10 @@ from ddpsafe._errors import explain
 from ddpsafe.checkpoint import _applying, _comparing, _folders
 from ddpsafe.checkpoint._blocks import DamagedFileError
 from ddpsafe.checkpoint._opening import list_steps
-from ddpsafe.checkpoint._party import Word, from_wire, to_wire
+from ddpsafe.checkpoint._party import Word, to_wire
 from ddpsafe.checkpoint._reading import Loaded, load_checkpoint
+from ddpsafe.checkpoint._warnings import warn
 from ddpsafe.checkpoint.errors import (
-    CheckpointWarning,
     CorruptCheckpointError,
     DirectoryError,
     MissingCheckpointError,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ddpsafe._clock import Deadline
-    from ddpsafe.checkpoint._party import Party, Round
+    from ddpsafe.checkpoint._party import Party
 
 logger = logging.getLogger(__name__)
 
@@ -92,25 +92,18 @@ def _agree_on_steps(request: Request) -> tuple[list[int], list[int]]:
         current.fail(exc)
         raise
     current.tell(Word(facts={"steps": own, "host": party.host}))
-    if not party.is_main:
-        answer = _learn(party, current)
-        return answer["steps"], answer["seen"]
-    try:
-        words = _hear(party, current)
-        steps, seen = _common(words, request.directory)
-    except BaseException as exc:
-        current.announce(error=exc)
-        raise
-    current.announce({"steps": steps, "seen": seen})
-    return steps, seen
+    answer = current.settle(
+        functools.partial(_common, request.directory), functools.partial(_not_come, party)
+    )
+    return answer["steps"], answer["seen"]
 
 
-def _common(words: dict[int, Word], directory: Path) -> tuple[list[int], list[int]]:
+def _common(directory: Path, words: dict[int, Word]) -> dict[str, Any]:
     views = [set(word.facts["steps"]) for word in words.values()]
     common = sorted(set.intersection(*views), reverse=True)
     seen = sorted(set.union(*views), reverse=True)
     if seen == common:
-        return common, seen
+        return {"steps": common, "seen": seen}
     by_host = {word.facts["host"]: word.facts["steps"] for word in words.values()}
     lacking = [
         f"rank {rank} on {word.facts['host']} sees {_list(word.facts['steps'])}"
@@ -128,11 +121,11 @@ def _common(words: dict[int, Word], directory: Path) -> tuple[list[int], list[in
             ),
             steps=by_host,
         )
-    _warn(
+    warn(
         f"not every rank sees step {seen[0]} in {directory}; step {common[0]} is the newest that "
         f"all see, and is used ({'; '.join(lacking[:8])})."
     )
-    return common, seen
+    return {"steps": common, "seen": seen}
 
 
 def _list(steps: list[int]) -> str:
@@ -145,25 +138,23 @@ def _try_step(request: Request, step: int) -> tuple[Loaded | None, list[str]]:
     current = party.begin()
     loaded, word = _load(request, step)
     current.tell(word)
-    if not party.is_main:
-        answer = _learn(party, current)
-        return (loaded if answer["use"] else None), answer["problems"]
-    try:
-        words = _hear(party, current)
-    except BaseException as exc:
-        current.announce(error=exc)
-        raise
+    answer = current.settle(
+        functools.partial(_judge, request.directory, step), functools.partial(_not_come, party)
+    )
+    return (loaded if answer["use"] else None), answer["problems"]
+
+
+def _judge(directory: Path, step: int, words: dict[int, Word]) -> dict[str, Any]:
     problems = [
         f"step {step}: {text} (found by rank {rank} on {words[rank].facts['host']})"
         for rank, text in _once(words).items()
     ]
-    current.announce({"use": not problems, "problems": problems})
     if problems:
-        _warn(
-            f"the checkpoint of step {step} in {request.directory} is damaged and is not used: "
+        warn(
+            f"the checkpoint of step {step} in {directory} is damaged and is not used: "
             + "; ".join(problems[:4])
         )
-    return (None if problems else loaded), problems
+    return {"use": not problems, "problems": problems}
 
 
 def _once(words: dict[int, Word]) -> dict[int, str]:
@@ -204,15 +195,7 @@ def _apply(request: Request, loaded: Loaded) -> None:
         current.fail(exc)
         raise
     current.tell(Word(facts={}))
-    if not party.is_main:
-        _learn(party, current)
-        return
-    try:
-        _hear(party, current)
-    except BaseException as exc:
-        current.announce(error=exc)
-        raise
-    current.announce({})
+    current.settle(lambda _: {}, functools.partial(_not_come, party))
 
 
 def _tidy(request: Request, newer: list[int], problems: list[str]) -> None:
@@ -230,25 +213,6 @@ def _tidy(request: Request, newer: list[int], problems: list[str]) -> None:
         logger.warning("of %s not all could be set aside: %s", newer, exc)
 
 
-def _hear(party: Party, current: Round) -> dict[int, Word]:
-    deadline = party.deadline()
-    words, missing = current.hear(deadline)
-    if missing:
-        raise _not_come(party, missing, deadline)
-    for word in words.values():
-        if word.failure is not None:
-            raise from_wire(word.failure, str(party))
-    return words
-
-
-def _learn(party: Party, current: Round) -> dict[str, Any]:
-    deadline = party.deadline()
-    answer = current.learn(deadline)
-    if answer is None:
-        raise _not_come(party, current.find_missing(), deadline)
-    return answer
-
-
 def _not_come(party: Party, missing: list[int], deadline: Deadline) -> RestoreError:
     names = ", ".join(map(str, missing))
     return RestoreError(
@@ -259,7 +223,3 @@ def _not_come(party: Party, missing: list[int], deadline: Deadline) -> RestoreEr
         ),
         rank=missing[0],
     )
-
-
-def _warn(text: str) -> None:
-    warnings.warn(f"ddpsafe: {text}", CheckpointWarning, stacklevel=6)

@@ -7,13 +7,12 @@ import pickle
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import explain
-from ddpsafe.checkpoint._trees import leaves
+from ddpsafe.checkpoint._trees import PLAIN, leaves
 from ddpsafe.checkpoint.errors import UnsafeStateError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS: Final = (dict, list, tuple)
 _SHOWN: Final = 5
 
@@ -72,7 +71,7 @@ def _refused(state: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if isinstance(leaf, torch.Tensor) and leaf.is_meta:
             yield path, "a tensor on the meta device, which has no values"
             continue
-        if type(leaf) in _PLAIN or type(leaf) in tensors:
+        if type(leaf) in PLAIN or type(leaf) in tensors:
             continue
         why = _try(leaf)
         if why is not None:

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._bounded import BoundedCall
 from ddpsafe._errors import explain
-from ddpsafe.checkpoint import _folders
-from ddpsafe.checkpoint._party import Word, from_wire
+from ddpsafe.checkpoint import _folders, _sharded
 from ddpsafe.checkpoint._trees import size_bytes
+from ddpsafe.checkpoint._warnings import warn
 from ddpsafe.checkpoint._writing import Content, require_space, save_error, write_files
 from ddpsafe.checkpoint.errors import (
     CheckpointConfigError,
-    CheckpointWarning,
     SaveError,
     SaveTimeoutError,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
 
     from ddpsafe._clock import Deadline
     from ddpsafe.checkpoint._lock import DirectoryLock
-    from ddpsafe.checkpoint._party import Party, Round
+    from ddpsafe.checkpoint._party import Party, Round, Word
     from ddpsafe.checkpoint._snapshot import Snapshot
 
 # A writer that is past its deadline may still be at its last step.
@@ -165,11 +163,20 @@ def warn_of_leftovers(place: Place, problems: list[str]) -> None:
     """Say that a disk will fill up: `_folders.prune` could not remove all that it should."""
     if problems:
         text = (
-            f"ddpsafe: {len(problems)} checkpoints more than keep={place.keep} stay in "
+            f"{len(problems)} checkpoints more than keep={place.keep} stay in "
             f"{place.directory}, as they could not be removed; remove them by hand: "
             + "; ".join(problems[:4])
         )
-        warnings.warn(text, CheckpointWarning, stacklevel=6)
+        warn(text)
+
+
+def facts_of(step: int, snapshot: Snapshot) -> dict[str, Any]:
+    """Return what a rank tells of its part of a save."""
+    return {
+        "step": step,
+        "names": snapshot.names,
+        "shard_bytes": _sharded.own_bytes(snapshot.shards),
+    }
 
 
 def heard(current: Round, party: Party, deadline: Deadline, step: int) -> dict[int, Word]:
@@ -179,15 +186,24 @@ def heard(current: Round, party: Party, deadline: Deadline, step: int) -> dict[i
         SaveTimeoutError: Some did not come.
         CheckpointError: One of them failed, or means another step or other names.
     """
-    words, missing = current.hear(deadline)
-    if missing:
-        raise not_come(party, missing, deadline, step)
-    for rank in sorted(words):
-        failure = words[rank].failure
-        if failure is not None:
-            raise from_wire(failure, str(party))
+    words = current.hear(deadline, functools.partial(_not_come, party, step))
     _require_agreement(words)
     return words
+
+
+def meet(current: Round, party: Party, step: int) -> None:
+    """Meet for a step that is saved already: nothing is written, and all must mean the same.
+
+    Raises:
+        SaveTimeoutError: Some did not come.
+        CheckpointError: One of them failed, or means another step or other names.
+    """
+
+    def judge(words: dict[int, Word]) -> dict[str, Any]:
+        _require_agreement(words)
+        return {"saved": False}
+
+    current.settle(judge, functools.partial(_not_come, party, step))
 
 
 def _require_agreement(words: dict[int, Word]) -> None:
@@ -206,14 +222,10 @@ def _require_agreement(words: dict[int, Word]) -> None:
                 )
 
 
-def not_come(
-    party: Party, missing: Iterable[int], deadline: Deadline, step: int
-) -> SaveTimeoutError:
-    """Word the error of a save that ranks did not come to."""
-    ranks = sorted(missing)
-    names = ", ".join(map(str, ranks))
+def _not_come(party: Party, step: int, missing: list[int], deadline: Deadline) -> SaveTimeoutError:
+    names = ", ".join(map(str, missing))
     waited_s = deadline.waited_s()
-    slow = ranks == [0] and not party.is_main
+    slow = missing == [0] and not party.is_main
     cause = (
         "its storage is slow or does not answer, or it is stopped or hangs."
         if slow
@@ -227,7 +239,7 @@ def not_come(
             "if the storage is only slow.",
         ),
         step=step,
-        missing_ranks=ranks,
+        missing_ranks=missing,
         waited_s=waited_s,
     )
 
@@ -239,7 +251,4 @@ def follow(current: Round, party: Party, deadline: Deadline, step: int) -> dict[
         SaveTimeoutError: It did not in time.
         CheckpointError: It failed.
     """
-    answer = current.learn(deadline)
-    if answer is None:
-        raise not_come(party, current.find_missing(), deadline, step)
-    return answer
+    return current.learn(deadline, functools.partial(_not_come, party, step))

@@ -63,6 +63,9 @@ def _lead_shards(party: Party, place: Place, begin: Round, snapshot: Snapshot, s
     try:
         words = heard(begin, party, deadline, step)
         place.require_lock(step)
+        needed = size_bytes(snapshot.replicated) + sum(len(word.data) for word in words.values())
+        needed += sum(word.facts["shard_bytes"] for word in words.values())
+        require_space(place.directory, needed, step)
         with _folders.unfinished(place.directory, step) as folder:
             begin.announce({"folder": str(folder)})
             current = party.begin()
@@ -78,7 +81,6 @@ def _lead_shards(party: Party, place: Place, begin: Round, snapshot: Snapshot, s
                 optimizers=snapshot.optimizers,
                 shards={**own, **_files_of(told)},
             )
-            require_space(place.directory, size_bytes(content.replicated), step)
             write_files(folder, content)
             place.require_lock(step)
             _folders.publish(folder, step)

@@ -101,6 +101,11 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str
     set_optimizer_state_dict(model, optimizer, state)
 
 
+def own_bytes(shards: Mapping[str, torch.Tensor]) -> int:
+    """Return how many bytes this rank's parts take."""
+    return sum(part.to_local().nbytes for part in shards.values())  # type: ignore[attr-defined]  # DTensor
+
+
 def write_shards(shards: dict[str, torch.Tensor], folder: Path) -> None:
     """Write this rank's parts, all ranks together."""
     import torch.distributed.checkpoint as dcp

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     import torch
 
 
-_IMMUTABLE: Final = (bool, int, float, complex, str, bytes, type(None))
+PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
+"""Types of values that are what they are: copied by nobody, loaded by everybody."""
 
 
 def leaves(tree: object, path: str) -> Iterator[tuple[str, Any]]:
@@ -70,7 +71,7 @@ class HostCopies:
 
         def change(path: str, leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
-                return leaf if type(leaf) in _IMMUTABLE else copy.deepcopy(leaf)
+                return leaf if type(leaf) in PLAIN else copy.deepcopy(leaf)
             key = _identity(leaf)
             if key not in done:
                 done[key] = buffers[path] = self._copy_tensor(path, leaf)

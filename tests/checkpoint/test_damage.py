@@ -95,8 +95,9 @@ def test_damaged_one_is_set_aside_and_its_step_saved_anew(
     file = directory / "step-000000000002" / "state.pt"
     file.write_bytes(file.read_bytes()[:-1])
     with Checkpointer(directory) as checkpointer:
-        with pytest.warns(errors.CheckpointWarning, match="truncated"):
+        with pytest.warns(errors.CheckpointWarning, match="truncated") as warned:
             assert checkpointer.restore(state) == 1
+        assert [each.filename for each in warned] == [__file__]
         assert checkpointer.latest() == 1
         assert (directory / "latest").resolve() == checkpointer.path(1)
         checkpointer.save({**state, "epoch": 2}, 2)

@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import checkpoint_programs as programs
 import psutil
 import pytest
 import torch
@@ -38,6 +39,17 @@ def test_save_that_cannot_fit_is_refused_before_a_byte_is_written(mount: Mount) 
         assert [path.name for path in directory.glob(".saving*")] == []
         checkpointer.save(small, 3)
         assert checkpointer.restore(small) == 3
+
+
+@pytest.mark.root
+def test_shards_that_cannot_fit_are_refused_on_every_rank(mount: Mount) -> None:
+    """What all ranks would write counts, before any of them begins."""
+    directory = mount("tmpfs", "size=3m")
+    found = programs.run_ranks(programs.save_large_shards, directory)
+    for rank in range(2):
+        assert found[rank]["class"] == "NoSpaceError", found
+        assert found[rank]["needed_bytes"] > 4_000_000 > found[rank]["free_bytes"]
+    assert list(directory.glob("*saving*")) == []
 
 
 @pytest.mark.root
@@ -71,8 +83,9 @@ def test_training_may_go_on_over_a_full_disk(mount: Mount) -> None:
     with Checkpointer(directory, keep=1, on_failure="warn") as checkpointer:
         checkpointer.save(state, 1)
         filler.write_bytes(bytes(3 * 2**20))
-        with pytest.warns(errors.CheckpointWarning, match="step 2 does not fit"):
+        with pytest.warns(errors.CheckpointWarning, match="step 2 does not fit") as warned:
             checkpointer.save(state, 2)
+        assert [each.filename for each in warned] == [__file__]
         filler.unlink()
         checkpointer.save(state, 3)
         assert checkpointer.latest() == 3
@@ -208,8 +221,9 @@ def test_old_checkpoint_that_cannot_be_removed_does_not_fail_the_save(mount: Mou
     with Checkpointer(directory, keep=1) as checkpointer:
         checkpointer.save({"x": 1}, 1)
         subprocess.run(["chattr", "+i", str(checkpointer.path(1))], check=True)
-        with pytest.warns(errors.CheckpointWarning, match="step 1: .*not permitted"):
+        with pytest.warns(errors.CheckpointWarning, match="step 1: .*not permitted") as warned:
             checkpointer.save({"x": 2}, 2)
+        assert [each.filename for each in warned] == [__file__]
         subprocess.run(["chattr", "-i", str(checkpointer.path(1))], check=True)
         assert checkpointer.latest() == 2
         checkpointer.save({"x": 2}, 2)
