@@ -98,8 +98,9 @@ class RetryPolicy(BaseModel):
         "The default ones happen before your function runs.",
         examples=['{"startup-network", "port", "mount", "peer-lost", ConnectionError}'],
     )
+    # Everything of the attempt before is gone by then, so that the first pause may be short.
     backoff_initial: Wait = Field(
-        default=timedelta(seconds=1),
+        default=timedelta(milliseconds=250),
         description="Wait before the second attempt; doubles from one attempt to the next.",
         examples=["1"],
     )
@@ -109,7 +110,7 @@ class RetryPolicy(BaseModel):
         examples=["30"],
     )
     jitter: Wait = Field(
-        default=timedelta(seconds=1),
+        default=timedelta(milliseconds=250),
         description="Up to this much is added to each wait at random, so that jobs which failed "
         "together do not come back together.",
         examples=["1"],
