@@ -12,7 +12,7 @@ from ddpsafe._config.interfaces import (
     check_interfaces,
 )
 from ddpsafe._config.problems import find_near
-from ddpsafe._interfaces import expand_nccl, list_interfaces
+from ddpsafe._interfaces import expand_nccl, interface_variables, list_interfaces
 from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
 
 if TYPE_CHECKING:
@@ -98,7 +98,8 @@ def _exports(subject: Subject, variable: str) -> list[str]:
         return [f"unset {setting}"]
     wrong = subject.env.get(variable) or subject.config.rendezvous.interface or ""
     near = find_near(wrong.lstrip("^=").partition(",")[0], usable)
-    return [f"export {setting}={near or usable[0]}"]
+    name = near or usable[0]
+    return [f"export {setting}={interface_variables(name).get(setting, name)}"]
 
 
 def check_state(subject: Subject) -> Iterator[Finding]:

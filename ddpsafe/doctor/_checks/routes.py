@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from ddpsafe._config.interfaces import GLOO, NCCL
 from ddpsafe._interfaces import (
     find_interface_of,
+    interface_variables,
     list_interfaces,
     list_names,
     source_address,
@@ -62,13 +63,14 @@ def _compare(subject: Subject, target: str, way: Interface | None) -> Finding:
     if not asked or way.name in asked:
         return ok("DS-NET-003", f"{way.name} leads to the meeting point {target}.")
     name, by = next(iter(others.items()))
+    settings = interface_variables(way.name)
     return warning(
         "DS-NET-003",
         f"{way.name} leads to the meeting point {target}, but {' and '.join(by)} asks for {name}.",
         cause="a second network, which all hosts need to share, or a name copied from another host.",
         fix=to_copy(
             f"Unless every host has {name} in one network:",
-            *(f"export {variable}={way.name}" for variable in by if variable in {GLOO, NCCL}),
+            *(f"export {name}={value}" for name, value in settings.items() if name in by),
             *([f"--interface {way.name}"] if "rendezvous.interface" in by else []),
         ),
         route_interface=way.name,
@@ -110,7 +112,7 @@ def check_choice(subject: Subject) -> Iterator[Finding]:
     if len(candidates) == 1 or subject.nnodes == 1 or asked or found_out:
         yield ok("DS-NET-005", "There is one interface, or a choice has been made.")
         return
-    best = _towards(subject) or candidates[0].name
+    settings = interface_variables(_towards(subject) or candidates[0].name)
     yield warning(
         "DS-NET-005",
         f"This host has several networks ({shown}), and nothing says which one the ranks use; "
@@ -118,7 +120,7 @@ def check_choice(subject: Subject) -> Iterator[Finding]:
         cause="neither GLOO_SOCKET_IFNAME nor NCCL_SOCKET_IFNAME is set.",
         fix=to_copy(
             "Say so on every host, by its own name for the network:",
-            f"export GLOO_SOCKET_IFNAME={best} NCCL_SOCKET_IFNAME={best}",
+            " ".join(["export", *(f"{name}={settings[name]}" for name in (GLOO, NCCL))]),
         ),
         interfaces=[each.name for each in candidates],
     )
