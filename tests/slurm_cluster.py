@@ -17,8 +17,8 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import pytest
 import scripts
+from hosts import require
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -66,12 +66,7 @@ _CONFIG: Final = """
 
 def require_slurm() -> None:
     """Skip the test with the reason where Slurm cannot run; fail where it has to."""
-    reason = _why_not()
-    if reason is None:
-        return
-    if os.environ.get("DDPSAFE_REQUIRE_HOSTS") == "1":
-        pytest.fail(f"Slurm has to run here: {reason}", pytrace=False)
-    pytest.skip(reason)
+    require(_why_not())
 
 
 def _why_not() -> str | None:

@@ -487,7 +487,9 @@ def run_two_jobs(style: str, *, rounds: int, folder: Path) -> list[dict[int, lis
         scripts.Script([str(script), *names, style, str(rounds), str(port)], folder=folder)
         for names in (("1", "100"), ("100", "1"))
     ]
-    assert [(run.code, run.err) for run in [job.end() for job in running]] == [(0, ""), (0, "")]
+    for ended in [job.end() for job in running]:
+        said = [line for line in ended.err.splitlines() if not line.startswith("[W")]
+        assert (ended.code, said) == (0, [])  # torch's store warns of connections that were slow
     return [
         {
             value: [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Final
 
 import psutil
 import pytest
-from hosts import find_obstacle
+from hosts import find_obstacle, require
 from scripts import wait_until
 
 pytestmark = pytest.mark.root
@@ -29,11 +28,7 @@ with Network(2) as network:
 
 def test_hosts_end_with_the_process_that_made_them() -> None:
     """SIGKILL of the tests ends every process of every host; no namespace or cable stays."""
-    obstacle = find_obstacle()
-    if obstacle and os.environ.get("DDPSAFE_REQUIRE_HOSTS") == "1":
-        pytest.fail(obstacle, pytrace=False)
-    if obstacle:
-        pytest.skip(obstacle)
+    require(find_obstacle())
     maker = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, TESTS],
         stdin=subprocess.PIPE,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import TYPE_CHECKING
 
 import doctor_kit
 import pytest
-from hosts import Network, find_obstacle
+from hosts import Network, find_obstacle, require
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,10 +24,6 @@ def _server(_own_temporary_directory: None) -> Iterator[None]:
 @pytest.fixture
 def make_hosts() -> Iterator[MakeHosts]:
     """Make hosts out of namespaces, or skip; where CI requires them, fail instead."""
-    obstacle = find_obstacle()
-    if obstacle and os.environ.get("DDPSAFE_REQUIRE_HOSTS") == "1":
-        pytest.fail(obstacle, pytrace=False)
-    if obstacle:
-        pytest.skip(obstacle)
+    require(find_obstacle())
     with contextlib.ExitStack() as stack:
         yield lambda size, **kinds: stack.enter_context(Network(size, **kinds))  # type: ignore[arg-type]
