@@ -19,7 +19,7 @@ from ddpsafe._launcher.presentation import presentable
 from ddpsafe._launcher.retry import run_attempts
 from ddpsafe._launcher.run_directory import open_run_directory
 from ddpsafe._launcher.signals import Interrupted, interrupts_kept, pass_on
-from ddpsafe._preflight import require_ready_host, require_ready_nodes
+from ddpsafe._preflight import require_ready_host, require_ready_node
 from ddpsafe._worker import attached
 from ddpsafe._worker.entrypoint import run_rank
 
@@ -199,9 +199,9 @@ def _run_here(
     fn: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any], config: LaunchConfig
 ) -> LaunchResult[R]:
     require_data_paths(config.data_paths)
-    place = attached.find_place(os.environ)
-    if place is not None:
-        require_ready_nodes(config, *place)
+    world = attached.find_place(os.environ)
+    if world is not None:
+        require_ready_node(config, world)
     with attached.process_group(config=config) as context:
         value = fn(context, *args, **kwargs)
     if attached.has_stopped():

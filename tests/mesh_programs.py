@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ddpsafe import RankContext
     from ddpsafe.doctor._finding import Finding
     from ddpsafe.doctor._matrix import Matrix
 
@@ -73,6 +74,24 @@ def join_and_reduce() -> None:
         value = torch.tensor([ctx.rank + 1.0])
         dist.all_reduce(value)
         print(json.dumps([value.item(), os.environ["GLOO_SOCKET_IFNAME"]]), flush=True)
+
+
+def launch_fully_examined() -> None:
+    """Be a rank of another launcher that asks for the full preflight."""
+    import ddpsafe
+
+    timeouts = {"rendezvous": 30}
+    done = ddpsafe.launch(_add_up, preflight="full", backend="gloo", timeouts=timeouts)
+    print(json.dumps(done.values), flush=True)
+
+
+def _add_up(ctx: RankContext) -> float:
+    import torch
+    import torch.distributed as dist
+
+    value = torch.tensor([ctx.rank + 1.0])
+    dist.all_reduce(value)
+    return value.item()
 
 
 def examine_at_store() -> None:

@@ -40,6 +40,11 @@ UPWARD_FOR_TYPES: Final = {
 
 BETWEEN_SIBLINGS: Final = {
     ("ddpsafe._worker.context", "ddpsafe.data"): "ctx.loader makes the rank's loader; late",
+    (
+        "ddpsafe._worker.readiness",
+        "ddpsafe.doctor._runner",
+    ): "nodes are examined over a store; late",
+    ("ddpsafe._worker.readiness", "ddpsafe.doctor._verdict"): "as above",
     ("ddpsafe.checkpoint._party", "ddpsafe._worker.attached"): "who and where the ranks are; late",
     ("ddpsafe.checkpoint._party", "ddpsafe._worker.in_flight"): "announces a wait; late",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from pydantic_core import PydanticCustomError
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from ddpsafe._world import World
     from ddpsafe.doctor import Report
+
+_LAST_PORT: Final = 65535
 
 
 def examine(options: Namespace) -> int:
@@ -105,11 +107,23 @@ def _of_options(options: Namespace) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
+def next_port(endpoint: str) -> str:
+    """Return an endpoint one port above.
+
+    Raises:
+        ConfigError: There is no port above.
+    """
+    host, _, port = endpoint.rpartition(":")
+    if int(port) >= _LAST_PORT:
+        message = f"The nodes meet one port above {endpoint} to examine each other; there is none."
+        raise ConfigError(message)
+    return f"{host}:{int(port) + 1}"
+
+
 def _of_launcher(world: World | None) -> dict[str, Any]:
     """Return what srun or torchrun knows of the nodes; nothing on a single one."""
     if world is None or world.nnodes == 1:
         return {}
-    from ddpsafe._preflight import next_port
     from ddpsafe._worker.endpoint import find_endpoint
 
     endpoint = find_endpoint(world, os.environ)

@@ -16,7 +16,6 @@ from ddpsafe._wire.outcome import clip, text_of
 from ddpsafe._worker import environment, session, stopping
 from ddpsafe._worker import process_group as groups
 from ddpsafe._worker.current import enter, find_current
-from ddpsafe._worker.endpoint import find_endpoint
 from ddpsafe._worker.joining import (
     adopt_group,
     describe,
@@ -49,17 +48,13 @@ def is_rank(env: Mapping[str, str]) -> bool:
     return world is not None and (world.started_by, world.world_size) != ("slurm", 1)
 
 
-def find_place(env: Mapping[str, str]) -> tuple[World, str | None] | None:
-    """Return the place that an outer launcher gave this rank, and where its ranks meet.
+def find_place(env: Mapping[str, str]) -> World | None:
+    """Return the place that an outer launcher gave this rank.
 
     Returns:
         ``None`` in a rank of `launch` or `spawn`, whose launcher has looked already, and alone.
-        The second is ``None`` where all ranks are on this host.
     """
-    world = None if session.find_spec() is not None else find_world(env)
-    if world is None:
-        return None
-    return world, str(find_endpoint(world, env)) if world.nnodes > 1 else None
+    return None if session.find_spec() is not None else find_world(env)
 
 
 @contextlib.contextmanager

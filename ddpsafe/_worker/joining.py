@@ -15,6 +15,7 @@ from ddpsafe._worker import (
     interfaces,
     meeting,
     process_group,
+    readiness,
     session,
     stopping,
     torch_hooks,
@@ -115,6 +116,11 @@ def join_job(world: World, config: LaunchConfig) -> RankContext:
     store: Store = HashStore()
     if endpoint is not None:
         store, control = meeting.open_stores(endpoint, world, os.environ, deadline=deadline)
+        if world.nnodes > 1 and config.preflight == "full":
+            readiness.require_connected_nodes(
+                config, world, endpoint, store, control, backend=backend, deadline=deadline
+            )
+            deadline = Deadline.after(config.timeouts.rendezvous)  # all have come by now
         if not endpoint.is_on_this_host:
             interfaces.choose(config.rendezvous.interface, endpoint, deadline=deadline)
     process_group.open_group(

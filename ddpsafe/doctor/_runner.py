@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ddpsafe._config import LaunchFields
     from ddpsafe.doctor._finding import Finding
     from ddpsafe.doctor._matrix import Matrix
+    from ddpsafe.doctor._mesh._store_board import Store
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +78,57 @@ def run(
     findings += examine_host(subject, checks, on_progress=say)
     matrix = None
     if meets:
-        between, matrix = _examine_mesh(resolved, timeout, say)
+        between, matrix = _examine_mesh(resolved, subject.backend, timeout, say)
         findings += between
     mask = Mask.of(subject.env)
+    return Report(
+        findings=worst_first([masked(finding, mask) for finding in findings]),
+        hostname=socket.gethostname(),
+        matrix=matrix,
+        took_s=began.waited_s(),
+    )
+
+
+def examine_nodes(
+    store: Store,
+    config: LaunchConfig,
+    *,
+    nnodes: int,
+    node_rank: int,
+    endpoint: str,
+    backend: str,
+    timeout: timedelta,
+) -> Report:
+    """Examine the connections between nodes whose ranks have met already, and nothing else.
+
+    Args:
+        store: Where they have met, with keys that nothing else uses.
+        config: What the job asks for.
+        nnodes: How many nodes there are.
+        node_rank: Which of them this is.
+        endpoint: Where the store is.
+        backend: The backend of the job, "auto" decided.
+        timeout: How long to wait for nodes that have not come.
+
+    Returns:
+        What was found, the same on every node but for its host name.
+    """
+    from ddpsafe.doctor._fingerprint import fingerprint
+    from ddpsafe.doctor._mesh import examine_at_store
+
+    began = Deadline.after(timeout)
+    findings, matrix = examine_at_store(
+        store,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        endpoint=endpoint,
+        interface=config.rendezvous.interface,
+        backend=backend,
+        timeout=timeout,
+        local=fingerprint(config),
+        on_progress=logger.info,
+    )
+    mask = Mask.of(environment_of(config))
     return Report(
         findings=worst_first([masked(finding, mask) for finding in findings]),
         hostname=socket.gethostname(),
@@ -135,7 +184,7 @@ def _require_meeting_point(config: LaunchConfig) -> None:
 
 
 def _examine_mesh(
-    config: LaunchConfig, timeout: timedelta, say: Callable[[str], None]
+    config: LaunchConfig, backend: str, timeout: timedelta, say: Callable[[str], None]
 ) -> tuple[list[Finding], Matrix]:
     from ddpsafe.doctor._fingerprint import fingerprint
     from ddpsafe.doctor._mesh import examine
@@ -145,7 +194,7 @@ def _examine_mesh(
         node_rank=config.node_rank or 0,
         endpoint=config.rendezvous.endpoint or "",
         interface=config.rendezvous.interface,
-        backend=config.backend,
+        backend=backend,
         timeout=timeout,
         local=fingerprint(config),
         on_progress=say,

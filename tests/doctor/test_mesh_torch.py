@@ -11,6 +11,9 @@ from hosts import names_as_debian
 from mesh_kit import PROGRAM, agree, examine, read_one, start_one
 
 if TYPE_CHECKING:
+    import subprocess
+
+    from hosts import Network
     from mesh_kit import MakeHosts
 
 pytestmark = pytest.mark.root
@@ -40,6 +43,51 @@ def test_ranks_of_another_launcher_are_examined_over_their_store(make_hosts: Mak
     report = agree([read_one(each) for each in started])
     assert report.codes() == ["DS-MESH-032"]
     assert report.ways("refused") == {(2, 1)}
+
+
+def start_ranks(network: Network, per_host: int) -> list[subprocess.Popen[str]]:
+    """Start ranks that ask for the full preflight, as srun would on every host."""
+    return [
+        host.start(
+            [sys.executable, PROGRAM, "launch_fully_examined"],
+            env={
+                "RANK": str(host.index * per_host + local_rank),
+                "WORLD_SIZE": str(len(network) * per_host),
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(per_host),
+                "MASTER_ADDR": "h0",
+                "MASTER_PORT": "29500",
+            },
+        )
+        for host in network
+        for local_rank in range(per_host)
+    ]
+
+
+def test_full_preflight_of_healthy_nodes_lets_the_ranks_join(make_hosts: MakeHosts) -> None:
+    """Over the port of the job alone; what follows is the job."""
+    for rank, process in enumerate(start_ranks(make_hosts(2), 2)):
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        assert json.loads(out) == {str(rank): 10.0}
+
+
+def test_full_preflight_names_the_firewall_that_opens_the_port_of_the_job_only(
+    make_hosts: MakeHosts,
+) -> None:
+    """Every rank ends at once; the first of each node has the findings, the others say so."""
+    network = make_hosts(2)
+    for host in network:
+        host.open_only(29500)
+    for rank, process in enumerate(start_ranks(network, 2)):
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 78, err
+        assert "is not ready for this launch: 1 problem; no process group was made" in err
+        if rank % 2:
+            assert "see the error of that rank" in err
+        else:
+            assert "DS-MESH-036 (h0, h1): No host can open a connection" in err
+            assert "tcp dport 32768-60999 accept    # on h1" in err
 
 
 def test_automatic_interface_joins_hosts_whose_names_lead_to_loopback(

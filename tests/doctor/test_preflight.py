@@ -15,7 +15,8 @@ from doctor_kit import examine, needs_namespaces
 
 import ddpsafe
 from ddpsafe import doctor
-from ddpsafe._preflight import next_port, require_ready_host, require_ready_nodes
+from ddpsafe._commands.doctor import next_port
+from ddpsafe._preflight import require_ready_host, require_ready_node
 from ddpsafe._world import World
 
 if TYPE_CHECKING:
@@ -108,12 +109,12 @@ def test_warning_is_one_line_of_the_log(
     """A launch goes on; the first rank of a node speaks, the others do not repeat it."""
     monkeypatch.setenv("TMPDIR", str(tmp_path / "gone"))
     world = World.alone()
-    require_ready_nodes(ddpsafe.LaunchConfig(), world, None)
+    require_ready_node(ddpsafe.LaunchConfig(), world)
     (line,) = caplog.messages
     assert line.startswith("DS-PATH-006: TMPDIR=")
     assert "\n" not in line
     second = World(**{**_fields(world), "rank": 1, "local_rank": 1, "local_world_size": 2})
-    require_ready_nodes(ddpsafe.LaunchConfig(), second, None)
+    require_ready_node(ddpsafe.LaunchConfig(), second)
     assert len(caplog.messages) == 1
 
 

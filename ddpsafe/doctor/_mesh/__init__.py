@@ -9,10 +9,8 @@ store (`_store_board`). The chair alone judges, so every node reads the same fin
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ddpsafe._bounded import BoundedCall
 from ddpsafe.doctor._mesh._examination import meet_at_endpoint, meet_at_store
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
     Found = tuple[list[Finding], Matrix]
 
 __all__ = ["examine", "examine_at_store"]
-
-_GPUS: Final = Path("/proc/driver/nvidia/gpus")
 
 
 def examine(  # noqa: PLR0913 - the facts of one job, all by name
@@ -52,8 +48,8 @@ def examine(  # noqa: PLR0913 - the facts of one job, all by name
         node_rank: Which of them this is, from 0; node rank 0 runs where the endpoint leads.
         endpoint: host:port that every node can reach.
         interface: ``Rendezvous.interface``: a name, ``"auto"``, or None for the library's choice.
-        backend: Of the job; what contains ``nccl`` follows NCCL's rules, ``auto`` does where there
-            are GPUs, all else follows gloo's.
+        backend: Of the job, "auto" decided; what contains ``nccl`` follows NCCL's rules, all else
+            gloo's.
         timeout: How long to wait for nodes that have not come; what follows takes seconds.
         local: This host's fingerprint, in what JSON takes; compared with the others'.
         on_progress: Takes a line now and then on what is being waited for.
@@ -69,7 +65,7 @@ def examine(  # noqa: PLR0913 - the facts of one job, all by name
         host=host,
         port=int(port),
         interface=interface,
-        backend=_resolve(backend),
+        backend=backend,
         timeout=timeout,
         facts=_as_json(local),
         say=on_progress,
@@ -115,23 +111,13 @@ def examine_at_store(  # noqa: PLR0913 - as `examine`
         host=host,
         port=int(port),
         interface=interface,
-        backend=_resolve(backend),
+        backend=backend,
         timeout=timeout,
         facts=_as_json(local),
         say=on_progress,
         collective="skip",
     )
     return _complete(meet_at_store(job, store))
-
-
-def _resolve(backend: str) -> str:
-    """Decide "auto" without torch: NCCL's rules hold where the driver shows GPUs."""
-    if backend != "auto":
-        return backend
-    with contextlib.suppress(OSError):
-        if any(_GPUS.iterdir()):
-            return "nccl"
-    return "gloo"
 
 
 def _as_json(local: Mapping[str, object]) -> dict[str, Any]:
