@@ -101,7 +101,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def wait_until(
-    condition: Callable[[], object], *, otherwise: Callable[[], object] = str, within_s: float = 30
+    condition: Callable[[], object], *, otherwise: Callable[[], object] = str, within_s: float = 60
 ) -> None:
     """Look again and again until `condition` holds; fail with `otherwise` when it never does."""
     ends_s = time.monotonic() + within_s
