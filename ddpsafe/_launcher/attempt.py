@@ -18,7 +18,7 @@ from ddpsafe._launcher.litter import find_helpers_folder
 from ddpsafe._launcher.memory import count_oom_kills
 from ddpsafe._launcher.plan import rank_env
 from ddpsafe._launcher.rendezvous import open_meeting
-from ddpsafe._launcher.signals import Interrupted, open_inbox
+from ddpsafe._launcher.signals import Interrupted, is_order, open_inbox
 from ddpsafe._launcher.stopped import conclude_stop
 from ddpsafe._launcher.supervisor import Watch
 from ddpsafe._launcher.workers import started_workers
@@ -48,7 +48,7 @@ def run_attempt(
     run_rank: RunRank,
     directory: RunDirectory,
     on_start: Callable[[Sequence[Worker], SignalInbox], None] | None = None,
-    cancelled: Event | None = None,
+    cancelled: Event,
 ) -> dict[int, object]:
     """Run all ranks once.
 
@@ -105,7 +105,7 @@ def run_attempt(
             oom_kills=count_oom_kills() - oom_kills_before,
             timeouts=config.timeouts,
         )
-    if inbox.received is not None and cancelled is not None:
+    if inbox.received is not None:
         cancelled.set()  # whatever it came to: nobody wants another attempt
     return _conclude(case, workers, request, inbox.received, directory)
 
@@ -137,7 +137,7 @@ def _conclude(
     if verdict == "overdue" or (verdict == "done" and any(worker.stops for worker in workers)):
         keeps_logs = not directory.is_ours
         raise conclude_stop(case, request, _values(workers), keeps_logs=keeps_logs)
-    if verdict == "done" and received in (None, signal.SIGUSR1):
+    if verdict == "done" and not is_order(received):
         return _values(workers)
     if verdict in ("done", "signal"):
         raise Interrupted(received or signal.SIGTERM)
@@ -148,12 +148,14 @@ def _conclude(
 
 
 def _values(workers: Sequence[Worker]) -> dict[int, object]:
-    returned = [worker for worker in workers if worker.returned is not None]
-    return {worker.rank: _value_of(worker.rank, worker.returned) for worker in returned}
+    return {
+        worker.rank: _value_of(worker.rank, worker.returned)
+        for worker in workers
+        if worker.returned is not None
+    }
 
 
-def _value_of(rank: int, report: Returned | None) -> object:
-    assert report is not None  # noqa: S101 - of ranks that have returned
+def _value_of(rank: int, report: Returned) -> object:
     try:
         return payload.loads(report.payload)
     except Exception as exc:
@@ -182,12 +184,10 @@ def _specs(
         RankSpec(
             world=world,
             attempt=number,
-            attempts=config.retry.attempts,
             launch_id=plan.launch_id,
             launcher_pid=os.getpid(),
             store_host=meeting.host,
             store_port=meeting.port,
-            master_port=meeting.master_port,
             backend=plan.backend,
             device=plan.devices[world.rank],
             timeouts=plan.timeouts,

@@ -138,7 +138,7 @@ class Console:
 
 def _tails(worker: Worker, show: str) -> Iterator[_Tail]:
     logs = worker.spec.logs
-    if logs is None or show == "none" or (show == "rank-zero" and worker.rank != 0):
+    if show == "none" or (show == "rank-zero" and worker.rank != 0):
         return
     prefix = f"[rank {worker.rank}] " if show == "tagged" else ""
     # A lone rank's progress bar is shown as it is; lines of several must not be torn apart.

@@ -8,12 +8,12 @@ import re
 import signal
 from datetime import timedelta
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import psutil
 
 from ddpsafe._clock import Deadline
+from ddpsafe._launcher.logs import read_log
 from ddpsafe._wire.outcome import is_library
 from ddpsafe._wire.spec import STACKS_SIGNAL
 
@@ -105,12 +105,7 @@ def _has_answered(worker: Worker, known: Mapping[int, Position | None]) -> bool:
 
 
 def _dump_of(worker: Worker) -> str:
-    if worker.spec.logs is None:
-        return ""
-    try:
-        return Path(worker.spec.logs.stacks).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+    return read_log(worker.spec.logs.stacks)
 
 
 def read_stack(dump: str) -> tuple[str, bool | None]:

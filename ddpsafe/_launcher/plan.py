@@ -84,7 +84,6 @@ def make_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False) -
             rendezvous=config.timeouts.rendezvous,
             collective=config.timeouts.collective,
             barrier=config.timeouts.barrier,
-            shutdown=config.timeouts.shutdown,
         ),
         daemon=daemon,
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import LaunchTimeoutError, RankFailedError
+from ddpsafe._launcher.logs import read_log
 from ddpsafe._launcher.wording import where
 
 if TYPE_CHECKING:
@@ -78,10 +79,7 @@ def _state(done: bool) -> str:  # noqa: FBT001 - the subject of the call
 def _read_stacks(outcome: RankOutcome) -> str:
     if outcome.stderr is None:
         return ""
-    try:
-        return Path(outcome.stderr).with_suffix(".stacks").read_text(errors="replace").rstrip()
-    except OSError:
-        return ""
+    return read_log(Path(outcome.stderr).with_suffix(".stacks")).rstrip()
 
 
 def _facts(error: LaunchError) -> dict[str, Any]:

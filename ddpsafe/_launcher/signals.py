@@ -75,8 +75,13 @@ class SignalInbox:
             self._told_to_go_s = now_s
         elif now_s - self._told_to_go_s > _ECHO_S and "SLURM_JOB_ID" not in os.environ:
             self.insists = True
-        if self.received in (None, signal.SIGUSR1):
+        if not is_order(self.received):
             self.received = signum
+
+
+def is_order(received: signal.Signals | None) -> bool:
+    """Tell whether a signal wants the process to go; SIGUSR1 only warns that one may come."""
+    return received not in (None, signal.SIGUSR1)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from ddpsafe._clock import Deadline
+from ddpsafe._launcher.signals import is_order
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,8 +77,8 @@ class StopRequest:
 
     def _nobody_listens(self) -> bool:
         """Tell whether to end ranks that have not asked yet; a mere warning can wait until they do."""
-        is_order = self._inbox.received not in (None, signal.SIGUSR1)
-        if is_order:
+        ordered = is_order(self._inbox.received)
+        if ordered:
             logger.warning(
                 "%s: no rank has called stop_requested() yet, so all are ended", self.source()
             )
@@ -86,7 +87,7 @@ class StopRequest:
                 "%s: kept until a rank calls stop_requested(), which none has yet", self.source()
             )
             self._is_kept = True
-        return is_order
+        return ordered
 
     def _begin(self) -> None:
         self.deadline = Deadline.after(self.limit)

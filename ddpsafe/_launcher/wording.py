@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import psutil
 
 from ddpsafe._launcher.causes import is_own_fault, last_collective
 from ddpsafe._launcher.evidence import CRASH
+from ddpsafe._launcher.logs import read_log
 from ddpsafe._launcher.symptoms import find_symptom
 from ddpsafe._wire.outcome import is_library
 
@@ -96,11 +96,7 @@ def last_words(outcome: RankOutcome) -> list[str]:
     """
     if outcome.stderr is None or outcome.raised is not None:
         return []
-    try:
-        text = Path(outcome.stderr).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    said, _, stacks = text.partition(CRASH)
+    said, _, stacks = read_log(outcome.stderr).partition(CRASH)
     lines = said.splitlines()[-_LAST_LINES:]
     lines += [line for line in stacks.splitlines() if _is_users_frame(line)]
     if not lines:

@@ -7,10 +7,10 @@ import os
 import signal
 import socket
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpsafe._launcher.descendants import RankProcess
+from ddpsafe._launcher.logs import read_log
 from ddpsafe._launcher.symptoms import is_secondary
 from ddpsafe._wire.channel import (
     ASK_POSITION,
@@ -180,12 +180,7 @@ class Worker:
 
     def error_text(self) -> str:
         """Return what it wrote to stderr."""
-        if self.spec.logs is None:
-            return ""
-        try:
-            return Path(self.spec.logs.stderr).read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return ""
+        return read_log(self.spec.logs.stderr)
 
     def _note_stopping(self, message: StopMessage) -> None:
         if isinstance(message, HeedsStop):
@@ -251,8 +246,8 @@ class Worker:
             exit_code=self.exitcode,
             raised=self.raised,
             ended_ns=self.ended_ns,
-            stdout=logs.stdout if logs else None,
-            stderr=logs.stderr if logs else None,
+            stdout=logs.stdout,
+            stderr=logs.stderr,
             position=self.position,
             state=self.state,
             stack=self.stack,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sysconfig
-import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,9 +138,9 @@ class Raised:
         phase: Phase,
         payload: bytes | None,
         position: Position,
+        at_ns: int,
         final: bool = True,
         held: str = "",
-        at_ns: int | None = None,
     ) -> Raised:
         """Describe an exception in plain text; never raises itself."""
         return cls(
@@ -152,7 +151,7 @@ class Raised:
             phase=phase,
             where=where_of(exc.__traceback__),
             position=position,
-            at_ns=time.monotonic_ns() if at_ns is None else at_ns,
+            at_ns=at_ns,
             exit_code=exit_code_of(exc),
             final=final,
             held=held,

@@ -38,7 +38,6 @@ class RankTimeouts:
     rendezvous: timedelta
     collective: timedelta
     barrier: timedelta
-    shutdown: timedelta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +56,10 @@ class RankSpec:
     Attributes:
         world: The rank's place.
         attempt: This attempt, counted from 1.
-        attempts: How many the retry policy allows.
         launch_id: Proof at the rendezvous that two processes belong to one launch.
         launcher_pid: The process whose death ends this one.
         store_host: Where the launcher's store listens.
         store_port: Its port.
-        master_port: A second, reserved port for code that insists on MASTER_PORT.
         backend: Backend of the process group, e.g. ``gloo`` or ``cpu:gloo,cuda:nccl``.
         device: The rank's device, e.g. ``cuda:0``.
         timeouts: See `RankTimeouts`.
@@ -72,18 +69,16 @@ class RankSpec:
         cwd: The caller's working directory.
         seed: Base seed; ``None`` leaves the generators alone.
         num_threads: Intra-op threads of the rank; ``None`` leaves the choice to the user.
-        logs: See `LogFiles`; ``None`` leaves the descriptors as they are.
+        logs: See `LogFiles`.
         run_dir: The run directory.
     """
 
     world: World
     attempt: int
-    attempts: int
     launch_id: str
     launcher_pid: int
     store_host: str
     store_port: int
-    master_port: int
     backend: str
     device: str
     timeouts: RankTimeouts
@@ -93,5 +88,5 @@ class RankSpec:
     cwd: str
     seed: int | None
     num_threads: int | None
-    logs: LogFiles | None
+    logs: LogFiles
     run_dir: str

@@ -69,9 +69,8 @@ class Reporter:
         """Say that an exception is on its way, once in flight and once when it is final."""
         if not final and id(exc) in self._told:
             return
-        at_ns = (
-            time.monotonic_ns()
-        )  # before the work of describing it, during which others fail too
+        # Before the work of describing it, during which others fail too.
+        at_ns = time.monotonic_ns()
         self._told.add(id(exc))
         self._sender.send(
             Raised.from_exception(
@@ -141,9 +140,8 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
         on_end=stop.signals.die_of_sigterm,
     )
     try:
-        if spec.logs is not None:
-            environment.capture_output(spec.logs)
-            stacks.follow_signal()
+        environment.capture_output(spec.logs)
+        stacks.follow_signal()
         environment.apply_environment(spec)
         if spec.inherited_env is not None:
             environment.restore_interrupt()

@@ -48,8 +48,8 @@ def _line_buffered(stream: TextIO | None, fd: int) -> TextIO:
 class Stacks:
     """Where every thread is, for a launcher that asks."""
 
-    def __init__(self, logs: LogFiles | None) -> None:
-        """Write nothing yet, and never anything without log files."""
+    def __init__(self, logs: LogFiles) -> None:
+        """Write nothing yet."""
         self._logs = logs
         self._file: TextIO | None = None
 
@@ -58,10 +58,9 @@ class Stacks:
 
         The other threads run meanwhile, and to read their frames then has crashed ranks.
         """
-        if self._logs is not None:
-            self._file = Path(self._logs.stacks).open("a", encoding="utf-8")  # noqa: SIM115 - open while the rank lives
-            faulthandler.register(STACKS_SIGNAL, file=self._file, all_threads=False)
-            faulthandler.enable()
+        self._file = Path(self._logs.stacks).open("a", encoding="utf-8")  # noqa: SIM115 - open while the rank lives
+        faulthandler.register(STACKS_SIGNAL, file=self._file, all_threads=False)
+        faulthandler.enable()
 
     def show_all(self) -> None:
         """Show the stacks of all threads; the caller holds the GIL, so none of them moves."""

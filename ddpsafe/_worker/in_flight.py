@@ -9,7 +9,6 @@ block may be meant.
 from __future__ import annotations
 
 import contextlib
-import sys
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -33,11 +32,6 @@ def tell(witness: Witness) -> None:
     """Report to `witness` from now on."""
     global _witness  # noqa: PLW0603 - one process is one rank
     _witness = witness
-
-
-def is_any() -> bool:
-    """Tell whether this thread is handling an exception."""
-    return sys.exc_info()[1] is not None
 
 
 @contextlib.contextmanager
