@@ -21,7 +21,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import scripts
 
@@ -457,6 +457,14 @@ def read_from_nobody(folder: Path) -> None:
     fifo = folder / f"fifo-{os.getpid()}"
     os.mkfifo(fifo)
     fifo.read_bytes()  # stuck here
+
+
+DISK: Final = "disk"
+
+
+def write_to_a_frozen_disk(folder: Path) -> None:
+    """Write where the kernel lets nobody write until it is thawed, as to a server that is gone."""
+    (folder / DISK / f"file-{os.getpid()}").write_bytes(b"x")  # stuck here
 
 
 def wait_for_each_other(_folder: Path) -> None:

@@ -112,6 +112,11 @@ BY_SORT: Final[dict[Sort, Advice]] = {
     ),
 }
 
+IN_KERNEL: Final[Advice] = (
+    "a disk, a mount or a device on {host} does not answer; until it does, not even SIGKILL ends it.",
+    "look at dmesg and the mount on {host}; keep the data where it answers.",
+)
+
 _OWN: Final = re.compile(
     r"(?P<what>.*?)\n\s*Likely cause: (?P<cause>[^\n]*)\n\s*What to do: (?P<fix>.*)", re.DOTALL
 )

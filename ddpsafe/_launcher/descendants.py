@@ -75,12 +75,21 @@ def kill_members(
     killed: list[psutil.Process] = []
     ends = time.monotonic() + within_s
     while (members := find_members(known, launch_id)) and time.monotonic() < ends:
+        if all(member in killed and is_in_kernel(member.pid) for member in members):
+            break  # they go when the disk answers
         for member in members:
             with contextlib.suppress(psutil.Error):
                 member.kill()
         killed += [member for member in members if member not in killed]
         psutil.wait_procs(members, timeout=0.05)
     return killed
+
+
+def is_in_kernel(pid: int | None) -> bool:
+    """Tell whether a process waits for a disk or a device, where not even SIGKILL reaches it."""
+    with contextlib.suppress(psutil.Error):
+        return pid is not None and bool(psutil.Process(pid).status() == psutil.STATUS_DISK_SLEEP)
+    return False
 
 
 def _processes() -> Iterator[psutil.Process]:

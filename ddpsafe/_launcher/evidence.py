@@ -59,6 +59,9 @@ def collect(workers: Sequence[Worker]) -> None:
         if worker.crashed:
             worker.stack, worker.in_collective = read_crash(worker.error_text())
     _collect_all_threads([worker for worker in asked if worker.position is not None])
+    for worker in asked:
+        if not worker.stack:  # its main thread is in the kernel and takes no signal
+            worker.stack, worker.in_collective = read_stack(_dump_of(worker))
 
 
 def _collect_all_threads(asked: Sequence[Worker]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from typing import TYPE_CHECKING, Final
 
+import psutil
+
 from ddpsafe._errors import (
     AttemptTimeoutError,
     BarrierTimeoutError,
@@ -152,14 +154,14 @@ def _left(case: Case, cause: Cause) -> LaunchError:
 
 def _hung(case: Case, cause: Cause) -> LaunchError:
     root = cause.root
-    likely, fix = advice.BY_SORT[cause.sort]
+    likely, fix = _advice_on_hang(cause)
     at = f" at {where(root)}" if where(root) else ""
     waiting = [out.rank for out in case.outcomes.values() if out.rank != root.rank]
     goal = furthest_collective(case.outcomes.values())
     awaited = "" if goal is None else f"; rank {listed(waiting)} waited for it in {goal}"
     message = explain(
         f"{case.name(root)} {_HUNG[cause.sort]}{at}, on {root.hostname}, {case.when}{awaited}.",
-        cause=likely,
+        cause=likely.format(host=root.hostname),
         fix=fix.format(host=root.hostname, pid=root.pid),
         details=positions(case.outcomes.values()),
         logs=case.run_dir,
@@ -169,6 +171,11 @@ def _hung(case: Case, cause: Cause) -> LaunchError:
     kind: FailureKind = "startup-network" if cls is RendezvousTimeoutError else "hang"
     facts = case.timeout_facts(missing, case.ending.waited_s)
     return cls(message, **facts, kind=kind)
+
+
+def _advice_on_hang(cause: Cause) -> advice.Advice:
+    in_kernel = cause.root.state == psutil.STATUS_DISK_SLEEP and cause.sort != "unknown"
+    return advice.IN_KERNEL if in_kernel else advice.BY_SORT[cause.sort]
 
 
 def _class_of_wait(case: Case) -> type[LaunchTimeoutError]:
@@ -222,7 +229,7 @@ def _too_long(case: Case, cause: Cause) -> LaunchError:
     setting = case.ending.verdict
     did = {"attempt": "still ran at the end of", "progress": "made no step within"}[setting]
     likely, fix = (
-        advice.BY_SORT[cause.sort]
+        _advice_on_hang(cause)
         if accused
         else (
             "the work takes longer than the deadline, or a rank hangs.",
@@ -231,7 +238,7 @@ def _too_long(case: Case, cause: Cause) -> LaunchError:
     )
     message = explain(
         f"rank {names} (world_size {len(case.outcomes)}) {did} {case.limit(setting)}, {case.when}.",
-        cause=likely,
+        cause=likely.format(host=missing[0].hostname),
         fix=fix.format(host=missing[0].hostname, pid=missing[0].pid),
         details=positions(case.outcomes.values()),
         logs=case.run_dir,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _KILL_WAIT = timedelta(seconds=5)
+_LOOK = timedelta(seconds=1)
 _LEFTOVERS_S = 1.0
 _LONGEST_WAIT_S = 60.0  # poll takes at most 24 days, a deadline may be never
 
@@ -32,6 +33,8 @@ def stop_workers(workers: Sequence[Worker], *, grace: timedelta, launch_id: str)
         grace: How long a rank may take to obey SIGTERM.
         launch_id: Marks the processes of this launch.
     """
+    if workers and all(worker.is_swept for worker in workers):
+        return
     started_ns = time.monotonic_ns()
     for worker in workers:
         worker.note_stop(started_ns)
@@ -43,13 +46,15 @@ def stop_workers(workers: Sequence[Worker], *, grace: timedelta, launch_id: str)
             ", ".join(map(str, stubborn)),
             grace.total_seconds(),
         )
-    _end(workers, signal.SIGKILL, Deadline.after(_KILL_WAIT))
-    _report_immortal(workers)
+    _kill(workers)
+    _abandon_immortal(workers)
     identities = [worker.identity for worker in workers if worker.identity is not None]
     leftovers = kill_members(identities, launch_id, within_s=_LEFTOVERS_S)
     if leftovers:
         logger.info("ended %d processes that ranks had left behind", len(leftovers))
     remove_semaphores(launch_id)
+    for worker in workers:
+        worker.is_swept = True
 
 
 def _end(workers: Sequence[Worker], signum: signal.Signals, deadline: Deadline) -> None:
@@ -66,6 +71,14 @@ def _end(workers: Sequence[Worker], signum: signal.Signals, deadline: Deadline) 
     await_ends(workers, deadline)
 
 
+def _kill(workers: Sequence[Worker]) -> None:
+    """Send SIGKILL; wait long for those that have much memory to give back, not for a disk."""
+    deadline = Deadline.after(_KILL_WAIT)
+    _end(workers, signal.SIGKILL, Deadline.after(_LOOK))
+    if not all(worker.is_in_kernel() for worker in workers if worker.alive):
+        await_ends(workers, deadline)
+
+
 def await_ends(workers: Sequence[Worker], deadline: Deadline) -> None:
     """Wait until all have ended or the deadline has passed, draining their reports."""
     while alive := [worker for worker in workers if worker.alive]:
@@ -80,7 +93,7 @@ def await_ends(workers: Sequence[Worker], deadline: Deadline) -> None:
             return
 
 
-def _report_immortal(workers: Sequence[Worker]) -> None:
+def _abandon_immortal(workers: Sequence[Worker]) -> None:
     immortal = [worker for worker in workers if worker.alive]
     for worker in immortal:
         logger.error(
@@ -89,3 +102,4 @@ def _report_immortal(workers: Sequence[Worker]) -> None:
             worker.rank,
             worker.pid,
         )
+        worker.abandon()

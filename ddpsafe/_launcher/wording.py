@@ -62,8 +62,10 @@ def positions(outcomes: Collection[RankOutcome]) -> list[str]:
 
 def _position(outcome: RankOutcome) -> str:
     parts = [f"rank {outcome.rank}"]
-    if outcome.state == "stopped":
+    if outcome.state == psutil.STATUS_STOPPED:
         parts.append("is stopped (SIGSTOP)")
+    elif outcome.state == psutil.STATUS_DISK_SLEEP:
+        parts.append("waits in the kernel, for a disk or a device")
     elif outcome.status == "returned":
         parts.append("has returned")
     if text := where(outcome):

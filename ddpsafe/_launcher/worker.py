@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.process
 import os
 import signal
 import socket
 import time
 from typing import TYPE_CHECKING
 
-from ddpsafe._launcher.descendants import RankProcess
+from ddpsafe._launcher.descendants import RankProcess, is_in_kernel
 from ddpsafe._launcher.logs import read_log
 from ddpsafe._launcher.symptoms import is_secondary
 from ddpsafe._wire.channel import (
@@ -61,6 +62,7 @@ class Worker:
         heeds_stop: Whether its function asks now and then if it should stop.
         asked_by: The signal that asked the rank itself to stop.
         stops: Whether its function has been told to stop.
+        is_swept: Whether it has been ended with everything it started.
     """
 
     def __init__(
@@ -92,9 +94,11 @@ class Worker:
         self.heeds_stop = False
         self.asked_by: str | None = None
         self.stops = False
+        self.is_swept = False
         self._stop_promise: int | None = None
         self._process = process
         self._is_lent = False
+        self._is_abandoned = False
         self._pidfd = _open_pidfd(process.pid)
         self.identity = RankProcess.of(process.pid) if process.pid is not None else None
 
@@ -120,8 +124,8 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether its end has not been seen yet."""
-        return self.ended_ns is None
+        """Whether its end has not been seen yet, and is still waited for."""
+        return self.ended_ns is None and not self._is_abandoned
 
     @property
     def joined(self) -> bool:
@@ -233,6 +237,11 @@ class Worker:
         self.take_reports()
         self.ended_ns = time.monotonic_ns()
 
+    def abandon(self) -> None:
+        """Wait no more for a process that nothing ends; nor may the interpreter when it exits."""
+        self._is_abandoned = True
+        multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]  # noqa: SLF001 - else it is joined at exit
+
     def outcome(self) -> RankOutcome:
         """Say what became of it."""
         logs = self.spec.logs
@@ -265,6 +274,10 @@ class Worker:
         if self.alive:
             return "running"
         return "killed" if (self.exitcode or 0) < 0 else "exited"
+
+    def is_in_kernel(self) -> bool:
+        """Tell whether it waits for a disk or a device, where not even SIGKILL reaches it."""
+        return is_in_kernel(self.pid)
 
     def signal(self, signum: int) -> None:
         """Send a signal, if the process has not been reaped."""

@@ -1,0 +1,72 @@
+"""A rank waits inside the kernel for a disk that does not answer: no signal ends it, not SIGKILL."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from typing import TYPE_CHECKING
+
+import fault_programs as programs
+import pytest
+import scripts
+from fault_kit import COLLECTIVE_S, HANG_S, is_running, require_in_time, start_script, struck_at
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+KILL_S = 2.5
+"""How long the launcher tries to end such a rank: the grace after SIGTERM, SIGKILL, a last look."""
+
+
+@pytest.fixture
+def frozen_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a disk of its own and freeze it: whoever writes there waits, as on a dead server."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount and freeze a disk")
+    image, folder = tmp_path / "image", tmp_path / programs.DISK
+    image.write_bytes(b"")
+    os.truncate(image, 16 * 2**20)
+    folder.mkdir()
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    done = subprocess.run(
+        ["mount", "-o", "loop", str(image), str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        pytest.skip(f"cannot mount a disk here: {done.stderr.strip()}")
+    subprocess.run(["fsfreeze", "--freeze", str(folder)], check=True)
+    yield folder
+    thaw(folder)
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def thaw(folder: Path) -> None:
+    """Let the disk answer again, if it does not already."""
+    subprocess.run(["fsfreeze", "--unfreeze", str(folder)], capture_output=True, check=False)
+
+
+@pytest.mark.root
+def test_the_rank_is_named_and_not_waited_for(tmp_path: Path, frozen_disk: Path) -> None:
+    """The launcher says who cannot be ended, and ends itself; with the disk's answer he ends too."""
+    statements = f"""
+        timeouts = {{"collective": {COLLECTIVE_S}, "grace": 0.5}}
+        ddpsafe.launch(p.train, (folder, p.write_to_a_frozen_disk), timeouts=timeouts, **options)
+    """
+    with start_script(tmp_path, statements) as job:
+        run = job.end()
+        took_s = time.monotonic() - struck_at(tmp_path)
+        assert run.code == 1, run.err
+        assert "ddpsafe.CollectiveTimeoutError: rank 1 (world_size 2) is behind at" in run.err
+        assert "rank 1, waits in the kernel, for a disk or a device, at " in run.err
+        assert " in write_to_a_frozen_disk, after all_reduce number 2" in run.err
+        assert "does not answer; until it does, not even SIGKILL ends it" in run.err
+        found = re.search(r"rank 1 \(pid (\d+)\) does not end on SIGKILL: it waits", run.err)
+        assert found is not None, run.err
+        require_in_time(took_s, COLLECTIVE_S + HANG_S + KILL_S)
+        thaw(frozen_disk)
+        scripts.wait_until(lambda: not is_running(int(found[1])))
