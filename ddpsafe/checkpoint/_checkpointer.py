@@ -145,21 +145,21 @@ class Checkpointer:
             )
             step = self._require_step(step)
             check_shards(snapshot.shards, asynchronous=asynchronous)
+            facts = _saving.facts_of(step, snapshot)
             if asynchronous:
                 copied = self._copies.copy(snapshot.replicated)
                 snapshot = replace(snapshot, replicated=copied)
         except Exception as exc:
             current.fail(exc)
             raise
-        current.tell(Word(facts=_saving.facts_of(step, snapshot), data=snapshot.own))
-        if self._is_saved(step):
-            _saving.meet(current, party, step)
-            return
-        if snapshot.shards:
+        current.tell(Word(facts=facts, data=snapshot.own))
+        # Rank 0 alone decides what is saved already; the others do as it answers.
+        is_new = not (party.is_main and self._is_saved(step))
+        if snapshot.shards and is_new:
             _saving_shards.save_shards(party, self._place, current, snapshot, step)
             self._newest, self._is_ours = step, True
             return
-        writer = self._start_writer(current, snapshot, step)
+        writer = self._start_writer(current, snapshot, step) if is_new else None
         self._pending = _Pending(step=step, round=current, writer=writer)
         if not asynchronous:
             self._finish()
@@ -175,7 +175,9 @@ class Checkpointer:
             return
         if not self._party.is_main:
             _saving.follow(pending.round, self._party, self._party.deadline(), pending.step)
-        elif pending.writer is not None:
+        elif pending.writer is None:
+            _saving.meet(pending.round, self._party, pending.step)
+        else:
             try:
                 pending.writer.finish()
             except BaseException as exc:

@@ -192,7 +192,7 @@ def heard(current: Round, party: Party, deadline: Deadline, step: int) -> dict[i
 
 
 def meet(current: Round, party: Party, step: int) -> None:
-    """Meet for a step that is saved already: nothing is written, and all must mean the same.
+    """Meet, on rank 0, for a step that is saved already: nothing is written, if all mean the same.
 
     Raises:
         SaveTimeoutError: Some did not come.

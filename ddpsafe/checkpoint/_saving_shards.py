@@ -38,8 +38,9 @@ def save_shards(
         _lead_shards(party, place, begin, snapshot, step)
         return
     deadline = party.deadline()
-    folder = Path(follow(begin, party, deadline, step)["folder"])
-    _write_own_shards(party, snapshot, folder, deadline, step)
+    answer = follow(begin, party, deadline, step)
+    if "folder" in answer:  # else the step is saved already
+        _write_own_shards(party, snapshot, Path(answer["folder"]), deadline, step)
 
 
 def _write_own_shards(

@@ -102,8 +102,20 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str
 
 
 def own_bytes(shards: Mapping[str, torch.Tensor]) -> int:
-    """Return how many bytes this rank's parts take."""
-    return sum(part.to_local().nbytes for part in shards.values())  # type: ignore[attr-defined]  # DTensor
+    """Return how many bytes of the shards' files are this rank's; copies are written once."""
+    return sum(_local_bytes(part) for part in shards.values())
+
+
+def _local_bytes(part: Any) -> int:
+    place = part.device_mesh.get_coordinate()
+    if place is None:  # a rank outside of the mesh
+        return 0
+    is_copy = any(
+        at > 0
+        for at, placement in zip(place, part.placements, strict=True)
+        if placement.is_replicate()
+    )
+    return 0 if is_copy else int(part.to_local().nbytes)
 
 
 def write_shards(shards: dict[str, torch.Tensor], folder: Path) -> None:

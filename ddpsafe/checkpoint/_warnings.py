@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Final
 
 from ddpsafe.checkpoint.errors import CheckpointWarning
 
-_OURS: Final = (str(Path(__file__).parent.parent), str(contextlib.__file__))
+_OURS: Final = (f"{Path(__file__).parent.parent}{os.sep}", str(contextlib.__file__))
 """What stands between a warning and the line that led to it."""
 
 
