@@ -85,6 +85,15 @@ def kill_members(
     return killed
 
 
+def open_pidfd(pid: int | None) -> int | None:
+    """Return a descriptor that becomes readable when a process ends, where the system has such."""
+    if pid is None or not hasattr(os, "pidfd_open"):
+        return None
+    with contextlib.suppress(OSError):
+        return os.pidfd_open(pid)
+    return None
+
+
 def is_in_kernel(pid: int | None) -> bool:
     """Tell whether a process waits for a disk or a device, where not even SIGKILL reaches it."""
     with contextlib.suppress(psutil.Error):

@@ -174,7 +174,9 @@ def _hung(case: Case, cause: Cause) -> LaunchError:
 
 
 def _advice_on_hang(cause: Cause) -> advice.Advice:
-    in_kernel = cause.root.state == psutil.STATUS_DISK_SLEEP and cause.sort != "unknown"
+    root = cause.root
+    outlived_sigkill = root.status == "stopped" and root.ended_ns is None
+    in_kernel = root.state == psutil.STATUS_DISK_SLEEP and outlived_sigkill
     return advice.IN_KERNEL if in_kernel else advice.BY_SORT[cause.sort]
 
 

@@ -9,8 +9,10 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
+import psutil
+
 from ddpsafe._clock import Deadline
-from ddpsafe._launcher.descendants import kill_members
+from ddpsafe._launcher.descendants import is_in_kernel, kill_members
 from ddpsafe._launcher.litter import remove_semaphores
 
 if TYPE_CHECKING:
@@ -75,8 +77,13 @@ def _kill(workers: Sequence[Worker]) -> None:
     """Send SIGKILL; wait long for those that have much memory to give back, not for a disk."""
     deadline = Deadline.after(_KILL_WAIT)
     _end(workers, signal.SIGKILL, Deadline.after(_LOOK))
-    if not all(worker.is_in_kernel() for worker in workers if worker.alive):
+    if not all(_waits_in_kernel(worker) for worker in workers if worker.alive):
         await_ends(workers, deadline)
+
+
+def _waits_in_kernel(worker: Worker) -> bool:
+    """Tell whether it waits for a disk or a device, as it did when its state was asked."""
+    return worker.state == psutil.STATUS_DISK_SLEEP and is_in_kernel(worker.pid)
 
 
 def await_ends(workers: Sequence[Worker], deadline: Deadline) -> None:

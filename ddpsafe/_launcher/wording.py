@@ -65,7 +65,7 @@ def _position(outcome: RankOutcome) -> str:
     if outcome.state == psutil.STATUS_STOPPED:
         parts.append("is stopped (SIGSTOP)")
     elif outcome.state == psutil.STATUS_DISK_SLEEP:
-        parts.append("waits in the kernel, for a disk or a device")
+        parts.append("waited in the kernel, for a disk or a device")
     elif outcome.status == "returned":
         parts.append("has returned")
     if text := where(outcome):

@@ -10,7 +10,7 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
-from ddpsafe._launcher.descendants import RankProcess, is_in_kernel
+from ddpsafe._launcher.descendants import RankProcess, open_pidfd
 from ddpsafe._launcher.logs import read_log
 from ddpsafe._launcher.symptoms import is_secondary
 from ddpsafe._wire.channel import (
@@ -99,7 +99,7 @@ class Worker:
         self._process = process
         self._is_lent = False
         self._is_abandoned = False
-        self._pidfd = _open_pidfd(process.pid)
+        self._pidfd = open_pidfd(process.pid)
         self.identity = RankProcess.of(process.pid) if process.pid is not None else None
 
     @property
@@ -275,10 +275,6 @@ class Worker:
             return "running"
         return "killed" if (self.exitcode or 0) < 0 else "exited"
 
-    def is_in_kernel(self) -> bool:
-        """Tell whether it waits for a disk or a device, where not even SIGKILL reaches it."""
-        return is_in_kernel(self.pid)
-
     def signal(self, signum: int) -> None:
         """Send a signal, if the process has not been reaped."""
         if self.pid is not None and self.exitcode is None:
@@ -296,11 +292,3 @@ class Worker:
         if not self._is_lent:
             with contextlib.suppress(ValueError):  # still running, in spite of SIGKILL
                 self._process.close()
-
-
-def _open_pidfd(pid: int | None) -> int | None:
-    if pid is None or not hasattr(os, "pidfd_open"):
-        return None
-    with contextlib.suppress(OSError):
-        return os.pidfd_open(pid)
-    return None
