@@ -74,7 +74,7 @@ class PreflightError(DDPSafeError):
     """The machine or the network is not as the launch needs it; nothing was started.
 
     Attributes:
-        report: What was checked and found.
+        report: What was checked and found; ``None`` where no doctor looked, or another rank has it.
         kind: What sort of failure it is, for the retry policy.
     """
 

@@ -161,6 +161,11 @@ def find_interface_of(address: str) -> Interface | None:
     return next((each for each in list_interfaces() if address in each.addresses), None)
 
 
+def as_setting(variable: str, value: str) -> str:
+    """Return the assignment to copy into a shell; zsh would expand a ``=`` that begins a value."""
+    return f"{variable}='{value}'" if value.startswith("=") else f"{variable}={value}"
+
+
 def interface_variables(name: str) -> dict[str, str]:
     """Return the variables that keep gloo, NCCL and TensorPipe on one interface.
 

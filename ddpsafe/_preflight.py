@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._config import LaunchConfig
@@ -45,15 +46,27 @@ def require_ready_node(config: LaunchConfig, world: World) -> None:
         world: This rank's place.
 
     Raises:
+        ConfigError: The launcher does not say where the ranks meet.
         PreflightError: Something was found that will break the job.
     """
     if config.preflight == "off":
         return
     from ddpsafe import doctor
+    from ddpsafe._worker.endpoint import find_endpoint
+    from ddpsafe._worker.meeting import has_met
     from ddpsafe.doctor._verdict import require_healthy
 
     asked = LaunchConfig.resolve(config, nproc_per_node=world.local_world_size)
     is_first = world.local_rank == 0
-    checks = "all" if config.preflight == "full" and is_first else "launch"
-    report = doctor.run(asked, checks=checks, mesh=False)
+    is_full = config.preflight == "full" and is_first
+    if is_full and world.nnodes > 1:
+        endpoint = find_endpoint(world, os.environ)
+        is_full = not has_met(endpoint)  # a second launch: its own store is at that port
+        asked = LaunchConfig.resolve(
+            asked,
+            nnodes=world.nnodes,
+            node_rank=world.node_rank,
+            rendezvous={"endpoint": str(endpoint)},
+        )
+    report = doctor.run(asked, checks="all" if is_full else "launch", mesh=False)
     require_healthy(report, outcome=_NOTHING, speaks=is_first)

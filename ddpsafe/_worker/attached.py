@@ -81,7 +81,8 @@ def process_group(
     Raises:
         ConfigError: The launcher's variables are incomplete or contradict each other, or the
             store belongs to another job.
-        PreflightError: The port is taken.
+        PreflightError: The port is taken; or the nodes cannot all reach each other, which
+            ``preflight="full"`` examines.
         RendezvousTimeoutError: Ranks did not come within ``timeouts.rendezvous``.
     """
     member, opened = _enter(None, None, backend, config, fields)

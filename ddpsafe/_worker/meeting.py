@@ -83,6 +83,11 @@ def open_stores(
     return store, control
 
 
+def has_met(endpoint: Endpoint) -> bool:
+    """Tell whether this process has connected to the store there before."""
+    return any(where == endpoint for where, _, _ in _stores)
+
+
 def _generation(endpoint: Endpoint, client: TCPStore, world: World, deadline: Deadline) -> str:
     """Name what tells this start of the ranks from earlier ones at the same store, if there may be.
 

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
+from ddpsafe._clock import Deadline
 from ddpsafe._errors import PreflightError, explain
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from ddpsafe._clock import Deadline
     from ddpsafe._config import LaunchConfig
     from ddpsafe._worker.control import Control
     from ddpsafe._worker.endpoint import Endpoint
     from ddpsafe._world import World
 
 _KEY: Final = "preflight"
+
+_VERDICT: Final = timedelta(seconds=45)
+"""How long the examination may take once all nodes have come: dialling, judging, and slack."""
+
+_examined: set[Endpoint] = set()
 
 
 def require_connected_nodes(
@@ -31,7 +37,8 @@ def require_connected_nodes(
 ) -> None:
     """Examine the connections between the nodes, over the store at which their ranks have met.
 
-    The first rank of each node does it, and tells the others of its node how it ended.
+    The first rank of each node does it, and tells the others of its node how it ended. A second
+    group of the same process is not examined again.
 
     Args:
         config: What was asked for.
@@ -43,19 +50,24 @@ def require_connected_nodes(
         deadline: How long to wait for nodes that have not come.
 
     Raises:
-        PreflightError: Some connections will break the job.
+        PreflightError: Some connections will break the job; its report is with the first rank of
+            each node.
     """
+    if endpoint in _examined:
+        return
     try:
         if world.local_rank == 0:
-            _examine(config, world, endpoint, store, control, backend=backend, deadline=deadline)
+            _lead(config, world, endpoint, store, control, backend=backend, deadline=deadline)
         else:
-            _learn(world, control, deadline)
+            _follow(world, control, deadline)
     finally:
         if world.rank != 0:
-            control.acknowledge(_KEY)
+            with _gone_store():
+                control.acknowledge(_KEY)
+    _examined.add(endpoint)
 
 
-def _examine(
+def _lead(
     config: LaunchConfig,
     world: World,
     endpoint: Endpoint,
@@ -65,13 +77,34 @@ def _examine(
     backend: str,
     deadline: Deadline,
 ) -> None:
+    try:
+        _examine(config, world, endpoint, store, backend=backend, deadline=deadline)
+    except BaseException as error:
+        _tell(world, control, f"{type(error).__name__}: {error}".partition("\n")[0])
+        if world.rank == 0:  # the store may go with it
+            control.stay(_KEY)
+        raise
+    _tell(world, control, "")
+
+
+def _examine(
+    config: LaunchConfig,
+    world: World,
+    endpoint: Endpoint,
+    store: Store,
+    *,
+    backend: str,
+    deadline: Deadline,
+) -> None:
     from torch.distributed import PrefixStore
 
     from ddpsafe.doctor._runner import examine_nodes
     from ddpsafe.doctor._verdict import require_healthy
 
+    board = PrefixStore(_KEY, store)
+    _claim_node(world, board)
     report = examine_nodes(
-        PrefixStore(_KEY, store),
+        board,
         config,
         nnodes=world.nnodes,
         node_rank=world.node_rank,
@@ -79,23 +112,48 @@ def _examine(
         backend=backend,
         timeout=timedelta(seconds=deadline.remaining_s()),
     )
-    try:
-        require_healthy(report, outcome="no process group was made", speaks=world.node_rank == 0)
-    except PreflightError as error:
-        control.put(_own_key(world), str(error).partition("\n")[0].encode())
-        if world.rank == 0:  # the store may go with it
-            control.stay(_KEY)
-        raise
-    control.put(_own_key(world), b"")
+    require_healthy(
+        report,
+        who="the nodes of this job are",
+        outcome="no process group was made",
+        speaks=world.node_rank == 0,
+    )
+
+
+def _claim_node(world: World, board: Store) -> None:
+    """Make sure that nobody else speaks for this node.
+
+    Raises:
+        PreflightError: The launcher told no node ranks, and what was made of the ranks is wrong.
+    """
+    if board.add(f"claims/{world.node_rank}", 1) > 1:
+        what = f"{world} is not the only rank that takes itself for the first of node {world.node_rank}."
+        cause = "the launcher tells no node ranks, and does not fill one node after the other."
+        fix = "set NODE_RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, or start with mpirun --map-by slot."
+        raise PreflightError(explain(what, cause=cause, fix=fix))
 
 
 def _own_key(world: World) -> str:
     return f"{_KEY}/{world.node_rank}"
 
 
-def _learn(world: World, control: Control, deadline: Deadline) -> None:
-    found = control.take(_own_key(world), deadline=deadline)
-    if found:  # where nothing was said in time, the group names who has not come
-        what = f"{world}: {found.decode()}"
-        cause = "the first rank of this node has examined the nodes, and raises the findings."
-        raise PreflightError(explain(what, cause=cause, fix="see the error of that rank."))
+def _tell(world: World, control: Control, found: str) -> None:
+    with _gone_store():
+        control.put(_own_key(world), found.encode())
+
+
+def _gone_store() -> contextlib.suppress:
+    """Be around talk that is in vain where rank 0 has gone and the store with it."""
+    return contextlib.suppress(RuntimeError)
+
+
+def _follow(world: World, control: Control, deadline: Deadline) -> None:
+    """Wait for the verdict; where none comes, the group names who has not come."""
+    waiting = Deadline.after(timedelta(seconds=deadline.remaining_s()) + _VERDICT)
+    found: bytes | None = b"the store went before there was a verdict."
+    with _gone_store():
+        found = control.take(_own_key(world), deadline=waiting)
+    if found:
+        cause = "the first rank of this node has examined the nodes, and raises what it found."
+        fix = "see the error of that rank."
+        raise PreflightError(explain(f"{world}: {found.decode()}", cause=cause, fix=fix))

@@ -14,11 +14,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def require_healthy(report: Report, *, outcome: str, speaks: bool = True) -> None:
+def require_healthy(
+    report: Report, *, who: str | None = None, outcome: str, speaks: bool = True
+) -> None:
     """Refuse to go on where something was found that will break the job.
 
     Args:
         report: What was found.
+        who: Who is not ready then; this host by default.
         outcome: What did not happen therefore.
         speaks: Whether to log the warnings; others of this host do it.
 
@@ -30,7 +33,8 @@ def require_healthy(report: Report, *, outcome: str, speaks: bool = True) -> Non
     if report.failed:
         count = len(report.failed)
         problems = "1 problem" if count == 1 else f"{count} problems"
-        what = f"{report.hostname} is not ready for this launch: {problems}; {outcome}."
+        named = who or f"{report.hostname} is"
+        what = f"{named} not ready for this launch: {problems}; {outcome}."
         told = [what, *(finding.as_text() for finding in report.failed)]
         raise PreflightError("\n".join(told), report=report)
 

@@ -81,8 +81,8 @@ def test_absent_interface_is_named_with_those_that_are_there(
     assert finding["hosts"] == ["h2"]
     assert "ib0" in finding["fact"]
     assert "it has eth0 (10.77.0.3)" in finding["fact"]
-    library = "NCCL_SOCKET_IFNAME==" if asked.get("backend") else "GLOO_SOCKET_IFNAME="
-    assert f"export {library}eth0    # on every host" in finding["fix"]
+    line = "NCCL_SOCKET_IFNAME='=eth0'" if asked.get("backend") else "GLOO_SOCKET_IFNAME=eth0"
+    assert f"export {line}    # on every host" in finding["fix"]
     assert report.ways("open") >= {(0, 1), (1, 0)}
     require_in_time(told, 5)
 
@@ -95,7 +95,7 @@ def test_nccl_takes_the_card_that_only_some_hosts_have(make_hosts: MakeHosts) ->
     finding = report.one("DS-MESH-023")
     assert finding["hosts"] == ["h2"]
     assert "h2 (node rank 2) 10.77.0.3 on eth0" in finding["fact"]
-    assert "export NCCL_SOCKET_IFNAME==eth0    # on every host" in finding["fix"]
+    assert "export NCCL_SOCKET_IFNAME='=eth0'    # on every host" in finding["fix"]
     assert report.ways("open") >= {(0, 1), (1, 0)}
 
 

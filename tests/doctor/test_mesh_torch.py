@@ -82,7 +82,7 @@ def test_full_preflight_names_the_firewall_that_opens_the_port_of_the_job_only(
     for rank, process in enumerate(start_ranks(network, 2)):
         _, err = process.communicate(timeout=60)
         assert process.returncode == 78, err
-        assert "is not ready for this launch: 1 problem; no process group was made" in err
+        assert "the nodes of this job are not ready for this launch: 1 problem; no process" in err
         if rank % 2:
             assert "see the error of that rank" in err
         else:

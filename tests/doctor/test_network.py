@@ -139,7 +139,7 @@ def test_choice_between_networks_is_asked_for_with_several_nodes_only() -> None:
     there = TWO_NETWORKS
     found = examine("NET", host=there, **one_of_two("10.88.0.9:29500"))
     assert lines_to_copy(found.of("DS-NET-005")) == [
-        "export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME==ib0"
+        "export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME='=ib0'"
     ]
     assert examine("NET", host=there).problems() == []
 

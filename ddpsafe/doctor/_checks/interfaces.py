@@ -12,7 +12,7 @@ from ddpsafe._config.interfaces import (
     check_interfaces,
 )
 from ddpsafe._config.problems import find_near
-from ddpsafe._interfaces import expand_nccl, interface_variables, list_interfaces
+from ddpsafe._interfaces import as_setting, expand_nccl, interface_variables, list_interfaces
 from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _exports(subject: Subject, variable: str) -> list[str]:
     wrong = subject.env.get(variable) or subject.config.rendezvous.interface or ""
     near = find_near(wrong.lstrip("^=").partition(",")[0], usable)
     name = near or usable[0]
-    return [f"export {setting}={interface_variables(name).get(setting, name)}"]
+    return [f"export {as_setting(setting, interface_variables(name).get(setting, name))}"]
 
 
 def check_state(subject: Subject) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._config.interfaces import GLOO, NCCL
 from ddpsafe._interfaces import (
+    as_setting,
     find_interface_of,
     interface_variables,
     list_interfaces,
@@ -70,7 +71,7 @@ def _compare(subject: Subject, target: str, way: Interface | None) -> Finding:
         cause="a second network, which all hosts need to share, or a name copied from another host.",
         fix=to_copy(
             f"Unless every host has {name} in one network:",
-            *(f"export {name}={value}" for name, value in settings.items() if name in by),
+            *(f"export {as_setting(*each)}" for each in settings.items() if each[0] in by),
             *([f"--interface {way.name}"] if "rendezvous.interface" in by else []),
         ),
         route_interface=way.name,
@@ -120,7 +121,7 @@ def check_choice(subject: Subject) -> Iterator[Finding]:
         cause="neither GLOO_SOCKET_IFNAME nor NCCL_SOCKET_IFNAME is set.",
         fix=to_copy(
             "Say so on every host, by its own name for the network:",
-            " ".join(["export", *(f"{name}={settings[name]}" for name in (GLOO, NCCL))]),
+            " ".join(["export", *(as_setting(name, settings[name]) for name in (GLOO, NCCL))]),
         ),
         interfaces=[each.name for each in candidates],
     )

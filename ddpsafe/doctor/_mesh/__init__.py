@@ -116,6 +116,7 @@ def examine_at_store(  # noqa: PLR0913 - as `examine`
         facts=_as_json(local),
         say=on_progress,
         collective="skip",
+        at_store=True,
     )
     return _complete(meet_at_store(job, store))
 

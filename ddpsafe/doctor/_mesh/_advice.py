@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._interfaces import LIBRARY_VARIABLES, interface_variables
+from ddpsafe._interfaces import LIBRARY_VARIABLES, as_setting, interface_variables
 from ddpsafe.doctor._mesh._messages import Gate
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _origin(sources: Sequence[Node], target: Node) -> str:
 def export_line(backend: str, interface: str) -> str:
     """Return the line that makes the library behind a backend take an interface."""
     library = LIBRARY_VARIABLES[1] if "nccl" in backend else LIBRARY_VARIABLES[0]
-    return f"export {library}={interface_variables(interface)[library]}"
+    return f"export {as_setting(library, interface_variables(interface)[library])}"
 
 
 def common_networks(nodes: Sequence[Node]) -> list[str]:

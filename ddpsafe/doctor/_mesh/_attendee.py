@@ -45,7 +45,7 @@ async def attend(
         patience = Deadline.after(_all_reduce.LIMIT + _SLACK)
         return unpack(await _require(board, "verdict", Report, patience))
     except BoardLostError as exc:
-        return [hub_lost(hub_hostname, str(exc))], job.empty_matrix()
+        return [hub_lost(hub_hostname, str(exc), at_store=job.at_store)], job.empty_matrix()
     finally:
         ticking.cancel()
 

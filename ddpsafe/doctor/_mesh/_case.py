@@ -29,6 +29,7 @@ class Case:
         testimonies: Who came back from the mesh, by node rank.
         names: Names of nodes that did not come, where something tells them.
         plan: Whom each node was to dial, by node rank.
+        at_store: Whether ranks of the job have met at its store, and not doctors at the endpoint.
     """
 
     nnodes: int
@@ -39,6 +40,7 @@ class Case:
     testimonies: Mapping[int, Testimony]
     names: Mapping[int, str] = field(default_factory=dict)
     plan: Mapping[int, list[int]] = field(default_factory=dict)
+    at_store: bool = False
 
     def verdicts(self) -> dict[Way, Dialled]:
         """Return every direction between two hosts that both came back."""

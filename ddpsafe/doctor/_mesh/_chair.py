@@ -133,6 +133,7 @@ class Chair:
             testimonies=dict(sorted(testimonies.items())),
             names=self._names,
             plan=make_plan(roster),
+            at_store=self._job.at_store,
         )
 
 

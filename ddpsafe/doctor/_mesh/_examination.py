@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import Deadline
 from ddpsafe.doctor._mesh._attendee import attend
+from ddpsafe.doctor._mesh._board import BoardLostError
 from ddpsafe.doctor._mesh._chair import Chair
 from ddpsafe.doctor._mesh._endpoint import Obstacle, find_addresses, reach_hub
 from ddpsafe.doctor._mesh._endpoint_findings import describe_trouble, judge_obstacle
 from ddpsafe.doctor._mesh._entrance import Entrance, owner_of
 from ddpsafe.doctor._mesh._mesh import Member
-from ddpsafe.doctor._mesh._roll_findings import cannot_serve
+from ddpsafe.doctor._mesh._roll_findings import cannot_serve, hub_lost
 from ddpsafe.doctor._mesh._store_board import StoreBoard
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ async def meet_at_store(job: Job, store: Store) -> Found:
         if job.node_rank == 0:
             return await Chair(job, board, member).preside(own)
         return await attend(job, board, member, own, hub_hostname=job.host)
+    except BoardLostError as exc:
+        return [hub_lost(job.host, str(exc), at_store=True)], job.empty_matrix()
     finally:
         await member.close()
 

@@ -36,6 +36,7 @@ class Job:
         facts: This host's fingerprint.
         say: Takes a line now and then on what is being waited for.
         collective: Whether an all-reduce closes the examination.
+        at_store: Whether ranks of the job meet at its store, and not doctors at the endpoint.
     """
 
     nnodes: int
@@ -48,6 +49,7 @@ class Job:
     facts: Mapping[str, Json]
     say: Callable[[str], None]
     collective: Literal["run", "skip"]
+    at_store: bool = False
 
     def greeting(self) -> Greeting:
         """Return how this node introduces itself."""

@@ -39,20 +39,24 @@ def _missing(case: Case, missing: list[int], waited_s: float) -> Finding:
         code=_codes.MISSING,
         severity="failed",
         fact=f"{came} of {case.nnodes} nodes came within {waited_s:.1f} s; not yet: {labels}.",
-        cause="the doctor was not started there, it waits for another endpoint, or it cannot reach "
+        cause="the first rank there was not started, has failed, or is slow to start."
+        if case.at_store
+        else "the doctor was not started there, it waits for another endpoint, or it cannot reach "
         "this one: what it prints there says which.",
-        fix=to_copy(
-            "Start it there and look at what it says:",
-            *(
-                [
-                    f"ddpsafe doctor --nnodes {case.nnodes} --node-rank {node} "
-                    f"--rdzv-endpoint {case.host}:{case.port}"
-                    for node in missing[:4]
-                ]
-            ),
-        ),
+        fix="Look at the log of the ranks there." if case.at_store else _start_there(case, missing),
         hosts=case.hostnames(missing),
         details={"missing_node_ranks": missing, "waited_s": round(waited_s, 1)},
+    )
+
+
+def _start_there(case: Case, missing: list[int]) -> str:
+    return to_copy(
+        "Start it there and look at what it says:",
+        *(
+            f"ddpsafe doctor --nnodes {case.nnodes} --node-rank {node} "
+            f"--rdzv-endpoint {case.host}:{case.port}"
+            for node in missing[:4]
+        ),
     )
 
 
@@ -61,9 +65,10 @@ def _lost(case: Case, node: int) -> Finding:
         code=_codes.LOST,
         severity="failed",
         fact=f"{case.label(node)} came to the roll-call and was lost during the check.",
-        cause="the doctor there was ended, or the host went down or off the network.",
+        cause=f"the {_process(at_store=case.at_store)} there was ended, or the host went down or off "
+        "the network.",
         fix=to_copy(
-            "Look whether the host lives and what its doctor printed last:",
+            f"Look whether the host lives and what its {_process(at_store=case.at_store)} printed last:",
             f"ping -c 3 {case.nodes[node].announced.address}",
         ),
         hosts=case.hostnames([node]),
@@ -112,14 +117,19 @@ def late(who: str, *, waited: str) -> Finding:
     )
 
 
-def hub_lost(host: str, why: str) -> Finding:
+def _process(*, at_store: bool) -> str:
+    return "first rank" if at_store else "doctor"
+
+
+def hub_lost(host: str, why: str, *, at_store: bool) -> Finding:
     """Word that node rank 0 went away during the check."""
+    process = _process(at_store=at_store)
     return Finding(
         code=_codes.HUB_LOST,
         severity="failed",
         fact=f"{host} (node rank 0) was lost during the check: {why}.",
-        cause="the doctor there was ended, or the host went down or off the network.",
-        fix=f"Look at what the doctor on {host} printed last, and start it on all nodes again.",
+        cause=f"the {process} there was ended, or the host went down or off the network.",
+        fix=f"Look at what the {process} on {host} printed last, and start it on all nodes again.",
         hosts=(host,),
         details={"node_rank": 0, "said": why},
     )
