@@ -54,6 +54,8 @@ EPOCHS: Final = 5
 TOLERANCE: Final = 1e-5
 SHARES: Final = {"saver": 0.76, "rank": 0.14, "launcher": 0.05, "ranks changed": 0.05}
 LIMIT_S: Final = 120
+WRITE_S: Final = 2.0
+"""How long to wait for a write that is to be met; the training may be at its end."""
 
 
 class Points(Dataset[tuple[torch.Tensor, int]]):
@@ -336,10 +338,18 @@ class Arena:
             if dead & set(pids):
                 continue
             done.wait(self._random.uniform(0, 0.8))
+            self._perhaps_await_write(job)
             victim = self._random.choice(pids)
             if victim is not None and kill(victim):
                 check_survivors(job, tally)
             dead |= set(pids)
+
+    def _perhaps_await_write(self, job: Job) -> None:
+        """Wait, every second time, until files are written: a random moment rarely meets that."""
+        if self._random.random() < 0.5:
+            ends_s = time.monotonic() + WRITE_S
+            while not any(job.directory.glob(".saving-*")) and time.monotonic() < ends_s:
+                time.sleep(0.0005)
 
     def kill_launchers(self, kills: int, tally: Tally, *, sizes: tuple[int, ...]) -> None:
         """Kill launchers, whose ranks go with them; each next one has a size of `sizes`."""
@@ -364,6 +374,7 @@ class Arena:
             wait_until(lambda: pid_of(job, ranks - 1) is not None or process.poll() is not None)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(self._random.uniform(0, 0.8))
+            self._perhaps_await_write(job)
             if process.poll() is None:
                 pids = [pid_of(job, rank) for rank in range(ranks)]
                 process.kill()
