@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
 import sys
 from typing import TYPE_CHECKING
 
@@ -11,8 +13,6 @@ from hosts import names_as_debian
 from mesh_kit import PROGRAM, agree, examine, read_one, start_one
 
 if TYPE_CHECKING:
-    import subprocess
-
     from hosts import Network
     from mesh_kit import MakeHosts
 
@@ -45,13 +45,19 @@ def test_ranks_of_another_launcher_are_examined_over_their_store(make_hosts: Mak
     assert report.ways("refused") == {(2, 1)}
 
 
-def start_ranks(network: Network, per_host: int) -> list[subprocess.Popen[str]]:
-    """Start ranks that ask for the full preflight, as srun would on every host."""
+def start_ranks(
+    network: Network, per_host: int, *, by_node: bool = False
+) -> list[subprocess.Popen[str]]:
+    """Start ranks that ask for the full preflight, as srun would, or mpirun --map-by node."""
     return [
         host.start(
             [sys.executable, PROGRAM, "launch_fully_examined"],
             env={
-                "RANK": str(host.index * per_host + local_rank),
+                "RANK": str(
+                    local_rank * len(network) + host.index
+                    if by_node
+                    else host.index * per_host + local_rank
+                ),
                 "WORLD_SIZE": str(len(network) * per_host),
                 "LOCAL_RANK": str(local_rank),
                 "LOCAL_WORLD_SIZE": str(per_host),
@@ -88,6 +94,22 @@ def test_full_preflight_names_the_firewall_that_opens_the_port_of_the_job_only(
         else:
             assert "DS-MESH-036 (h0, h1): No host can open a connection" in err
             assert "tcp dport 32768-60999 accept    # on h1" in err
+
+
+def test_full_preflight_tells_ranks_that_are_not_filled_node_by_node(
+    make_hosts: MakeHosts,
+) -> None:
+    """Without NODE_RANK it is derived, here wrongly: two ranks would speak for one node."""
+    started = start_ranks(make_hosts(2), 2, by_node=True)
+    ends = {}
+    for number in (0, 2):  # the first ranks of both hosts: one of them comes second
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            _, err = started[number].communicate(timeout=25)
+            ends[number] = (started[number].returncode, err)
+    assert any(
+        code == 78 and "is not the only rank that takes itself for the first of node 0" in err
+        for code, err in ends.values()
+    ), ends
 
 
 def test_automatic_interface_joins_hosts_whose_names_lead_to_loopback(
