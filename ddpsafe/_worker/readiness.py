@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import PreflightError, explain
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed import Store
 
     from ddpsafe._config import LaunchConfig
@@ -57,7 +60,10 @@ def require_connected_nodes(
         return
     try:
         if world.local_rank == 0:
-            _lead(config, world, endpoint, store, control, backend=backend, deadline=deadline)
+            examine = partial(
+                _examine, config, world, endpoint, store, backend=backend, deadline=deadline
+            )
+            _lead(world, control, examine)
         else:
             _follow(world, control, deadline)
     finally:
@@ -67,18 +73,10 @@ def require_connected_nodes(
     _examined.add(endpoint)
 
 
-def _lead(
-    config: LaunchConfig,
-    world: World,
-    endpoint: Endpoint,
-    store: Store,
-    control: Control,
-    *,
-    backend: str,
-    deadline: Deadline,
-) -> None:
+def _lead(world: World, control: Control, examine: Callable[[], None]) -> None:
+    """Examine, and tell the other ranks of this node how it ended, whatever that is."""
     try:
-        _examine(config, world, endpoint, store, backend=backend, deadline=deadline)
+        examine()
     except BaseException as error:
         _tell(world, control, f"{type(error).__name__}: {error}".partition("\n")[0])
         if world.rank == 0:  # the store may go with it

@@ -18,7 +18,7 @@ from ddpsafe.doctor._report import Report, masked, worst_first
 from ddpsafe.doctor._subject import Subject, count_cores, environment_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
 
     from typing_extensions import Unpack
 
@@ -80,13 +80,7 @@ def run(
     if meets:
         between, matrix = _examine_mesh(resolved, subject.backend, timeout, say)
         findings += between
-    mask = Mask.of(subject.env)
-    return Report(
-        findings=worst_first([masked(finding, mask) for finding in findings]),
-        hostname=socket.gethostname(),
-        matrix=matrix,
-        took_s=began.waited_s(),
-    )
+    return _report(findings, matrix, subject.env, began)
 
 
 def examine_nodes(
@@ -128,7 +122,13 @@ def examine_nodes(
         local=fingerprint(config),
         on_progress=logger.info,
     )
-    mask = Mask.of(environment_of(config))
+    return _report(findings, matrix, environment_of(config), began)
+
+
+def _report(
+    findings: list[Finding], matrix: Matrix | None, env: Mapping[str, str], began: Deadline
+) -> Report:
+    mask = Mask.of(env)
     return Report(
         findings=worst_first([masked(finding, mask) for finding in findings]),
         hostname=socket.gethostname(),

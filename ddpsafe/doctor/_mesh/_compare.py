@@ -193,11 +193,9 @@ def _judge_mtus(case: Case) -> Iterator[Finding]:
         fix=to_copy(
             "Make them equal:",
             *(
-                [
-                    f"ip link set dev {case.nodes[rank].announced.interface} mtu {usual}"
-                    f"    # on {case.name_of(rank)}"
-                    for rank in odd
-                ]
+                f"ip link set dev {case.nodes[rank].announced.interface} mtu {usual}"
+                f"    # on {case.name_of(rank)}"
+                for rank in odd
             ),
         ),
         hosts=case.hostnames(odd),

@@ -145,7 +145,7 @@ def _opening(case: Case, group: Group, listeners: list[int]) -> str:
         rules = opening_rules(case.nodes[listener], sources, gates)
         lines += [f"{rule}    # on {case.name_of(listener)}" for rule in rules]
     what = "Let the hosts of the job in, as root, and run the doctor again:"
-    return to_copy(what, *(list(dict.fromkeys(lines))[: 3 * _MOST_NAMED]))
+    return to_copy(what, *list(dict.fromkeys(lines))[: 3 * _MOST_NAMED])
 
 
 def _wrong_peer(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
@@ -162,12 +162,11 @@ def _wrong_peer(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Findi
         fix=to_copy(
             "Take the job's ports out of the proxy (Istio: the annotations below on every pod), or "
             "look for a second host with the address:",
+            f'traffic.sidecar.istio.io/excludeInboundPorts: "{_range(case, listeners)}"',
+            f'traffic.sidecar.istio.io/excludeOutboundPorts: "{_range(case, listeners)}"',
             *(
-                [
-                    f'traffic.sidecar.istio.io/excludeInboundPorts: "{_range(case, listeners)}"',
-                    f'traffic.sidecar.istio.io/excludeOutboundPorts: "{_range(case, listeners)}"',
-                    *(f"arping -D -c 3 {address}    # on another host" for address in addresses),
-                ][: _MOST_NAMED + 2]
+                f"arping -D -c 3 {address}    # on another host"
+                for address in addresses[:_MOST_NAMED]
             ),
         ),
         hosts=case.hostnames(group.nodes),
@@ -201,11 +200,9 @@ def _large_lost(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Findi
         fix=to_copy(
             "Make the packets smaller on both ends, or repair the switch or tunnel between:",
             *(
-                [
-                    f"ip link set dev {case.nodes[node].announced.interface} mtu {smaller}"
-                    f"    # on {case.name_of(node)}"
-                    for node in involved[: 2 * _MOST_NAMED]
-                ]
+                f"ip link set dev {case.nodes[node].announced.interface} mtu {smaller}"
+                f"    # on {case.name_of(node)}"
+                for node in involved[: 2 * _MOST_NAMED]
             ),
         ),
         hosts=case.hostnames(group.nodes),
