@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from datetime import timedelta
+
+_FIRST_PAUSE_S: Final = 0.001
+_LONGEST_PAUSE_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,3 +53,13 @@ class Deadline:
     def earlier(self, other: Deadline) -> Deadline:
         """Return whichever expires first."""
         return self if self.ends_s <= other.ends_s else other
+
+    def pauses_s(self) -> Iterator[float]:
+        """Yield how long to sleep before the next look, longer each time, until this expires.
+
+        What comes soon is seen soon, and a long wait costs its peers little.
+        """
+        pause_s = _FIRST_PAUSE_S
+        while not self.expired():
+            yield min(pause_s, self.remaining_s())
+            pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)

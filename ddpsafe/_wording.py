@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+_EXPLAINED: Final = re.compile(
+    r"(?P<what>.*?)\n\s*Likely cause: (?P<cause>[^\n]*)\n\s*What to do: (?P<fix>.*)", re.DOTALL
+)
 
 
 def explain(
@@ -34,3 +39,9 @@ def explain(
     if logs is not None:
         lines.append(f"  Logs: {logs}")
     return "\n".join(lines)
+
+
+def take_apart(message: str) -> tuple[str, str, str] | None:
+    """Undo `explain`: what happened, the cause, the fix; ``None`` for a message of somebody else's."""
+    found = _EXPLAINED.fullmatch(message)
+    return None if found is None else (found["what"], found["cause"], found["fix"])

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ddpsafe._errors import explain
-from ddpsafe._launcher.advice import find_own
 from ddpsafe._launcher.causes import find_cause
 from ddpsafe._launcher.evidence import read_crash
 from ddpsafe._wire.outcome import Position, Raised, RankOutcome
+from ddpsafe._wording import take_apart
 
 CRASHED_IN_GLOO = """\
 starting
@@ -71,5 +71,5 @@ def test_a_rank_that_was_killed_did_not_crash_in_a_collective() -> None:
 def test_advice_of_our_own_errors_is_not_hidden_behind_general_advice() -> None:
     """A rank that raises one of ddpsafe's errors shows its cause and its fix, once."""
     own = explain("step 7 is too old.", cause="two jobs.", fix="use another one.", details=["x 1"])
-    assert find_own(own) == ("step 7 is too old.", "two jobs.", "use another one.\n  x 1")
-    assert find_own("ValueError: nothing of ours") is None
+    assert take_apart(own) == ("step 7 is too old.", "two jobs.", "use another one.\n  x 1")
+    assert take_apart("ValueError: nothing of ours") is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from typing import TYPE_CHECKING, Final
 
@@ -116,13 +115,3 @@ IN_KERNEL: Final[Advice] = (
     "a disk, a mount or a device on {host} does not answer; until it does, not even SIGKILL ends it.",
     "look at dmesg and the mount on {host}; keep the data where it answers.",
 )
-
-_OWN: Final = re.compile(
-    r"(?P<what>.*?)\n\s*Likely cause: (?P<cause>[^\n]*)\n\s*What to do: (?P<fix>.*)", re.DOTALL
-)
-
-
-def find_own(message: str) -> tuple[str, str, str] | None:
-    """Take the advice out of a message that `explain` made: what happened, the cause, the fix."""
-    found = _OWN.fullmatch(message)
-    return None if found is None else (found["what"], found["cause"], found["fix"])

@@ -28,6 +28,7 @@ from ddpsafe._launcher.originals import original_of
 from ddpsafe._launcher.symptoms import find_symptom, kind_of, wants_busy_port
 from ddpsafe._launcher.wording import last_words, listed, others, positions, where
 from ddpsafe._wire.outcome import clip
+from ddpsafe._wording import take_apart
 
 if TYPE_CHECKING:
     from ddpsafe._kinds import FailureKind
@@ -73,7 +74,7 @@ def _raised(case: Case, cause: Cause, raised: Raised) -> LaunchError:
     topic: FailureKind = "port" if wants_busy_port(raised) else kind
     likely, fix = advice.BY_KIND.get(topic, advice.BY_KIND["user-error"])
     text = raised.message
-    if own := advice.find_own(text):  # an error of ddpsafe's own brings its advice along
+    if own := take_apart(text):  # an error of ddpsafe's own brings its advice along
         text, likely, fix = own
     at = [f"at {raised.where}"] if raised.where else []
     at += [f"held: {raised.held}"] if raised.held else []

@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Final
 from ddpsafe._clock import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from torch.distributed import Store
 
-_FIRST_PAUSE_S: Final = 0.001
-_LONGEST_PAUSE_S: Final = 0.1
 # How long the rank that serves the store stays for the others to read how a meeting ended.
 _LINGER: Final = timedelta(seconds=2)
 _FAILED: Final = "failed "
@@ -177,11 +175,11 @@ class Control:
         It looks again and again with growing pauses: torch's own wait handles no Ctrl-C and writes
         warnings to stderr whenever a slice of it ends.
         """
-        pausing = pauses(deadline)
-        while not any(map(self.is_set, keys)):
-            if not next(pausing):
-                return False
-        return True
+        for pause_s in deadline.pauses_s():
+            if any(map(self.is_set, keys)):
+                return True
+            time.sleep(pause_s)
+        return any(map(self.is_set, keys))
 
     def is_set(self, key: str) -> bool:
         """Look at a key without waiting."""
@@ -191,14 +189,3 @@ class Control:
         turn = self._turns.get(name, 0)
         self._turns[name] = turn + 1
         return f"control/{name}/{turn}"
-
-
-def pauses(deadline: Deadline) -> Iterator[bool]:
-    """Pause, longer each time; yield whether there was time for it before the deadline."""
-    pause_s = _FIRST_PAUSE_S
-    while True:
-        if deadline.expired():
-            yield False
-        time.sleep(min(pause_s, deadline.remaining_s()))
-        yield True
-        pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)

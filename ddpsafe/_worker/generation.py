@@ -8,10 +8,11 @@ only a living rank can have written.
 
 from __future__ import annotations
 
+import time
 import uuid
 from typing import TYPE_CHECKING
 
-from ddpsafe._worker.control import Control, pauses
+from ddpsafe._worker.control import Control
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -52,8 +53,7 @@ def _welcome(store: Store, world: World, name: str, deadline: Deadline) -> list[
     """
     outside = set(range(1, world.world_size))
     answered: set[str] = set()
-    pausing = pauses(deadline)
-    while outside:
+    for pause_s in deadline.pauses_s():
         for rank in sorted(outside):
             greeting = _read(store, f"hello/{rank}")
             if greeting is None:
@@ -63,8 +63,9 @@ def _welcome(store: Store, world: World, name: str, deadline: Deadline) -> list[
                 store.set(f"welcome/{greeting}", name)
             elif _read(store, f"seen/{greeting}") == name:
                 outside.remove(rank)
-        if outside and not next(pausing):
+        if not outside:
             break
+        time.sleep(pause_s)
     return sorted(outside)
 
 
