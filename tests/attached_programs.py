@@ -50,6 +50,33 @@ def place(ctx: ddpsafe.RankContext) -> tuple[int, ...]:
     )
 
 
+def follow_on_each_node() -> tuple[int, ...]:
+    """Follow a leader of the node that does not come; return who was missed."""
+    with ddpsafe.process_group(timeouts=PATIENT | {"barrier": 1}) as ctx:
+        missing: tuple[int, ...] = ()
+        if ctx.local_rank != 0:
+            try:
+                ctx.rank_zero_first(str, local=True)
+            except ddpsafe.BarrierTimeoutError as error:
+                missing = error.missing_ranks
+        ctx.barrier(timeout=timedelta(seconds=30))
+    return missing
+
+
+def fail_to_join() -> dict[str, str]:
+    """Be alone at the rendezvous; return what this has changed in the environment."""
+    before = dict(os.environ)
+    try:
+        ddpsafe.setup(
+            env={"OMP_DYNAMIC": "true"}, timeouts={"rendezvous": 1, "collective": 1, "barrier": 1}
+        )
+    except ddpsafe.RendezvousTimeoutError:
+        return {
+            name: os.environ[name] for name in os.environ if os.environ[name] != before.get(name)
+        }
+    raise AssertionError
+
+
 def join_again_and_again(cycles: int) -> list[float]:
     """Set up and clean up in a loop, as k-fold validation does; return each group's sum."""
     import torch

@@ -262,6 +262,16 @@ def survive_failure_of_rank_zero(ctx: RankContext) -> dict[str, Any]:
     }
 
 
+def look_whether_all_are_there(ctx: RankContext) -> float:
+    """Come to a barrier without waiting there; rank 0 never comes. Return how long it took."""
+    began_s = time.monotonic()
+    if not ctx.is_main:
+        assert isinstance(
+            caught(lambda: ctx.barrier("now", timeout=timedelta(0))), ddpsafe.BarrierTimeoutError
+        )
+    return time.monotonic() - began_s
+
+
 def keep_them_waiting(ctx: RankContext) -> BaseException | None:
     """Rank 0 does not come to rank_zero_first at all."""
     return None if ctx.is_main else caught(lambda: ctx.rank_zero_first(str))

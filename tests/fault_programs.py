@@ -341,6 +341,16 @@ def exit_badly(_folder: Path) -> NoReturn:
     sys.exit(3)
 
 
+def exit_as_os_system(_folder: Path) -> NoReturn:
+    """Exit with a wait status, of which the system keeps eight bits: those of a success."""
+    sys.exit(os.system("exit 1"))
+
+
+def exit_below_zero(_folder: Path) -> NoReturn:
+    """Ask for exit code -1, which the system makes 255."""
+    sys.exit(-1)
+
+
 def vanish_well(_folder: Path) -> NoReturn:
     """End without a word, with code 0."""
     os._exit(0)

@@ -382,6 +382,18 @@ def test_rank_that_misses_a_barrier_is_named_on_every_rank(absent: int, tmp_path
         assert rank.error.waited_s < 2 + SLACK_S
 
 
+def test_rank_that_leads_a_node_is_the_one_missed_there(tmp_path: Path) -> None:
+    """The others of the second node wait for rank 2, not for rank 0."""
+    port = free_port()
+    envs = [
+        by_hand(rank, 4, port)
+        | {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": str(rank // 2)}
+        for rank in range(4)
+    ]
+    ranks = forked_ranks.run(programs.follow_on_each_node, envs, folder=tmp_path)
+    assert forked_ranks.values(ranks) == [(), (0,), (), (2,)]
+
+
 # Who does not come, and who comes uninvited.
 
 
@@ -400,6 +412,12 @@ def test_missing_rank_is_named_on_every_rank(present: tuple[int, ...], tmp_path:
         assert "What to do:" in str(rank.error)
         assert rank.took_s < IMPATIENT["rendezvous"] + SLACK_S
         assert rank.stderr == ""
+
+
+def test_failed_setup_leaves_the_environment_as_it_was(tmp_path: Path) -> None:
+    """The next try, with another address, must not take loopback for the user's own choice."""
+    ranks = forked_ranks.run(programs.fail_to_join, [by_hand(0, 2, free_port())], folder=tmp_path)
+    assert forked_ranks.values(ranks) == [{}]
 
 
 def test_port_of_another_program_is_named_with_its_owner(tmp_path: Path) -> None:

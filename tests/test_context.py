@@ -184,6 +184,12 @@ def test_missing_rank_is_named_on_every_rank_that_waited() -> None:
         assert "What to do:" in str(error)
 
 
+def test_timeout_of_zero_does_not_wait() -> None:
+    """It is a deadline like any other, not the default."""
+    values = launch(programs.look_whether_all_are_there, timeouts={"barrier": 60})
+    assert max(values.values()) < 20
+
+
 def test_ranks_at_different_barriers_do_not_meet() -> None:
     """Rank 0 is at "evaluate", the others are at "train": each side misses the other."""
     values = launch(programs.meet_under_other_names)

@@ -122,6 +122,26 @@ def test_a_guard_may_stand_inside_other_statements_and_hold_the_function(tmp_pat
     assert run.err == ""
 
 
+def test_a_package_that_is_run_needs_no_guard(tmp_path: Path) -> None:
+    """No rank runs ``package/__main__.py`` again, so nobody writes a guard there."""
+    scripts.write(tmp_path, "package/__main__.py", launching("main(start_method='forkserver')"))
+    run = scripts.Script(["-m", "package"], folder=tmp_path).end()
+    assert run.lines() == ["imported as __main__", "{0: 10, 1: 11}"]
+    assert run.err == ""
+
+
+def test_a_path_object_in_the_search_path_is_ignored_as_python_does(tmp_path: Path) -> None:
+    """Many a script adds one, in vain."""
+    source = launching(
+        "import pathlib, sys",
+        "sys.path.append(pathlib.Path('src'))",
+        "if __name__ == '__main__':",
+        "    main(start_method='forkserver')",
+    )
+    run = scripts.run(tmp_path, source)
+    assert (run.lines()[-1], run.err) == ("{0: 10, 1: 11}", "")
+
+
 def test_a_module_of_a_package_is_launched_with_its_relative_imports(tmp_path: Path) -> None:
     """``python -m package.module`` and ``python -m package``, which ranks do not run again."""
     scripts.write(tmp_path, "package/settings.py", "OFFSET = 30\n")

@@ -6,14 +6,14 @@ import contextlib
 import os
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import psutil
 
+from ddpsafe._wire.spec import MARKER
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-
-MARKER: Final = "DDPSAFE_LAUNCH_ID"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,8 @@ def find_members(ranks: Iterable[RankProcess], launch_id: str) -> list[psutil.Pr
     """Find live processes of a launch: the ranks, their sessions, and what carries its mark.
 
     A rank leads a session of its own, so whatever it starts belongs to that session, unless it
-    made another one; then its environment still carries the launch's id.
+    made another one; then its environment still carries the launch's id. What a rank forks off into
+    a session of its own, without starting a program there, carries neither, and is not found.
 
     Args:
         ranks: The ranks.

@@ -40,6 +40,14 @@ class Guard:
         """Own the process."""
         self._process = process
 
+    def teach(self, launch_id: str) -> None:
+        """Say where the code lies and whose processes to look for."""
+        entries: list[object] = list(
+            sys.path
+        )  # a Path among them is common; Python ignores it, too
+        path = [entry for entry in entries if isinstance(entry, str)]
+        self._say(json.dumps({"path": path, "launch_id": launch_id}))
+
     def protect(self, rank: RankProcess) -> None:
         """End this process too, should the launcher vanish."""
         self._say(json.dumps({"pid": rank.pid, "created_s": rank.created_s}))
@@ -76,8 +84,8 @@ def posted_guard(launch_id: str) -> Iterator[Guard]:
         start_new_session=True,
     )
     guard = Guard(process)
-    guard._say(json.dumps({"path": sys.path, "launch_id": launch_id}))  # noqa: SLF001 - ours
     try:
+        guard.teach(launch_id)
         yield guard
     finally:
         guard.dismiss()

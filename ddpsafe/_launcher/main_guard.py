@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpsafe._errors import ConfigError, explain
+from ddpsafe._wire.payload import main_is_importable
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -23,7 +24,7 @@ def require_main_guard() -> None:
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise _missing("this process was started by another launch and imports its script.")
-    frame = _top_level_frame()
+    frame = _top_level_frame() if main_is_importable() else None
     if frame is None:
         return
     path, line = frame.f_code.co_filename, frame.f_lineno
@@ -34,8 +35,6 @@ def require_main_guard() -> None:
 def _top_level_frame() -> FrameType | None:
     """Find the frame of the main script's top level, if the launch was called from there."""
     main = vars(sys.modules["__main__"])
-    if main.get("__file__") is None:  # a REPL or a notebook: nothing will be imported again
-        return None
     frame: FrameType | None = sys._getframe()  # noqa: SLF001 - inspect.stack reads all sources
     while frame is not None:
         if frame.f_globals is main and frame.f_code.co_name == "<module>":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._config.backends import require_backend
 from ddpsafe._errors import ConfigError, explain
-from ddpsafe._wire.spec import RankTimeouts
+from ddpsafe._wire.spec import MARKER, RankTimeouts
 from ddpsafe._world import World, loopback_interfaces
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def rank_env(plan: LaunchPlan, world: World, master_port: int) -> dict[str, str]
     if plan.style == "spawn":
         kept |= set(given)
     ours = {name: value for name, value in given.items() if name not in kept & set(os.environ)}
-    return {**ours, **plan.config.env, "DDPSAFE_LAUNCH_ID": plan.launch_id}
+    return {**ours, **plan.config.env, MARKER: plan.launch_id}
 
 
 def _world(rank: int, nproc: int) -> World:

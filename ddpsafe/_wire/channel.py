@@ -6,6 +6,7 @@ middle of a large result would stop its launcher too. Here the launcher reads wh
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import struct
@@ -73,18 +74,22 @@ class Sender:
         """Own the descriptor."""
         self._fd = fd
         self._lock = threading.Lock()
+        self._is_cut = False
 
     def send(self, message: Message) -> None:
         """Write one message.
 
-        A launcher that is gone is no error here: the lifeline ends the rank.
+        A launcher that is gone is no error here: the lifeline ends the rank. Nothing can follow a
+        message that was cut short: it would be taken for the missing part.
         """
         body = pickle.dumps(message)
         with self._lock:
-            try:
-                self._write(_HEADER.pack(len(body)) + body)
-            except BrokenPipeError:
+            if self._is_cut:
                 return
+            self._is_cut = True  # a signal handler of the user's may raise in the middle of it
+            with contextlib.suppress(BrokenPipeError):
+                self._write(_HEADER.pack(len(body)) + body)
+                self._is_cut = False
 
     def _write(self, data: bytes) -> None:
         view = memoryview(data)

@@ -32,7 +32,7 @@ def clip(text: str, limit: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """The last collective a rank has entered in a process group.
+    """A collective that a rank has entered in a process group.
 
     Attributes:
         group: The group's description, e.g. ``default_pg``.
@@ -116,6 +116,7 @@ class Raised:
         at_ns: Monotonic clock of the host; comparable between the ranks of one host.
         exit_code: Set when the exception was a request to exit.
         final: False where the exception was only seen in flight, at a teardown or a barrier.
+        held: What the rank's memory held, where it ran out of it.
     """
 
     type_name: str
@@ -210,14 +211,20 @@ def _traceback_of(exc: BaseException) -> str:
 
 
 def exit_code_of(exc: BaseException) -> int | None:
-    """Return the code an exception asks to exit with; ``None`` where it is no such request."""
+    """Return the code an exception asks to exit with; ``None`` where it is no such request.
+
+    The system keeps eight bits of it. A code that is an error stays one: ``sys.exit(256)``, which
+    is what ``sys.exit(os.system(…))`` comes to, would else be a success.
+    """
     if isinstance(exc, KeyboardInterrupt):
         return 128 + signal.SIGINT
     if not isinstance(exc, SystemExit):
         return None
     if exc.code is None:
         return 0
-    return exc.code if isinstance(exc.code, int) else 1
+    if not isinstance(exc.code, int):
+        return 1
+    return exc.code & 0xFF or int(exc.code != 0)
 
 
 Status = Literal["returned", "raised", "exited", "killed", "stopped", "running"]

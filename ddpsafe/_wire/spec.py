@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 # A real-time signal: SIGUSR1 and SIGUSR2 belong to schedulers and to the user's own handlers.
 STACKS_SIGNAL: Final = int(signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2)
 
+MARKER: Final = "DDPSAFE_LAUNCH_ID"
+"""The variable that a rank's processes have, and by which they are found again."""
+
 
 def semaphore_prefix(launch_id: str) -> str:
     """Return how the names of a launch's semaphores begin; macOS allows them 31 characters."""
@@ -32,7 +35,6 @@ class RankTimeouts:
         rendezvous: From the first word with the store until the process group is up.
         collective: Timeout of the process group.
         barrier: How long a rank waits for the others at a named barrier.
-        shutdown: How long leaving the process group may take.
     """
 
     rendezvous: timedelta

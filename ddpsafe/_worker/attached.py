@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._bounded import BoundedCall
 from ddpsafe._clock import Deadline
-from ddpsafe._errors import PreemptedError, explain
+from ddpsafe._errors import TRY_AGAIN_EXIT_CODE, PreemptedError, explain
 from ddpsafe._wire.outcome import clip, text_of
 from ddpsafe._worker import environment, session, stopping
 from ddpsafe._worker import process_group as groups
@@ -241,7 +241,9 @@ def stopped_error(member: RankContext, value: object) -> PreemptedError:
         f"on {socket.gethostname()}, attempt {member.attempt}."
     )
     cause = "a scheduler takes the machine back (preemption, time limit, drained node)."
-    fix = "start the same command again; exit code 75 tells a scheduler to do so."
+    fix = (
+        f"start the same command again; exit code {TRY_AGAIN_EXIT_CODE} tells a scheduler to do so."
+    )
     return PreemptedError(
         explain(what, cause=cause, fix=fix), values={member.rank: value}, attempt=member.attempt
     )

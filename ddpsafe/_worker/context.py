@@ -132,7 +132,7 @@ class RankContext:
         if self.control is None:
             collectives.require_group(self.world)
             return
-        deadline = Deadline.after(timeout or self.barrier_timeout)
+        deadline = Deadline.after(self.barrier_timeout if timeout is None else timeout)
         label = name or "barrier"
         with in_flight.waiting():
             missing = self.control.meet(f"barrier/{label}", deadline=deadline)
@@ -156,7 +156,9 @@ class RankContext:
             f"in attempt {self.attempt}: rank {names} did not come."
         )
         departure = None if self.control is None else self.control.departure()
-        cause = departure or f"rank {names} is slower, hangs, or took another branch of the script."
+        cause = f"rank {names} is slower, hangs, or took another branch of the script."
+        if departure is not None:
+            cause = "rank {} has failed: {}".format(*departure)
         fix = "let every rank call the same barriers in the same order, or raise timeouts.barrier."
         return BarrierTimeoutError(
             explain(what, cause=cause, fix=fix),

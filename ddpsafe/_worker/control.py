@@ -85,14 +85,17 @@ class Control:
 
     def depart(self, reason: str) -> None:
         """Tell whoever waits for this rank, now or later, that it has failed and will not come."""
-        self.store.compare_set(_DEPARTED, "", f"rank {self._rank} has failed: {reason}")
+        self.store.compare_set(_DEPARTED, "", f"{self._rank} {reason}")
 
-    def departure(self) -> str | None:
-        """Return what the first rank that failed has said, if one has."""
+    def departure(self) -> tuple[int, str] | None:
+        """Return the first rank that has failed and what it said, if one has."""
         try:
-            return self.store.get(_DEPARTED).decode() if self.is_set(_DEPARTED) else None
+            if not self.is_set(_DEPARTED):
+                return None
+            rank, _, reason = self.store.get(_DEPARTED).decode().partition(" ")
         except RuntimeError:  # the store went with rank 0
             return None
+        return int(rank), reason
 
     def _await_all(self, meeting: str, doors: list[str], deadline: Deadline) -> list[int]:
         """Wait for the list of missing ranks, which the last to come or to give up writes.
@@ -105,10 +108,15 @@ class Control:
         """
         self.wait_for(*doors, deadline=deadline)
         if not self.is_set(doors[0]):
-            missing = [rank for rank in range(self._world_size) if not self._came(meeting, rank)]
+            departed = self.departure() if _DEPARTED in doors else None
+            # Who has not come yet beside a rank that has failed may be on its way.
+            missing = [departed[0]] if departed else self._not_here(meeting)
             self.store.compare_set(doors[0], "", json.dumps(missing))
         known: list[int] = json.loads(self.store.get(doors[0]))
         return known
+
+    def _not_here(self, meeting: str) -> list[int]:
+        return [rank for rank in range(self._world_size) if not self._came(meeting, rank)]
 
     def _came(self, meeting: str, rank: int) -> bool:
         return bool(self.store.check([f"{meeting}/{rank}"]))

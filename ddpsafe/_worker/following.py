@@ -30,7 +30,9 @@ def following(context: RankContext, *, local: bool) -> Iterator[None]:
     name = f"rank-zero-first/{context.node_rank if local else 'all'}"
     leads = context.is_local_main if local else context.is_main
     if not leads:
-        _await_leader(context, control, name)
+        # torchrun, Slurm's default and we number ranks node by node.
+        leader = context.rank - context.local_rank if local else 0
+        _await_leader(context, control, name, leader)
         yield
         return
     try:
@@ -42,18 +44,18 @@ def following(context: RankContext, *, local: bool) -> Iterator[None]:
     control.publish(name, None)
 
 
-def _await_leader(context: RankContext, control: Control, name: str) -> None:
+def _await_leader(context: RankContext, control: Control, name: str, leader: int) -> None:
     deadline = Deadline.after(context.barrier_timeout)
     came, failure = control.verdict(name, deadline=deadline)
     if not came:
-        raise context.barrier_timeout_error("rank_zero_first", [0], deadline)
+        raise context.barrier_timeout_error("rank_zero_first", [leader], deadline)
     if failure is not None:
-        leader, _, text = failure.partition(" ")
-        what = f"rank {leader} failed in rank_zero_first: {text} (seen by {context.world})."
-        fix = f"see the error of rank {leader} itself; this rank only waited for it."
+        failed, _, text = failure.partition(" ")
+        what = f"rank {failed} failed in rank_zero_first: {text} (seen by {context.world})."
+        fix = f"see the error of rank {failed} itself; this rank only waited for it."
         raise RankRaisedError(
-            explain(what, cause=f"the error of rank {leader} above.", fix=fix),
-            rank=int(leader),
+            explain(what, cause=f"the error of rank {failed} above.", fix=fix),
+            rank=int(failed),
             local_rank=0,
             hostname="",
             attempt=context.attempt,

@@ -103,6 +103,15 @@ def join_launch(current: RankContext, backend: str) -> RankContext:
 
 def join_job(world: World, config: LaunchConfig) -> RankContext:
     """Make the group of ranks that another launcher has started, or of a world of one."""
+    try:
+        return _join_job(world, config)
+    except BaseException:
+        # The next try, maybe with another address, would take them for the user's own choice.
+        environment.give_back()
+        raise
+
+
+def _join_job(world: World, config: LaunchConfig) -> RankContext:
     from torch.distributed import HashStore
 
     environment.borrow(config.env)

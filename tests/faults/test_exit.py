@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 EXITS = [
     pytest.param(programs.exit_well, ddpsafe.RankLeftEarlyError, 1, id="sys.exit(0)"),
     pytest.param(programs.exit_badly, ddpsafe.RankExitedError, 3, id="sys.exit(3)"),
+    pytest.param(programs.exit_as_os_system, ddpsafe.RankExitedError, 1, id="sys.exit(256)"),
+    pytest.param(programs.exit_below_zero, ddpsafe.RankExitedError, 255, id="sys.exit(-1)"),
     pytest.param(programs.vanish_well, ddpsafe.RankLeftEarlyError, 1, id="os._exit(0)"),
     pytest.param(programs.vanish_badly, ddpsafe.RankExitedError, 7, id="os._exit(7)"),
     pytest.param(programs.be_interrupted, ddpsafe.RankExitedError, 130, id="KeyboardInterrupt"),
@@ -47,7 +49,7 @@ def test_it_is_a_failure_in_an_unported_script_too(
     error_class: type[ddpsafe.RankFailedError],
     code: int,
 ) -> None:
-    """`torch.multiprocessing.spawn` returns normally for three of the five."""
+    """`torch.multiprocessing.spawn` returns normally for four of them."""
     world = World(folder=tmp_path, start_method="forkserver")
     error = world.spawn_fails(error_class, programs.train_by_hand, fault)
     require_rank(error, 1)
@@ -56,7 +58,13 @@ def test_it_is_a_failure_in_an_unported_script_too(
 
 @pytest.mark.parametrize(
     ("fault", "code"),
-    [("exit_well", 1), ("exit_badly", 3), ("die_by_kill", 137), ("raise_own_error", 1)],
+    [
+        ("exit_well", 1),
+        ("exit_badly", 3),
+        ("exit_as_os_system", 1),
+        ("die_by_kill", 137),
+        ("raise_own_error", 1),
+    ],
 )
 def test_the_script_ends_with_the_ranks_code(tmp_path: Path, fault: str, code: int) -> None:
     """Nobody has to catch anything: an uncaught error ends the script with the rank's own code."""
