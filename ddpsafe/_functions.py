@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TextIO, TypeVar, overload
 
 from ddpsafe._worker.attached import current
 from ddpsafe._worker.collectives import unwrap
@@ -70,9 +70,15 @@ def rank_zero_first(fn: Callable[..., Any] | None = None, /, *args: Any, **kwarg
     return current().rank_zero_first(fn, *args, **kwargs)
 
 
-def print(*values: object, sep: str = " ", end: str = "\n") -> None:  # noqa: A001 - ctx.print
-    """Print on rank 0 only."""
-    current().print(*values, sep=sep, end=end)
+def print(  # noqa: A001 - ctx.print
+    *values: object,
+    sep: str | None = " ",
+    end: str | None = "\n",
+    file: TextIO | None = None,
+    flush: bool = True,
+) -> None:
+    """Print on rank 0 only; the arguments are those of Python's ``print``."""
+    current().print(*values, sep=sep, end=end, file=file, flush=flush)
 
 
 def reduce_mean(x: X, weight: float | None = None) -> X:

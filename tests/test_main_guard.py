@@ -136,7 +136,7 @@ def test_a_path_object_in_the_search_path_is_ignored_as_python_does(tmp_path: Pa
         "import pathlib, sys",
         "sys.path.append(pathlib.Path('src'))",
         "if __name__ == '__main__':",
-        "    main(start_method='forkserver')",
+        "    main(start_method='spawn')  # Python's own fork server is not started with one",
     )
     run = scripts.run(tmp_path, source)
     assert (run.lines()[-1], run.err) == ("{0: 10, 1: 11}", "")
@@ -210,6 +210,14 @@ def test_functions_without_a_file_are_launched(
     assert run.lines() == ["{0: Report(40), 1: Report(41)} True"]
     if "-i" not in arguments:  # the prompt itself goes to stderr
         assert run.err == ""
+
+
+def test_a_failed_launch_leads_back_to_the_prompt(tmp_path: Path) -> None:
+    """An exit code is for scripts; a session keeps what it holds."""
+    text = "import ddpsafe\nddpsafe.launch(5)\nprint('still', 'here')\n"
+    run = scripts.Script(["-i", "-q"], folder=tmp_path, text=text).end()
+    assert "ddpsafe.ConfigError" in run.err
+    assert (run.code, run.lines()) == (0, ["still here"])
 
 
 def execute(folder: Path, *cells: str) -> list[NotebookNode]:

@@ -95,11 +95,17 @@ BY_SORT: Final[dict[Sort, Advice]] = {
     ),
     "behind": (
         "the rank hangs or works where it was, or skipped a collective that the others entered.",
-        "see its line below; let every rank call the same collectives, in the same order.",
+        (
+            "see its line below; if it is at work, keep such work away from the others' collectives or "
+            "raise timeouts.{setting}; else let every rank call the same collectives, in the same order."
+        ),
     ),
     "elsewhere": (
         "the rank was busy outside of the collective that the others waited in.",
-        "see its line below; keep one rank's long work away from the others' collectives.",
+        (
+            "see its line below; keep one rank's long work away from the others' collectives, or raise "
+            "timeouts.{setting}."
+        ),
     ),
     "mismatch": (
         "other collectives or shapes, or one rank alone in the forward pass of the DDP wrapper.",

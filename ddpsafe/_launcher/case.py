@@ -65,6 +65,11 @@ class Case:
         """Say where a rank was, what it did, and when it was over."""
         return f"on {outcome.hostname} while {DOING[outcome.phase]}, {self.when}"
 
+    def log_of(self, outcome: RankOutcome) -> Path:
+        """Return where to read on: what the rank wrote, or the report on all ranks if it is silent."""
+        log = Path(outcome.stderr) if outcome.stderr else None
+        return log if log is not None and log.exists() and log.stat().st_size else self.run_dir
+
     def facts(self) -> dict[str, Any]:
         """Return what every `LaunchError` carries."""
         return {

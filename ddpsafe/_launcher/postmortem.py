@@ -84,7 +84,7 @@ def _raised(case: Case, cause: Cause, raised: Raised) -> LaunchError:
         cause=likely,
         fix=fix,
         details=[*at, *others(case.outcomes.values(), cause)],
-        logs=root.stderr,
+        logs=case.log_of(root),
     )
     error = RankRaisedError(message, **case.rank_facts(root), kind=kind)
     error.__cause__ = original_of(raised)
@@ -103,7 +103,7 @@ def _killed(case: Case, cause: Cause) -> LaunchError:
         cause=likely,
         fix=fix.format(host=root.hostname),
         details=[*last_words(root), *others(case.outcomes.values(), cause), *_shapes(case, number)],
-        logs=root.stderr,
+        logs=case.log_of(root),
     )
     return RankKilledError(message, **case.rank_facts(root), exit_code=128 + number, kind=kind)
 
@@ -124,6 +124,8 @@ def _exited(case: Case, cause: Cause) -> LaunchError:
         called = f"{raised.type_name} was raised at {raised.where or 'an unknown line'}"
         if not raised.message.isdigit() and raised.message:
             called += f": {clip(raised.message, _MAX_MESSAGE)}"
+    elif root.exit_code is None:
+        return _vanished(case, cause)
     elif root.phase == "starting":
         called = "the script failed while the new process imported it; its output stands above"
     message = explain(
@@ -132,10 +134,23 @@ def _exited(case: Case, cause: Cause) -> LaunchError:
         cause=f"{called}.",
         fix="return from the function to end a rank well; raise an exception to end it badly.",
         details=[*last_words(root), *others(case.outcomes.values(), cause)],
-        logs=root.stderr,
+        logs=case.log_of(root),
     )
     cls = RankLeftEarlyError if code == 0 else RankExitedError
     return cls(message, **case.rank_facts(root), exit_code=code or 1)
+
+
+def _vanished(case: Case, cause: Cause) -> LaunchError:
+    root = cause.root
+    message = explain(
+        f"{case.name(root)} ended before its function returned, {case.place(root)}; nobody knows how.",
+        cause="another part of the launching program, a handler of SIGCHLD or os.wait(), took its "
+        "exit status.",
+        fix="let that part wait for its own children only: os.waitpid(pid, …).",
+        details=[*last_words(root), *others(case.outcomes.values(), cause)],
+        logs=case.log_of(root),
+    )
+    return RankExitedError(message, **case.rank_facts(root), exit_code=1)
 
 
 def _left(case: Case, cause: Cause) -> LaunchError:
@@ -159,16 +174,16 @@ def _hung(case: Case, cause: Cause) -> LaunchError:
     at = f" at {where(root)}" if where(root) else ""
     waiting = [out.rank for out in case.outcomes.values() if out.rank != root.rank]
     goal = furthest_collective(case.outcomes.values())
+    cls = _class_of_wait(case)
     awaited = "" if goal is None else f"; rank {listed(waiting)} waited for it in {goal}"
     message = explain(
         f"{case.name(root)} {_HUNG[cause.sort]}{at}, on {root.hostname}, {case.when}{awaited}.",
         cause=likely.format(host=root.hostname),
-        fix=fix.format(host=root.hostname, pid=root.pid),
+        fix=fix.format(host=root.hostname, pid=root.pid, setting=_setting_of(cls)),
         details=positions(case.outcomes.values()),
         logs=case.run_dir,
     )
     missing = [] if cause.sort == "unknown" else [root]
-    cls = _class_of_wait(case)
     kind: FailureKind = "startup-network" if cls is RendezvousTimeoutError else "hang"
     facts = case.timeout_facts(missing, case.ending.waited_s)
     return cls(message, **facts, kind=kind)
@@ -188,6 +203,11 @@ def _class_of_wait(case: Case) -> type[LaunchTimeoutError]:
     ]
     ours = {cls.__name__: cls for cls in (RendezvousTimeoutError, BarrierTimeoutError)}
     return next((ours[name] for name in names if name in ours), CollectiveTimeoutError)
+
+
+def _setting_of(cls: type[LaunchTimeoutError]) -> str:
+    """Name the timeout that made the error: ``BarrierTimeoutError`` comes of ``timeouts.barrier``."""
+    return cls.__name__.removesuffix("TimeoutError").lower()
 
 
 _HUNG: Final[dict[Sort, str]] = {
@@ -242,7 +262,7 @@ def _too_long(case: Case, cause: Cause) -> LaunchError:
     message = explain(
         f"rank {names} (world_size {len(case.outcomes)}) {did} {case.limit(setting)}, {case.when}.",
         cause=likely.format(host=missing[0].hostname),
-        fix=fix.format(host=missing[0].hostname, pid=missing[0].pid),
+        fix=fix.format(host=missing[0].hostname, pid=missing[0].pid, setting=setting),
         details=positions(case.outcomes.values()),
         logs=case.run_dir,
     )

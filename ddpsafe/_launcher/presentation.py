@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ddpsafe._errors import DDPSafeError, PreemptedError
+from ddpsafe._launcher.notices import say
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,8 +43,13 @@ class _ExitWithCode:
         self, kind: type[BaseException], raised: BaseException, traceback: TracebackType | None
     ) -> None:
         if isinstance(raised, PreemptedError):
-            sys.stderr.write(f"ddpsafe: {raised}\n")  # no failure, so no traceback
+            say(str(raised))  # no failure, so no traceback
         else:
             self._before(kind, raised, traceback)
-        if isinstance(raised, DDPSafeError) and raised.exit_code != 1:
+        if isinstance(raised, DDPSafeError) and raised.exit_code != 1 and not _goes_on():
             raise SystemExit(raised.exit_code)
+
+
+def _goes_on() -> bool:
+    """Tell whether an error leads back to a prompt, with all that the session holds."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)

@@ -6,12 +6,12 @@ import atexit
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._launcher.litter import remove_helpers_folder
+from ddpsafe._launcher.notices import say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -100,7 +100,7 @@ def open_inbox() -> Iterator[SignalInbox]:
     try:
         if threading.current_thread() is threading.main_thread():
             for signum, default in _TAKEN.items():
-                if signal.getsignal(signum) == default:
+                if _ends_us(signal.getsignal(signum), default):
                     before[signum] = signal.signal(signum, inbox.put)
             if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
                 # The kernel would reap the ranks itself, and nobody would learn how they ended.
@@ -115,6 +115,16 @@ def open_inbox() -> Iterator[SignalInbox]:
             signal.signal(signum, handler)
         os.close(read_fd)
         os.close(write_fd)
+
+
+def _ends_us(handler: object, default: object) -> bool:
+    """Tell whether nobody but Python itself wants to know of a signal.
+
+    ``asyncio.run`` cancels its task on the first SIGINT, which a task that is blocked in a launch
+    would not notice; what `pass_on` raises ends it as well.
+    """
+    function = getattr(handler, "func", None)  # of a functools.partial
+    return handler == default or getattr(function, "__module__", None) == "asyncio.runners"
 
 
 @contextlib.contextmanager
@@ -150,7 +160,7 @@ def pass_on(received: signal.Signals) -> None:
         KeyboardInterrupt: For SIGINT; any other signal ends the process.
     """
     if threading.current_thread() is threading.main_thread():
-        sys.stderr.write(f"ddpsafe: {received.name}; no rank is left running\n")
+        say(f"{received.name}; no rank is left running")
     if received == signal.SIGINT:
         raise KeyboardInterrupt from None
     remove_helpers_folder()

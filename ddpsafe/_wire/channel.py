@@ -87,7 +87,7 @@ class Sender:
             if self._is_cut:
                 return
             self._is_cut = True  # a signal handler of the user's may raise in the middle of it
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(OSError):  # also where the script has closed all descriptors
                 self._write(_HEADER.pack(len(body)) + body)
                 self._is_cut = False
 

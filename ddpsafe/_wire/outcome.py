@@ -38,7 +38,7 @@ class Collective:
         group: The group's description, e.g. ``default_pg``.
         number: Its count in that group, from 1; equal numbers belong together.
         name: What it does, e.g. ``gloo:all_reduce``.
-        sizes: Shapes of its inputs.
+        sizes: Shapes of its inputs, e.g. ``[[3, 4]]`` for one.
         done: Whether it has ended.
     """
 
@@ -50,7 +50,9 @@ class Collective:
 
     def __str__(self) -> str:
         """Name it as a reader would look for it."""
-        return f"{self.name.partition(':')[2] or self.name} number {self.number} {self.sizes}"
+        shapes = self.sizes[1:-1]  # of a list of lists
+        of = f" of shape{'s' * (shapes.count('[') > 1)} {shapes}" if shapes else ""
+        return f"{self.name.partition(':')[2] or self.name} number {self.number}{of}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,14 +201,14 @@ def text_of(exc: BaseException) -> str:
     """Return ``str()`` of an exception, whatever its own ``__str__`` does."""
     try:
         return str(exc)
-    except Exception as broken:  # noqa: BLE001 - a user's __str__ may raise anything
+    except BaseException as broken:  # noqa: BLE001 - a user's __str__ may raise anything
         return f"(its __str__ raised {type(broken).__name__})"
 
 
 def _traceback_of(exc: BaseException) -> str:
     try:
         return "".join(traceback.format_exception(exc))
-    except Exception:  # noqa: BLE001 - formatting calls the user's __str__ and __repr__
+    except BaseException:  # noqa: BLE001 - formatting calls the user's __str__ and __repr__
         return "".join(traceback.format_tb(exc.__traceback__)) + _type_name(exc)
 
 

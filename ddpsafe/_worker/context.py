@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TextIO, TypeVar, cast, overload
 
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import BarrierTimeoutError, explain
@@ -201,11 +200,17 @@ class RankContext:
         with following(self, local=local):
             return fn(*args, **kwargs)
 
-    def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
-        """Print on rank 0 only."""
+    def print(
+        self,
+        *values: object,
+        sep: str | None = " ",
+        end: str | None = "\n",
+        file: TextIO | None = None,
+        flush: bool = True,
+    ) -> None:
+        """Print on rank 0 only; the arguments are those of Python's ``print``."""
         if self.is_main:
-            sys.stdout.write(sep.join(map(str, values)) + end)
-            sys.stdout.flush()
+            print(*values, sep=sep, end=end, file=file, flush=flush)
 
     def reduce_mean(self, x: X, weight: float | None = None) -> X:
         """Average over ranks, never in place.

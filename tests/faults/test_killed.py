@@ -78,6 +78,24 @@ def test_after_its_value_has_arrived(tmp_path: Path) -> None:
     assert world.launch(programs.be_killed_at_exit).values == {0: 0, 1: 1}
 
 
+def test_in_a_caller_that_takes_the_exit_status(tmp_path: Path) -> None:
+    """A handler that waits for any child: it is not said that the rank exited by itself."""
+    statements = """
+        def reap(*_):
+            try:
+                os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                pass
+        signal.signal(signal.SIGCHLD, reap)
+        ddpsafe.launch(p.train, (folder, p.die_by_kill), **options)
+    """
+    run = run_script(tmp_path, statements)
+    assert run.code in (1, 128 + signal.SIGKILL), run.err  # whoever is first learns it
+    said = "was killed by SIGKILL" if run.code != 1 else "a handler of SIGCHLD or os.wait()"
+    assert said in run.err
+    assert "rank 1 (world_size 2)" in run.err
+
+
 def test_in_a_caller_that_ignores_the_end_of_its_children(tmp_path: Path) -> None:
     """With SIGCHLD ignored the kernel keeps no exit status; the caller's choice comes back after."""
     statements = """

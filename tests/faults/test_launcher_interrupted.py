@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -76,6 +77,34 @@ def test_ctrl_c_in_the_terminal(tmp_path: Path) -> None:
         code = job.end().code
         require_in_time(time.monotonic() - sent, CRASH_S)
         assert code == -signal.SIGINT
+        job.require_all_gone()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_the_status_is_right_without_a_stderr(tmp_path: Path, signum: signal.Signals) -> None:
+    """There is nobody to tell, and that changes nothing."""
+    python = shlex.join([sys.executable, *write_script(tmp_path, launch_everything("gloo"))])
+    with start_script(tmp_path, command=["sh", "-c", f"exec {python} 2>&-"]) as job:
+        job.wait_until_up()
+        os.kill(job.pid, signum)
+        assert job.end().code == -signum
+        job.require_all_gone()
+
+
+def test_under_asyncio(tmp_path: Path) -> None:
+    """Its own handler would cancel the task, which is blocked in the launch."""
+    statements = """
+        import asyncio
+        async def main():
+            ddpsafe.launch(p.wait_for_go, (folder,), **options)
+        asyncio.run(main())
+    """
+    with start_script(tmp_path, statements) as job:
+        job.wait_until_up()
+        sent = time.monotonic()
+        os.kill(job.pid, signal.SIGINT)
+        assert job.end().code == -signal.SIGINT
+        require_in_time(time.monotonic() - sent, CRASH_S)
         job.require_all_gone()
 
 
