@@ -68,13 +68,13 @@ def average_gradients() -> None:
     dist.all_reduce(torch.ones(8))  # stuck here
 
 
-def setup(rank: int, world_size: int, *, timeout_s: float = 60) -> None:
-    """Make the group as the tutorials do, on a hard-coded port."""
+def setup(rank: int, world_size: int, *, timeout_s: float | None = 60) -> None:
+    """Make the group as the tutorials do, on a hard-coded port; most of them name no timeout."""
     import torch.distributed as dist
 
     os.environ["MASTER_ADDR"] = "localhost"
     os.environ["MASTER_PORT"] = "12355"
-    timeout = timedelta(seconds=timeout_s)
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timeout)
 
 
@@ -91,7 +91,7 @@ def train_by_hand(
     folder: Path,
     fault: Fault,
     culprit: int = 1,
-    timeout_s: float = 60,
+    timeout_s: float | None = 60,
 ) -> None:
     """Be the script of a tutorial: `setup`, `train`, `cleanup` only when all went well."""
     setup(rank, world_size, timeout_s=timeout_s)

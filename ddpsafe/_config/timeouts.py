@@ -57,7 +57,8 @@ class Timeouts(BaseModel):
     )
     collective: Duration = Field(
         default_factory=_at_most(timedelta(minutes=10), "attempt"),
-        description="For one collective (all_reduce, …): CollectiveTimeoutError.",
+        description="For one collective (all_reduce, …), unless the script names another timeout "
+        "when it makes a group itself: CollectiveTimeoutError.",
         examples=["600", '"10min"'],
     )
     barrier: Duration = Field(

@@ -38,6 +38,7 @@ def install_hooks(spec: RankSpec, *, before_destroy: Callable[[], object]) -> No
         world_size=spec.world.world_size,
         env=os.environ,  # type: ignore[arg-type]  # a mapping of str, which is all it needs
     )
+    torch_hooks.limit_collectives(spec.timeouts.collective)
     torch_hooks.before_destroy(before_destroy)
     torch_hooks.around_barrier(in_flight.waiting)
 
@@ -46,7 +47,9 @@ def _meet(spec: RankSpec, timeout: timedelta | None) -> Store:
     """Wait for all ranks before the script's own group is made: gloo and NCCL would name nobody."""
     member = current.find_current()
     control = None if member is None else member.control
-    limit = spec.timeouts.rendezvous if timeout is None else min(timeout, spec.timeouts.rendezvous)
+    limit = spec.timeouts.rendezvous
+    if timeout is not None and timeout != spec.timeouts.collective:  # that one is ours, see above
+        limit = min(timeout, limit)
     process_group.require_everyone(control, spec.world, deadline=Deadline.after(limit))
     return open_fresh_store(spec)
 

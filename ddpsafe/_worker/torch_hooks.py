@@ -89,6 +89,15 @@ def _handler(
     return handler
 
 
+def limit_collectives(timeout: timedelta) -> None:
+    """Let groups for which the script names no timeout have this one, not torch's 30 minutes."""
+    c10d = importlib.import_module("torch.distributed.distributed_c10d")
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        # For NCCL it is None where torch was built without, which torch looks at.
+        if getattr(c10d, name, None) is not None:
+            setattr(c10d, name, timeout)
+
+
 def before_destroy(hook: Callable[[], object]) -> None:
     """Call `hook` whenever the script destroys its process group, and make that safe.
 

@@ -37,6 +37,21 @@ def test_the_rank_and_its_line_are_named(
     assert set(names.values()) == {"average_gradients"}
 
 
+def test_in_an_unported_script_that_names_no_timeout(tmp_path: Path) -> None:
+    """Its group gets the launch's, where torch would wait for half an hour."""
+    world = World(folder=tmp_path)
+    error = world.spawn_fails(
+        ddpsafe.CollectiveTimeoutError,
+        programs.train_by_hand,
+        programs.sleep,
+        1,
+        None,
+        within_s=COLLECTIVE_S + HANG_S,
+        timeouts={"collective": COLLECTIVE_S},
+    )
+    require_hang(error, 1)
+
+
 def test_rank_zero_is_blamed_when_it_is_rank_zero(tmp_path: Path) -> None:
     """Its number has no part in it."""
     world = World(folder=tmp_path)
