@@ -77,14 +77,17 @@ def launch(
         config: The configuration; without one it is read from environment and file.
         on_retry: Called with a failure that `RetryPolicy` tries again; what it returns takes the
             place of `args` (a smaller batch after running out of memory), ``None`` keeps them.
+            An exception ends the launch, with the failure as its cause.
         **fields: Fields of `LaunchConfig` that win over it.
 
     Returns:
         What the ranks returned.
 
     Raises:
-        ConfigError: The call or its configuration is wrong; nothing was started.
-        PreflightError: The machine is not ready; nothing was started.
+        ConfigError: The call or its configuration is wrong, or the arguments that `on_retry`
+            returned; nothing was started with them.
+        PreflightError: The machine is not ready for the first attempt, or for another one after
+            a failure; that attempt did not begin.
         RankFailedError: A rank failed; its own exception is ``__cause__`` where it could travel.
         LaunchTimeoutError: A deadline passed.
         PreemptedError: The job was asked to stop, `RankContext.stop_requested` said so, and the

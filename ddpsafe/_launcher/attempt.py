@@ -90,7 +90,7 @@ def run_attempt(
                 stop=stop,
             )
         )
-        for folder in (find_helpers_folder(), directory.path if directory.is_ours else None):
+        for folder in (find_helpers_folder(), None if directory.is_kept else directory.path):
             if folder is not None:
                 guard.remove_later(folder)
         if on_start is not None:
@@ -135,8 +135,9 @@ def _conclude(
     """Return what the ranks returned, or raise what the attempt came to; see `run_attempt`."""
     verdict = case.ending.verdict
     if verdict == "overdue" or (verdict == "done" and any(worker.stops for worker in workers)):
-        keeps_logs = not directory.is_ours
-        raise conclude_stop(case, request, _values(workers), keeps_logs=keeps_logs)
+        stopped = conclude_stop(case, request, _values(workers), keeps_logs=directory.is_kept)
+        directory.holds_failure |= bool(stopped.unfinished_ranks)
+        raise stopped
     if verdict == "done" and not is_order(received):
         return _values(workers)
     if verdict in ("done", "signal"):
@@ -144,6 +145,7 @@ def _conclude(
     error = _failure(case, directory)
     if received is not None and _is_by_sigterm(error):
         raise Interrupted(received)  # it went to the ranks too, as a cgroup's or scancel --full's
+    directory.holds_failure = True
     raise error
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from threading import Event
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import tenacity
 from tenacity.stop import stop_base
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 logger = logging.getLogger(__name__)
+_MENTIONED: Final = 3
 
 
 def run_attempts(
@@ -34,13 +35,15 @@ def run_attempts(
         policy: How often, after which failures, with which pauses.
         run_attempt: Runs the attempt of that number, counted from 1.
         change: Called with a failure that is tried again; tells whether the next attempt differs.
+            What it raises goes on, with that failure as its cause.
         cancelled: Ends a pause, and lets no further attempt begin.
 
     Returns:
         What the good attempt returned.
 
     Raises:
-        DDPSafeError: The last attempt's own error, the earlier ones attached to it.
+        DDPSafeError: The last attempt's own error, or one of `change`; with the errors of the
+            attempts before in `previous_attempts`.
     """
     earlier: list[DDPSafeError] = []
     cancelled = cancelled or Event()
@@ -50,7 +53,7 @@ def run_attempts(
         error = _error_of(state)
         earlier.append(error)
         _announce(error, state, policy)
-        if change(error):
+        if _ask(change, error):
             progress.start_anew()
 
     retrying = tenacity.Retrying(
@@ -72,8 +75,11 @@ def run_attempts(
     numbers = itertools.count(1)
     try:
         return retrying(lambda: run_attempt(next(numbers)))
-    except LaunchError as error:
-        error.previous_attempts = tuple(earlier)
+    except DDPSafeError as error:
+        # `change` may raise the failure that it was called with.
+        error.previous_attempts = tuple(each for each in earlier if each is not error)
+        if not isinstance(error, LaunchError):
+            _mention_earlier(error)
         raise
 
 
@@ -99,6 +105,34 @@ class _Progress(stop_base):
     def start_anew(self) -> None:
         """Forget the attempts so far: the next one is made with other arguments."""
         self._row = 0
+
+
+def _ask(change: Callable[[DDPSafeError], bool], failure: DDPSafeError) -> bool:
+    """Call `change`; what it raises gets the failure as the first of its causes."""
+    try:
+        return change(failure)
+    except Exception as exc:
+        first = _causes(exc)[-1]
+        if first not in _causes(failure):
+            first.__cause__ = failure
+        raise
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """Return an error and, one after the other, what they were raised from."""
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None and cause not in chain:
+        chain.append(cause)
+    return chain
+
+
+def _mention_earlier(error: DDPSafeError) -> None:
+    """Say in an error that knows of no attempt which ones have failed before, and where to read."""
+    failures = [each for each in error.previous_attempts if isinstance(each, LaunchError)]
+    if failures:
+        lines = [f"Before that, {str(each).splitlines()[0]}" for each in failures[-_MENTIONED:]]
+        lines.append(f"Logs: {failures[-1].run_dir}")
+        error.args = ("\n  ".join([str(error), *lines]), *error.args[1:])
 
 
 def _made_no_step(error: DDPSafeError) -> bool:

@@ -67,6 +67,36 @@ def test_no_temporary_file_is_left(tmp_path: Path, signum: signal.Signals) -> No
             scripts.wait_until(lambda: not list(Path(temporary).iterdir()), within_s=5)
 
 
+@pytest.mark.parametrize(
+    ("backoff_s", "signum"),
+    [(60, signal.SIGINT), (0, signal.SIGINT), (0, signal.SIGKILL)],
+    ids=["in-the-pause", "in-the-next-attempt", "killed-in-the-next-attempt"],
+)
+def test_the_logs_of_an_attempt_that_failed_are_left(
+    tmp_path: Path, backoff_s: int, signum: signal.Signals
+) -> None:
+    """Somebody who stops the next attempt still wants to know why there had to be one."""
+    with tempfile.TemporaryDirectory() as temporary:  # short, for the fork server's socket
+        statements = f"""
+            os.environ["TMPDIR"] = {temporary!r}
+            times = dict(backoff_initial={backoff_s}, backoff_max=60, jitter=0)
+            options.update(run_dir=None, retry=ddpsafe.RetryPolicy(on={{"killed"}}, **times))
+            ddpsafe.launch(p.die_first_and_then_wait, (folder,), **options)
+        """
+        with start_script(tmp_path, statements) as job:
+            scripts.wait_until(lambda: "trying again" in job.errors())
+            if not backoff_s:
+                scripts.wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
+            os.kill(job.pid, signum)
+            run = job.end()
+            assert run.code == -signum
+            scripts.wait_until(lambda: not list(Path(temporary).glob("pymp-*")), within_s=5)
+        (kept,) = Path(temporary).glob("ddpsafe-*")
+        assert (kept / "attempt-1" / "report.txt").exists()
+        if signum == signal.SIGINT:
+            assert f"the logs of the attempts that failed are in {kept}\n" in run.err
+
+
 def test_ctrl_c_in_the_terminal(tmp_path: Path) -> None:
     """The terminal signals the launcher's whole group, ranks excepted: they are ended in order."""
     with start_script_on_terminal(tmp_path, launch_everything("gloo")) as job:
