@@ -255,6 +255,23 @@ def test_a_result_that_cannot_travel_is_named_by_its_path_and_not_tried_again(
     assert journal.read_text() == "tried\n" * 2
 
 
+def test_a_result_that_cannot_be_loaded_is_a_failure_of_its_rank_with_all_its_facts() -> None:
+    """Each rank has returned, and yet the error says who, where, when, and where the logs are."""
+    with pytest.raises(ddpsafe.RankFailedError) as caught:
+        ddpsafe.launch(programs.give_what_only_the_rank_can_load, **TWO)
+    error = caught.value
+    assert (error.rank, error.local_rank, error.hostname) == (1, 1, socket.gethostname())
+    assert (error.kind, error.attempt, list(error.outcomes)) == ("unpicklable", 1, [0, 1])
+    assert isinstance(error.__cause__, LookupError)
+    what, *_, logs = str(error).splitlines()
+    assert what.startswith(f"what rank 1 (world_size 2) returned on {error.hostname}, attempt 1 of")
+    assert what.endswith("cannot be loaded here: LookupError: only in its rank")
+    assert error.run_dir is not None
+    assert logs == f"  Logs: {error.run_dir}"
+    assert (error.run_dir / "attempt-1" / "report.json").exists()
+    shutil.rmtree(error.run_dir)
+
+
 def test_a_port_that_the_function_wants_and_another_program_has_is_explained(
     run_dir: Path, tmp_path: Path
 ) -> None:
