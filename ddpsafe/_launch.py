@@ -12,6 +12,7 @@ from ddpsafe._config import LaunchConfig, require_data_paths
 from ddpsafe._errors import DDPSafeError
 from ddpsafe._launcher.attempt import run_attempt
 from ddpsafe._launcher.calls import Calls
+from ddpsafe._launcher.daemonic import require_may_have_children
 from ddpsafe._launcher.handle import SpawnHandle
 from ddpsafe._launcher.main_guard import require_main_guard
 from ddpsafe._launcher.plan import make_plan
@@ -98,6 +99,7 @@ def launch(
         if attached.is_rank(os.environ):
             return _run_here(fn, args, kwargs or {}, resolved)
         require_main_guard()
+        require_may_have_children()
         with interrupts_kept():
             plan = make_plan(resolved, style="launch")
             require_ready_host(resolved, nproc=plan.world_size, backend=plan.backend)
@@ -146,6 +148,7 @@ def spawn(
     """
     try:
         require_main_guard()
+        require_may_have_children()
         resolved = LaunchConfig.resolve(
             LaunchConfig.resolve(config, **fields),
             nproc_per_node=nprocs,

@@ -536,6 +536,53 @@ def test_a_wrong_call_is_a_config_error(run_dir: Path, fn: Any, args: Any, text:
     assert not run_dir.exists()
 
 
+def test_a_launch_from_a_daemonic_process_is_refused(tmp_path: Path) -> None:
+    """Python allows it no children, and says so in an AssertionError without a way out."""
+    source = """
+        import multiprocessing, ddpsafe
+
+        def train(_):
+            raise SystemExit("a rank was started")
+
+        def nested(door):
+            try:
+                door(train)
+            except ddpsafe.ConfigError as error:
+                return str(error)
+
+        if __name__ == "__main__":
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                for text in pool.map(nested, [ddpsafe.launch, ddpsafe.spawn]):
+                    print(text)
+    """
+    lines = scripts.run(tmp_path, source).lines()
+    assert len(lines) == 6
+    assert lines[:3] == lines[3:]
+    what, cause, fix = lines[:3]
+    assert "is a daemonic process, which may not have children" in what
+    assert "multiprocessing.Pool" in cause
+    assert "concurrent.futures.ProcessPoolExecutor" in fix
+
+
+def test_a_process_of_a_pool_of_futures_may_launch(tmp_path: Path) -> None:
+    """The way out that the message names is one."""
+    source = """
+        import multiprocessing, ddpsafe
+        from concurrent.futures import ProcessPoolExecutor
+
+        def train(ctx):
+            return ctx.rank + 1
+
+        def nested():
+            return ddpsafe.launch(train, nproc_per_node=1, backend="gloo").values
+
+        if __name__ == "__main__":
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                print(pool.submit(nested).result())
+    """
+    assert scripts.run(tmp_path, source).lines() == ["{0: 1}"]
+
+
 # The run directory.
 
 
