@@ -112,8 +112,8 @@ def spawn(
     fn: Callable[Concatenate[int, P], object],
     args: Sequence[Any] = (),
     nprocs: int = 1,
-    join: bool = True,  # noqa: FBT001, FBT002 - as above
-    daemon: bool = False,  # noqa: FBT001, FBT002 - as above
+    join: bool = True,  # noqa: FBT001, FBT002 - torch's signature
+    daemon: bool = False,  # noqa: FBT001, FBT002 - torch's signature
     start_method: str = "spawn",
     *,
     config: LaunchConfig | None = None,
@@ -128,13 +128,15 @@ def spawn(
     Args:
         fn: The function; its return value is dropped.
         args: Its arguments after the rank.
-        nprocs: Number of ranks.
+        nprocs: Number of ranks. It wins over `LaunchConfig.nproc_per_node`, also where it is left
+            out: the variable ``DDPSAFE_NPROC_PER_NODE`` and the file say nothing here.
         join: Wait for them; otherwise return a handle.
         daemon: Make them daemonic processes, which may not have children of their own.
-        start_method: ``spawn`` or ``forkserver``.
-        config: As in `launch`.
+        start_method: ``spawn`` or ``forkserver``. It wins over `LaunchConfig.start_method`, its
+            variable and the file, as `nprocs` does.
+        config: As in `launch`, but for the two fields above.
         on_retry: As in `launch`.
-        **fields: As in `launch`.
+        **fields: As in `launch`, but for the two fields above.
 
     Returns:
         ``None``, or the handle with ``join=False``.

@@ -221,6 +221,17 @@ def test_fields_of_the_config_work_beside_torchs_arguments(tmp_path: Path) -> No
     assert notes(tmp_path) == {0: [["yes", "too", "2"]], 1: [["yes", "too", "2"]]}
 
 
+def test_torchs_arguments_win_also_where_they_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank, as with torch, whatever config and environment say of ``nproc_per_node``."""
+    monkeypatch.setenv("DDPSAFE_NPROC_PER_NODE", "2")
+    spawn(programs.note_environment, (tmp_path, "WORLD_SIZE"), **METHOD)
+    config = ddpsafe.LaunchConfig(nproc_per_node=3)
+    spawn(programs.note_environment, (tmp_path, "WORLD_SIZE"), config=config, **METHOD)
+    assert notes(tmp_path) == {0: [["1"], ["1"]]}
+
+
 # What travels beside the bytes.
 
 
