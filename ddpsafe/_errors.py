@@ -4,7 +4,7 @@
 
     DDPSafeError
       ConfigError (also ValueError)            before anything started; the config is wrong
-      PreflightError                           before anything started; the machine is wrong
+      PreflightError                           before an attempt; the machine is wrong
       LaunchError                              after the start
         RankFailedError
           RankRaisedError | RankExitedError | RankKilledError | RankLeftEarlyError
@@ -45,9 +45,14 @@ class DDPSafeError(Exception):
     Attributes:
         exit_code: The status a script ends with when nobody catches the error: the rank's own
             code, 128 + signal for a rank that was killed, 78 where a retry cannot help, else 1.
+        kind: What sort of failure it is, for the retry policy.
+        previous_attempts: Where the error ended a retry, the errors of the attempts before,
+            oldest first.
     """
 
     exit_code: int = 1
+    kind: FailureKind = "config"
+    previous_attempts: tuple[DDPSafeError, ...] = ()
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle by facts: keyword-only arguments do not survive the default protocol."""
@@ -56,7 +61,7 @@ class DDPSafeError(Exception):
 
 
 class ConfigError(DDPSafeError, ValueError):
-    """The configuration or a call is wrong; nothing was started.
+    """The configuration or a call is wrong; nothing was started with it.
 
     Attributes:
         problems: One text for each problem found, all of them at once.
@@ -71,7 +76,9 @@ class ConfigError(DDPSafeError, ValueError):
 
 
 class PreflightError(DDPSafeError):
-    """The machine or the network is not as the launch needs it; nothing was started.
+    """The machine or the network is not as an attempt needs it, and the attempt did not begin.
+
+    A retry may have made other attempts before: they are in `previous_attempts`.
 
     Attributes:
         report: What was checked and found; ``None`` where no doctor looked, or another rank has it.
@@ -95,7 +102,6 @@ class LaunchError(DDPSafeError):
         attempt: The attempt that failed, counted from 1.
         attempts: How many attempts the retry policy allowed.
         outcomes: What became of each rank, by rank.
-        previous_attempts: The errors of the attempts before this one, oldest first.
         run_dir: Where logs and reports of the launch lie; ``None`` inside a rank.
         kind: What sort of failure it was, for the retry policy.
     """
@@ -115,7 +121,6 @@ class LaunchError(DDPSafeError):
         self.attempt = attempt
         self.attempts = attempts
         self.outcomes: dict[int, RankOutcome] = dict(outcomes or {})
-        self.previous_attempts: tuple[DDPSafeError, ...] = ()
         self.run_dir = run_dir
         self.kind: FailureKind = kind
 

@@ -12,6 +12,7 @@ from ddpsafe._config import LaunchConfig, require_data_paths
 from ddpsafe._errors import DDPSafeError
 from ddpsafe._launcher.attempt import run_attempt
 from ddpsafe._launcher.calls import Calls
+from ddpsafe._launcher.daemonic import require_may_have_children
 from ddpsafe._launcher.handle import SpawnHandle
 from ddpsafe._launcher.main_guard import require_main_guard
 from ddpsafe._launcher.plan import make_plan
@@ -77,14 +78,17 @@ def launch(
         config: The configuration; without one it is read from environment and file.
         on_retry: Called with a failure that `RetryPolicy` tries again; what it returns takes the
             place of `args` (a smaller batch after running out of memory), ``None`` keeps them.
+            An exception ends the launch, with the failure as its cause.
         **fields: Fields of `LaunchConfig` that win over it.
 
     Returns:
         What the ranks returned.
 
     Raises:
-        ConfigError: The call or its configuration is wrong; nothing was started.
-        PreflightError: The machine is not ready; nothing was started.
+        ConfigError: The call or its configuration is wrong, or the arguments that `on_retry`
+            returned; nothing was started with them.
+        PreflightError: The machine is not ready for the first attempt, or for another one after
+            a failure; that attempt did not begin.
         RankFailedError: A rank failed; its own exception is ``__cause__`` where it could travel.
         LaunchTimeoutError: A deadline passed.
         PreemptedError: The job was asked to stop, `RankContext.stop_requested` said so, and the
@@ -95,6 +99,7 @@ def launch(
         if attached.is_rank(os.environ):
             return _run_here(fn, args, kwargs or {}, resolved)
         require_main_guard()
+        require_may_have_children()
         with interrupts_kept():
             plan = make_plan(resolved, style="launch")
             require_ready_host(resolved, nproc=plan.world_size, backend=plan.backend)
@@ -107,8 +112,8 @@ def spawn(
     fn: Callable[Concatenate[int, P], object],
     args: Sequence[Any] = (),
     nprocs: int = 1,
-    join: bool = True,  # noqa: FBT001, FBT002 - as above
-    daemon: bool = False,  # noqa: FBT001, FBT002 - as above
+    join: bool = True,  # noqa: FBT001, FBT002 - torch's signature
+    daemon: bool = False,  # noqa: FBT001, FBT002 - torch's signature
     start_method: str = "spawn",
     *,
     config: LaunchConfig | None = None,
@@ -123,13 +128,15 @@ def spawn(
     Args:
         fn: The function; its return value is dropped.
         args: Its arguments after the rank.
-        nprocs: Number of ranks.
+        nprocs: Number of ranks. It wins over `LaunchConfig.nproc_per_node`, also where it is left
+            out: the variable ``DDPSAFE_NPROC_PER_NODE`` and the file say nothing here.
         join: Wait for them; otherwise return a handle.
         daemon: Make them daemonic processes, which may not have children of their own.
-        start_method: ``spawn`` or ``forkserver``.
-        config: As in `launch`.
+        start_method: ``spawn`` or ``forkserver``. It wins over `LaunchConfig.start_method`, its
+            variable and the file, as `nprocs` does.
+        config: As in `launch`, but for the two fields above.
         on_retry: As in `launch`.
-        **fields: As in `launch`.
+        **fields: As in `launch`, but for the two fields above.
 
     Returns:
         ``None``, or the handle with ``join=False``.
@@ -143,6 +150,7 @@ def spawn(
     """
     try:
         require_main_guard()
+        require_may_have_children()
         resolved = LaunchConfig.resolve(
             LaunchConfig.resolve(config, **fields),
             nproc_per_node=nprocs,

@@ -903,6 +903,22 @@ def fail_on_attempts(ctx: RankContext, folder: Path, attempts: int, error: str) 
     return ctx.attempt
 
 
+def take_the_data_and_die(folder: Path) -> None:
+    """Die of what takes the next attempt's data away too, as a storage that goes down does."""
+    (folder / "data").rmdir()
+    die_by_kill(folder)
+
+
+def die_first_and_then_wait(ctx: RankContext, folder: Path) -> None:
+    """Fail in the first attempt, and stay in the second one."""
+    average_gradients()
+    if ctx.attempt == 1 and ctx.rank == 1:
+        die_by_kill(folder)
+    average_gradients()
+    (folder / f"ready-{ctx.rank}").touch()
+    scripts.wait_until((folder / "never").exists, within_s=FOREVER_S)
+
+
 def needs_less(_ctx: RankContext, folder: Path, batch_size: int) -> int:
     """Run out of memory above a batch size of 8."""
     average_gradients()

@@ -132,6 +132,26 @@ def give_a_lock(_ctx: RankContext, journal: Path) -> dict[str, object]:
     return {"loss": 0.5, "model": {"lock": threading.Lock()}}
 
 
+def load_in_process(pid: int) -> int:
+    """Be what rebuilds an object of one process only."""
+    if os.getpid() != pid:
+        msg = "only in its rank"
+        raise LookupError(msg)
+    return pid
+
+
+class BoundToItsProcess:
+    """An object that pickles everywhere and loads only where it was made."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (load_in_process, (os.getpid(),))
+
+
+def give_what_only_the_rank_can_load(ctx: RankContext) -> object:
+    """Return it on rank 1, and what any process can load on rank 0."""
+    return BoundToItsProcess() if ctx.rank == 1 else "plain"
+
+
 class PlainError(Exception):
     """An exception with a fact."""
 

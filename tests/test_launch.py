@@ -255,6 +255,23 @@ def test_a_result_that_cannot_travel_is_named_by_its_path_and_not_tried_again(
     assert journal.read_text() == "tried\n" * 2
 
 
+def test_a_result_that_cannot_be_loaded_is_a_failure_of_its_rank_with_all_its_facts() -> None:
+    """Each rank has returned, and yet the error says who, where, when, and where the logs are."""
+    with pytest.raises(ddpsafe.RankFailedError) as caught:
+        ddpsafe.launch(programs.give_what_only_the_rank_can_load, **TWO)
+    error = caught.value
+    assert (error.rank, error.local_rank, error.hostname) == (1, 1, socket.gethostname())
+    assert (error.kind, error.attempt, list(error.outcomes)) == ("unpicklable", 1, [0, 1])
+    assert isinstance(error.__cause__, LookupError)
+    what, *_, logs = str(error).splitlines()
+    assert what.startswith(f"what rank 1 (world_size 2) returned on {error.hostname}, attempt 1 of")
+    assert what.endswith("cannot be loaded here: LookupError: only in its rank")
+    assert error.run_dir is not None
+    assert logs == f"  Logs: {error.run_dir}"
+    assert (error.run_dir / "attempt-1" / "report.json").exists()
+    shutil.rmtree(error.run_dir)
+
+
 def test_a_port_that_the_function_wants_and_another_program_has_is_explained(
     run_dir: Path, tmp_path: Path
 ) -> None:
@@ -517,6 +534,53 @@ def test_a_wrong_call_is_a_config_error(run_dir: Path, fn: Any, args: Any, text:
     with pytest.raises(ddpsafe.ConfigError, match=re.escape(text)):
         ddpsafe.launch(fn, args, run_dir=run_dir, **TWO)
     assert not run_dir.exists()
+
+
+def test_a_launch_from_a_daemonic_process_is_refused(tmp_path: Path) -> None:
+    """Python allows it no children, and says so in an AssertionError without a way out."""
+    source = """
+        import multiprocessing, ddpsafe
+
+        def train(_):
+            raise SystemExit("a rank was started")
+
+        def nested(door):
+            try:
+                door(train)
+            except ddpsafe.ConfigError as error:
+                return str(error)
+
+        if __name__ == "__main__":
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                for text in pool.map(nested, [ddpsafe.launch, ddpsafe.spawn]):
+                    print(text)
+    """
+    lines = scripts.run(tmp_path, source).lines()
+    assert len(lines) == 6
+    assert lines[:3] == lines[3:]
+    what, cause, fix = lines[:3]
+    assert "is a daemonic process, which may not have children" in what
+    assert "multiprocessing.Pool" in cause
+    assert "concurrent.futures.ProcessPoolExecutor" in fix
+
+
+def test_a_process_of_a_pool_of_futures_may_launch(tmp_path: Path) -> None:
+    """The way out that the message names is one."""
+    source = """
+        import multiprocessing, ddpsafe
+        from concurrent.futures import ProcessPoolExecutor
+
+        def train(ctx):
+            return ctx.rank + 1
+
+        def nested():
+            return ddpsafe.launch(train, nproc_per_node=1, backend="gloo").values
+
+        if __name__ == "__main__":
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                print(pool.submit(nested).result())
+    """
+    assert scripts.run(tmp_path, source).lines() == ["{0: 1}"]
 
 
 # The run directory.

@@ -221,6 +221,17 @@ def test_fields_of_the_config_work_beside_torchs_arguments(tmp_path: Path) -> No
     assert notes(tmp_path) == {0: [["yes", "too", "2"]], 1: [["yes", "too", "2"]]}
 
 
+def test_torchs_arguments_win_also_where_they_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank, as with torch, whatever config and environment say of ``nproc_per_node``."""
+    monkeypatch.setenv("DDPSAFE_NPROC_PER_NODE", "2")
+    spawn(programs.note_environment, (tmp_path, "WORLD_SIZE"), **METHOD)
+    config = ddpsafe.LaunchConfig(nproc_per_node=3)
+    spawn(programs.note_environment, (tmp_path, "WORLD_SIZE"), config=config, **METHOD)
+    assert notes(tmp_path) == {0: [["1"], ["1"]]}
+
+
 # What travels beside the bytes.
 
 
@@ -358,6 +369,44 @@ def test_daemonic_ranks_end_with_a_caller_that_never_joins(tmp_path: Path) -> No
     (line,) = run.lines()
     assert run.err == ""
     scripts.wait_until(lambda: not any(psutil.pid_exists(int(pid)) for pid in line.split()))
+
+
+def test_ranks_end_with_a_script_that_dies_of_an_error_with_an_exit_code(tmp_path: Path) -> None:
+    """The second error of ddpsafe's that nobody catches sets the code, and ends the ranks too."""
+    source = """
+        import sys, spawn_programs, ddpsafe
+        from pathlib import Path
+
+        if __name__ == "__main__":
+            fn, folder = spawn_programs.wait_for_gate, Path(sys.argv[1])
+            try:
+                ddpsafe.spawn(fn, nprocs=0)
+            except ddpsafe.ConfigError:
+                pass
+            handle = ddpsafe.spawn(fn, (folder,), nprocs=2, join=False, start_method="forkserver")
+            spawn_programs.scripts.wait_until((folder / "rank-1").exists)
+            ddpsafe.spawn(fn, nprocs=0)
+    """
+    run = scripts.run(tmp_path, source, str(tmp_path))
+    assert run.code == 78
+    assert "device_count() is 0" in run.err
+    assert "nobody joined" not in run.err  # they would fail when the gate has not opened for long
+
+
+def test_handles_that_have_been_joined_leave_no_hook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter's hook is the caller's again, in whatever order they are joined."""
+    before = sys.__excepthook__
+    monkeypatch.setattr(sys, "excepthook", before)  # earlier tests may have left handles
+    (tmp_path / "gate").touch()
+    one = {**FAST, "nprocs": 1}
+    for first, second in ((0, 1), (1, 0)):
+        handles = [spawn(programs.wait_for_gate, (tmp_path,), join=False, **one) for _ in range(2)]
+        assert handles[first].join()
+        assert sys.excepthook is not before
+        assert handles[second].join()
+        assert sys.excepthook is before
 
 
 def test_the_interpreter_waits_at_its_end_for_ranks_that_are_not_daemonic(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ddpsafe._errors import LaunchError, RankKilledError, explain
+from ddpsafe._errors import RankKilledError
 from ddpsafe._kinds import STARTUP_KINDS
 from ddpsafe._launcher import evidence, postmortem, shutdown
 from ddpsafe._launcher.case import Case
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from threading import Event
 
+    from ddpsafe._errors import LaunchError
     from ddpsafe._launcher.plan import LaunchPlan
     from ddpsafe._launcher.rendezvous import Meeting
     from ddpsafe._launcher.run_directory import RunDirectory
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.supervisor import Ending
     from ddpsafe._launcher.worker import Worker
     from ddpsafe._launcher.workers import PickledCall, RunRank
-    from ddpsafe._wire.outcome import Returned
 
 
 def run_attempt(
@@ -90,7 +90,7 @@ def run_attempt(
                 stop=stop,
             )
         )
-        for folder in (find_helpers_folder(), directory.path if directory.is_ours else None):
+        for folder in (find_helpers_folder(), None if directory.is_kept else directory.path):
             if folder is not None:
                 guard.remove_later(folder)
         if on_start is not None:
@@ -135,34 +135,33 @@ def _conclude(
     """Return what the ranks returned, or raise what the attempt came to; see `run_attempt`."""
     verdict = case.ending.verdict
     if verdict == "overdue" or (verdict == "done" and any(worker.stops for worker in workers)):
-        keeps_logs = not directory.is_ours
-        raise conclude_stop(case, request, _values(workers), keeps_logs=keeps_logs)
+        values = _values(workers, case, directory)
+        stopped = conclude_stop(case, request, values, keeps_logs=directory.is_kept)
+        directory.holds_failure |= bool(stopped.unfinished_ranks)
+        raise stopped
     if verdict == "done" and not is_order(received):
-        return _values(workers)
+        return _values(workers, case, directory)
     if verdict in ("done", "signal"):
         raise Interrupted(received or signal.SIGTERM)
     error = _failure(case, directory)
     if received is not None and _is_by_sigterm(error):
         raise Interrupted(received)  # it went to the ranks too, as a cgroup's or scancel --full's
+    directory.holds_failure = True
     raise error
 
 
-def _values(workers: Sequence[Worker]) -> dict[int, object]:
-    return {
-        worker.rank: _value_of(worker.rank, worker.returned)
-        for worker in workers
-        if worker.returned is not None
-    }
-
-
-def _value_of(rank: int, report: Returned) -> object:
-    try:
-        return payload.loads(report.payload)
-    except Exception as exc:
-        what = f"what rank {rank} returned cannot be loaded here: {type(exc).__name__}: {exc}"
-        cause = "it was made of something that exists in the rank only, such as a process group."
-        fix = "return plain data: numbers, strings, tensors, state dicts."
-        raise LaunchError(explain(what, cause=cause, fix=fix), kind="unpicklable") from exc
+def _values(workers: Sequence[Worker], case: Case, directory: RunDirectory) -> dict[int, object]:
+    values: dict[int, object] = {}
+    for worker in workers:
+        if worker.returned is not None:
+            try:
+                values[worker.rank] = payload.loads(worker.returned.payload)
+            except Exception as exc:
+                error = postmortem.unloadable(case, worker.rank, exc)
+                directory.report(case.attempt, error)
+                directory.holds_failure = True
+                raise error from exc
+    return values
 
 
 def _failure(case: Case, directory: RunDirectory) -> LaunchError:

@@ -10,7 +10,7 @@ import threading
 import weakref
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddpsafe._errors import DDPSafeError
 from ddpsafe._launcher.presentation import presentable
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.process import BaseProcess
     from types import TracebackType
+
+    from typing_extensions import Self
 
     from ddpsafe._launcher.signals import SignalInbox
     from ddpsafe._launcher.worker import Worker
@@ -56,7 +58,7 @@ class SpawnHandle:
         if daemon:
             # A daemonic thread is frozen at the interpreter's end and could not clean up.
             atexit.register(self._cancel)
-        _cancel_on_crash(self)
+        self._crash_hook = _CancelOnCrash.including(self)
         atexit.register(self._tell_failure)
 
     def pids(self) -> list[int]:
@@ -88,6 +90,7 @@ class SpawnHandle:
         self._thread.join()
         atexit.unregister(self._cancel)
         atexit.unregister(self._tell_failure)
+        self._crash_hook.leave_out(self)
         error = self._result.exception()
         if isinstance(error, DDPSafeError):
             raise presentable(error)
@@ -126,21 +129,38 @@ class SpawnHandle:
             self._started.set()
 
 
-def _cancel_on_crash(handle: SpawnHandle) -> None:
-    """End the ranks of a handle when the script dies of an exception, Ctrl-C included.
+class _CancelOnCrash:
+    """Ends the ranks of handles when the script dies of an exception, Ctrl-C included.
 
     The ranks have sessions of their own, which the terminal's Ctrl-C does not reach, and at its
-    end the interpreter waits for the thread that watches them.
+    end the interpreter waits for the threads that watch them. One hook serves all handles, so that
+    a script which makes many has no chain of them.
     """
-    before = sys.excepthook
-    known = weakref.ref(handle)
 
-    def hook(
-        kind: type[BaseException], raised: BaseException, traceback: TracebackType | None
+    def __init__(self, before: Callable[[type[BaseException], Any, Any], object]) -> None:
+        self._before = before
+        self._handles: weakref.WeakSet[SpawnHandle] = weakref.WeakSet()
+
+    def __call__(
+        self, kind: type[BaseException], raised: BaseException, traceback: TracebackType | None
     ) -> None:
-        before(kind, raised, traceback)
-        live = known()
-        if live is not None:
-            live._cancel()  # noqa: SLF001 - of this module
+        try:
+            self._before(kind, raised, traceback)
+        finally:  # it may raise SystemExit, to set the script's exit code
+            for handle in list(self._handles):
+                handle._cancel()  # noqa: SLF001 - of this module
 
-    sys.excepthook = hook
+    @classmethod
+    def including(cls, handle: SpawnHandle) -> Self:
+        """Add a handle to the hook that is in place; put one there if there is none."""
+        hook = sys.excepthook
+        if not isinstance(hook, cls):
+            hook = sys.excepthook = cls(hook)
+        hook._handles.add(handle)
+        return hook
+
+    def leave_out(self, handle: SpawnHandle) -> None:
+        """Take a handle off; the last one takes the hook off, unless another lies on top of it."""
+        self._handles.discard(handle)
+        if not self._handles and sys.excepthook is self:
+            sys.excepthook = self._before

@@ -15,6 +15,7 @@ from ddpsafe._errors import (
     LaunchTimeoutError,
     ProgressTimeoutError,
     RankExitedError,
+    RankFailedError,
     RankKilledError,
     RankLeftEarlyError,
     RankRaisedError,
@@ -52,6 +53,19 @@ def conclude(case: Case) -> LaunchError:
     if cause.sort != "broke" and (cause.sort != "unknown" or _timed_out(cause)):
         return _hung(case, cause)
     return _broke(case, cause)
+
+
+def unloadable(case: Case, rank: int, exc: Exception) -> RankFailedError:
+    """Return the error of an attempt that ended well, but for a value that cannot be loaded."""
+    root = case.outcomes[rank]
+    message = explain(
+        f"what {case.name(root)} returned on {root.hostname}, {case.when}, cannot be loaded here: "
+        f"{type(exc).__name__}: {clip(str(exc), _MAX_MESSAGE)}",
+        cause="it was made of something that exists in the rank only, such as a process group.",
+        fix="return plain data: numbers, strings, tensors, state dicts.",
+        logs=case.run_dir,
+    )
+    return RankFailedError(message, **case.rank_facts(root), kind="unpicklable")
 
 
 def _broke(case: Case, cause: Cause) -> LaunchError:

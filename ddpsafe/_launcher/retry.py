@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import logging
+from datetime import timedelta
 from threading import Event
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import tenacity
 from tenacity.stop import stop_base
 
+from ddpsafe._clock import Deadline
 from ddpsafe._errors import DDPSafeError, LaunchError, PreflightError
+from ddpsafe._launcher.signals import Interrupted, open_inbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 logger = logging.getLogger(__name__)
+_MENTIONED: Final = 3
+_LOOK_EVERY_S: Final = 0.1
 
 
 def run_attempts(
@@ -34,13 +39,17 @@ def run_attempts(
         policy: How often, after which failures, with which pauses.
         run_attempt: Runs the attempt of that number, counted from 1.
         change: Called with a failure that is tried again; tells whether the next attempt differs.
-        cancelled: Ends a pause, and lets no further attempt begin.
+            What it raises goes on, with that failure as its cause.
+        cancelled: Ends a pause, and lets no further attempt begin. A signal that would end this
+            process does so, too.
 
     Returns:
         What the good attempt returned.
 
     Raises:
-        DDPSafeError: The last attempt's own error, the earlier ones attached to it.
+        DDPSafeError: The last attempt's own error, or one of `change`; with the errors of the
+            attempts before in `previous_attempts`.
+        Interrupted: A signal came in a pause.
     """
     earlier: list[DDPSafeError] = []
     cancelled = cancelled or Event()
@@ -50,7 +59,7 @@ def run_attempts(
         error = _error_of(state)
         earlier.append(error)
         _announce(error, state, policy)
-        if change(error):
+        if _ask(change, error):
             progress.start_anew()
 
     retrying = tenacity.Retrying(
@@ -59,7 +68,7 @@ def run_attempts(
             tenacity.stop_when_event_set(cancelled),
             progress,
         ),
-        sleep=tenacity.sleep_using_event(cancelled),
+        sleep=lambda seconds: _pause(timedelta(seconds=seconds), cancelled),
         wait=tenacity.wait_exponential(
             multiplier=policy.backoff_initial.total_seconds(),
             max=policy.backoff_max.total_seconds(),
@@ -72,9 +81,23 @@ def run_attempts(
     numbers = itertools.count(1)
     try:
         return retrying(lambda: run_attempt(next(numbers)))
-    except LaunchError as error:
-        error.previous_attempts = tuple(earlier)
+    except DDPSafeError as error:
+        # `change` may raise the failure that it was called with.
+        error.previous_attempts = tuple(each for each in earlier if each is not error)
+        if not isinstance(error, LaunchError):
+            _mention_earlier(error)
         raise
+
+
+def _pause(wait: timedelta, cancelled: Event) -> None:
+    """Wait for the next attempt, and keep a signal that comes meanwhile until all is cleaned up."""
+    deadline = Deadline.after(wait)
+    with open_inbox() as inbox:
+        while inbox.received is None and not deadline.expired():
+            if cancelled.wait(min(_LOOK_EVERY_S, deadline.remaining_s())):
+                break
+    if inbox.received is not None:
+        raise Interrupted(inbox.received)
 
 
 class _Progress(stop_base):
@@ -101,6 +124,34 @@ class _Progress(stop_base):
         self._row = 0
 
 
+def _ask(change: Callable[[DDPSafeError], bool], failure: DDPSafeError) -> bool:
+    """Call `change`; what it raises gets the failure as the first of its causes."""
+    try:
+        return change(failure)
+    except Exception as exc:
+        first = _causes(exc)[-1]
+        if first not in _causes(failure):
+            first.__cause__ = failure
+        raise
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """Return an error and, one after the other, what they were raised from."""
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None and cause not in chain:
+        chain.append(cause)
+    return chain
+
+
+def _mention_earlier(error: DDPSafeError) -> None:
+    """Say in an error that knows of no attempt which ones have failed before, and where to read."""
+    failures = [each for each in error.previous_attempts if isinstance(each, LaunchError)]
+    if failures:
+        lines = [f"Before that, {str(each).splitlines()[0]}" for each in failures[-_MENTIONED:]]
+        lines.append(f"Logs: {failures[-1].run_dir}")
+        error.args = ("\n  ".join([str(error), *lines]), *error.args[1:])
+
+
 def _made_no_step(error: DDPSafeError) -> bool:
     """Tell whether the user's function ran, on some rank, and no rank's optimizer made a step."""
     outcomes = error.outcomes.values() if isinstance(error, LaunchError) else ()
@@ -114,7 +165,7 @@ def _announce(error: DDPSafeError, state: tenacity.RetryCallState, policy: Retry
         "attempt %d of %d failed (%s); trying again in %.1f s: %s",
         state.attempt_number,
         policy.attempts,
-        _kind_of(error),
+        error.kind,
         state.next_action.sleep,
         str(error).splitlines()[0],
     )
@@ -131,8 +182,4 @@ def _deserves_another(exc: BaseException, policy: RetryPolicy) -> bool:
     if not isinstance(exc, (LaunchError, PreflightError)):
         return False
     types = tuple(entry for entry in policy.on if isinstance(entry, type))
-    return _kind_of(exc) in policy.on or isinstance(exc.__cause__, types)
-
-
-def _kind_of(error: DDPSafeError) -> str:
-    return getattr(error, "kind", "config")
+    return exc.kind in policy.on or isinstance(exc.__cause__, types)

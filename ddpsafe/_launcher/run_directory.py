@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._errors import LaunchError, PreemptedError, PreflightError, explain
+from ddpsafe._errors import LaunchError, PreflightError, explain
 from ddpsafe._launcher.report import write_report
 from ddpsafe._wire.spec import LogFiles
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from ddpsafe._wire.outcome import RankOutcome
     from ddpsafe._world import World
+logger = logging.getLogger(__name__)
 _ROOM_BYTES: Final = 64 << 10
 
 
@@ -27,12 +29,14 @@ class RunDirectory:
     Attributes:
         path: The directory.
         is_ours: Whether we made it under the system's temporary directory.
+        holds_failure: Whether an attempt has failed, and its logs and report are in there.
     """
 
     def __init__(self, path: Path, *, is_ours: bool) -> None:
         """Keep the path."""
         self.path = path
         self.is_ours = is_ours
+        self.holds_failure = False
 
     def attempt(self, number: int) -> Path:
         """Make the directory of an attempt, counted from 1."""
@@ -65,6 +69,11 @@ class RunDirectory:
         with contextlib.suppress(OSError):
             write_report(error, self.path / f"attempt-{number}")
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether it stays when the launch ends, by whatever but success."""
+        return self.holds_failure or not self.is_ours
+
     def discard(self) -> None:
         """Remove a directory that we made."""
         if self.is_ours:
@@ -73,7 +82,7 @@ class RunDirectory:
 
 @contextlib.contextmanager
 def open_run_directory(wanted: Path | None) -> Iterator[RunDirectory]:
-    """Make the run directory; remove a temporary one unless a rank has failed.
+    """Make the run directory; remove a temporary one when all went well or no attempt has failed.
 
     Args:
         wanted: The user's directory, or ``None`` for a private temporary one.
@@ -84,12 +93,11 @@ def open_run_directory(wanted: Path | None) -> Iterator[RunDirectory]:
     directory = _make_temporary() if wanted is None else _make(wanted)
     try:
         yield directory
-    except LaunchError as error:
-        if isinstance(error, PreemptedError) and not error.unfinished_ranks:
+    except BaseException as error:
+        if not directory.holds_failure:
             directory.discard()
-        raise  # else it names the directory: the logs are in there
-    except BaseException:
-        directory.discard()
+        elif not isinstance(error, LaunchError):  # which would name the directory itself
+            logger.warning("the logs of the attempts that failed are in %s", directory.path)
         raise
     directory.discard()
 

@@ -68,6 +68,36 @@ def test_no_temporary_file_is_left(tmp_path: Path, signum: signal.Signals) -> No
             scripts.wait_until(lambda: not list(Path(temporary).iterdir()), within_s=5)
 
 
+@pytest.mark.parametrize(
+    ("backoff_s", "signum"),
+    [(60, signal.SIGINT), (0, signal.SIGINT), (0, signal.SIGKILL)],
+    ids=["in-the-pause", "in-the-next-attempt", "killed-in-the-next-attempt"],
+)
+def test_the_logs_of_an_attempt_that_failed_are_left(
+    tmp_path: Path, backoff_s: int, signum: signal.Signals
+) -> None:
+    """Somebody who stops the next attempt still wants to know why there had to be one."""
+    with tempfile.TemporaryDirectory() as temporary:  # short, for the fork server's socket
+        statements = f"""
+            os.environ["TMPDIR"] = {temporary!r}
+            times = dict(backoff_initial={backoff_s}, backoff_max=60, jitter=0)
+            options.update(run_dir=None, retry=ddpsafe.RetryPolicy(on={{"killed"}}, **times))
+            ddpsafe.launch(p.die_first_and_then_wait, (folder,), **options)
+        """
+        with start_script(tmp_path, statements) as job:
+            scripts.wait_until(lambda: "trying again" in job.errors())
+            if not backoff_s:
+                scripts.wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
+            os.kill(job.pid, signum)
+            run = job.end()
+            assert run.code == -signum
+            scripts.wait_until(lambda: not list(Path(temporary).glob("pymp-*")), within_s=5)
+        (kept,) = Path(temporary).glob("ddpsafe-*")
+        assert (kept / "attempt-1" / "report.txt").exists()
+        if signum == signal.SIGINT:
+            assert f"the logs of the attempts that failed are in {kept}\n" in run.err
+
+
 def test_ctrl_c_in_the_terminal(tmp_path: Path) -> None:
     """The terminal signals the launcher's whole group, ranks excepted: they are ended in order."""
     with start_script_on_terminal(tmp_path, launch_everything("gloo")) as job:
@@ -183,15 +213,25 @@ def test_a_signal_while_ranks_start(tmp_path: Path) -> None:
         job.require_all_gone()
 
 
-def test_during_the_pause_between_attempts(tmp_path: Path) -> None:
-    """Ctrl-C does not wait for the backoff."""
-    statements = """
-        policy = ddpsafe.RetryPolicy(on={"killed"}, backoff_initial=60, backoff_max=60)
-        ddpsafe.launch(p.train, (folder, p.die_by_kill), retry=policy, **options)
-    """
-    with start_script(tmp_path, statements) as job:
-        scripts.wait_until(lambda: "trying again" in job.errors())
-        sent = time.monotonic()
-        os.kill(job.pid, signal.SIGINT)
-        assert job.end().code == -signal.SIGINT
-        require_in_time(time.monotonic() - sent, CRASH_S)
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_during_the_pause_between_attempts(tmp_path: Path, signum: signal.Signals) -> None:
+    """It does not wait for the backoff; the logs of the failure stay, and nothing else."""
+    with tempfile.TemporaryDirectory() as temporary:  # short, for the fork server's socket
+        statements = f"""
+            os.environ["TMPDIR"] = {temporary!r}
+            policy = ddpsafe.RetryPolicy(on={{"killed"}}, backoff_initial=60, backoff_max=60)
+            options["run_dir"] = None
+            ddpsafe.launch(p.train, (folder, p.die_by_kill), retry=policy, **options)
+        """
+        with start_script(tmp_path, statements) as job:
+            scripts.wait_until(lambda: "trying again" in job.errors())
+            time.sleep(0.2)  # what follows the line is short
+            sent = time.monotonic()
+            os.kill(job.pid, signum)
+            run = job.end()
+            assert run.code == -signum
+            require_in_time(time.monotonic() - sent, CRASH_S)
+            (logs,) = Path(temporary).glob("ddpsafe-*")
+            scripts.wait_until(lambda: not list(Path(temporary).glob("pymp-*")), within_s=5)
+            assert f"the logs of the attempts that failed are in {logs}" in run.err
+            assert f"{signum.name}; no rank is left running" in run.err

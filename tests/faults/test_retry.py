@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import pickle
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import fault_programs as programs
@@ -13,6 +15,7 @@ import ddpsafe
 from ddpsafe import RetryPolicy
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 SOON: dict[str, Any] = {"backoff_initial": 0.05, "backoff_max": 0.05, "jitter": 0}
@@ -149,18 +152,89 @@ def test_none_keeps_the_arguments(tmp_path: Path) -> None:
     assert result.attempts == 2
 
 
-def test_a_callback_that_raises_ends_the_launch_with_its_error(tmp_path: Path) -> None:
-    """It is the user's own code, in the user's own process."""
+def _refuse(_failure: ddpsafe.DDPSafeError) -> None:
+    msg = "no more"
+    raise ValueError(msg)
+
+
+def _refuse_for_a_reason(_failure: ddpsafe.DDPSafeError) -> None:
+    msg = "no more"
+    raise ValueError(msg) from LookupError("no smaller batch")
+
+
+@pytest.mark.parametrize("on_retry", [_refuse, _refuse_for_a_reason])
+def test_a_callback_that_raises_ends_the_launch_with_its_error(
+    tmp_path: Path, on_retry: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is the user's own code; the failure is shown above it, and its logs stay."""
     world = World(folder=tmp_path)
-
-    def refuse(_failure: ddpsafe.DDPSafeError) -> None:
-        msg = "no more"
-        raise ValueError(msg)
-
     policy = RetryPolicy(on={"killed"}, **SOON)
-    with pytest.raises(ValueError, match="no more"):
-        world.launch(programs.fail_on_attempts, 1, "killed", retry=policy, on_retry=refuse)
+    with pytest.raises(ValueError, match="no more") as caught:
+        world.launch(
+            *(programs.fail_on_attempts, 1, "killed"),
+            retry=policy,
+            on_retry=on_retry,
+            run_dir=None,
+        )
     assert attempts_of(tmp_path) == [1]
+    first = caught.value.__cause__
+    if on_retry is _refuse_for_a_reason:
+        assert isinstance(first, LookupError)
+        first = first.__cause__
+    assert isinstance(first, ddpsafe.RankKilledError)
+    assert first.run_dir is not None
+    assert first.log_path is not None
+    assert first.log_path.exists()
+    assert caplog.messages[-1].endswith(f"the attempts that failed are in {first.run_dir}")
+    shutil.rmtree(first.run_dir)
+
+
+def test_a_callback_may_raise_the_failure_itself(tmp_path: Path) -> None:
+    """It ends the launch as if no other attempt had been allowed: no error is its own cause."""
+
+    def give_up(failure: ddpsafe.DDPSafeError) -> None:
+        raise failure
+
+    error = World(folder=tmp_path).launch_fails(
+        *(ddpsafe.RankKilledError, programs.fail_on_attempts, 1, "killed"),
+        retry=RetryPolicy(on={"killed"}, **SOON),
+        on_retry=give_up,
+    )
+    assert (error.__cause__, error.previous_attempts) == (None, ())
+
+
+def test_arguments_that_a_callback_gets_wrong_are_a_config_error(tmp_path: Path) -> None:
+    """It says what failed before, as every error that ends a retry does."""
+    with pytest.raises(ddpsafe.ConfigError, match="cannot be called with") as caught:
+        World(folder=tmp_path).launch(
+            *(programs.fail_on_attempts, 1, "killed"),
+            retry=RetryPolicy(on={"killed"}, **SOON),
+            on_retry=lambda _failure: (tmp_path,),
+        )
+    (earlier,) = caught.value.previous_attempts
+    assert isinstance(earlier, ddpsafe.RankKilledError)
+    assert f"\n  Before that, {str(earlier).splitlines()[0]}\n" in str(caught.value)
+
+
+def test_a_failure_stays_known_when_the_next_attempt_cannot_begin(tmp_path: Path) -> None:
+    """The data was there for the first attempt: its error and its logs are the story."""
+    (tmp_path / "data").mkdir()
+    with pytest.raises(ddpsafe.PreflightError, match="data path 'train' is not ready") as caught:
+        World(folder=tmp_path).launch(
+            *(programs.train, programs.take_the_data_and_die),
+            retry=RetryPolicy(attempts=2, on={"killed"}, **SOON),
+            data_paths={"train": tmp_path / "data"},
+            run_dir=None,
+        )
+    error = pickle.loads(pickle.dumps(caught.value))
+    (earlier,) = error.previous_attempts
+    assert isinstance(earlier, ddpsafe.RankKilledError)
+    assert earlier.run_dir is not None
+    assert (earlier.run_dir / "attempt-1" / "report.txt").exists()
+    *_, before, logs = str(error).splitlines()
+    assert before == f"  Before that, {str(earlier).splitlines()[0]}"
+    assert logs == f"  Logs: {earlier.run_dir}"
+    shutil.rmtree(earlier.run_dir)
 
 
 def test_two_attempts_without_a_step_end_the_loop(tmp_path: Path) -> None:
