@@ -566,6 +566,27 @@ def return_early(ctx: RankContext, folder: Path) -> str:
     return "trained"
 
 
+def come_apart_in_the_second_group(
+    rank: int, world_size: int, folder: Path, fault: Fault, calls: int, timeout_s: float = 60
+) -> None:
+    """Make a second group; after some calls there, rank 1 meets the fault and the others wait.
+
+    The first group has made more calls by its end than the second one will.
+    """
+    setup(rank, world_size)
+    for _ in range(2 * calls + STEPS):
+        average_gradients()
+    cleanup()
+    setup(rank, world_size, timeout_s=timeout_s)
+    for _ in range(calls):
+        average_gradients()
+    if rank == 1:
+        mark(folder)
+        fault(folder)
+    else:
+        average_gradients()
+
+
 def pass_other_shapes(
     ctx: RankContext, folder: Path, culprit: int, its_size: int, others_size: int
 ) -> None:

@@ -47,7 +47,7 @@ def _meet(spec: RankSpec, timeout: timedelta | None) -> Store:
     member = current.find_current()
     control = None if member is None else member.control
     limit = spec.timeouts.rendezvous if timeout is None else min(timeout, spec.timeouts.rendezvous)
-    process_group.require_everyone(control, spec.world, deadline=Deadline.after(limit))
+    process_group.meet_everyone(control, spec.world, deadline=Deadline.after(limit))
     return open_fresh_store(spec)
 
 
