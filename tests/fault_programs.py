@@ -216,6 +216,16 @@ def tidy_up_with_barrier_and_destroy(rank: int, world_size: int, folder: Path) -
         cleanup()
 
 
+def tidy_up_with_another_group(rank: int, world_size: int, folder: Path) -> None:
+    """Start anew in ``finally``, though nobody else does."""
+    setup(rank, world_size)
+    try:
+        _train_and_fail(rank, folder)
+    finally:
+        cleanup()
+        setup(rank, world_size)
+
+
 def tidy_up_with_our_barrier(ctx: RankContext, folder: Path) -> None:
     """Wait for the others at a barrier of ddpsafe's, in ``finally``."""
     try:
@@ -994,6 +1004,50 @@ def _recover(ctx: RankContext, folder: Path, late: int) -> None:
         if ctx.rank == 1 - late:
             time.sleep(1)
         average_gradients()
+
+
+def start_anew_with_another_group(
+    rank: int, world_size: int, folder: Path, where: str, late_s: float
+) -> None:
+    """Handle the same error on all ranks with another group; rank 0 is late there."""
+    setup(rank, world_size)
+    try:
+        raise_own_error(folder)
+    except LostSampleError:
+        cleanup()
+        if where == "inside":
+            _meet_late(rank, world_size, late_s)
+    if where == "after":
+        _meet_late(rank, world_size, late_s)
+
+
+def _meet_late(rank: int, world_size: int, late_s: float) -> None:
+    setup(rank, world_size)
+    average_gradients()
+    if rank == 0:
+        time.sleep(late_s)
+    average_gradients()
+
+
+def fail_beside_a_rank_that_steps(
+    rank: int, world_size: int, folder: Path, optimizer: Any, where: str
+) -> None:
+    """Handle an error on all ranks with a destroy, and let rank 0 train on; then rank 1 fails."""
+    setup(rank, world_size)
+    try:
+        raise_own_error(folder)
+    except LostSampleError:
+        cleanup()
+        if where == "inside":
+            optimizer.step()
+    if where == "after":
+        optimizer.step()
+    (folder / f"stepped-{rank}").touch()
+    if rank != 1:
+        sleep(folder)
+    scripts.wait_until((folder / "stepped-0").exists)
+    mark(folder)
+    raise_own_error(folder)
 
 
 def fail_beside_a_handled_error(ctx: RankContext, folder: Path) -> None:

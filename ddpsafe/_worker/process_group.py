@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ddpsafe._errors import RendezvousTimeoutError, explain
+from ddpsafe._worker import in_flight
 from ddpsafe._worker.torch_hooks import DRAIN_S, forget_collectives
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def meet_everyone(control: Control | None, world: World, *, deadline: Deadline) 
     if missing:
         raise not_joined(world, missing, deadline)
     forget_collectives()
+    in_flight.going_on()
 
 
 def not_joined(world: World, missing: list[int], deadline: Deadline) -> RendezvousTimeoutError:

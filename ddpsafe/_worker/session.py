@@ -29,7 +29,7 @@ def find_spec() -> RankSpec | None:
     return _spec
 
 
-def install_hooks(spec: RankSpec, *, before_destroy: Callable[[], object]) -> None:
+def install_hooks(spec: RankSpec) -> None:
     """Prepare torch for scripts that make and destroy their process group themselves."""
     global _spec  # noqa: PLW0603 - one process is one rank
     _spec = spec
@@ -38,7 +38,7 @@ def install_hooks(spec: RankSpec, *, before_destroy: Callable[[], object]) -> No
         world_size=spec.world.world_size,
         env=os.environ,  # type: ignore[arg-type]  # a mapping of str, which is all it needs
     )
-    torch_hooks.before_destroy(before_destroy)
+    torch_hooks.before_destroy(in_flight.leaving_group)
     torch_hooks.around_barrier(in_flight.waiting)
 
 
