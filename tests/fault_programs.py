@@ -542,6 +542,37 @@ def step_slowly(
     return "done"
 
 
+def _count_reads(doing: Callable[[], object]) -> int:
+    """Return how often torch's flight recorder is read meanwhile, which stops training."""
+    import torch._C._distributed_c10d as c10d  # there is no public way
+
+    reads = 0
+    dump = c10d._dump_fr_trace_json
+
+    def count(*args: Any, **options: Any) -> Any:
+        nonlocal reads
+        reads += 1
+        return dump(*args, **options)
+
+    c10d._dump_fr_trace_json = count
+    doing()
+    return reads
+
+
+def count_reads_in_training(ctx: RankContext, folder: Path, takes_s: float, optimizer: Any) -> int:
+    """Make steps for a while; return how often the rank was asked where it is."""
+    return _count_reads(lambda: step_slowly(ctx, folder, "optimizer", takes_s, optimizer))
+
+
+def count_reads_at_an_error(_ctx: RankContext, folder: Path, takes_s: float) -> int:
+    """Take long to handle an error; return how often the rank was asked where it is meanwhile."""
+    try:
+        raise_own_error(folder)
+    except LostSampleError:
+        cleanup()
+        return _count_reads(lambda: time.sleep(takes_s))
+
+
 # Ranks come apart.
 
 

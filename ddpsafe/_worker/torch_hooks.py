@@ -189,6 +189,7 @@ def _last_of_each_group(entries: list[dict[str, Any]]) -> tuple[Collective, ...]
                 name=entry["profiling_name"],
                 sizes=str(entry["input_sizes"]),
                 done=bool(entry["retired"]),
+                entered_ns=int(entry.get("time_created_ns", 0)),
             )
             groups[collective.group].append(collective)
     return tuple(collective for group in groups.values() for collective in group)

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+MOST_READS = 8
+"""Within 3 s; it would be 12 if a rank were asked every 0.25 s throughout."""
+
+
 @pytest.mark.parametrize(
     "tidy_up",
     [
@@ -69,6 +73,13 @@ def test_a_barrier_that_is_meant_is_no_failure(tmp_path: Path, ranks: int) -> No
 def test_another_group_after_an_error_is_no_failure(tmp_path: Path, where: str) -> None:
     """Once all ranks have met again, one may keep the others waiting as long as in any group."""
     World(folder=tmp_path).spawn(programs.start_anew_with_another_group, where, 1.5)
+
+
+def test_a_rank_that_is_long_at_an_error_is_asked_ever_more_rarely(tmp_path: Path) -> None:
+    """Each answer costs it time, and what it does there may be meant."""
+    world = World(folder=tmp_path, ranks=1)
+    reads = world.launch(programs.count_reads_at_an_error, 3.0).values[0]
+    assert 1 <= reads <= MOST_READS
 
 
 def test_a_step_after_an_error_withdraws_it(tmp_path: Path) -> None:
