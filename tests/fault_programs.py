@@ -216,6 +216,16 @@ def tidy_up_with_barrier_and_destroy(rank: int, world_size: int, folder: Path) -
         cleanup()
 
 
+def tidy_up_with_another_group(rank: int, world_size: int, folder: Path) -> None:
+    """Start anew in ``finally``, though nobody else does."""
+    setup(rank, world_size)
+    try:
+        _train_and_fail(rank, folder)
+    finally:
+        cleanup()
+        setup(rank, world_size)
+
+
 def tidy_up_with_our_barrier(ctx: RankContext, folder: Path) -> None:
     """Wait for the others at a barrier of ddpsafe's, in ``finally``."""
     try:
@@ -542,6 +552,37 @@ def step_slowly(
     return "done"
 
 
+def _count_reads(doing: Callable[[], object]) -> int:
+    """Return how often torch's flight recorder is read meanwhile, which stops training."""
+    import torch._C._distributed_c10d as c10d  # there is no public way
+
+    reads = 0
+    dump = c10d._dump_fr_trace_json
+
+    def count(*args: Any, **options: Any) -> Any:
+        nonlocal reads
+        reads += 1
+        return dump(*args, **options)
+
+    c10d._dump_fr_trace_json = count
+    doing()
+    return reads
+
+
+def count_reads_in_training(ctx: RankContext, folder: Path, takes_s: float, optimizer: Any) -> int:
+    """Make steps for a while; return how often the rank was asked where it is."""
+    return _count_reads(lambda: step_slowly(ctx, folder, "optimizer", takes_s, optimizer))
+
+
+def count_reads_at_an_error(_ctx: RankContext, folder: Path, takes_s: float) -> int:
+    """Take long to handle an error; return how often the rank was asked where it is meanwhile."""
+    try:
+        raise_own_error(folder)
+    except LostSampleError:
+        cleanup()
+        return _count_reads(lambda: time.sleep(takes_s))
+
+
 # Ranks come apart.
 
 
@@ -574,6 +615,27 @@ def return_early(ctx: RankContext, folder: Path) -> str:
         return "early stopping"
     average_gradients()
     return "trained"
+
+
+def come_apart_in_the_second_group(
+    rank: int, world_size: int, folder: Path, fault: Fault, calls: int, timeout_s: float = 60
+) -> None:
+    """Make a second group; after some calls there, rank 1 meets the fault and the others wait.
+
+    The first group has made more calls by its end than the second one will.
+    """
+    setup(rank, world_size)
+    for _ in range(2 * calls + STEPS):
+        average_gradients()
+    cleanup()
+    setup(rank, world_size, timeout_s=timeout_s)
+    for _ in range(calls):
+        average_gradients()
+    if rank == 1:
+        mark(folder)
+        fault(folder)
+    else:
+        average_gradients()
 
 
 def pass_other_shapes(
@@ -999,6 +1061,50 @@ def _recover(ctx: RankContext, folder: Path, late: int) -> None:
         if ctx.rank == 1 - late:
             time.sleep(1)
         average_gradients()
+
+
+def start_anew_with_another_group(
+    rank: int, world_size: int, folder: Path, where: str, late_s: float
+) -> None:
+    """Handle the same error on all ranks with another group; rank 0 is late there."""
+    setup(rank, world_size)
+    try:
+        raise_own_error(folder)
+    except LostSampleError:
+        cleanup()
+        if where == "inside":
+            _meet_late(rank, world_size, late_s)
+    if where == "after":
+        _meet_late(rank, world_size, late_s)
+
+
+def _meet_late(rank: int, world_size: int, late_s: float) -> None:
+    setup(rank, world_size)
+    average_gradients()
+    if rank == 0:
+        time.sleep(late_s)
+    average_gradients()
+
+
+def fail_beside_a_rank_that_steps(
+    rank: int, world_size: int, folder: Path, optimizer: Any, where: str
+) -> None:
+    """Handle an error on all ranks with a destroy, and let rank 0 train on; then rank 1 fails."""
+    setup(rank, world_size)
+    try:
+        raise_own_error(folder)
+    except LostSampleError:
+        cleanup()
+        if where == "inside":
+            optimizer.step()
+    if where == "after":
+        optimizer.step()
+    (folder / f"stepped-{rank}").touch()
+    if rank != 1:
+        sleep(folder)
+    scripts.wait_until((folder / "stepped-0").exists)
+    mark(folder)
+    raise_own_error(folder)
 
 
 def fail_beside_a_handled_error(ctx: RankContext, folder: Path) -> None:

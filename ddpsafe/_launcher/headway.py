@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import Deadline
@@ -11,15 +12,50 @@ from ddpsafe._launcher.causes import MAIN_GROUP
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from datetime import timedelta
 
     from ddpsafe._launcher.worker import Worker
     from ddpsafe._wire.outcome import Collective, Position
 
-_ASK_EVERY_S: Final = 0.5
+_ASK_RETURNED_S: Final = 0.5
 _ASK_IN_FLIGHT_S: Final = 0.25
+_GROWTH: Final = 1.25
+_LONGEST_PAUSE_S: Final = 5.0
+_SHORTEST_LOOK_S: Final = 0.01
+_LOOK_S: Final = 1.0
+_LAST_QUESTION_S: Final = 0.5
 _REPEATS: Final = 2
 _NEVER_S: Final = 3600.0
+
+
+class _Questions:
+    """When to ask the ranks again where they are: soon at first, then ever more rarely.
+
+    To answer, a rank reads all of torch's flight recorder, which may stop its training for a third
+    of a second.
+    """
+
+    def __init__(self, first_s: float) -> None:
+        """Ask at the first look, then after so many seconds."""
+        self._first_s = first_s
+        self.start_anew()
+
+    def start_anew(self) -> None:
+        """Ask at the next look: there is news."""
+        self._next_s = 0.0
+        self._pause_s = self._first_s
+
+    def are_due(self) -> bool:
+        """Tell whether to ask now; if so, the next time is later."""
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            return False
+        self._next_s = now_s + self._pause_s
+        self._pause_s = min(self._pause_s * _GROWTH, _LONGEST_PAUSE_S)
+        return True
+
+    def interval_s(self) -> float:
+        """Return how long there is nothing to ask, in seconds."""
+        return max(_SHORTEST_LOOK_S, self._next_s - time.monotonic())
 
 
 class SequenceWatch:
@@ -32,18 +68,21 @@ class SequenceWatch:
     def __init__(self, workers: Sequence[Worker]) -> None:
         """Ask nobody until a rank has returned."""
         self._workers = workers
-        self._next_s = 0.0
+        self._questions = _Questions(_ASK_RETURNED_S)
+        self._returned = 0
         self._waiting: dict[int, Collective] = {}
 
     def interval_s(self) -> float:
         """Return how often to look, in seconds."""
-        return _ASK_EVERY_S if self._is_needed() else _NEVER_S
+        return self._questions.interval_s() if self._is_needed() else _NEVER_S
 
     def somebody_left(self) -> bool:
         """Tell whether a rank waits, for the second time in a row, for one that has returned."""
-        if not self._is_needed() or time.monotonic() < self._next_s:
+        if not self._is_needed():
             return False
-        self._next_s = time.monotonic() + _ASK_EVERY_S
+        self._note_returns()
+        if not self._questions.are_due():
+            return False
         waiting = self._who_waits()
         same = {rank for rank, last in waiting.items() if self._waiting.get(rank) == last}
         self._waiting = waiting
@@ -55,6 +94,12 @@ class SequenceWatch:
     def _is_needed(self) -> bool:
         returned = [worker.returned is not None for worker in self._workers]
         return any(returned) and not all(returned)
+
+    def _note_returns(self) -> None:
+        returned = sum(worker.returned is not None for worker in self._workers)
+        if returned != self._returned:
+            self._returned = returned
+            self._questions.start_anew()
 
     def _who_waits(self) -> dict[int, Collective]:
         ends = [
@@ -88,26 +133,28 @@ class FlightWatch:
     def __init__(self, workers: Sequence[Worker]) -> None:
         """Ask nobody until an exception has been seen in flight."""
         self._workers = workers
-        self._next_s = 0.0
+        self._questions = _Questions(_ASK_IN_FLIGHT_S)
         self._answers: dict[int, Position | None] = {}
         self._repeats: Counter[int] = Counter()
         self._failing: set[int] = set()
 
     def interval_s(self) -> float:
         """Return how often to look, in seconds."""
-        return _ASK_IN_FLIGHT_S if any(map(_has_exception_in_flight, self._workers)) else _NEVER_S
+        needed = any(map(_has_exception_in_flight, self._workers))
+        return self._questions.interval_s() if needed else _NEVER_S
 
     def stuck(self) -> bool:
         """Tell whether such a rank and one that waits for it stay where they are."""
         failing = {worker.rank for worker in self._workers if _has_exception_in_flight(worker)}
-        if not failing or time.monotonic() < self._next_s:
+        new, self._failing = failing - self._failing, failing
+        if new:
+            self._questions.start_anew()
+        if not failing or not self._questions.are_due():
             return False
-        self._next_s = time.monotonic() + _ASK_IN_FLIGHT_S
         for worker in self._workers:
             if worker.alive and worker.returned is None:
-                self._compare(worker, is_new=worker.rank in failing - self._failing)
+                self._compare(worker, is_new=worker.rank in new)
                 worker.ask_position()
-        self._failing = failing
         staying = {rank for rank, repeats in self._repeats.items() if repeats >= _REPEATS}
         lasts = {rank: _last(self._answers[rank]) for rank in staying}
         return any(
@@ -127,7 +174,8 @@ class FlightWatch:
 
 
 def _has_exception_in_flight(worker: Worker) -> bool:
-    return worker.alive and worker.raised is not None and not worker.failed
+    is_running = worker.alive and worker.returned is None
+    return is_running and worker.raised is not None and not worker.failed
 
 
 def _wait_for_each_other(mine: Collective | None, theirs: Collective | None) -> bool:
@@ -145,36 +193,67 @@ def _last(position: Position | None) -> Collective | None:
 
 
 class ProgressWatch:
-    """Notices that no rank has made a step, or entered a collective, for too long."""
+    """Notices that no rank has made a step, or entered a collective, for too long.
+
+    Steps are seen without asking. Only where there has been none for half of the time are the ranks
+    asked for their last collective, then when half of the rest has passed, and so on.
+    """
 
     def __init__(self, workers: Sequence[Worker], longest: timedelta | None) -> None:
         """Start the clock; ``None`` never stalls."""
         self._workers = workers
         self._longest = longest
-        self._deadline = Deadline.after(longest)
         self._seen: object = None
-        self._next_s = 0.0
+        self._entered_ns = 0
+        self._renew(longest)
 
     def interval_s(self) -> float:
         """Return how often to look, in seconds."""
-        return _NEVER_S if self._longest is None else min(1.0, self._deadline.remaining_s() + 0.01)
+        if self._longest is None:
+            return _NEVER_S
+        until_question_s = self._deadline.remaining_s() - self._ask_at_s
+        return min(_LOOK_S, max(0.0, until_question_s) + _SHORTEST_LOOK_S)
 
     def stalled(self) -> bool:
         """Tell whether the deadline passed without a sign of headway."""
         if self._longest is None:
             return False
-        self._ask()
-        seen = [(w.phase, w.steps(), w.position, w.returned is None) for w in self._workers]
+        seen = [(w.phase, w.steps(), w.returned is None) for w in self._workers]
         starting = not all(worker.joined for worker in self._workers)  # under a deadline of its own
         if starting or seen != self._seen:
             self._seen = seen
-            self._deadline = Deadline.after(self._longest)
+            self._renew(self._longest)
+        self._note_collectives(self._longest)
+        self._ask_if_late()
         return self._deadline.expired()
 
-    def _ask(self) -> None:
-        if time.monotonic() < self._next_s:
+    def _renew(self, wait: timedelta | None) -> None:
+        self._deadline = Deadline.after(wait)
+        self._ask_at_s = self._deadline.remaining_s() / 2
+
+    def _note_collectives(self, longest: timedelta) -> None:
+        """Count the time from the last collective that a rank has entered, if that gives more.
+
+        Each is counted once: should the wall clock be set back, it lies in the future for long.
+        """
+        entered_ns = _last_entered_ns(self._workers)
+        if entered_ns == self._entered_ns:
             return
-        self._next_s = time.monotonic() + 1.0
+        self._entered_ns = entered_ns
+        ago = timedelta(seconds=max(0, time.time_ns() - entered_ns) / 1e9)
+        if longest - ago > timedelta(seconds=self._deadline.remaining_s()):
+            self._renew(longest - ago)
+
+    def _ask_if_late(self) -> None:
+        left_s = self._deadline.remaining_s()
+        if left_s > self._ask_at_s:
+            return
+        self._ask_at_s = left_s / 2 if left_s > _LAST_QUESTION_S else 0.0
         for worker in self._workers:
             if worker.alive and worker.joined:
                 worker.ask_position()
+
+
+def _last_entered_ns(workers: Sequence[Worker]) -> int:
+    positions = [worker.position for worker in workers if worker.position is not None]
+    return max((each.entered_ns for at in positions for each in at.collectives), default=0)

@@ -151,7 +151,7 @@ class Worker:
             elif isinstance(message, Position):
                 self.position = message
             elif isinstance(message, Recovered):
-                self.raised = None
+                self.raised = self.raised if self.failed else None
             elif not isinstance(message, Raised):
                 self._note_stopping(message)
             elif not self._is_our_doing(message):

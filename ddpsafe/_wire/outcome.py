@@ -40,6 +40,7 @@ class Collective:
         name: What it does, e.g. ``gloo:all_reduce``.
         sizes: Shapes of its inputs, e.g. ``[[3, 4]]`` for one.
         done: Whether it has ended.
+        entered_ns: When it was entered, on the wall clock; torch notes no other.
     """
 
     group: str
@@ -47,6 +48,7 @@ class Collective:
     name: str
     sizes: str
     done: bool
+    entered_ns: int
 
     def __str__(self) -> str:
         """Name it as a reader would look for it."""

@@ -100,9 +100,9 @@ class Reporter:
             self.raised(exc, final=False)
         return exc
 
-    def recovered(self, exc: BaseException) -> None:
+    def recovered(self) -> None:
         """Say that the rank goes on in spite of the exception it has reported."""
-        self._told.discard(id(exc))
+        self._told.clear()
         self._sender.send(Recovered())
 
 
@@ -161,9 +161,9 @@ def _run_user_code(spec: RankSpec, reporter: Reporter, inheritance: Inheritance)
     from ddpsafe._worker import session
 
     in_flight.tell(reporter)
-    session.install_hooks(spec, before_destroy=reporter.exception_in_flight)
+    session.install_hooks(spec)
     environment.use_threads(spec.num_threads)
-    environment.count_steps(inheritance.steps.fd)
+    environment.count_steps(inheritance.steps.fd, after_step=in_flight.after_step)
     fn, args, kwargs = _load_call(inheritance.call, inheritance.handles)
     device = environment.use_device(spec.device)
     context = session.join(spec, device, on_phase=reporter.enter)

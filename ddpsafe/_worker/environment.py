@@ -15,7 +15,7 @@ from ddpsafe._wire.spec import STACKS_SIGNAL, semaphore_prefix
 from ddpsafe._wire.step_counter import StepCounter
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -126,13 +126,19 @@ def use_threads(num_threads: int | None) -> None:
     torch.set_num_threads(int(chosen))
 
 
-def count_steps(fd: int) -> None:
-    """Count optimizer steps where the launcher can read them: its sign that the rank gets on."""
+def count_steps(fd: int, *, after_step: Callable[[], None]) -> None:
+    """Count optimizer steps where the launcher can read them: its sign that the rank gets on.
+
+    Args:
+        fd: A file for a `StepCounter`.
+        after_step: Called after each of them too.
+    """
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     counter = StepCounter(fd)
     os.close(fd)
     register_optimizer_step_post_hook(lambda *_: counter.count())
+    register_optimizer_step_post_hook(lambda *_: after_step())
 
 
 def use_device(name: str) -> torch.device:

@@ -4,11 +4,16 @@
 exception has not left the user's function, and the others are in another collective. So it is
 reported before the wait, and withdrawn when the wait ends well, since a barrier in an ``except``
 block may be meant.
+
+Nothing tells when a destroy in an ``except`` block "ends well": the script may be leaving, or about
+to start anew. So what is reported there is withdrawn at the first sign that the script goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -21,11 +26,13 @@ class Witness(Protocol):
     def exception_in_flight(self) -> BaseException | None:
         """Report the exception that this thread is handling; return it."""
 
-    def recovered(self, exc: BaseException) -> None:
-        """Take the report back."""
+    def recovered(self) -> None:
+        """Take back what was reported."""
 
 
 _witness: Witness | None = None
+# Thread and id of the exception: holding it would hold the tensors of its frames.
+_open_report: tuple[int, int] | None = None
 
 
 def tell(witness: Witness) -> None:
@@ -40,4 +47,28 @@ def waiting() -> Iterator[None]:
     exc = None if _witness is None else _witness.exception_in_flight()
     yield
     if _witness is not None and exc is not None:
-        _witness.recovered(exc)
+        _witness.recovered()
+
+
+def leaving_group() -> None:
+    """Report an exception at whose handling the script destroys its process group."""
+    global _open_report  # noqa: PLW0603 - one process is one rank
+    exc = None if _witness is None else _witness.exception_in_flight()
+    if exc is not None:
+        _open_report = (threading.get_ident(), id(exc))
+
+
+def going_on() -> None:
+    """Withdraw that report: the ranks have met for another group."""
+    global _open_report  # noqa: PLW0603 - one process is one rank
+    if _witness is not None and _open_report is not None:
+        _open_report = None
+        _witness.recovered()
+
+
+def after_step() -> None:
+    """Withdraw it where an optimizer steps after the exception was handled, not while it is."""
+    if _open_report is not None:
+        thread, exc = _open_report
+        if threading.get_ident() == thread and id(sys.exc_info()[1]) != exc:
+            going_on()

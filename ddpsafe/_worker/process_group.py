@@ -8,7 +8,8 @@ import time
 from typing import TYPE_CHECKING
 
 from ddpsafe._errors import RendezvousTimeoutError, explain
-from ddpsafe._worker.torch_hooks import DRAIN_S
+from ddpsafe._worker import in_flight
+from ddpsafe._worker.torch_hooks import DRAIN_S, forget_collectives
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -53,7 +54,7 @@ def open_group(
     """
     import torch.distributed as dist
 
-    require_everyone(control, world, deadline=rendezvous)
+    meet_everyone(control, world, deadline=rendezvous)
     dist.init_process_group(
         backend,
         store=store,
@@ -64,8 +65,8 @@ def open_group(
     )
 
 
-def require_everyone(control: Control | None, world: World, *, deadline: Deadline) -> None:
-    """Wait until every rank is about to make the group.
+def meet_everyone(control: Control | None, world: World, *, deadline: Deadline) -> None:
+    """Wait until every rank is about to make the group; what came before it is then over.
 
     Raises:
         RendezvousTimeoutError: Some ranks did not come; it names them.
@@ -73,6 +74,8 @@ def require_everyone(control: Control | None, world: World, *, deadline: Deadlin
     missing = [] if control is None else control.meet("join", deadline=deadline)
     if missing:
         raise not_joined(world, missing, deadline)
+    forget_collectives()
+    in_flight.going_on()
 
 
 def not_joined(world: World, missing: list[int], deadline: Deadline) -> RendezvousTimeoutError:

@@ -29,7 +29,7 @@ def find_spec() -> RankSpec | None:
     return _spec
 
 
-def install_hooks(spec: RankSpec, *, before_destroy: Callable[[], object]) -> None:
+def install_hooks(spec: RankSpec) -> None:
     """Prepare torch for scripts that make and destroy their process group themselves."""
     global _spec  # noqa: PLW0603 - one process is one rank
     _spec = spec
@@ -39,7 +39,7 @@ def install_hooks(spec: RankSpec, *, before_destroy: Callable[[], object]) -> No
         env=os.environ,  # type: ignore[arg-type]  # a mapping of str, which is all it needs
     )
     torch_hooks.limit_collectives(spec.timeouts.collective)
-    torch_hooks.before_destroy(before_destroy)
+    torch_hooks.before_destroy(in_flight.leaving_group)
     torch_hooks.around_barrier(in_flight.waiting)
 
 
@@ -50,7 +50,7 @@ def _meet(spec: RankSpec, timeout: timedelta | None) -> Store:
     limit = spec.timeouts.rendezvous
     if timeout is not None and timeout != spec.timeouts.collective:  # that one is ours, see above
         limit = min(timeout, limit)
-    process_group.require_everyone(control, spec.world, deadline=Deadline.after(limit))
+    process_group.meet_everyone(control, spec.world, deadline=Deadline.after(limit))
     return open_fresh_store(spec)
 
 

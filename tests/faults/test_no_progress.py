@@ -69,6 +69,15 @@ def test_steps_push_the_timeout_back(tmp_path: Path) -> None:
     assert values == {0: "done", 1: "done"}
 
 
+def test_a_rank_that_makes_steps_is_not_asked_where_it_is(tmp_path: Path) -> None:
+    """To answer would stop its training; its steps are seen without."""
+    world = World(folder=tmp_path, ranks=1)
+    values = world.launch(
+        programs.count_reads_in_training, 2.5, programs.Optimizer(), timeouts={"progress": 6}
+    ).values
+    assert values == {0: 0}
+
+
 def test_collectives_push_the_timeout_back(tmp_path: Path) -> None:
     """An evaluation makes no step of an optimizer, but its ranks talk to each other."""
     world = World(folder=tmp_path, ranks=1)

@@ -13,6 +13,9 @@ import ddpsafe
 if TYPE_CHECKING:
     from pathlib import Path
 
+KEPT = 16
+"""So many collectives of each group are kept as evidence."""
+
 LEFT_S = 3.0
 """A rank that left is told by two looks, half a second apart, without any timeout."""
 
@@ -57,6 +60,34 @@ def test_a_rank_that_returns_early(tmp_path: Path, ranks: int, start_method: str
     world = World(folder=tmp_path, ranks=ranks, start_method=start_method)
     error = world.launch_fails(ddpsafe.RankLeftEarlyError, programs.return_early, within_s=LEFT_S)
     require_rank(error, 1)
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+def test_a_rank_that_returns_early_from_a_second_group(tmp_path: Path, calls: int) -> None:
+    """A new group counts from 1: what the rank did in the first one does not put it ahead."""
+    world = World(folder=tmp_path)
+    error = world.spawn_fails(
+        ddpsafe.RankLeftEarlyError,
+        programs.come_apart_in_the_second_group,
+        programs.do_nothing_about_it,
+        calls,
+        within_s=LEFT_S,
+    )
+    require_rank(error, 1)
+
+
+def test_a_rank_that_hangs_in_a_second_group(tmp_path: Path) -> None:
+    """It is named, not the one that waits for it, whose calls in the first group are long past."""
+    world = World(folder=tmp_path)
+    error = world.spawn_fails(
+        ddpsafe.CollectiveTimeoutError,
+        programs.come_apart_in_the_second_group,
+        programs.sleep,
+        KEPT - 1,
+        COLLECTIVE_S,
+        within_s=COLLECTIVE_S + HANG_S,
+    )
+    require_hang(error, 1)
 
 
 def test_a_rank_that_works_alone_after_the_others_have_returned_is_no_failure(

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+MOST_READS = 8
+"""Within 3 s; it would be 12 if a rank were asked every 0.25 s throughout."""
+
+
 @pytest.mark.parametrize(
     "tidy_up",
     [
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
         programs.tidy_up_with_barrier,
         programs.tidy_up_with_barrier_and_destroy,
         programs.tidy_up_with_our_cleanup,
+        programs.tidy_up_with_another_group,
     ],
 )
 @pytest.mark.parametrize("ranks", SIZES)
@@ -62,6 +67,44 @@ def test_a_barrier_that_is_meant_is_no_failure(tmp_path: Path, ranks: int) -> No
     world = World(folder=tmp_path, ranks=ranks)
     values = world.launch(programs.recover_together).values
     assert values == dict.fromkeys(range(ranks), "recovered")
+
+
+@pytest.mark.parametrize("where", ["inside", "after"])
+def test_another_group_after_an_error_is_no_failure(tmp_path: Path, where: str) -> None:
+    """Once all ranks have met again, one may keep the others waiting as long as in any group."""
+    World(folder=tmp_path).spawn(programs.start_anew_with_another_group, where, 1.5)
+
+
+def test_a_rank_that_is_long_at_an_error_is_asked_ever_more_rarely(tmp_path: Path) -> None:
+    """Each answer costs it time, and what it does there may be meant."""
+    world = World(folder=tmp_path, ranks=1)
+    reads = world.launch(programs.count_reads_at_an_error, 3.0).values[0]
+    assert 1 <= reads <= MOST_READS
+
+
+def test_a_step_after_an_error_withdraws_it(tmp_path: Path) -> None:
+    """A rank that trains on without a group is no rank that failed."""
+    world = World(folder=tmp_path)
+    error = world.spawn_fails(
+        ddpsafe.RankRaisedError,
+        programs.fail_beside_a_rank_that_steps,
+        programs.Optimizer(),
+        "after",
+    )
+    require_rank(error, 1)
+    assert error.outcomes[0].status == "stopped"
+
+
+def test_a_step_while_an_error_is_handled_does_not_withdraw_it(tmp_path: Path) -> None:
+    """The error may still be on its way out."""
+    world = World(folder=tmp_path)
+    error = world.spawn_fails(
+        ddpsafe.RankRaisedError,
+        programs.fail_beside_a_rank_that_steps,
+        programs.Optimizer(),
+        "inside",
+    )
+    assert error.outcomes[0].status == "raised"
 
 
 def test_a_handled_error_is_not_blamed_for_another_ranks_end(tmp_path: Path) -> None:
