@@ -6,12 +6,12 @@ import atexit
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._launcher.litter import remove_helpers_folder
+from ddpsafe._launcher.streams import say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -150,7 +150,7 @@ def pass_on(received: signal.Signals) -> None:
         KeyboardInterrupt: For SIGINT; any other signal ends the process.
     """
     if threading.current_thread() is threading.main_thread():
-        sys.stderr.write(f"ddpsafe: {received.name}; no rank is left running\n")
+        say(f"ddpsafe: {received.name}; no rank is left running")
     if received == signal.SIGINT:
         raise KeyboardInterrupt from None
     remove_helpers_folder()
