@@ -6,6 +6,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+import fault_programs
 import scripts
 
 if TYPE_CHECKING:
@@ -61,3 +62,21 @@ def write_bytes(_ctx: RankContext, gate: Path) -> None:
 
 def say_nothing(_ctx: RankContext) -> None:
     """Be done at once."""
+
+
+def write_much(ctx: RankContext, folder: Path, then: str, lines: int = 3000) -> None:
+    """Write more than a pipe holds; once the gate is open, end as told, and say when.
+
+    Args:
+        ctx: Who it is; rank 0 writes.
+        folder: Where the gate is.
+        then: ``return`` or ``raise``.
+        lines: How many lines of 100 bytes.
+    """
+    if ctx.is_main:
+        os.write(1, b"".join(b"%099d\n" % number for number in range(lines)))
+        (folder / "written").touch()
+        scripts.wait_until((folder / "gate").exists)
+        fault_programs.mark(folder)
+        if then == "raise":
+            fault_programs.raise_own_error(folder)

@@ -150,6 +150,27 @@ SCRIPT = """
 """
 
 
+def test_streams_of_the_programs_own_need_no_more_than_write(tmp_path: Path) -> None:
+    """Such as those that copy what is written into a log."""
+    source = """
+        import sys
+        import ddpsafe
+
+        class Tee:
+            def __init__(self, stream): self.stream = stream
+            def write(self, text): return self.stream.write(text)
+
+        def train(ctx): print("hello from", ctx.rank)
+
+        if __name__ == "__main__":
+            sys.stdout, sys.stderr = Tee(sys.stdout), Tee(sys.stderr)
+            ddpsafe.launch(train, nproc_per_node=2)  # its start takes more than a second
+            sys.stdout, sys.stderr = sys.stdout.stream, sys.stderr.stream
+    """
+    run = scripts.run(tmp_path, source)
+    assert (run.code, run.lines(), run.err) == (0, ["hello from 0"], "")
+
+
 def test_nothing_is_written_when_all_is_well(tmp_path: Path) -> None:
     """Not a warning, not a line about the start: also where Python shows every warning."""
     path = scripts.write(tmp_path, "script.py", SCRIPT)

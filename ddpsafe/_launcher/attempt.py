@@ -116,8 +116,9 @@ def _watch_to_the_end(
     inbox: SignalInbox,
     stop: Callable[[Sequence[Worker]], None],
 ) -> tuple[Ending, StopRequest]:
-    with open_console(workers, plan.console) as console:
-        watch = Watch(workers, timeouts=plan.config.timeouts, inbox=inbox, console=console)
+    timeouts = plan.config.timeouts
+    with open_console(workers, plan.console, inbox=inbox, limit=timeouts.attempt):
+        watch = Watch(workers, timeouts=timeouts, inbox=inbox)
         ending = watch.until_end()
         if ending.verdict not in ("done", "signal"):
             evidence.collect(workers)

@@ -1,27 +1,46 @@
-"""What the user sees while ranks run: their output, and a line while they start."""
+"""What the user sees while ranks run: their output, and a line while they start.
+
+A thread of its own shows it. A console that is not read (a pager, a stalled ssh) would stop the
+watch of the ranks as well, and with it every deadline.
+"""
 
 from __future__ import annotations
 
 import codecs
 import contextlib
 import sys
+import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TextIO
+
+from ddpsafe._clock import Deadline
+from ddpsafe._launcher.signals import is_order
+from ddpsafe._launcher.streams import is_terminal, pour, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from rich.live import Live
 
+    from ddpsafe._launcher.signals import SignalInbox
     from ddpsafe._launcher.worker import Worker
 
+_TICK_S: Final = 0.1
 _QUIET_S: Final = 1.0
 _PLAIN_EVERY_S: Final = 30.0
+# How long a reader may pause after the end of ranks that failed, or that somebody has stopped.
+_PAUSE: Final = timedelta(seconds=2)
 
 
 class _Tail:
-    """Copies what a file gains to a stream of ours."""
+    """Copies what a file gains to a stream of ours.
+
+    Attributes:
+        pieces: How many pieces the stream has taken.
+        given_up: Set when the rest is not to be shown any more.
+    """
 
     def __init__(self, path: str, stream: TextIO, *, prefix: str, whole_lines: bool) -> None:
         self._path = Path(path)
@@ -31,24 +50,22 @@ class _Tail:
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending = ""
+        self.pieces = 0
+        self.given_up = threading.Event()
 
     def pump(self, *, final: bool = False) -> None:
         """Show what is new; on the last call also a line without an end."""
+        if self.given_up.is_set():
+            return
         text = self._pending + self._decoder.decode(self._read(), final)
         self._pending = ""
         if self._whole_lines and not final:
             cut = max(text.rfind("\n"), text.rfind("\r")) + 1
             text, self._pending = text[:cut], text[cut:]
-        if text:
-            encoding = getattr(self._stream, "encoding", None) or "utf-8"
-            shown = self._tagged(text).encode(encoding, "replace").decode(encoding)
-            self._show(shown)
-
-    def _show(self, text: str) -> None:
-        """Write to the console; one that is full, closed or gone must not end the training."""
-        with contextlib.suppress(OSError, ValueError):
-            self._stream.write(text)
-            self._stream.flush()
+        for _ in pour(self._stream, self._tagged(text)) if text else ():
+            self.pieces += 1
+            if self.given_up.is_set():
+                return
 
     def _read(self) -> bytes:
         try:
@@ -69,25 +86,65 @@ class _Tail:
 class Console:
     """The view of one attempt."""
 
-    def __init__(self, workers: Sequence[Worker], show: str) -> None:
-        """Choose the outputs to copy.
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        show: str,
+        *,
+        inbox: SignalInbox,
+        limit: timedelta | None,
+    ) -> None:
+        """Choose the outputs to copy, and begin.
 
         Args:
             workers: The ranks.
             show: ``rank-zero``, ``all``, ``tagged`` or ``none``.
+            inbox: Signals to the launcher.
+            limit: How long the attempt may take.
         """
         self._workers = workers
+        self._inbox = inbox
+        self._attempt = Deadline.after(limit)
         self._started_s = time.monotonic()
         self._next_line_s = _PLAIN_EVERY_S
         self._live: Live | None = None
         self._tails = [tail for worker in workers for tail in _tails(worker, show)]
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ddpsafe-console", daemon=True)
+        self._thread.start()
 
-    @property
-    def busy(self) -> bool:
-        """Whether it has to be refreshed even when no rank reports anything."""
-        return bool(self._tails) or not all(worker.joined for worker in self._workers)
+    def finish(self) -> None:
+        """Have the rest copied; a reader that keeps somebody waiting gets no more of it."""
+        self._ended.set()
+        pieces = self._pieces()
+        pause = Deadline.after(_PAUSE)
+        while self._thread.is_alive() and not pause.expired():
+            self._thread.join(_TICK_S)
+            if self._may_wait() and (self._has_succeeded() or self._pieces() > pieces):
+                pieces, pause = self._pieces(), Deadline.after(_PAUSE)
+        for tail in self._tails:
+            tail.given_up.set()
+        if self._thread.is_alive():
+            say("the console is not read; it has not shown all that the ranks wrote")
 
-    def refresh(self) -> None:
+    def _may_wait(self) -> bool:
+        return not is_order(self._inbox.received) and not self._attempt.expired()
+
+    def _has_succeeded(self) -> bool:
+        """Tell whether nothing but the reader is left: logs of a success may be removed unread."""
+        return all(worker.returned is not None for worker in self._workers)
+
+    def _pieces(self) -> int:
+        return sum(tail.pieces for tail in self._tails)
+
+    def _run(self) -> None:
+        while not self._ended.wait(_TICK_S):
+            self._refresh()
+        self._clear()
+        for tail in self._tails:
+            tail.pump(final=True)
+
+    def _refresh(self) -> None:
         """Copy new output; keep the line of the start up to date."""
         if all(worker.joined for worker in self._workers):
             self._clear()
@@ -95,12 +152,6 @@ class Console:
             self._show_waiting()
         for tail in self._tails:
             tail.pump()
-
-    def finish(self) -> None:
-        """Copy the rest."""
-        self._clear()
-        for tail in self._tails:
-            tail.pump(final=True)
 
     def _show_waiting(self) -> None:
         elapsed_s = time.monotonic() - self._started_s
@@ -114,26 +165,33 @@ class Console:
         line += f" ({elapsed_s:.0f} s)"
         if sys.stderr is None:
             return
-        if sys.stderr.isatty():
-            self._update_live(line)
+        if is_terminal(sys.stderr):
+            with contextlib.suppress(OSError):  # the terminal has gone
+                self._update_live(line)
         elif elapsed_s >= self._next_line_s:
             self._next_line_s += _PLAIN_EVERY_S
-            sys.stderr.write(line + "\n")
+            list(pour(sys.stderr, line + "\n"))
 
     def _update_live(self, line: str) -> None:
         from rich.console import Console as RichConsole
         from rich.live import Live
 
         if self._live is None:
-            console = RichConsole(file=sys.stderr)
-            self._live = Live(console=console, auto_refresh=False, transient=True)
+            self._live = Live(
+                console=RichConsole(file=sys.stderr),
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=False,  # both streams are the user's, and this is another thread
+                redirect_stderr=False,
+            )
             self._live.start()
         self._live.update(line, refresh=True)
 
     def _clear(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        live, self._live = self._live, None
+        if live is not None:
+            with contextlib.suppress(OSError):
+                live.stop()
 
 
 def _tails(worker: Worker, show: str) -> Iterator[_Tail]:
@@ -149,10 +207,19 @@ def _tails(worker: Worker, show: str) -> Iterator[_Tail]:
 
 
 @contextlib.contextmanager
-def open_console(workers: Sequence[Worker], show: str) -> Iterator[Console]:
-    """Show the ranks' output while the context is open, and the rest of it at the end."""
-    console = Console(workers, show)
+def open_console(
+    workers: Sequence[Worker], show: str, *, inbox: SignalInbox, limit: timedelta | None
+) -> Iterator[None]:
+    """Show the ranks' output while the context is open, and the rest of it at the end.
+
+    Args:
+        workers: The ranks.
+        show: ``rank-zero``, ``all``, ``tagged`` or ``none``.
+        inbox: Signals to the launcher.
+        limit: How long the attempt may take.
+    """
+    console = Console(workers, show, inbox=inbox, limit=limit)
     try:
-        yield console
+        yield
     finally:
         console.finish()

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ddpsafe._errors import DDPSafeError, PreemptedError
-from ddpsafe._launcher.notices import say
+from ddpsafe._launcher.streams import say
 
 if TYPE_CHECKING:
     from collections.abc import Callable

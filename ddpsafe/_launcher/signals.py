@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._launcher.litter import remove_helpers_folder
-from ddpsafe._launcher.notices import say
+from ddpsafe._launcher.streams import say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ddpsafe._config import Timeouts
-    from ddpsafe._launcher.console import Console
     from ddpsafe._launcher.signals import SignalInbox
     from ddpsafe._launcher.worker import Worker
 
@@ -27,7 +26,6 @@ Verdict = Literal[
 """``overdue``: asked to stop, and not all ranks have. ``left``: a rank has returned and the others are in a collective that needs it.
 ``failing``: a rank waits for the others while its exception is on the way."""
 
-_TICK_S: Final = 0.1
 _IDLE_S: Final = 5.0
 # How long evidence may take to arrive after the first failure: the rank that broke often
 # reports after the ranks that only lost it. Longer while only such ranks have reported.
@@ -55,7 +53,6 @@ class Watch:
         workers: The ranks.
         timeouts: The launcher's deadlines.
         inbox: Signals to the launcher.
-        console: Shows output while we wait.
     """
 
     def __init__(
@@ -64,13 +61,11 @@ class Watch:
         *,
         timeouts: Timeouts,
         inbox: SignalInbox,
-        console: Console,
     ) -> None:
         """Start the clocks."""
         self._workers = workers
         self._timeouts = timeouts
         self._inbox = inbox
-        self._console = console
         self._rendezvous = Deadline.after(timeouts.rendezvous)
         self._attempt = Deadline.after(timeouts.attempt)
         self.stop_request = StopRequest(workers, inbox, limit=timeouts.stop)
@@ -147,11 +142,8 @@ class Watch:
             worker.take_reports()
             if worker.end_handle() in ready:
                 worker.note_end()
-        self._console.refresh()
 
     def _longest_s(self) -> float:
-        if self._console.busy:
-            return _TICK_S
         watches = (self._sequence, self._flight, self._progress)
         return min(_IDLE_S, *(watch.interval_s() for watch in watches))
 

@@ -1,0 +1,108 @@
+"""Writing to the user's streams, whose reader may pause for as long as it likes.
+
+Whoever writes here may wait for ever, so it does so in a daemon thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import select
+import sys
+import threading
+from typing import TYPE_CHECKING, Final, TextIO
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_LINE_S: Final = 1.0
+
+
+def pour(stream: TextIO, text: str) -> Iterator[None]:
+    """Write piece by piece, and yield after each; a stream that is closed or gone takes nothing.
+
+    So does an object of the program's own with half of a stream's methods.
+
+    Pieces end where lines do, and a pipe takes each of them whole or not at all: lines of two
+    launches are not torn apart.
+
+    Args:
+        stream: Where to.
+        text: What; characters that the stream cannot show become marks.
+    """
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    data = text.encode(encoding, "replace")
+    with contextlib.suppress(Exception):
+        fd = _find_descriptor(stream)
+        if fd is None:
+            _write(stream, data.decode(encoding))
+            yield
+            return
+        stream.flush()  # what was printed before comes first
+        for piece in _pieces(data):
+            try:
+                _write_past(fd, piece)
+            except BrokenPipeError:
+                # At exit Python complains of what it could not write, as after any print.
+                _write(stream, piece.decode(encoding, "replace"))
+            yield
+
+
+def say(line: str) -> None:
+    """Write a line of ours to stderr, unless it is stuck."""
+    stream = sys.stderr
+    if stream is None:  # a service may have none
+        return
+    text = f"ddpsafe: {line}\n"
+    speaker = threading.Thread(target=lambda: list(pour(stream, text)), daemon=True)
+    with contextlib.suppress(RuntimeError):  # no thread is to be had
+        speaker.start()
+        speaker.join(_LINE_S)
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Tell whether a person reads it; an object of the program's own may not say."""
+    with contextlib.suppress(Exception):
+        return bool(stream.isatty())
+    return False
+
+
+def _find_descriptor(stream: TextIO) -> int | None:
+    """Find where one of Python's own streams writes to; what another one does is its own matter.
+
+    A thread that is stuck in a buffered stream holds its lock, and the interpreter, which flushes
+    the stream at its end, could not end. In `os.write` it holds nothing.
+    """
+    if type(stream) is not io.TextIOWrapper or "write" in vars(stream):  # wandb puts its own there
+        return None
+    raw = getattr(stream.buffer, "raw", stream.buffer)  # python -u has no buffer in between
+    return raw.fileno() if type(raw) is io.FileIO else None
+
+
+def _write(stream: TextIO, text: str) -> None:
+    stream.write(text)
+    stream.flush()
+
+
+def _write_past(fd: int, piece: bytes) -> None:
+    while piece:
+        piece = piece[_write_some(fd, piece) :]
+
+
+def _write_some(fd: int, piece: bytes) -> int:
+    try:
+        return os.write(fd, piece)
+    except BlockingIOError:  # somebody who shares the pipe has made it so
+        select.select([], [fd], [])
+        return 0
+
+
+def _pieces(data: bytes) -> Iterator[bytes]:
+    start = 0
+    while start < len(data):
+        end = start + select.PIPE_BUF
+        if end < len(data):
+            end = data.rfind(b"\n", start, end) + 1 or end
+        yield data[start:end]
+        start = end

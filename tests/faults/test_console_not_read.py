@@ -1,0 +1,205 @@
+"""Nobody reads the launcher's stdout: a pager that waits for a key, a stalled ssh or log collector."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import termios
+import time
+from typing import TYPE_CHECKING, Final
+
+import fault_programs
+import pytest
+import scripts
+from fault_kit import CRASH_S, patience, require_in_time, struck_at, write_script
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PAUSE_S: Final = 2.0
+"""How long a reader may pause after the end before it gets no more."""
+
+LINES: Final = [f"{number:099d}" for number in range(3000)]
+
+UNREAD: Final = "the console is not read"
+
+
+class Unread:
+    """A script whose stdout is read only when the test does.
+
+    Attributes:
+        process: The launcher.
+    """
+
+    def __init__(self, folder: Path, then: str, options: str, *, on: str, unbuffered: bool) -> None:
+        """Start two ranks, of which one writes much."""
+        text = f"""
+            import console_programs
+            print("before")
+            ddpsafe.launch(console_programs.write_much, (folder, {then!r}), {options} **options)
+            print("after")
+        """
+        self._folder = folder
+        self._ours, theirs = os.openpty() if on == "terminal" else os.pipe()
+        with (folder / "script.err").open("wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, *write_script(folder, text)],
+                cwd=folder,
+                env={**scripts.clean_environment(), "PYTHONUNBUFFERED": "1" * unbuffered},
+                stdin=subprocess.DEVNULL,
+                stdout=theirs,
+                stderr=err,
+            )
+        os.close(theirs)
+
+    def wait_until_stuck(self) -> None:
+        """Wait until there is more to copy than fits, and copying has begun."""
+        scripts.wait_until((self._folder / "written").exists, otherwise=self.errors)
+        scripts.wait_until(lambda: self._readable() > len("before\n"), otherwise=self.errors)
+
+    def open_gate(self) -> None:
+        """Let the rank end."""
+        (self._folder / "gate").touch()
+
+    def _readable(self) -> int:
+        size = array.array("i", [0])
+        fcntl.ioctl(self._ours, termios.FIONREAD, size)
+        return size[0]
+
+    def read(self, *, every_s: float = 0) -> list[str]:
+        """Read to the end, in small bites with a rest after each; return the lines."""
+        data = b""
+        while bite := os.read(self._ours, 32768):
+            data += bite
+            ends_s = time.monotonic() + every_s
+            scripts.wait_until(lambda ends_s=ends_s: time.monotonic() > ends_s)
+        return data.decode().splitlines()
+
+    def stop_reading(self) -> None:
+        """Go away, as ``head`` does."""
+        os.close(self._ours)
+        self._ours = -1
+
+    def errors(self) -> str:
+        """Return what it has written to stderr so far."""
+        return (self._folder / "script.err").read_text()
+
+    def close(self) -> None:
+        """End it, whatever happened."""
+        self.process.kill()
+        self.process.wait()
+        if self._ours >= 0:
+            self.stop_reading()
+
+
+@contextlib.contextmanager
+def unread(
+    folder: Path, then: str, options: str = "", *, on: str = "pipe", unbuffered: bool = False
+) -> Iterator[Unread]:
+    """Start the script; see `console_programs.write_much` for what its rank does."""
+    script = Unread(folder, then, options, on=on, unbuffered=unbuffered)
+    try:
+        yield script
+    finally:
+        script.close()
+
+
+@pytest.mark.parametrize(
+    ("on", "unbuffered"),
+    [("pipe", False), ("pipe", True), ("terminal", False)],
+    ids=["pipe", "unbuffered", "terminal"],
+)
+def test_failed_rank_is_told_though_nobody_reads(
+    tmp_path: Path, on: str, *, unbuffered: bool
+) -> None:
+    """The error, its exit status, and a line on what was not shown; the log has all of it."""
+    with unread(tmp_path, "raise", on=on, unbuffered=unbuffered) as script:
+        script.wait_until_stuck()
+        script.open_gate()
+        code = script.process.wait(scripts.LIMIT_S)
+        require_in_time(time.monotonic() - struck_at(tmp_path), CRASH_S + PAUSE_S, script.errors())
+    assert code == 1
+    assert fault_programs.LostSampleError.__name__ in script.errors()
+    assert script.errors().count(UNREAD) == 1
+    log = tmp_path / "run" / "attempt-1" / "rank-0.out"
+    assert log.read_text().splitlines() == LINES
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_signal_ends_a_launch_that_nobody_reads(tmp_path: Path, signum: signal.Signals) -> None:
+    """As fast as any other, but for the pause that a reader may make."""
+    with unread(tmp_path, "return") as script:
+        script.wait_until_stuck()
+        sent_s = time.monotonic()
+        script.process.send_signal(signum)
+        assert script.process.wait(scripts.LIMIT_S) == -signum
+        require_in_time(time.monotonic() - sent_s, CRASH_S + PAUSE_S, script.errors())
+
+
+def test_attempt_ends_in_time_though_nobody_reads(tmp_path: Path) -> None:
+    """``timeouts.attempt`` holds for the ranks."""
+    limit_s = 4 * patience()
+    with unread(tmp_path, "return", f"timeouts={{'attempt': {limit_s}}},") as script:
+        script.wait_until_stuck()
+        stuck_s = time.monotonic()
+        assert script.process.wait(scripts.LIMIT_S) == 1
+        require_in_time(time.monotonic() - stuck_s, limit_s + CRASH_S + PAUSE_S, script.errors())
+    assert "AttemptTimeoutError" in script.errors()
+
+
+def test_launch_that_went_well_waits_for_its_reader(tmp_path: Path) -> None:
+    """Who turns the page late still sees all of it, in order, and no complaint."""
+    with unread(tmp_path, "return") as script:
+        script.wait_until_stuck()
+        script.open_gate()
+        scripts.wait_until((tmp_path / "fault").exists)
+        late_s = struck_at(tmp_path) + PAUSE_S + 1
+        scripts.wait_until(lambda: time.monotonic() > late_s)
+        assert script.read() == ["before", *LINES, "after"]
+        assert script.process.wait(scripts.LIMIT_S) == 0
+    assert script.errors() == ""
+
+
+def test_signal_ends_a_launch_that_waits_for_its_reader(tmp_path: Path) -> None:
+    """All ranks have returned, and only the output is left: SIGTERM is heeded all the same."""
+    with unread(tmp_path, "return") as script:
+        script.wait_until_stuck()
+        script.open_gate()
+        scripts.wait_until((tmp_path / "fault").exists)
+        late_s = struck_at(tmp_path) + PAUSE_S + 1
+        scripts.wait_until(lambda: time.monotonic() > late_s)
+        assert script.process.poll() is None, script.errors()
+        script.process.terminate()
+        sent_s = time.monotonic()
+        assert script.process.wait(scripts.LIMIT_S) == -signal.SIGTERM
+        require_in_time(time.monotonic() - sent_s, CRASH_S + PAUSE_S, script.errors())
+
+
+def test_slow_reader_of_a_failure_gets_everything(tmp_path: Path) -> None:
+    """It takes longer than the pause in all, but never pauses for long."""
+    with unread(tmp_path, "raise") as script:
+        script.wait_until_stuck()
+        script.open_gate()
+        assert script.read(every_s=0.4) == ["before", *LINES]
+        assert script.process.wait(scripts.LIMIT_S) == 1
+    assert UNREAD not in script.errors()
+
+
+@pytest.mark.parametrize(("unbuffered", "code"), [(False, 120), (True, 1)], ids=["buffered", "-u"])
+def test_reader_that_goes_away_does_not_end_the_ranks(
+    tmp_path: Path, code: int, *, unbuffered: bool
+) -> None:
+    """As with ``| head -1``; only the script's own ``print`` and exit say that the pipe is broken."""
+    with unread(tmp_path, "return", unbuffered=unbuffered) as script:
+        script.wait_until_stuck()
+        script.stop_reading()
+        script.open_gate()
+        assert script.process.wait(scripts.LIMIT_S) == code
+    assert "BrokenPipeError" in script.errors()
+    assert (tmp_path / "fault").exists()
