@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec, TextIO, TypeVar, cast, overload
 
@@ -210,7 +211,11 @@ class RankContext:
     ) -> None:
         """Print on rank 0 only; the arguments are those of Python's ``print``."""
         if self.is_main:
-            print(*values, sep=sep, end=end, file=file, flush=flush)
+            stream = sys.stdout if file is None else file
+            stream.write((" " if sep is None else sep).join(map(str, values)))
+            stream.write("\n" if end is None else end)
+            if flush:
+                stream.flush()
 
     def reduce_mean(self, x: X, weight: float | None = None) -> X:
         """Average over ranks, never in place.

@@ -213,6 +213,13 @@ def test_a_signal_while_ranks_start(tmp_path: Path) -> None:
         job.require_all_gone()
 
 
+def handles(pid: int, signum: signal.Signals) -> bool:
+    """Tell whether a process has a handler for a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (caught,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught, 16) >> (signum - 1) & 1)
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_during_the_pause_between_attempts(tmp_path: Path, signum: signal.Signals) -> None:
     """It does not wait for the backoff; the logs of the failure stay, and nothing else."""
@@ -225,7 +232,7 @@ def test_during_the_pause_between_attempts(tmp_path: Path, signum: signal.Signal
         """
         with start_script(tmp_path, statements) as job:
             scripts.wait_until(lambda: "trying again" in job.errors())
-            time.sleep(0.2)  # what follows the line is short
+            scripts.wait_until(lambda: handles(job.pid, signal.SIGTERM))
             sent = time.monotonic()
             os.kill(job.pid, signum)
             run = job.end()
