@@ -157,7 +157,7 @@ def test_misspelt_environment_variable_is_not_ignored(monkeypatch: pytest.Monkey
     """A slip in a variable's name is reported; a variable of somebody else is let be."""
     monkeypatch.setenv("DDPSAFE_TIMEOUT__GRACE", "3")
     monkeypatch.setenv("DDPSAFE_SOMETHING_ELSE", "3")
-    with pytest.raises(ConfigError, match="DDPSAFE_TIMEOUTS") as caught:
+    with pytest.raises(ConfigError, match="Write DDPSAFE_TIMEOUTS__GRACE, if") as caught:
         LaunchConfig()
     assert len(caught.value.problems) == 1
 

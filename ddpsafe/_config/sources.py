@@ -75,12 +75,13 @@ def slipped_variables(fields: Iterable[str]) -> Iterator[str]:
         field, *rest = name.upper().removeprefix(PREFIX).lower().split(DELIMITER)
         near = find_near(field, known, cutoff=0.8)
         if name.upper().startswith(PREFIX) and near is not None and field not in known:
+            meant = DELIMITER.join([PREFIX + near.upper(), *name.split(DELIMITER)[1:]])
             yield word_problem(
                 field,
                 given=show_at([near, *rest], text),
                 origin=f"the environment variable {name}",
                 why="there is no such field",
-                write=f"{PREFIX}{near.upper()}, if that is what you mean, or unset {name}",
+                write=f"{meant}, if that is what you mean, or unset {name}",
             )
 
 
