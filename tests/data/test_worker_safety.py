@@ -143,7 +143,6 @@ def test_no_safe_way_is_an_error_a_warning_or_ignored(tmp_path: Path) -> None:
         iter(DataLoader(dataset, 4, num_workers=1, multiprocessing_context="fork"))
     with pytest.warns(DataWarning, match="share an open handle"):
         list(DataLoader(dataset, 4, num_workers=1, worker_safety="warn"))
-    dataset.reader["file"].close()
     assert len(list(DataLoader(dataset, 4, num_workers=1, worker_safety="off"))) == 4
     dataset.reader["file"].close()
 
