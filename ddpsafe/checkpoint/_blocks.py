@@ -251,7 +251,8 @@ class VerifiedReader(io.RawIOBase):
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if hasattr(self, "_file"):  # Python also closes what could not be opened
+            self._file.close()
         super().close()
 
 
