@@ -136,8 +136,10 @@ def _fails(
     before = leftovers.Snapshot.take()
     with pytest.raises(ddpsafe.LaunchError) as caught:
         call(*args, **fields)
-    took_s = time.monotonic() - struck_at(world.folder)
+    ended_s = time.monotonic()
     assert type(caught.value) is error, caught.value
+    assert (world.folder / "fault").exists(), f"failed before the fault: {caught.value}"
+    took_s = ended_s - struck_at(world.folder)
     require_in_time(took_s, within_s, caught.value)
     require_nothing_left(before, caught.value)
     require_answers(caught.value)

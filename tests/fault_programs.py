@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import importlib
 import os
 import resource
 import shutil
@@ -697,6 +698,10 @@ def _train_with_buffers(ctx: RankContext) -> Any:
     """Make one step of a wrapped model that has buffers."""
     from torch import nn
 
+    # DDP imports 800 modules when it is first made; its first collective comes after that, and on a
+    # busy machine the ranks would be further apart than the timeout of these tests.
+    importlib.import_module("torch._dynamo")
+    ctx.barrier()
     model = ctx.wrap(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     model(_batch()).sum().backward()
     return model
