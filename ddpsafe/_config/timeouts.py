@@ -46,7 +46,7 @@ class Timeouts(BaseModel):
 
     attempt: Duration | None = Field(
         default=None,
-        description="From the start of an attempt to its last rank's end: AttemptTimeoutError. "
+        description="From the start of an attempt to its last rank's return: AttemptTimeoutError. "
         "None: as long as it takes.",
         examples=['"12h"', "None"],
     )

@@ -179,7 +179,7 @@ def _protect(guard: Guard, worker: Worker) -> None:
 
 @contextlib.contextmanager
 def _unnamed_file(data: bytes) -> Iterator[int]:
-    """Hold the call in a file without a name.
+    """Hold the call, or a step counter, in a file without a name.
 
     Through the process' own pipe it would go rank by rank, each start waiting until that rank has
     imported the script.

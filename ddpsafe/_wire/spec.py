@@ -32,7 +32,7 @@ class RankTimeouts:
     """The deadlines a rank keeps by itself; the launcher keeps the others.
 
     Attributes:
-        rendezvous: From the first word with the store until the process group is up.
+        rendezvous: For each step of joining: to reach the store, to meet the others, to make the group.
         collective: Timeout of the process group.
         barrier: How long a rank waits for the others at a named barrier.
     """
