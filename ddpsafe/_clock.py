@@ -57,9 +57,12 @@ class Deadline:
     def pauses_s(self) -> Iterator[float]:
         """Yield how long to sleep before the next look, longer each time, until this expires.
 
+        The last is 0: there is always a look when the time is up.
+
         What comes soon is seen soon, and a long wait costs its peers little.
         """
         pause_s = _FIRST_PAUSE_S
         while not self.expired():
             yield min(pause_s, self.remaining_s())
             pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
+        yield 0.0

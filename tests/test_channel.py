@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-class HandlerError(Exception):
-    """What a signal handler of the user's raises."""
+class HandlerError(TimeoutError):
+    """What a signal handler of the user's raises; a TimeoutError is an OSError, too."""
 
 
 @pytest.fixture

@@ -132,7 +132,8 @@ class Console:
 
     def _has_succeeded(self) -> bool:
         """Tell whether nothing but the reader is left: logs of a success may be removed unread."""
-        return all(worker.returned is not None for worker in self._workers)
+        returned = all(worker.returned is not None for worker in self._workers)
+        return returned and not any(worker.stops for worker in self._workers)
 
     def _pieces(self) -> int:
         return sum(tail.pieces for tail in self._tails)
@@ -166,7 +167,7 @@ class Console:
         if sys.stderr is None:
             return
         if is_terminal(sys.stderr):
-            with contextlib.suppress(OSError):  # the terminal has gone
+            with contextlib.suppress(Exception):  # the terminal has gone, or is no real one
                 self._update_live(line)
         elif elapsed_s >= self._next_line_s:
             self._next_line_s += _PLAIN_EVERY_S
@@ -190,7 +191,7 @@ class Console:
     def _clear(self) -> None:
         live, self._live = self._live, None
         if live is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Exception):
                 live.stop()
 
 

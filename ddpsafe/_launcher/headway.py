@@ -71,21 +71,25 @@ class SequenceWatch:
         self._questions = _Questions(_ASK_RETURNED_S)
         self._returned = 0
         self._waiting: dict[int, Collective] = {}
+        self._answers: dict[int, Position | None] = {}
 
     def interval_s(self) -> float:
         """Return how often to look, in seconds."""
         return self._questions.interval_s() if self._is_needed() else _NEVER_S
 
     def somebody_left(self) -> bool:
-        """Tell whether a rank waits, for the second time in a row, for one that has returned."""
+        """Tell whether a rank waits, by two answers in a row, for one that has returned."""
         if not self._is_needed():
             return False
         self._note_returns()
         if not self._questions.are_due():
             return False
         waiting = self._who_waits()
-        same = {rank for rank, last in waiting.items() if self._waiting.get(rank) == last}
-        self._waiting = waiting
+        answers = {worker.rank: worker.position for worker in self._workers}
+        # An answer that has been looked at before says nothing about now.
+        fresh = {rank for rank in waiting if answers[rank] is not self._answers.get(rank)}
+        same = {rank for rank in fresh if self._waiting.get(rank) == waiting[rank]}
+        self._waiting, self._answers = waiting, answers
         for worker in self._workers:
             if worker.alive and worker.returned is None:
                 worker.ask_position()

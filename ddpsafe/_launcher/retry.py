@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import signal
 from datetime import timedelta
 from threading import Event
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -49,7 +50,7 @@ def run_attempts(
     Raises:
         DDPSafeError: The last attempt's own error, or one of `change`; with the errors of the
             attempts before in `previous_attempts`.
-        Interrupted: A signal came in a pause.
+        Interrupted: A signal came in a pause, or it was cancelled there.
     """
     earlier: list[DDPSafeError] = []
     cancelled = cancelled or Event()
@@ -96,8 +97,8 @@ def _pause(wait: timedelta, cancelled: Event) -> None:
         while inbox.received is None and not deadline.expired():
             if cancelled.wait(min(_LOOK_EVERY_S, deadline.remaining_s())):
                 break
-    if inbox.received is not None:
-        raise Interrupted(inbox.received)
+    if inbox.received is not None or cancelled.is_set():
+        raise Interrupted(inbox.received or signal.SIGINT)
 
 
 class _Progress(stop_base):

@@ -6,7 +6,7 @@ middle of a large result would stop its launcher too. Here the launcher reads wh
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
 import pickle
 import struct
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _HEADER: Final = struct.Struct("<Q")
 _CHUNK: Final = 1 << 20
+# The launcher has gone, or the script has closed all descriptors.
+_GONE: Final = (errno.EPIPE, errno.EBADF)
 
 ASK_POSITION: Final = b"?"
 ASK_STACKS: Final = b"#"
@@ -87,8 +89,12 @@ class Sender:
             if self._is_cut:
                 return
             self._is_cut = True  # a signal handler of the user's may raise in the middle of it
-            with contextlib.suppress(OSError):  # also where the script has closed all descriptors
+            try:
                 self._write(_HEADER.pack(len(body)) + body)
+            except OSError as exc:
+                if exc.errno not in _GONE:  # a handler's own, such as TimeoutError
+                    raise
+            else:
                 self._is_cut = False
 
     def _write(self, data: bytes) -> None:

@@ -209,7 +209,7 @@ class RankContext:
         file: TextIO | None = None,
         flush: bool = True,
     ) -> None:
-        """Print on rank 0 only; the arguments are those of Python's ``print``."""
+        """Print on rank 0 only; the arguments are those of Python's ``print``, but it flushes."""
         if self.is_main:
             stream = sys.stdout if file is None else file
             stream.write((" " if sep is None else sep).join(map(str, values)))

@@ -187,7 +187,7 @@ class Control:
             if any(map(self.is_set, keys)):
                 return True
             time.sleep(pause_s)
-        return any(map(self.is_set, keys))
+        return False
 
     def is_set(self, key: str) -> bool:
         """Look at a key without waiting."""
