@@ -149,7 +149,7 @@ class Raised:
     ) -> Raised:
         """Describe an exception in plain text; never raises itself."""
         return cls(
-            type_name=_type_name(exc),
+            type_name=type_name_of(exc),
             message=clip(text_of(exc), _MAX_MESSAGE),
             traceback=clip(_traceback_of(exc), _MAX_TRACEBACK),
             payload=payload,
@@ -192,7 +192,7 @@ _PACKAGE: Final = str(Path(__file__).parents[1])
 _STDLIB: Final = sysconfig.get_path("stdlib")
 
 
-def _type_name(exc: BaseException) -> str:
+def type_name_of(exc: BaseException) -> str:
     cls = type(exc)
     if cls.__module__ in ("builtins", "__main__", "__mp_main__"):
         return cls.__qualname__
@@ -211,7 +211,7 @@ def _traceback_of(exc: BaseException) -> str:
     try:
         return "".join(traceback.format_exception(exc))
     except BaseException:  # noqa: BLE001 - formatting calls the user's __str__ and __repr__
-        return "".join(traceback.format_tb(exc.__traceback__)) + _type_name(exc)
+        return "".join(traceback.format_tb(exc.__traceback__)) + type_name_of(exc)
 
 
 def exit_code_of(exc: BaseException) -> int | None:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Final
 from ddpsafe._bounded import BoundedCall
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import TRY_AGAIN_EXIT_CODE, PreemptedError, explain
-from ddpsafe._wire.outcome import clip, text_of
+from ddpsafe._wire.outcome import clip, text_of, type_name_of
 from ddpsafe._worker import environment, session, stopping
 from ddpsafe._worker import process_group as groups
+from ddpsafe._worker.absence import barrier_timeout_error
 from ddpsafe._worker.current import enter, find_current
 from ddpsafe._worker.joining import (
     adopt_group,
@@ -160,7 +161,7 @@ def _abandon(member: RankContext, exc: BaseException) -> None:
     control = member.control
     if control is not None:
         # Bounded: the host of the store may be gone, and its client would wait for it.
-        leaving = partial(_say_goodbye, control, f"{type(exc).__name__}: {text_of(exc)}")
+        leaving = partial(_say_goodbye, control, f"{type_name_of(exc)}: {text_of(exc)}")
         BoundedCall(leaving, name="ddpsafe-leave").wait(_ABANDON_S)
     _forget(member)
 
@@ -222,7 +223,7 @@ def _close(member: RankContext, *, opened: bool) -> None:
     if missing:
         if stop is not None:
             stop.signals.close()
-        raise member.barrier_timeout_error("the end of the process group", missing, deadline)
+        raise barrier_timeout_error(member, "the end of the process group", missing, deadline)
     _forget(member)
     if stop is not None:
         stop.close()

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec, TextIO, TypeVar, cast, overload
 
 from ddpsafe._clock import Deadline
-from ddpsafe._errors import BarrierTimeoutError, explain
 from ddpsafe._worker import collectives, in_flight, stopping
+from ddpsafe._worker.absence import barrier_timeout_error
 from ddpsafe._worker.following import following
 from ddpsafe._worker.stop_calls import NoAgreementError
 
@@ -137,35 +137,7 @@ class RankContext:
         with in_flight.waiting():
             missing = self.control.meet(f"barrier/{label}", deadline=deadline)
         if missing:
-            raise self.barrier_timeout_error(label, missing, deadline)
-
-    def barrier_timeout_error(
-        self, label: str, missing: list[int], deadline: Deadline
-    ) -> BarrierTimeoutError:
-        """Word the error of a wait that ended without all ranks.
-
-        Args:
-            label: What the ranks met for.
-            missing: The ranks that did not come.
-            deadline: How long it was waited.
-        """
-        waited_s = deadline.waited_s()
-        names = ", ".join(map(str, missing))
-        what = (
-            f"{self.world} waited {waited_s:.1f} s at the barrier {label!r} "
-            f"in attempt {self.attempt}: rank {names} did not come."
-        )
-        departure = None if self.control is None else self.control.departure()
-        cause = f"rank {names} is slower, hangs, or took another branch of the script."
-        if departure is not None:
-            cause = "rank {} has failed: {}".format(*departure)
-        fix = "let every rank call the same barriers in the same order, or raise timeouts.barrier."
-        return BarrierTimeoutError(
-            explain(what, cause=cause, fix=fix),
-            waited_s=waited_s,
-            missing_ranks=missing,
-            attempt=self.attempt,
-        )
+            raise barrier_timeout_error(self, label, missing, deadline)
 
     @overload
     def rank_zero_first(self, /, *, local: bool = False) -> AbstractContextManager[None]: ...
@@ -284,6 +256,5 @@ class RankContext:
         try:
             return stop.answer()
         except NoAgreementError as error:
-            raise self.barrier_timeout_error(
-                "stop_requested", stop.missing(), error.deadline
-            ) from None
+            missing = stop.missing()
+            raise barrier_timeout_error(self, "stop_requested", missing, error.deadline) from None

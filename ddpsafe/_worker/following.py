@@ -9,6 +9,7 @@ from ddpsafe._clock import Deadline
 from ddpsafe._errors import RankRaisedError, explain
 from ddpsafe._wire.outcome import clip, text_of
 from ddpsafe._worker import collectives
+from ddpsafe._worker.absence import barrier_timeout_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,7 +49,7 @@ def _await_leader(context: RankContext, control: Control, name: str, leader: int
     deadline = Deadline.after(context.barrier_timeout)
     came, failure = control.verdict(name, deadline=deadline)
     if not came:
-        raise context.barrier_timeout_error("rank_zero_first", [leader], deadline)
+        raise barrier_timeout_error(context, "rank_zero_first", [leader], deadline)
     if failure is not None:
         failed, _, text = failure.partition(" ")
         what = f"rank {failed} failed in rank_zero_first: {text} (seen by {context.world})."

@@ -1,0 +1,57 @@
+"""Words the error of ranks that waited for one that did not come."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ddpsafe._errors import BarrierTimeoutError, explain
+from ddpsafe._secondary import symptom_in
+
+if TYPE_CHECKING:
+    from ddpsafe._clock import Deadline
+    from ddpsafe._worker.context import RankContext
+
+
+def barrier_timeout_error(
+    context: RankContext, label: str, missing: list[int], deadline: Deadline
+) -> BarrierTimeoutError:
+    """Word the error of a wait that ended without all ranks.
+
+    Args:
+        context: The rank that waited.
+        label: What the ranks met for.
+        missing: The ranks that did not come.
+        deadline: How long it was waited.
+    """
+    waited_s = deadline.waited_s()
+    names = ", ".join(map(str, missing))
+    what = (
+        f"{context.world} waited {waited_s:.1f} s at the barrier {label!r} "
+        f"in attempt {context.attempt}: rank {names} did not come."
+    )
+    departure = None if context.control is None else context.control.departure()
+    if departure is None:
+        cause = f"rank {names} is slower, hangs, or took another branch of the script."
+        fix = "let every rank call the same barriers in the same order, or raise timeouts.barrier."
+    else:
+        cause, fix = _after_departure(*departure)
+    return BarrierTimeoutError(
+        explain(what, cause=cause, fix=fix),
+        waited_s=waited_s,
+        missing_ranks=missing,
+        attempt=context.attempt,
+    )
+
+
+def _after_departure(rank: int, error: str) -> tuple[str, str]:
+    """Say why a rank that has failed did not come, and where to look."""
+    symptom = symptom_in(error)
+    if symptom is None:
+        cause = f"rank {rank} has failed: {error}"
+        fix = f"look at rank {rank}'s own error; this one only follows from it."
+        return cause, fix
+    # A rank that is killed tells nobody: the first to tell is one that was in touch with it.
+    what = "lost" if symptom.sort == "peer-lost" else "waited in vain for"
+    cause = f"rank {rank} has failed as well, since it {what} another rank: {error}"
+    fix = "find the rank whose output ends without such an error; the others only follow from it."
+    return cause, fix
