@@ -157,13 +157,33 @@ def shared_memory() -> Iterator[Path]:
 def _files_held_by_strangers() -> set[Path]:
     """Find the shared memory that processes of other runs on this machine have mapped or open."""
     ours = {process.pid for process, _ in _processes_of_this_run()} | {os.getpid()}
-    held: set[Path] = set()
-    for process in psutil.process_iter():
-        if process.pid in ours:
-            continue
-        try:
-            held.update(Path(region.path) for region in process.memory_maps())
-            held.update(Path(file.path) for file in process.open_files())
-        except (psutil.Error, OSError):  # it ended, or belongs to another user
-            continue
-    return held
+    held = {number for pid in psutil.pids() if pid not in ours for number in _held_by(pid)}
+    return {path for path in shared_memory() if _number_of(path) in held}
+
+
+def _held_by(pid: int) -> Iterator[int]:
+    """Find the inodes of the shared memory that a process holds.
+
+    Not its paths: who makes a semaphore maps it before it is given its name.
+    """
+    process = Path("/proc") / str(pid)
+    try:
+        mapped = [line.split(maxsplit=5) for line in (process / "maps").read_text().splitlines()]
+        opened = [_number_of(link) for link in (process / "fd").iterdir() if _is_shared(link)]
+    except OSError:  # it ended, or belongs to another user
+        return
+    yield from (number for number in opened if number is not None)
+    for _address, _access, _offset, _device, number, *path in mapped:
+        if path and path[0].startswith(f"{SHARED_MEMORY}/"):
+            yield int(number)
+
+
+def _is_shared(link: Path) -> bool:
+    return str(link.readlink()).startswith(f"{SHARED_MEMORY}/")
+
+
+def _number_of(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except OSError:  # it was closed or removed meanwhile
+        return None
