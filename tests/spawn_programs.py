@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
+
+    from ddpsafe import RankContext
 
 
 def setup(rank: int, world_size: int, port: int) -> None:
@@ -114,6 +117,13 @@ def wait_for_gate(rank: int, folder: Path) -> None:
     """Run until the test opens the gate."""
     note(rank, folder, os.getpid())
     scripts.wait_until((folder / "gate").exists)
+
+
+def stop_oneself(ctx: RankContext) -> None:
+    """Run until asked to stop, which this rank does itself."""
+    ctx.stop_requested()  # from its first call on a rank does not die of the signal
+    os.kill(os.getpid(), signal.SIGTERM)
+    scripts.wait_until(ctx.stop_requested)
 
 
 def wait_and_fail(rank: int, folder: Path) -> None:

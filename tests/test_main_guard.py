@@ -130,13 +130,16 @@ def test_a_package_that_is_run_needs_no_guard(tmp_path: Path) -> None:
     assert run.err == ""
 
 
-def test_a_path_object_in_the_search_path_is_ignored_as_python_does(tmp_path: Path) -> None:
-    """Many a script adds one, in vain."""
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_path_object_in_the_search_path_is_ignored_as_python_does(
+    tmp_path: Path, method: str
+) -> None:
+    """Many a script adds one, in vain; Python's own fork server is not started with one."""
     source = launching(
         "import pathlib, sys",
         "sys.path.append(pathlib.Path('src'))",
         "if __name__ == '__main__':",
-        "    main(start_method='spawn')  # Python's own fork server is not started with one",
+        f"    main(start_method={method!r})",
     )
     run = scripts.run(tmp_path, source)
     assert (run.lines()[-1], run.err) == ("{0: 10, 1: 11}", "")

@@ -393,6 +393,38 @@ def test_ranks_end_with_a_script_that_dies_of_an_error_with_an_exit_code(tmp_pat
     assert "nobody joined" not in run.err  # they would fail when the gate has not opened for long
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_ranks_end_with_a_script_that_was_preempted(tmp_path: Path, *, goes_on: bool) -> None:
+    """It shows no traceback, but the ranks of a handle end too, unless a prompt follows."""
+    source = """
+        import os, sys, spawn_programs, ddpsafe
+        from pathlib import Path
+
+        if __name__ == "__main__":
+            fn, folder = spawn_programs.wait_for_gate, Path(sys.argv[1])
+            handle = ddpsafe.spawn(fn, (folder,), nprocs=2, join=False, start_method="forkserver")
+            spawn_programs.scripts.wait_until((folder / "rank-1").exists)
+            print(*handle.pids(), flush=True)
+            ddpsafe.launch(spawn_programs.stop_oneself, nproc_per_node=1, start_method="forkserver")
+    """
+    prompt = """
+print([os.path.exists(f"/proc/{pid}") for pid in handle.pids()])
+(folder / "gate").touch()
+print(handle.join())
+"""
+    script = str(scripts.write(tmp_path, "script.py", source))
+    arguments = [*(["-i"] if goes_on else []), script, str(tmp_path)]
+    run = scripts.Script(arguments, folder=tmp_path, text=prompt).end()
+    assert "stopped on SIGTERM" in run.err
+    assert "Traceback" not in run.err
+    pids, *rest = run.out.splitlines()
+    if goes_on:
+        assert rest == ["[True, True]", "True"]
+    else:
+        assert run.code == 75
+        assert not any(psutil.pid_exists(int(pid)) for pid in pids.split())
+
+
 def test_handles_that_have_been_joined_leave_no_hook(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,22 +5,18 @@ from __future__ import annotations
 import atexit
 import contextlib
 import signal
-import sys
 import threading
-import weakref
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ddpsafe._errors import DDPSafeError
-from ddpsafe._launcher.presentation import presentable
+from ddpsafe._launcher.presentation import end_with_the_script, presentable, spare
+from ddpsafe._launcher.streams import say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.process import BaseProcess
-    from types import TracebackType
-
-    from typing_extensions import Self
 
     from ddpsafe._launcher.signals import SignalInbox
     from ddpsafe._launcher.worker import Worker
@@ -58,7 +54,7 @@ class SpawnHandle:
         if daemon:
             # A daemonic thread is frozen at the interpreter's end and could not clean up.
             atexit.register(self._cancel)
-        self._crash_hook = _CancelOnCrash.including(self)
+        end_with_the_script(self._cancel)
         atexit.register(self._tell_failure)
 
     def pids(self) -> list[int]:
@@ -90,7 +86,7 @@ class SpawnHandle:
         self._thread.join()
         atexit.unregister(self._cancel)
         atexit.unregister(self._tell_failure)
-        self._crash_hook.leave_out(self)
+        spare(self._cancel)
         error = self._result.exception()
         if isinstance(error, DDPSafeError):
             raise presentable(error)
@@ -108,7 +104,7 @@ class SpawnHandle:
         """Say at the script's end what nobody has joined to hear."""
         error = self._result.exception() if self._result.done() else None
         if isinstance(error, DDPSafeError):
-            sys.stderr.write(f"ddpsafe: ranks that nobody joined have failed: {error}\n")
+            say(f"ranks that nobody joined have failed: {error}")
 
     def _note(self, workers: Sequence[Worker], inbox: SignalInbox) -> None:
         self.processes = [worker.lend_process() for worker in workers]
@@ -127,40 +123,3 @@ class SpawnHandle:
             self._result.set_result(None)
         finally:
             self._started.set()
-
-
-class _CancelOnCrash:
-    """Ends the ranks of handles when the script dies of an exception, Ctrl-C included.
-
-    The ranks have sessions of their own, which the terminal's Ctrl-C does not reach, and at its
-    end the interpreter waits for the threads that watch them. One hook serves all handles, so that
-    a script which makes many has no chain of them.
-    """
-
-    def __init__(self, before: Callable[[type[BaseException], Any, Any], object]) -> None:
-        self._before = before
-        self._handles: weakref.WeakSet[SpawnHandle] = weakref.WeakSet()
-
-    def __call__(
-        self, kind: type[BaseException], raised: BaseException, traceback: TracebackType | None
-    ) -> None:
-        try:
-            self._before(kind, raised, traceback)
-        finally:  # it may raise SystemExit, to set the script's exit code
-            for handle in list(self._handles):
-                handle._cancel()  # noqa: SLF001 - of this module
-
-    @classmethod
-    def including(cls, handle: SpawnHandle) -> Self:
-        """Add a handle to the hook that is in place; put one there if there is none."""
-        hook = sys.excepthook
-        if not isinstance(hook, cls):
-            hook = sys.excepthook = cls(hook)
-        hook._handles.add(handle)
-        return hook
-
-    def leave_out(self, handle: SpawnHandle) -> None:
-        """Take a handle off; the last one takes the hook off, unless another lies on top of it."""
-        self._handles.discard(handle)
-        if not self._handles and sys.excepthook is self:
-            sys.excepthook = self._before

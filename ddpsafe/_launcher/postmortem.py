@@ -142,6 +142,8 @@ def _exited(case: Case, cause: Cause) -> LaunchError:
         return _vanished(case, cause)
     elif root.phase == "starting":
         called = "the script failed while the new process imported it; its output stands above"
+    elif code == _UNKNOWN_CODE:
+        called += ", or Python's fork server, which alone knows how its ranks end, was killed"
     message = explain(
         f"{case.name(root)} exited with code {code} before its function returned, "
         f"{case.place(root)}.",
@@ -223,6 +225,9 @@ def _setting_of(cls: type[LaunchTimeoutError]) -> str:
     """Name the timeout that made the error: ``BarrierTimeoutError`` comes of ``timeouts.barrier``."""
     return cls.__name__.removesuffix("TimeoutError").lower()
 
+
+_UNKNOWN_CODE: Final = 255
+"""What `multiprocessing` says of a process whose fork server has gone."""
 
 _HUNG: Final[dict[Sort, str]] = {
     "stopped": "is stopped",

@@ -1,9 +1,9 @@
-"""How an error leaves the library: a traceback of one screen, and an exit status that tells."""
+"""How an error leaves the library: a traceback of one screen, no live ranks, an exit status that tells."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import DDPSafeError, PreemptedError
 from ddpsafe._launcher.streams import say
@@ -11,6 +11,8 @@ from ddpsafe._launcher.streams import say
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
+
+_LIVE: Final[set[Callable[[], object]]] = set()
 
 
 def presentable(error: DDPSafeError) -> DDPSafeError:
@@ -24,28 +26,62 @@ def presentable(error: DDPSafeError) -> DDPSafeError:
     Returns:
         The same error.
     """
-    if error.exit_code != 1 and not isinstance(sys.excepthook, _ExitWithCode):
-        sys.excepthook = _ExitWithCode(sys.excepthook)
+    if error.exit_code != 1:
+        _hook().sets_status = True
     return error.with_traceback(None)
 
 
-class _ExitWithCode:
-    """Ends the process with the exit code of an error of ours that nobody caught.
+def end_with_the_script(cancel: Callable[[], object]) -> None:
+    """Call `cancel` when the script dies of an exception, Ctrl-C included.
+
+    Ranks have sessions of their own, which the terminal's Ctrl-C does not reach, and at its end
+    the interpreter waits for the threads that watch them.
+    """
+    _hook()
+    _LIVE.add(cancel)
+
+
+def spare(cancel: Callable[[], object]) -> None:
+    """Take back `end_with_the_script`; the last one takes the hook off where nothing else needs it."""
+    _LIVE.discard(cancel)
+    hook = sys.excepthook
+    if isinstance(hook, _Uncaught) and not _LIVE and not hook.sets_status:
+        sys.excepthook = hook.before
+
+
+def _hook() -> _Uncaught:
+    if not isinstance(sys.excepthook, _Uncaught):
+        sys.excepthook = _Uncaught(sys.excepthook)
+    return sys.excepthook
+
+
+class _Uncaught:
+    """What happens to an exception that nobody caught: it is shown, and the process ends by it.
 
     Python ends with 1 after any traceback, which hides the rank's own code from a scheduler; a
     hook that raises SystemExit once it has shown the traceback sets the status.
+
+    Attributes:
+        before: The hook that was there, which shows the traceback.
+        sets_status: An error has left the library whose exit code Python would not use.
     """
 
     def __init__(self, before: Callable[[type[BaseException], Any, Any], object]) -> None:
-        self._before = before
+        self.before = before
+        self.sets_status = False
 
     def __call__(
         self, kind: type[BaseException], raised: BaseException, traceback: TracebackType | None
     ) -> None:
-        if isinstance(raised, PreemptedError):
-            say(str(raised))  # no failure, so no traceback
-        else:
-            self._before(kind, raised, traceback)
+        try:
+            if isinstance(raised, PreemptedError):
+                say(str(raised))  # no failure, so no traceback
+            else:
+                self.before(kind, raised, traceback)
+        finally:  # it may raise SystemExit itself
+            if not _goes_on():
+                for cancel in list(_LIVE):
+                    cancel()
         if isinstance(raised, DDPSafeError) and raised.exit_code != 1 and not _goes_on():
             raise SystemExit(raised.exit_code)
 

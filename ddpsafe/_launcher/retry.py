@@ -13,6 +13,7 @@ import tenacity
 from tenacity.stop import stop_base
 
 from ddpsafe._clock import Deadline
+from ddpsafe._config.policies import DETERMINISTIC
 from ddpsafe._errors import DDPSafeError, LaunchError, PreflightError
 from ddpsafe._launcher.signals import Interrupted, open_inbox
 
@@ -87,6 +88,8 @@ def run_attempts(
         error.previous_attempts = tuple(each for each in earlier if each is not error)
         if not isinstance(error, LaunchError):
             _mention_earlier(error)
+        if len(earlier) + 1 < policy.attempts and not cancelled.is_set():
+            _explain_refusal(error, policy)
         raise
 
 
@@ -113,16 +116,29 @@ class _Progress(stop_base):
         self._row = self._row + 1 if _made_no_step(error) else 0
         if self._longest_row is None or self._row < self._longest_row:
             return False
-        why = (
-            f"Not tried again: {self._row} attempts in a row made no optimizer step "
-            "(RetryPolicy.no_progress)."
-        )
-        error.args = (f"{error}\n  {why}", *error.args[1:])
+        why = f"{self._row} attempts in a row made no optimizer step (RetryPolicy.no_progress)."
+        _say_why_not(error, why)
         return True
 
     def start_anew(self) -> None:
         """Forget the attempts so far: the next one is made with other arguments."""
         self._row = 0
+
+
+def _explain_refusal(error: DDPSafeError, policy: RetryPolicy) -> None:
+    """Tell a reader who has asked for retries that this failure is none of those they are for."""
+    has_asked = policy.model_fields_set & {"attempts", "on"}
+    is_failure = isinstance(error, (LaunchError, PreflightError))
+    if not has_asked or not is_failure or _deserves_another(error, policy):
+        return
+    if error.kind not in DETERMINISTIC:
+        _say_why_not(error, f"RetryPolicy.on does not name the kind {error.kind!r}.")
+    elif error.kind == "user-error":
+        _say_why_not(error, "RetryPolicy.on names no exception type that this one is of.")
+
+
+def _say_why_not(error: DDPSafeError, why: str) -> None:
+    error.args = (f"{error}\n  Not tried again: {why}", *error.args[1:])
 
 
 def _ask(change: Callable[[DDPSafeError], bool], failure: DDPSafeError) -> bool:

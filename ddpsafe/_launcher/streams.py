@@ -56,8 +56,11 @@ def say(line: str) -> None:
         return
     text = f"ddpsafe: {line}\n"
     speaker = threading.Thread(target=lambda: list(pour(stream, text)), daemon=True)
-    with contextlib.suppress(RuntimeError):  # no thread is to be had
+    try:
         speaker.start()
+    except RuntimeError:  # no thread is to be had, as at the end of Python 3.12 and later
+        list(pour(stream, text))
+    else:
         speaker.join(_LINE_S)
 
 

@@ -84,7 +84,7 @@ def started_workers(
                     _start(context, spec, call_file, call.handles, daemon=daemon, run_rank=run_rank)
                 )
                 _protect(guard, workers[-1])
-        except OSError as exc:
+        except (OSError, EOFError) as exc:
             raise _not_started(len(workers), len(specs), exc) from exc
         yield workers
 
@@ -147,7 +147,7 @@ def _start(
             daemon=daemon,
         )
         steps = StepCounter(step_file)
-        with _main_only_if_it_exists():
+        with _main_only_if_it_exists(), _search_path_of_text():
             process.start()
         on_failure.callback(process.kill)
         worker = Worker(
@@ -170,6 +170,20 @@ def _main_only_if_it_exists() -> Iterator[None]:
         yield
     finally:
         main.__file__ = file
+
+
+@contextlib.contextmanager
+def _search_path_of_text() -> Iterator[None]:
+    """Keep `Path` objects from the fork server, which is told ``sys.path`` as Python source.
+
+    The interpreter skips what is not text there, so nothing is lost.
+    """
+    path = sys.path
+    sys.path = [entry for entry in path if isinstance(entry, str)]
+    try:
+        yield
+    finally:
+        sys.path = path
 
 
 def _protect(guard: Guard, worker: Worker) -> None:
@@ -195,8 +209,15 @@ def _close_all(workers: Sequence[Worker]) -> None:
         worker.close()
 
 
-def _not_started(started: int, wanted: int, exc: OSError) -> PreflightError:
-    what = f"rank {started} of {wanted} (counted from 0) could not be started: {exc}."
+def _not_started(started: int, wanted: int, exc: OSError | EOFError) -> PreflightError:
+    said = str(exc) or type(exc).__name__
+    what = f"rank {started} of {wanted} (counted from 0) could not be started: {said}."
+    if isinstance(exc, (EOFError, ConnectionError, ChildProcessError)):
+        cause = (
+            "Python's fork server has ended: it was killed, or this process is a fork of its owner."
+        )
+        fix = 'see what stderr says above; take start_method="spawn", which needs no server.'
+        return PreflightError(explain(what, cause=cause, fix=fix))
     if str(exc) == "AF_UNIX path too long":  # Python's own words; there is no errno with them
         cause = (
             f"the fork server's socket lies below {tempfile.gettempdir()}, too long for a socket."

@@ -109,3 +109,21 @@ def test_in_a_caller_that_ignores_the_end_of_its_children(tmp_path: Path) -> Non
     assert run.code == 128 + signal.SIGKILL, run.err
     assert "was killed by SIGKILL" in run.err
     assert run.out == "True\n"
+
+
+def test_the_fork_server_itself(tmp_path: Path) -> None:
+    """Nobody learns any more how its ranks end; the next launch has a new one."""
+    statements = """
+        def kill_the_server(ctx):
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(3600)
+        try:
+            ddpsafe.launch(kill_the_server, **options)
+        except ddpsafe.RankExitedError as error:
+            print(error.exit_code, error)
+        ddpsafe.launch(p.do_nothing, **options)
+    """
+    run = run_script(tmp_path, statements)
+    assert run.code == 0, run.err
+    assert run.out.startswith("255 rank ")
+    assert "fork server, which alone knows how its ranks end, was killed" in run.out

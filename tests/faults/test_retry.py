@@ -100,13 +100,22 @@ def test_a_deterministic_error_is_not_tried_again(tmp_path: Path, on: set[Any]) 
     )
     assert (error.attempt, error.previous_attempts) == (1, ())
     assert attempts_of(tmp_path) == [1]
+    assert ("RetryPolicy.on names no exception type that this one is of" in str(error)) == bool(on)
 
 
-def test_a_killed_rank_is_not_tried_again_unless_the_policy_says_so(tmp_path: Path) -> None:
-    """By default only what failed before the function ran is tried again."""
+@pytest.mark.parametrize("policy", [None, RetryPolicy(attempts=2)], ids=["default", "attempts"])
+def test_a_killed_rank_is_not_tried_again_unless_the_policy_says_so(
+    tmp_path: Path, policy: RetryPolicy | None
+) -> None:
+    """By default only what failed before the function ran; who has asked for retries is told why."""
     world = World(folder=tmp_path)
-    world.launch_fails(ddpsafe.RankKilledError, programs.fail_on_attempts, 1, "killed")
+    retry = {} if policy is None else {"retry": policy}
+    error = world.launch_fails(
+        ddpsafe.RankKilledError, programs.fail_on_attempts, 1, "killed", **retry
+    )
     assert attempts_of(tmp_path) == [1]
+    told = "Not tried again: RetryPolicy.on does not name the kind 'killed'."
+    assert (told in str(error)) == (policy is not None)
 
 
 @pytest.mark.parametrize("on", [{ConnectionError}, {OSError}, {"network"}], ids=str)
