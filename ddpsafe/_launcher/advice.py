@@ -85,7 +85,7 @@ OTHER_SIGNAL: Final[Advice] = (
 )
 
 BY_SORT: Final[dict[Sort, Advice]] = {
-    "stopped": (
+    "suspended": (
         "somebody sent SIGSTOP, or a debugger or a container runtime froze the process.",
         "kill -CONT {pid} would have let it go on; find out who stops processes on {host}.",
     ),

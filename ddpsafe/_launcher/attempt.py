@@ -17,9 +17,9 @@ from ddpsafe._launcher.guard import posted_guard
 from ddpsafe._launcher.litter import find_helpers_folder
 from ddpsafe._launcher.memory import count_oom_kills
 from ddpsafe._launcher.plan import rank_env
+from ddpsafe._launcher.preempted import conclude_stop
 from ddpsafe._launcher.rendezvous import open_meeting
 from ddpsafe._launcher.signals import Interrupted, is_order, open_inbox
-from ddpsafe._launcher.stopped import conclude_stop
 from ddpsafe._launcher.supervisor import Watch
 from ddpsafe._launcher.workers import started_workers
 from ddpsafe._wire import payload
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.rendezvous import Meeting
     from ddpsafe._launcher.run_directory import RunDirectory
     from ddpsafe._launcher.signals import SignalInbox
-    from ddpsafe._launcher.stopping import StopRequest
+    from ddpsafe._launcher.stop_request import StopRequest
     from ddpsafe._launcher.supervisor import Ending
     from ddpsafe._launcher.worker import Worker
     from ddpsafe._launcher.workers import PickledCall, RunRank
@@ -58,7 +58,7 @@ def run_attempt(
         call: What the ranks run.
         run_rank: What their processes run.
         directory: Where the logs go.
-        on_start: Told the workers once all have been started, and how to stop them.
+        on_start: Told the workers once all have been started, and how to interrupt them.
         cancelled: Set when somebody wants the launcher to stop.
 
     Returns:
@@ -77,7 +77,7 @@ def run_attempt(
         inbox = stack.enter_context(open_inbox())
         meeting = stack.enter_context(open_meeting(timeout=config.timeouts.rendezvous))
         guard = stack.enter_context(posted_guard(plan.launch_id))
-        stop = partial(shutdown.stop_workers, grace=config.timeouts.grace, launch_id=plan.launch_id)
+        end = partial(shutdown.end_workers, grace=config.timeouts.grace, launch_id=plan.launch_id)
         workers = stack.enter_context(
             started_workers(
                 _specs(plan, number, meeting, directory),
@@ -87,7 +87,7 @@ def run_attempt(
                 daemon=plan.daemon,
                 run_rank=run_rank,
                 guard=guard,
-                stop=stop,
+                end=end,
             )
         )
         for folder in (find_helpers_folder(), None if directory.is_kept else directory.path):
@@ -95,7 +95,7 @@ def run_attempt(
                 guard.remove_later(folder)
         if on_start is not None:
             on_start(workers, inbox)
-        ending, request = _watch_to_the_end(workers, plan, inbox, stop)
+        ending, request = _watch_to_the_end(workers, plan, inbox, end)
         case = Case(
             outcomes={worker.rank: worker.outcome() for worker in workers},
             ending=ending,
@@ -114,7 +114,7 @@ def _watch_to_the_end(
     workers: Sequence[Worker],
     plan: LaunchPlan,
     inbox: SignalInbox,
-    stop: Callable[[Sequence[Worker]], None],
+    end: Callable[[Sequence[Worker]], None],
 ) -> tuple[Ending, StopRequest]:
     timeouts = plan.config.timeouts
     with open_console(workers, plan.console, inbox=inbox, limit=timeouts.attempt):
@@ -122,7 +122,7 @@ def _watch_to_the_end(
         ending = watch.until_end()
         if ending.verdict not in ("done", "signal"):
             evidence.collect(workers)
-        stop(workers)
+        end(workers)
     return ending, watch.stop_request
 
 
@@ -135,7 +135,7 @@ def _conclude(
 ) -> dict[int, object]:
     """Return what the ranks returned, or raise what the attempt came to; see `run_attempt`."""
     verdict = case.ending.verdict
-    if verdict == "overdue" or (verdict == "done" and any(worker.stops for worker in workers)):
+    if verdict == "overdue" or (verdict == "done" and any(worker.stop.obeys for worker in workers)):
         values = _values(workers, case, directory)
         stopped = conclude_stop(case, request, values, keeps_logs=directory.is_kept)
         directory.holds_failure |= bool(stopped.unfinished_ranks)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from ddpsafe._wire.outcome import Collective, RankOutcome
 
-Sort = Literal["broke", "stopped", "left", "behind", "elsewhere", "mismatch", "unknown"]
-"""``broke``: ended by its own fault. ``stopped``: SIGSTOP. ``left``: returned while others waited.
+Sort = Literal["broke", "suspended", "left", "behind", "elsewhere", "mismatch", "unknown"]
+"""``broke``: ended by its own fault. ``suspended``: SIGSTOP. ``left``: returned while others waited.
 ``behind``: fewer collectives than the others. ``elsewhere``: not in the collective the others wait
 in. ``mismatch``: another collective than the others. ``unknown``: only echoes were seen."""
 
@@ -60,7 +60,7 @@ def _accuse(everyone: list[RankOutcome], failed: list[RankOutcome]) -> tuple[Sor
     odd = _find_mismatch(everyone)
     suspicions: list[tuple[Sort, list[RankOutcome]]] = [
         ("broke", sorted(filter(is_own_fault, failed), key=_order)),
-        ("stopped", [out for out in everyone if out.state == psutil.STATUS_STOPPED]),
+        ("suspended", [out for out in everyone if out.state == psutil.STATUS_STOPPED]),
         ("left", behind[:1] if behind and behind[0].status == "returned" else []),
         ("mismatch", [] if odd is None else [odd]),
         ("behind", behind),

@@ -133,7 +133,7 @@ class Console:
     def _has_succeeded(self) -> bool:
         """Tell whether nothing but the reader is left: logs of a success may be removed unread."""
         returned = all(worker.returned is not None for worker in self._workers)
-        return returned and not any(worker.stops for worker in self._workers)
+        return returned and not any(worker.stop.obeys for worker in self._workers)
 
     def _pieces(self) -> int:
         return sum(tail.pieces for tail in self._tails)

@@ -38,7 +38,7 @@ def collect(workers: Sequence[Worker]) -> None:
     """Learn state, stack and position of every rank that is alive, within a second.
 
     The main thread's stack comes from faulthandler, which answers while the GIL is held too; the
-    position comes from a thread, which does not; a stopped process answers neither until it is
+    position comes from a thread, which does not; a suspended process answers neither until it is
     continued, which does no harm to one that is to be ended.
     """
     asked = [worker for worker in workers if worker.alive and worker.returned is None]
@@ -84,7 +84,7 @@ def _await_answers(
 def _ask_stacks(worker: Worker) -> None:
     """Send the signal to the main thread, which then dumps before it does anything else.
 
-    Of a stopped process that is continued, any thread could take a signal sent to the process, while
+    Of a suspended process that is continued, any thread could take a signal sent to the process, while
     the main thread moves on.
     """
     tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # glibc has it since 2.30

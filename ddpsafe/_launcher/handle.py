@@ -99,6 +99,7 @@ class SpawnHandle:
             with contextlib.suppress(OSError):
                 self._inbox.put(signal.SIGINT, None)
         self._thread.join()
+        spare(self._cancel)
 
     def _tell_failure(self) -> None:
         """Say at the script's end what nobody has joined to hear."""

@@ -230,7 +230,7 @@ _UNKNOWN_CODE: Final = 255
 """What `multiprocessing` says of a process whose fork server has gone."""
 
 _HUNG: Final[dict[Sort, str]] = {
-    "stopped": "is stopped",
+    "suspended": "is stopped",
     "behind": "is behind",
     "elsewhere": "was elsewhere",
     "mismatch": "entered another collective than the others",
@@ -265,7 +265,7 @@ def _too_long(case: Case, cause: Cause) -> LaunchError:
     running = [
         outcome for outcome in case.outcomes.values() if outcome.status in ("running", "stopped")
     ]
-    accused = cause.root if cause.sort in ("stopped", "behind", "elsewhere", "left") else None
+    accused = cause.root if cause.sort in ("suspended", "behind", "elsewhere", "left") else None
     missing = [accused] if accused is not None else (running or [cause.root])
     names = listed(outcome.rank for outcome in missing)
     setting = case.ending.verdict

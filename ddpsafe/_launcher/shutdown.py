@@ -27,7 +27,7 @@ _LEFTOVERS_S = 1.0
 _LONGEST_WAIT_S = 60.0  # poll takes at most 24 days, a deadline may be never
 
 
-def stop_workers(workers: Sequence[Worker], *, grace: timedelta, launch_id: str) -> None:
+def end_workers(workers: Sequence[Worker], *, grace: timedelta, launch_id: str) -> None:
     """End the ranks that are left and everything they started.
 
     Args:
@@ -39,7 +39,7 @@ def stop_workers(workers: Sequence[Worker], *, grace: timedelta, launch_id: str)
         return
     started_ns = time.monotonic_ns()
     for worker in workers:
-        worker.note_stop(started_ns)
+        worker.note_teardown(started_ns)
     _end(workers, signal.SIGTERM, Deadline.after(grace))
     stubborn = [worker.rank for worker in workers if worker.alive]
     if stubborn:
@@ -65,11 +65,11 @@ def _end(workers: Sequence[Worker], signum: signal.Signals, deadline: Deadline) 
             worker.note_end()  # it ended by itself: that is evidence, and not our doing
     for worker in workers:
         if worker.alive:
-            worker.stopped = True
-            if worker.heeds_stop and signum == signal.SIGTERM:
-                worker.announce_end()
+            worker.told_to_end = True
+            if worker.stop.heeds and signum == signal.SIGTERM:
+                worker.stop.announce_end()
             worker.signal(signum)
-            worker.signal(signal.SIGCONT)  # a stopped process obeys nothing but SIGKILL
+            worker.signal(signal.SIGCONT)  # a suspended process obeys nothing but SIGKILL
     await_ends(workers, deadline)
 
 

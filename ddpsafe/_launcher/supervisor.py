@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._clock import Deadline
 from ddpsafe._launcher.headway import FlightWatch, ProgressWatch, SequenceWatch
-from ddpsafe._launcher.stopping import StopRequest
+from ddpsafe._launcher.stop_request import StopRequest
 from ddpsafe._launcher.symptoms import is_secondary
 
 if TYPE_CHECKING:

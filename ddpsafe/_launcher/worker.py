@@ -12,16 +12,9 @@ from typing import TYPE_CHECKING
 
 from ddpsafe._launcher.descendants import RankProcess, open_pidfd
 from ddpsafe._launcher.logs import read_log
+from ddpsafe._launcher.stop_talk import StopTalk
 from ddpsafe._launcher.symptoms import is_secondary
-from ddpsafe._wire.channel import (
-    ASK_POSITION,
-    ASK_STACKS,
-    ASK_STOP,
-    CALL_NUMBER,
-    END_NOW,
-    STOP_AT,
-    Receiver,
-)
+from ddpsafe._wire.channel import ASK_POSITION, ASK_STACKS, Receiver
 from ddpsafe._wire.outcome import (
     Entered,
     Phase,
@@ -31,7 +24,6 @@ from ddpsafe._wire.outcome import (
     Recovered,
     Returned,
 )
-from ddpsafe._wire.stop_messages import AskedToStop, HeedsStop, StopMessage, StopPromise
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -54,14 +46,12 @@ class Worker:
         raised: Its report of an exception, in flight or final.
         failed: Whether an exception ended its function.
         ended_ns: When its end was seen (monotonic).
-        stopped: Whether the launcher has asked it to end.
+        told_to_end: Whether the launcher has begun to end it.
         position: The last it said about where it is in the sequence of collectives.
         state: What the system says of the process, when it was asked.
         stack: The user's innermost line, when it was asked.
         in_collective: Whether it waited in a collective there.
-        heeds_stop: Whether its function asks now and then if it should stop.
-        asked_by: The signal that asked the rank itself to stop.
-        stops: Whether its function has been told to stop.
+        stop: What is said about stopping by itself.
         is_swept: Whether it has been ended with everything it started.
     """
 
@@ -85,17 +75,14 @@ class Worker:
         self.raised: Raised | None = None
         self.failed = False
         self.ended_ns: int | None = None
-        self.stopped = False
-        self._stopped_ns: int | None = None
+        self.told_to_end = False
+        self._teardown_ns: int | None = None
         self.position: Position | None = None
         self.state = ""
         self.stack = ""
         self.in_collective: bool | None = None
-        self.heeds_stop = False
-        self.asked_by: str | None = None
-        self.stops = False
+        self.stop = StopTalk(self._say)
         self.is_swept = False
-        self._stop_promise: int | None = None
         self._process = process
         self._is_lent = False
         self._is_abandoned = False
@@ -148,18 +135,19 @@ class Worker:
             elif isinstance(message, Returned):
                 self.returned, self.phase = message, "leaving"
                 self.position = message.position
+                self.stop.note_return(message.stop_calls)
             elif isinstance(message, Position):
                 self.position = message
             elif isinstance(message, Recovered):
                 self.raised = self.raised if self.failed else None
             elif not isinstance(message, Raised):
-                self._note_stopping(message)
+                self.stop.note(message)
             elif not self._is_our_doing(message):
                 self._take_exception(message)
 
     def _is_our_doing(self, raised: Raised) -> bool:
         """Tell whether ranks were being ended by then: all that is lost after that is our doing."""
-        return self._stopped_ns is not None and raised.at_ns > self._stopped_ns
+        return self._teardown_ns is not None and raised.at_ns > self._teardown_ns
 
     def _take_exception(self, raised: Raised) -> None:
         """Take the first one, or the one that ended the rank, unless that is but an echo.
@@ -172,10 +160,10 @@ class Worker:
         if earlier is None or (raised.final and not hides):
             self.raised, self.position = raised, raised.position
 
-    def note_stop(self, at_ns: int) -> None:
+    def note_teardown(self, at_ns: int) -> None:
         """Record that ranks are being ended from now on (monotonic)."""
         self.take_reports()
-        self._stopped_ns = at_ns
+        self._teardown_ns = at_ns
 
     @property
     def crashed(self) -> bool:
@@ -185,16 +173,6 @@ class Worker:
     def error_text(self) -> str:
         """Return what it wrote to stderr."""
         return read_log(self.spec.logs.stderr)
-
-    def _note_stopping(self, message: StopMessage) -> None:
-        if isinstance(message, HeedsStop):
-            self.heeds_stop = True
-        elif isinstance(message, AskedToStop):
-            self.asked_by = message.signal_name
-        elif isinstance(message, StopPromise):
-            self._stop_promise = message.call
-        else:
-            self.stops = True
 
     def steps(self) -> int:
         """Return how many optimizer steps it has made."""
@@ -207,25 +185,6 @@ class Worker:
     def ask_stacks(self) -> None:
         """Ask it to write down what all its threads do, and then where it is."""
         self._say(ASK_STACKS)
-
-    def ask_stop(self) -> None:
-        """Tell it that the job has been asked to stop; see `RankContext.stop_requested`."""
-        self._say(ASK_STOP)
-
-    @property
-    def stop_promise(self) -> int | None:
-        """The first call of `stop_requested` that it has not answered; ``None`` if unknown yet."""
-        if self.returned is not None:
-            return self.returned.stop_calls + 1
-        return self._stop_promise
-
-    def stop_at(self, call: int) -> None:
-        """Tell it the call of `stop_requested` from which on the answer is yes."""
-        self._say(STOP_AT + CALL_NUMBER.pack(call))
-
-    def announce_end(self) -> None:
-        """Tell it that the SIGTERM to come is no request."""
-        self._say(END_NOW)
 
     def _say(self, word: bytes) -> None:
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
@@ -269,7 +228,7 @@ class Worker:
             return "returned"
         if self.raised is not None:
             return "raised"
-        if self.stopped:
+        if self.told_to_end:
             return "stopped"
         if self.alive:
             return "running"

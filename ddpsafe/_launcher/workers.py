@@ -50,7 +50,7 @@ def started_workers(
     daemon: bool,
     run_rank: RunRank,
     guard: Guard,
-    stop: Callable[[Sequence[Worker]], None],
+    end: Callable[[Sequence[Worker]], None],
 ) -> Iterator[list[Worker]]:
     """Start one process for each spec; leaving ends and reaps every one that is left.
 
@@ -66,7 +66,7 @@ def started_workers(
         daemon: See `LaunchPlan`.
         run_rank: What each process runs; imported by name there.
         guard: Ends them should this process be killed.
-        stop: Ends and reaps workers.
+        end: Ends and reaps workers.
 
     Raises:
         PreflightError: The system would not start another process.
@@ -75,7 +75,7 @@ def started_workers(
     workers: list[Worker] = []
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: _close_all(workers))
-        stack.callback(lambda: stop(workers))
+        stack.callback(lambda: end(workers))
         _start_tracker()
         try:
             call_file = stack.enter_context(_unnamed_file(call.data))
@@ -179,7 +179,8 @@ def _search_path_of_text() -> Iterator[None]:
     The interpreter skips what is not text there, so nothing is lost.
     """
     path = sys.path
-    sys.path = [entry for entry in path if isinstance(entry, str)]
+    entries: list[object] = [*path]
+    sys.path = [entry for entry in entries if isinstance(entry, str)]
     try:
         yield
     finally:

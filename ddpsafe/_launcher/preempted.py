@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ddpsafe._launcher.case import Case
-    from ddpsafe._launcher.stopping import StopRequest
+    from ddpsafe._launcher.stop_request import StopRequest
 
 _CAUSE: Final = (
     "a scheduler takes the machine back (preemption, time limit, drained node), or somebody sent "

@@ -52,7 +52,7 @@ class StopRequest:
         if self._inbox.received == signal.SIGINT or self._inbox.insists:
             return True
         if self.deadline is None:
-            if not any(worker.heeds_stop for worker in self._workers):
+            if not any(worker.stop.heeds for worker in self._workers):
                 return self._nobody_listens()
             self._begin()
         if not self._is_agreed:
@@ -67,13 +67,13 @@ class StopRequest:
         """Say which signal it was, and to whom."""
         if self._inbox.received is not None:
             return f"{self._inbox.received.name} to the launcher"
-        asked = [worker for worker in self._workers if worker.asked_by is not None]
-        return ", ".join(f"{worker.asked_by} to rank {worker.rank}" for worker in asked)
+        asked = [worker for worker in self._workers if worker.stop.asked_by is not None]
+        return ", ".join(f"{worker.stop.asked_by} to rank {worker.rank}" for worker in asked)
 
     def _has_come(self) -> bool:
         if self._inbox.received is not None:
             return True
-        return any(worker.asked_by is not None for worker in self._workers)
+        return any(worker.stop.asked_by is not None for worker in self._workers)
 
     def _nobody_listens(self) -> bool:
         """Tell whether to end ranks that have not asked yet; a mere warning can wait until they do."""
@@ -92,7 +92,7 @@ class StopRequest:
     def _begin(self) -> None:
         self.deadline = Deadline.after(self.limit)
         for worker in self._workers:
-            worker.ask_stop()
+            worker.stop.ask()
         logger.warning(
             "%s: the ranks are asked to save and return, within %.0f s (timeouts.stop)",
             self.source(),
@@ -101,9 +101,9 @@ class StopRequest:
 
     def _agree(self) -> None:
         """Let all ranks stop at the first call that none of them has answered."""
-        promises = [worker.stop_promise for worker in self._workers]
+        promises = [worker.stop.promise for worker in self._workers]
         known = [promise for promise in promises if promise is not None]
         if len(known) == len(promises):
             for worker in self._workers:
-                worker.stop_at(max(known))
+                worker.stop.stop_at(max(known))
             self._is_agreed = True
