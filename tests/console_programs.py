@@ -6,8 +6,9 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-import fault_programs
 import scripts
+from exception_programs import raise_own_error
+from training_programs import mark
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -77,6 +78,6 @@ def write_much(ctx: RankContext, folder: Path, then: str, lines: int = 3000) -> 
         os.write(1, b"".join(b"%099d\n" % number for number in range(lines)))
         (folder / "written").touch()
         scripts.wait_until((folder / "gate").exists)
-        fault_programs.mark(folder)
+        mark(folder)
         if then == "raise":
-            fault_programs.raise_own_error(folder)
+            raise_own_error(folder)

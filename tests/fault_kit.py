@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-import fault_programs
 import leftovers
 import psutil
 import pytest
@@ -56,7 +55,6 @@ WORLDS: Final = [
 SIZES: Final = [2, 4]
 
 _SCREEN_LINES: Final = 40
-_PROGRAMS: Final = Path(fault_programs.__file__)
 _PLACE: Final = re.compile(r"(?P<file>\S+):(?P<line>\d+) in (?P<name>[^\s,]+)")
 
 
@@ -221,8 +219,10 @@ def require_places(error: LaunchError, ranks: Iterable[int]) -> dict[int, str]:
         (line,) = [text for text in str(error).splitlines() if text.startswith(f"  rank {rank}")]
         place = _PLACE.search(line)
         assert place is not None, line
-        assert Path(place["file"]) == _PROGRAMS, line
-        source = _PROGRAMS.read_text().splitlines()[int(place["line"]) - 1]
+        file = Path(place["file"])
+        assert file.match("*_programs.py"), line
+        assert file.parent == scripts.TESTS, line
+        source = file.read_text().splitlines()[int(place["line"]) - 1]
         assert "# stuck here" in source, f"{line}: {source}"
         names[rank] = place["name"]
     return names
@@ -231,7 +231,7 @@ def require_places(error: LaunchError, ranks: Iterable[int]) -> dict[int, str]:
 def run_script(folder: Path, statements: str, *arguments: str) -> scripts.Run:
     """Run a script with statements below its main guard, to its end.
 
-    In scope are `folder`, `ddpsafe`, the programs as ``p``, and `options` for two ranks.
+    In scope are `folder`, `ddpsafe`, `orphan_programs`, and `options` for two ranks.
     """
     return scripts.Script(write_script(folder, statements, *arguments), folder=folder).end()
 
@@ -244,7 +244,7 @@ def write_script(folder: Path, statements: str, *arguments: str) -> list[str]:
             "import os, signal, sys, threading, time",
             "from pathlib import Path",
             "import ddpsafe",
-            "import fault_programs as p",
+            "import orphan_programs",
             f"folder = Path({str(folder)!r})",
             f"options = dict({options!r}, run_dir=folder / 'run')",
             "if __name__ == '__main__':",
@@ -267,11 +267,11 @@ def launch_everything(how: str, start_method: str = "forkserver") -> str:
     """Return the statement of a script whose ranks have DataLoader workers and stubborn children.
 
     Args:
-        how: See `fault_programs.wait_somewhere`.
+        how: See `orphan_programs.wait_somewhere`.
         start_method: ``spawn`` or ``forkserver``.
     """
     options = f"**{{**options, 'start_method': {start_method!r}}}, timeouts={{'grace': 1}}"
-    return f"ddpsafe.launch(p.work_with_everything, (folder, {how!r}), {options})"
+    return f"ddpsafe.launch(orphan_programs.work_with_everything, (folder, {how!r}), {options})"
 
 
 class Started:

@@ -13,9 +13,9 @@ import termios
 import time
 from typing import TYPE_CHECKING, Final
 
-import fault_programs
 import pytest
 import scripts
+from exception_programs import LostSampleError
 from fault_kit import CRASH_S, patience, require_in_time, struck_at, write_script
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def test_failed_rank_is_told_though_nobody_reads(
         code = script.process.wait(scripts.LIMIT_S)
         require_in_time(time.monotonic() - struck_at(tmp_path), CRASH_S + PAUSE_S, script.errors())
     assert code == 1
-    assert fault_programs.LostSampleError.__name__ in script.errors()
+    assert LostSampleError.__name__ in script.errors()
     assert script.errors().count(UNREAD) == 1
     log = tmp_path / "run" / "attempt-1" / "rank-0.out"
     assert log.read_text().splitlines() == LINES

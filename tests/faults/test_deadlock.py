@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import fault_programs as programs
+import hang_programs as programs
 import pytest
 from fault_kit import COLLECTIVE_S, HANG_S, SIZES, World, require_hang, require_places
+from training_programs import train
 
 import ddpsafe
 
@@ -22,7 +23,7 @@ def test_the_main_threads_line_is_named_and_the_other_threads_is_in_the_stacks(
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(
         ddpsafe.CollectiveTimeoutError,
-        programs.train,
+        train,
         programs.wait_for_each_other,
         within_s=COLLECTIVE_S + HANG_S,
         timeouts={"collective": COLLECTIVE_S},

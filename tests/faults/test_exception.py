@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import fault_programs as programs
+import exception_programs as programs
 import pytest
 from fault_kit import SIZES, WORLDS, World, require_rank
+from join_programs import FailsToLoad
+from training_programs import take, train, train_by_hand
 
 import ddpsafe
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 def test_in_the_middle_of_training(tmp_path: Path, ranks: int, start_method: str) -> None:
     """The rank is named, its exception comes through itself, the others only lost it."""
     world = World(folder=tmp_path, ranks=ranks, start_method=start_method)
-    error = world.launch_fails(ddpsafe.RankRaisedError, programs.train, programs.raise_own_error)
+    error = world.launch_fails(ddpsafe.RankRaisedError, train, programs.raise_own_error)
     require_rank(error, 1)
     assert error.kind == "user-error"
     assert isinstance(error.__cause__, programs.LostSampleError)
@@ -35,9 +37,7 @@ def test_in_the_middle_of_training(tmp_path: Path, ranks: int, start_method: str
 def test_in_a_script_with_a_group_of_its_own(tmp_path: Path, ranks: int, start_method: str) -> None:
     """The same for an unported script under `spawn`."""
     world = World(folder=tmp_path, ranks=ranks, start_method=start_method)
-    error = world.spawn_fails(
-        ddpsafe.RankRaisedError, programs.train_by_hand, programs.raise_own_error
-    )
+    error = world.spawn_fails(ddpsafe.RankRaisedError, train_by_hand, programs.raise_own_error)
     require_rank(error, 1)
     assert isinstance(error.__cause__, programs.LostSampleError)
 
@@ -54,9 +54,7 @@ def test_before_the_process_group(tmp_path: Path, ranks: int) -> None:
 def test_while_the_argument_is_loaded(tmp_path: Path) -> None:
     """An argument that cannot be unpickled on one rank fails that rank, before its function."""
     world = World(folder=tmp_path)
-    error = world.launch_fails(
-        ddpsafe.RankRaisedError, programs.take, programs.FailsToLoad(tmp_path)
-    )
+    error = world.launch_fails(ddpsafe.RankRaisedError, take, FailsToLoad(tmp_path))
     require_rank(error, 1)
     assert "while loading the function and its arguments" in str(error)
     assert isinstance(error.__cause__, programs.LostSampleError)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import fault_programs as programs
+import crash_programs as programs
 import pytest
+from exception_programs import raise_own_error
 from fault_kit import SIZES, World, require_rank, run_script
+from training_programs import train, train_by_hand
 
 import ddpsafe
 
@@ -36,7 +38,7 @@ def test_it_is_a_failure_of_that_rank(
 ) -> None:
     """Exit code 0 included: without a returned value the work is not done."""
     world = World(folder=tmp_path, ranks=ranks)
-    error = world.launch_fails(error_class, programs.train, fault)
+    error = world.launch_fails(error_class, train, fault)
     require_rank(error, 1)
     assert error.exit_code == code
     assert "before its function returned" in str(error)
@@ -51,7 +53,7 @@ def test_it_is_a_failure_in_an_unported_script_too(
 ) -> None:
     """`torch.multiprocessing.spawn` returns normally for four of them."""
     world = World(folder=tmp_path, start_method="forkserver")
-    error = world.spawn_fails(error_class, programs.train_by_hand, fault)
+    error = world.spawn_fails(error_class, train_by_hand, fault)
     require_rank(error, 1)
     assert error.exit_code == code
 
@@ -59,16 +61,23 @@ def test_it_is_a_failure_in_an_unported_script_too(
 @pytest.mark.parametrize(
     ("fault", "code"),
     [
-        ("exit_well", 1),
-        ("exit_badly", 3),
-        ("exit_as_os_system", 1),
-        ("die_by_kill", 137),
-        ("raise_own_error", 1),
+        (programs.exit_well, 1),
+        (programs.exit_badly, 3),
+        (programs.exit_as_os_system, 1),
+        (programs.die_by_kill, 137),
+        (raise_own_error, 1),
     ],
 )
-def test_the_script_ends_with_the_ranks_code(tmp_path: Path, fault: str, code: int) -> None:
+def test_the_script_ends_with_the_ranks_code(
+    tmp_path: Path, fault: Callable[..., Any], code: int
+) -> None:
     """Nobody has to catch anything: an uncaught error ends the script with the rank's own code."""
-    script = run_script(tmp_path, f"ddpsafe.launch(p.train, (folder, p.{fault}), **options)")
+    statements = f"""
+        from {fault.__module__} import {fault.__name__}
+        from training_programs import train
+        ddpsafe.launch(train, (folder, {fault.__name__}), **options)
+    """
+    script = run_script(tmp_path, statements)
     assert script.code == code, script.err
     assert "rank 1 (world_size 2)" in script.err
     assert "What to do: " in script.err
@@ -76,5 +85,9 @@ def test_the_script_ends_with_the_ranks_code(tmp_path: Path, fault: str, code: i
 
 def test_the_script_ends_with_78_where_a_retry_cannot_help(tmp_path: Path) -> None:
     """A scheduler that knows the code does not put the job into the queue again."""
-    script = run_script(tmp_path, "ddpsafe.launch(p.do_nothing, nproc_per_node=0)")
+    statements = """
+        from training_programs import do_nothing
+        ddpsafe.launch(do_nothing, nproc_per_node=0)
+    """
+    script = run_script(tmp_path, statements)
     assert script.code == 78, script.err

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import fault_programs as programs
 import leftovers
+import orphan_programs as programs
 import pytest
 from fault_kit import SIZES, WORLDS, World, is_running, require_nothing_left, require_rank
 

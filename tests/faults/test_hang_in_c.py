@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import fault_programs as programs
+import hang_programs as programs
 import pytest
 from fault_kit import COLLECTIVE_S, HANG_S, WORLDS, World, require_hang, require_places
+from training_programs import train
 
 import ddpsafe
 
@@ -20,7 +21,7 @@ def test_the_rank_and_its_line_are_named(tmp_path: Path, ranks: int, start_metho
     world = World(folder=tmp_path, ranks=ranks, start_method=start_method)
     error = world.launch_fails(
         ddpsafe.CollectiveTimeoutError,
-        programs.train,
+        train,
         programs.hold_the_gil,
         within_s=COLLECTIVE_S + HANG_S,
         timeouts={"collective": COLLECTIVE_S},

@@ -8,7 +8,7 @@ import subprocess
 import time
 from typing import TYPE_CHECKING
 
-import fault_programs as programs
+import hang_programs as programs
 import pytest
 import scripts
 from fault_kit import COLLECTIVE_S, HANG_S, is_running, require_in_time, start_script, struck_at
@@ -54,8 +54,10 @@ def thaw(folder: Path) -> None:
 def test_the_rank_is_named_and_not_waited_for(tmp_path: Path, frozen_disk: Path) -> None:
     """The launcher says who cannot be ended, and ends itself; with the disk's answer he ends too."""
     statements = f"""
+        from hang_programs import write_to_a_frozen_disk
+        from training_programs import train
         timeouts = {{"collective": {COLLECTIVE_S}, "grace": 0.5}}
-        ddpsafe.launch(p.train, (folder, p.write_to_a_frozen_disk), timeouts=timeouts, **options)
+        ddpsafe.launch(train, (folder, write_to_a_frozen_disk), timeouts=timeouts, **options)
     """
     with start_script(tmp_path, statements) as job:
         run = job.end()

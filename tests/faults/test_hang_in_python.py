@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import fault_programs as programs
+import hang_programs as programs
 import pytest
 from fault_kit import COLLECTIVE_S, HANG_S, SIZES, World, require_hang, require_places
+from training_programs import train, train_by_hand
 
 import ddpsafe
 
@@ -24,7 +25,7 @@ def test_the_rank_and_its_line_are_named(
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(
         ddpsafe.CollectiveTimeoutError,
-        programs.train,
+        train,
         fault,
         within_s=COLLECTIVE_S + HANG_S,
         timeouts={"collective": COLLECTIVE_S},
@@ -42,7 +43,7 @@ def test_in_an_unported_script_that_names_no_timeout(tmp_path: Path) -> None:
     world = World(folder=tmp_path)
     error = world.spawn_fails(
         ddpsafe.CollectiveTimeoutError,
-        programs.train_by_hand,
+        train_by_hand,
         programs.sleep,
         1,
         None,
@@ -57,7 +58,7 @@ def test_rank_zero_is_blamed_when_it_is_rank_zero(tmp_path: Path) -> None:
     world = World(folder=tmp_path)
     error = world.launch_fails(
         ddpsafe.CollectiveTimeoutError,
-        programs.train,
+        train,
         programs.sleep,
         0,
         within_s=COLLECTIVE_S + HANG_S,

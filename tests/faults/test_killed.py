@@ -5,9 +5,11 @@ from __future__ import annotations
 import signal
 from typing import TYPE_CHECKING, Any
 
-import fault_programs as programs
+import crash_programs as programs
 import pytest
 from fault_kit import SIZES, WORLDS, World, require_rank, run_script
+from join_programs import KillsWhoLoads
+from training_programs import take, train, train_by_hand
 
 import ddpsafe
 
@@ -33,7 +35,7 @@ def test_the_signal_is_named(
 ) -> None:
     """With its number as a fact, and 128 + signal for the script's exit status."""
     world = World(folder=tmp_path, ranks=ranks)
-    error = world.launch_fails(ddpsafe.RankKilledError, programs.train, fault)
+    error = world.launch_fails(ddpsafe.RankKilledError, train, fault)
     require_rank(error, 1)
     assert (error.signal, error.exit_code, error.kind) == (signum, 128 + signum, "killed")
     assert f"was killed by {signum.name} " in str(error)
@@ -43,7 +45,7 @@ def test_the_signal_is_named(
 def test_in_an_unported_script(tmp_path: Path, ranks: int, start_method: str) -> None:
     """The same under `spawn`."""
     world = World(folder=tmp_path, ranks=ranks, start_method=start_method)
-    error = world.spawn_fails(ddpsafe.RankKilledError, programs.train_by_hand, programs.die_by_kill)
+    error = world.spawn_fails(ddpsafe.RankKilledError, train_by_hand, programs.die_by_kill)
     require_rank(error, 1)
 
 
@@ -55,7 +57,7 @@ def test_a_crash_in_native_code_shows_the_python_line_that_led_there(
 ) -> None:
     """The last words of the process are in the message, the whole stack in the log."""
     world = World(folder=tmp_path)
-    error = world.launch_fails(ddpsafe.RankKilledError, programs.train, fault)
+    error = world.launch_fails(ddpsafe.RankKilledError, train, fault)
     assert f"in {fault.__name__}" in str(error)
     assert error.log_path is not None
     assert "Fatal Python error" in error.log_path.read_text()
@@ -65,9 +67,7 @@ def test_a_crash_in_native_code_shows_the_python_line_that_led_there(
 def test_before_its_function_runs(tmp_path: Path, start_method: str) -> None:
     """Nobody waits for a rank that died while it loaded its arguments."""
     world = World(folder=tmp_path, start_method=start_method)
-    error = world.launch_fails(
-        ddpsafe.RankKilledError, programs.take, programs.KillsWhoLoads(tmp_path)
-    )
+    error = world.launch_fails(ddpsafe.RankKilledError, take, KillsWhoLoads(tmp_path))
     require_rank(error, 1)
     assert "while loading the function and its arguments" in str(error)
 
@@ -81,13 +81,15 @@ def test_after_its_value_has_arrived(tmp_path: Path) -> None:
 def test_in_a_caller_that_takes_the_exit_status(tmp_path: Path) -> None:
     """A handler that waits for any child: it is not said that the rank exited by itself."""
     statements = """
+        from crash_programs import die_by_kill
+        from training_programs import train
         def reap(*_):
             try:
                 os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 pass
         signal.signal(signal.SIGCHLD, reap)
-        ddpsafe.launch(p.train, (folder, p.die_by_kill), **options)
+        ddpsafe.launch(train, (folder, die_by_kill), **options)
     """
     run = run_script(tmp_path, statements)
     assert run.code in (1, 128 + signal.SIGKILL), run.err  # whoever is first learns it
@@ -99,9 +101,11 @@ def test_in_a_caller_that_takes_the_exit_status(tmp_path: Path) -> None:
 def test_in_a_caller_that_ignores_the_end_of_its_children(tmp_path: Path) -> None:
     """With SIGCHLD ignored the kernel keeps no exit status; the caller's choice comes back after."""
     statements = """
+        from crash_programs import die_by_kill
+        from training_programs import train
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         try:
-            ddpsafe.launch(p.train, (folder, p.die_by_kill), **options)
+            ddpsafe.launch(train, (folder, die_by_kill), **options)
         finally:
             print(signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN)
     """
@@ -114,6 +118,7 @@ def test_in_a_caller_that_ignores_the_end_of_its_children(tmp_path: Path) -> Non
 def test_the_fork_server_itself(tmp_path: Path) -> None:
     """Nobody learns any more how its ranks end; the next launch has a new one."""
     statements = """
+        from training_programs import do_nothing
         def kill_the_server(ctx):
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(3600)
@@ -121,7 +126,7 @@ def test_the_fork_server_itself(tmp_path: Path) -> None:
             ddpsafe.launch(kill_the_server, **options)
         except ddpsafe.RankExitedError as error:
             print(error.exit_code, error)
-        ddpsafe.launch(p.do_nothing, **options)
+        ddpsafe.launch(do_nothing, **options)
     """
     run = run_script(tmp_path, statements)
     assert run.code == 0, run.err

@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import fault_programs as programs
+import psutil
 import pytest
 import scripts
 from fault_kit import (
@@ -58,7 +58,7 @@ def test_no_temporary_file_is_left(tmp_path: Path, signum: signal.Signals) -> No
     with tempfile.TemporaryDirectory() as temporary:  # short, for the fork server's socket
         statements = f"""
             os.environ["TMPDIR"] = {temporary!r}
-            ddpsafe.launch(p.wait_for_go, (folder,), **{{**options, "run_dir": None}})
+            ddpsafe.launch(orphan_programs.wait_for_go, (folder,), **{{**options, "run_dir": None}})
         """
         with start_script(tmp_path, statements) as job:
             job.wait_until_up()
@@ -79,10 +79,11 @@ def test_the_logs_of_an_attempt_that_failed_are_left(
     """Somebody who stops the next attempt still wants to know why there had to be one."""
     with tempfile.TemporaryDirectory() as temporary:  # short, for the fork server's socket
         statements = f"""
+            from retry_programs import die_first_and_then_wait
             os.environ["TMPDIR"] = {temporary!r}
             times = dict(backoff_initial={backoff_s}, backoff_max=60, jitter=0)
             options.update(run_dir=None, retry=ddpsafe.RetryPolicy(on={{"killed"}}, **times))
-            ddpsafe.launch(p.die_first_and_then_wait, (folder,), **options)
+            ddpsafe.launch(die_first_and_then_wait, (folder,), **options)
         """
         with start_script(tmp_path, statements) as job:
             scripts.wait_until(lambda: "trying again" in job.errors())
@@ -126,7 +127,7 @@ def test_under_asyncio(tmp_path: Path) -> None:
     statements = """
         import asyncio
         async def main():
-            ddpsafe.launch(p.wait_for_go, (folder,), **options)
+            ddpsafe.launch(orphan_programs.wait_for_go, (folder,), **options)
         asyncio.run(main())
     """
     with start_script(tmp_path, statements) as job:
@@ -149,7 +150,7 @@ def test_a_terminal_that_is_closed(tmp_path: Path) -> None:
 
 def test_nohup_lets_the_job_go_on(tmp_path: Path) -> None:
     """An ignored SIGHUP stays ignored; torchrun takes it over and stops."""
-    statements = "print(ddpsafe.launch(p.wait_for_go, (folder,), **options).values)"
+    statements = "print(ddpsafe.launch(orphan_programs.wait_for_go, (folder,), **options).values)"
     command = ["nohup", sys.executable, *write_script(tmp_path, statements)]
     with start_script(tmp_path, command=command) as job:
         scripts.wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
@@ -184,7 +185,7 @@ def test_the_callers_own_handler_is_used_and_kept(tmp_path: Path) -> None:
 
         signal.signal(signal.SIGTERM, handle)
         try:
-            ddpsafe.launch(p.work_with_everything, (folder, "gloo"), **options)
+            ddpsafe.launch(orphan_programs.work_with_everything, (folder, "gloo"), **options)
         except Preempted as exc:
             print(exc, signal.getsignal(signal.SIGTERM) is handle)
     """
@@ -200,17 +201,28 @@ def test_the_callers_own_handler_is_used_and_kept(tmp_path: Path) -> None:
 
 def test_a_signal_while_ranks_start(tmp_path: Path) -> None:
     """Ctrl-C in the import of torch ends everything too."""
-    statements = "ddpsafe.launch(p.do_nothing, nproc_per_node=4, start_method='spawn')"
-    statements = "(folder / 'starting').touch()\n" + statements
+    statements = """
+        from training_programs import do_nothing
+        (folder / "starting").touch()
+        ddpsafe.launch(do_nothing, nproc_per_node=4, start_method="spawn")
+    """
     with start_script(tmp_path, statements) as job:
         scripts.wait_until((tmp_path / "starting").exists)
-        scripts.wait_until(lambda: len(programs.children_of(job.pid)) >= 2)
+        scripts.wait_until(lambda: len(children_of(job.pid)) >= 2)
         sent = time.monotonic()
         os.kill(job.pid, signal.SIGINT)
         run = job.end()
         require_in_time(time.monotonic() - sent, CRASH_S)
         assert run.code in (-signal.SIGINT, 130), run.err
         job.require_all_gone()
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the pids of a process' children."""
+    try:
+        return [child.pid for child in psutil.Process(pid).children()]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def handles(pid: int, signum: signal.Signals) -> bool:
@@ -225,10 +237,12 @@ def test_during_the_pause_between_attempts(tmp_path: Path, signum: signal.Signal
     """It does not wait for the backoff; the logs of the failure stay, and nothing else."""
     with tempfile.TemporaryDirectory() as temporary:  # short, for the fork server's socket
         statements = f"""
+            from crash_programs import die_by_kill
+            from training_programs import train
             os.environ["TMPDIR"] = {temporary!r}
             policy = ddpsafe.RetryPolicy(on={{"killed"}}, backoff_initial=60, backoff_max=60)
             options["run_dir"] = None
-            ddpsafe.launch(p.train, (folder, p.die_by_kill), retry=policy, **options)
+            ddpsafe.launch(train, (folder, die_by_kill), retry=policy, **options)
         """
         with start_script(tmp_path, statements) as job:
             scripts.wait_until(lambda: "trying again" in job.errors())

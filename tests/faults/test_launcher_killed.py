@@ -36,7 +36,7 @@ def test_by_os_exit_in_another_thread(tmp_path: Path) -> None:
     """As a watchdog of the user's does."""
     statements = f"""
         def leave():
-            p.wait_for(folder / "go")
+            orphan_programs.wait_for(folder / "go")
             os._exit(5)
 
         threading.Thread(target=leave).start()
@@ -56,7 +56,7 @@ def test_by_an_exception_in_the_main_thread_while_a_helper_thread_launches(tmp_p
             {launch_everything("gloo")}
 
         threading.Thread(target=work, daemon=True).start()
-        p.wait_for(folder / "go")
+        orphan_programs.wait_for(folder / "go")
         raise ValueError("the main thread dies")
     """
     with start_script(tmp_path, statements) as job:
@@ -72,14 +72,14 @@ def test_an_exception_in_a_helper_thread_does_not_disturb_the_launch(tmp_path: P
     """Python reports it and goes on, and so do we."""
     statements = """
         def fail():
-            p.wait_for(folder / "ready-1")
+            orphan_programs.wait_for(folder / "ready-1")
             try:
                 raise ValueError("a helper dies")
             finally:
                 (folder / "go").touch()
 
         threading.Thread(target=fail).start()
-        print(ddpsafe.launch(p.wait_for_go, (folder,), **options).values)
+        print(ddpsafe.launch(orphan_programs.wait_for_go, (folder,), **options).values)
     """
     with start_script(tmp_path, statements) as job:
         run = job.end()

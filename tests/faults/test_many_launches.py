@@ -8,11 +8,12 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import fault_programs as programs
 import leftovers
 import psutil
 import pytest
+from crash_programs import vanish_badly
 from fault_kit import World, require_nothing_left
+from training_programs import return_rank, train
 
 import ddpsafe
 
@@ -26,13 +27,13 @@ MOST_GROWTH_BYTES = 20 << 20
 
 def launch_well(world: World) -> None:
     """Launch what ends well."""
-    assert len(world.launch(programs.return_rank).values) == world.ranks
+    assert len(world.launch(return_rank).values) == world.ranks
 
 
 def launch_badly(world: World) -> None:
     """Launch what fails, and hold the error no longer than its reader would."""
     with pytest.raises(ddpsafe.RankExitedError):
-        world.launch(programs.train, programs.vanish_badly)
+        world.launch(train, vanish_badly)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from typing import TYPE_CHECKING
 
-import fault_programs as programs
+import collective_programs as programs
 import pytest
 from fault_kit import COLLECTIVE_S, HANG_S, World, require_hang, require_places, require_rank
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import fault_programs as programs
+import hang_programs as programs
 import pytest
 from fault_kit import HANG_S, SIZES, World, require_places
+from join_programs import SlowToLoad
+from training_programs import Optimizer, take, train
 
 import ddpsafe
 
@@ -35,7 +37,7 @@ def test_a_rank_behind_the_others_is_named_by_the_progress_timeout_too(tmp_path:
     world = World(folder=tmp_path)
     error = world.launch_fails(
         ddpsafe.ProgressTimeoutError,
-        programs.train,
+        train,
         programs.sleep,
         within_s=PROGRESS_S + HANG_S,
         timeouts={"progress": PROGRESS_S},
@@ -48,7 +50,7 @@ def test_a_rank_that_holds_the_gil_does_not_count_as_one_that_gets_on(tmp_path: 
     world = World(folder=tmp_path)
     error = world.launch_fails(
         ddpsafe.ProgressTimeoutError,
-        programs.train,
+        train,
         programs.hold_the_gil,
         within_s=PROGRESS_S + HANG_S,
         timeouts={"progress": PROGRESS_S},
@@ -63,7 +65,7 @@ def test_steps_push_the_timeout_back(tmp_path: Path) -> None:
         programs.step_slowly,
         "optimizer",
         3 * PROGRESS_S,
-        programs.Optimizer(),
+        Optimizer(),
         timeouts={"progress": PROGRESS_S},
     ).values
     assert values == {0: "done", 1: "done"}
@@ -73,7 +75,7 @@ def test_a_rank_that_makes_steps_is_not_asked_where_it_is(tmp_path: Path) -> Non
     """To answer would stop its training; its steps are seen without."""
     world = World(folder=tmp_path, ranks=1)
     values = world.launch(
-        programs.count_reads_in_training, 2.5, programs.Optimizer(), timeouts={"progress": 6}
+        programs.count_reads_in_training, 2.5, Optimizer(), timeouts={"progress": 6}
     ).values
     assert values == {0: 0}
 
@@ -91,8 +93,8 @@ def test_a_slow_start_is_no_hang(tmp_path: Path) -> None:
     """Until all ranks have joined, `timeouts.rendezvous` is the limit."""
     world = World(folder=tmp_path)
     values = world.launch(
-        programs.take,
-        programs.SlowToLoad(tmp_path, 2 * PROGRESS_S),
+        take,
+        SlowToLoad(tmp_path, 2 * PROGRESS_S),
         timeouts={"progress": PROGRESS_S},
     ).values
     assert values == {0: 0, 1: 1}

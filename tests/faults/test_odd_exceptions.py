@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-import fault_programs as programs
+import exception_programs as programs
 import pytest
 from fault_kit import World, require_rank
+from training_programs import train
 
 import ddpsafe
 
@@ -41,7 +42,7 @@ def test_its_text_arrives_and_its_type_where_it_can(
 ) -> None:
     """The text is in the first line, the whole traceback below the cause."""
     world = World(folder=tmp_path)
-    error = world.launch_fails(ddpsafe.RankRaisedError, programs.train, fault)
+    error = world.launch_fails(ddpsafe.RankRaisedError, train, fault)
     require_rank(error, 1)
     assert text in str(error).splitlines()[0]
     remote = error.__cause__
@@ -55,7 +56,7 @@ def test_its_text_arrives_and_its_type_where_it_can(
 def test_fifty_megabytes_of_text(tmp_path: Path) -> None:
     """The launcher shows the beginning and the end of it, and is as quick as ever."""
     world = World(folder=tmp_path)
-    error = world.launch_fails(ddpsafe.RankRaisedError, programs.train, programs.raise_large)
+    error = world.launch_fails(ddpsafe.RankRaisedError, train, programs.raise_large)
     require_rank(error, 1)
     assert len(str(error)) < 10_000
     assert "large text" in str(error)
@@ -66,6 +67,6 @@ def test_fifty_megabytes_of_text(tmp_path: Path) -> None:
 def test_chain_and_parts_are_in_the_log(tmp_path: Path) -> None:
     """What an error was raised from is read where the message says the log is."""
     world = World(folder=tmp_path)
-    error = world.launch_fails(ddpsafe.RankRaisedError, programs.train, programs.raise_chained)
+    error = world.launch_fails(ddpsafe.RankRaisedError, train, programs.raise_chained)
     assert error.log_path is not None
     assert "KeyError: 'key of the first'" in error.log_path.read_text()

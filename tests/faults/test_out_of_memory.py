@@ -10,7 +10,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import fault_programs as programs
+import crash_programs as programs
 import pytest
 import scripts
 from fault_kit import (
@@ -22,6 +22,7 @@ from fault_kit import (
     start_script,
     write_script,
 )
+from training_programs import train
 
 import ddpsafe
 
@@ -72,12 +73,14 @@ def _limit(group: Path, limit: str, swap: str) -> bool:
 def test_the_kernels_killer_is_named(tmp_path: Path, small_memory: Path, ranks: int) -> None:
     """A rank that the kernel has killed is told from one that somebody has."""
     statements = f"""
+        from crash_programs import outgrow_the_machine
+        from training_programs import since, train
         try:
             ddpsafe.launch(
-                p.train, (folder, p.outgrow_the_machine), **{{**options, "nproc_per_node": {ranks}}}
+                train, (folder, outgrow_the_machine), **{{**options, "nproc_per_node": {ranks}}}
             )
         except ddpsafe.RankKilledError as error:
-            print(p.since(float((folder / "fault").read_text())))
+            print(since(float((folder / "fault").read_text())))
             print(error.rank, error.signal, error.exit_code, error.kind)
             print(error)
     """
@@ -103,7 +106,7 @@ def test_an_allocation_that_fails_says_what_was_held_and_what_to_lower(
 ) -> None:
     """Python's MemoryError and the RuntimeError of torch's allocator are one kind of failure."""
     world = World(folder=tmp_path, ranks=ranks)
-    error = world.launch_fails(ddpsafe.RankRaisedError, programs.train, fault)
+    error = world.launch_fails(ddpsafe.RankRaisedError, train, fault)
     require_rank(error, 1)
     assert error.kind == "out-of-memory"
     assert "lower the batch size" in str(error)

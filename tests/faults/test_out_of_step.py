@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import fault_programs as programs
+import collective_programs as programs
 import pytest
 from fault_kit import COLLECTIVE_S, HANG_S, WORLDS, World, require_hang, require_rank
+from hang_programs import sleep
+from training_programs import do_nothing_about_it
 
 import ddpsafe
 
@@ -69,7 +71,7 @@ def test_a_rank_that_returns_early_from_a_second_group(tmp_path: Path, calls: in
     error = world.spawn_fails(
         ddpsafe.RankLeftEarlyError,
         programs.come_apart_in_the_second_group,
-        programs.do_nothing_about_it,
+        do_nothing_about_it,
         calls,
         within_s=LEFT_S,
     )
@@ -82,7 +84,7 @@ def test_a_rank_that_hangs_in_a_second_group(tmp_path: Path) -> None:
     error = world.spawn_fails(
         ddpsafe.CollectiveTimeoutError,
         programs.come_apart_in_the_second_group,
-        programs.sleep,
+        sleep,
         KEPT - 1,
         COLLECTIVE_S,
         within_s=COLLECTIVE_S + HANG_S,

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import fault_programs as programs
+import own_cleanup_programs as programs
 import pytest
+from exception_programs import LostSampleError
 from fault_kit import SIZES, WORLDS, World, require_rank
+from training_programs import Optimizer
 
 import ddpsafe
 
@@ -38,7 +40,7 @@ def test_in_a_script_of_its_own(tmp_path: Path, ranks: int, tidy_up: Callable[..
     world = World(folder=tmp_path, ranks=ranks)
     error = world.spawn_fails(ddpsafe.RankRaisedError, tidy_up)
     require_rank(error, 1)
-    assert isinstance(error.__cause__, programs.LostSampleError)
+    assert isinstance(error.__cause__, LostSampleError)
     assert "in raise_own_error" in str(error)
 
 
@@ -48,7 +50,7 @@ def test_a_barrier_of_ours_in_finally(tmp_path: Path, ranks: int) -> None:
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(ddpsafe.RankRaisedError, programs.tidy_up_with_our_barrier)
     require_rank(error, 1)
-    assert isinstance(error.__cause__, programs.LostSampleError)
+    assert isinstance(error.__cause__, LostSampleError)
 
 
 @pytest.mark.parametrize(("ranks", "start_method"), WORLDS)
@@ -88,7 +90,7 @@ def test_a_step_after_an_error_withdraws_it(tmp_path: Path) -> None:
     error = world.spawn_fails(
         ddpsafe.RankRaisedError,
         programs.fail_beside_a_rank_that_steps,
-        programs.Optimizer(),
+        Optimizer(),
         "after",
     )
     require_rank(error, 1)
@@ -101,7 +103,7 @@ def test_a_step_while_an_error_is_handled_does_not_withdraw_it(tmp_path: Path) -
     error = world.spawn_fails(
         ddpsafe.RankRaisedError,
         programs.fail_beside_a_rank_that_steps,
-        programs.Optimizer(),
+        Optimizer(),
         "inside",
     )
     assert error.outcomes[0].status == "raised"
@@ -112,7 +114,7 @@ def test_a_handled_error_is_not_blamed_for_another_ranks_end(tmp_path: Path) -> 
     world = World(folder=tmp_path)
     error = world.launch_fails(ddpsafe.RankRaisedError, programs.fail_beside_a_handled_error)
     require_rank(error, 1)
-    assert isinstance(error.__cause__, programs.LostSampleError)
+    assert isinstance(error.__cause__, LostSampleError)
 
 
 def test_cleanup_inside_an_except_block_closes_the_group(tmp_path: Path) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING
 
-import fault_programs as programs
+import join_programs as programs
 import leftovers
 import pytest
 from fault_kit import World, require_nothing_left, require_rank
+from training_programs import do_nothing_about_it, train_by_hand
 
 import ddpsafe
 
@@ -23,7 +24,7 @@ def test_a_hard_coded_port_in_setup_is_no_failure(tmp_path: Path) -> None:
         owner.bind(("127.0.0.1", 12355))
         owner.listen()
         before = leftovers.Snapshot.take()
-        World(folder=tmp_path).spawn(programs.train_by_hand, programs.do_nothing_about_it)
+        World(folder=tmp_path).spawn(train_by_hand, do_nothing_about_it)
         require_nothing_left(before)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import fault_programs as programs
+import attached_fault_programs as programs
 import forked_ranks
 import pytest
+from exception_programs import LostSampleError
 from fault_kit import CRASH_S, HANG_S, SIZES, require_in_time
 
 import ddpsafe
@@ -29,7 +30,7 @@ def run(ranks: int, program: object, folder: Path, *args: object) -> list[forked
 def test_a_rank_that_raises_waits_for_nobody(tmp_path: Path, ranks: int, style: str) -> None:
     """Neither ``with process_group():`` nor ``finally: cleanup()`` keeps an error from getting out."""
     ended = run(ranks, programs.fail_attached, tmp_path, style)
-    assert isinstance(ended[1].error, programs.LostSampleError)
+    assert isinstance(ended[1].error, LostSampleError)
     for rank in ended:
         require_in_time(float((tmp_path / f"over-{ended.index(rank)}").read_text()), CRASH_S)
     others = [rank.error for rank in ended if rank is not ended[1]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import fault_programs as programs
+import collective_programs as programs
 from fault_kit import COLLECTIVE_S, HANG_S, World, require_hang
 
 import ddpsafe

@@ -7,9 +7,10 @@ import pickle
 import shutil
 from typing import TYPE_CHECKING, Any
 
-import fault_programs as programs
 import pytest
+import retry_programs as programs
 from fault_kit import SIZES, WORLDS, World
+from training_programs import Optimizer, train
 
 import ddpsafe
 from ddpsafe import RetryPolicy
@@ -230,7 +231,7 @@ def test_a_failure_stays_known_when_the_next_attempt_cannot_begin(tmp_path: Path
     (tmp_path / "data").mkdir()
     with pytest.raises(ddpsafe.PreflightError, match="data path 'train' is not ready") as caught:
         World(folder=tmp_path).launch(
-            *(programs.train, programs.take_the_data_and_die),
+            *(train, programs.take_the_data_and_die),
             retry=RetryPolicy(attempts=2, on={"killed"}, **SOON),
             data_paths={"train": tmp_path / "data"},
             run_dir=None,
@@ -267,7 +268,7 @@ def test_attempts_with_steps_go_on(tmp_path: Path) -> None:
     error = world.launch_fails(
         ddpsafe.RankKilledError,
         programs.step_and_die,
-        programs.Optimizer(),
+        Optimizer(),
         retry=RetryPolicy(attempts=4, on={"killed"}, **SOON),
     )
     assert attempts_of(tmp_path) == [1, 2, 3, 4]

@@ -9,9 +9,12 @@ import shutil
 import subprocess
 from typing import TYPE_CHECKING
 
-import fault_programs as programs
 import pytest
+import run_dir_programs as programs
+from exception_programs import LostSampleError, raise_chained
 from fault_kit import COLLECTIVE_S, HANG_S, World, require_hang, require_rank
+from hang_programs import wait_for_each_other
+from training_programs import FAULT_STEP, do_nothing, train
 
 import ddpsafe
 
@@ -60,7 +63,7 @@ def test_a_failure_on_a_full_disk_is_the_failure_that_it_is(
         run_dir=small_disk / "run",
     )
     require_rank(error, 1)
-    assert isinstance(error.__cause__, programs.LostSampleError)
+    assert isinstance(error.__cause__, LostSampleError)
     assert list(small_disk.rglob(".report*")) == []
     for report in small_disk.rglob("report.json"):
         json.loads(report.read_text())
@@ -72,7 +75,7 @@ def test_a_disk_that_is_full_before_the_start_starts_nothing(small_disk: Path) -
     with pytest.raises(OSError, match="No space left"), (small_disk / "filler").open("wb") as file:
         file.write(b"x" * 100_000)
     with pytest.raises(ddpsafe.PreflightError) as caught:
-        ddpsafe.launch(programs.do_nothing, nproc_per_node=1, run_dir=small_disk / "run")
+        ddpsafe.launch(do_nothing, nproc_per_node=1, run_dir=small_disk / "run")
     assert f"the run directory {small_disk / 'run'} cannot be used" in str(caught.value)
     assert "No space left on device" in str(caught.value)
 
@@ -88,7 +91,7 @@ def test_a_failure_after_it_was_removed_is_the_failure_that_it_is(tmp_path: Path
     world = World(folder=tmp_path)
     error = world.launch_fails(ddpsafe.RankRaisedError, programs.remove_run_dir, "raise")
     require_rank(error, 1)
-    assert isinstance(error.__cause__, programs.LostSampleError)
+    assert isinstance(error.__cause__, LostSampleError)
 
 
 def test_a_hang_after_it_was_removed_names_the_rank(tmp_path: Path) -> None:
@@ -107,7 +110,7 @@ def test_a_hang_after_it_was_removed_names_the_rank(tmp_path: Path) -> None:
 def test_the_report_of_a_failed_attempt(tmp_path: Path) -> None:
     """For a reader and for a program: who failed, what each rank raised, where each rank was."""
     world = World(folder=tmp_path, ranks=4)
-    error = world.launch_fails(ddpsafe.RankRaisedError, programs.train, programs.raise_chained)
+    error = world.launch_fails(ddpsafe.RankRaisedError, train, raise_chained)
     folder = tmp_path / "run" / "attempt-1"
     facts = json.loads((folder / "report.json").read_text())
     assert (facts["error"], facts["kind"], facts["rank"]) == ("RankRaisedError", "user-error", 1)
@@ -115,7 +118,7 @@ def test_the_report_of_a_failed_attempt(tmp_path: Path) -> None:
     assert [rank["rank"] for rank in facts["ranks"]] == [0, 1, 2, 3]
     blamed = facts["ranks"][1]
     assert (blamed["status"], blamed["raised"]["type"]) == ("raised", "ValueError")
-    assert blamed["collectives"][-1]["number"] == programs.FAULT_STEP
+    assert blamed["collectives"][-1]["number"] == FAULT_STEP
     text = (folder / "report.txt").read_text()
     assert text.startswith(f"RankRaisedError: {error}")
     assert "KeyError: 'key of the first'" in text
@@ -126,8 +129,8 @@ def test_the_report_of_a_hang_has_the_stacks_of_all_threads(tmp_path: Path) -> N
     world = World(folder=tmp_path)
     error = world.launch_fails(
         ddpsafe.CollectiveTimeoutError,
-        programs.train,
-        programs.wait_for_each_other,
+        train,
+        wait_for_each_other,
         within_s=COLLECTIVE_S + HANG_S,
         timeouts={"collective": COLLECTIVE_S},
     )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import fault_programs as programs
+import hang_programs as programs
 import pytest
 from fault_kit import COLLECTIVE_S, HANG_S, WORLDS, World, require_hang, require_places
+from training_programs import train, train_by_hand
 
 import ddpsafe
 
@@ -22,7 +23,7 @@ def test_the_stopped_rank_is_named_and_where_it_was(
     world = World(folder=tmp_path, ranks=ranks, start_method=start_method)
     error = world.launch_fails(
         ddpsafe.CollectiveTimeoutError,
-        programs.train,
+        train,
         programs.stop,
         within_s=COLLECTIVE_S + HANG_S,
         timeouts={"collective": COLLECTIVE_S},
@@ -39,7 +40,7 @@ def test_in_an_unported_script(tmp_path: Path) -> None:
     world = World(folder=tmp_path)
     error = world.spawn_fails(
         ddpsafe.CollectiveTimeoutError,
-        programs.train_by_hand,
+        train_by_hand,
         programs.stop,
         1,
         COLLECTIVE_S,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import fault_programs as programs
 import leftovers
+import orphan_programs as programs
 import pytest
 from fault_kit import (
     CRASH_S,
@@ -16,6 +16,7 @@ from fault_kit import (
     require_rank,
     struck_at,
 )
+from training_programs import since
 
 import ddpsafe
 
@@ -51,7 +52,7 @@ def test_a_rank_that_has_returned_and_never_exits_is_ended_and_its_value_stands(
     world = World(folder=tmp_path, ranks=ranks)
     timeouts = {"shutdown": SHUTDOWN_S, "grace": GRACE_S}
     result = world.launch(programs.return_and_stay, timeouts=timeouts)
-    took_s = programs.since(struck_at(tmp_path))
+    took_s = since(struck_at(tmp_path))
     assert result.values == {rank: f"value of {rank}" for rank in range(ranks)}
     require_in_time(took_s, SHUTDOWN_S + GRACE_S + CRASH_S)
     require_nothing_left(before)

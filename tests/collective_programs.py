@@ -1,0 +1,145 @@
+"""Ranks that come apart: not all of them make the same collectives."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from typing import TYPE_CHECKING, Any
+
+from training_programs import FAULT_STEP, STEPS, average_gradients, cleanup, mark, setup
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from training_programs import Fault
+
+    from ddpsafe import RankContext
+
+
+def skip_one(ctx: RankContext, folder: Path, culprit: int) -> None:
+    """Leave out one all-reduce, as a ``continue`` on a bad batch does, and then save."""
+    import torch.distributed as dist
+
+    for step in range(STEPS):
+        if step == FAULT_STEP and ctx.rank == culprit:
+            mark(folder)
+            continue
+        average_gradients()
+    dist.all_gather_object([None] * ctx.world_size, ctx.rank)
+
+
+def run_out_of_batches(ctx: RankContext, folder: Path, batches: list[int]) -> int:
+    """Train on as many batches as this rank has."""
+    for _ in range(batches[ctx.rank]):
+        average_gradients()
+    if batches[ctx.rank] == min(batches):
+        mark(folder)
+    return ctx.rank
+
+
+def return_early(ctx: RankContext, folder: Path) -> str:
+    """Leave through a condition that only this rank meets."""
+    average_gradients()
+    if ctx.rank == 1:
+        mark(folder)
+        return "early stopping"
+    average_gradients()
+    return "trained"
+
+
+def come_apart_in_the_second_group(
+    rank: int, world_size: int, folder: Path, fault: Fault, calls: int, timeout_s: float = 60
+) -> None:
+    """Make a second group; after some calls there, rank 1 meets the fault and the others wait.
+
+    The first group has made more calls by its end than the second one will.
+    """
+    setup(rank, world_size)
+    for _ in range(2 * calls + STEPS):
+        average_gradients()
+    cleanup()
+    setup(rank, world_size, timeout_s=timeout_s)
+    for _ in range(calls):
+        average_gradients()
+    if rank == 1:
+        mark(folder)
+        fault(folder)
+    else:
+        average_gradients()
+
+
+def pass_other_shapes(
+    ctx: RankContext, folder: Path, culprit: int, its_size: int, others_size: int
+) -> None:
+    """Reduce a last batch that has another size than the others'."""
+    import torch
+    import torch.distributed as dist
+
+    average_gradients()
+    mark(folder)
+    dist.all_reduce(torch.ones(its_size if ctx.rank == culprit else others_size))  # stuck here
+    dist.all_reduce(torch.ones(4))
+
+
+def call_another_collective(ctx: RankContext, folder: Path, culprit: int) -> None:
+    """Broadcast where the others reduce."""
+    import torch
+    import torch.distributed as dist
+
+    average_gradients()
+    if ctx.rank == culprit:
+        mark(folder)
+        dist.all_gather([torch.ones(8)] * ctx.world_size, torch.ones(8))  # stuck here
+    else:
+        average_gradients()
+
+
+# Rank 0 works alone.
+
+
+def work_alone_at_the_end(ctx: RankContext, _folder: Path, takes_s: float) -> str:
+    """Let rank 0 save and evaluate after the others have returned."""
+    average_gradients()
+    if not ctx.is_main:
+        return "done"
+    time.sleep(takes_s)
+    return "saved"
+
+
+def evaluate_on_rank_zero(ctx: RankContext, folder: Path) -> None:
+    """Evaluate on rank 0 alone through the wrapper: BatchNorm's buffers are then broadcast."""
+    model = _train_with_buffers(ctx)
+    if ctx.is_main:
+        mark(folder)
+        model(_batch())
+    for _ in range(STEPS):
+        model(_batch()).sum().backward()
+
+
+def evaluate_unwrapped_on_rank_zero(ctx: RankContext, _folder: Path) -> str:
+    """Evaluate on rank 0 alone, through the bare model."""
+    model = _train_with_buffers(ctx)
+    if ctx.is_main:
+        ctx.unwrap(model)(_batch())
+    for _ in range(STEPS):
+        model(_batch()).sum().backward()
+    return "evaluated" if ctx.is_main else "trained"
+
+
+def _train_with_buffers(ctx: RankContext) -> Any:
+    """Make one step of a wrapped model that has buffers."""
+    from torch import nn
+
+    # DDP imports 800 modules when it is first made; its first collective comes after that, and on a
+    # busy machine the ranks would be further apart than the timeout of these tests.
+    importlib.import_module("torch._dynamo")
+    ctx.barrier()
+    model = ctx.wrap(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    model(_batch()).sum().backward()
+    return model
+
+
+def _batch() -> Any:
+    import torch
+
+    return torch.ones(8, 4)

@@ -1,0 +1,167 @@
+"""Ranks that raise: an error of the user's, anywhere in a training, and errors that travel badly."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, NoReturn
+
+import scripts
+from training_programs import FAULT_STEP, STEPS, average_gradients, mark, setup
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ddpsafe import RankContext
+
+
+class LostSampleError(Exception):
+    """An error of the user's own, with a fact that has to survive the journey."""
+
+    def __init__(self, message: str, index: int) -> None:
+        """Keep the index."""
+        super().__init__(message, index)
+        self.index = index
+
+
+def raise_own_error(_folder: Path) -> NoReturn:
+    """Raise as a broken sample does."""
+    msg = "sample is broken"
+    raise LostSampleError(msg, 17)  # stuck here
+
+
+def raise_before_the_group(rank: int, world_size: int, folder: Path) -> None:
+    """Fail while the others already wait in `setup`."""
+    if rank == 1:
+        mark(folder)
+        raise_own_error(folder)
+    setup(rank, world_size)
+
+
+def raise_in_finally(ctx: RankContext, folder: Path) -> None:
+    """Fail in the block that should tidy up."""
+    try:
+        average_gradients()
+    finally:
+        if ctx.rank == 1:
+            mark(folder)
+            raise_own_error(folder)
+    average_gradients()
+
+
+def raise_while_saving(ctx: RankContext, folder: Path) -> None:
+    """Let rank 0 save to a directory that is not there, while the others wait at a barrier."""
+    import torch
+    import torch.distributed as dist
+
+    average_gradients()
+    if ctx.is_main:
+        mark(folder)
+        torch.save({"step": 1}, folder / "missing" / "model.pt")
+    dist.barrier()
+
+
+def raise_on_all(ctx: RankContext, folder: Path) -> None:
+    """Fail everywhere, rank 1 first."""
+    average_gradients()
+    if ctx.rank != 1:
+        scripts.wait_until((folder / "fault").exists)
+        time.sleep(0.15)  # while rank 1 gets from the mark to its error, on a busy machine
+    else:
+        mark(folder)
+    raise_own_error(folder)
+
+
+def train_a_model(ctx: RankContext, folder: Path, culprit: int) -> float:
+    """Train with DistributedDataParallel; rank `culprit` fails in its third step."""
+    import torch
+    from torch import nn
+
+    model = ctx.wrap(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        if step == FAULT_STEP and ctx.rank == culprit:
+            mark(folder)
+            raise_own_error(folder)
+        optimizer.zero_grad()
+        loss = model(torch.ones(8, 4)).sum()
+        loss.backward()
+        optimizer.step()
+    return float(loss)
+
+
+# Errors that travel badly.
+
+
+class LockedError(Exception):
+    """An exception that cannot be pickled."""
+
+    def __init__(self, message: str) -> None:
+        """Hold a lock."""
+        super().__init__(message)
+        self.lock = threading.Lock()
+
+
+class KeywordError(Exception):
+    """An exception that pickle takes, and cannot build again."""
+
+    def __init__(self, *, code: int) -> None:
+        """Take keywords only."""
+        super().__init__(f"keyword code {code}")
+
+
+class BombError(Exception):
+    """An exception that does harm where it is built again: its reader must not be the victim."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Exit whoever unpickles it."""
+        return (sys.exit, (99,))
+
+
+class RudeError(BaseException):
+    """No `Exception`: ``except Exception`` lets it through."""
+
+
+def raise_locked(_folder: Path) -> NoReturn:
+    """Raise what cannot be pickled."""
+    msg = "locked text"
+    raise LockedError(msg)
+
+
+def raise_keyword(_folder: Path) -> NoReturn:
+    """Raise what cannot be built again."""
+    raise KeywordError(code=7)
+
+
+def raise_bomb(_folder: Path) -> NoReturn:
+    """Raise what ends the process that builds it again."""
+    msg = "bomb text"
+    raise BombError(msg)
+
+
+def raise_large(_folder: Path) -> NoReturn:
+    """Raise 50 MB of text."""
+    msg = "large text " + "x" * 50_000_000 + " end of text"
+    raise ValueError(msg)
+
+
+def raise_rude(_folder: Path) -> NoReturn:
+    """Raise a bare `BaseException`."""
+    msg = "rude text"
+    raise RudeError(msg)
+
+
+def raise_chained(_folder: Path) -> NoReturn:
+    """Raise one error from another."""
+    try:
+        _ = {}["key of the first"]
+    except KeyError as exc:
+        msg = "second text"
+        raise ValueError(msg) from exc
+
+
+def raise_group(_folder: Path) -> NoReturn:
+    """Raise several at once."""
+    parts = [ValueError("left part"), TypeError("right part")]
+    raise ExceptionGroup("both parts", parts)  # noqa: F821 - Python 3.11 has it

@@ -1,0 +1,132 @@
+"""Ranks that hang, each in one way, and ranks that only take long."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from training_programs import average_gradients, mark
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from ddpsafe import RankContext
+
+FOREVER_S = 600
+"""Longer than any test: a rank that waits so long is meant to be ended."""
+
+
+def stop(_folder: Path) -> None:
+    """Be frozen, as by a debugger or Ctrl-Z."""
+    os.kill(os.getpid(), signal.SIGSTOP)  # stuck here
+
+
+def sleep(_folder: Path) -> None:
+    """Wait in Python for nothing."""
+    time.sleep(FOREVER_S)  # stuck here
+
+
+def be_busy(_folder: Path) -> None:
+    """Compute in Python without an end."""
+    ends = time.monotonic() + FOREVER_S
+    while time.monotonic() < ends:  # stuck here
+        pass  # stuck here
+
+
+def hold_the_gil(_folder: Path) -> None:
+    """Compute in C without ever letting another Python thread run.
+
+    A sleep would not do: the signal that asks for the stacks interrupts it.
+    """
+    digits = 9**400_000
+    pow(digits, digits, 9**400_001 + 2)  # stuck here
+
+
+def read_from_nobody(folder: Path) -> None:
+    """Read from a FIFO that nobody writes to, as from a mount that hangs."""
+    fifo = folder / f"fifo-{os.getpid()}"
+    os.mkfifo(fifo)
+    fifo.read_bytes()  # stuck here
+
+
+DISK: Final = "disk"
+
+
+def write_to_a_frozen_disk(folder: Path) -> None:
+    """Write where the kernel lets nobody write until it is thawed, as to a server that is gone."""
+    (folder / DISK / f"file-{os.getpid()}").write_bytes(b"x")  # stuck here
+
+
+def wait_for_each_other(_folder: Path) -> None:
+    """Take two locks in two orders, in two threads."""
+    first, second = threading.Lock(), threading.Lock()
+    both = threading.Barrier(2)
+
+    def other() -> None:
+        with second:
+            both.wait()
+            first.acquire()
+
+    threading.Thread(target=other, daemon=True).start()
+    with first:
+        both.wait()
+        second.acquire()  # stuck here
+
+
+def sleep_before_a_barrier(ctx: RankContext, folder: Path) -> None:
+    """Let rank 1 sleep while the others wait for it at a barrier of ddpsafe's."""
+    if ctx.rank == 1:
+        mark(folder)
+        sleep(folder)
+    ctx.barrier("after the epoch")
+
+
+def sleep_everywhere(ctx: RankContext, folder: Path) -> None:
+    """Let all ranks sleep: no collective is there to time out."""
+    average_gradients()
+    if ctx.is_main:
+        mark(folder)
+    sleep(folder)
+
+
+# A rank only takes long.
+
+
+def step_slowly(
+    ctx: RankContext, _folder: Path, how: str, takes_s: float, optimizer: Any = None
+) -> str:
+    """Make steps of a third of a second for a while."""
+    ends = time.monotonic() + takes_s
+    while time.monotonic() < ends:
+        if how == "optimizer":
+            optimizer.step()
+        elif how == "collective" and ctx.is_main:
+            average_gradients()
+        time.sleep(0.3)
+    return "done"
+
+
+def count_reads(doing: Callable[[], object]) -> int:
+    """Return how often torch's flight recorder is read meanwhile, which stops training."""
+    import torch._C._distributed_c10d as c10d  # there is no public way
+
+    reads = 0
+    dump = c10d._dump_fr_trace_json
+
+    def count(*args: Any, **options: Any) -> Any:
+        nonlocal reads
+        reads += 1
+        return dump(*args, **options)
+
+    c10d._dump_fr_trace_json = count
+    doing()
+    return reads
+
+
+def count_reads_in_training(ctx: RankContext, folder: Path, takes_s: float, optimizer: Any) -> int:
+    """Make steps for a while; return how often the rank was asked where it is."""
+    return count_reads(lambda: step_slowly(ctx, folder, "optimizer", takes_s, optimizer))

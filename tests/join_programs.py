@@ -1,0 +1,114 @@
+"""Ranks on their way to the group: an argument does not load, one is late, a port is taken."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from crash_programs import die_by_kill
+from exception_programs import raise_own_error
+from hang_programs import FOREVER_S, sleep
+from training_programs import average_gradients, cleanup, mark, setup
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ddpsafe import RankContext
+
+
+class FailsToLoad:
+    """An argument that rank 1 cannot unpickle."""
+
+    def __init__(self, folder: Path) -> None:
+        """Keep what `__reduce__` needs."""
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Load through `load_badly`."""
+        return (load_badly, (self.folder,))
+
+
+def load_badly(folder: Path) -> str:
+    """Unpickle; fail on rank 1."""
+    if os.environ.get("RANK") == "1":
+        mark(folder)
+        raise_own_error(folder)
+    return "loaded"
+
+
+class KillsWhoLoads(FailsToLoad):
+    """An argument that kills rank 1 while it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Load through `load_and_die`."""
+        return (load_and_die, (self.folder,))
+
+
+def load_and_die(folder: Path) -> str:
+    """Unpickle; die on rank 1."""
+    if os.environ.get("RANK") == "1":
+        mark(folder)
+        die_by_kill(folder)
+    return "loaded"
+
+
+class SlowToLoad:
+    """An argument that takes its time to unpickle on rank 1: stuck before the function runs."""
+
+    def __init__(self, folder: Path, delay_s: float = FOREVER_S) -> None:
+        """Keep what `__reduce__` needs."""
+        self.folder = folder
+        self.delay_s = delay_s
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Load through `load_slowly`."""
+        return (load_slowly, (self.folder, self.delay_s))
+
+
+def load_slowly(folder: Path, delay_s: float) -> str:
+    """Unpickle, on rank 1 with a delay; once, so that a check in the caller is quick."""
+    if os.environ.get("RANK") == "1":
+        mark(folder)
+        time.sleep(delay_s)  # stuck here
+    return "loaded"
+
+
+def join_never(rank: int, world_size: int, folder: Path, timeout_s: float = 60) -> None:
+    """Hang before `setup`."""
+    if rank == 1:
+        mark(folder)
+        sleep(folder)
+    setup(rank, world_size, timeout_s=timeout_s)
+
+
+def join_late(rank: int, world_size: int, folder: Path, delay_s: float) -> None:
+    """Come to `setup` after the others have waited for a while."""
+    if rank == 1:
+        time.sleep(delay_s)
+    setup(rank, world_size)
+    average_gradients()
+    (folder / f"done-{rank}").touch()
+    cleanup()
+
+
+def listen_on(ctx: RankContext, folder: Path, port: int) -> None:
+    """Open a hard-coded port on rank 1."""
+    average_gradients()
+    if ctx.rank == 1:
+        mark(folder)
+        socket.create_server(("127.0.0.1", port))
+    average_gradients()
+
+
+def count_ranks_by_hand(rank: int, world_size: int, folder: Path) -> None:
+    """Add up one for each rank, on a hard-coded port."""
+    import torch
+    import torch.distributed as dist
+
+    setup(rank, world_size)
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    (folder / f"count-{rank}").write_text(str(ones.item()))
+    cleanup()

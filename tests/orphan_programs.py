@@ -1,0 +1,153 @@
+"""What would be left behind if the launcher did not end it: ranks, and what they have started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import scripts
+from exception_programs import raise_own_error
+from hang_programs import FOREVER_S, hold_the_gil, sleep
+from training_programs import average_gradients, mark
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ddpsafe import RankContext
+
+
+# A rank does not end.
+
+
+def ignore_terminate(ctx: RankContext, folder: Path) -> None:
+    """Let rank 0 ignore SIGTERM, and rank 1 fail."""
+    if ctx.rank != 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        average_gradients()
+        sleep(folder)
+    average_gradients()
+    mark(folder)
+    raise_own_error(folder)
+
+
+def return_and_stay(ctx: RankContext, folder: Path) -> str:
+    """Return a value, and leave a thread behind that never ends."""
+    average_gradients()
+    if ctx.rank == 1:
+        threading.Thread(target=sleep, args=(folder,), name="never ends").start()
+        mark(folder)
+    return f"value of {ctx.rank}"
+
+
+def wait_for_go(ctx: RankContext, folder: Path) -> str:
+    """Wait for a file that the test makes."""
+    (folder / f"ready-{ctx.rank}").touch()
+    wait_for(folder / "go")
+    return "went"
+
+
+def wait_for(path: Path) -> None:
+    """Wait until a file is there."""
+    scripts.wait_until(path.exists, within_s=120)
+
+
+# What ranks start.
+
+_STUBBORN = (
+    "import signal, sys, time\n"
+    "for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):\n"
+    "    signal.signal(number, signal.SIG_IGN)\n"
+    "print('up', flush=True)\n"
+    f"time.sleep({FOREVER_S})\n"
+)
+
+
+def start_stubborn(*, own_session: bool) -> int:
+    """Start a process that ignores every signal that can be ignored; return its pid."""
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-c", _STUBBORN],
+        stdout=subprocess.PIPE,
+        start_new_session=own_session,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process.pid
+
+
+def leave_children_and_fail(ctx: RankContext, folder: Path) -> None:
+    """Start two stubborn processes on each rank, then let rank 1 fail."""
+    pids = [start_stubborn(own_session=own) for own in (False, True)]
+    (folder / f"children-{ctx.rank}").write_text(" ".join(map(str, pids)))
+    ctx.barrier("all have children")
+    if ctx.rank == 1:
+        mark(folder)
+        raise_own_error(folder)
+    average_gradients()
+
+
+def leave_children_and_return(ctx: RankContext, _folder: Path) -> list[int]:
+    """Start two stubborn processes on each rank, and return their pids."""
+    ctx.barrier("all are there")
+    return [start_stubborn(own_session=own) for own in (False, True)]
+
+
+class Numbers:
+    """A dataset whose worker is killed at one sample."""
+
+    def __init__(self, folder: Path, deadly: int | None) -> None:
+        """Keep the sample's index."""
+        self.folder = folder
+        self.deadly = deadly
+
+    def __len__(self) -> int:
+        """Be long enough for a few batches."""
+        return 64
+
+    def __getitem__(self, index: int) -> int:
+        """Return the index; at the deadly one, kill the process that asks."""
+        if index == self.deadly:
+            mark(self.folder)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+def lose_a_loader_worker(ctx: RankContext, folder: Path) -> None:
+    """Read through a DataLoader whose worker dies on rank 1."""
+    from torch.utils.data import DataLoader
+
+    numbers: Any = Numbers(folder, 40 if ctx.rank == 1 else None)
+    for _ in DataLoader(numbers, batch_size=8, num_workers=1):
+        average_gradients()
+
+
+def work_with_everything(ctx: RankContext, folder: Path, how: str) -> None:
+    """Hold a DataLoader's worker and stubborn children, then wait in Python, in gloo or in C."""
+    from torch.utils.data import DataLoader
+
+    numbers: Any = Numbers(folder, None)
+    # Forked, it is there at once; a rank's own start method would import torch once more.
+    loader = iter(DataLoader(numbers, batch_size=8, num_workers=1, multiprocessing_context="fork"))
+    next(loader)
+    pids = [os.getpid(), *(start_stubborn(own_session=own) for own in (False, True))]
+    pids += [worker.pid for worker in loader._workers]
+    (folder / f"pids-{ctx.rank}.tmp").write_text(" ".join(map(str, pids)))
+    (folder / f"pids-{ctx.rank}.tmp").rename(folder / f"pids-{ctx.rank}")
+    ctx.barrier("all have children")
+    wait_somewhere(ctx, folder, how)
+
+
+def wait_somewhere(ctx: RankContext, folder: Path, how: str) -> None:
+    """Be in Python, blocked in gloo, in C with the GIL held, or deaf to signals."""
+    if how == "deaf":
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, signal.SIG_IGN)
+    (folder / f"ready-{ctx.rank}").touch()
+    if how == "gil":
+        hold_the_gil(folder)
+    if how != "gloo" or ctx.rank == 1:
+        sleep(folder)
+    average_gradients()

@@ -1,0 +1,207 @@
+"""Scripts that tidy up, meet or train on while they handle an error; run by test_own_cleanup.py."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any
+
+import scripts
+from exception_programs import LostSampleError, raise_own_error
+from hang_programs import count_reads, sleep
+from training_programs import FAULT_STEP, STEPS, average_gradients, cleanup, mark, setup
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ddpsafe import RankContext
+
+
+def tidy_up_with_destroy(rank: int, world_size: int, folder: Path) -> None:
+    """Destroy the group in ``finally``, as the official tutorial does."""
+    setup(rank, world_size)
+    try:
+        _train_and_fail(rank, folder)
+    finally:
+        cleanup()
+
+
+def tidy_up_with_barrier(rank: int, world_size: int, folder: Path) -> None:
+    """Meet the others in ``except``, though they wait elsewhere."""
+    import torch.distributed as dist
+
+    setup(rank, world_size)
+    try:
+        _train_and_fail(rank, folder)
+    except Exception:
+        dist.barrier()
+        raise
+    finally:
+        cleanup()
+
+
+def tidy_up_with_barrier_and_destroy(rank: int, world_size: int, folder: Path) -> None:
+    """Do both in ``finally``, on the good path and on the bad one."""
+    import torch.distributed as dist
+
+    setup(rank, world_size)
+    try:
+        _train_and_fail(rank, folder)
+    finally:
+        dist.barrier()
+        cleanup()
+
+
+def tidy_up_with_another_group(rank: int, world_size: int, folder: Path) -> None:
+    """Start anew in ``finally``, though nobody else does."""
+    setup(rank, world_size)
+    try:
+        _train_and_fail(rank, folder)
+    finally:
+        cleanup()
+        setup(rank, world_size)
+
+
+def tidy_up_with_our_barrier(ctx: RankContext, folder: Path) -> None:
+    """Wait for the others at a barrier of ddpsafe's, in ``finally``."""
+    try:
+        _train_and_fail(ctx.rank, folder)
+    finally:
+        ctx.barrier("the end")
+
+
+def tidy_up_with_our_cleanup(rank: int, world_size: int, folder: Path) -> None:
+    """Use ddpsafe's own names in the places of the script's."""
+    import ddpsafe
+
+    ddpsafe.setup(rank, world_size)
+    try:
+        _train_and_fail(rank, folder)
+    finally:
+        ddpsafe.cleanup()
+
+
+def swallow_and_go_on(rank: int, world_size: int, folder: Path) -> None:
+    """Log the error and go on, as ``except Exception: print`` does: the rank is then behind."""
+    setup(rank, world_size)
+    for step in range(STEPS):
+        with contextlib.suppress(LostSampleError):
+            if rank == 1 and step == FAULT_STEP:
+                mark(folder)
+                raise_own_error(folder)
+            average_gradients()
+    cleanup()
+
+
+def _train_and_fail(rank: int, folder: Path) -> None:
+    for step in range(STEPS):
+        if rank == 1 and step == FAULT_STEP:
+            mark(folder)
+            raise_own_error(folder)
+        average_gradients()
+
+
+# Errors that are handled.
+
+
+def recover_together(ctx: RankContext, folder: Path) -> str:
+    """Handle the same error on all ranks, and meet in its `except` block, one rank always late."""
+    for late in range(2):
+        _recover(ctx, folder, late)
+    return "recovered"
+
+
+def _recover(ctx: RankContext, folder: Path, late: int) -> None:
+    import torch.distributed as dist
+
+    try:
+        (folder / "no-checkpoint").read_text()
+    except FileNotFoundError:
+        if ctx.rank == late:
+            time.sleep(1)
+        dist.barrier()
+        ctx.barrier("all have recovered")
+        if ctx.rank == 1 - late:
+            time.sleep(1)
+        average_gradients()
+
+
+def start_anew_with_another_group(
+    rank: int, world_size: int, folder: Path, where: str, late_s: float
+) -> None:
+    """Handle the same error on all ranks with another group; rank 0 is late there."""
+    setup(rank, world_size)
+    try:
+        raise_own_error(folder)
+    except LostSampleError:
+        cleanup()
+        if where == "inside":
+            _meet_late(rank, world_size, late_s)
+    if where == "after":
+        _meet_late(rank, world_size, late_s)
+
+
+def _meet_late(rank: int, world_size: int, late_s: float) -> None:
+    setup(rank, world_size)
+    average_gradients()
+    if rank == 0:
+        time.sleep(late_s)
+    average_gradients()
+
+
+def fail_beside_a_rank_that_steps(
+    rank: int, world_size: int, folder: Path, optimizer: Any, where: str
+) -> None:
+    """Handle an error on all ranks with a destroy, and let rank 0 train on; then rank 1 fails."""
+    setup(rank, world_size)
+    try:
+        raise_own_error(folder)
+    except LostSampleError:
+        cleanup()
+        if where == "inside":
+            optimizer.step()
+    if where == "after":
+        optimizer.step()
+    (folder / f"stepped-{rank}").touch()
+    if rank != 1:
+        sleep(folder)
+    scripts.wait_until((folder / "stepped-0").exists)
+    mark(folder)
+    raise_own_error(folder)
+
+
+def fail_beside_a_handled_error(ctx: RankContext, folder: Path) -> None:
+    """Let rank 1 fail while rank 0 waits for it inside an `except` block."""
+    try:
+        import no_such_module_at_all  # noqa: F401 - it is not there
+    except ImportError:
+        average_gradients()
+        if ctx.rank == 1:
+            time.sleep(0.2)
+            mark(folder)
+            raise_own_error(folder)
+        ctx.barrier("never")
+
+
+def run_inside_an_except_block(rank: int, world_size: int, folder: Path) -> None:
+    """Be a script whose main function is called in an `except` block."""
+    import torch.distributed as dist
+
+    import ddpsafe
+
+    try:
+        import no_such_module_at_all  # noqa: F401 - it is not there
+    except ImportError:
+        ddpsafe.setup(rank, world_size)
+        average_gradients()
+        ddpsafe.cleanup()
+        (folder / f"closed-{rank}").write_text(str(not dist.is_initialized()))
+
+
+def count_reads_at_an_error(_ctx: RankContext, folder: Path, takes_s: float) -> int:
+    """Take long to handle an error; return how often the rank was asked where it is meanwhile."""
+    try:
+        raise_own_error(folder)
+    except LostSampleError:
+        cleanup()
+        return count_reads(lambda: time.sleep(takes_s))

@@ -1,0 +1,103 @@
+"""Ranks that fail in one attempt, and what they do in the next."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import scripts
+from crash_programs import die_by_kill
+from hang_programs import FOREVER_S
+from training_programs import average_gradients, mark
+
+if TYPE_CHECKING:
+    from ddpsafe import RankContext
+
+
+def fail_on_attempts(ctx: RankContext, folder: Path, attempts: int, error: str) -> int:
+    """Fail on rank 1 in the first attempts, then work."""
+    with (folder / f"ran-{ctx.rank}").open("a") as file:
+        file.write(f"{ctx.attempt}\n")
+    average_gradients()
+    if ctx.rank == 1 and ctx.attempt <= attempts:
+        mark(folder)
+        if error == "killed":
+            die_by_kill(folder)
+        raise {"network": ConnectionError, "value": ValueError, "memory": MemoryError}[error](
+            f"failure {ctx.attempt}"
+        )
+    average_gradients()
+    return ctx.attempt
+
+
+def take_the_data_and_die(folder: Path) -> None:
+    """Die of what takes the next attempt's data away too, as a storage that goes down does."""
+    (folder / "data").rmdir()
+    die_by_kill(folder)
+
+
+def die_first_and_then_wait(ctx: RankContext, folder: Path) -> None:
+    """Fail in the first attempt, and stay in the second one."""
+    average_gradients()
+    if ctx.attempt == 1 and ctx.rank == 1:
+        die_by_kill(folder)
+    average_gradients()
+    (folder / f"ready-{ctx.rank}").touch()
+    scripts.wait_until((folder / "never").exists, within_s=FOREVER_S)
+
+
+def needs_less(_ctx: RankContext, folder: Path, batch_size: int) -> int:
+    """Run out of memory above a batch size of 8."""
+    average_gradients()
+    if batch_size > 8:
+        mark(folder)
+        msg = f"batch size {batch_size}"
+        raise MemoryError(msg)
+    average_gradients()
+    return batch_size
+
+
+def step_and_die(ctx: RankContext, folder: Path, optimizer: Any) -> None:
+    """Make three optimizer steps, then be killed: the same end on every attempt."""
+    with (folder / f"ran-{ctx.rank}").open("a") as file:
+        file.write(f"{ctx.attempt}\n")
+    for _ in range(3):
+        optimizer.step()
+    average_gradients()
+    if ctx.rank == 1:
+        mark(folder)
+        die_by_kill(folder)
+    average_gradients()
+
+
+def describe_meeting(ctx: RankContext, folder: Path) -> dict[str, list[str]]:
+    """Write down where this attempt meets and logs, and fail on the first one.
+
+    Returns:
+        Of the first attempt: the processes that are alive, and the ports that answer.
+    """
+    from ddpsafe._worker import session
+
+    spec = session.find_spec()
+    assert spec is not None
+    assert spec.logs is not None
+    facts = [str(os.getpid()), str(spec.store_port), str(spec.attempt), spec.logs.stderr]
+    (folder / f"attempt-{ctx.attempt}-rank-{ctx.rank}").write_text("\n".join(facts))
+    average_gradients()
+    if ctx.attempt == 1 and ctx.rank == 1:
+        mark(folder)
+        die_by_kill(folder)
+    average_gradients()
+    paths = [folder / f"attempt-1-rank-{rank}" for rank in range(ctx.world_size)]
+    first = [path.read_text().splitlines()[:2] for path in paths]
+    return {
+        "alive": [pid for pid, _ in first if Path(f"/proc/{pid}").exists()],
+        "answers": [port for _, port in first if _answers(int(port))],
+    }
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0

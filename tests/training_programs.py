@@ -1,0 +1,126 @@
+"""An ordinary training in which one rank meets a fault; what every program of faults/ is made of.
+
+Every fault writes down the moment at which it strikes (`mark`). The line on which a rank stays is
+marked "# stuck here", so that a test can compare it with the line that the launcher names.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from ddpsafe import RankContext
+
+    Fault = Callable[[Path], object]
+
+STEPS = 5
+FAULT_STEP = 2
+
+
+def mark(folder: Path) -> None:
+    """Write down that the fault strikes now, on the clock that all processes share."""
+    temporary = folder / f"fault-{os.getpid()}"
+    temporary.write_text(repr(time.monotonic()))
+    temporary.rename(folder / "fault")
+
+
+def since(moment: float) -> float:
+    """Return how long ago a moment on that clock was, in seconds."""
+    return time.monotonic() - moment
+
+
+def train(ctx: RankContext, folder: Path, fault: Fault, culprit: int = 1) -> int:
+    """Train; rank `culprit` meets the fault in the third step, the others wait for it."""
+    for step in range(STEPS):
+        if step == FAULT_STEP and ctx.rank == culprit:
+            mark(folder)
+            fault(folder)
+        average_gradients()
+    return ctx.rank
+
+
+def average_gradients() -> None:
+    """Take part in one all-reduce, as a step of DDP does."""
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.ones(8))  # stuck here
+
+
+def setup(rank: int, world_size: int, *, timeout_s: float | None = 60) -> None:
+    """Make the group as the tutorials do, on a hard-coded port; most of them name no timeout."""
+    import torch.distributed as dist
+
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = "12355"
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timeout)
+
+
+def cleanup() -> None:
+    """Destroy the group as the tutorials do."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+
+
+def train_by_hand(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    fault: Fault,
+    culprit: int = 1,
+    timeout_s: float | None = 60,
+) -> None:
+    """Be the script of a tutorial: `setup`, `train`, `cleanup` only when all went well."""
+    setup(rank, world_size, timeout_s=timeout_s)
+    for step in range(STEPS):
+        if step == FAULT_STEP and rank == culprit:
+            mark(folder)
+            fault(folder)
+        average_gradients()
+    cleanup()
+
+
+def do_nothing_about_it(_folder: Path) -> None:
+    """Be no fault at all."""
+
+
+class Optimizer:
+    """An argument that is one parameter and its optimizer in the rank.
+
+    torch imports its compiler when the first optimizer is made, which takes longer than the
+    timeouts of these tests; so it is made while the argument is loaded.
+    """
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Load through `make_optimizer`."""
+        return (make_optimizer, ())
+
+
+def make_optimizer() -> Any:
+    """Return an optimizer of one parameter."""
+    import torch
+
+    return torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+
+
+def return_rank(ctx: RankContext, _folder: Path) -> int:
+    """Return the rank."""
+    return ctx.rank
+
+
+def do_nothing(ctx: RankContext) -> int:
+    """Return the rank."""
+    return ctx.rank
+
+
+def take(ctx: RankContext, _folder: Path, _argument: object) -> int:
+    """Take an argument and do nothing with it."""
+    return ctx.rank
