@@ -67,6 +67,12 @@ class Unread:
         """Let the rank end."""
         (self._folder / "gate").touch()
 
+    def come_late(self) -> None:
+        """Wait until the rank's end is longer ago than a reader may pause."""
+        scripts.wait_until((self._folder / "fault").exists)
+        late_s = struck_at(self._folder) + PAUSE_S + 1
+        scripts.wait_until(lambda: time.monotonic() > late_s)
+
     def _readable(self) -> int:
         size = array.array("i", [0])
         fcntl.ioctl(self._ours, termios.FIONREAD, size)
@@ -158,9 +164,7 @@ def test_launch_that_went_well_waits_for_its_reader(tmp_path: Path) -> None:
     with unread(tmp_path, "return") as script:
         script.wait_until_stuck()
         script.open_gate()
-        scripts.wait_until((tmp_path / "fault").exists)
-        late_s = struck_at(tmp_path) + PAUSE_S + 1
-        scripts.wait_until(lambda: time.monotonic() > late_s)
+        script.come_late()
         assert script.read() == ["before", *LINES, "after"]
         assert script.process.wait(scripts.LIMIT_S) == 0
     assert "ddpsafe" not in script.errors()  # torch may warn of a host without a name server
@@ -171,9 +175,7 @@ def test_signal_ends_a_launch_that_waits_for_its_reader(tmp_path: Path) -> None:
     with unread(tmp_path, "return") as script:
         script.wait_until_stuck()
         script.open_gate()
-        scripts.wait_until((tmp_path / "fault").exists)
-        late_s = struck_at(tmp_path) + PAUSE_S + 1
-        scripts.wait_until(lambda: time.monotonic() > late_s)
+        script.come_late()
         assert script.process.poll() is None, script.errors()
         script.process.terminate()
         sent_s = time.monotonic()
