@@ -84,29 +84,19 @@ def test_a_rank_that_is_long_at_an_error_is_asked_ever_more_rarely(tmp_path: Pat
     assert 1 <= reads <= MOST_READS
 
 
-def test_a_step_after_an_error_withdraws_it(tmp_path: Path) -> None:
-    """A rank that trains on without a group is no rank that failed."""
+@pytest.mark.parametrize(("where", "status"), [("after", "stopped"), ("inside", "raised")])
+def test_a_step_withdraws_an_error_that_is_over(tmp_path: Path, where: str, status: str) -> None:
+    """A rank that trains on without a group has not failed.
+
+    While the error is still handled it may be on its way out, and a step there says nothing.
+    """
     world = World(folder=tmp_path)
     error = world.spawn_fails(
         ddpsafe.RankRaisedError,
-        programs.fail_beside_a_rank_that_steps,
-        Optimizer(),
-        "after",
+        *(programs.fail_beside_a_rank_that_steps, Optimizer(), where),
     )
     require_rank(error, 1)
-    assert error.outcomes[0].status == "stopped"
-
-
-def test_a_step_while_an_error_is_handled_does_not_withdraw_it(tmp_path: Path) -> None:
-    """The error may still be on its way out."""
-    world = World(folder=tmp_path)
-    error = world.spawn_fails(
-        ddpsafe.RankRaisedError,
-        programs.fail_beside_a_rank_that_steps,
-        Optimizer(),
-        "inside",
-    )
-    assert error.outcomes[0].status == "raised"
+    assert error.outcomes[0].status == status
 
 
 def test_a_handled_error_is_not_blamed_for_another_ranks_end(tmp_path: Path) -> None:
