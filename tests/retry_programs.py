@@ -25,9 +25,7 @@ def fail_on_attempts(ctx: RankContext, folder: Path, attempts: int, error: str) 
         mark(folder)
         if error == "killed":
             die_by_kill(folder)
-        raise {"network": ConnectionError, "value": ValueError, "memory": MemoryError}[error](
-            f"failure {ctx.attempt}"
-        )
+        raise {"network": ConnectionError, "value": ValueError}[error](f"failure {ctx.attempt}")
     average_gradients()
     return ctx.attempt
 

@@ -8,7 +8,7 @@ import exception_programs as programs
 import pytest
 from fault_kit import SIZES, WORLDS, World, require_rank
 from join_programs import FailsToLoad
-from training_programs import take, train, train_by_hand
+from training_programs import return_rank, train, train_by_hand
 
 import ddpsafe
 
@@ -54,7 +54,7 @@ def test_before_the_process_group(tmp_path: Path, ranks: int) -> None:
 def test_while_the_argument_is_loaded(tmp_path: Path) -> None:
     """An argument that cannot be unpickled on one rank fails that rank, before its function."""
     world = World(folder=tmp_path)
-    error = world.launch_fails(ddpsafe.RankRaisedError, take, FailsToLoad(tmp_path))
+    error = world.launch_fails(ddpsafe.RankRaisedError, return_rank, FailsToLoad(tmp_path))
     require_rank(error, 1)
     assert "while loading the function and its arguments" in str(error)
     assert isinstance(error.__cause__, programs.LostSampleError)

@@ -86,8 +86,8 @@ def test_the_script_ends_with_the_ranks_code(
 def test_the_script_ends_with_78_where_a_retry_cannot_help(tmp_path: Path) -> None:
     """A scheduler that knows the code does not put the job into the queue again."""
     statements = """
-        from training_programs import do_nothing
-        ddpsafe.launch(do_nothing, nproc_per_node=0)
+        from training_programs import return_rank
+        ddpsafe.launch(return_rank, nproc_per_node=0)
     """
     script = run_script(tmp_path, statements)
     assert script.code == 78, script.err

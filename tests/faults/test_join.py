@@ -8,7 +8,7 @@ import join_programs as programs
 import pytest
 import scripts
 from fault_kit import HANG_S, SIZES, World, require_in_time, require_places, write_script
-from training_programs import take
+from training_programs import return_rank
 
 import ddpsafe
 
@@ -21,7 +21,7 @@ JOIN_S = 2.0
 @pytest.fixture(autouse=True, scope="module")
 def _warm_server(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Let the fork server load torch before any rank has two seconds to join."""
-    World(folder=tmp_path_factory.mktemp("warm")).launch(take, None)
+    World(folder=tmp_path_factory.mktemp("warm")).launch(return_rank, None)
 
 
 @pytest.mark.parametrize("ranks", SIZES)
@@ -62,7 +62,7 @@ def test_stuck_while_its_arguments_are_loaded(tmp_path: Path, ranks: int) -> Non
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(
         ddpsafe.RendezvousTimeoutError,
-        take,
+        return_rank,
         programs.SlowToLoad(tmp_path),
         within_s=JOIN_S + HANG_S,
         timeouts={"rendezvous": JOIN_S},
@@ -80,11 +80,11 @@ def test_stuck_in_the_import_of_the_script(tmp_path: Path) -> None:
         tmp_path,
         f"""
         import torch.distributed  # not what is timed
-        from training_programs import do_nothing
+        from training_programs import return_rank
         started = time.monotonic()
         try:
             ddpsafe.launch(
-                do_nothing, nproc_per_node=2, start_method="spawn", run_dir=folder / "run",
+                return_rank, nproc_per_node=2, start_method="spawn", run_dir=folder / "run",
                 timeouts={{"rendezvous": {JOIN_S}}}, retry={{"attempts": 1}},
             )
         except ddpsafe.RendezvousTimeoutError as error:
@@ -115,4 +115,4 @@ def test_late_while_its_arguments_are_loaded(tmp_path: Path) -> None:
     """The same under `launch`."""
     world = World(folder=tmp_path)
     late = programs.SlowToLoad(tmp_path, 1.5)
-    assert world.launch(take, late, timeouts={"rendezvous": 60}).values == {0: 0, 1: 1}
+    assert world.launch(return_rank, late, timeouts={"rendezvous": 60}).values == {0: 0, 1: 1}

@@ -9,7 +9,7 @@ import crash_programs as programs
 import pytest
 from fault_kit import SIZES, WORLDS, World, require_rank, run_script
 from join_programs import KillsWhoLoads
-from training_programs import take, train, train_by_hand
+from training_programs import return_rank, train, train_by_hand
 
 import ddpsafe
 
@@ -67,7 +67,7 @@ def test_a_crash_in_native_code_shows_the_python_line_that_led_there(
 def test_before_its_function_runs(tmp_path: Path, start_method: str) -> None:
     """Nobody waits for a rank that died while it loaded its arguments."""
     world = World(folder=tmp_path, start_method=start_method)
-    error = world.launch_fails(ddpsafe.RankKilledError, take, KillsWhoLoads(tmp_path))
+    error = world.launch_fails(ddpsafe.RankKilledError, return_rank, KillsWhoLoads(tmp_path))
     require_rank(error, 1)
     assert "while loading the function and its arguments" in str(error)
 
@@ -118,7 +118,7 @@ def test_in_a_caller_that_ignores_the_end_of_its_children(tmp_path: Path) -> Non
 def test_the_fork_server_itself(tmp_path: Path) -> None:
     """Nobody learns any more how its ranks end; the next launch has a new one."""
     statements = """
-        from training_programs import do_nothing
+        from training_programs import return_rank
         def kill_the_server(ctx):
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(3600)
@@ -126,7 +126,7 @@ def test_the_fork_server_itself(tmp_path: Path) -> None:
             ddpsafe.launch(kill_the_server, **options)
         except ddpsafe.RankExitedError as error:
             print(error.exit_code, error)
-        ddpsafe.launch(do_nothing, **options)
+        ddpsafe.launch(return_rank, **options)
     """
     run = run_script(tmp_path, statements)
     assert run.code == 0, run.err

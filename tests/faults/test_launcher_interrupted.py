@@ -202,9 +202,9 @@ def test_the_callers_own_handler_is_used_and_kept(tmp_path: Path) -> None:
 def test_a_signal_while_ranks_start(tmp_path: Path) -> None:
     """Ctrl-C in the import of torch ends everything too."""
     statements = """
-        from training_programs import do_nothing
+        from training_programs import return_rank
         (folder / "starting").touch()
-        ddpsafe.launch(do_nothing, nproc_per_node=4, start_method="spawn")
+        ddpsafe.launch(return_rank, nproc_per_node=4, start_method="spawn")
     """
     with start_script(tmp_path, statements) as job:
         scripts.wait_until((tmp_path / "starting").exists)

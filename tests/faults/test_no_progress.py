@@ -8,7 +8,7 @@ import hang_programs as programs
 import pytest
 from fault_kit import HANG_S, SIZES, World, require_places
 from join_programs import SlowToLoad
-from training_programs import Optimizer, take, train
+from training_programs import Optimizer, return_rank, train
 
 import ddpsafe
 
@@ -93,7 +93,7 @@ def test_a_slow_start_is_no_hang(tmp_path: Path) -> None:
     """Until all ranks have joined, `timeouts.rendezvous` is the limit."""
     world = World(folder=tmp_path)
     values = world.launch(
-        take,
+        return_rank,
         SlowToLoad(tmp_path, 2 * PROGRESS_S),
         timeouts={"progress": PROGRESS_S},
     ).values

@@ -14,7 +14,7 @@ import run_dir_programs as programs
 from exception_programs import LostSampleError, raise_chained
 from fault_kit import COLLECTIVE_S, HANG_S, World, require_hang, require_rank
 from hang_programs import wait_for_each_other
-from training_programs import FAULT_STEP, do_nothing, train
+from training_programs import FAULT_STEP, return_rank, train
 
 import ddpsafe
 
@@ -75,7 +75,7 @@ def test_a_disk_that_is_full_before_the_start_starts_nothing(small_disk: Path) -
     with pytest.raises(OSError, match="No space left"), (small_disk / "filler").open("wb") as file:
         file.write(b"x" * 100_000)
     with pytest.raises(ddpsafe.PreflightError) as caught:
-        ddpsafe.launch(do_nothing, nproc_per_node=1, run_dir=small_disk / "run")
+        ddpsafe.launch(return_rank, nproc_per_node=1, run_dir=small_disk / "run")
     assert f"the run directory {small_disk / 'run'} cannot be used" in str(caught.value)
     assert "No space left on device" in str(caught.value)
 
