@@ -10,6 +10,9 @@ import re
 from dataclasses import dataclass
 from typing import Final, Literal
 
+Echo = Literal["peer-lost", "timeout"]
+"""What another rank has done: it was lost, or a wait for it timed out."""
+
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
@@ -22,11 +25,11 @@ class Symptom:
     """
 
     pattern: re.Pattern[str]
-    sort: Literal["peer-lost", "timeout"]
+    sort: Echo
     seen: str
 
 
-def _symptom(pattern: str, sort: Literal["peer-lost", "timeout"], seen: str) -> Symptom:
+def _symptom(pattern: str, sort: Echo, seen: str) -> Symptom:
     return Symptom(re.compile(pattern, re.IGNORECASE), sort, seen)
 
 
@@ -54,3 +57,11 @@ SECONDARY: Final = (
 def symptom_in(text: str) -> Symptom | None:
     """Return what marks an exception, as "TypeName: message", as an echo of another rank's failure."""
     return next((symptom for symptom in SECONDARY if symptom.pattern.search(text)), None)
+
+
+_MISMATCH: Final = re.compile(r"^ValueError: reduce_mean: the ranks passed different")
+
+
+def tells_of_mismatch(text: str) -> bool:
+    """Tell whether a rank's error may come of others that were in another collective."""
+    return _MISMATCH.search(text) is not None

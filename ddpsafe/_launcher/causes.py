@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import psutil
 
-from ddpsafe._launcher.symptoms import find_symptom
+from ddpsafe._launcher.waits import find_behind, find_mismatch, is_waiting
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
-    from ddpsafe._wire.outcome import Collective, RankOutcome
+    from ddpsafe._wire.outcome import RankOutcome
 
 Sort = Literal["broke", "suspended", "left", "behind", "elsewhere", "mismatch", "unknown"]
 """``broke``: ended by its own fault. ``suspended``: SIGSTOP. ``left``: returned while others waited.
 ``behind``: fewer collectives than the others. ``elsewhere``: not in the collective the others wait
 in. ``mismatch``: another collective than the others. ``unknown``: only echoes were seen."""
 
-MAIN_GROUP: Final = "default_pg"
+
+_TOGETHER_NS: Final = 50_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,25 +42,39 @@ class Cause:
     collateral: tuple[RankOutcome, ...]
 
 
-def find_cause(outcomes: Mapping[int, RankOutcome]) -> Cause:
+def find_cause(outcomes: Mapping[int, RankOutcome], *, is_failing: bool = False) -> Cause:
     """Weigh the evidence, strongest first.
 
     Args:
         outcomes: What is known of each rank, by rank.
+        is_failing: Whether a rank was seen to wait with an exception in flight, and no timeout.
     """
     everyone = sorted(outcomes.values(), key=lambda outcome: outcome.rank)
     failed = [outcome for outcome in everyone if outcome.status in ("raised", "killed", "exited")]
-    sort, root = _accuse(everyone, failed)
+    sort, root = _accuse(everyone, failed, is_failing=is_failing)
     others = tuple(outcome for outcome in failed if outcome.rank != root.rank)
     return Cause(sort=sort, root=root, collateral=others)
 
 
-def _accuse(everyone: list[RankOutcome], failed: list[RankOutcome]) -> tuple[Sort, RankOutcome]:
+def _accuse(
+    everyone: list[RankOutcome], failed: list[RankOutcome], *, is_failing: bool
+) -> tuple[Sort, RankOutcome]:
     """Return the first suspicion that the evidence supports, strongest first."""
+    broke = _by_likelihood([outcome for outcome in failed if is_own_fault(outcome)])
+    if broke and (is_failing or _is_certain(broke[0])):
+        return "broke", broke[0]
+    sort, root = _accuse_by_place(everyone) or ("unknown", min(failed or everyone, key=_order))
+    if broke and (sort == "unknown" or root in broke or is_waiting(root)):
+        # Nobody hangs, so what may have been handled was not, or led to what does not fit here.
+        return "broke", broke[0]
+    return sort, root
+
+
+def _accuse_by_place(everyone: list[RankOutcome]) -> tuple[Sort, RankOutcome] | None:
+    """Return the first suspicion that comes of where the ranks are."""
     behind = find_behind(everyone)
-    odd = _find_mismatch(everyone)
+    odd = find_mismatch(everyone)
     suspicions: list[tuple[Sort, list[RankOutcome]]] = [
-        ("broke", sorted(filter(is_own_fault, failed), key=_order)),
         ("suspended", [out for out in everyone if out.state == psutil.STATUS_STOPPED]),
         ("left", behind[:1] if behind and behind[0].status == "returned" else []),
         ("mismatch", [] if odd is None else [odd]),
@@ -67,10 +82,7 @@ def _accuse(everyone: list[RankOutcome], failed: list[RankOutcome]) -> tuple[Sor
         ("left", [out for out in everyone if out.status == "returned"]),
         ("elsewhere", _find_elsewhere(everyone)),
     ]
-    for sort, suspects in suspicions:
-        if suspects:
-            return sort, suspects[0]
-    return "unknown", min(failed or everyone, key=_order)
+    return next(((sort, suspects[0]) for sort, suspects in suspicions if suspects), None)
 
 
 def _find_elsewhere(everyone: list[RankOutcome]) -> list[RankOutcome]:
@@ -81,72 +93,47 @@ def _find_elsewhere(everyone: list[RankOutcome]) -> list[RankOutcome]:
 
 def is_own_fault(outcome: RankOutcome) -> bool:
     """Tell whether a failed rank broke by itself, as far as its words say."""
-    return outcome.raised is None or find_symptom(outcome.raised) is None
+    return outcome.raised is None or outcome.raised.echo is None
+
+
+def _is_certain(outcome: RankOutcome) -> bool:
+    """Tell whether what a rank says ended it, and came of nothing in a collective."""
+    if outcome.raised is None:
+        return not (outcome.status == "killed" and outcome.in_collective)
+    return outcome.raised.is_certain
+
+
+def _by_likelihood(broke: list[RankOutcome]) -> list[RankOutcome]:
+    """Sort ranks that failed, the likely cause first.
+
+    A rank that exits without a word may do so since it lost another one, which the kernel shows a
+    moment later: its connections are closed before its end can be seen.
+    """
+    in_order = sorted(broke, key=_order)
+    first = in_order[:1]
+    if first and first[0].status == "exited":
+        until_ns = (first[0].ended_ns or 0) + _TOGETHER_NS
+        killed = [out for out in in_order if out.status == "killed" and _ended_by(out, until_ns)]
+        return sorted(in_order, key=lambda outcome: outcome not in killed)
+    return in_order
+
+
+def _ended_by(outcome: RankOutcome, moment_ns: int) -> bool:
+    return outcome.ended_ns is not None and outcome.ended_ns <= moment_ns
 
 
 def _order(outcome: RankOutcome) -> tuple[bool, bool, int, int]:
     """Order ranks that failed.
 
     An error from inside a collective may be an echo after all, and one that was only seen in
-    flight may have been caught. A crash there may be one too: ranks that meet in different
-    collectives of gloo write into each other's buffers.
+    flight, or beneath an echo, may have been caught. A crash there may be one too: ranks that meet
+    in different collectives of gloo write into each other's buffers.
     """
     raised = outcome.raised
     if raised is None:
         inside = outcome.status == "killed" and bool(outcome.in_collective)
     else:
-        inside = "distributed_c10d.py" in raised.traceback
+        inside = "distributed_c10d.py" in raised.traceback and not raised.hidden_by
     seen_ns = raised.at_ns if raised is not None else (outcome.ended_ns or 0)
-    in_flight = raised is not None and not raised.final
-    return (inside, in_flight, seen_ns, outcome.rank)
-
-
-def last_collective(outcome: RankOutcome) -> Collective | None:
-    """Return the last collective the rank entered in the group of all ranks."""
-    return None if outcome.position is None else outcome.position.in_group(MAIN_GROUP)
-
-
-def furthest_collective(outcomes: Iterable[RankOutcome]) -> Collective | None:
-    """Return the collective that the rank which got furthest has entered."""
-    known = [last for outcome in outcomes if (last := last_collective(outcome)) is not None]
-    return max(known, key=lambda last: last.number, default=None)
-
-
-def find_behind(outcomes: Iterable[RankOutcome]) -> list[RankOutcome]:
-    """Return the ranks that entered fewer collectives than others, the furthest behind first."""
-    numbers = {
-        outcome.rank: (last.number, outcome)
-        for outcome in outcomes
-        if (last := last_collective(outcome)) is not None
-    }
-    if not numbers:
-        return []
-    furthest = max(number for number, _ in numbers.values())
-    late = [pair for pair in numbers.values() if pair[0] < furthest]
-    return [outcome for _, outcome in sorted(late, key=lambda pair: (pair[0], pair[1].rank))]
-
-
-def _find_mismatch(outcomes: Iterable[RankOutcome]) -> RankOutcome | None:
-    """Return a rank that entered another collective than most under one number.
-
-    Looked at is the number that the hindmost rank is in: a rank that skips one pairs its next
-    with the others' present one, and all go on until two do not fit. Sizes count only while a
-    collective is under way, for gather and all-to-all may differ in them and end well.
-    """
-    positions = [
-        (outcome, outcome.position, last)
-        for outcome in outcomes
-        if outcome.position is not None and (last := last_collective(outcome)) is not None
-    ]
-    hindmost = min((last.number for _, _, last in positions), default=0)
-    entered = [
-        (outcome, collective)
-        for outcome, position, _ in positions
-        if (collective := position.numbered(MAIN_GROUP, hindmost)) is not None
-    ]
-    under_way = not any(collective.done for _, collective in entered)
-    calls = [(out, (each.name, each.sizes if under_way else "")) for out, each in entered]
-    kinds = [call for _, call in calls]
-    if len(set(kinds)) < 2:  # noqa: PLR2004 - they all agree
-        return None
-    return min(calls, key=lambda pair: (kinds.count(pair[1]), -pair[0].rank))[0]
+    doubtful = raised is not None and not raised.is_certain
+    return (inside, doubtful, seen_ns, outcome.rank)

@@ -8,13 +8,14 @@ import re
 import signal
 from datetime import timedelta
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import psutil
 
 from ddpsafe._clock import Deadline
 from ddpsafe._launcher.logs import read_log
-from ddpsafe._wire.outcome import is_library
+from ddpsafe._wire.exceptions import is_library
 from ddpsafe._wire.spec import STACKS_SIGNAL
 
 if TYPE_CHECKING:
@@ -104,7 +105,12 @@ def _state_of(worker: Worker) -> str:
 def _has_answered(worker: Worker, known: Mapping[int, Position | None]) -> bool:
     if not worker.alive:
         return True
-    return worker.position is not known[worker.rank] and _ENTRYPOINT in _dump_of(worker)
+    return worker.position is not known[worker.rank] and _has_dumped(worker)
+
+
+def _has_dumped(worker: Worker) -> bool:
+    """Tell whether its stacks can be read, or never will: somebody removed the run directory."""
+    return _ENTRYPOINT in _dump_of(worker) or not Path(worker.spec.logs.stacks).exists()
 
 
 def _dump_of(worker: Worker) -> str:

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import Deadline
-from ddpsafe._launcher.causes import MAIN_GROUP
+from ddpsafe._wire.outcome import MAIN_GROUP
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -60,9 +60,10 @@ def end_workers(workers: Sequence[Worker], *, grace: timedelta, launch_id: str) 
 
 
 def _end(workers: Sequence[Worker], signum: signal.Signals, deadline: Deadline) -> None:
+    seen_ns = time.monotonic_ns()
     for worker in workers:
         if worker.alive and wait([worker.end_handle()], 0):
-            worker.note_end()  # it ended by itself: that is evidence, and not our doing
+            worker.note_end(seen_ns)  # it ended by itself: that is evidence, and not our doing
     for worker in workers:
         if worker.alive:
             worker.told_to_end = True
@@ -92,10 +93,11 @@ def await_ends(workers: Sequence[Worker], deadline: Deadline) -> None:
         handles = [worker.end_handle() for worker in alive]
         handles += [worker.receiver.fileno() for worker in alive if not worker.receiver.closed]
         wait(handles, min(deadline.remaining_s(), _LONGEST_WAIT_S))
+        seen_ns = time.monotonic_ns()
         for worker in alive:
             worker.take_reports()
             if wait([worker.end_handle()], 0):
-                worker.note_end()
+                worker.note_end(seen_ns)
         if deadline.expired():
             return
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING, Final, Literal
 from ddpsafe._clock import Deadline
 from ddpsafe._launcher.headway import FlightWatch, ProgressWatch, SequenceWatch
 from ddpsafe._launcher.stop_request import StopRequest
-from ddpsafe._launcher.symptoms import is_secondary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -121,7 +121,7 @@ class Watch:
 
     def _only_secondary(self) -> bool:
         reports = [worker.raised for worker in self._workers if has_failed(worker)]
-        return all(raised is not None and is_secondary(raised) for raised in reports)
+        return all(raised is not None and raised.echo is not None for raised in reports)
 
     def _let_leave(self) -> None:
         """Give ranks that have returned the time to end by themselves; the result stands."""
@@ -136,12 +136,13 @@ class Watch:
         handles = [self._inbox.fileno(), *(worker.end_handle() for worker in alive)]
         handles += [worker.receiver.fileno() for worker in alive if not worker.receiver.closed]
         ready = wait(handles, min(deadline.remaining_s(), self._longest_s()))
+        seen_ns = time.monotonic_ns()
         if self._inbox.fileno() in ready:
             os.read(self._inbox.fileno(), 1)
         for worker in alive:
             worker.take_reports()
             if worker.end_handle() in ready:
-                worker.note_end()
+                worker.note_end(seen_ns)
 
     def _longest_s(self) -> float:
         watches = (self._sequence, self._flight, self._progress)

@@ -1,25 +1,13 @@
-"""What sort of failure an exception is, and whether it is another rank's echo."""
+"""What sort of failure an exception is."""
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._secondary import Symptom, symptom_in
-
 if TYPE_CHECKING:
     from ddpsafe._kinds import FailureKind
     from ddpsafe._wire.outcome import Raised
-
-
-def find_symptom(raised: Raised) -> Symptom | None:
-    """Return what marks the exception as an echo of another rank's failure."""
-    return symptom_in(f"{raised.type_name}: {raised.message}")
-
-
-def is_secondary(raised: Raised) -> bool:
-    """Tell whether the rank only lost another one."""
-    return find_symptom(raised) is not None
 
 
 _BUSY_PORT: Final = re.compile(r"EADDRINUSE|Address already in use", re.IGNORECASE)
@@ -44,7 +32,9 @@ _KINDS: Final[tuple[tuple[FailureKind, re.Pattern[str]], ...]] = (
     (
         "network",
         re.compile(
-            r"^Connection\w*Error|^BrokenPipeError|^TimeoutError|Stale file handle|gaierror"
+            # A TimeoutError of a socket's: those of futures and of asyncio are the same class.
+            r"^TimeoutError: (?:\[Errno \d+\]|_ssl\.c|timed out$|The \w+ operation timed out)"
+            r"|^Connection\w*Error|^BrokenPipeError|Stale file handle|gaierror"
             r"|Name or service not known|Temporary failure in name resolution|No route to host",
             re.IGNORECASE,
         ),
@@ -64,9 +54,8 @@ def kind_of(raised: Raised) -> FailureKind:
     """Say what sort of failure an exception is."""
     text = f"{raised.type_name}: {raised.message}"
     kind: FailureKind = "user-error"
-    symptom = find_symptom(raised)
-    if symptom is not None:
-        kind = "hang" if symptom.sort == "timeout" else "peer-lost"
+    if raised.echo is not None:
+        kind = "hang" if raised.echo == "timeout" else "peer-lost"
     elif _lost_loader_worker(raised):
         kind = "killed"
     else:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
-from ddpsafe._launcher.causes import is_own_fault, last_collective
+from ddpsafe._launcher.causes import is_own_fault
 from ddpsafe._launcher.evidence import CRASH
 from ddpsafe._launcher.logs import read_log
-from ddpsafe._launcher.symptoms import find_symptom
-from ddpsafe._wire.outcome import is_library
+from ddpsafe._launcher.waits import newest_collective
+from ddpsafe._wire.exceptions import is_library
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ddpsafe._wire.outcome import RankOutcome
 
 _LAST_LINES: Final = 8
+_LAST_COMPLAINT: Final = 4
 _SHOWN_RANKS: Final = 16
 _WIDTH: Final = 100
 _GLOO_SOURCE: Final = re.compile(r"\[\S*/gloo/\S+:\d+\] ")
@@ -51,7 +52,12 @@ def _first_line(outcome: RankOutcome) -> str:
     raised = outcome.raised
     if raised is None:
         return outcome.status if outcome.signal_name is None else f"killed by {outcome.signal_name}"
-    text = _GLOO_SOURCE.sub("", f"{raised.type_name}: {raised.message}".splitlines()[0])
+    return in_short(f"{raised.type_name}: {raised.message}".splitlines()[0])
+
+
+def in_short(text: str) -> str:
+    """Shorten an exception's line, without gloo's own sources."""
+    text = _GLOO_SOURCE.sub("", text)
     return text if len(text) <= _WIDTH else text[: _WIDTH - 1] + "…"
 
 
@@ -70,7 +76,7 @@ def _position(outcome: RankOutcome) -> str:
         parts.append("has returned")
     if text := where(outcome):
         parts.append(f"at {text}")
-    last = last_collective(outcome)
+    last = newest_collective(outcome)
     if last is not None:
         parts.append(f"{_relation(outcome, done=last.done)} {last}")
     return ", ".join(parts)
@@ -80,9 +86,9 @@ def _relation(outcome: RankOutcome, *, done: bool) -> str:
     """Say how a rank stands to its last collective; torch marks one that failed as done too."""
     if outcome.status == "returned":
         return "after"
-    symptom = None if outcome.raised is None else find_symptom(outcome.raised)
-    if symptom is not None:
-        return "timed out in" if symptom.sort == "timeout" else "lost a peer in"
+    echo = None if outcome.raised is None else outcome.raised.echo
+    if echo is not None:
+        return "timed out in" if echo == "timeout" else "lost a peer in"
     return "after" if done else "in"
 
 
@@ -104,6 +110,15 @@ def last_words(outcome: RankOutcome) -> list[str]:
     if not lines:
         return []
     return ["last lines of its stderr:", *(f"| {line.rstrip()[:160]}" for line in lines)]
+
+
+def last_complaint(outcome: RankOutcome) -> list[str]:
+    """Show the end of a traceback that a rank has printed, as of a thread that died, if it hangs."""
+    if outcome.stderr is None or outcome.raised is not None:
+        return []
+    _, mark, trace = read_log(outcome.stderr).rpartition("Traceback (most recent call last):")
+    lines = [line for line in trace.splitlines() if line.strip()][-_LAST_COMPLAINT:]
+    return ["it has printed a traceback:", *(f"| {line[:160]}" for line in lines)] if mark else []
 
 
 def _is_users_frame(line: str) -> bool:

@@ -7,13 +7,11 @@ import multiprocessing.process
 import os
 import signal
 import socket
-import time
 from typing import TYPE_CHECKING
 
 from ddpsafe._launcher.descendants import RankProcess, open_pidfd
 from ddpsafe._launcher.logs import read_log
 from ddpsafe._launcher.stop_talk import StopTalk
-from ddpsafe._launcher.symptoms import is_secondary
 from ddpsafe._wire.channel import ASK_POSITION, ASK_STACKS, Receiver
 from ddpsafe._wire.outcome import (
     Entered,
@@ -156,7 +154,7 @@ class Worker:
         """
         self.failed = self.failed or raised.final
         earlier = self.raised
-        hides = earlier is not None and is_secondary(raised) and not is_secondary(earlier)
+        hides = earlier is not None and earlier.echo is None and raised.echo is not None
         if earlier is None or (raised.final and not hides):
             self.raised, self.position = raised, raised.position
 
@@ -190,11 +188,15 @@ class Worker:
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             os.write(self._lifeline_fd, word)
 
-    def note_end(self) -> None:
-        """Record that the process has ended, with the last it had to say."""
+    def note_end(self, seen_ns: int) -> None:
+        """Record that the process has ended, with the last it had to say.
+
+        Args:
+            seen_ns: When that was seen (monotonic): the same for all that was seen at one look.
+        """
         self._process.join(_POLL_S)
         self.take_reports()
-        self.ended_ns = time.monotonic_ns()
+        self.ended_ns = seen_ns
 
     def abandon(self) -> None:
         """Wait no more for a process that nothing ends; nor may the interpreter when it exits."""

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import signal
-import sysconfig
-import traceback
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
+from ddpsafe._wire.chain import read_chain
+from ddpsafe._wire.exceptions import (
+    clip,
+    exit_code_of,
+    text_of,
+    traceback_of,
+    type_name_of,
+    where_of,
+)
 from ddpsafe._wire.stop_messages import StopMessage
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    from collections.abc import Callable
+
+    from ddpsafe._secondary import Echo
 
 Phase = Literal["starting", "loading", "joining", "running", "leaving"]
 """Process started > unpickling > rendezvous > the user's function > after its report."""
 
+MAIN_GROUP: Final = "default_pg"
+"""What torch calls the group of all ranks."""
+
 _MAX_MESSAGE: Final = 4_000
 _MAX_TRACEBACK: Final = 64_000
-_CUT: Final = " […] "
-
-
-def clip(text: str, limit: int) -> str:
-    """Shorten text from its middle: the head says what it is, the tail how it ended."""
-    if len(text) <= limit:
-        return text
-    half = (limit - len(_CUT)) // 2
-    return text[:half] + _CUT + text[-half:]
+_MAX_LINE: Final = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +38,7 @@ class Collective:
     """A collective that a rank has entered in a process group.
 
     Attributes:
-        group: The group's description, e.g. ``default_pg``.
+        group: ``default_pg``, or the name of another group, which is the same on all its ranks.
         number: Its count in that group, from 1; equal numbers belong together.
         name: What it does, e.g. ``gloo:all_reduce``.
         sizes: Shapes of its inputs, e.g. ``[[3, 4]]`` for one.
@@ -54,7 +57,8 @@ class Collective:
         """Name it as a reader would look for it."""
         shapes = self.sizes[1:-1]  # of a list of lists
         of = f" of shape{'s' * (shapes.count('[') > 1)} {shapes}" if shapes else ""
-        return f"{self.name.partition(':')[2] or self.name} number {self.number}{of}"
+        group = "" if self.group == MAIN_GROUP else f" of group {self.group!r}"
+        return f"{self.name.partition(':')[2] or self.name} number {self.number}{group}{of}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +125,9 @@ class Raised:
         exit_code: Set when the exception was a request to exit.
         final: False where the exception was only seen in flight, at a teardown or a barrier.
         held: What the rank's memory held, where it ran out of it.
+        echo: What another rank did to this one, where that is all the exception says.
+        hidden_by: The echo that came on top of this exception and left in its place, in a line.
+        handled: What was being handled when the rank asked to exit, in a line.
     """
 
     type_name: str
@@ -134,6 +141,14 @@ class Raised:
     exit_code: int | None = None
     final: bool = True
     held: str = ""
+    echo: Echo | None = None
+    hidden_by: str = ""
+    handled: str = ""
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether this ended the rank; what was seen in flight may have been handled."""
+        return self.final and not self.hidden_by
 
     @classmethod
     def from_exception(
@@ -141,26 +156,40 @@ class Raised:
         exc: BaseException,
         *,
         phase: Phase,
-        payload: bytes | None,
+        pickled: Callable[[BaseException], bytes | None],
         position: Position,
         at_ns: int,
         final: bool = True,
         held: str = "",
     ) -> Raised:
         """Describe an exception in plain text; never raises itself."""
+        reading = read_chain(exc)
+        shown = reading.shown
+        code = exit_code_of(shown)
+        handled = None if code is None else shown.__context__
         return cls(
-            type_name=type_name_of(exc),
-            message=clip(text_of(exc), _MAX_MESSAGE),
-            traceback=clip(_traceback_of(exc), _MAX_TRACEBACK),
-            payload=payload,
+            type_name=type_name_of(shown),
+            message=clip(text_of(shown), _MAX_MESSAGE),
+            traceback=clip(traceback_of(exc), _MAX_TRACEBACK),
+            payload=pickled(shown),
             phase=phase,
-            where=where_of(exc.__traceback__),
+            where=where_of(shown.__traceback__),
             position=position,
             at_ns=at_ns,
-            exit_code=exit_code_of(exc),
+            exit_code=code,
             final=final,
             held=held,
+            echo=reading.echo,
+            hidden_by="" if reading.hidden_by is None else _in_a_line(reading.hidden_by),
+            handled="" if handled is None else _in_a_line(handled),
         )
+
+
+def _in_a_line(exc: BaseException) -> str:
+    """Name an exception with the line that raised it."""
+    text = f"{type_name_of(exc)}: {clip(text_of(exc), _MAX_LINE)}"
+    where = where_of(exc.__traceback__)
+    return " ".join(text.split()) + (f" at {where}" if where else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,66 +198,6 @@ class Recovered:
 
 
 Message = Entered | Position | Returned | Raised | Recovered | StopMessage
-
-
-def where_of(tb: TracebackType | None) -> str:
-    """Name the innermost line of a traceback that belongs to the user.
-
-    Returns:
-        ``path:line in function``, or nothing where every frame is a library's.
-    """
-    frames = traceback.extract_tb(tb)
-    own = [frame for frame in frames if not is_library(frame.filename)]
-    frame = own[-1] if own else None
-    return f"{frame.filename}:{frame.lineno} in {frame.name}" if frame else ""
-
-
-def is_library(filename: str) -> bool:
-    """Tell whether a file belongs to Python, to an installed package or to ddpsafe."""
-    return filename.startswith(("<frozen", _PACKAGE, _STDLIB)) or "site-packages" in filename
-
-
-_PACKAGE: Final = str(Path(__file__).parents[1])
-_STDLIB: Final = sysconfig.get_path("stdlib")
-
-
-def type_name_of(exc: BaseException) -> str:
-    cls = type(exc)
-    if cls.__module__ in ("builtins", "__main__", "__mp_main__"):
-        return cls.__qualname__
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def text_of(exc: BaseException) -> str:
-    """Return ``str()`` of an exception, whatever its own ``__str__`` does."""
-    try:
-        return str(exc)
-    except BaseException as broken:  # noqa: BLE001 - a user's __str__ may raise anything
-        return f"(its __str__ raised {type(broken).__name__})"
-
-
-def _traceback_of(exc: BaseException) -> str:
-    try:
-        return "".join(traceback.format_exception(exc))
-    except BaseException:  # noqa: BLE001 - formatting calls the user's __str__ and __repr__
-        return "".join(traceback.format_tb(exc.__traceback__)) + type_name_of(exc)
-
-
-def exit_code_of(exc: BaseException) -> int | None:
-    """Return the code an exception asks to exit with; ``None`` where it is no such request.
-
-    The system keeps eight bits of it. A code that is an error stays one: ``sys.exit(256)``, which
-    is what ``sys.exit(os.system(…))`` comes to, would else be a success.
-    """
-    if isinstance(exc, KeyboardInterrupt):
-        return 128 + signal.SIGINT
-    if not isinstance(exc, SystemExit):
-        return None
-    if exc.code is None:
-        return 0
-    if not isinstance(exc.code, int):
-        return 1
-    return exc.code & 0xFF or int(exc.code != 0)
 
 
 Status = Literal["returned", "raised", "exited", "killed", "stopped", "running"]

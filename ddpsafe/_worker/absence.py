@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ddpsafe._errors import BarrierTimeoutError, explain
-from ddpsafe._secondary import symptom_in
 
 if TYPE_CHECKING:
     from ddpsafe._clock import Deadline
     from ddpsafe._worker.context import RankContext
+    from ddpsafe._worker.control import Departure
 
 
 def barrier_timeout_error(
@@ -34,7 +34,7 @@ def barrier_timeout_error(
         cause = f"rank {names} is slower, hangs, or took another branch of the script."
         fix = "let every rank call the same barriers in the same order, or raise timeouts.barrier."
     else:
-        cause, fix = _after_departure(*departure)
+        cause, fix = _after_departure(departure)
     return BarrierTimeoutError(
         explain(what, cause=cause, fix=fix),
         waited_s=waited_s,
@@ -43,15 +43,15 @@ def barrier_timeout_error(
     )
 
 
-def _after_departure(rank: int, error: str) -> tuple[str, str]:
+def _after_departure(departure: Departure) -> tuple[str, str]:
     """Say why a rank that has failed did not come, and where to look."""
-    symptom = symptom_in(error)
-    if symptom is None:
+    rank, echo, error = departure
+    if echo is None:
         cause = f"rank {rank} has failed: {error}"
         fix = f"look at rank {rank}'s own error; this one only follows from it."
         return cause, fix
     # A rank that is killed tells nobody: the first to tell is one that was in touch with it.
-    what = "lost" if symptom.sort == "peer-lost" else "waited in vain for"
+    what = "lost" if echo == "peer-lost" else "waited in vain for"
     cause = f"rank {rank} has failed as well, since it {what} another rank: {error}"
     fix = "find the rank whose output ends without such an error; the others only follow from it."
     return cause, fix

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final
 from ddpsafe._bounded import BoundedCall
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import TRY_AGAIN_EXIT_CODE, PreemptedError, explain
-from ddpsafe._wire.outcome import clip, text_of, type_name_of
+from ddpsafe._wire.chain import read_chain
+from ddpsafe._wire.exceptions import clip, text_of, type_name_of
 from ddpsafe._worker import environment, session, stopping
 from ddpsafe._worker import process_group as groups
 from ddpsafe._worker.absence import barrier_timeout_error
@@ -161,15 +162,17 @@ def _abandon(member: RankContext, exc: BaseException) -> None:
     control = member.control
     if control is not None:
         # Bounded: the host of the store may be gone, and its client would wait for it.
-        leaving = partial(_say_goodbye, control, f"{type_name_of(exc)}: {text_of(exc)}")
+        leaving = partial(_say_goodbye, control, exc)
         BoundedCall(leaving, name="ddpsafe-leave").wait(_ABANDON_S)
     _forget(member)
 
 
-def _say_goodbye(control: Control, reason: str) -> None:
+def _say_goodbye(control: Control, exc: BaseException) -> None:
     control.arrive("leave")
     if session.find_spec() is None:  # else the launcher knows, and tells the cause by itself
-        control.depart(clip(reason, _MAX_REASON))
+        reading = read_chain(exc)
+        error = f"{type_name_of(reading.shown)}: {text_of(reading.shown)}"
+        control.depart(clip(error, _MAX_REASON), reading.echo)
 
 
 def _enter(

@@ -81,11 +81,15 @@ def group_size() -> int:
 
 def reduce_mean(x: Reducible, weight: float | None, device: torch.device) -> object:
     """Average a number, a tensor or a dict over the ranks; see `RankContext.reduce_mean`."""
-    if isinstance(x, Mapping):
-        _require_same_keys(x, device)
-        return {key: reduce_mean(x[key], weight, device) for key in sorted(x)}
     if group_size() == 1:
-        return x
+        return dict(sorted(x.items())) if isinstance(x, Mapping) else x
+    _require_same_form(x, device)
+    return _mean(x, weight, device)
+
+
+def _mean(x: Reducible, weight: float | None, device: torch.device) -> object:
+    if isinstance(x, Mapping):
+        return {key: _mean(x[key], weight, device) for key in sorted(x)}
     return _mean_of_tensor(x, weight, device)
 
 
@@ -113,19 +117,26 @@ def _mean_of_tensor(x: float | torch.Tensor, weight: float | None, device: torch
     return mean.to(device=values.device, dtype=values.dtype)
 
 
-def _require_same_keys(x: Mapping[str, object], device: torch.device) -> None:
-    """Compare the keys first: other keys would be other collectives, and a hang."""
-    if group_size() == 1:
-        return
+def _require_same_form(x: Reducible, device: torch.device) -> None:
+    """Compare keys and shapes first: others would be other collectives, a hang or a wrong mean."""
     import torch
     import torch.distributed as dist
 
-    digest = zlib.crc32("\0".join(sorted(x)).encode())
+    form = _form_of(x)
+    digest = zlib.crc32(form.encode())
     highest = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX)
     if highest[0].item() != -highest[1].item():
-        msg = f"reduce_mean: the ranks passed different keys; this one has {sorted(x)}."
+        msg = f"reduce_mean: the ranks passed different keys or shapes; this one has {form}."
         raise ValueError(msg)
+
+
+def _form_of(x: Reducible) -> str:
+    import torch
+
+    if isinstance(x, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_form_of(x[key])}" for key in sorted(x)) + "}"
+    return f"shape {list(x.shape) if isinstance(x, torch.Tensor) else []}"
 
 
 def gather(obj: T) -> list[T]:

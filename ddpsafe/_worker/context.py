@@ -194,7 +194,7 @@ class RankContext:
 
         Args:
             x: A number, a tensor (any shape, floating dtype; the result keeps both), or a dict of
-                them with the same keys on every rank.
+                them; keys and shapes are the same on every rank.
             weight: This rank's share, e.g. its number of samples: a mean of means over ranks
                 with different counts is wrong without it.
 
@@ -202,10 +202,11 @@ class RankContext:
             The mean, of the type of `x`, the same on every rank.
 
         Raises:
-            ValueError: The ranks passed different keys, or the weights sum to zero.
+            ValueError: The ranks passed different keys or shapes, or the weights sum to zero.
         """
         collectives.require_group(self.world)
-        return cast("X", collectives.reduce_mean(x, weight, self.device))
+        with in_flight.waiting():
+            return cast("X", collectives.reduce_mean(x, weight, self.device))
 
     def gather(self, obj: T) -> list[T]:
         """Return every rank's object, by rank, on every rank.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ddpsafe._clock import Deadline
 
@@ -18,11 +18,27 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
+    from ddpsafe._secondary import Echo
+
 # How long the rank that serves the store stays for the others to read how a meeting ended.
 _LINGER: Final = timedelta(seconds=2)
 _FAILED: Final = "failed "
 _WELL: Final = "well"
 _DEPARTED: Final = "control/departed"
+
+
+class Departure(NamedTuple):
+    """That a rank has failed, as it told the others.
+
+    Attributes:
+        rank: Which one.
+        echo: What another rank had done to it, where that is all its error says.
+        error: Its error, in a line.
+    """
+
+    rank: int
+    echo: Echo | None
+    error: str
 
 
 class Control:
@@ -83,19 +99,19 @@ class Control:
             self.store.compare_set(f"{meeting}/missing", "", "[]")
         return meeting
 
-    def depart(self, reason: str) -> None:
+    def depart(self, error: str, echo: Echo | None) -> None:
         """Tell whoever waits for this rank, now or later, that it has failed and will not come."""
-        self.store.compare_set(_DEPARTED, "", f"{self._rank} {reason}")
+        told = json.dumps(Departure(self._rank, echo, error))
+        self.store.compare_set(_DEPARTED, "", told)
 
-    def departure(self) -> tuple[int, str] | None:
-        """Return the first rank that has failed and what it said, if one has."""
+    def departure(self) -> Departure | None:
+        """Return what the first rank that has failed said, if one has."""
         try:
             if not self.is_set(_DEPARTED):
                 return None
-            rank, _, reason = self.store.get(_DEPARTED).decode().partition(" ")
+            return Departure(*json.loads(self.store.get(_DEPARTED)))
         except RuntimeError:  # the store went with rank 0
             return None
-        return int(rank), reason
 
     def _await_all(self, meeting: str, doors: list[str], deadline: Deadline) -> list[int]:
         """Wait for the list of missing ranks, which the last to come or to give up writes.
@@ -110,7 +126,7 @@ class Control:
         if not self.is_set(doors[0]):
             departed = self.departure() if _DEPARTED in doors else None
             # Who has not come yet beside a rank that has failed may be on its way.
-            missing = [departed[0]] if departed else self._not_here(meeting)
+            missing = [departed.rank] if departed else self._not_here(meeting)
             self.store.compare_set(doors[0], "", json.dumps(missing))
         known: list[int] = json.loads(self.store.get(doors[0]))
         return known

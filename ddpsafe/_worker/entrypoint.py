@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, NoReturn, cast
 from ddpsafe._clock import Deadline
 from ddpsafe._wire import payload
 from ddpsafe._wire.channel import Sender
+from ddpsafe._wire.exceptions import exit_code_of
 from ddpsafe._wire.outcome import (
     Entered,
     Position,
     Raised,
     Recovered,
     Returned,
-    exit_code_of,
 )
 from ddpsafe._worker import environment, in_flight, lifeline, stopping
 from ddpsafe._worker.launcher_line import LauncherLine
@@ -76,7 +76,7 @@ class Reporter:
             Raised.from_exception(
                 _without_our_frames(exc),
                 phase=self.phase,
-                payload=_exception_bytes(exc),
+                pickled=_exception_bytes,
                 position=position(),
                 final=final,
                 held=describe_memory() if is_out_of_memory(exc) else "",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import RankRaisedError, explain
-from ddpsafe._wire.outcome import clip, text_of
+from ddpsafe._wire.exceptions import clip, text_of
 from ddpsafe._worker import collectives
 from ddpsafe._worker.absence import barrier_timeout_error
 

@@ -40,7 +40,7 @@ def install_hooks(spec: RankSpec) -> None:
     )
     torch_hooks.limit_collectives(spec.timeouts.collective)
     torch_hooks.before_destroy(in_flight.leaving_group)
-    torch_hooks.around_barrier(in_flight.waiting)
+    torch_hooks.around_waits(in_flight.waiting)
 
 
 def _meet(spec: RankSpec, timeout: timedelta | None) -> Store:

@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qs, urlparse
 
-from ddpsafe._wire.outcome import Collective
+from ddpsafe._wire.outcome import MAIN_GROUP, Collective
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,6 +37,15 @@ DRAIN_S: Final = 0.05
 
 # Ranks that have come apart are found a few collectives later: two for each batch norm's buffers.
 _KEPT: Final = 16
+
+_AWAITED: Final = (
+    "barrier",
+    "monitored_barrier",
+    "all_gather_object",
+    "gather_object",
+    "broadcast_object_list",
+    "scatter_object_list",
+)
 
 _kept_groups: list[object] = []
 _forgotten: set[str] = set()
@@ -121,17 +130,28 @@ def before_destroy(hook: Callable[[], object]) -> None:
     _replace("destroy_process_group", stock, destroy_process_group)
 
 
-def around_barrier(waiting: Callable[[], AbstractContextManager[None]]) -> None:
-    """Be in the context `waiting` whenever the script waits in ``torch.distributed.barrier``."""
-    c10d = importlib.import_module("torch.distributed.distributed_c10d")
-    stock = c10d.barrier
+def around_waits(waiting: Callable[[], AbstractContextManager[None]]) -> None:
+    """Be in the context `waiting` whenever the script waits in a barrier, or gathers objects.
 
+    That is what people write into an ``except`` or a ``finally``. The collectives of tensors are left
+    alone: `torch.compile` knows them by identity.
+    """
+    c10d = importlib.import_module("torch.distributed.distributed_c10d")
+    for name in _AWAITED:
+        stock = getattr(c10d, name, None)
+        if stock is not None:
+            _replace(name, stock, _inside(waiting, stock))
+
+
+def _inside(
+    waiting: Callable[[], AbstractContextManager[None]], stock: Callable[..., object]
+) -> Callable[..., object]:
     @functools.wraps(stock)
-    def barrier(*args: object, **options: object) -> object:
+    def call(*args: object, **options: object) -> object:
         with waiting():
             return stock(*args, **options)
 
-    _replace("barrier", stock, barrier)
+    return call
 
 
 def _replace(name: str, stock: object, ours: object) -> None:
@@ -193,7 +213,7 @@ def _last_of_each_group(entries: list[dict[str, Any]]) -> tuple[Collective, ...]
         is_present = entry.get("pg_id") == newest[_name_of_group(entry)]
         if is_present and str(entry.get("pg_id")) not in _forgotten and not entry.get("is_p2p"):
             collective = Collective(
-                group=entry["process_group"][1],
+                group=_label_of(entry["process_group"]),
                 number=int(entry["collective_seq_id"]),
                 name=entry["profiling_name"],
                 sizes=str(entry["input_sizes"]),
@@ -202,6 +222,12 @@ def _last_of_each_group(entries: list[dict[str, Any]]) -> tuple[Collective, ...]
             )
             groups[collective.group].append(collective)
     return tuple(collective for group in groups.values() for collective in group)
+
+
+def _label_of(group: tuple[str, str]) -> str:
+    """Return what all ranks of a group call it: most have no description of their own."""
+    name, description = group
+    return description if description == MAIN_GROUP else name
 
 
 def _name_of_group(entry: dict[str, Any]) -> tuple[str, ...]:

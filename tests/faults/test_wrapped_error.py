@@ -1,0 +1,185 @@
+"""Errors that wrap, hide or resemble another rank's end: what went wrong first is still named."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import wrapped_programs as programs
+from exception_programs import LostSampleError, raise_own_error
+from fault_kit import COLLECTIVE_S, HANG_S, World, require_hang, require_rank
+from hang_programs import sleep
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+SHORT: dict[str, Any] = {
+    "within_s": COLLECTIVE_S + HANG_S,
+    "timeouts": {"collective": COLLECTIVE_S},
+}
+
+FAILING_S = 3.0
+"""A rank that waits with an error in flight is told by two looks, without any timeout."""
+
+
+@pytest.mark.parametrize("handle", [programs.exit_with_one, programs.wrap])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_handle_the_echo_of_a_hang_are_not_blamed(
+    tmp_path: Path, ranks: int, handle: Callable[[], object]
+) -> None:
+    """``except Exception: sys.exit(1)`` and ``raise … from exc`` are in every other script."""
+    world = World(folder=tmp_path, ranks=ranks)
+    error = world.launch_fails(
+        ddpsafe.CollectiveTimeoutError, programs.train_in_try, sleep, handle, **SHORT
+    )
+    require_hang(error, 1)
+
+
+@pytest.mark.parametrize("handle", [programs.exit_with_one, programs.wrap])
+def test_ranks_that_handle_the_echo_of_an_error_are_not_blamed(
+    tmp_path: Path, handle: Callable[[], object]
+) -> None:
+    """Nor is the error lost that led there: it is named where the rank only says that it exits."""
+    world = World(folder=tmp_path, ranks=3)
+    exits = handle is programs.exit_with_one
+    error = world.launch_fails(
+        ddpsafe.RankExitedError if exits else ddpsafe.RankRaisedError,
+        *(programs.train_in_try, raise_own_error, handle),
+    )
+    require_rank(error, 1)
+    assert "rank 0 only lost it: " in str(error)
+    if exits:
+        assert "while it handled exception_programs.LostSampleError: " in str(error)
+        assert "in raise_own_error" in str(error)
+    else:
+        assert isinstance(error.__cause__, programs.EpochError)
+
+
+def test_an_error_that_is_being_handled_is_not_blamed_for_a_hang(tmp_path: Path) -> None:
+    """The ranks that wait do so inside ``except ImportError:``, which means nothing."""
+    world = World(folder=tmp_path, ranks=3)
+    error = world.launch_fails(
+        ddpsafe.CollectiveTimeoutError, programs.train_in_an_except_block, sleep, **SHORT
+    )
+    require_hang(error, 1)
+
+
+@pytest.mark.parametrize(
+    "meet",
+    [
+        programs.gather,
+        programs.reduce,
+        programs.broadcast,
+        programs.monitor,
+    ],
+)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_meeting_in_finally_does_not_hide_the_error(
+    tmp_path: Path, ranks: int, meet: Callable[..., object]
+) -> None:
+    """The others wait in another collective, and gloo may even abort one of them."""
+    world = World(folder=tmp_path, ranks=ranks)
+    error = world.launch_fails(
+        ddpsafe.RankRaisedError, programs.meet_in_finally, meet, within_s=FAILING_S
+    )
+    require_rank(error, 1)
+    assert isinstance(error.__cause__, LostSampleError)
+
+
+def test_an_error_is_found_beneath_the_timeout_of_a_collective_in_finally(tmp_path: Path) -> None:
+    """One of tensors is not watched; the exception that it hides is in its context."""
+    world = World(folder=tmp_path)
+    error = world.launch_fails(
+        ddpsafe.RankRaisedError, programs.meet_in_finally, programs.gather_tensors, **SHORT
+    )
+    require_rank(error, 1)
+    assert isinstance(error.__cause__, LostSampleError)
+    assert "on top of it, in an except or a finally: RuntimeError" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (programs.lose_a_download, "Connection reset by peer"),
+        (programs.lose_a_pipe, "Broken pipe"),
+        (programs.wait_for_a_future, "TimeoutError"),
+    ],
+)
+def test_what_only_sounds_like_an_echo_is_the_ranks_own(
+    tmp_path: Path, fault: Callable[..., Any], said: str
+) -> None:
+    """The user's own connections and waits break in the same words."""
+    world = World(folder=tmp_path, ranks=3)
+    error = world.launch_fails(
+        ddpsafe.RankRaisedError, programs.train_in_try, fault, programs.let_through
+    )
+    require_rank(error, 1)
+    assert said in str(error)
+    assert error.kind == "user-error"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_killed_rank_comes_before_those_that_exit_at_its_echo(tmp_path: Path, ranks: int) -> None:
+    """The kernel may show their ends first: it closes a process' connections before it buries it."""
+    for attempt in range(5):
+        world = World(folder=tmp_path / str(attempt), ranks=ranks)
+        world.folder.mkdir()
+        error = world.launch_fails(ddpsafe.RankKilledError, programs.die_beside_a_rank_that_exits)
+        require_rank(error, 1)
+
+
+def test_a_rank_that_hangs_in_a_subgroup_is_told_from_the_one_that_waits_for_it(
+    tmp_path: Path,
+) -> None:
+    """Both have made as many collectives in the group of all ranks."""
+    world = World(folder=tmp_path, ranks=4)
+    error = world.launch_fails(
+        ddpsafe.CollectiveTimeoutError, programs.hang_in_a_subgroup, sleep, **SHORT
+    )
+    require_hang(error, 1)
+    assert "timed out in all_reduce number 3 of group '" in str(error)
+
+
+def test_barriers_of_different_names(tmp_path: Path) -> None:
+    """Each rank's own words are shown: where it waited, and for whom."""
+    world = World(folder=tmp_path, ranks=3)
+    error = world.launch_fails(
+        ddpsafe.BarrierTimeoutError, programs.meet_under_other_names, 1.5, within_s=1.5 + HANG_S
+    )
+    assert error.kind == "hang"
+    assert "at the barrier 'trained'" in str(error)
+    assert "at the barrier 'evaluated'" in str(error)
+    assert "rank 0, 2 did not come" in str(error)
+    assert "collective" not in str(error)
+
+
+def test_a_rank_that_makes_a_group_alone(tmp_path: Path) -> None:
+    """What is said of the others is true: only they are in the collective."""
+    world = World(folder=tmp_path, ranks=3)
+    error = world.launch_fails(ddpsafe.CollectiveTimeoutError, programs.make_a_group_alone, **SHORT)
+    require_hang(error, 0)
+    assert "rank 1, 2 waited for it in all_reduce number 2 " in str(error)
+
+
+def test_a_mean_of_different_shapes(tmp_path: Path) -> None:
+    """Nobody gets a wrong mean, and nobody hangs."""
+    world = World(folder=tmp_path)
+    error = world.launch_fails(ddpsafe.RankRaisedError, programs.average_other_shapes)
+    assert "different keys or shapes" in str(error)
+    assert isinstance(error.__cause__, ValueError)
+
+
+def test_a_thread_that_died_is_shown_beside_the_hang_it_led_to(tmp_path: Path) -> None:
+    """Its traceback went to stderr, and nobody would look there."""
+    world = World(folder=tmp_path)
+    error = world.launch_fails(
+        ddpsafe.CollectiveTimeoutError,
+        *(programs.train_in_try, programs.hang_after_a_thread_died, programs.let_through),
+        **SHORT,
+    )
+    require_hang(error, 1)
+    assert "it has printed a traceback:" in str(error)
+    assert "LostSampleError" in str(error)

@@ -1,0 +1,200 @@
+"""Errors that wrap, hide or resemble another rank's end; run by test_wrapped_error.py."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from exception_programs import raise_own_error
+from training_programs import FAULT_STEP, STEPS, average_gradients, mark
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from training_programs import Fault
+
+    from ddpsafe import RankContext
+
+
+class EpochError(RuntimeError):
+    """What a training framework raises around whatever went wrong."""
+
+
+def exit_with_one() -> None:
+    """End the rank as ``except Exception: sys.exit(1)`` does."""
+    sys.exit(1)
+
+
+def wrap() -> None:
+    """Raise a more telling error from the one that is being handled."""
+    message = "epoch 0 failed"
+    raise EpochError(message) from sys.exc_info()[1]
+
+
+def let_through() -> None:
+    """Raise it again."""
+    raise  # noqa: PLE0704 - called in an except block
+
+
+def train_in_try(
+    ctx: RankContext, folder: Path, fault: Fault, handle: Callable[[], object]
+) -> None:
+    """Train; rank 1 meets the fault, and all handle whatever comes of it in the same way."""
+    try:
+        for step in range(STEPS):
+            if step == FAULT_STEP and ctx.rank == 1:
+                mark(folder)
+                fault(folder)
+            average_gradients()
+    except Exception:  # noqa: BLE001 - as it is often written
+        handle()
+
+
+def train_in_an_except_block(ctx: RankContext, folder: Path, fault: Fault) -> None:
+    """Do the same where an expected error is being handled."""
+    try:
+        import no_such_module_at_all  # noqa: F401 - it is not there
+    except ImportError:
+        for step in range(STEPS):
+            if step == FAULT_STEP and ctx.rank == 1:
+                mark(folder)
+                fault(folder)
+            ctx.gather(step) if step > FAULT_STEP else average_gradients()
+
+
+def meet_in_finally(ctx: RankContext, folder: Path, meet: Callable[[RankContext], object]) -> None:
+    """Let all ranks meet at the end, also when rank 1 has failed and the others train."""
+    try:
+        for step in range(STEPS):
+            if step == FAULT_STEP and ctx.rank == 1:
+                mark(folder)
+                raise_own_error(folder)
+            average_gradients()
+    finally:
+        meet(ctx)
+
+
+def gather(ctx: RankContext) -> None:
+    """Gather metrics."""
+    ctx.gather({"rank": ctx.rank})
+
+
+def reduce(ctx: RankContext) -> None:
+    """Average metrics."""
+    ctx.reduce_mean({"loss": 1.0, "accuracy": 0.5})
+
+
+def broadcast(ctx: RankContext) -> None:
+    """Tell the others from rank 0."""
+    ctx.broadcast("done")
+
+
+def monitor(_ctx: RankContext) -> None:
+    """Meet at gloo's own careful barrier."""
+    import torch.distributed as dist
+
+    dist.monitored_barrier()
+
+
+def gather_tensors(ctx: RankContext) -> None:
+    """Gather tensors, which is left alone: the error is found beneath the echo."""
+    import torch
+    import torch.distributed as dist
+
+    dist.all_gather([torch.ones(8)] * ctx.world_size, torch.ones(8))
+
+
+def lose_a_download(_folder: Path) -> None:
+    """Have a server reset the connection, in the words that gloo has for a lost rank."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=_reset_one, args=(server,)).start()
+        port = server.getsockname()[1]
+        urllib.request.urlopen(f"https://127.0.0.1:{port}/resnet50.pth", timeout=5)
+
+
+def _reset_one(server: socket.socket) -> None:
+    connection, _ = server.accept()
+    connection.recv(10)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def lose_a_pipe(_folder: Path) -> None:
+    """Report a broken pipe of the user's own."""
+    message = "send to worker 3 failed: Broken pipe"
+    raise RuntimeError(message)
+
+
+def wait_for_a_future(_folder: Path) -> None:
+    """Time out in a way that has nothing to do with a connection."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(time.sleep, 0.3).result(timeout=0.05)
+
+
+def die_beside_a_rank_that_exits(ctx: RankContext, folder: Path) -> None:
+    """Kill rank 1; the others catch the echo and exit without a word."""
+    try:
+        average_gradients()
+        if ctx.rank == 1:
+            mark(folder)
+            os.kill(os.getpid(), 9)
+        average_gradients()
+    except Exception:  # noqa: BLE001 - as it is often written
+        os._exit(1)
+
+
+def hang_in_a_subgroup(ctx: RankContext, folder: Path, fault: Fault) -> None:
+    """Train with tensor parallelism of two; rank 1 meets the fault, and rank 0 waits there for it."""
+    import torch
+    import torch.distributed as dist
+
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine: Any = groups[ctx.rank // 2]
+    for step in range(STEPS):
+        if step == FAULT_STEP and ctx.rank == 1:
+            mark(folder)
+            fault(folder)
+        dist.all_reduce(torch.ones(2), group=mine)
+        average_gradients()
+
+
+def meet_under_other_names(ctx: RankContext, folder: Path, wait_s: float) -> None:
+    """Come to one barrier on rank 1 and to another one elsewhere."""
+    if ctx.rank == 1:
+        mark(folder)
+    ctx.barrier("evaluated" if ctx.rank == 1 else "trained", timeout=timedelta(seconds=wait_s))
+
+
+def make_a_group_alone(ctx: RankContext, folder: Path) -> None:
+    """Make a group on rank 0, which all have to, while the others train."""
+    import torch.distributed as dist
+
+    average_gradients()
+    if ctx.rank == 0:
+        mark(folder)
+        dist.new_group([0, 1])
+    average_gradients()
+
+
+def average_other_shapes(ctx: RankContext, folder: Path) -> None:
+    """Average a number on rank 0 and two on rank 1."""
+    import torch
+
+    mark(folder)
+    ctx.reduce_mean(1.0 if ctx.rank == 0 else torch.tensor([1.0, 2.0]))
+
+
+def hang_after_a_thread_died(folder: Path) -> None:
+    """Lose the thread that feeds this rank, and wait for it."""
+    feeder = threading.Thread(target=raise_own_error, args=(folder,))
+    feeder.start()
+    threading.Event().wait()
