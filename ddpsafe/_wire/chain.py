@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import DDPSafeError
 from ddpsafe._secondary import symptom_in, tells_of_mismatch
-from ddpsafe._wire.exceptions import text_of, type_name_of
+from ddpsafe._wire.exceptions import MAX_MESSAGE, clip, text_of, type_name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,14 +63,14 @@ def echo_of(exc: BaseException) -> Echo | None:
         return None
     is_torchs = isinstance(exc, RuntimeError) and (
         type(exc) is not RuntimeError
-        or _OF_A_BACKEND.search(text_of(exc)) is not None
+        or _OF_A_BACKEND.search(_text_of(exc)) is not None
         or any(part in file for file in _files_of(exc) for part in _OF_TORCH)
     )
     return symptom.sort if is_torchs or isinstance(exc, DDPSafeError) else None
 
 
 def _text_of(exc: BaseException) -> str:
-    return f"{type_name_of(exc)}: {text_of(exc)}"
+    return f"{type_name_of(exc)}: {clip(text_of(exc), MAX_MESSAGE)}"
 
 
 def _chain_of(exc: BaseException) -> Iterator[BaseException]:

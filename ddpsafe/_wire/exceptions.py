@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 _CUT: Final = " […] "
 
+MAX_MESSAGE: Final = 4_000
+"""So many characters of an exception's text are looked at and shown."""
+
 
 def clip(text: str, limit: int) -> str:
     """Shorten text from its middle: the head says what it is, the tail how it ended."""

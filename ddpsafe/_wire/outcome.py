@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._wire.chain import read_chain
 from ddpsafe._wire.exceptions import (
+    MAX_MESSAGE,
     clip,
     exit_code_of,
     text_of,
@@ -28,7 +29,6 @@ Phase = Literal["starting", "loading", "joining", "running", "leaving"]
 MAIN_GROUP: Final = "default_pg"
 """What torch calls the group of all ranks."""
 
-_MAX_MESSAGE: Final = 4_000
 _MAX_TRACEBACK: Final = 64_000
 _MAX_LINE: Final = 300
 
@@ -169,7 +169,7 @@ class Raised:
         handled = None if code is None else shown.__context__
         return cls(
             type_name=type_name_of(shown),
-            message=clip(text_of(shown), _MAX_MESSAGE),
+            message=clip(text_of(shown), MAX_MESSAGE),
             traceback=clip(traceback_of(exc), _MAX_TRACEBACK),
             payload=pickled(shown),
             phase=phase,
