@@ -137,8 +137,12 @@ def count_steps(fd: int, *, after_step: Callable[[], None]) -> None:
 
     counter = StepCounter(fd)
     os.close(fd)
-    register_optimizer_step_post_hook(lambda *_: counter.count())
-    register_optimizer_step_post_hook(lambda *_: after_step())
+
+    def count(*_: object) -> None:
+        counter.count()
+        after_step()
+
+    register_optimizer_step_post_hook(count)
 
 
 def use_device(name: str) -> torch.device:
