@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 import fault_programs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from ddpsafe import RankContext
@@ -29,6 +30,16 @@ def reset_signals_and_sleep(folder: Path) -> None:
     for signum in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         if signal.getsignal(signum) is not signal.SIG_DFL or signum > signal.SIGRTMIN:
             signal.signal(signum, signal.SIG_DFL)
+    fault_programs.sleep(folder)
+
+
+def fail_before_the_group(
+    rank: int, _world_size: int, folder: Path, fault: Callable[[Path], None]
+) -> None:
+    """Meet the fault in rank 1 while there is no group: gloo aborts without its descriptors."""
+    if rank == 1:
+        fault_programs.mark(folder)
+        fault(folder)
     fault_programs.sleep(folder)
 
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 _HEADER: Final = struct.Struct("<Q")
 _CHUNK: Final = 1 << 20
-# The launcher has gone, or the script has closed all descriptors.
-_GONE: Final = (errno.EPIPE, errno.EBADF)
 
 ASK_POSITION: Final = b"?"
 ASK_STACKS: Final = b"#"
@@ -32,6 +30,30 @@ END_NOW: Final = b"."
 
 CALL_NUMBER: Final = struct.Struct("<Q")
 """Follows `STOP_AT`: the call of `stop_requested` from which on the answer is yes."""
+
+
+class Claim:
+    """Knows a descriptor again: a script may close all there are, and be given the numbers anew.
+
+    Writing to the number by then would be writing to the script's own file.
+    """
+
+    def __init__(self, fd: int) -> None:
+        """Remember what the number stands for now."""
+        self._fd = fd
+        self._identity = _identity_of(fd)
+
+    def holds(self) -> bool:
+        """Tell whether the number still stands for the same pipe or file."""
+        try:
+            return _identity_of(self._fd) == self._identity
+        except OSError:
+            return False
+
+
+def _identity_of(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
 
 
 class InheritedFd:
@@ -47,7 +69,11 @@ class InheritedFd:
 
 
 def _adopt(duplicate: Any) -> InheritedFd:
-    return InheritedFd(duplicate.detach())
+    fd = duplicate.detach()
+    # It has come as inheritable. Programs that the rank starts, or becomes, have no use for it,
+    # and the launcher sees the end of the rank's reports.
+    os.set_inheritable(fd, False)  # noqa: FBT003 - its signature
+    return InheritedFd(fd)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,13 +96,27 @@ class Inheritance:
 
 
 class Sender:
-    """The rank's end. Threads may share it."""
+    """The rank's end. Threads may share it; what the rank forks has no part in it.
+
+    A fork inherits the pipe and everything that writes to it. What became of a helper, or what it
+    does, is not what became of the rank.
+
+    Attributes:
+        is_lost: Whether the script has closed the pipe, so that a message could not be sent.
+    """
 
     def __init__(self, fd: int) -> None:
         """Own the descriptor."""
         self._fd = fd
+        self._claim = Claim(fd)
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._is_cut = False
+        self.is_lost = False
+
+    def is_here(self) -> bool:
+        """Tell whether this process is the rank, and not a fork of it."""
+        return os.getpid() == self._pid
 
     def send(self, message: Message) -> None:
         """Write one message.
@@ -84,15 +124,19 @@ class Sender:
         A launcher that is gone is no error here: the lifeline ends the rank. Nothing can follow a
         message that was cut short: it would be taken for the missing part.
         """
+        if not self.is_here():  # before the lock, which another thread may have held at the fork
+            return
         body = pickle.dumps(message)
         with self._lock:
-            if self._is_cut:
+            self.is_lost = self.is_lost or not self._claim.holds()
+            if self._is_cut or self.is_lost:
                 return
             self._is_cut = True  # a signal handler of the user's may raise in the middle of it
             try:
                 self._write(_HEADER.pack(len(body)) + body)
             except OSError as exc:
-                if exc.errno not in _GONE:  # a handler's own, such as TimeoutError
+                self.is_lost = exc.errno == errno.EBADF  # closed just now
+                if exc.errno not in (errno.EPIPE, errno.EBADF):  # a handler's own: TimeoutError
                     raise
             else:
                 self._is_cut = False
