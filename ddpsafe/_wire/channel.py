@@ -16,13 +16,17 @@ from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from ddpsafe._wire.living_threads import LivingThreads
     from ddpsafe._wire.outcome import Message
+
+    Report = Message | LivingThreads
 
 _HEADER: Final = struct.Struct("<Q")
 _CHUNK: Final = 1 << 20
 
 ASK_POSITION: Final = b"?"
 ASK_STACKS: Final = b"#"
+ASK_THREADS: Final = b"&"
 ASK_STOP: Final = b"!"
 STOP_AT: Final = b"="
 END_NOW: Final = b"."
@@ -118,7 +122,7 @@ class Sender:
         """Tell whether this process is the rank, and not a fork of it."""
         return os.getpid() == self._pid
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Report) -> None:
         """Write one message.
 
         A launcher that is gone is no error here: the lifeline ends the rank. Nothing can follow a
@@ -161,14 +165,14 @@ class Receiver:
         """Return the descriptor to wait on."""
         return self._fd
 
-    def receive(self) -> list[Message]:
+    def receive(self) -> list[Report]:
         """Read what has arrived, without waiting.
 
         Returns:
             The messages that are complete; the rest is kept for the next call.
         """
         self._fill()
-        messages: list[Message] = []
+        messages: list[Report] = []
         while (body := self._next_body()) is not None:
             # The peer is our own child on an anonymous pipe, not a network peer.
             messages.append(pickle.loads(body))  # noqa: S301 - see above

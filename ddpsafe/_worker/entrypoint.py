@@ -19,9 +19,11 @@ from ddpsafe._wire.channel import (
     ASK_POSITION,
     ASK_STACKS,
     ASK_STOP,
+    ASK_THREADS,
     END_NOW,
     Sender,
 )
+from ddpsafe._wire.living_threads import LivingThreads
 from ddpsafe._wire.outcome import (
     Entered,
     Position,
@@ -32,6 +34,7 @@ from ddpsafe._wire.outcome import (
 )
 from ddpsafe._worker import environment, in_flight, lifeline, stopping
 from ddpsafe._worker.launcher_line import LauncherLine
+from ddpsafe._worker.living_threads import find_living_threads
 from ddpsafe._worker.memory import describe_memory, is_out_of_memory
 from ddpsafe._worker.stop_calls import StopCalls
 
@@ -115,6 +118,10 @@ class Reporter:
         show_stacks()
         self.position()
 
+    def living_threads(self) -> None:
+        """Say which threads keep this process alive."""
+        self._sender.send(LivingThreads(places=find_living_threads()))
+
     def exception_in_flight(self) -> BaseException | None:
         """Report an exception that the user's ``except`` or ``finally`` is at; return it.
 
@@ -161,6 +168,7 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
         on_words={
             ASK_POSITION: reporter.position,
             ASK_STACKS: lambda: reporter.position_after(stacks.show_all),
+            ASK_THREADS: reporter.living_threads,
             ASK_STOP: line.promise,
             END_NOW: stop.signals.die_of_sigterm,
         },
