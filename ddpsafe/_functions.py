@@ -11,12 +11,12 @@ from ddpsafe._worker.environment import seed_all
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
-    from datetime import timedelta
 
     import torch
     from torch import nn
     from torch.utils.data import Dataset
 
+    from ddpsafe._config.durations import DurationLike
     from ddpsafe.data import DataLoader
 
 
@@ -50,7 +50,7 @@ def wrap(model: nn.Module, *, sync_batchnorm: bool = False, **ddp_kwargs: object
     return current().wrap(model, sync_batchnorm=sync_batchnorm, **ddp_kwargs)
 
 
-def barrier(name: str | None = None, timeout: timedelta | None = None) -> None:
+def barrier(name: str | None = None, timeout: DurationLike | None = None) -> None:
     """Do what `RankContext.barrier` does."""
     current().barrier(name, timeout)
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ddpsafe._wire.channel import Receiver, Sender
-from ddpsafe._wire.outcome import Entered, Position, Returned
+from ddpsafe._wire.outcome import Entered, Position, Recovered, Returned
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 class HandlerError(TimeoutError):
@@ -68,3 +69,28 @@ def test_reports_arrive_whole_and_in_order(pipe: tuple[Sender, Receiver]) -> Non
         received += receiver.receive()
     writing.join()
     assert received == [large, Entered(phase="running")]
+
+
+def test_a_fork_of_the_rank_says_nothing(pipe: tuple[Sender, Receiver]) -> None:
+    """It inherits the pipe, but what it has to say is not what the rank has to say."""
+    sender, receiver = pipe
+    pid = os.fork()
+    if pid == 0:
+        sender.send(Recovered())
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert receiver.receive() == []
+
+
+def test_nothing_is_written_to_what_has_taken_the_number_of_the_pipe(tmp_path: Path) -> None:
+    """A script that closes all descriptors may get the same numbers for files of its own."""
+    read_fd, write_fd = os.pipe()
+    sender = Sender(write_fd)
+    own = tmp_path / "own"
+    with own.open("wb") as file:
+        os.dup2(file.fileno(), write_fd)  # closes the pipe, too
+        sender.send(Recovered())
+    os.close(write_fd)
+    os.close(read_fd)
+    assert own.read_bytes() == b""
+    assert sender.is_lost

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import launch_programs as programs
+import odd_end_programs
 import psutil
 import pytest
 import scripts
@@ -253,6 +254,17 @@ def test_a_result_that_cannot_travel_is_named_by_its_path_and_not_tried_again(
     assert "the returned value['model']['lock']" in str(error)
     assert "What to do: return plain data" in str(error)
     assert journal.read_text() == "tried\n" * 2
+
+
+def test_a_result_that_exits_where_it_is_loaded_does_not_end_the_launcher(
+    run_dir: Path,
+) -> None:
+    """A `SystemExit` out of a `__setstate__` is an error of that value, and caught as one."""
+    with pytest.raises(
+        ddpsafe.RankFailedError, match=r"loading it raised SystemExit\(3\)"
+    ) as caught:
+        ddpsafe.launch(odd_end_programs.return_exiting, run_dir=run_dir, **TWO)
+    assert (caught.value.rank, caught.value.kind) == (0, "unpicklable")
 
 
 def test_a_result_that_cannot_be_loaded_is_a_failure_of_its_rank_with_all_its_facts() -> None:

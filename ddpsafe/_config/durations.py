@@ -7,9 +7,10 @@ import re
 from datetime import timedelta
 from typing import Annotated, Final
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, BeforeValidator, TypeAdapter, ValidationError
 
-from ddpsafe._config.problems import wrong
+from ddpsafe._config.problems import show, wrong
+from ddpsafe._errors import ConfigError, explain
 
 DurationLike = timedelta | float | int | str
 """What a duration may be written as; a bare number means seconds."""
@@ -105,3 +106,23 @@ Duration = Annotated[timedelta, BeforeValidator(parse_duration), AfterValidator(
 
 Wait = Annotated[timedelta, BeforeValidator(_parse_wait), AfterValidator(_judge_wait)]
 """As `Duration`, and zero is allowed: wait not at all."""
+
+
+def require_wait(value: object, *, name: str) -> timedelta:
+    """Read how long to wait, an argument of a call, as the configuration reads its durations.
+
+    Args:
+        value: What was given.
+        name: The argument as its caller knows it, e.g. ``barrier(timeout=…)``.
+
+    Raises:
+        ConfigError: It is no duration, or not one that a wait can have.
+    """
+    try:
+        return TypeAdapter(Wait).validate_python(value)
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        why = detail["msg"].rstrip(".")
+        write = detail.get("ctx", {}).get("write", _HOW)
+        text = explain(f"{name}: got {show(value)}.", cause=f"{why}.", fix=f"write {write}.")
+        raise ConfigError(text) from None

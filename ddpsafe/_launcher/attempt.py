@@ -156,13 +156,22 @@ def _values(workers: Sequence[Worker], case: Case, directory: RunDirectory) -> d
     for worker in workers:
         if worker.returned is not None:
             try:
-                values[worker.rank] = payload.loads(worker.returned.payload)
+                values[worker.rank] = _load(worker.returned.payload)
             except Exception as exc:
                 error = postmortem.unloadable(case, worker.rank, exc)
                 directory.report(case.attempt, error)
                 directory.holds_failure = True
                 raise error from exc
     return values
+
+
+def _load(value: bytes) -> object:
+    """Load what a rank returned; a ``sys.exit()`` of its class must not end the launcher."""
+    try:
+        return payload.loads(value)
+    except SystemExit as exc:
+        msg = f"loading it raised {exc!r}"
+        raise payload.CannotTravelError(msg) from exc
 
 
 def _failure(case: Case, directory: RunDirectory) -> LaunchError:

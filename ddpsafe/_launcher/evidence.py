@@ -28,6 +28,7 @@ _ANSWER: Final = timedelta(seconds=0.8)
 _ALL_THREADS: Final = timedelta(seconds=0.4)
 _POLL_S: Final = 0.02
 _FRAME: Final = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
+_CAUGHT: Final = re.compile(r"^SigCgt:\s*([0-9a-f]+)$", re.MULTILINE)
 _COLLECTIVES: Final = "distributed_c10d.py"
 _ENTRYPOINT: Final = "_worker/entrypoint.py"
 
@@ -45,12 +46,7 @@ def collect(workers: Sequence[Worker]) -> None:
     asked = [worker for worker in workers if worker.alive and worker.returned is None]
     known = {worker.rank: worker.position for worker in asked}
     for worker in asked:
-        worker.state = _state_of(worker)
-        worker.ask_position()
-        if worker.phase != "starting":  # before that, the signal would end it
-            _ask_stacks(worker)
-        if worker.state == psutil.STATUS_STOPPED:
-            worker.signal(signal.SIGCONT)
+        _ask(worker)
     _await_answers(asked, known, Deadline.after(_ANSWER))
     for worker in asked:
         worker.stack, worker.in_collective = read_stack(_dump_of(worker))
@@ -63,6 +59,17 @@ def collect(workers: Sequence[Worker]) -> None:
     for worker in asked:
         if not worker.stack:  # its main thread is in the kernel and takes no signal
             worker.stack, worker.in_collective = read_stack(_dump_of(worker))
+        if not worker.stack and _is_another_program(worker):
+            worker.stack, worker.in_collective = f"exec of {_name_of(worker)}", False
+
+
+def _ask(worker: Worker) -> None:
+    worker.state = _state_of(worker)
+    worker.ask_position()
+    if worker.phase != "starting" and _catches_stacks_signal(worker):  # else it would end it
+        _ask_stacks(worker)
+    if worker.state == psutil.STATUS_STOPPED:
+        worker.signal(signal.SIGCONT)
 
 
 def _collect_all_threads(asked: Sequence[Worker]) -> None:
@@ -95,11 +102,35 @@ def _ask_stacks(worker: Worker) -> None:
         tgkill(worker.pid, worker.pid, STACKS_SIGNAL)
 
 
+def _catches_stacks_signal(worker: Worker) -> bool:
+    """Tell whether the rank still has our handler: a program that replaced it by exec has none.
+
+    Nor has one that has set all signals to their defaults. Where the system does not say, it has.
+    """
+    try:
+        status = Path(f"/proc/{worker.pid}/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return True
+    caught = _CAUGHT.search(status)
+    return caught is None or bool(int(caught[1], 16) >> (STACKS_SIGNAL - 1) & 1)
+
+
 def _state_of(worker: Worker) -> str:
     with contextlib.suppress(psutil.Error):
         if worker.pid is not None:
             return str(psutil.Process(worker.pid).status())
     return ""
+
+
+def _is_another_program(worker: Worker) -> bool:
+    """Tell whether the rank has called exec: that closes its pipe and forgets its handlers."""
+    return worker.alive and worker.receiver.closed and not _catches_stacks_signal(worker)
+
+
+def _name_of(worker: Worker) -> str:
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(worker.pid).name()
+    return "another program"
 
 
 def _has_answered(worker: Worker, known: Mapping[int, Position | None]) -> bool:

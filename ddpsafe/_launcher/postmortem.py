@@ -16,9 +16,11 @@ from ddpsafe._errors import (
 )
 from ddpsafe._launcher import advice, hangs
 from ddpsafe._launcher.causes import Cause, find_cause
+from ddpsafe._launcher.logs import read_log
 from ddpsafe._launcher.originals import original_of
 from ddpsafe._launcher.symptoms import kind_of, wants_busy_port
 from ddpsafe._launcher.wording import in_short, last_words, others, positions
+from ddpsafe._wire.channel import PIPE_LOST
 from ddpsafe._wire.exceptions import clip
 from ddpsafe._wording import take_apart
 
@@ -141,6 +143,9 @@ def _exited(case: Case, cause: Cause) -> LaunchError:
         return _vanished(case, cause)
     elif root.phase == "starting":
         called = "the script failed while the new process imported it; its output stands above"
+    elif root.stderr is not None and PIPE_LOST in read_log(root.stderr):
+        called = "the error below; the script had closed the pipe on which it is reported (os.closerange?)"
+        fix = "mend the line where it was raised."
     elif code == _UNKNOWN_CODE:
         called += ", or Python's fork server, which alone knows how its ranks end, was killed"
     message = explain(

@@ -10,6 +10,7 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._clock import Deadline
+from ddpsafe._launcher.farewell import Farewell
 from ddpsafe._launcher.headway import FlightWatch, ProgressWatch, SequenceWatch
 from ddpsafe._launcher.stop_request import StopRequest
 
@@ -126,10 +127,13 @@ class Watch:
     def _let_leave(self) -> None:
         """Give ranks that have returned the time to end by themselves; the result stands."""
         deadline = Deadline.after(self._timeouts.shutdown)
+        farewell = Farewell(self._workers, self._timeouts.shutdown)
         while any(worker.alive for worker in self._workers) and not deadline.expired():
             if self.stop_request.must_end() or self.stop_request.is_overdue():
                 return
-            self._wait(deadline)
+            farewell.remind()
+            self._wait(deadline.earlier(farewell.next_look))
+        farewell.give_up()
 
     def _wait(self, deadline: Deadline) -> None:
         alive = [worker for worker in self._workers if worker.alive]

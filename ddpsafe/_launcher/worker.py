@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from ddpsafe._launcher.descendants import RankProcess, open_pidfd
 from ddpsafe._launcher.logs import read_log
 from ddpsafe._launcher.stop_talk import StopTalk
-from ddpsafe._wire.channel import ASK_POSITION, ASK_STACKS, Receiver
+from ddpsafe._wire.channel import ASK_POSITION, ASK_STACKS, ASK_THREADS, Receiver
+from ddpsafe._wire.living_threads import LivingThreads
 from ddpsafe._wire.outcome import (
     Entered,
     Phase,
@@ -49,6 +50,7 @@ class Worker:
         state: What the system says of the process, when it was asked.
         stack: The user's innermost line, when it was asked.
         in_collective: Whether it waited in a collective there.
+        living_threads: What keeps its process alive, when it was asked.
         stop: What is said about stopping by itself.
         is_swept: Whether it has been ended with everything it started.
     """
@@ -79,6 +81,7 @@ class Worker:
         self.state = ""
         self.stack = ""
         self.in_collective: bool | None = None
+        self.living_threads: tuple[str, ...] = ()
         self.stop = StopTalk(self._say)
         self.is_swept = False
         self._process = process
@@ -136,6 +139,8 @@ class Worker:
                 self.stop.note_return(message.stop_calls)
             elif isinstance(message, Position):
                 self.position = message
+            elif isinstance(message, LivingThreads):
+                self.living_threads = message.places
             elif isinstance(message, Recovered):
                 self.raised = self.raised if self.failed else None
             elif not isinstance(message, Raised):
@@ -183,6 +188,10 @@ class Worker:
     def ask_stacks(self) -> None:
         """Ask it to write down what all its threads do, and then where it is."""
         self._say(ASK_STACKS)
+
+    def ask_threads(self) -> None:
+        """Ask what keeps its process alive; the answer is a report."""
+        self._say(ASK_THREADS)
 
     def _say(self, word: bytes) -> None:
         with contextlib.suppress(BlockingIOError, BrokenPipeError):

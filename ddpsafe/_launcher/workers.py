@@ -77,16 +77,36 @@ def started_workers(
         stack.callback(lambda: _close_all(workers))
         stack.callback(lambda: end(workers))
         _start_tracker()
-        try:
+        with _translated(workers, len(specs)):
             call_file = stack.enter_context(_unnamed_file(call.data))
-            for spec in specs:
+        for spec in specs:
+            _flush_own_streams()
+            with _translated(workers, len(specs)):
                 workers.append(
                     _start(context, spec, call_file, call.handles, daemon=daemon, run_rank=run_rank)
                 )
                 _protect(guard, workers[-1])
-        except (OSError, EOFError) as exc:
-            raise _not_started(len(workers), len(specs), exc) from exc
         yield workers
+
+
+@contextlib.contextmanager
+def _translated(workers: Sequence[Worker], wanted: int) -> Iterator[None]:
+    """Word what the system refuses."""
+    try:
+        yield
+    except (OSError, EOFError) as exc:
+        raise _not_started(len(workers), wanted, exc) from exc
+
+
+def _flush_own_streams() -> None:
+    """Write what this program has printed, before `multiprocessing` does it in the start of a rank.
+
+    What goes wrong there, as in ``python train.py | head -1``, is no matter of the rank: it is
+    raised as by any ``print``. A stream that is closed or missing is none of ours either way.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError):
+            stream.flush()
 
 
 def _start_tracker() -> None:
@@ -147,6 +167,7 @@ def _start(
             daemon=daemon,
         )
         steps = StepCounter(step_file)
+        on_failure.callback(steps.close)
         with _main_only_if_it_exists(), _search_path_of_text():
             process.start()
         on_failure.callback(process.kill)

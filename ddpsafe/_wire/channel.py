@@ -16,22 +16,53 @@ from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from ddpsafe._wire.living_threads import LivingThreads
     from ddpsafe._wire.outcome import Message
+
+    Report = Message | LivingThreads
 
 _HEADER: Final = struct.Struct("<Q")
 _CHUNK: Final = 1 << 20
-# The launcher has gone, or the script has closed all descriptors.
-_GONE: Final = (errno.EPIPE, errno.EBADF)
 
 ASK_POSITION: Final = b"?"
 ASK_STACKS: Final = b"#"
+ASK_THREADS: Final = b"&"
 ASK_STOP: Final = b"!"
 STOP_AT: Final = b"="
 END_NOW: Final = b"."
 """What the launcher may say to a rank, on the pipe that otherwise only ends with it."""
 
+PIPE_LOST: Final = (
+    "ddpsafe: the script has closed the pipe to the launcher (os.closerange?), so this stands here:"
+)
+"""Above what a rank writes into its log since it can no longer send it."""
+
 CALL_NUMBER: Final = struct.Struct("<Q")
 """Follows `STOP_AT`: the call of `stop_requested` from which on the answer is yes."""
+
+
+class Claim:
+    """Knows a descriptor again: a script may close all there are, and be given the numbers anew.
+
+    Writing to the number by then would be writing to the script's own file.
+    """
+
+    def __init__(self, fd: int) -> None:
+        """Remember what the number stands for now."""
+        self._fd = fd
+        self._identity = _identity_of(fd)
+
+    def holds(self) -> bool:
+        """Tell whether the number still stands for the same pipe or file."""
+        try:
+            return _identity_of(self._fd) == self._identity
+        except OSError:
+            return False
+
+
+def _identity_of(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
 
 
 class InheritedFd:
@@ -47,7 +78,11 @@ class InheritedFd:
 
 
 def _adopt(duplicate: Any) -> InheritedFd:
-    return InheritedFd(duplicate.detach())
+    fd = duplicate.detach()
+    # It has come as inheritable. Programs that the rank starts, or becomes, have no use for it,
+    # and the launcher sees the end of the rank's reports.
+    os.set_inheritable(fd, False)  # noqa: FBT003 - its signature
+    return InheritedFd(fd)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,29 +105,47 @@ class Inheritance:
 
 
 class Sender:
-    """The rank's end. Threads may share it."""
+    """The rank's end. Threads may share it; what the rank forks has no part in it.
+
+    A fork inherits the pipe and everything that writes to it. What became of a helper, or what it
+    does, is not what became of the rank.
+
+    Attributes:
+        is_lost: Whether the script has closed the pipe, so that a message could not be sent.
+    """
 
     def __init__(self, fd: int) -> None:
         """Own the descriptor."""
         self._fd = fd
+        self._claim = Claim(fd)
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._is_cut = False
+        self.is_lost = False
 
-    def send(self, message: Message) -> None:
+    def is_here(self) -> bool:
+        """Tell whether this process is the rank, and not a fork of it."""
+        return os.getpid() == self._pid
+
+    def send(self, message: Report) -> None:
         """Write one message.
 
         A launcher that is gone is no error here: the lifeline ends the rank. Nothing can follow a
         message that was cut short: it would be taken for the missing part.
         """
+        if not self.is_here():  # before the lock, which another thread may have held at the fork
+            return
         body = pickle.dumps(message)
         with self._lock:
-            if self._is_cut:
+            self.is_lost = self.is_lost or not self._claim.holds()
+            if self._is_cut or self.is_lost:
                 return
             self._is_cut = True  # a signal handler of the user's may raise in the middle of it
             try:
                 self._write(_HEADER.pack(len(body)) + body)
             except OSError as exc:
-                if exc.errno not in _GONE:  # a handler's own, such as TimeoutError
+                self.is_lost = exc.errno == errno.EBADF  # closed just now
+                if exc.errno not in (errno.EPIPE, errno.EBADF):  # a handler's own: TimeoutError
                     raise
             else:
                 self._is_cut = False
@@ -117,14 +170,14 @@ class Receiver:
         """Return the descriptor to wait on."""
         return self._fd
 
-    def receive(self) -> list[Message]:
+    def receive(self) -> list[Report]:
         """Read what has arrived, without waiting.
 
         Returns:
             The messages that are complete; the rest is kept for the next call.
         """
         self._fill()
-        messages: list[Message] = []
+        messages: list[Report] = []
         while (body := self._next_body()) is not None:
             # The peer is our own child on an anonymous pipe, not a network peer.
             messages.append(pickle.loads(body))  # noqa: S301 - see above

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import Dataset
 
+    from ddpsafe._config.durations import DurationLike
     from ddpsafe._worker.control import Control
     from ddpsafe._world import World
     from ddpsafe.data import DataLoader
@@ -119,20 +120,23 @@ class RankContext:
         """Return the model inside the DDP wrapper, for saving and for rank-0-only evaluation."""
         return collectives.unwrap(model)
 
-    def barrier(self, name: str | None = None, timeout: timedelta | None = None) -> None:
+    def barrier(self, name: str | None = None, timeout: DurationLike | None = None) -> None:
         """Wait until every rank has come here; the CPU waits, no collective is queued.
 
         Args:
             name: What ranks meet for; shown when one is missing.
-            timeout: Deadline; the launch's ``timeouts.barrier`` by default.
+            timeout: How long to wait: a timedelta, a number of seconds, or a text such as
+                ``"5min"``; the launch's ``timeouts.barrier`` by default.
 
         Raises:
+            ConfigError: `timeout` is no duration.
             BarrierTimeoutError: On every rank that waited, naming the ranks that did not come.
         """
+        limit = self.barrier_timeout if timeout is None else _read_timeout(timeout)
         if self.control is None:
             collectives.require_group(self.world)
             return
-        deadline = Deadline.after(self.barrier_timeout if timeout is None else timeout)
+        deadline = Deadline.after(limit)
         label = name or "barrier"
         with in_flight.waiting():
             missing = self.control.meet(f"barrier/{label}", deadline=deadline)
@@ -259,3 +263,9 @@ class RankContext:
         except NoAgreementError as error:
             missing = stop.missing()
             raise barrier_timeout_error(self, "stop_requested", missing, error.deadline) from None
+
+
+def _read_timeout(timeout: DurationLike) -> timedelta:
+    from ddpsafe._config.durations import require_wait  # pydantic, which few ranks need
+
+    return require_wait(timeout, name="barrier(timeout=…)")

@@ -10,12 +10,22 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
 from ddpsafe._clock import Deadline
 from ddpsafe._wire import payload
-from ddpsafe._wire.channel import Sender
+from ddpsafe._wire.channel import (
+    ASK_POSITION,
+    ASK_STACKS,
+    ASK_STOP,
+    ASK_THREADS,
+    END_NOW,
+    PIPE_LOST,
+    Sender,
+)
 from ddpsafe._wire.exceptions import exit_code_of
+from ddpsafe._wire.living_threads import LivingThreads
 from ddpsafe._wire.outcome import (
     Entered,
     Position,
@@ -25,6 +35,7 @@ from ddpsafe._wire.outcome import (
 )
 from ddpsafe._worker import environment, in_flight, lifeline, stopping
 from ddpsafe._worker.launcher_line import LauncherLine
+from ddpsafe._worker.living_threads import find_living_threads
 from ddpsafe._worker.memory import describe_memory, is_out_of_memory
 from ddpsafe._worker.stop_calls import StopCalls
 
@@ -43,16 +54,16 @@ _MAX_EXCEPTION_BYTES = 1 << 20
 class Reporter:
     """What this rank tells its launcher, and at which phase it is."""
 
-    def __init__(self, sender: Sender) -> None:
-        """Start in the phase every process starts in."""
+    def __init__(self, sender: Sender, log: str) -> None:
+        """Start in the phase every process starts in; `log` is the file of the rank's stderr."""
         self._sender = sender
-        self._pid = os.getpid()
+        self._log = log
         self._told: set[int] = set()
         self.phase: Phase = "starting"
 
     def is_here(self) -> bool:
         """Tell whether this process is the rank, and not a fork of it."""
-        return os.getpid() == self._pid
+        return self._sender.is_here()
 
     def enter(self, phase: Phase) -> None:
         """Say that a phase begins."""
@@ -63,6 +74,7 @@ class Reporter:
         """Say that the user's function returned; raises where the value cannot travel."""
         payload_ = _result_bytes(value)
         self._sender.send(Returned(payload=payload_, position=position(), stop_calls=stop_calls))
+        self._write_down_if_lost("the function has returned, which is lost with the pipe")
         self.phase = "leaving"
 
     def raised(self, exc: BaseException, *, final: bool) -> None:
@@ -72,17 +84,30 @@ class Reporter:
         # Before the work of describing it, during which others fail too.
         at_ns = time.monotonic_ns()
         self._told.add(id(exc))
-        self._sender.send(
-            Raised.from_exception(
-                _without_our_frames(exc),
-                phase=self.phase,
-                pickled=_exception_bytes,
-                position=position(),
-                final=final,
-                held=describe_memory() if is_out_of_memory(exc) else "",
-                at_ns=at_ns,
-            )
+        raised = Raised.from_exception(
+            _without_our_frames(exc),
+            phase=self.phase,
+            pickled=_exception_bytes,
+            position=position(),
+            final=final,
+            held=describe_memory() if is_out_of_memory(exc) else "",
+            at_ns=at_ns,
         )
+        self._sender.send(raised)
+        if final:
+            self._write_down_if_lost(raised.traceback)
+
+    def _write_down_if_lost(self, text: str) -> None:
+        """Write where the launcher reads a rank's last words what the pipe does not take any more.
+
+        By its name, for the script may have closed file descriptor 2 as well.
+        """
+        if self._sender.is_lost:
+            with (
+                contextlib.suppress(OSError),
+                Path(self._log).open("a", encoding="utf-8", errors="backslashreplace") as file,
+            ):
+                file.write(f"{PIPE_LOST}\n{text.rstrip()}\n")
 
     def position(self) -> None:
         """Say where this rank is in the sequence of collectives."""
@@ -93,9 +118,16 @@ class Reporter:
         show_stacks()
         self.position()
 
+    def living_threads(self) -> None:
+        """Say which threads keep this process alive."""
+        self._sender.send(LivingThreads(places=find_living_threads()))
+
     def exception_in_flight(self) -> BaseException | None:
-        """Report an exception that the user's ``except`` or ``finally`` is at; return it."""
-        exc = sys.exc_info()[1]
+        """Report an exception that the user's ``except`` or ``finally`` is at; return it.
+
+        One of a fork is not the rank's: nobody is told, and nothing has to be taken back.
+        """
+        exc = sys.exc_info()[1] if self.is_here() else None
         if exc is not None:
             self.raised(exc, final=False)
         return exc
@@ -124,7 +156,7 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
         inheritance: Pipes and files shared with the launcher.
     """
     sender = Sender(inheritance.report.fd)
-    reporter = Reporter(sender)
+    reporter = Reporter(sender, spec.logs.stderr)
     line = LauncherLine(sender, StopCalls())
     stop = stopping.Stopping(line.calls, line)
     stopping.enter(stop)
@@ -133,11 +165,14 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
         inheritance.lifeline.fd,
         launcher_pid=spec.launcher_pid,
         is_child=spec.inherited_env is None,
-        on_question=reporter.position,
-        on_stacks=lambda: reporter.position_after(stacks.show_all),
-        on_stop=line.promise,
+        on_words={
+            ASK_POSITION: reporter.position,
+            ASK_STACKS: lambda: reporter.position_after(stacks.show_all),
+            ASK_THREADS: reporter.living_threads,
+            ASK_STOP: line.promise,
+            END_NOW: stop.signals.die_of_sigterm,
+        },
         on_agreement=line.calls.agree,
-        on_end=stop.signals.die_of_sigterm,
     )
     try:
         environment.capture_output(spec.logs)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TextIO
 
+from ddpsafe._wire.channel import Claim
 from ddpsafe._wire.spec import STACKS_SIGNAL, semaphore_prefix
 from ddpsafe._wire.step_counter import StepCounter
 
@@ -52,6 +53,7 @@ class Stacks:
         """Write nothing yet."""
         self._logs = logs
         self._file: TextIO | None = None
+        self._claim: Claim | None = None
 
     def follow_signal(self) -> None:
         """Show the main thread's stack on a signal: that works while the GIL is held, too.
@@ -59,12 +61,13 @@ class Stacks:
         The other threads run meanwhile, and to read their frames then has crashed ranks.
         """
         self._file = Path(self._logs.stacks).open("a", encoding="utf-8")  # noqa: SIM115 - open while the rank lives
+        self._claim = Claim(self._file.fileno())
         faulthandler.register(STACKS_SIGNAL, file=self._file, all_threads=False)
         faulthandler.enable()
 
     def show_all(self) -> None:
         """Show the stacks of all threads; the caller holds the GIL, so none of them moves."""
-        if self._file is not None:
+        if self._file is not None and self._claim is not None and self._claim.holds():
             self._file.truncate(0)
             faulthandler.dump_traceback(self._file, all_threads=True)
 
@@ -137,10 +140,12 @@ def count_steps(fd: int, *, after_step: Callable[[], None]) -> None:
 
     counter = StepCounter(fd)
     os.close(fd)
+    rank_pid = os.getpid()
 
     def count(*_: object) -> None:
-        counter.count()
-        after_step()
+        if os.getpid() == rank_pid:  # what a fork trains is no sign that the rank gets on
+            counter.count()
+            after_step()
 
     register_optimizer_step_post_hook(count)
 

@@ -16,14 +16,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._wire.channel import (
-    ASK_POSITION,
-    ASK_STACKS,
-    ASK_STOP,
-    CALL_NUMBER,
-    END_NOW,
-    STOP_AT,
-)
+from ddpsafe._wire.channel import CALL_NUMBER, STOP_AT, Claim
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -36,11 +29,8 @@ def tie_to_launcher(
     *,
     launcher_pid: int,
     is_child: bool,
-    on_question: Callable[[], None],
-    on_stacks: Callable[[], None],
-    on_stop: Callable[[], None],
+    on_words: Mapping[bytes, Callable[[], None]],
     on_agreement: Callable[[int], None],
-    on_end: Callable[[], None],
 ) -> None:
     """End this process, and what it started, when the launcher is gone.
 
@@ -48,18 +38,12 @@ def tie_to_launcher(
         pipe_fd: Read end of a pipe that only the launcher can write to.
         launcher_pid: The launcher.
         is_child: Whether it is our direct parent (not so under the forkserver).
-        on_question: Called in a thread when the launcher asks where this rank is.
-        on_stacks: Called in that thread when it asks what all threads do.
-        on_stop: Called in that thread when the job has been asked to stop.
+        on_words: What to call, in a thread, when the launcher says a word such as `ASK_POSITION`.
         on_agreement: Called in that thread with the call of `stop_requested` that says so.
-        on_end: Called in that thread when the launcher is about to send SIGTERM.
     """
     listeners = {
-        ASK_POSITION: on_question,
-        ASK_STACKS: on_stacks,
-        ASK_STOP: on_stop,
+        **on_words,
         STOP_AT: lambda: on_agreement(*CALL_NUMBER.unpack(os.read(pipe_fd, CALL_NUMBER.size))),
-        END_NOW: on_end,
     }
     # An own session: the launcher can end all of it, and the terminal's Ctrl-C goes to the
     # launcher alone, which then ends the ranks in order.
@@ -79,10 +63,17 @@ def _ask_kernel() -> None:
 
 
 def _listen(pipe_fd: int, listeners: Mapping[bytes, Callable[[], None]]) -> None:
-    while word := os.read(pipe_fd, 1):
+    """Obey until the launcher is gone, or the script has closed the pipe.
+
+    The number may be a file of the script's by then; the end of the launcher is left to the kernel.
+    """
+    claim = Claim(pipe_fd)
+    while claim.holds():
+        word = os.read(pipe_fd, 1)
+        if not word:
+            _end_session()
         with contextlib.suppress(Exception):  # no answer is an answer too
             listeners[word]()
-    _end_session()
 
 
 def _end_session() -> None:

@@ -60,6 +60,14 @@ def fields_are_checked_by_name() -> None:
     ddpsafe.launch(train, start_method="fork")  # type: ignore[arg-type]  # not a choice
 
 
+def a_barrier_takes_durations(ctx: ddpsafe.RankContext) -> None:
+    """As the configuration does: timedelta, seconds, text."""
+    ctx.barrier("epoch", timeout=30)
+    ddpsafe.barrier(timeout="5min")
+    ddpsafe.barrier("end", timedelta(seconds=1.5))
+    ddpsafe.barrier(timeout=[30])  # type: ignore[arg-type]  # no duration
+
+
 def config_takes_durations() -> ddpsafe.LaunchConfig:
     """A timeout is a timedelta."""
     timeouts = ddpsafe.Timeouts(collective=timedelta(minutes=2))

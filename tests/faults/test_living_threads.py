@@ -1,0 +1,32 @@
+"""A rank has returned, and a thread keeps its process alive."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import odd_end_programs as programs
+from fault_kit import World
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+
+def test_the_launcher_says_which_rank_and_which_thread_it_waits_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a few seconds, and again when it ends the rank; the result stands."""
+    with caplog.at_level(logging.WARNING):
+        result = World(folder=tmp_path).launch(
+            programs.leave_a_thread, timeouts={"shutdown": 5, "grace": 1}
+        )
+    assert result.values == {0: 0, 1: 1}
+    waits, ends = [line for line in caplog.messages if line.startswith("rank ")][:2]
+    for line in (waits, ends):
+        assert line.startswith("rank 1 has returned, but its process ")
+        assert f"thread 'uploader' at {programs.__file__}:" in line
+        assert "in _work_on" in line
+        assert "timeouts.shutdown" in line
+    assert "so it is ended now" in ends

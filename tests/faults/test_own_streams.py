@@ -1,0 +1,69 @@
+"""The launcher's own stdout cannot be written to: a matter of the script, not of its ranks."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import fault_programs
+import pytest
+import scripts
+from fault_kit import write_script
+
+import ddpsafe
+
+
+class BrokenStream(io.StringIO):
+    """A stream of the program's own, whose flush fails."""
+
+    def flush(self) -> None:
+        """Fail."""
+        raise RuntimeError("no flush today")
+
+
+def test_a_reader_that_has_gone_is_a_broken_pipe_as_of_any_print(tmp_path: Path) -> None:
+    """`python train.py | head -1`, stdout being buffered: no limit of the machine is blamed."""
+    arguments = write_script(tmp_path, "print('begin')\nddpsafe.launch(p.do_nothing, **options)")
+    env = scripts.clean_environment()
+    env.pop("PYTHONUNBUFFERED", None)
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
+    try:
+        script = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tmp_path,
+            env=env,
+            stdout=write_fd,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=scripts.LIMIT_S,
+            check=False,
+        )
+    finally:
+        os.close(write_fd)
+    assert script.returncode != 0
+    assert "\nBrokenPipeError: " in script.stderr
+    assert "could not be started" not in script.stderr
+
+
+def _descriptors() -> set[str]:
+    return {path.name for path in Path("/proc/self/fd").iterdir()}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
+def test_a_stream_that_does_not_flush_leaves_no_descriptor_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it raises is raised, before anything was made for the ranks."""
+    options: Any = {"nproc_per_node": 2, "backend": "gloo", "start_method": "forkserver"}
+    ddpsafe.launch(fault_programs.do_nothing, **options)
+    before = _descriptors()
+    monkeypatch.setattr(sys, "stdout", BrokenStream())
+    with pytest.raises(RuntimeError, match="no flush today") as caught:
+        ddpsafe.launch(fault_programs.do_nothing, **options)
+    assert caught.tb is not None  # its frames hold what they hold
+    assert _descriptors() == before

@@ -1,0 +1,42 @@
+"""A rank that has lost the launcher's signal handler is asked nothing by that signal."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import fault_programs
+import odd_end_programs as programs
+import pytest
+from fault_kit import COLLECTIVE_S, HANG_S, World, require_hang
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux tells which signals a process catches"
+)
+
+
+@pytest.mark.parametrize(
+    ("fault", "place"),
+    [
+        pytest.param(programs.become_another_program, "exec of sleep", id="exec"),
+        pytest.param(programs.reset_signals_and_sleep, "in sleep", id="defaults"),
+    ],
+)
+def test_it_hangs_and_was_not_killed(tmp_path: Path, fault: Callable[..., Any], place: str) -> None:
+    """It would die of the question where it is, and somebody unknown would be blamed for it."""
+    error = World(folder=tmp_path).launch_fails(
+        ddpsafe.CollectiveTimeoutError,
+        fault_programs.train,
+        fault,
+        within_s=COLLECTIVE_S + HANG_S,
+        timeouts={"collective": COLLECTIVE_S},
+    )
+    require_hang(error, 1)
+    assert error.stacks[1].endswith(place), error.stacks
+    assert "killed" not in str(error)

@@ -1,0 +1,69 @@
+"""Rank functions with helpers that `multiprocessing` forks off: heirs of the rank's pipes."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import fault_programs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ddpsafe import RankContext
+
+WORK_S = 2.0
+"""How long the rank works by itself, while the others wait for it in a collective."""
+
+IMPORT_S = 3.0
+"""How long torch may take to make its first optimizer."""
+
+
+def go_on_without_the_helper(ctx: RankContext, _folder: Path) -> int:
+    """Let an optional helper fail in rank 1, which then works on by itself and finishes."""
+    if ctx.rank == 1:
+        _run_helper(_fail_and_destroy)
+        time.sleep(WORK_S)
+    fault_programs.average_gradients()
+    return ctx.rank
+
+
+def vanish_after_the_helper(folder: Path) -> None:
+    """End without a word; the only exception there was is a helper's."""
+    _run_helper(_fail_and_destroy)
+    fault_programs.vanish_badly(folder)
+
+
+def fail_while_the_helper_trains(folder: Path) -> None:
+    """End without a word in the handling of an exception, while a forked helper makes steps."""
+    import torch
+    import torch.distributed as dist
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # takes a second
+    try:
+        fault_programs.raise_own_error(folder)
+    except fault_programs.LostSampleError:
+        dist.destroy_process_group()
+    _run_helper(optimizer.step)
+    os._exit(7)
+
+
+def _run_helper(work: Callable[[], object]) -> None:
+    helper = multiprocessing.get_context("fork").Process(target=work)
+    helper.start()
+    helper.join()
+
+
+def _fail_and_destroy() -> None:
+    import torch.distributed as dist
+
+    try:
+        Path("/nope/eval.json").read_text(encoding="utf-8")
+    except OSError:
+        with contextlib.suppress(Exception):  # whether a fork may destroy it is torch's matter
+            dist.destroy_process_group()
+        raise

@@ -1,0 +1,112 @@
+"""Rank functions that take away what the launcher relies on, and ranks that do not end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, NoReturn
+
+import fault_programs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from ddpsafe import RankContext
+
+
+def become_another_program(_folder: Path) -> NoReturn:
+    """Replace Python, and every signal handler with it."""
+    os.execv("/bin/sleep", ["sleep", "300"])
+
+
+def reset_signals_and_sleep(folder: Path) -> None:
+    """Set all signals to their defaults, as code that prepares an exec does."""
+    for signum in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if signal.getsignal(signum) is not signal.SIG_DFL or signum > signal.SIGRTMIN:
+            signal.signal(signum, signal.SIG_DFL)
+    fault_programs.sleep(folder)
+
+
+def fail_before_the_group(
+    rank: int, _world_size: int, folder: Path, fault: Callable[[Path], None]
+) -> None:
+    """Meet the fault in rank 1 while there is no group: gloo aborts without its descriptors."""
+    if rank == 1:
+        fault_programs.mark(folder)
+        fault(folder)
+    fault_programs.sleep(folder)
+
+
+def fail_without_descriptors(folder: Path) -> None:
+    """Close all descriptors, as code that makes a daemon does, and raise."""
+    os.closerange(3, 1000)
+    fault_programs.raise_own_error(folder)
+
+
+def fail_with_files_for_pipes(folder: Path) -> None:
+    """Close every pipe, and open files that get their numbers."""
+    pipes = [fd for fd in range(1000) if _is_pipe(fd)]
+    for number, fd in enumerate(pipes):
+        own = os.open(folder / f"own-{number}", os.O_RDWR | os.O_CREAT, 0o600)
+        os.dup2(own, fd)
+    fault_programs.raise_own_error(folder)
+
+
+def _is_pipe(fd: int) -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(fd).st_mode)
+    except OSError:
+        return False
+
+
+def leave_a_thread(ctx: RankContext, _folder: Path) -> int:
+    """Return in rank 1 while a thread that is no daemon sleeps."""
+    if ctx.rank == 1:
+        threading.Thread(target=_work_on, name="uploader").start()
+    return ctx.rank
+
+
+def _work_on() -> None:
+    time.sleep(300)  # still here
+
+
+def meet_in_time(ctx: RankContext) -> int:
+    """Meet with deadlines written in every way."""
+    import ddpsafe
+
+    ctx.barrier(timeout=30)
+    ctx.barrier("half", 30.5)
+    ctx.barrier("text", "2min")
+    ddpsafe.barrier(timeout=timedelta(seconds=30))
+    return ctx.rank
+
+
+def meet_too_soon(ctx: RankContext, folder: Path) -> None:
+    """Let rank 1 come too late for a deadline of half a second."""
+    if ctx.rank == 1:
+        fault_programs.mark(folder)
+        fault_programs.sleep(folder)
+    ctx.barrier("soon", timeout="500ms")
+
+
+class Exiting:
+    """A value that ends whoever loads it."""
+
+    def __setstate__(self, state: object) -> None:
+        """Leave."""
+        sys.exit(3)
+
+    def __getstate__(self) -> object:
+        """Travel with a state, so that there is one to set."""
+        return {"any": "thing"}
+
+
+def return_exiting(_ctx: RankContext) -> Exiting:
+    """Return a value that ends whoever loads it."""
+    return Exiting()
