@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import fault_programs
+from crash_programs import vanish_badly
+from exception_programs import LostSampleError, raise_own_error
+from training_programs import average_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,14 +30,14 @@ def go_on_without_the_helper(ctx: RankContext, _folder: Path) -> int:
     if ctx.rank == 1:
         _run_helper(_fail_and_destroy)
         time.sleep(WORK_S)
-    fault_programs.average_gradients()
+    average_gradients()
     return ctx.rank
 
 
 def vanish_after_the_helper(folder: Path) -> None:
     """End without a word; the only exception there was is a helper's."""
     _run_helper(_fail_and_destroy)
-    fault_programs.vanish_badly(folder)
+    vanish_badly(folder)
 
 
 def fail_while_the_helper_trains(folder: Path) -> None:
@@ -45,8 +47,8 @@ def fail_while_the_helper_trains(folder: Path) -> None:
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # takes a second
     try:
-        fault_programs.raise_own_error(folder)
-    except fault_programs.LostSampleError:
+        raise_own_error(folder)
+    except LostSampleError:
         dist.destroy_process_group()
     _run_helper(optimizer.step)
     os._exit(7)

@@ -11,7 +11,9 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
-import fault_programs
+from exception_programs import raise_own_error
+from hang_programs import sleep
+from training_programs import mark
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +32,7 @@ def reset_signals_and_sleep(folder: Path) -> None:
     for signum in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         if signal.getsignal(signum) is not signal.SIG_DFL or signum > signal.SIGRTMIN:
             signal.signal(signum, signal.SIG_DFL)
-    fault_programs.sleep(folder)
+    sleep(folder)
 
 
 def fail_before_the_group(
@@ -38,15 +40,15 @@ def fail_before_the_group(
 ) -> None:
     """Meet the fault in rank 1 while there is no group: gloo aborts without its descriptors."""
     if rank == 1:
-        fault_programs.mark(folder)
+        mark(folder)
         fault(folder)
-    fault_programs.sleep(folder)
+    sleep(folder)
 
 
 def fail_without_descriptors(folder: Path) -> None:
     """Close all descriptors, as code that makes a daemon does, and raise."""
     os.closerange(3, 1000)
-    fault_programs.raise_own_error(folder)
+    raise_own_error(folder)
 
 
 def fail_with_files_for_pipes(folder: Path) -> None:
@@ -55,7 +57,7 @@ def fail_with_files_for_pipes(folder: Path) -> None:
     for number, fd in enumerate(pipes):
         own = os.open(folder / f"own-{number}", os.O_RDWR | os.O_CREAT, 0o600)
         os.dup2(own, fd)
-    fault_programs.raise_own_error(folder)
+    raise_own_error(folder)
 
 
 def _is_pipe(fd: int) -> bool:
@@ -90,8 +92,8 @@ def meet_in_time(ctx: RankContext) -> int:
 def meet_too_soon(ctx: RankContext, folder: Path) -> None:
     """Let rank 1 come too late for a deadline of half a second."""
     if ctx.rank == 1:
-        fault_programs.mark(folder)
-        fault_programs.sleep(folder)
+        mark(folder)
+        sleep(folder)
     ctx.barrier("soon", timeout="500ms")
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import fault_programs
 import forked_helper_programs as programs
+from exception_programs import LostSampleError
 from fault_kit import CRASH_S, World, require_rank
+from training_programs import train
 
 import ddpsafe
 
@@ -23,9 +24,7 @@ def test_a_helpers_exception_does_not_end_the_job(tmp_path: Path) -> None:
 def test_a_helpers_exception_is_not_the_reason_of_the_ranks_end(tmp_path: Path) -> None:
     """A rank that vanishes later has vanished."""
     world = World(folder=tmp_path)
-    error = world.launch_fails(
-        ddpsafe.RankExitedError, fault_programs.train, programs.vanish_after_the_helper
-    )
+    error = world.launch_fails(ddpsafe.RankExitedError, train, programs.vanish_after_the_helper)
     require_rank(error, 1)
     assert error.exit_code == 7
 
@@ -35,10 +34,10 @@ def test_a_helpers_steps_do_not_take_the_ranks_exception_back(tmp_path: Path) ->
     world = World(folder=tmp_path)
     error = world.launch_fails(
         ddpsafe.RankRaisedError,
-        fault_programs.train,
+        train,
         programs.fail_while_the_helper_trains,
         within_s=CRASH_S + programs.IMPORT_S,
     )
     require_rank(error, 1)
-    assert isinstance(error.__cause__, fault_programs.LostSampleError)
+    assert isinstance(error.__cause__, LostSampleError)
     assert error.outcomes[1].steps == 0

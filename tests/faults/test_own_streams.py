@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import fault_programs
 import pytest
 import scripts
 from fault_kit import write_script
+from training_programs import return_rank
 
 import ddpsafe
 
@@ -27,7 +27,10 @@ class BrokenStream(io.StringIO):
 
 def test_a_reader_that_has_gone_is_a_broken_pipe_as_of_any_print(tmp_path: Path) -> None:
     """`python train.py | head -1`, stdout being buffered: no limit of the machine is blamed."""
-    arguments = write_script(tmp_path, "print('begin')\nddpsafe.launch(p.do_nothing, **options)")
+    arguments = write_script(
+        tmp_path,
+        "print('begin')\nfrom training_programs import return_rank\nddpsafe.launch(return_rank, **options)",
+    )
     env = scripts.clean_environment()
     env.pop("PYTHONUNBUFFERED", None)
     read_fd, write_fd = os.pipe()
@@ -60,10 +63,10 @@ def test_a_stream_that_does_not_flush_leaves_no_descriptor_open(
 ) -> None:
     """What it raises is raised, before anything was made for the ranks."""
     options: Any = {"nproc_per_node": 2, "backend": "gloo", "start_method": "forkserver"}
-    ddpsafe.launch(fault_programs.do_nothing, **options)
+    ddpsafe.launch(return_rank, **options)
     before = _descriptors()
     monkeypatch.setattr(sys, "stdout", BrokenStream())
     with pytest.raises(RuntimeError, match="no flush today") as caught:
-        ddpsafe.launch(fault_programs.do_nothing, **options)
+        ddpsafe.launch(return_rank, **options)
     assert caught.tb is not None  # its frames hold what they hold
     assert _descriptors() == before

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-import fault_programs
 import odd_end_programs as programs
 import pytest
 from fault_kit import COLLECTIVE_S, HANG_S, World, require_hang
+from training_programs import train
 
 import ddpsafe
 
@@ -32,7 +32,7 @@ def test_it_hangs_and_was_not_killed(tmp_path: Path, fault: Callable[..., Any], 
     """It would die of the question where it is, and somebody unknown would be blamed for it."""
     error = World(folder=tmp_path).launch_fails(
         ddpsafe.CollectiveTimeoutError,
-        fault_programs.train,
+        train,
         fault,
         within_s=COLLECTIVE_S + HANG_S,
         timeouts={"collective": COLLECTIVE_S},
