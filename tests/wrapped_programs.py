@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import socket
 import struct
@@ -14,7 +15,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from exception_programs import raise_own_error
-from training_programs import FAULT_STEP, STEPS, average_gradients, mark
+from hang_programs import count_reads
+from training_programs import FAULT_STEP, STEPS, average_gradients, mark, train
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,6 +61,17 @@ def train_in_try(
         handle()
 
 
+def train_in_a_task(ctx: RankContext, folder: Path, fault: Fault) -> None:
+    """Train and raise what comes of it in a group, as a TaskGroup does."""
+    failures: list[Exception] = []
+    try:
+        train(ctx, folder, fault)
+    except Exception as exc:  # noqa: BLE001 - as a TaskGroup does
+        failures.append(exc)
+    if failures:
+        raise builtins.ExceptionGroup("tasks failed", failures)  # type: ignore[attr-defined]
+
+
 def train_in_an_except_block(ctx: RankContext, folder: Path, fault: Fault) -> None:
     """Do the same where an expected error is being handled."""
     try:
@@ -69,6 +82,129 @@ def train_in_an_except_block(ctx: RankContext, folder: Path, fault: Fault) -> No
                 mark(folder)
                 fault(folder)
             ctx.gather(step) if step > FAULT_STEP else average_gradients()
+
+
+def be_slow_in_an_except_block(ctx: RankContext, meet: Callable[[RankContext], object]) -> str:
+    """Handle an expected error by meeting some of the others, who come late; all goes well."""
+    average_gradients()
+    if ctx.rank == 2:
+        time.sleep(2)
+    try:
+        import no_such_module_at_all  # noqa: F401 - it is not there
+    except ImportError:
+        meet(ctx)
+    average_gradients()
+    return "well"
+
+
+def scatter(ctx: RankContext) -> None:
+    """Give each rank its part, which only the source has the sizes of."""
+    import torch.distributed as dist
+
+    out: list[object] = [None]
+    dist.scatter_object_list(out, list(range(ctx.world_size)) if ctx.rank == 0 else None, src=0)
+
+
+def gather_in_a_subgroup(ctx: RankContext) -> None:
+    """Gather among the last two ranks; the first one goes ahead."""
+    import torch.distributed as dist
+
+    group = dist.new_group([1, 2])
+    if ctx.rank == 2:
+        time.sleep(2)
+    if ctx.rank > 0:
+        dist.all_gather_object([None, None], ctx.rank, group=group)
+
+
+def count_reads_of_meetings(ctx: RankContext, _folder: Path) -> int:
+    """Meet again and again where an error is being handled; return how often the rank told where."""
+    try:
+        import no_such_module_at_all  # noqa: F401 - it is not there
+    except ImportError:
+        return count_reads(lambda: [ctx.gather(step) for step in range(20)])
+    return -1
+
+
+def enter_another_collective_in_an_except_block(ctx: RankContext, folder: Path) -> None:
+    """Come apart where all ranks handle the same expected error."""
+    import torch
+    import torch.distributed as dist
+
+    try:
+        import no_such_module_at_all  # noqa: F401 - it is not there
+    except ImportError:
+        average_gradients()
+        if ctx.rank == 1:
+            mark(folder)
+            dist.broadcast(torch.ones(8), src=0)
+        else:
+            dist.all_gather([torch.ones(8)] * ctx.world_size, torch.ones(8))
+
+
+def be_killed_in_an_except_block(ctx: RankContext, folder: Path) -> None:
+    """Kill rank 1 while it waits for the others and handles an expected error."""
+    average_gradients()
+    if ctx.rank != 1:
+        time.sleep(1)
+        average_gradients()
+    try:
+        import no_such_module_at_all  # noqa: F401 - it is not there
+    except ImportError:
+        threading.Timer(0.3, _kill, args=(folder,)).start()
+        ctx.gather(ctx.rank)
+
+
+def _kill(folder: Path) -> None:
+    mark(folder)
+    os.kill(os.getpid(), 9)
+
+
+def fail_in_the_handler(_folder: Path) -> None:
+    """Handle an echo of its own, a key that nobody has set, and fail in its handler."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    try:
+        store.wait(["warm"], timedelta(seconds=0.2))
+    except dist.DistError:
+        _ = {}["label"]
+
+
+class DownloadError(RuntimeError):
+    """An error of a library of the user's."""
+
+
+def fail_with_a_subclass(_folder: Path) -> None:
+    """Fail as a library does that has its errors from RuntimeError."""
+    message = "https://data/shard-7.tar: Connection reset by peer"
+    raise DownloadError(message)
+
+
+def fail_inside_the_model(ctx: RankContext, folder: Path) -> None:
+    """Fail on rank 1 in the forward pass, which runs inside of DDP's."""
+    import torch
+
+    def serve(*_: object) -> None:
+        if ctx.rank == 1:
+            mark(folder)
+            message = "feature server [10.0.0.5]:443: Socket Timeout"
+            raise RuntimeError(message)
+
+    model = torch.nn.Linear(1, 1)
+    model.register_forward_pre_hook(serve)
+    ctx.wrap(model)(torch.ones(1)).backward()
+
+
+class OddError(Exception):
+    """An error of somebody who thought `__cause__` was free."""
+
+    __cause__ = "quota"  # type: ignore[assignment]
+
+
+def fail_oddly(_folder: Path) -> None:
+    """Raise what has a text for a cause."""
+    message = "disk quota exceeded"
+    raise OddError(message)
 
 
 def meet_in_finally(ctx: RankContext, folder: Path, meet: Callable[[RankContext], object]) -> None:

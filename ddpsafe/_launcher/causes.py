@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import psutil
 
-from ddpsafe._launcher.waits import find_behind, find_mismatch, is_waiting
+from ddpsafe._launcher.waits import find_behind, find_mismatch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -63,26 +63,49 @@ def _accuse(
     broke = _by_likelihood([outcome for outcome in failed if is_own_fault(outcome)])
     if broke and (is_failing or _is_certain(broke[0])):
         return "broke", broke[0]
-    sort, root = _accuse_by_place(everyone) or ("unknown", min(failed or everyone, key=_order))
-    if broke and (sort == "unknown" or root in broke or is_waiting(root)):
-        # Nobody hangs, so what may have been handled was not, or led to what does not fit here.
-        return "broke", broke[0]
+    broke = [outcome for outcome in broke if not _is_common(outcome, broke)]
+    sort, suspects = _suspect_by_place(everyone) or ("unknown", broke or failed or everyone)
+    odd = [outcome for outcome in broke if outcome in suspects]
+    if odd:
+        # What may have been handled was not, or led to where this rank does not fit.
+        return "broke", odd[0]
+    root = min(suspects, key=_order) if sort == "unknown" else suspects[0]
+    if root.raised is not None and root.raised.is_wrapped and not _hangs(everyone):
+        return "broke", root  # it is not there since it had an error of its own
     return sort, root
 
 
-def _accuse_by_place(everyone: list[RankOutcome]) -> tuple[Sort, RankOutcome] | None:
-    """Return the first suspicion that comes of where the ranks are."""
+def _hangs(everyone: list[RankOutcome]) -> bool:
+    """Tell whether a rank is at work, or nowhere, while others wait."""
+    return any(out.raised is None and out.in_collective is False for out in everyone)
+
+
+def _is_common(outcome: RankOutcome, broke: list[RankOutcome]) -> bool:
+    """Tell whether others handled the same error in the same place: that drives nobody apart."""
+    raised = outcome.raised
+    if raised is None or raised.is_certain:
+        return False
+    same = [
+        other.rank
+        for other in broke
+        if other.raised is not None
+        and (other.raised.type_name, other.raised.where) == (raised.type_name, raised.where)
+    ]
+    return len(same) > 1
+
+
+def _suspect_by_place(everyone: list[RankOutcome]) -> tuple[Sort, list[RankOutcome]] | None:
+    """Return the first suspicion that comes of where the ranks are, and whom it is of."""
     behind = find_behind(everyone)
-    odd = find_mismatch(everyone)
     suspicions: list[tuple[Sort, list[RankOutcome]]] = [
         ("suspended", [out for out in everyone if out.state == psutil.STATUS_STOPPED]),
         ("left", behind[:1] if behind and behind[0].status == "returned" else []),
-        ("mismatch", [] if odd is None else [odd]),
-        ("behind", behind),
+        ("mismatch", find_mismatch(everyone)),
+        ("behind", behind[:1]),
         ("left", [out for out in everyone if out.status == "returned"]),
         ("elsewhere", _find_elsewhere(everyone)),
     ]
-    return next(((sort, suspects[0]) for sort, suspects in suspicions if suspects), None)
+    return next((pair for pair in suspicions if pair[1]), None)
 
 
 def _find_elsewhere(everyone: list[RankOutcome]) -> list[RankOutcome]:
@@ -113,13 +136,15 @@ def _by_likelihood(broke: list[RankOutcome]) -> list[RankOutcome]:
     first = in_order[:1]
     if first and first[0].status == "exited":
         until_ns = (first[0].ended_ns or 0) + _TOGETHER_NS
-        killed = [out for out in in_order if out.status == "killed" and _ended_by(out, until_ns)]
+        killed = [out for out in in_order if _was_killed_by(out, until_ns)]
         return sorted(in_order, key=lambda outcome: outcome not in killed)
     return in_order
 
 
-def _ended_by(outcome: RankOutcome, moment_ns: int) -> bool:
-    return outcome.ended_ns is not None and outcome.ended_ns <= moment_ns
+def _was_killed_by(outcome: RankOutcome, moment_ns: int) -> bool:
+    if outcome.status != "killed" or outcome.in_collective or outcome.ended_ns is None:
+        return False
+    return outcome.ended_ns <= moment_ns
 
 
 def _order(outcome: RankOutcome) -> tuple[bool, bool, int, int]:

@@ -29,6 +29,7 @@ _ALL_THREADS: Final = timedelta(seconds=0.4)
 _POLL_S: Final = 0.02
 _FRAME: Final = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
 _CAUGHT: Final = re.compile(r"^SigCgt:\s*([0-9a-f]+)$", re.MULTILINE)
+_BACKWARD: Final = re.compile(r"/torch/(?:autograd|nn/parallel)/")
 _COLLECTIVES: Final = "distributed_c10d.py"
 _ENTRYPOINT: Final = "_worker/entrypoint.py"
 
@@ -164,6 +165,8 @@ def read_stack(dump: str) -> tuple[str, bool | None]:
     own = [frame for frame in frames if not is_library(frame["file"])]
     shown = own[0] if own else frames[0]
     where = f"{shown['file']}:{shown['line']} in {shown['name']}"
+    if _BACKWARD.search(frames[0]["file"]):  # it computes, or waits for a bucket of gradients
+        return where, None
     return where, any(_COLLECTIVES in frame["file"] for frame in frames)
 
 

@@ -160,11 +160,12 @@ class FlightWatch:
                 self._compare(worker, is_new=worker.rank in new)
                 worker.ask_position()
         staying = {rank for rank, repeats in self._repeats.items() if repeats >= _REPEATS}
-        lasts = {rank: _last(self._answers[rank]) for rank in staying}
+        places = {rank: self._answers[rank] for rank in staying}
         return any(
-            _wait_for_each_other(lasts[mine], theirs)
+            _wait_for_each_other(_last(places[mine]), _last(theirs))
             for mine in failing & staying
-            for theirs in lasts.values()
+            for theirs in places.values()
+            if not _is_in_a_subgroup(places[mine])
         )
 
     def _compare(self, worker: Worker, *, is_new: bool) -> None:
@@ -182,13 +183,19 @@ def _has_exception_in_flight(worker: Worker) -> bool:
     return is_running and worker.raised is not None and not worker.failed
 
 
+def _is_in_a_subgroup(position: Position | None) -> bool:
+    """Tell whether a rank waits for some ranks only, which may be at work and come in time."""
+    newest = None if position is None else position.newest()
+    return newest is not None and newest.group != MAIN_GROUP and not newest.done
+
+
 def _wait_for_each_other(mine: Collective | None, theirs: Collective | None) -> bool:
     """Tell whether another rank waits in a collective that this one is not in."""
     if theirs is None or theirs.done:
         return False
     if mine is None or mine.number < theirs.number:
         return True
-    others = (mine.name, mine.sizes) != (theirs.name, theirs.sizes)
+    others = mine.name != theirs.name or (mine.has_one_size and mine.sizes != theirs.sizes)
     return mine.number == theirs.number and not mine.done and others
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import (
@@ -19,7 +20,7 @@ from ddpsafe._launcher.causes import Cause, find_cause
 from ddpsafe._launcher.logs import read_log
 from ddpsafe._launcher.originals import original_of
 from ddpsafe._launcher.symptoms import kind_of, wants_busy_port
-from ddpsafe._launcher.wording import in_short, last_words, others, positions
+from ddpsafe._launcher.wording import last_words, others, positions
 from ddpsafe._wire.channel import PIPE_LOST
 from ddpsafe._wire.exceptions import clip
 from ddpsafe._wording import take_apart
@@ -67,7 +68,9 @@ def _broke(case: Case, cause: Cause) -> LaunchError:
     if cause.root.status == "killed":
         return _killed(case, cause)
     if cause.root.raised is not None and cause.root.raised.exit_code is None:
-        return _raised(case, cause, cause.root.raised)
+        raised = cause.root.raised
+        # Nobody hangs: that an echo led to an exception of the rank's own is no matter any more.
+        return _raised(case, cause, replace(raised, echo=None) if raised.is_wrapped else raised)
     return _exited(case, cause)
 
 
@@ -85,9 +88,7 @@ def _raised(case: Case, cause: Cause, raised: Raised) -> LaunchError:
     at = [f"at {raised.where}"] if raised.where else []
     at += [f"held: {raised.held}"] if raised.held else []
     at += (
-        [f"on top of it, in an except or a finally: {in_short(raised.hidden_by)}"]
-        if raised.hidden_by
-        else []
+        [f"on top of it, in an except or a finally: {raised.hidden_by}"] if raised.hidden_by else []
     )
     said = f": {clip(text, _MAX_MESSAGE)}" if text else "."
     message = explain(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,13 +36,7 @@ def last_collective(outcome: RankOutcome) -> Collective | None:
 
 def newest_collective(outcome: RankOutcome) -> Collective | None:
     """Return the last collective the rank entered, in whichever group."""
-    entered = () if outcome.position is None else outcome.position.collectives
-    # Of those entered at one time, which old versions of torch do not note, that of all ranks.
-    return max(
-        entered,
-        key=lambda each: (each.entered_ns, each.group == MAIN_GROUP, each.number),
-        default=None,
-    )
+    return None if outcome.position is None else outcome.position.newest()
 
 
 def is_waiting(outcome: RankOutcome) -> bool:
@@ -92,8 +87,10 @@ def find_who_waited(
         pairs = [
             (out.rank, last)
             for out in outcomes
-            if out.rank != root.rank and is_waiting(out) and (last := last_collective(out))
+            if out.rank != root.rank and is_waiting(out) and (last := newest_collective(out))
         ]
+        if len({each.group for _, each in pairs}) > 1:  # each waits in a group of its own
+            pairs = []
     if not pairs:
         return [], None
     goal = max(
@@ -102,8 +99,10 @@ def find_who_waited(
     return sorted(rank for rank, each in pairs if each.group == goal.group), goal
 
 
-def find_mismatch(outcomes: Collection[RankOutcome]) -> RankOutcome | None:
-    """Return a rank that entered another collective than most under one number.
+def find_mismatch(outcomes: Collection[RankOutcome]) -> list[RankOutcome]:
+    """Return the ranks that entered another collective than most under one number.
+
+    Where there is no majority, those are all of them.
 
     Looked at is the number that the hindmost rank is in: a rank that skips one pairs its next
     with the others' present one, and all go on until two do not fit. Sizes count only while a
@@ -121,11 +120,15 @@ def find_mismatch(outcomes: Collection[RankOutcome]) -> RankOutcome | None:
         if (collective := position.numbered(MAIN_GROUP, hindmost)) is not None
     ]
     under_way = not any(collective.done for _, collective in entered)
-    calls = [(out, (each.name, each.sizes if under_way else "")) for out, each in entered]
-    kinds = [call for _, call in calls]
-    if len(set(kinds)) < 2:  # noqa: PLR2004 - they all agree
-        return None
-    return min(calls, key=lambda pair: (kinds.count(pair[1]), -pair[0].rank))[0]
+    calls = [
+        (out, (each.name, each.sizes if under_way and each.has_one_size else ""))
+        for out, each in entered
+    ]
+    counts = Counter(call for _, call in calls)
+    if len(counts) < 2:  # noqa: PLR2004 - they all agree
+        return []
+    rarest = min(counts.values())
+    return [out for out, call in reversed(calls) if counts[call] == rarest]
 
 
 def _lasts(outcome: RankOutcome) -> Iterator[Collective]:

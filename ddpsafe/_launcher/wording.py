@@ -52,12 +52,7 @@ def _first_line(outcome: RankOutcome) -> str:
     raised = outcome.raised
     if raised is None:
         return outcome.status if outcome.signal_name is None else f"killed by {outcome.signal_name}"
-    return in_short(f"{raised.type_name}: {raised.message}".splitlines()[0])
-
-
-def in_short(text: str) -> str:
-    """Shorten an exception's line, without gloo's own sources."""
-    text = _GLOO_SOURCE.sub("", text)
+    text = _GLOO_SOURCE.sub("", f"{raised.type_name}: {raised.message}".splitlines()[0])
     return text if len(text) <= _WIDTH else text[: _WIDTH - 1] + "…"
 
 
@@ -74,6 +69,10 @@ def _position(outcome: RankOutcome) -> str:
         parts.append("waited in the kernel, for a disk or a device")
     elif outcome.status == "returned":
         parts.append("has returned")
+    raised = outcome.raised
+    if raised is not None and (raised.echo is None or raised.is_wrapped):
+        did = "raised" if raised.final and not raised.hidden_by else "was handling"
+        parts.append(f"{did} {_first_line(outcome)}")
     if text := where(outcome):
         parts.append(f"at {text}")
     last = newest_collective(outcome)
@@ -86,9 +85,11 @@ def _relation(outcome: RankOutcome, *, done: bool) -> str:
     """Say how a rank stands to its last collective; torch marks one that failed as done too."""
     if outcome.status == "returned":
         return "after"
-    echo = None if outcome.raised is None else outcome.raised.echo
-    if echo is not None:
-        return "timed out in" if echo == "timeout" else "lost a peer in"
+    raised = outcome.raised
+    if raised is not None and raised.hidden_by:
+        return "in"
+    if raised is not None and raised.echo is not None:
+        return "timed out in" if raised.echo == "timeout" else "lost a peer in"
     return "after" if done else "in"
 
 

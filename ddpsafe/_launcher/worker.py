@@ -215,15 +215,16 @@ class Worker:
     def outcome(self) -> RankOutcome:
         """Say what became of it."""
         logs = self.spec.logs
+        status = self._status()
         return RankOutcome(
             rank=self.rank,
             local_rank=self.spec.world.local_rank,
             pid=self.pid,
             hostname=socket.gethostname(),
-            status=self._status(),
+            status=status,
             phase=self.raised.phase if self.raised else self.phase,
             exit_code=self.exitcode,
-            raised=self.raised,
+            raised=None if status == "killed" else self.raised,
             ended_ns=self.ended_ns,
             stdout=logs.stdout,
             stderr=logs.stderr,
@@ -237,13 +238,18 @@ class Worker:
     def _status(self) -> Status:
         if self.returned is not None:
             return "returned"
-        if self.raised is not None:
+        if self.raised is not None and not self._was_killed_meanwhile():
             return "raised"
         if self.told_to_end:
             return "stopped"
         if self.alive:
             return "running"
         return "killed" if (self.exitcode or 0) < 0 else "exited"
+
+    def _was_killed_meanwhile(self) -> bool:
+        """Tell whether somebody killed it while an exception was in flight, which may be handled."""
+        by_itself = self.exitcode is None or self.exitcode >= 0 or self.crashed
+        return not (self.failed or self.told_to_end or by_itself)
 
     def signal(self, signum: int) -> None:
         """Send a signal, if the process has not been reaped."""

@@ -7,9 +7,11 @@ in a ``finally`` hides the rank's own error behind such an echo.
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import DDPSafeError
 from ddpsafe._secondary import symptom_in, tells_of_mismatch
@@ -21,9 +23,10 @@ if TYPE_CHECKING:
     from ddpsafe._secondary import Echo
 
 _OF_A_BACKEND: Final = re.compile(
-    r"/gloo/|nccl|c10d|ProcessGroup|\[[0-9a-f.:]+\]:\d+", re.IGNORECASE
+    r"/gloo/|nccl|c10d|ProcessGroup|(?:Read error|closed by peer) \[", re.IGNORECASE
 )
-_OF_TORCH: Final = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/")
+_OF_TORCH: Final = re.compile(r"/torch/(?:distributed/(?!elastic/)|nn/parallel/|autograd/)")
+_GROUP: Final[Any] = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,23 +36,45 @@ class Reading:
     Attributes:
         shown: The exception to show: the one that left, or the own error that an echo hides.
         echo: What another rank did to this one, where that is all there is.
+        is_wrapped: Whether `shown` is no echo itself, but came of one.
         hidden_by: The echo that hides the own error, which may have been handled before it.
     """
 
     shown: BaseException
     echo: Echo | None = None
+    is_wrapped: bool = False
     hidden_by: BaseException | None = None
 
 
+def note_handled(exc: BaseException | None) -> None:
+    """Remember of an exception that the rank went on with its work while it was handled."""
+    with contextlib.suppress(Exception):  # it may have no room for a name more
+        exc._ddpsafe_handled = True  # type: ignore[union-attr]  # noqa: SLF001 - a mark of ours
+
+
+def is_handled(exc: BaseException) -> bool:
+    """Tell whether that was noted: it is no reason for anything that comes later."""
+    return "_ddpsafe_handled" in getattr(exc, "__dict__", {})
+
+
 def read_chain(exc: BaseException) -> Reading:
-    """Find what says why the rank failed, from the exception that left its function."""
+    """Find what says why the rank failed, from the exception that left its function.
+
+    An exception that cannot be read, since its class plays tricks, is what is shown.
+    """
+    with contextlib.suppress(Exception):
+        return _read(exc)
+    return Reading(shown=exc)
+
+
+def _read(exc: BaseException) -> Reading:
     chain = list(_chain_of(exc))
     for number in reversed(range(len(chain))):
         outer, inner = chain[number], chain[number + 1 : number + 2]
         if inner and (echo_of(outer) or tells_of_mismatch(_text_of(outer))):
             return Reading(shown=inner[0], hidden_by=outer)
         if echo := echo_of(outer):
-            return Reading(shown=exc, echo=echo)
+            return Reading(shown=exc, echo=echo, is_wrapped=outer is not exc)
     return Reading(shown=exc)
 
 
@@ -57,16 +82,25 @@ def echo_of(exc: BaseException) -> Echo | None:
     """Tell what another rank has done, if that is what this exception, for itself, says.
 
     The user's own connections break with the same words, in exceptions of other types and places.
+    A group of exceptions is an echo if all of them are.
     """
+    if isinstance(exc, _GROUP):
+        echoes = [_read(each).echo for each in exc.exceptions]
+        return echoes[0] if all(echoes) else None
     symptom = symptom_in(_text_of(exc))
-    if symptom is None:
-        return None
-    is_torchs = isinstance(exc, RuntimeError) and (
-        type(exc) is not RuntimeError
+    is_torchs_or_ours = isinstance(exc, DDPSafeError) or _is_torchs(exc)
+    return symptom.sort if symptom is not None and is_torchs_or_ours else None
+
+
+def _is_torchs(exc: BaseException) -> bool:
+    """Tell whether torch raised it: its type, its text or the place where it was raised says so."""
+    if not isinstance(exc, RuntimeError):
+        return False
+    return (
+        type(exc).__module__.partition(".")[0] == "torch"
         or _OF_A_BACKEND.search(_text_of(exc)) is not None
-        or any(part in file for file in _files_of(exc) for part in _OF_TORCH)
+        or _OF_TORCH.search(_file_of(exc)) is not None
     )
-    return symptom.sort if is_torchs or isinstance(exc, DDPSafeError) else None
 
 
 def _text_of(exc: BaseException) -> str:
@@ -76,15 +110,18 @@ def _text_of(exc: BaseException) -> str:
 def _chain_of(exc: BaseException) -> Iterator[BaseException]:
     """Yield an exception, what it was raised from or while handling, and so on."""
     seen: set[int] = set()
-    at: BaseException | None = exc
-    while at is not None and id(at) not in seen:
+    at: object = exc
+    while isinstance(at, BaseException) and id(at) not in seen:
+        if at is not exc and is_handled(at):
+            return
         seen.add(id(at))
         yield at
         at = at.__context__ if at.__cause__ is None else at.__cause__
 
 
-def _files_of(exc: BaseException) -> Iterator[str]:
-    tb = exc.__traceback__
+def _file_of(exc: BaseException) -> str:
+    """Return the file of the line that raised it."""
+    file, tb = "", exc.__traceback__
     while tb is not None:
-        yield tb.tb_frame.f_code.co_filename
-        tb = tb.tb_next
+        file, tb = tb.tb_frame.f_code.co_filename, tb.tb_next
+    return file

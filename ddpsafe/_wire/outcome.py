@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 Phase = Literal["starting", "loading", "joining", "running", "leaving"]
 """Process started > unpickling > rendezvous > the user's function > after its report."""
+
+_OF_MANY_SIZES: Final = re.compile(r":(?:gather|scatter|all_?to_?all)")
 
 MAIN_GROUP: Final = "default_pg"
 """What torch calls the group of all ranks."""
@@ -53,6 +56,11 @@ class Collective:
     done: bool
     entered_ns: int
 
+    @property
+    def has_one_size(self) -> bool:
+        """Whether every rank has to bring the same shapes, the source of a scatter included."""
+        return _OF_MANY_SIZES.search(self.name) is None
+
     def __str__(self) -> str:
         """Name it as a reader would look for it."""
         shapes = self.sizes[1:-1]  # of a list of lists
@@ -76,6 +84,15 @@ class Position:
         return max(
             (each for each in self.collectives if each.group == group),
             key=lambda each: each.number,
+            default=None,
+        )
+
+    def newest(self) -> Collective | None:
+        """Return the last collective that was entered, in whichever group."""
+        # Of those entered at one time, which old versions of torch do not note, that of all ranks.
+        return max(
+            self.collectives,
+            key=lambda each: (each.entered_ns, each.group == MAIN_GROUP, each.number),
             default=None,
         )
 
@@ -125,7 +142,8 @@ class Raised:
         exit_code: Set when the exception was a request to exit.
         final: False where the exception was only seen in flight, at a teardown or a barrier.
         held: What the rank's memory held, where it ran out of it.
-        echo: What another rank did to this one, where that is all the exception says.
+        echo: What another rank did to this one, where that is all that led to the exception.
+        is_wrapped: Whether it is another exception, raised while the echo was handled.
         hidden_by: The echo that came on top of this exception and left in its place, in a line.
         handled: What was being handled when the rank asked to exit, in a line.
     """
@@ -142,6 +160,7 @@ class Raised:
     final: bool = True
     held: str = ""
     echo: Echo | None = None
+    is_wrapped: bool = False
     hidden_by: str = ""
     handled: str = ""
 
@@ -180,6 +199,7 @@ class Raised:
             final=final,
             held=held,
             echo=reading.echo,
+            is_wrapped=reading.is_wrapped,
             hidden_by="" if reading.hidden_by is None else _in_a_line(reading.hidden_by),
             handled="" if handled is None else _in_a_line(handled),
         )

@@ -136,7 +136,9 @@ def _form_of(x: Reducible) -> str:
 
     if isinstance(x, Mapping):
         return "{" + ", ".join(f"{key!r}: {_form_of(x[key])}" for key in sorted(x)) + "}"
-    return f"shape {list(x.shape) if isinstance(x, torch.Tensor) else []}"
+    if isinstance(x, torch.Tensor) and x.numel() != 1:
+        return f"shape {list(x.shape)}"
+    return "one number"
 
 
 def gather(obj: T) -> list[T]:

@@ -7,6 +7,9 @@ block may be meant.
 
 Nothing tells when a destroy in an ``except`` block "ends well": the script may be leaving, or about
 to start anew. So what is reported there is withdrawn at the first sign that the script goes on.
+
+A script may run as a whole inside ``except ImportError:``. Once it has met the others there, or made
+a step, that exception is known to be handled: it is not told again, and explains nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import contextlib
 import sys
 import threading
 from typing import TYPE_CHECKING, Protocol
+
+from ddpsafe._wire.chain import is_handled, note_handled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,10 +49,17 @@ def tell(witness: Witness) -> None:
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
     """Be around a wait for other ranks."""
-    exc = None if _witness is None else _witness.exception_in_flight()
+    exc = None if _witness is None or _goes_on() else _witness.exception_in_flight()
     yield
     if _witness is not None and exc is not None:
+        note_handled(exc)
         _witness.recovered()
+
+
+def _goes_on() -> bool:
+    """Tell whether the rank has got on with its work in the ``except`` block it is in."""
+    exc = sys.exc_info()[1]
+    return exc is not None and is_handled(exc)
 
 
 def leaving_group() -> None:
@@ -67,8 +79,14 @@ def going_on() -> None:
 
 
 def after_step() -> None:
-    """Withdraw it where an optimizer steps after the exception was handled, not while it is."""
-    if _open_report is not None:
+    """Withdraw it where an optimizer steps after the exception was handled, not while it is.
+
+    Where nothing was reported, what is being handled at a step is no reason for what comes later.
+    """
+    if _open_report is None:
+        if (handled := sys.exc_info()[1]) is not None:
+            note_handled(handled)
+    else:
         thread, exc = _open_report
         if threading.get_ident() == thread and id(sys.exc_info()[1]) != exc:
             going_on()

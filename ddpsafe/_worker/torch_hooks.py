@@ -44,7 +44,6 @@ _AWAITED: Final = (
     "all_gather_object",
     "gather_object",
     "broadcast_object_list",
-    "scatter_object_list",
 )
 
 _kept_groups: list[object] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -106,6 +107,9 @@ def test_an_error_is_found_beneath_the_timeout_of_a_collective_in_finally(tmp_pa
         (programs.lose_a_download, "Connection reset by peer"),
         (programs.lose_a_pipe, "Broken pipe"),
         (programs.wait_for_a_future, "TimeoutError"),
+        (programs.fail_with_a_subclass, "Connection reset by peer"),
+        (programs.fail_oddly, "disk quota exceeded"),
+        (programs.fail_in_the_handler, "KeyError"),
     ],
 )
 def test_what_only_sounds_like_an_echo_is_the_ranks_own(
@@ -183,3 +187,61 @@ def test_a_thread_that_died_is_shown_beside_the_hang_it_led_to(tmp_path: Path) -
     require_hang(error, 1)
     assert "it has printed a traceback:" in str(error)
     assert "LostSampleError" in str(error)
+
+
+def test_an_error_in_the_forward_pass_is_the_models_own(tmp_path: Path) -> None:
+    """DDP's frames are above it, but it was not raised there."""
+    world = World(folder=tmp_path)
+    error = world.launch_fails(ddpsafe.RankRaisedError, programs.fail_inside_the_model)
+    require_rank(error, 1)
+    assert "Socket Timeout" in str(error)
+
+
+@pytest.mark.parametrize("meet", [programs.scatter, programs.gather_in_a_subgroup])
+def test_ranks_that_come_late_to_a_meeting_in_an_except_block_are_no_failure(
+    meet: Callable[..., object],
+) -> None:
+    """Some ranks wait for others who are at work, and an error is being handled meanwhile."""
+    options: dict[str, Any] = {"start_method": "forkserver", "backend": "gloo", "console": "none"}
+    fn = programs.be_slow_in_an_except_block
+    values = ddpsafe.launch(fn, (meet,), nproc_per_node=3, **options).values
+    assert values == dict.fromkeys(range(3), "well")
+
+
+def test_a_script_inside_an_except_block_is_not_asked_at_every_meeting(tmp_path: Path) -> None:
+    """Once the ranks have met there, the error is known to be handled: it is told once."""
+    reads = World(folder=tmp_path).launch(programs.count_reads_of_meetings).values
+    assert all(1 <= each <= 4 for each in reads.values()), reads
+
+
+def test_ranks_that_come_apart_while_all_handle_the_same_error(tmp_path: Path) -> None:
+    """What all ranks handle in the same place drives none of them apart."""
+    world = World(folder=tmp_path, ranks=3)
+    error = world.launch_fails(
+        ddpsafe.CollectiveTimeoutError,
+        programs.enter_another_collective_in_an_except_block,
+        **SHORT,
+    )
+    require_hang(error, 1)
+    assert "was handling ModuleNotFoundError" in str(error)
+
+
+def test_a_rank_that_is_killed_while_it_handles_an_error(tmp_path: Path) -> None:
+    """A kill is the strongest evidence there is."""
+    world = World(folder=tmp_path)
+    error = world.launch_fails(ddpsafe.RankKilledError, programs.be_killed_in_an_except_block)
+    require_rank(error, 1)
+    assert error.exit_code == 137
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups came with Python 3.11")
+def test_a_group_of_echoes_is_an_echo(tmp_path: Path) -> None:
+    """As a TaskGroup raises it."""
+    world = World(folder=tmp_path, ranks=3)
+    error = world.launch_fails(
+        ddpsafe.CollectiveTimeoutError,
+        programs.train_in_a_task,
+        sleep,
+        **SHORT,
+    )
+    require_hang(error, 1)
