@@ -23,7 +23,7 @@ Sort = Literal["broke", "suspended", "left", "behind", "elsewhere", "mismatch", 
 ``behind``: fewer collectives than the others. ``elsewhere``: not in the collective the others wait
 in. ``mismatch``: another collective than the others. ``unknown``: only echoes were seen."""
 
-
+# Ends that are seen within so much of each other say nothing about which came first.
 _TOGETHER_NS: Final = 50_000_000
 
 
@@ -83,7 +83,7 @@ def _hangs(everyone: list[RankOutcome]) -> bool:
 def _is_common(outcome: RankOutcome, broke: list[RankOutcome]) -> bool:
     """Tell whether others handled the same error in the same place: that drives nobody apart."""
     raised = outcome.raised
-    if raised is None or raised.is_certain:
+    if raised is None or _is_certain(outcome):
         return False
     same = [
         other.rank
@@ -120,10 +120,8 @@ def is_own_fault(outcome: RankOutcome) -> bool:
 
 
 def _is_certain(outcome: RankOutcome) -> bool:
-    """Tell whether what a rank says ended it, and came of nothing in a collective."""
-    if outcome.raised is None:
-        return not (outcome.status == "killed" and outcome.in_collective)
-    return outcome.raised.is_certain
+    """Tell whether it ended by this; an exception may have been handled."""
+    return outcome.raised is None or outcome.raised.is_certain
 
 
 def _by_likelihood(broke: list[RankOutcome]) -> list[RankOutcome]:
@@ -160,5 +158,4 @@ def _order(outcome: RankOutcome) -> tuple[bool, bool, int, int]:
     else:
         inside = "distributed_c10d.py" in raised.traceback and not raised.hidden_by
     seen_ns = raised.at_ns if raised is not None else (outcome.ended_ns or 0)
-    doubtful = raised is not None and not raised.is_certain
-    return (inside, doubtful, seen_ns, outcome.rank)
+    return (inside, not _is_certain(outcome), seen_ns, outcome.rank)
