@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ddpsafe._errors import explain
 from ddpsafe._launcher.causes import find_cause
 from ddpsafe._launcher.evidence import read_crash
-from ddpsafe._wire.outcome import Position, Raised, RankOutcome
+from ddpsafe._wire.outcome import Collective, Position, Raised, RankOutcome
 from ddpsafe._wording import take_apart
 
 CRASHED_IN_GLOO = """\
@@ -52,6 +53,30 @@ def test_a_crash_inside_a_collective_may_be_an_echo_of_an_error_on_its_way() -> 
     assert stack == "/home/me/train.py:31 in train"
     crashed = outcome(2, status="killed", exit_code=-11, ended_ns=1, in_collective=in_collective)
     assert find_cause({1: in_flight(1, at_ns=5), 2: crashed}).root.rank == 1
+
+
+def test_a_rank_that_gloo_aborted_is_not_behind() -> None:
+    """It died where it was, since what the other one does in its `finally` did not fit there."""
+    here, there = (
+        Position(
+            collectives=(
+                Collective(
+                    group="default_pg",
+                    number=number,
+                    name="gloo:all_reduce",
+                    sizes="[[8]]",
+                    done=False,
+                    entered_ns=number,
+                ),
+            )
+        )
+        for number in (2, 3)
+    )
+    crashed = outcome(
+        0, status="killed", exit_code=-6, ended_ns=1, in_collective=True, position=here
+    )
+    failing = replace(in_flight(1, at_ns=5), position=there)
+    assert find_cause({0: crashed, 1: failing}).root.rank == 1
 
 
 def test_a_crash_in_the_users_own_code_is_no_echo() -> None:

@@ -61,9 +61,11 @@ def _accuse(
 ) -> tuple[Sort, RankOutcome]:
     """Return the first suspicion that the evidence supports, strongest first."""
     broke = _by_likelihood([outcome for outcome in failed if is_own_fault(outcome)])
-    if broke and (is_failing or _is_certain(broke[0])):
+    if broke and is_failing:
         return "broke", broke[0]
     broke = [outcome for outcome in broke if not _is_common(outcome, broke)]
+    if broke and (_is_certain(broke[0]) or any(map(_crashed_inside, broke))):
+        return "broke", broke[0]
     sort, suspects = _suspect_by_place(everyone) or ("unknown", broke or failed or everyone)
     odd = [outcome for outcome in broke if outcome in suspects]
     if odd:
@@ -78,6 +80,11 @@ def _accuse(
 def _hangs(everyone: list[RankOutcome]) -> bool:
     """Tell whether a rank is at work, or nowhere, while others wait."""
     return any(out.raised is None and out.in_collective is False for out in everyone)
+
+
+def _crashed_inside(outcome: RankOutcome) -> bool:
+    """Tell whether a rank died in a collective, as where another rank is in one that does not fit."""
+    return outcome.status == "killed" and bool(outcome.in_collective)
 
 
 def _is_common(outcome: RankOutcome, broke: list[RankOutcome]) -> bool:
@@ -140,7 +147,7 @@ def _by_likelihood(broke: list[RankOutcome]) -> list[RankOutcome]:
 
 
 def _was_killed_by(outcome: RankOutcome, moment_ns: int) -> bool:
-    if outcome.status != "killed" or outcome.in_collective or outcome.ended_ns is None:
+    if outcome.status != "killed" or _crashed_inside(outcome) or outcome.ended_ns is None:
         return False
     return outcome.ended_ns <= moment_ns
 
@@ -154,7 +161,7 @@ def _order(outcome: RankOutcome) -> tuple[bool, bool, int, int]:
     """
     raised = outcome.raised
     if raised is None:
-        inside = outcome.status == "killed" and bool(outcome.in_collective)
+        inside = _crashed_inside(outcome)
     else:
         inside = "distributed_c10d.py" in raised.traceback and not raised.hidden_by
     seen_ns = raised.at_ns if raised is not None else (outcome.ended_ns or 0)
