@@ -141,6 +141,49 @@ def enter_another_collective_in_an_except_block(ctx: RankContext, folder: Path) 
             dist.all_gather([torch.ones(8)] * ctx.world_size, torch.ones(8))
 
 
+def wrap_a_mismatch(ctx: RankContext, folder: Path) -> None:
+    """Come apart, and wrap on all ranks what comes of it."""
+    import torch
+    import torch.distributed as dist
+
+    mark(folder)
+    try:
+        if ctx.rank == 0:
+            dist.all_gather([torch.ones(8)] * ctx.world_size, torch.ones(8))
+        else:
+            dist.broadcast(torch.ones(8), src=0)
+    except RuntimeError:
+        wrap()
+
+
+def average_other_metrics_in_finally(ctx: RankContext, folder: Path) -> None:
+    """Fail on rank 1, whose `finally` averages other metrics than the others do in their step."""
+    if ctx.rank != 1:
+        ctx.reduce_mean({"loss": 1.0})
+        return
+    try:
+        mark(folder)
+        raise_own_error(folder)
+    finally:
+        ctx.reduce_mean({"final": 1.0})
+
+
+def fail_on_most(ctx: RankContext, folder: Path) -> None:
+    """Fail on all ranks but one, in the same place; they meet in their `finally`, the one elsewhere."""
+    import torch
+    import torch.distributed as dist
+
+    average_gradients()
+    if ctx.rank == 0:
+        dist.all_gather([torch.ones(8)] * ctx.world_size, torch.ones(8))
+        return
+    try:
+        mark(folder)
+        raise_own_error(folder)
+    finally:
+        average_gradients()
+
+
 def be_killed_in_an_except_block(ctx: RankContext, folder: Path) -> None:
     """Kill rank 1 while it waits for the others and handles an expected error."""
     average_gradients()

@@ -118,6 +118,8 @@ def require_wait(value: object, *, name: str) -> timedelta:
     Raises:
         ConfigError: It is no duration, or not one that a wait can have.
     """
+    if isinstance(value, timedelta) and value >= timedelta(0):
+        return value
     try:
         return TypeAdapter(Wait).validate_python(value)
     except ValidationError as error:

@@ -63,18 +63,27 @@ def _accuse(
     broke = _by_likelihood([outcome for outcome in failed if is_own_fault(outcome)])
     if broke and is_failing:
         return "broke", broke[0]
-    broke = [outcome for outcome in broke if not _is_common(outcome, broke)]
+    broke = [outcome for outcome in broke if not _is_common(outcome, everyone)]
     if broke and (_is_certain(broke[0]) or any(map(_crashed_inside, broke))):
         return "broke", broke[0]
     sort, suspects = _suspect_by_place(everyone) or ("unknown", broke or failed or everyone)
+    rest = [outcome for outcome in everyone if outcome not in suspects]
     odd = [outcome for outcome in broke if outcome in suspects]
+    if not odd and rest and all(out in broke for out in rest) and not _hangs(everyone):
+        odd = broke  # it is the others that came apart from these
     if odd:
         # What may have been handled was not, or led to where this rank does not fit.
         return "broke", odd[0]
     root = min(suspects, key=_order) if sort == "unknown" else suspects[0]
-    if root.raised is not None and root.raised.is_wrapped and not _hangs(everyone):
+    alone = not any(_wraps(outcome) for outcome in everyone if outcome is not root)
+    if _wraps(root) and alone and not _hangs(everyone):
         return "broke", root  # it is not there since it had an error of its own
     return sort, root
+
+
+def _wraps(outcome: RankOutcome) -> bool:
+    """Tell whether a rank raised an error of its own while it handled an echo."""
+    return outcome.raised is not None and outcome.raised.is_wrapped
 
 
 def _hangs(everyone: list[RankOutcome]) -> bool:
@@ -87,18 +96,15 @@ def _crashed_inside(outcome: RankOutcome) -> bool:
     return outcome.status == "killed" and bool(outcome.in_collective)
 
 
-def _is_common(outcome: RankOutcome, broke: list[RankOutcome]) -> bool:
-    """Tell whether others handled the same error in the same place: that drives nobody apart."""
-    raised = outcome.raised
-    if raised is None or _is_certain(outcome):
+def _is_common(outcome: RankOutcome, everyone: list[RankOutcome]) -> bool:
+    """Tell whether all that raised anything handled the same error in the same place.
+
+    As the ranks of a script do that runs inside ``except ImportError:``; it drives nobody apart.
+    """
+    if _is_certain(outcome) or outcome.raised is None or outcome.raised.is_mismatch:
         return False
-    same = [
-        other.rank
-        for other in broke
-        if other.raised is not None
-        and (other.raised.type_name, other.raised.where) == (raised.type_name, raised.where)
-    ]
-    return len(same) > 1
+    errors = [(out.raised.type_name, out.raised.where) for out in everyone if out.raised]
+    return len(errors) > 1 and len(set(errors)) == 1
 
 
 def _suspect_by_place(everyone: list[RankOutcome]) -> tuple[Sort, list[RankOutcome]] | None:
@@ -127,7 +133,7 @@ def is_own_fault(outcome: RankOutcome) -> bool:
 
 
 def _is_certain(outcome: RankOutcome) -> bool:
-    """Tell whether it ended by this; an exception may have been handled."""
+    """Tell whether it ended by this, and by its own doing: see `Raised.is_certain`."""
     return outcome.raised is None or outcome.raised.is_certain
 
 
@@ -152,7 +158,7 @@ def _was_killed_by(outcome: RankOutcome, moment_ns: int) -> bool:
     return outcome.ended_ns <= moment_ns
 
 
-def _order(outcome: RankOutcome) -> tuple[bool, bool, int, int]:
+def _order(outcome: RankOutcome) -> tuple[bool, bool, bool, int, int]:
     """Order ranks that failed.
 
     An error from inside a collective may be an echo after all, and one that was only seen in
@@ -165,4 +171,5 @@ def _order(outcome: RankOutcome) -> tuple[bool, bool, int, int]:
     else:
         inside = "distributed_c10d.py" in raised.traceback and not raised.hidden_by
     seen_ns = raised.at_ns if raised is not None else (outcome.ended_ns or 0)
-    return (inside, not _is_certain(outcome), seen_ns, outcome.rank)
+    mismatch = raised is not None and raised.is_mismatch
+    return (inside, not _is_certain(outcome), mismatch, seen_ns, outcome.rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import re
 import signal
 from datetime import timedelta
@@ -67,7 +68,8 @@ def collect(workers: Sequence[Worker]) -> None:
 def _ask(worker: Worker) -> None:
     worker.state = _state_of(worker)
     worker.ask_position()
-    if worker.phase != "starting" and _catches_stacks_signal(worker):  # else it would end it
+    # Before it has our handler the signal would end it; without our file it would write elsewhere.
+    if worker.phase != "starting" and _catches_stacks_signal(worker) and _holds_stacks(worker):
         _ask_stacks(worker)
     if worker.state == psutil.STATUS_STOPPED:
         worker.signal(signal.SIGCONT)
@@ -116,6 +118,16 @@ def _catches_stacks_signal(worker: Worker) -> bool:
     return caught is None or bool(int(caught[1], 16) >> (STACKS_SIGNAL - 1) & 1)
 
 
+def _holds_stacks(worker: Worker) -> bool:
+    """Tell whether the rank still has the file open: faulthandler writes to its number blindly."""
+    links = Path(f"/proc/{worker.pid}/fd")
+    try:
+        files = [os.readlink(link) for link in links.iterdir()]  # noqa: PTH115 - as the system says it
+    except OSError:
+        return True
+    return any(file.startswith(worker.spec.logs.stacks) for file in files)
+
+
 def _state_of(worker: Worker) -> str:
     with contextlib.suppress(psutil.Error):
         if worker.pid is not None:
@@ -124,7 +136,7 @@ def _state_of(worker: Worker) -> str:
 
 
 def _is_another_program(worker: Worker) -> bool:
-    """Tell whether the rank has called exec: that closes its pipe and forgets its handlers."""
+    """Tell whether the rank seems to have called exec: that closes its pipe and its handlers go."""
     return worker.alive and worker.receiver.closed and not _catches_stacks_signal(worker)
 
 

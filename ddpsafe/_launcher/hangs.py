@@ -48,8 +48,8 @@ def left(case: Case, cause: Cause) -> LaunchError:
 def hung(case: Case, cause: Cause) -> LaunchError:
     """Return the error of a wait that timed out, or will: it names whom the others waited for."""
     cls = _class_of_wait(case)
-    if cause.sort == "unknown" and cls is BarrierTimeoutError:
-        return _not_all_came(case)
+    if cause.sort == "unknown" and (told := _words_of_barriers(case)):
+        return _not_all_came(case, told)
     root = cause.root
     likely, fix = _advice_on_hang(cause)
     at = f" at {where(root)}" if where(root) else ""
@@ -68,10 +68,14 @@ def hung(case: Case, cause: Cause) -> LaunchError:
     return cls(message, **facts, kind=kind)
 
 
-def _not_all_came(case: Case) -> LaunchError:
+def _words_of_barriers(case: Case) -> list[tuple[str, str, str]]:
+    """Return what ranks said who waited at a barrier of ours in vain."""
+    waited = [out.raised for out in case.outcomes.values() if _raised(out, BarrierTimeoutError)]
+    return [words for raised in waited if raised and (words := take_apart(raised.message))]
+
+
+def _not_all_came(case: Case, told: list[tuple[str, str, str]]) -> LaunchError:
     """Say which barriers ranks waited at, in their own words; nobody is known to hang."""
-    waited = [out for out in case.outcomes.values() if _waited_at_barrier(out)]
-    told = [text for out in waited if out.raised and (text := take_apart(out.raised.message))]
     (what, cause, fix), *others = told
     message = explain(
         what.replace(f" in attempt {case.attempt}", f", {case.when}"),
@@ -80,14 +84,14 @@ def _not_all_came(case: Case) -> LaunchError:
         details=[*(text[0] for text in others), *positions(case.outcomes.values())],
         logs=case.run_dir,
     )
-    away = [out for out in case.outcomes.values() if not _waited_at_barrier(out)]
+    away = [out for out in case.outcomes.values() if not _raised(out, BarrierTimeoutError)]
     facts = case.timeout_facts(away, case.ending.waited_s)
     return BarrierTimeoutError(message, **facts, kind="hang")
 
 
-def _waited_at_barrier(outcome: RankOutcome) -> bool:
-    name = BarrierTimeoutError.__name__
-    return outcome.raised is not None and outcome.raised.type_name.endswith(f".{name}")
+def _raised(outcome: RankOutcome, cls: type[LaunchTimeoutError]) -> bool:
+    """Tell whether a rank raised that error of ours."""
+    return outcome.raised is not None and outcome.raised.type_name == f"ddpsafe.{cls.__name__}"
 
 
 def _advice_on_hang(cause: Cause) -> advice.Advice:
@@ -99,11 +103,10 @@ def _advice_on_hang(cause: Cause) -> advice.Advice:
 
 def _class_of_wait(case: Case) -> type[LaunchTimeoutError]:
     """Return the class of the wait that timed out: a barrier and a rendezvous have their own."""
-    names = [
-        out.raised.type_name.rpartition(".")[2] for out in case.outcomes.values() if out.raised
-    ]
-    ours = {cls.__name__: cls for cls in (RendezvousTimeoutError, BarrierTimeoutError)}
-    return next((ours[name] for name in names if name in ours), CollectiveTimeoutError)
+    for cls in (RendezvousTimeoutError, BarrierTimeoutError):
+        if any(_raised(outcome, cls) for outcome in case.outcomes.values()):
+            return cls
+    return CollectiveTimeoutError
 
 
 def _setting_of(cls: type[LaunchTimeoutError]) -> str:

@@ -145,8 +145,9 @@ def _exited(case: Case, cause: Cause) -> LaunchError:
     elif root.phase == "starting":
         called = "the script failed while the new process imported it; its output stands above"
     elif root.stderr is not None and PIPE_LOST in read_log(root.stderr):
-        called = "the error below; the script had closed the pipe on which it is reported (os.closerange?)"
-        fix = "mend the line where it was raised."
+        what = "the error below" if code else "the function returned"
+        called = f"{what}; the script had closed the pipe on which it is reported (os.closerange?)"
+        fix = "close only what the script has opened; mend the line of the error, if there is one."
     elif code == _UNKNOWN_CODE:
         called += ", or Python's fork server, which alone knows how its ranks end, was killed"
     message = explain(

@@ -96,7 +96,8 @@ def find_who_waited(
     goal = max(
         (each for _, each in pairs), key=lambda each: (each.group == MAIN_GROUP, each.number)
     )
-    return sorted(rank for rank, each in pairs if each.group == goal.group), goal
+    there = (goal.group, goal.number)
+    return sorted(rank for rank, each in pairs if (each.group, each.number) == there), goal
 
 
 def find_mismatch(outcomes: Collection[RankOutcome]) -> list[RankOutcome]:

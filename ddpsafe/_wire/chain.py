@@ -26,6 +26,8 @@ _OF_A_BACKEND: Final = re.compile(
     r"/gloo/|nccl|c10d|ProcessGroup|(?:Read error|closed by peer) \[", re.IGNORECASE
 )
 _OF_TORCH: Final = re.compile(r"/torch/(?:distributed/(?!elastic/)|nn/parallel/|autograd/)")
+_MEETINGS: Final = 3
+_DEEPEST: Final = 4
 _GROUP: Final[Any] = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 on
 
 
@@ -46,15 +48,22 @@ class Reading:
     hidden_by: BaseException | None = None
 
 
-def note_handled(exc: BaseException | None) -> None:
-    """Remember of an exception that the rank went on with its work while it was handled."""
+def note_met(exc: BaseException) -> None:
+    """Count that the rank has met the others while it handled an exception."""
     with contextlib.suppress(Exception):  # it may have no room for a name more
-        exc._ddpsafe_handled = True  # type: ignore[union-attr]  # noqa: SLF001 - a mark of ours
+        exc._ddpsafe_met = _met(exc) + 1  # type: ignore[attr-defined]  # noqa: SLF001 - a mark of ours
 
 
 def is_handled(exc: BaseException) -> bool:
-    """Tell whether that was noted: it is no reason for anything that comes later."""
-    return "_ddpsafe_handled" in getattr(exc, "__dict__", {})
+    """Tell whether the rank goes on with its work while it handles an exception.
+
+    A ``finally`` may hold a meeting or two as well, with an exception on its way out.
+    """
+    return _met(exc) >= _MEETINGS
+
+
+def _met(exc: BaseException) -> int:
+    return int(getattr(exc, "__dict__", {}).get("_ddpsafe_met", 0))
 
 
 def read_chain(exc: BaseException) -> Reading:
@@ -67,25 +76,30 @@ def read_chain(exc: BaseException) -> Reading:
     return Reading(shown=exc)
 
 
-def _read(exc: BaseException) -> Reading:
+def _read(exc: BaseException, depth: int = 0) -> Reading:
     chain = list(_chain_of(exc))
     for number in reversed(range(len(chain))):
         outer, inner = chain[number], chain[number + 1 : number + 2]
-        if inner and (echo_of(outer) or tells_of_mismatch(_text_of(outer))):
+        echo = _echo_of(outer, depth)
+        covers = echo is not None or tells_of_mismatch(_text_of(outer))
+        # What it was raised "from None" over was taken for no matter by whoever raised it.
+        if inner and covers and not outer.__suppress_context__:
             return Reading(shown=inner[0], hidden_by=outer)
-        if echo := echo_of(outer):
+        if echo is not None:
             return Reading(shown=exc, echo=echo, is_wrapped=outer is not exc)
     return Reading(shown=exc)
 
 
-def echo_of(exc: BaseException) -> Echo | None:
+def _echo_of(exc: BaseException, depth: int) -> Echo | None:
     """Tell what another rank has done, if that is what this exception, for itself, says.
 
     The user's own connections break with the same words, in exceptions of other types and places.
     A group of exceptions is an echo if all of them are.
     """
     if isinstance(exc, _GROUP):
-        echoes = [_read(each).echo for each in exc.exceptions]
+        if depth == _DEEPEST:
+            return None
+        echoes = [_read(each, depth + 1).echo for each in exc.exceptions]
         return echoes[0] if all(echoes) else None
     symptom = symptom_in(_text_of(exc))
     is_torchs_or_ours = isinstance(exc, DDPSafeError) or _is_torchs(exc)
@@ -112,8 +126,6 @@ def _chain_of(exc: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
     at: object = exc
     while isinstance(at, BaseException) and id(at) not in seen:
-        if at is not exc and is_handled(at):
-            return
         seen.add(id(at))
         yield at
         at = at.__context__ if at.__cause__ is None else at.__cause__

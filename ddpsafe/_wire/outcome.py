@@ -7,7 +7,8 @@ import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from ddpsafe._wire.chain import read_chain
+from ddpsafe._secondary import tells_of_mismatch
+from ddpsafe._wire.chain import is_handled, read_chain
 from ddpsafe._wire.exceptions import (
     MAX_MESSAGE,
     clip,
@@ -144,6 +145,7 @@ class Raised:
         held: What the rank's memory held, where it ran out of it.
         echo: What another rank did to this one, where that is all that led to the exception.
         is_wrapped: Whether it is another exception, raised while the echo was handled.
+        is_mismatch: Whether it says that ranks came to one place with different things.
         hidden_by: The echo that came on top of this exception and left in its place, in a line.
         handled: What was being handled when the rank asked to exit, in a line.
     """
@@ -161,13 +163,18 @@ class Raised:
     held: str = ""
     echo: Echo | None = None
     is_wrapped: bool = False
+    is_mismatch: bool = False
     hidden_by: str = ""
     handled: str = ""
 
     @property
     def is_certain(self) -> bool:
-        """Whether this ended the rank; what was seen in flight may have been handled."""
-        return self.final and not self.hidden_by
+        """Whether this ended the rank by its own doing.
+
+        What was seen in flight may have been handled; one that came in a meeting with ranks that
+        were elsewhere may be theirs.
+        """
+        return self.final and not self.hidden_by and not self.is_mismatch
 
     @classmethod
     def from_exception(
@@ -186,6 +193,8 @@ class Raised:
         shown = reading.shown
         code = exit_code_of(shown)
         handled = None if code is None else shown.__context__
+        if handled is not None and (is_handled(handled) or shown.__suppress_context__):
+            handled = None
         return cls(
             type_name=type_name_of(shown),
             message=clip(text_of(shown), MAX_MESSAGE),
@@ -200,6 +209,7 @@ class Raised:
             held=held,
             echo=reading.echo,
             is_wrapped=reading.is_wrapped,
+            is_mismatch=tells_of_mismatch(f"{type_name_of(shown)}: {text_of(shown)[:100]}"),
             hidden_by="" if reading.hidden_by is None else _in_a_line(reading.hidden_by),
             handled="" if handled is None else _in_a_line(handled),
         )

@@ -126,7 +126,8 @@ def _require_same_form(x: Reducible, device: torch.device) -> None:
     digest = zlib.crc32(form.encode())
     highest = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-    if highest[0].item() != -highest[1].item():
+    most, least = highest.tolist()
+    if most != -least:
         msg = f"reduce_mean: the ranks passed different keys or shapes; this one has {form}."
         raise ValueError(msg)
 
@@ -135,7 +136,7 @@ def _form_of(x: Reducible) -> str:
     import torch
 
     if isinstance(x, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_form_of(x[key])}" for key in sorted(x)) + "}"
+        return "{" + ", ".join(f"{str(key)!r}: {_form_of(x[key])}" for key in sorted(x)) + "}"
     if isinstance(x, torch.Tensor) and x.numel() != 1:
         return f"shape {list(x.shape)}"
     return "one number"

@@ -194,7 +194,7 @@ class RankContext:
                 stream.flush()
 
     def reduce_mean(self, x: X, weight: float | None = None) -> X:
-        """Average over ranks, never in place.
+        """Average over ranks, never in place; a small all-reduce compares keys and shapes first.
 
         Args:
             x: A number, a tensor (any shape, floating dtype; the result keeps both), or a dict of

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
@@ -251,6 +252,8 @@ def _report_and_exit(exc: BaseException, reporter: Reporter) -> NoReturn:
     """Report, flush, exit: no collective, no destroy, no destructor on a failing path."""
     if reporter.is_here():
         reporter.raised(exc, final=True)
+    elif exit_code_of(exc) is None:  # a fork's own, of which nobody else would hear
+        traceback.print_exception(exc)
     _flush()
     code = exit_code_of(exc)
     os._exit(1 if code is None else code)

@@ -8,8 +8,8 @@ block may be meant.
 Nothing tells when a destroy in an ``except`` block "ends well": the script may be leaving, or about
 to start anew. So what is reported there is withdrawn at the first sign that the script goes on.
 
-A script may run as a whole inside ``except ImportError:``. Once it has met the others there, or made
-a step, that exception is known to be handled: it is not told again, and explains nothing.
+A script may run as a whole inside ``except ImportError:``. Once it has met the others there a few
+times, it is not told again: each report costs the time to read torch's flight recorder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Protocol
 
-from ddpsafe._wire.chain import is_handled, note_handled
+from ddpsafe._wire.chain import is_handled, note_met
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +52,7 @@ def waiting() -> Iterator[None]:
     exc = None if _witness is None or _goes_on() else _witness.exception_in_flight()
     yield
     if _witness is not None and exc is not None:
-        note_handled(exc)
+        note_met(exc)
         _witness.recovered()
 
 
@@ -79,14 +79,8 @@ def going_on() -> None:
 
 
 def after_step() -> None:
-    """Withdraw it where an optimizer steps after the exception was handled, not while it is.
-
-    Where nothing was reported, what is being handled at a step is no reason for what comes later.
-    """
-    if _open_report is None:
-        if (handled := sys.exc_info()[1]) is not None:
-            note_handled(handled)
-    else:
+    """Withdraw it where an optimizer steps after the exception was handled, not while it is."""
+    if _open_report is not None:
         thread, exc = _open_report
         if threading.get_ident() == thread and id(sys.exc_info()[1]) != exc:
             going_on()

@@ -69,7 +69,10 @@ def _listen(pipe_fd: int, listeners: Mapping[bytes, Callable[[], None]]) -> None
     """
     claim = Claim(pipe_fd)
     while claim.holds():
-        word = os.read(pipe_fd, 1)
+        try:
+            word = os.read(pipe_fd, 1)
+        except OSError:  # closed just now
+            return
         if not word:
             _end_session()
         with contextlib.suppress(Exception):  # no answer is an answer too
