@@ -45,6 +45,12 @@ GONE_S: Final = 1.0
 COLLECTIVE_S: Final = 1.5
 """Timeout of collectives in tests of hangs that only a timeout can tell."""
 
+BY_TIMEOUT: Final[dict[str, Any]] = {
+    "within_s": COLLECTIVE_S + HANG_S,
+    "timeouts": {"collective": COLLECTIVE_S},
+}
+"""How `World.launch_fails` is called for such a hang."""
+
 WORLDS: Final = [
     pytest.param(2, "forkserver", id="2-forkserver"),
     pytest.param(4, "forkserver", id="4-forkserver"),

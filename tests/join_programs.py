@@ -15,6 +15,8 @@ from training_programs import average_gradients, cleanup, mark, setup
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from training_programs import Fault
+
     from ddpsafe import RankContext
 
 
@@ -27,14 +29,14 @@ class FailsToLoad:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Load through `load_badly`."""
-        return (load_badly, (self.folder,))
+        return (load_badly, (self.folder, raise_own_error))
 
 
-def load_badly(folder: Path) -> str:
-    """Unpickle; fail on rank 1."""
+def load_badly(folder: Path, fault: Fault) -> str:
+    """Unpickle; meet the fault on rank 1."""
     if os.environ.get("RANK") == "1":
         mark(folder)
-        raise_own_error(folder)
+        fault(folder)
     return "loaded"
 
 
@@ -42,16 +44,8 @@ class KillsWhoLoads(FailsToLoad):
     """An argument that kills rank 1 while it is unpickled."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Load through `load_and_die`."""
-        return (load_and_die, (self.folder,))
-
-
-def load_and_die(folder: Path) -> str:
-    """Unpickle; die on rank 1."""
-    if os.environ.get("RANK") == "1":
-        mark(folder)
-        die_by_kill(folder)
-    return "loaded"
+        """Load through `load_badly`."""
+        return (load_badly, (self.folder, die_by_kill))
 
 
 class SlowToLoad:

@@ -12,6 +12,7 @@ from hang_programs import count_reads, sleep
 from training_programs import FAULT_STEP, STEPS, average_gradients, cleanup, mark, setup
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from ddpsafe import RankContext
@@ -130,15 +131,24 @@ def start_anew_with_another_group(
     rank: int, world_size: int, folder: Path, where: str, late_s: float
 ) -> None:
     """Handle the same error on all ranks with another group; rank 0 is late there."""
+    _handle_with_destroy(
+        rank, world_size, folder, where, lambda: _meet_late(rank, world_size, late_s)
+    )
+
+
+def _handle_with_destroy(
+    rank: int, world_size: int, folder: Path, where: str, go_on: Callable[[], object]
+) -> None:
+    """Handle an error by leaving the group, and go on inside the `except` block or after it."""
     setup(rank, world_size)
     try:
         raise_own_error(folder)
     except LostSampleError:
         cleanup()
         if where == "inside":
-            _meet_late(rank, world_size, late_s)
+            go_on()
     if where == "after":
-        _meet_late(rank, world_size, late_s)
+        go_on()
 
 
 def _meet_late(rank: int, world_size: int, late_s: float) -> None:
@@ -153,15 +163,7 @@ def fail_beside_a_rank_that_steps(
     rank: int, world_size: int, folder: Path, optimizer: Any, where: str
 ) -> None:
     """Handle an error on all ranks with a destroy, and let rank 0 train on; then rank 1 fails."""
-    setup(rank, world_size)
-    try:
-        raise_own_error(folder)
-    except LostSampleError:
-        cleanup()
-        if where == "inside":
-            optimizer.step()
-    if where == "after":
-        optimizer.step()
+    _handle_with_destroy(rank, world_size, folder, where, optimizer.step)
     (folder / f"stepped-{rank}").touch()
     if rank != 1:
         sleep(folder)

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import Deadline
-from ddpsafe._wire.outcome import MAIN_GROUP
+from ddpsafe._wire.outcome import MAIN_GROUP, last_in_main
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -115,15 +115,14 @@ class SequenceWatch:
             worker.rank: last
             for worker in self._workers
             if worker.returned is None
-            and worker.position is not None
-            and (last := worker.position.in_group(MAIN_GROUP)) is not None
+            and (last := last_in_main(worker.position)) is not None
             and not last.done
             and last.number > min(ends)
         }
 
 
 def _number(position: Position) -> int:
-    last = _last(position)
+    last = last_in_main(position)
     return 0 if last is None else last.number
 
 
@@ -162,7 +161,7 @@ class FlightWatch:
         staying = {rank for rank, repeats in self._repeats.items() if repeats >= _REPEATS}
         places = {rank: self._answers[rank] for rank in staying}
         return any(
-            _wait_for_each_other(_last(places[mine]), _last(theirs))
+            _wait_for_each_other(last_in_main(places[mine]), last_in_main(theirs))
             for mine in failing & staying
             for theirs in places.values()
             if not _is_in_a_subgroup(places[mine])
@@ -171,7 +170,7 @@ class FlightWatch:
     def _compare(self, worker: Worker, *, is_new: bool) -> None:
         """Count how often a rank has answered that it is where it was."""
         before, now = self._answers.get(worker.rank), worker.position
-        if is_new or _last(before) != _last(now):
+        if is_new or last_in_main(before) != last_in_main(now):
             self._repeats[worker.rank] = 0
         elif now is not before:  # not merely the answer that we know
             self._repeats[worker.rank] += 1
@@ -197,10 +196,6 @@ def _wait_for_each_other(mine: Collective | None, theirs: Collective | None) -> 
         return True
     others = mine.name != theirs.name or (mine.has_one_size and mine.sizes != theirs.sizes)
     return mine.number == theirs.number and not mine.done and others
-
-
-def _last(position: Position | None) -> Collective | None:
-    return None if position is None else position.in_group(MAIN_GROUP)
 
 
 class ProgressWatch:

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ddpsafe._wire.outcome import MAIN_GROUP
+from ddpsafe._wire.outcome import MAIN_GROUP, last_in_main
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -31,7 +31,7 @@ class Wait:
 
 def last_collective(outcome: RankOutcome) -> Collective | None:
     """Return the last collective the rank entered in the group of all ranks."""
-    return None if outcome.position is None else outcome.position.in_group(MAIN_GROUP)
+    return last_in_main(outcome.position)
 
 
 def newest_collective(outcome: RankOutcome) -> Collective | None:

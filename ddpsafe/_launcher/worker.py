@@ -248,8 +248,8 @@ class Worker:
 
     def _was_killed_meanwhile(self) -> bool:
         """Tell whether somebody killed it while an exception was in flight, which may be handled."""
-        by_itself = self.exitcode is None or self.exitcode >= 0 or self.crashed
-        return not (self.failed or self.told_to_end or by_itself)
+        by_a_signal = self.exitcode is not None and self.exitcode < 0 and not self.crashed
+        return by_a_signal and not self.failed and not self.told_to_end
 
     def signal(self, signum: int) -> None:
         """Send a signal, if the process has not been reaped."""

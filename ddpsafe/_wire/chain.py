@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import DDPSafeError
 from ddpsafe._secondary import symptom_in, tells_of_mismatch
-from ddpsafe._wire.exceptions import MAX_MESSAGE, clip, text_of, type_name_of
+from ddpsafe._wire.exceptions import MAX_MESSAGE, line_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,7 +81,7 @@ def _read(exc: BaseException, depth: int = 0) -> Reading:
     for number in reversed(range(len(chain))):
         outer, inner = chain[number], chain[number + 1 : number + 2]
         echo = _echo_of(outer, depth)
-        covers = echo is not None or tells_of_mismatch(_text_of(outer))
+        covers = echo is not None or tells_of_mismatch(line_of(outer, MAX_MESSAGE))
         # What it was raised "from None" over was taken for no matter by whoever raised it.
         if inner and covers and not outer.__suppress_context__:
             return Reading(shown=inner[0], hidden_by=outer)
@@ -101,7 +101,7 @@ def _echo_of(exc: BaseException, depth: int) -> Echo | None:
             return None
         echoes = [_read(each, depth + 1).echo for each in exc.exceptions]
         return echoes[0] if all(echoes) else None
-    symptom = symptom_in(_text_of(exc))
+    symptom = symptom_in(line_of(exc, MAX_MESSAGE))
     is_torchs_or_ours = isinstance(exc, DDPSafeError) or _is_torchs(exc)
     return symptom.sort if symptom is not None and is_torchs_or_ours else None
 
@@ -112,13 +112,9 @@ def _is_torchs(exc: BaseException) -> bool:
         return False
     return (
         type(exc).__module__.partition(".")[0] == "torch"
-        or _OF_A_BACKEND.search(_text_of(exc)) is not None
+        or _OF_A_BACKEND.search(line_of(exc, MAX_MESSAGE)) is not None
         or _OF_TORCH.search(_file_of(exc)) is not None
     )
-
-
-def _text_of(exc: BaseException) -> str:
-    return f"{type_name_of(exc)}: {clip(text_of(exc), MAX_MESSAGE)}"
 
 
 def _chain_of(exc: BaseException) -> Iterator[BaseException]:

@@ -62,6 +62,11 @@ def text_of(exc: BaseException) -> str:
         return f"(its __str__ raised {type(broken).__name__})"
 
 
+def line_of(exc: BaseException, limit: int) -> str:
+    """Return its type and at most so many characters of its text, as a traceback ends."""
+    return f"{type_name_of(exc)}: {clip(text_of(exc), limit)}"
+
+
 def traceback_of(exc: BaseException) -> str:
     """Return the traceback with its chain, as Python prints it."""
     try:

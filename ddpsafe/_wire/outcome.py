@@ -13,6 +13,7 @@ from ddpsafe._wire.exceptions import (
     MAX_MESSAGE,
     clip,
     exit_code_of,
+    line_of,
     text_of,
     traceback_of,
     type_name_of,
@@ -105,6 +106,11 @@ class Position:
         )
 
 
+def last_in_main(position: Position | None) -> Collective | None:
+    """Return the last collective in the group of all ranks, where that is known."""
+    return None if position is None else position.in_group(MAIN_GROUP)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entered:
     """The rank entered a phase."""
@@ -191,13 +197,14 @@ class Raised:
         """Describe an exception in plain text; never raises itself."""
         reading = read_chain(exc)
         shown = reading.shown
+        name, message = type_name_of(shown), clip(text_of(shown), MAX_MESSAGE)
         code = exit_code_of(shown)
         handled = None if code is None else shown.__context__
         if handled is not None and (is_handled(handled) or shown.__suppress_context__):
             handled = None
         return cls(
-            type_name=type_name_of(shown),
-            message=clip(text_of(shown), MAX_MESSAGE),
+            type_name=name,
+            message=message,
             traceback=clip(traceback_of(exc), _MAX_TRACEBACK),
             payload=pickled(shown),
             phase=phase,
@@ -209,7 +216,7 @@ class Raised:
             held=held,
             echo=reading.echo,
             is_wrapped=reading.is_wrapped,
-            is_mismatch=tells_of_mismatch(f"{type_name_of(shown)}: {text_of(shown)[:100]}"),
+            is_mismatch=tells_of_mismatch(f"{name}: {message}"),
             hidden_by="" if reading.hidden_by is None else _in_a_line(reading.hidden_by),
             handled="" if handled is None else _in_a_line(handled),
         )
@@ -217,9 +224,8 @@ class Raised:
 
 def _in_a_line(exc: BaseException) -> str:
     """Name an exception with the line that raised it."""
-    text = f"{type_name_of(exc)}: {clip(text_of(exc), _MAX_LINE)}"
     where = where_of(exc.__traceback__)
-    return " ".join(text.split()) + (f" at {where}" if where else "")
+    return " ".join(line_of(exc, _MAX_LINE).split()) + (f" at {where}" if where else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

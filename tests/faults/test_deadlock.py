@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import hang_programs as programs
 import pytest
-from fault_kit import COLLECTIVE_S, HANG_S, SIZES, World, require_hang, require_places
+from fault_kit import BY_TIMEOUT, SIZES, World, require_hang, require_places
 from training_programs import train
 
 import ddpsafe
@@ -25,8 +25,7 @@ def test_the_main_threads_line_is_named_and_the_other_threads_is_in_the_stacks(
         ddpsafe.CollectiveTimeoutError,
         train,
         programs.wait_for_each_other,
-        within_s=COLLECTIVE_S + HANG_S,
-        timeouts={"collective": COLLECTIVE_S},
+        **BY_TIMEOUT,
     )
     require_hang(error, 1)
     assert require_places(error, [1]) == {1: "wait_for_each_other"}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import hang_programs as programs
 import pytest
-from fault_kit import COLLECTIVE_S, HANG_S, WORLDS, World, require_hang, require_places
+from fault_kit import BY_TIMEOUT, WORLDS, World, require_hang, require_places
 from training_programs import train
 
 import ddpsafe
@@ -23,8 +23,7 @@ def test_the_rank_and_its_line_are_named(tmp_path: Path, ranks: int, start_metho
         ddpsafe.CollectiveTimeoutError,
         train,
         programs.hold_the_gil,
-        within_s=COLLECTIVE_S + HANG_S,
-        timeouts={"collective": COLLECTIVE_S},
+        **BY_TIMEOUT,
     )
     require_hang(error, 1)
     names = require_places(error, range(ranks))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import hang_programs as programs
 import pytest
-from fault_kit import COLLECTIVE_S, HANG_S, SIZES, World, require_hang, require_places
+from fault_kit import BY_TIMEOUT, COLLECTIVE_S, HANG_S, SIZES, World, require_hang, require_places
 from training_programs import train, train_by_hand
 
 import ddpsafe
@@ -27,8 +27,7 @@ def test_the_rank_and_its_line_are_named(
         ddpsafe.CollectiveTimeoutError,
         train,
         fault,
-        within_s=COLLECTIVE_S + HANG_S,
-        timeouts={"collective": COLLECTIVE_S},
+        **BY_TIMEOUT,
     )
     require_hang(error, 1)
     assert f"rank 1 (world_size {ranks}) is behind at {programs.__file__}:" in str(error)
@@ -47,8 +46,7 @@ def test_in_an_unported_script_that_names_no_timeout(tmp_path: Path) -> None:
         programs.sleep,
         1,
         None,
-        within_s=COLLECTIVE_S + HANG_S,
-        timeouts={"collective": COLLECTIVE_S},
+        **BY_TIMEOUT,
     )
     require_hang(error, 1)
 
@@ -61,8 +59,7 @@ def test_rank_zero_is_blamed_when_it_is_rank_zero(tmp_path: Path) -> None:
         train,
         programs.sleep,
         0,
-        within_s=COLLECTIVE_S + HANG_S,
-        timeouts={"collective": COLLECTIVE_S},
+        **BY_TIMEOUT,
     )
     require_hang(error, 0)
 

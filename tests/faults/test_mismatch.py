@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import collective_programs as programs
 import pytest
-from fault_kit import COLLECTIVE_S, HANG_S, World, require_hang, require_places, require_rank
+from fault_kit import BY_TIMEOUT, World, require_hang, require_places, require_rank
 
 import ddpsafe
 
@@ -26,8 +26,7 @@ def test_another_collective(tmp_path: Path, ranks: int, culprit: int) -> None:
         ddpsafe.CollectiveTimeoutError,
         programs.call_another_collective,
         culprit,
-        within_s=COLLECTIVE_S + HANG_S,
-        timeouts={"collective": COLLECTIVE_S},
+        **BY_TIMEOUT,
     )
     require_hang(error, culprit)
     assert "entered another collective than the others" in str(error)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import collective_programs as programs
 import pytest
-from fault_kit import COLLECTIVE_S, HANG_S, WORLDS, World, require_hang, require_rank
+from fault_kit import BY_TIMEOUT, COLLECTIVE_S, HANG_S, WORLDS, World, require_hang, require_rank
 from hang_programs import sleep
 from training_programs import do_nothing_about_it
 
@@ -32,8 +32,7 @@ def test_a_rank_that_skips_an_all_reduce_meets_the_others_in_the_wrong_place(
         ddpsafe.CollectiveTimeoutError,
         programs.skip_one,
         culprit,
-        within_s=COLLECTIVE_S + HANG_S,
-        timeouts={"collective": COLLECTIVE_S},
+        **BY_TIMEOUT,
     )
     require_hang(error, culprit)
     assert "all_gather number 5 " in str(error)

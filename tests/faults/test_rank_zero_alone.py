@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import collective_programs as programs
-from fault_kit import COLLECTIVE_S, HANG_S, World, require_hang
+from fault_kit import BY_TIMEOUT, World, require_hang
 
 import ddpsafe
 
@@ -19,8 +19,7 @@ def test_of_four_ranks_rank_zero_is_named(tmp_path: Path) -> None:
     error = world.launch_fails(
         ddpsafe.CollectiveTimeoutError,
         programs.evaluate_on_rank_zero,
-        within_s=COLLECTIVE_S + HANG_S,
-        timeouts={"collective": COLLECTIVE_S},
+        **BY_TIMEOUT,
     )
     require_hang(error, 0)
     assert "broadcast number" in str(error)
@@ -33,8 +32,7 @@ def test_of_two_ranks_both_calls_are_shown(tmp_path: Path) -> None:
     error = world.launch_fails(
         ddpsafe.CollectiveTimeoutError,
         programs.evaluate_on_rank_zero,
-        within_s=COLLECTIVE_S + HANG_S,
-        timeouts={"collective": COLLECTIVE_S},
+        **BY_TIMEOUT,
     )
     assert len(error.missing_ranks) == 1
     assert "broadcast number" in str(error)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import odd_end_programs as programs
 import pytest
-from fault_kit import COLLECTIVE_S, HANG_S, World, require_hang
+from fault_kit import BY_TIMEOUT, World, require_hang
 from training_programs import train
 
 import ddpsafe
@@ -34,8 +34,7 @@ def test_it_hangs_and_was_not_killed(tmp_path: Path, fault: Callable[..., Any], 
         ddpsafe.CollectiveTimeoutError,
         train,
         fault,
-        within_s=COLLECTIVE_S + HANG_S,
-        timeouts={"collective": COLLECTIVE_S},
+        **BY_TIMEOUT,
     )
     require_hang(error, 1)
     assert error.stacks[1].endswith(place), error.stacks

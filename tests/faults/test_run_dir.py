@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import run_dir_programs as programs
 from exception_programs import LostSampleError, raise_chained
-from fault_kit import COLLECTIVE_S, HANG_S, World, require_hang, require_rank
+from fault_kit import BY_TIMEOUT, World, require_hang, require_rank
 from hang_programs import wait_for_each_other
 from training_programs import FAULT_STEP, return_rank, train
 
@@ -101,8 +101,7 @@ def test_a_hang_after_it_was_removed_names_the_rank(tmp_path: Path) -> None:
         ddpsafe.CollectiveTimeoutError,
         programs.remove_run_dir,
         "hang",
-        within_s=COLLECTIVE_S + HANG_S,
-        timeouts={"collective": COLLECTIVE_S},
+        **BY_TIMEOUT,
     )
     assert error.missing_ranks == (1,)
 
@@ -131,8 +130,7 @@ def test_the_report_of_a_hang_has_the_stacks_of_all_threads(tmp_path: Path) -> N
         ddpsafe.CollectiveTimeoutError,
         train,
         wait_for_each_other,
-        within_s=COLLECTIVE_S + HANG_S,
-        timeouts={"collective": COLLECTIVE_S},
+        **BY_TIMEOUT,
     )
     require_hang(error, 1)
     text = (tmp_path / "run" / "attempt-1" / "report.txt").read_text()

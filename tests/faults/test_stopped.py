@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import hang_programs as programs
 import pytest
-from fault_kit import COLLECTIVE_S, HANG_S, WORLDS, World, require_hang, require_places
+from fault_kit import BY_TIMEOUT, COLLECTIVE_S, HANG_S, WORLDS, World, require_hang, require_places
 from training_programs import train, train_by_hand
 
 import ddpsafe
@@ -25,8 +25,7 @@ def test_the_stopped_rank_is_named_and_where_it_was(
         ddpsafe.CollectiveTimeoutError,
         train,
         programs.stop,
-        within_s=COLLECTIVE_S + HANG_S,
-        timeouts={"collective": COLLECTIVE_S},
+        **BY_TIMEOUT,
     )
     require_hang(error, 1)
     assert str(error).startswith(f"rank 1 (world_size {ranks}) is stopped at ")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import wrapped_programs as programs
 from exception_programs import LostSampleError, raise_own_error
-from fault_kit import COLLECTIVE_S, HANG_S, World, require_hang, require_rank
+from fault_kit import BY_TIMEOUT, HANG_S, World, require_hang, require_rank
 from hang_programs import sleep
 
 import ddpsafe
@@ -16,11 +16,6 @@ import ddpsafe
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-SHORT: dict[str, Any] = {
-    "within_s": COLLECTIVE_S + HANG_S,
-    "timeouts": {"collective": COLLECTIVE_S},
-}
 
 FAILING_S = 3.0
 """A rank that waits with an error in flight is told by two looks, without any timeout."""
@@ -34,7 +29,7 @@ def test_ranks_that_handle_the_echo_of_a_hang_are_not_blamed(
     """``except Exception: sys.exit(1)`` and ``raise … from exc`` are in every other script."""
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(
-        ddpsafe.CollectiveTimeoutError, programs.train_in_try, sleep, handle, **SHORT
+        ddpsafe.CollectiveTimeoutError, programs.train_in_try, sleep, handle, **BY_TIMEOUT
     )
     require_hang(error, 1)
 
@@ -63,7 +58,7 @@ def test_an_error_that_is_being_handled_is_not_blamed_for_a_hang(tmp_path: Path)
     """The ranks that wait do so inside ``except ImportError:``, which means nothing."""
     world = World(folder=tmp_path, ranks=3)
     error = world.launch_fails(
-        ddpsafe.CollectiveTimeoutError, programs.train_in_an_except_block, sleep, **SHORT
+        ddpsafe.CollectiveTimeoutError, programs.train_in_an_except_block, sleep, **BY_TIMEOUT
     )
     require_hang(error, 1)
 
@@ -94,7 +89,7 @@ def test_an_error_is_found_beneath_the_timeout_of_a_collective_in_finally(tmp_pa
     """One of tensors is not watched; the exception that it hides is in its context."""
     world = World(folder=tmp_path)
     error = world.launch_fails(
-        ddpsafe.RankRaisedError, programs.meet_in_finally, programs.gather_tensors, **SHORT
+        ddpsafe.RankRaisedError, programs.meet_in_finally, programs.gather_tensors, **BY_TIMEOUT
     )
     require_rank(error, 1)
     assert isinstance(error.__cause__, LostSampleError)
@@ -141,7 +136,7 @@ def test_a_rank_that_hangs_in_a_subgroup_is_told_from_the_one_that_waits_for_it(
     """Both have made as many collectives in the group of all ranks."""
     world = World(folder=tmp_path, ranks=4)
     error = world.launch_fails(
-        ddpsafe.CollectiveTimeoutError, programs.hang_in_a_subgroup, sleep, **SHORT
+        ddpsafe.CollectiveTimeoutError, programs.hang_in_a_subgroup, sleep, **BY_TIMEOUT
     )
     require_hang(error, 1)
     assert "timed out in all_reduce number 3 of group '" in str(error)
@@ -163,7 +158,9 @@ def test_barriers_of_different_names(tmp_path: Path) -> None:
 def test_a_rank_that_makes_a_group_alone(tmp_path: Path) -> None:
     """What is said of the others is true: only they are in the collective."""
     world = World(folder=tmp_path, ranks=3)
-    error = world.launch_fails(ddpsafe.CollectiveTimeoutError, programs.make_a_group_alone, **SHORT)
+    error = world.launch_fails(
+        ddpsafe.CollectiveTimeoutError, programs.make_a_group_alone, **BY_TIMEOUT
+    )
     require_hang(error, 0)
     assert "rank 1, 2 waited for it in all_reduce number 2 " in str(error)
 
@@ -182,7 +179,7 @@ def test_a_thread_that_died_is_shown_beside_the_hang_it_led_to(tmp_path: Path) -
     error = world.launch_fails(
         ddpsafe.CollectiveTimeoutError,
         *(programs.train_in_try, programs.hang_after_a_thread_died, programs.let_through),
-        **SHORT,
+        **BY_TIMEOUT,
     )
     require_hang(error, 1)
     assert "it has printed a traceback:" in str(error)
@@ -220,7 +217,7 @@ def test_ranks_that_come_apart_while_all_handle_the_same_error(tmp_path: Path) -
     error = world.launch_fails(
         ddpsafe.CollectiveTimeoutError,
         programs.enter_another_collective_in_an_except_block,
-        **SHORT,
+        **BY_TIMEOUT,
     )
     require_hang(error, 1)
     assert "was handling ModuleNotFoundError" in str(error)
@@ -230,7 +227,9 @@ def test_ranks_that_come_apart_while_all_handle_the_same_error(tmp_path: Path) -
 def test_a_mismatch_that_all_ranks_wrap(tmp_path: Path, ranks: int) -> None:
     """An error of one's own that all have is none."""
     world = World(folder=tmp_path, ranks=ranks)
-    error = world.launch_fails(ddpsafe.CollectiveTimeoutError, programs.wrap_a_mismatch, **SHORT)
+    error = world.launch_fails(
+        ddpsafe.CollectiveTimeoutError, programs.wrap_a_mismatch, **BY_TIMEOUT
+    )
     assert "entered another collective than the others" in str(error)
     assert error.kind == "hang"
 
@@ -239,7 +238,7 @@ def test_the_error_beneath_a_mean_of_other_metrics(tmp_path: Path) -> None:
     """The other rank is told of other keys, which is true, and comes of this."""
     world = World(folder=tmp_path)
     error = world.launch_fails(
-        ddpsafe.RankRaisedError, programs.average_other_metrics_in_finally, **SHORT
+        ddpsafe.RankRaisedError, programs.average_other_metrics_in_finally, **BY_TIMEOUT
     )
     require_rank(error, 1)
     assert isinstance(error.__cause__, LostSampleError)
@@ -248,7 +247,7 @@ def test_the_error_beneath_a_mean_of_other_metrics(tmp_path: Path) -> None:
 def test_the_only_rank_without_an_error_is_not_blamed(tmp_path: Path) -> None:
     """It is in another collective than most, for most have failed and are in their `finally`."""
     world = World(folder=tmp_path, ranks=3)
-    error = world.launch_fails(ddpsafe.RankRaisedError, programs.fail_on_most, **SHORT)
+    error = world.launch_fails(ddpsafe.RankRaisedError, programs.fail_on_most, **BY_TIMEOUT)
     assert error.rank in (1, 2)
     assert isinstance(error.__cause__, LostSampleError)
 
@@ -269,6 +268,6 @@ def test_a_group_of_echoes_is_an_echo(tmp_path: Path) -> None:
         ddpsafe.CollectiveTimeoutError,
         programs.train_in_a_task,
         sleep,
-        **SHORT,
+        **BY_TIMEOUT,
     )
     require_hang(error, 1)
