@@ -120,12 +120,19 @@ def _catches_stacks_signal(worker: Worker) -> bool:
 
 def _holds_stacks(worker: Worker) -> bool:
     """Tell whether the rank still has the file open: faulthandler writes to its number blindly."""
-    links = Path(f"/proc/{worker.pid}/fd")
+    path = os.path.realpath(worker.spec.logs.stacks)
     try:
-        files = [os.readlink(link) for link in links.iterdir()]  # noqa: PTH115 - as the system says it
-    except OSError:
+        links = list(Path(f"/proc/{worker.pid}/fd").iterdir())
+    except OSError:  # the system does not say
         return True
-    return any(file.startswith(worker.spec.logs.stacks) for file in files)
+    return any(_target_of(link).startswith(path) for link in links)
+
+
+def _target_of(link: Path) -> str:
+    try:
+        return os.readlink(link)  # noqa: PTH115 - as the system says it, "(deleted)" included
+    except OSError:  # closed meanwhile
+        return ""
 
 
 def _state_of(worker: Worker) -> str:

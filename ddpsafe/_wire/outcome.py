@@ -199,8 +199,10 @@ class Raised:
         shown = reading.shown
         name, message = type_name_of(shown), clip(text_of(shown), MAX_MESSAGE)
         code = exit_code_of(shown)
-        handled = None if code is None else shown.__context__
-        if handled is not None and (is_handled(handled) or shown.__suppress_context__):
+        handled = None if code is None else shown.__cause__
+        if code is not None and not shown.__suppress_context__:
+            handled = shown.__context__
+        if handled is not None and is_handled(handled):
             handled = None
         return cls(
             type_name=name,

@@ -253,7 +253,8 @@ def _report_and_exit(exc: BaseException, reporter: Reporter) -> NoReturn:
     if reporter.is_here():
         reporter.raised(exc, final=True)
     elif exit_code_of(exc) is None:  # a fork's own, of which nobody else would hear
-        traceback.print_exception(exc)
+        with contextlib.suppress(Exception):  # its text, or a stream that is closed
+            traceback.print_exception(exc)
     _flush()
     code = exit_code_of(exc)
     os._exit(1 if code is None else code)
