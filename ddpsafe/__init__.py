@@ -53,6 +53,9 @@ if TYPE_CHECKING:
         LaunchTimeoutError as LaunchTimeoutError,
     )
     from ddpsafe._errors import (
+        MismatchError as MismatchError,
+    )
+    from ddpsafe._errors import (
         PreemptedError as PreemptedError,
     )
     from ddpsafe._errors import (
@@ -78,9 +81,6 @@ if TYPE_CHECKING:
     )
     from ddpsafe._errors import (
         RendezvousTimeoutError as RendezvousTimeoutError,
-    )
-    from ddpsafe._errors import (
-        ShutdownTimeoutError as ShutdownTimeoutError,
     )
     from ddpsafe._functions import (
         barrier as barrier,
@@ -154,6 +154,7 @@ _HOMES: Final = {
         "DDPSafeError",
         "LaunchError",
         "LaunchTimeoutError",
+        "MismatchError",
         "PreemptedError",
         "PreflightError",
         "ProgressTimeoutError",
@@ -163,7 +164,6 @@ _HOMES: Final = {
         "RankLeftEarlyError",
         "RankRaisedError",
         "RendezvousTimeoutError",
-        "ShutdownTimeoutError",
     ),
     "ddpsafe._functions": (
         "barrier",

@@ -1,36 +1,64 @@
-"""Every error ddpsafe raises; `explain` words them.
+"""Every error ddpsafe raises, the `Explanation` that each carries, and the kinds of failure.
 
 ::
 
-    DDPSafeError
+    DDPSafeError                               .explanation (what, cause, fix, details, logs)
       ConfigError (also ValueError)            before anything started; the config is wrong
       PreflightError                           before an attempt; the machine is wrong
+      MismatchError (also ValueError)          in a rank: the ranks passed different things
       LaunchError                              after the start
         RankFailedError
           RankRaisedError | RankExitedError | RankKilledError | RankLeftEarlyError
         PreemptedError                         the ranks stopped because they were asked to
         LaunchTimeoutError (also TimeoutError)
           RendezvousTimeoutError | CollectiveTimeoutError | BarrierTimeoutError
-          ProgressTimeoutError | AttemptTimeoutError | ShutdownTimeoutError
+          ProgressTimeoutError | AttemptTimeoutError
 
-One class per phase, facts as attributes: nobody has to parse a message.
-Every error pickles, its cause and its facts included where they pickle.
+One class per phase, facts as attributes: nothing has to parse a message, and ddpsafe does not.
+Every error pickles, with its cause and its facts where they pickle.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
-
-from ddpsafe._portable import portable, rebuild
-from ddpsafe._wording import explain as explain  # noqa: PLC0414 - errors and words come from one place
+import pickle
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Literal, TypedDict, TypeVar, get_args
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from ddpsafe._kinds import FailureKind
+    from typing_extensions import Unpack
+
     from ddpsafe._wire.outcome import RankOutcome
 
+E = TypeVar("E", bound=BaseException)
+
+FailureKind = Literal[
+    "config",
+    "user-error",
+    "unpicklable",
+    "startup-network",
+    "port",
+    "mount",
+    "network",
+    "peer-lost",
+    "killed",
+    "hang",
+    "preempted",
+    "out-of-memory",
+    "hardware",
+]
+"""What sort of failure it was, which is what a retry is decided by."""
+
+FAILURE_KINDS: Final[frozenset[str]] = frozenset(get_args(FailureKind))
+
+STARTUP_KINDS: Final[frozenset[FailureKind]] = frozenset({"startup-network", "port", "mount"})
+"""Failures from before the user's function ran: trying again repeats nothing."""
+
+Origin = Literal["own", "peer-lost", "timeout", "mismatch"]
+"""Where an error of a rank comes from: the rank itself, the loss of a peer, a wait for one that timed
+out, or ranks that met with different collectives, keys or shapes."""
 
 NO_RETRY_EXIT_CODE: Final = 78
 """Exit status that tells a scheduler not to requeue: EX_CONFIG of sysexits.h."""
@@ -39,25 +67,107 @@ TRY_AGAIN_EXIT_CODE: Final = 75
 """Exit status that asks a scheduler to start the job again: EX_TEMPFAIL of sysexits.h."""
 
 
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What an error says, as data; ``str()`` renders it, and nothing reads it back from the text.
+
+    Attributes:
+        what: What happened and where: rank, host, attempt, after how long.
+        cause: The likely cause; empty where there is none to give.
+        fix: What to do about it, to copy where possible.
+        details: Further lines: the ranks that failed because of it, stacks, …
+        logs: Where to read on.
+    """
+
+    what: str
+    cause: str = ""
+    fix: str = ""
+    details: Sequence[str] = ()
+    logs: Path | str | None = None
+
+    def __str__(self) -> str:
+        """One line for each answer, the details below."""
+        lines = [self.what]
+        if self.cause:
+            lines.append(f"  Likely cause: {self.cause}")
+        if self.fix:
+            lines.append(f"  What to do: {self.fix}")
+        lines += [f"  {line}" for detail in self.details for line in detail.splitlines()]
+        if self.logs is not None:
+            lines.append(f"  Logs: {self.logs}")
+        return "\n".join(lines)
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Name ranks in a message: ``rank 1``, ``ranks 0, 2 and 3``."""
+    names = [str(rank) for rank in ranks]
+    if len(names) < 2:  # noqa: PLR2004 - a single one
+        return f"rank {''.join(names)}"
+    return f"ranks {', '.join(names[:-1])} and {names[-1]}"
+
+
 class DDPSafeError(Exception):
     """Base of every error of ddpsafe: ``except ddpsafe.DDPSafeError`` catches them all.
 
     Attributes:
+        explanation: What happened, the likely cause, what to do, as data. ``str()`` renders it.
         exit_code: The status a script ends with when nobody catches the error: the rank's own
             code, 128 + signal for a rank that was killed, 78 where a retry cannot help, else 1.
         kind: What sort of failure it is, for the retry policy.
+        origin: Where the error comes from, if a rank raises it: ``"own"`` unless another rank is
+            the reason.
         previous_attempts: Where the error ended a retry, the errors of the attempts before,
             oldest first.
     """
 
     exit_code: int = 1
     kind: FailureKind = "config"
+    origin: Origin = "own"
     previous_attempts: tuple[DDPSafeError, ...] = ()
+
+    def __init__(self, explanation: Explanation | str) -> None:
+        """Keep the explanation; a plain text is one that says only what happened."""
+        if isinstance(explanation, str):
+            explanation = Explanation(explanation)
+        super().__init__(str(explanation))
+        self.explanation = explanation
+
+    def __str__(self) -> str:
+        """Render the explanation."""
+        return str(self.explanation)
+
+    def add_details(self, *lines: str) -> None:
+        """Say more, below what is said already."""
+        details = (*self.explanation.details, *lines)
+        self.explanation = replace(self.explanation, details=details)
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle by facts: keyword-only arguments do not survive the default protocol."""
         facts = dict(self.__dict__)
         return (rebuild, (type(self), self.args, facts, portable(self.__cause__)))
+
+
+def rebuild(
+    cls: type[E],
+    args: tuple[object, ...],
+    facts: dict[str, object],
+    cause: BaseException | None,
+) -> E:
+    """Make an error again from its facts, in the process that unpickles it."""
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(facts)
+    error.__cause__ = cause
+    return error
+
+
+def portable(exc: BaseException | None) -> BaseException | None:
+    """Return an exception if it survives pickling; Python itself drops every cause."""
+    try:
+        pickle.loads(pickle.dumps(exc))  # noqa: S301 - bytes that this line has made
+    except Exception:  # noqa: BLE001 - a user's exception may refuse in any way
+        return None
+    return exc
 
 
 class ConfigError(DDPSafeError, ValueError):
@@ -69,10 +179,17 @@ class ConfigError(DDPSafeError, ValueError):
 
     exit_code = NO_RETRY_EXIT_CODE
 
-    def __init__(self, message: str, *, problems: Sequence[str] = ()) -> None:
+    def __init__(self, explanation: Explanation | str, *, problems: Sequence[str] = ()) -> None:
         """Keep the whole text and the problems one by one."""
-        super().__init__(message)
-        self.problems: tuple[str, ...] = tuple(problems) or (message,)
+        super().__init__(explanation)
+        self.problems: tuple[str, ...] = tuple(problems) or (str(explanation),)
+
+
+class MismatchError(DDPSafeError, ValueError):
+    """The ranks met in one collective with different keys or shapes."""
+
+    kind: FailureKind = "user-error"
+    origin = "mismatch"
 
 
 class PreflightError(DDPSafeError):
@@ -86,13 +203,27 @@ class PreflightError(DDPSafeError):
     """
 
     def __init__(
-        self, message: str, *, report: object = None, kind: FailureKind = "config"
+        self,
+        explanation: Explanation | str,
+        *,
+        report: object = None,
+        kind: FailureKind = "config",
     ) -> None:
         """Keep the text and the report behind it."""
-        super().__init__(message)
+        super().__init__(explanation)
         self.report = report
-        self.kind: FailureKind = kind
+        self.kind = kind
         self.exit_code = NO_RETRY_EXIT_CODE if kind == "config" else 1
+
+
+class LaunchFacts(TypedDict, total=False):
+    """What every `LaunchError` takes beside its explanation."""
+
+    attempt: int
+    attempts: int
+    outcomes: Mapping[int, RankOutcome] | None
+    run_dir: Path | None
+    kind: FailureKind
 
 
 class LaunchError(DDPSafeError):
@@ -106,23 +237,16 @@ class LaunchError(DDPSafeError):
         kind: What sort of failure it was, for the retry policy.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        attempt: int = 1,
-        attempts: int = 1,
-        outcomes: Mapping[int, RankOutcome] | None = None,
-        run_dir: Path | None = None,
-        kind: FailureKind = "user-error",
-    ) -> None:
+    kind: FailureKind = "user-error"
+
+    def __init__(self, explanation: Explanation | str, **facts: Unpack[LaunchFacts]) -> None:
         """Keep the facts of the launch beside the text."""
-        super().__init__(message)
-        self.attempt = attempt
-        self.attempts = attempts
-        self.outcomes: dict[int, RankOutcome] = dict(outcomes or {})
-        self.run_dir = run_dir
-        self.kind: FailureKind = kind
+        super().__init__(explanation)
+        self.attempt = facts.get("attempt", 1)
+        self.attempts = facts.get("attempts", 1)
+        self.outcomes: dict[int, RankOutcome] = dict(facts.get("outcomes") or {})
+        self.run_dir = facts.get("run_dir")
+        self.kind = facts.get("kind", type(self).kind)
 
 
 class PreemptedError(LaunchError):
@@ -136,33 +260,24 @@ class PreemptedError(LaunchError):
     """
 
     exit_code = TRY_AGAIN_EXIT_CODE
+    kind: FailureKind = "preempted"
 
     def __init__(
         self,
-        message: str,
+        explanation: Explanation | str,
         *,
         values: Mapping[int, object] | None = None,
         unfinished_ranks: Sequence[int] = (),
-        attempt: int = 1,
-        attempts: int = 1,
-        outcomes: Mapping[int, RankOutcome] | None = None,
-        run_dir: Path | None = None,
+        **facts: Unpack[LaunchFacts],
     ) -> None:
         """Keep what the ranks returned."""
-        super().__init__(
-            message,
-            attempt=attempt,
-            attempts=attempts,
-            outcomes=outcomes,
-            run_dir=run_dir,
-            kind="preempted",
-        )
+        super().__init__(explanation, **facts)
         self.values: dict[int, object] = dict(values or {})
         self.unfinished_ranks = tuple(unfinished_ranks)
 
 
 class RankFailedError(LaunchError):
-    """One rank broke; the others only lost it.
+    """One rank broke; the others failed because of it.
 
     Attributes:
         rank: The rank that broke, its local rank, and where it ran.
@@ -172,9 +287,9 @@ class RankFailedError(LaunchError):
         log_path: What it wrote to stderr.
     """
 
-    def __init__(  # noqa: PLR0913 - the facts of a failed rank; all keyword-only
+    def __init__(
         self,
-        message: str,
+        explanation: Explanation | str,
         *,
         rank: int,
         local_rank: int,
@@ -182,21 +297,10 @@ class RankFailedError(LaunchError):
         pid: int | None = None,
         log_path: Path | None = None,
         exit_code: int = 1,
-        attempt: int = 1,
-        attempts: int = 1,
-        outcomes: Mapping[int, RankOutcome] | None = None,
-        run_dir: Path | None = None,
-        kind: FailureKind = "user-error",
+        **facts: Unpack[LaunchFacts],
     ) -> None:
         """Keep the facts of the rank that broke."""
-        super().__init__(
-            message,
-            attempt=attempt,
-            attempts=attempts,
-            outcomes=outcomes,
-            run_dir=run_dir,
-            kind=kind,
-        )
+        super().__init__(explanation, **facts)
         self.rank = rank
         self.local_rank = local_rank
         self.hostname = hostname
@@ -230,33 +334,27 @@ class LaunchTimeoutError(LaunchError, TimeoutError):
     """A deadline of `Timeouts` passed.
 
     Attributes:
+        setting: The field of `Timeouts` whose deadline it was, e.g. ``"collective"``.
         waited_s: How long was waited, in seconds.
         missing_ranks: The ranks that did not come.
         stacks: Where each rank was, by rank, as text; empty where unknown.
     """
 
-    def __init__(  # noqa: PLR0913 - the facts of a timeout; all keyword-only
+    kind: FailureKind = "hang"
+    origin = "timeout"
+    setting: str = ""
+
+    def __init__(
         self,
-        message: str,
+        explanation: Explanation | str,
         *,
         waited_s: float,
         missing_ranks: Sequence[int] = (),
         stacks: Mapping[int, str] | None = None,
-        attempt: int = 1,
-        attempts: int = 1,
-        outcomes: Mapping[int, RankOutcome] | None = None,
-        run_dir: Path | None = None,
-        kind: FailureKind = "hang",
+        **facts: Unpack[LaunchFacts],
     ) -> None:
         """Keep who was missing and where the others were."""
-        super().__init__(
-            message,
-            attempt=attempt,
-            attempts=attempts,
-            outcomes=outcomes,
-            run_dir=run_dir,
-            kind=kind,
-        )
+        super().__init__(explanation, **facts)
         self.waited_s = waited_s
         self.missing_ranks = tuple(missing_ranks)
         self.stacks: dict[int, str] = dict(stacks or {})
@@ -265,25 +363,31 @@ class LaunchTimeoutError(LaunchError, TimeoutError):
 class RendezvousTimeoutError(LaunchTimeoutError):
     """Not all ranks joined within ``Timeouts.rendezvous``."""
 
+    setting = "rendezvous"
+
 
 class CollectiveTimeoutError(LaunchTimeoutError):
     """A collective did not end within ``Timeouts.collective``."""
+
+    setting = "collective"
 
 
 class BarrierTimeoutError(LaunchTimeoutError):
     """Not all ranks reached a barrier within ``Timeouts.barrier``."""
 
+    setting = "barrier"
+
 
 class ProgressTimeoutError(LaunchTimeoutError):
     """No rank made a step within ``Timeouts.progress``."""
+
+    setting = "progress"
 
 
 class AttemptTimeoutError(LaunchTimeoutError):
     """The attempt as a whole took longer than ``Timeouts.attempt``."""
 
-
-class ShutdownTimeoutError(LaunchTimeoutError):
-    """Ranks did not end within ``Timeouts.shutdown``."""
+    setting = "attempt"
 
 
 for _cls in [value for value in globals().values() if isinstance(value, type)]:

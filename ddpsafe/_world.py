@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from ddpsafe._errors import ConfigError, explain
+from ddpsafe._errors import ConfigError, Explanation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -160,13 +160,13 @@ def require_int(env: Mapping[str, str], name: str, *, because: str) -> int:
         what = f"{name} is not set, but {because} is."
         cause = f"a stray {because} in the shell, or a launcher that sets only some variables."
         fix = f"set {name} too, or `unset {because}` to run without a launcher."
-        raise ConfigError(explain(what, cause=cause, fix=fix))
+        raise ConfigError(Explanation(what, cause=cause, fix=fix))
     try:
         return int(text)
     except ValueError as exc:
         what = f"{name}={text!r} is not an integer."
         fix = f"set {name} to an integer, or unset {because}."
-        raise ConfigError(explain(what, cause="a typing error.", fix=fix)) from exc
+        raise ConfigError(Explanation(what, cause="a typing error.", fix=fix)) from exc
 
 
 def find_world(env: Mapping[str, str]) -> World | None:
@@ -252,7 +252,7 @@ def _slurm_tasks_here(env: Mapping[str, str], world_size: int) -> int:
         first = last
     what = f"SLURM_STEP_TASKS_PER_NODE={text!r} does not say how many tasks node {node} has."
     fix = "start the script with srun, or `unset SLURM_STEP_ID` to run without Slurm."
-    raise ConfigError(explain(what, cause="variables changed by hand.", fix=fix))
+    raise ConfigError(Explanation(what, cause="variables changed by hand.", fix=fix))
 
 
 def _check_range(name: str, value: int, size_name: str, size: int) -> None:
@@ -260,7 +260,7 @@ def _check_range(name: str, value: int, size_name: str, size: int) -> None:
         what = f"{name} is {value}, but {size_name} is {size}: ranks count from 0 to {size - 1}."
         cause = "ranks counted from 1, or variables left over from another job."
         fix = f"start every process with 0 <= {name} < {size_name}, or unset both."
-        raise ConfigError(explain(what, cause=cause, fix=fix))
+        raise ConfigError(Explanation(what, cause=cause, fix=fix))
 
 
 def loopback_interfaces() -> dict[str, str]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ddpsafe._errors import explain
 from ddpsafe._launcher.causes import find_cause
 from ddpsafe._launcher.evidence import read_crash
 from ddpsafe._wire.outcome import Collective, Position, Raised, RankOutcome
-from ddpsafe._wording import take_apart
 
 CRASHED_IN_GLOO = """\
 starting
@@ -91,10 +89,3 @@ def test_a_rank_that_was_killed_did_not_crash_in_a_collective() -> None:
     """SIGKILL leaves no stack, and nothing that a program does to itself sends it."""
     killed = outcome(2, status="killed", exit_code=-9, ended_ns=9)
     assert find_cause({1: in_flight(1, at_ns=5), 2: killed}).root.rank == 2
-
-
-def test_advice_of_our_own_errors_is_not_hidden_behind_general_advice() -> None:
-    """A rank that raises one of ddpsafe's errors shows its cause and its fix, once."""
-    own = explain("step 7 is too old.", cause="two jobs.", fix="use another one.", details=["x 1"])
-    assert take_apart(own) == ("step 7 is too old.", "two jobs.", "use another one.\n  x 1")
-    assert take_apart("ValueError: nothing of ours") is None

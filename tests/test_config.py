@@ -14,9 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ddpsafe import _errors
 from ddpsafe._config import LaunchConfig, Rendezvous, RetryPolicy, Timeouts
-from ddpsafe._errors import ConfigError, LaunchTimeoutError
+from ddpsafe._errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -241,28 +240,6 @@ def test_importing_the_config_imports_no_torch() -> None:
     """The vocabulary works where torch is broken."""
     program = "import sys, ddpsafe._config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
-
-
-@pytest.mark.parametrize("field", sorted(Timeouts.model_fields))
-def test_every_timeout_names_its_own_error(field: str) -> None:
-    """Each field pairs with one timeout error; what follows grace and stop is no failure."""
-    error = Timeouts.error_of(field)
-    text = Timeouts.model_fields[field].description or ""
-    assert (error is None) == (field in {"grace", "stop"})
-    assert error is None or error.__name__ in text
-
-
-def test_every_timeout_error_belongs_to_one_field() -> None:
-    """No timeout error is without a field, and none has two."""
-    fields = Timeouts.model_fields.keys() - {"grace", "stop"}
-    paired = [Timeouts.error_of(field) for field in fields]
-    errors = {
-        error
-        for error in vars(_errors).values()
-        if isinstance(error, type) and issubclass(error, LaunchTimeoutError)
-    }
-    assert len(paired) == len(set(paired))
-    assert set(paired) == errors - {LaunchTimeoutError}
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_ranks_that_disagree_about_a_mean_are_told_at_once() -> None:
     for rank, found in launch(programs.reduce_nonsense).items():
         keys, zero = found["errors"]
         own = "'accuracy': one number, 'loss'" if rank == 1 else "{'loss': one number}"
-        assert keys.startswith("ValueError: reduce_mean: the ranks passed different keys")
+        assert keys.startswith("MismatchError: reduce_mean: the ranks passed different keys")
         assert own in keys
         assert zero.startswith("ValueError: reduce_mean: the weights of all ranks sum to zero")
         assert found["took_s"] < 10

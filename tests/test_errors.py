@@ -40,6 +40,7 @@ CLASSES: Final = [
 ]
 
 NO_ERROR_OF_ITS_OWN: Final = {
+    "shutdown": "ranks that are left then are ended, and the result stands",
     "grace": "a rank that outlives it is killed, which is the next step and no failure",
     "stop": "ranks that outlive it are ended, and PreemptedError names them, as it does the others",
 }
@@ -79,11 +80,13 @@ def test_every_timeout_has_exactly_one_error() -> None:
     fields = set(Timeouts.model_fields) - NO_ERROR_OF_ITS_OWN.keys()
     errors = {each.__name__ for each in _errors.LaunchTimeoutError.__subclasses__()}
     assert errors == {f"{name.title()}TimeoutError" for name in fields}
+    settings = [each.setting for each in _errors.LaunchTimeoutError.__subclasses__()]
+    assert sorted(settings) == sorted(fields)
 
 
 def test_message_answers_the_four_questions() -> None:
     """What happened and where, the likely cause, what to do, then the logs."""
-    text = _errors.explain("what and where", cause="why", fix="do this", logs="/runs/1")
+    text = str(_errors.Explanation("what and where", "why", "do this", logs="/runs/1"))
     what, cause, fix, logs = text.splitlines()
     assert what == "what and where"
     assert cause.strip() == "Likely cause: why"

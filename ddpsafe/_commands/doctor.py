@@ -14,7 +14,7 @@ from ddpsafe._commands.terminal import progress, show_report
 from ddpsafe._config import LaunchConfig
 from ddpsafe._config.durations import parse_duration
 from ddpsafe._config.endpoint import parse_endpoint
-from ddpsafe._errors import ConfigError, DDPSafeError, explain
+from ddpsafe._errors import ConfigError, DDPSafeError, Explanation
 from ddpsafe._world import find_world
 from ddpsafe.cli import HEALTHY, UNHEALTHY, USAGE, complain, say
 
@@ -81,7 +81,7 @@ def _duration(text: str) -> timedelta:
 
 def _bad_timeout(text: str, why: str) -> ConfigError:
     fix = 'write seconds (30) or a text such as "30s" or "2min".'
-    return ConfigError(explain(f"--timeout: got {text!r}.", cause=f"{why}.", fix=fix))
+    return ConfigError(Explanation(f"--timeout: got {text!r}.", cause=f"{why}.", fix=fix))
 
 
 def _what_is_asked(

@@ -10,7 +10,7 @@ from typing import Annotated, Final
 from pydantic import AfterValidator, BeforeValidator, TypeAdapter, ValidationError
 
 from ddpsafe._config.problems import show, wrong
-from ddpsafe._errors import ConfigError, explain
+from ddpsafe._errors import ConfigError, Explanation
 
 DurationLike = timedelta | float | int | str
 """What a duration may be written as; a bare number means seconds."""
@@ -126,5 +126,5 @@ def require_wait(value: object, *, name: str) -> timedelta:
         detail = error.errors(include_url=False)[0]
         why = detail["msg"].rstrip(".")
         write = detail.get("ctx", {}).get("write", _HOW)
-        text = explain(f"{name}: got {show(value)}.", cause=f"{why}.", fix=f"write {write}.")
+        text = Explanation(f"{name}: got {show(value)}.", cause=f"{why}.", fix=f"write {write}.")
         raise ConfigError(text) from None

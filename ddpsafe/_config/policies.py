@@ -21,7 +21,7 @@ from ddpsafe._config.endpoint import Endpoint, parse_endpoint
 from ddpsafe._config.interfaces import GLOO, find_shape_problem
 from ddpsafe._config.judges import judge_integer
 from ddpsafe._config.problems import Problem, find_near, require_none, show, wrong
-from ddpsafe._kinds import FAILURE_KINDS, STARTUP_KINDS, FailureKind
+from ddpsafe._errors import FAILURE_KINDS, STARTUP_KINDS, FailureKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

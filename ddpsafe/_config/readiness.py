@@ -17,7 +17,7 @@ import tenacity
 from ddpsafe._bounded import BoundedCall
 from ddpsafe._clock import Deadline
 from ddpsafe._config.mounts import find_mount_point
-from ddpsafe._errors import PreflightError, explain
+from ddpsafe._errors import Explanation, PreflightError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -177,7 +177,7 @@ def preflight_error(
     """Word one error for all the paths that are not ready."""
     reasons = [(name, path, reason) for name, path, left in found for reason in left]
     (name, _, first), *others = reasons
-    message = explain(
+    message = Explanation(
         f"data path {name!r} is not ready on {socket.gethostname()} after {waited_s:.1f} s: "
         f"{first.what}.",
         cause=f"{first.cause}.",

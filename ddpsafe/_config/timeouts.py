@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from ddpsafe._config.durations import Duration, DurationLike, show_duration
 from ddpsafe._config.problems import wrong
-from ddpsafe._errors import (
-    AttemptTimeoutError,
-    BarrierTimeoutError,
-    CollectiveTimeoutError,
-    LaunchTimeoutError,
-    ProgressTimeoutError,
-    RendezvousTimeoutError,
-    ShutdownTimeoutError,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,8 +28,6 @@ class Timeouts(BaseModel):
     """How long each phase of a launch may take; every wait has an end.
 
     A number means seconds; text such as "30s" or "5min" is read too.
-    Each field has the error that says it passed (`Timeouts.error_of`), except `grace` and
-    `stop`.
     A field that is not set never exceeds one that is: its default gives way.
     """
 
@@ -75,7 +64,7 @@ class Timeouts(BaseModel):
     shutdown: Duration = Field(
         default=timedelta(seconds=30),
         description="From the last rank's return until every process is gone. Ranks that are "
-        "left then are ended and the result stands; ShutdownTimeoutError is for a group that "
+        "left then are ended and the result stands."
         "cannot be left.",
         examples=["30"],
     )
@@ -131,20 +120,3 @@ class Timeouts(BaseModel):
                 write=f"grace={shutdown.total_seconds() / 2:g}, or a longer shutdown",
             )
         return value
-
-    @classmethod
-    def error_of(cls, field: str) -> type[LaunchTimeoutError] | None:
-        """Return the error raised when the timeout `field` passes; None for ``grace`` and ``stop``."""
-        return _ERROR_OF[field]
-
-
-_ERROR_OF: Final[dict[str, type[LaunchTimeoutError] | None]] = {
-    "attempt": AttemptTimeoutError,
-    "rendezvous": RendezvousTimeoutError,
-    "collective": CollectiveTimeoutError,
-    "barrier": BarrierTimeoutError,
-    "progress": ProgressTimeoutError,
-    "shutdown": ShutdownTimeoutError,
-    "grace": None,
-    "stop": None,
-}

@@ -6,7 +6,7 @@ import signal
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from ddpsafe._kinds import FailureKind
+    from ddpsafe._errors import FailureKind
     from ddpsafe._launcher.causes import Sort
 
 Advice = tuple[str, str]

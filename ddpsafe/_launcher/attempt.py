@@ -8,8 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ddpsafe._errors import RankKilledError
-from ddpsafe._kinds import STARTUP_KINDS
+from ddpsafe._errors import STARTUP_KINDS, RankKilledError
 from ddpsafe._launcher import evidence, postmortem, shutdown
 from ddpsafe._launcher.case import Case
 from ddpsafe._launcher.console import open_console

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ddpsafe._errors import ConfigError, explain
+from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._launcher.workers import PickledCall
 from ddpsafe._wire import payload
 
@@ -53,11 +53,11 @@ def _require_call(fn: object, args: object) -> None:
     if not callable(fn):
         what = f"{fn!r} is not callable."
         cause = "the function was called instead of being passed."
-        raise ConfigError(explain(what, cause=cause, fix="write launch(train, args=(…,))."))
+        raise ConfigError(Explanation(what, cause=cause, fix="write launch(train, args=(…,))."))
     if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
         what = f"args={args!r} is no tuple of the function's arguments."
         cause = "a single argument was passed by itself."
-        raise ConfigError(explain(what, cause=cause, fix="write args=(value,) with a comma."))
+        raise ConfigError(Explanation(what, cause=cause, fix="write args=(value,) with a comma."))
 
 
 def _require_fitting(
@@ -68,7 +68,7 @@ def _require_fitting(
         what = f"{getattr(fn, '__qualname__', repr(fn))} is an async function or a generator."
         cause = "calling it only makes an object; nothing of its body would run."
         fix = "pass a plain function; inside, asyncio.run(…) or a loop runs the other one."
-        raise ConfigError(explain(what, cause=cause, fix=fix))
+        raise ConfigError(Explanation(what, cause=cause, fix=fix))
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # a builtin that does not say
@@ -81,7 +81,7 @@ def _require_fitting(
         what = f"{name}{signature} cannot be called with {first} and {len(args)} arguments: {exc}."
         cause = f"{style} passes {first} first, then args."
         fix = f"add a first parameter for {first}, check args=…, or use ddpsafe.{other}."
-        raise ConfigError(explain(what, cause=cause, fix=fix)) from None
+        raise ConfigError(Explanation(what, cause=cause, fix=fix)) from None
 
 
 def _pickle(
@@ -108,4 +108,4 @@ def _cannot_travel(
     what = f"{path} cannot be sent to another process: {exc}"
     cause = "open files, locks, sockets, generators and GPU tensors belong to one process."
     fix = "pass what it is made from (a path, a seed) and make it inside the function."
-    return ConfigError(explain(what, cause=cause, fix=fix))
+    return ConfigError(Explanation(what, cause=cause, fix=fix))

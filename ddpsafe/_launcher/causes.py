@@ -101,7 +101,7 @@ def _is_common(outcome: RankOutcome, everyone: list[RankOutcome]) -> bool:
 
     As the ranks of a script do that runs inside ``except ImportError:``; it drives nobody apart.
     """
-    if _is_certain(outcome) or outcome.raised is None or outcome.raised.is_mismatch:
+    if _is_certain(outcome) or outcome.raised is None or outcome.raised.origin == "mismatch":
         return False
     errors = [(out.raised.type_name, out.raised.where) for out in everyone if out.raised]
     return len(errors) > 1 and len(set(errors)) == 1
@@ -129,7 +129,7 @@ def _find_elsewhere(everyone: list[RankOutcome]) -> list[RankOutcome]:
 
 def is_own_fault(outcome: RankOutcome) -> bool:
     """Tell whether a failed rank broke by itself, as far as its words say."""
-    return outcome.raised is None or outcome.raised.echo is None
+    return outcome.raised is None or not outcome.raised.is_peer_error
 
 
 def _is_certain(outcome: RankOutcome) -> bool:
@@ -171,5 +171,5 @@ def _order(outcome: RankOutcome) -> tuple[bool, bool, bool, int, int]:
     else:
         inside = "distributed_c10d.py" in raised.traceback and not raised.hidden_by
     seen_ns = raised.at_ns if raised is not None else (outcome.ended_ns or 0)
-    mismatch = raised is not None and raised.is_mismatch
+    mismatch = raised is not None and raised.origin == "mismatch"
     return (inside, not _is_certain(outcome), mismatch, seen_ns, outcome.rank)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 
-from ddpsafe._errors import ConfigError, explain
+from ddpsafe._errors import ConfigError, Explanation
 
 
 def require_may_have_children() -> None:
@@ -16,7 +16,7 @@ def require_may_have_children() -> None:
     process = multiprocessing.current_process()
     if process.daemon:
         raise ConfigError(
-            explain(
+            Explanation(
                 f"{process.name} is a daemonic process, which may not have children: no rank can "
                 "be started from it.",
                 cause="it is a worker of multiprocessing.Pool or of a DataLoader, or was started "

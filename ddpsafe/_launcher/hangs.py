@@ -10,21 +10,20 @@ from ddpsafe._errors import (
     AttemptTimeoutError,
     BarrierTimeoutError,
     CollectiveTimeoutError,
+    Explanation,
     LaunchError,
     LaunchTimeoutError,
     ProgressTimeoutError,
     RankLeftEarlyError,
     RendezvousTimeoutError,
-    explain,
 )
 from ddpsafe._launcher import advice
 from ddpsafe._launcher.case import DOING, Case
 from ddpsafe._launcher.waits import find_who_waited
 from ddpsafe._launcher.wording import last_complaint, listed, positions, where
-from ddpsafe._wording import take_apart
 
 if TYPE_CHECKING:
-    from ddpsafe._kinds import FailureKind
+    from ddpsafe._errors import FailureKind
     from ddpsafe._launcher.causes import Cause, Sort
     from ddpsafe._wire.outcome import RankOutcome
 
@@ -34,7 +33,7 @@ def left(case: Case, cause: Cause) -> LaunchError:
     root = cause.root
     waiting = [outcome.rank for outcome in case.outcomes.values() if outcome.status != "returned"]
     likely, fix = advice.BY_SORT["left"]
-    message = explain(
+    message = Explanation(
         f"{case.name(root)} returned early on {root.hostname}, {case.when}: "
         f"rank {listed(waiting)} still waited for it.",
         cause=likely,
@@ -55,10 +54,10 @@ def hung(case: Case, cause: Cause) -> LaunchError:
     at = f" at {where(root)}" if where(root) else ""
     waiting, goal = find_who_waited(case.outcomes.values(), root)
     awaited = "" if goal is None else f"; rank {listed(waiting)} waited for it in {goal}"
-    message = explain(
+    message = Explanation(
         f"{case.name(root)} {_HUNG[cause.sort]}{at}, on {root.hostname}, {case.when}{awaited}.",
         cause=likely.format(host=root.hostname),
-        fix=fix.format(host=root.hostname, pid=root.pid, setting=_setting_of(cls)),
+        fix=fix.format(host=root.hostname, pid=root.pid, setting=cls.setting),
         details=[*positions(case.outcomes.values()), *last_complaint(root)],
         logs=case.run_dir,
     )
@@ -68,20 +67,23 @@ def hung(case: Case, cause: Cause) -> LaunchError:
     return cls(message, **facts, kind=kind)
 
 
-def _words_of_barriers(case: Case) -> list[tuple[str, str, str]]:
-    """Return what ranks said who waited at a barrier of ours in vain."""
+def _words_of_barriers(case: Case) -> list[Explanation]:
+    """Return what the ranks say that waited at one of ddpsafe's barriers without success."""
     waited = [out.raised for out in case.outcomes.values() if _raised(out, BarrierTimeoutError)]
-    return [words for raised in waited if raised and (words := take_apart(raised.message))]
+    return [raised.explanation for raised in waited if raised and raised.explanation]
 
 
-def _not_all_came(case: Case, told: list[tuple[str, str, str]]) -> LaunchError:
-    """Say which barriers ranks waited at, in their own words; nobody is known to hang."""
-    (what, cause, fix), *others = told
-    message = explain(
-        what.replace(f" in attempt {case.attempt}", f", {case.when}"),
-        cause=cause,
-        fix=fix,
-        details=[*(text[0] for text in others), *positions(case.outcomes.values())],
+def _not_all_came(case: Case, told: list[Explanation]) -> LaunchError:
+    """Say at which barriers the ranks waited; none of them is known to hang."""
+    first, *others = told
+    message = Explanation(
+        f"{first.what} ({case.when})",
+        cause=first.cause,
+        fix=first.fix,
+        details=[
+            *(each.what for each in others),
+            *positions(case.outcomes.values()),
+        ],
         logs=case.run_dir,
     )
     away = [out for out in case.outcomes.values() if not _raised(out, BarrierTimeoutError)]
@@ -91,7 +93,7 @@ def _not_all_came(case: Case, told: list[tuple[str, str, str]]) -> LaunchError:
 
 def _raised(outcome: RankOutcome, cls: type[LaunchTimeoutError]) -> bool:
     """Tell whether a rank raised that error of ours."""
-    return outcome.raised is not None and outcome.raised.type_name == f"ddpsafe.{cls.__name__}"
+    return outcome.raised is not None and outcome.raised.setting == cls.setting
 
 
 def _advice_on_hang(cause: Cause) -> advice.Advice:
@@ -109,11 +111,6 @@ def _class_of_wait(case: Case) -> type[LaunchTimeoutError]:
     return CollectiveTimeoutError
 
 
-def _setting_of(cls: type[LaunchTimeoutError]) -> str:
-    """Name the timeout that made the error: ``BarrierTimeoutError`` comes of ``timeouts.barrier``."""
-    return cls.__name__.removesuffix("TimeoutError").lower()
-
-
 _HUNG: Final[dict[Sort, str]] = {
     "suspended": "is stopped",
     "behind": "is behind",
@@ -129,7 +126,7 @@ def not_all_joined(case: Case) -> LaunchError:
     # Ranks that have come wait in "joining" for the others: they are not the missing ones.
     missing = early or [out for out in case.outcomes.values() if out.phase == "joining"]
     names = listed(outcome.rank for outcome in missing)
-    message = explain(
+    message = Explanation(
         f"rank {names} (world_size {len(case.outcomes)}) did not join within "
         f"{case.limit('rendezvous')}, {case.when}.",
         cause="slow imports, work at the top of the script, or a rank that hangs before it joins.",
@@ -165,7 +162,7 @@ def too_long(case: Case, cause: Cause) -> LaunchError:
             f"see where the ranks were; raise timeouts.{setting} if they were at work.",
         )
     )
-    message = explain(
+    message = Explanation(
         f"rank {names} (world_size {len(case.outcomes)}) {did} {case.limit(setting)}, {case.when}.",
         cause=likely.format(host=missing[0].hostname),
         fix=fix.format(host=missing[0].hostname, pid=missing[0].pid, setting=setting),

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpsafe._errors import ConfigError, explain
+from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._wire.payload import main_is_importable
 
 if TYPE_CHECKING:
@@ -56,4 +56,4 @@ def _is_under_an_if(path: str, line: int) -> bool:
 def _missing(what: str) -> ConfigError:
     cause = "every rank imports the script, and would launch again while it does."
     fix = 'put the call under  if __name__ == "__main__":  at the end of the script.'
-    return ConfigError(explain(what, cause=cause, fix=fix))
+    return ConfigError(Explanation(what, cause=cause, fix=fix))

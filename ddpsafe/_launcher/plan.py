@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._config.backends import require_backend
-from ddpsafe._errors import ConfigError, explain
+from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._wire.spec import MARKER, RankTimeouts
 from ddpsafe._world import World, loopback_interfaces
 
@@ -132,7 +132,7 @@ def _require_one_node(config: LaunchConfig) -> None:
         "launch() then runs the function in each rank that they start."
     )
     cause = "several nodes need a launcher on each of them."
-    raise ConfigError(explain(what, cause=cause, fix=fix))
+    raise ConfigError(Explanation(what, cause=cause, fix=fix))
 
 
 def _count_gpus() -> int:
@@ -183,7 +183,7 @@ def _require_gpus(nproc: int, gpus: int) -> None:
         cause = "nccl refuses two ranks on one GPU"
         cause += "." if visible is None else f"; CUDA_VISIBLE_DEVICES={visible!r} hides others."
         fix = f'nproc_per_node={gpus}, or nproc_per_node="gpu", or backend="gloo".'
-        raise ConfigError(explain(what, cause=cause, fix=fix))
+        raise ConfigError(Explanation(what, cause=cause, fix=fix))
 
 
 def _refuse_gpu(asked: str, instead: str) -> None:
@@ -193,7 +193,7 @@ def _refuse_gpu(asked: str, instead: str) -> None:
     cause = "this machine has no GPU, its driver is not loaded, or CUDA_VISIBLE_DEVICES hides it."
     if torch.version.cuda is None:
         cause = f"torch {torch.__version__} is built without CUDA."
-    raise ConfigError(explain(what, cause=cause, fix=f"write {instead}, or check nvidia-smi."))
+    raise ConfigError(Explanation(what, cause=cause, fix=f"write {instead}, or check nvidia-smi."))
 
 
 def _device(rank: int, nproc: int, backend: str, gpus: int, style: str) -> str:

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import (
+    Explanation,
     LaunchError,
     RankExitedError,
     RankFailedError,
     RankKilledError,
     RankLeftEarlyError,
     RankRaisedError,
-    explain,
 )
 from ddpsafe._launcher import advice, hangs
 from ddpsafe._launcher.causes import Cause, find_cause
@@ -23,10 +23,9 @@ from ddpsafe._launcher.symptoms import kind_of, wants_busy_port
 from ddpsafe._launcher.wording import last_words, others, positions
 from ddpsafe._wire.channel import PIPE_LOST
 from ddpsafe._wire.exceptions import clip
-from ddpsafe._wording import take_apart
 
 if TYPE_CHECKING:
-    from ddpsafe._kinds import FailureKind
+    from ddpsafe._errors import FailureKind
     from ddpsafe._launcher.case import Case
     from ddpsafe._wire.outcome import Raised
 
@@ -54,7 +53,7 @@ def conclude(case: Case) -> LaunchError:
 def unloadable(case: Case, rank: int, exc: Exception) -> RankFailedError:
     """Return the error of an attempt that ended well, but for a value that cannot be loaded."""
     root = case.outcomes[rank]
-    message = explain(
+    message = Explanation(
         f"what {case.name(root)} returned on {root.hostname}, {case.when}, cannot be loaded here: "
         f"{type(exc).__name__}: {clip(str(exc), _MAX_MESSAGE)}",
         cause="it was made of something that exists in the rank only, such as a process group.",
@@ -70,12 +69,12 @@ def _broke(case: Case, cause: Cause) -> LaunchError:
     if cause.root.raised is not None and cause.root.raised.exit_code is None:
         raised = cause.root.raised
         # Nobody hangs: that an echo led to an exception of the rank's own is no matter any more.
-        return _raised(case, cause, replace(raised, echo=None) if raised.is_wrapped else raised)
+        return _raised(case, cause, replace(raised, origin="own") if raised.is_wrapped else raised)
     return _exited(case, cause)
 
 
 def _timed_out(cause: Cause) -> bool:
-    return cause.root.raised is not None and cause.root.raised.echo == "timeout"
+    return cause.root.raised is not None and cause.root.raised.origin == "timeout"
 
 
 def _raised(case: Case, cause: Cause, raised: Raised) -> LaunchError:
@@ -83,15 +82,16 @@ def _raised(case: Case, cause: Cause, raised: Raised) -> LaunchError:
     topic: FailureKind = "port" if wants_busy_port(raised) else kind
     likely, fix = advice.BY_KIND.get(topic, advice.BY_KIND["user-error"])
     text = raised.message
-    if own := take_apart(text):  # an error of ddpsafe's own brings its advice along
-        text, likely, fix = own
+    if raised.explanation is not None:  # an error of ddpsafe's own brings its advice along
+        text = "\n".join([raised.explanation.what, *raised.explanation.details])
+        likely, fix = raised.explanation.cause or likely, raised.explanation.fix or fix
     at = [f"at {raised.where}"] if raised.where else []
     at += [f"held: {raised.held}"] if raised.held else []
     at += (
         [f"on top of it, in an except or a finally: {raised.hidden_by}"] if raised.hidden_by else []
     )
     said = f": {clip(text, _MAX_MESSAGE)}" if text else "."
-    message = explain(
+    message = Explanation(
         f"{case.name(root)} raised {raised.type_name} {case.place(root)}{said}",
         cause=likely,
         fix=fix,
@@ -110,7 +110,7 @@ def _killed(case: Case, cause: Cause) -> LaunchError:
     likely, fix = advice.BY_SIGNAL.get(number, advice.OTHER_SIGNAL)
     if number == signal.SIGKILL and case.oom_kills:
         kind, (likely, fix) = "out-of-memory", advice.KILLED_FOR_MEMORY
-    message = explain(
+    message = Explanation(
         f"{case.name(root)} was killed by {root.signal_name} {case.place(root)}.",
         cause=likely,
         fix=fix.format(host=root.hostname),
@@ -150,7 +150,7 @@ def _exited(case: Case, cause: Cause) -> LaunchError:
         fix = "close only what the script has opened; mend the line of the error, if there is one."
     elif code == _UNKNOWN_CODE:
         called += ", or Python's fork server, which alone knows how its ranks end, was killed"
-    message = explain(
+    message = Explanation(
         f"{case.name(root)} exited with code {code} before its function returned, "
         f"{case.place(root)}.",
         cause=f"{called}.",
@@ -167,7 +167,7 @@ def _exited(case: Case, cause: Cause) -> LaunchError:
 
 def _vanished(case: Case, cause: Cause) -> LaunchError:
     root = cause.root
-    message = explain(
+    message = Explanation(
         f"{case.name(root)} ended before its function returned, {case.place(root)}; nobody knows how.",
         cause="another part of the launching program, a handler of SIGCHLD or os.wait(), took its "
         "exit status.",

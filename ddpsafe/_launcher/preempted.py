@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._errors import TRY_AGAIN_EXIT_CODE, PreemptedError, explain
+from ddpsafe._errors import TRY_AGAIN_EXIT_CODE, Explanation, PreemptedError
 from ddpsafe._launcher.wording import listed, positions
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def conclude_stop(
     details = positions(case.outcomes.values()) if late else []
     logs = case.run_dir if late or keeps_logs else None
     return PreemptedError(
-        explain(what, cause=_CAUSE, fix=fix, details=details, logs=logs),
+        Explanation(what, cause=_CAUSE, fix=fix, details=details, logs=logs),
         values=values,
         unfinished_ranks=late,
         attempt=case.attempt,

@@ -122,7 +122,7 @@ def _facts_of_rank(outcome: RankOutcome) -> dict[str, Any]:
             "type": raised.type_name,
             "message": raised.message,
             "where": raised.where,
-            "echo": raised.echo,
+            "origin": raised.origin,
             "traceback": raised.traceback,
         },
         "collectives": [

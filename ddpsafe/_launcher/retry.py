@@ -138,7 +138,7 @@ def _explain_refusal(error: DDPSafeError, policy: RetryPolicy) -> None:
 
 
 def _say_why_not(error: DDPSafeError, why: str) -> None:
-    error.args = (f"{error}\n  Not tried again: {why}", *error.args[1:])
+    error.add_details(f"Not retried: {why}")
 
 
 def _ask(change: Callable[[DDPSafeError], bool], failure: DDPSafeError) -> bool:
@@ -164,9 +164,8 @@ def _mention_earlier(error: DDPSafeError) -> None:
     """Say in an error that knows of no attempt which ones have failed before, and where to read."""
     failures = [each for each in error.previous_attempts if isinstance(each, LaunchError)]
     if failures:
-        lines = [f"Before that, {str(each).splitlines()[0]}" for each in failures[-_MENTIONED:]]
-        lines.append(f"Logs: {failures[-1].run_dir}")
-        error.args = ("\n  ".join([str(error), *lines]), *error.args[1:])
+        lines = [f"Before that, {each.explanation.what}" for each in failures[-_MENTIONED:]]
+        error.add_details(*lines, f"Logs: {failures[-1].run_dir}")
 
 
 def _made_no_step(error: DDPSafeError) -> bool:
@@ -184,7 +183,7 @@ def _announce(error: DDPSafeError, state: tenacity.RetryCallState, policy: Retry
         policy.attempts,
         error.kind,
         state.next_action.sleep,
-        str(error).splitlines()[0],
+        error.explanation.what,
     )
 
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._errors import LaunchError, PreflightError, explain
+from ddpsafe._errors import Explanation, LaunchError, PreflightError
 from ddpsafe._launcher.report import write_report
 from ddpsafe._wire.spec import LogFiles
 
@@ -137,4 +137,4 @@ def _unusable(path: Path, exc: OSError) -> PreflightError:
     what = f"the run directory {path} cannot be used: {exc.strerror or exc}."
     cause = "it is not writable, its disk is full, or a file is in its place."
     fix = "pass run_dir= with a directory that you can write to, or make room."
-    return PreflightError(explain(what, cause=cause, fix=fix))
+    return PreflightError(Explanation(what, cause=cause, fix=fix))

@@ -115,14 +115,14 @@ class Watch:
     def _settle(self) -> None:
         settle, longer = Deadline.after(_SETTLE), Deadline.after(_SETTLE_SECONDARY)
         while any(worker.alive for worker in self._workers):
-            deadline = longer if self._only_secondary() else settle
+            deadline = longer if self._only_peer_errors() else settle
             if deadline.expired():
                 return
             self._wait(deadline)
 
-    def _only_secondary(self) -> bool:
+    def _only_peer_errors(self) -> bool:
         reports = [worker.raised for worker in self._workers if has_failed(worker)]
-        return all(raised is not None and raised.echo is not None for raised in reports)
+        return all(raised is not None and raised.is_peer_error for raised in reports)
 
     def _let_leave(self) -> None:
         """Give ranks that have returned the time to end by themselves; the result stands."""

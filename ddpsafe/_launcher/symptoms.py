@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from ddpsafe._kinds import FailureKind
+    from ddpsafe._errors import FailureKind
     from ddpsafe._wire.outcome import Raised
 
 
@@ -54,8 +54,8 @@ def kind_of(raised: Raised) -> FailureKind:
     """Say what sort of failure an exception is."""
     text = f"{raised.type_name}: {raised.message}"
     kind: FailureKind = "user-error"
-    if raised.echo is not None:
-        kind = "hang" if raised.echo == "timeout" else "peer-lost"
+    if raised.is_peer_error:
+        kind = "hang" if raised.origin == "timeout" else "peer-lost"
     elif _lost_loader_worker(raised):
         kind = "killed"
     else:

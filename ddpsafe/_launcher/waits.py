@@ -42,7 +42,7 @@ def newest_collective(outcome: RankOutcome) -> Collective | None:
 def is_waiting(outcome: RankOutcome) -> bool:
     """Tell whether a rank waits for others, or did so until that failed."""
     if outcome.raised is not None:
-        return outcome.raised.echo is not None
+        return outcome.raised.is_peer_error
     return bool(outcome.in_collective)
 
 

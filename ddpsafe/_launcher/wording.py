@@ -70,7 +70,7 @@ def _position(outcome: RankOutcome) -> str:
     elif outcome.status == "returned":
         parts.append("has returned")
     raised = outcome.raised
-    if raised is not None and (raised.echo is None or raised.is_wrapped):
+    if raised is not None and (not raised.is_peer_error or raised.is_wrapped):
         did = "raised" if raised.final and not raised.hidden_by else "was handling"
         parts.append(f"{did} {_first_line(outcome)}")
     if text := where(outcome):
@@ -88,8 +88,8 @@ def _relation(outcome: RankOutcome, *, done: bool) -> str:
     raised = outcome.raised
     if raised is not None and raised.hidden_by:
         return "in"
-    if raised is not None and raised.echo is not None:
-        return "timed out in" if raised.echo == "timeout" else "lost a peer in"
+    if raised is not None and raised.is_peer_error:
+        return "timed out in" if raised.origin == "timeout" else "lost a peer in"
     return "after" if done else "in"
 
 

@@ -159,7 +159,7 @@ class Worker:
         """
         self.failed = self.failed or raised.final
         earlier = self.raised
-        hides = earlier is not None and earlier.echo is None and raised.echo is not None
+        hides = earlier is not None and not earlier.is_peer_error and raised.is_peer_error
         if earlier is None or (raised.final and not hides):
             self.raised, self.position = raised, raised.position
 

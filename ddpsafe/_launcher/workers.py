@@ -13,7 +13,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpsafe._errors import PreflightError, explain
+from ddpsafe._errors import Explanation, PreflightError
 from ddpsafe._launcher.worker import Worker
 from ddpsafe._wire.channel import Inheritance, InheritedFd
 from ddpsafe._wire.step_counter import StepCounter
@@ -239,13 +239,13 @@ def _not_started(started: int, wanted: int, exc: OSError | EOFError) -> Prefligh
             "Python's fork server has ended: it was killed, or this process is a fork of its owner."
         )
         fix = 'see what stderr says above; take start_method="spawn", which needs no server.'
-        return PreflightError(explain(what, cause=cause, fix=fix))
+        return PreflightError(Explanation(what, cause=cause, fix=fix))
     if str(exc) == "AF_UNIX path too long":  # Python's own words; there is no errno with them
         cause = (
             f"the fork server's socket lies below {tempfile.gettempdir()}, too long for a socket."
         )
         fix = 'set TMPDIR to a short path, such as /tmp, or take start_method="spawn".'
-        return PreflightError(explain(what, cause=cause, fix=fix))
+        return PreflightError(Explanation(what, cause=cause, fix=fix))
     cause = "a limit of this machine: processes (ulimit -u), open files (ulimit -n), memory, disk."
     fix = "raise the limit, or start fewer ranks. The ranks started before were ended."
-    return PreflightError(explain(what, cause=cause, fix=fix))
+    return PreflightError(Explanation(what, cause=cause, fix=fix))

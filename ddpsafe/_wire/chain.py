@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import DDPSafeError
-from ddpsafe._secondary import symptom_in, tells_of_mismatch
 from ddpsafe._wire.exceptions import MAX_MESSAGE, line_of
+from ddpsafe._wire.peer_errors import find_peer_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ddpsafe._secondary import Echo
+    from ddpsafe._errors import Origin
 
 _OF_A_BACKEND: Final = re.compile(
     r"/gloo/|nccl|c10d|ProcessGroup|(?:Read error|closed by peer) \[", re.IGNORECASE
@@ -37,13 +37,13 @@ class Reading:
 
     Attributes:
         shown: The exception to show: the one that left, or the own error that an echo hides.
-        echo: What another rank did to this one, where that is all there is.
-        is_wrapped: Whether `shown` is no echo itself, but came of one.
-        hidden_by: The echo that hides the own error, which may have been handled before it.
+        origin: Where the failure comes from; another rank only where the whole chain says so.
+        is_wrapped: Whether `shown` was raised while a peer error was handled.
+        hidden_by: The peer error that hides `shown`, which may have been handled before it.
     """
 
     shown: BaseException
-    echo: Echo | None = None
+    origin: Origin = "own"
     is_wrapped: bool = False
     hidden_by: BaseException | None = None
 
@@ -80,30 +80,31 @@ def _read(exc: BaseException, depth: int = 0) -> Reading:
     chain = list(_chain_of(exc))
     for number in reversed(range(len(chain))):
         outer, inner = chain[number], chain[number + 1 : number + 2]
-        echo = _echo_of(outer, depth)
-        covers = echo is not None or tells_of_mismatch(line_of(outer, MAX_MESSAGE))
-        # What it was raised "from None" over was taken for no matter by whoever raised it.
-        if inner and covers and not outer.__suppress_context__:
-            return Reading(shown=inner[0], hidden_by=outer)
-        if echo is not None:
-            return Reading(shown=exc, echo=echo, is_wrapped=outer is not exc)
-    return Reading(shown=exc)
+        origin = _origin_of(outer, depth)
+        # Whoever raised it "from None" had decided that what lies beneath does not matter.
+        if inner and origin != "own" and not outer.__suppress_context__:
+            return Reading(shown=inner[0], hidden_by=outer, origin=_origin_of(inner[0], depth))
+        if origin in ("peer-lost", "timeout"):
+            return Reading(shown=exc, origin=origin, is_wrapped=outer is not exc)
+    return Reading(shown=exc, origin=_origin_of(exc, depth))
 
 
-def _echo_of(exc: BaseException, depth: int) -> Echo | None:
-    """Tell what another rank has done, if that is what this exception, for itself, says.
+def _origin_of(exc: BaseException, depth: int) -> Origin:
+    """Tell where one exception, taken by itself, comes from.
 
-    The user's own connections break with the same words, in exceptions of other types and places.
-    A group of exceptions is an echo if all of them are.
+    ddpsafe's own errors carry their origin. torch's are known by their text, and only where torch
+    raised them: the user's own connections break with the same words. A group of exceptions comes
+    from another rank if all of them do.
     """
+    if isinstance(exc, DDPSafeError):
+        return exc.origin
     if isinstance(exc, _GROUP):
         if depth == _DEEPEST:
-            return None
-        echoes = [_read(each, depth + 1).echo for each in exc.exceptions]
-        return echoes[0] if all(echoes) else None
-    symptom = symptom_in(line_of(exc, MAX_MESSAGE))
-    is_torchs_or_ours = isinstance(exc, DDPSafeError) or _is_torchs(exc)
-    return symptom.sort if symptom is not None and is_torchs_or_ours else None
+            return "own"
+        origins = [_read(each, depth + 1).origin for each in exc.exceptions]
+        return "own" if "own" in origins or "mismatch" in origins else origins[0]
+    row = find_peer_error(line_of(exc, MAX_MESSAGE)) if _is_torchs(exc) else None
+    return "own" if row is None else row.origin
 
 
 def _is_torchs(exc: BaseException) -> bool:

@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from ddpsafe._secondary import tells_of_mismatch
+from ddpsafe._errors import DDPSafeError, Explanation, LaunchTimeoutError, Origin
 from ddpsafe._wire.chain import is_handled, read_chain
 from ddpsafe._wire.exceptions import (
     MAX_MESSAGE,
@@ -24,7 +24,6 @@ from ddpsafe._wire.stop_messages import StopMessage
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ddpsafe._secondary import Echo
 
 Phase = Literal["starting", "loading", "joining", "running", "leaving"]
 """Process started > unpickling > rendezvous > the user's function > after its report."""
@@ -149,10 +148,11 @@ class Raised:
         exit_code: Set when the exception was a request to exit.
         final: False where the exception was only seen in flight, at a teardown or a barrier.
         held: What the rank's memory held, where it ran out of it.
-        echo: What another rank did to this one, where that is all that led to the exception.
-        is_wrapped: Whether it is another exception, raised while the echo was handled.
-        is_mismatch: Whether it says that ranks came to one place with different things.
-        hidden_by: The echo that came on top of this exception and left in its place, in a line.
+        origin: Where the exception comes from, as far as this rank can tell.
+        explanation: What an error of ddpsafe's own says, as data.
+        setting: The field of `Timeouts` whose deadline passed, if it says that.
+        is_wrapped: Whether it was raised while a peer error was handled.
+        hidden_by: The peer error that was raised on top of it and left in its place, in a line.
         handled: What was being handled when the rank asked to exit, in a line.
     """
 
@@ -167,11 +167,17 @@ class Raised:
     exit_code: int | None = None
     final: bool = True
     held: str = ""
-    echo: Echo | None = None
+    origin: Origin = "own"
+    explanation: Explanation | None = None
+    setting: str = ""
     is_wrapped: bool = False
-    is_mismatch: bool = False
     hidden_by: str = ""
     handled: str = ""
+
+    @property
+    def is_peer_error(self) -> bool:
+        """Whether the rank failed because of another one: it lost it, or waited for it too long."""
+        return self.origin in ("peer-lost", "timeout")
 
     @property
     def is_certain(self) -> bool:
@@ -180,7 +186,7 @@ class Raised:
         What was seen in flight may have been handled; one that came in a meeting with ranks that
         were elsewhere may be theirs.
         """
-        return self.final and not self.hidden_by and not self.is_mismatch
+        return self.final and not self.hidden_by and self.origin != "mismatch"
 
     @classmethod
     def from_exception(
@@ -216,9 +222,10 @@ class Raised:
             exit_code=code,
             final=final,
             held=held,
-            echo=reading.echo,
+            origin=reading.origin,
+            explanation=shown.explanation if isinstance(shown, DDPSafeError) else None,
+            setting=shown.setting if isinstance(shown, LaunchTimeoutError) else "",
             is_wrapped=reading.is_wrapped,
-            is_mismatch=tells_of_mismatch(f"{name}: {message}"),
             hidden_by="" if reading.hidden_by is None else _in_a_line(reading.hidden_by),
             handled="" if handled is None else _in_a_line(handled),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ddpsafe._errors import BarrierTimeoutError, explain
+from ddpsafe._errors import BarrierTimeoutError, Explanation
 
 if TYPE_CHECKING:
     from ddpsafe._clock import Deadline
@@ -36,7 +36,7 @@ def barrier_timeout_error(
     else:
         cause, fix = _after_departure(departure)
     return BarrierTimeoutError(
-        explain(what, cause=cause, fix=fix),
+        Explanation(what, cause=cause, fix=fix),
         waited_s=waited_s,
         missing_ranks=missing,
         attempt=context.attempt,
@@ -45,13 +45,13 @@ def barrier_timeout_error(
 
 def _after_departure(departure: Departure) -> tuple[str, str]:
     """Say why a rank that has failed did not come, and where to look."""
-    rank, echo, error = departure
-    if echo is None:
+    rank, origin, error = departure
+    if origin not in ("peer-lost", "timeout"):
         cause = f"rank {rank} has failed: {error}"
         fix = f"look at rank {rank}'s own error; this one only follows from it."
         return cause, fix
     # A rank that is killed tells nobody: the first to tell is one that was in touch with it.
-    what = "lost" if echo == "peer-lost" else "waited in vain for"
+    what = "lost" if origin == "peer-lost" else "waited in vain for"
     cause = f"rank {rank} has failed as well, since it {what} another rank: {error}"
     fix = "find the rank whose output ends without such an error; the others only follow from it."
     return cause, fix

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._bounded import BoundedCall
 from ddpsafe._clock import Deadline
-from ddpsafe._errors import TRY_AGAIN_EXIT_CODE, PreemptedError, explain
+from ddpsafe._errors import TRY_AGAIN_EXIT_CODE, Explanation, PreemptedError
 from ddpsafe._wire.chain import read_chain
 from ddpsafe._wire.exceptions import clip, text_of, type_name_of
 from ddpsafe._worker import environment, session, stopping
@@ -172,7 +172,7 @@ def _say_goodbye(control: Control, exc: BaseException) -> None:
     if session.find_spec() is None:  # else the launcher knows, and tells the cause by itself
         reading = read_chain(exc)
         error = f"{type_name_of(reading.shown)}: {text_of(reading.shown)}"
-        control.depart(clip(error, _MAX_REASON), reading.echo)
+        control.depart(clip(error, _MAX_REASON), reading.origin)
 
 
 def _enter(
@@ -249,7 +249,7 @@ def stopped_error(member: RankContext, value: object) -> PreemptedError:
         f"start the same command again; exit code {TRY_AGAIN_EXIT_CODE} tells a scheduler to do so."
     )
     return PreemptedError(
-        explain(what, cause=cause, fix=fix), values={member.rank: value}, attempt=member.attempt
+        Explanation(what, cause=cause, fix=fix), values={member.rank: value}, attempt=member.attempt
     )
 
 

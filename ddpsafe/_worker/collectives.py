@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ddpsafe._errors import ConfigError, explain
+from ddpsafe._errors import ConfigError, Explanation, MismatchError
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +69,7 @@ def require_group(world: World) -> None:
         what = f"{world} has no process group yet."
         cause = "a method that needs the other ranks was called before setup(), or after cleanup()."
         fix = "call it inside ddpsafe.process_group(), or between setup() and cleanup()."
-        raise ConfigError(explain(what, cause=cause, fix=fix))
+        raise ConfigError(Explanation(what, cause=cause, fix=fix))
 
 
 def group_size() -> int:
@@ -128,8 +128,10 @@ def _require_same_form(x: Reducible, device: torch.device) -> None:
     dist.all_reduce(highest, op=dist.ReduceOp.MAX)
     most, least = highest.tolist()
     if most != -least:
-        msg = f"reduce_mean: the ranks passed different keys or shapes; this one has {form}."
-        raise ValueError(msg)
+        what = f"reduce_mean: the ranks passed different keys or shapes; this one has {form}."
+        cause = "the ranks computed different metrics, or one of them is in another collective."
+        fix = "pass the same keys and shapes on every rank, in the same order of calls."
+        raise MismatchError(Explanation(what, cause=cause, fix=fix))
 
 
 def _form_of(x: Reducible) -> str:

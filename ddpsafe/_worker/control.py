@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
-    from ddpsafe._secondary import Echo
+    from ddpsafe._errors import Origin
 
 # How long the rank that serves the store stays for the others to read how a meeting ended.
 _LINGER: Final = timedelta(seconds=2)
@@ -32,12 +32,12 @@ class Departure(NamedTuple):
 
     Attributes:
         rank: Which one.
-        echo: What another rank had done to it, where that is all its error says.
+        origin: Where its error comes from: the rank itself, or another one.
         error: Its error, in a line.
     """
 
     rank: int
-    echo: Echo | None
+    origin: Origin
     error: str
 
 
@@ -99,9 +99,9 @@ class Control:
             self.store.compare_set(f"{meeting}/missing", "", "[]")
         return meeting
 
-    def depart(self, error: str, echo: Echo | None) -> None:
+    def depart(self, error: str, origin: Origin) -> None:
         """Tell whoever waits for this rank, now or later, that it has failed and will not come."""
-        told = json.dumps(Departure(self._rank, echo, error))
+        told = json.dumps(Departure(self._rank, origin, error))
         self.store.compare_set(_DEPARTED, "", told)
 
     def departure(self) -> Departure | None:

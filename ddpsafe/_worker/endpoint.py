@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._errors import ConfigError, explain
+from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._worker.identity import identity_of
 from ddpsafe._world import require_int
 
@@ -58,7 +58,7 @@ def find_endpoint(world: World, env: Mapping[str, str]) -> Endpoint:
     if not 0 < port < 1 << 16:
         what = f"MASTER_PORT={port} is not a port."
         cause = "a typing error; ports end at 65535."
-        raise ConfigError(explain(what, cause=cause, fix="use a free port from 1024 to 65535."))
+        raise ConfigError(Explanation(what, cause=cause, fix="use a free port from 1024 to 65535."))
     told = world.nnodes == 1 and world.started_by != "environment"
     return Endpoint(
         host=host,
@@ -76,7 +76,7 @@ def _guess_host(world: World, env: Mapping[str, str]) -> str:
     what = f"MASTER_ADDR is not set, and {world} spans {world.nnodes} nodes."
     cause = f"{world.started_by} does not say where rank 0 runs."
     fix = "export MASTER_ADDR=<host of rank 0> and MASTER_PORT=<a free port there>."
-    raise ConfigError(explain(what, cause=cause, fix=fix))
+    raise ConfigError(Explanation(what, cause=cause, fix=fix))
 
 
 def _first_host(nodelist: str) -> str:
@@ -95,6 +95,6 @@ def _guess_port(world: World, env: Mapping[str, str]) -> int:
         what = f"MASTER_PORT is not set ({world}, started by {world.started_by})."
         cause = "RANK and WORLD_SIZE are set by hand, MASTER_PORT was forgotten."
         fix = "export MASTER_PORT=<a free port on the host of rank 0>, the same for all ranks."
-        raise ConfigError(explain(what, cause=cause, fix=fix))
+        raise ConfigError(Explanation(what, cause=cause, fix=fix))
     digest = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).digest()
     return _PORTS[int.from_bytes(digest[:4], "big") % len(_PORTS)]

@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import Deadline
-from ddpsafe._errors import RankRaisedError, explain
+from ddpsafe._errors import Explanation, RankRaisedError
 from ddpsafe._wire.exceptions import clip, text_of
 from ddpsafe._worker import collectives
 from ddpsafe._worker.absence import barrier_timeout_error
@@ -54,10 +54,12 @@ def _await_leader(context: RankContext, control: Control, name: str, leader: int
         failed, _, text = failure.partition(" ")
         what = f"rank {failed} failed in rank_zero_first: {text} (seen by {context.world})."
         fix = f"see the error of rank {failed} itself; this rank only waited for it."
-        raise RankRaisedError(
-            explain(what, cause=f"the error of rank {failed} above.", fix=fix),
+        error = RankRaisedError(
+            Explanation(what, cause=f"the error of rank {failed} above.", fix=fix),
             rank=int(failed),
             local_rank=0,
             hostname="",
             attempt=context.attempt,
         )
+        error.origin = "peer-lost"
+        raise error

@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._errors import ConfigError, explain
+from ddpsafe._errors import ConfigError, Explanation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -78,4 +78,4 @@ def _another_job(place: str, world: World, evidence: str) -> ConfigError:
     what = f"{world} reached the store of another job at {place} ({evidence})."
     cause = "two jobs use the same MASTER_ADDR and MASTER_PORT; they would mix their gradients."
     fix = "give each job its own MASTER_PORT, or let ddpsafe.launch or spawn choose it."
-    return ConfigError(explain(what, cause=cause, fix=fix))
+    return ConfigError(Explanation(what, cause=cause, fix=fix))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._bounded import BoundedCall
 from ddpsafe._clock import Deadline
-from ddpsafe._errors import ConfigError, explain
+from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._interfaces import (
     find_address_towards,
     find_interface_of,
@@ -61,7 +61,7 @@ def _require(name: str) -> str:
     what = f"rendezvous.interface={name!r}: {socket.gethostname()} has no such interface."
     cause = "names of interfaces differ from host to host."
     fix = f'write interface="auto", or one of {", ".join(existing)}.'
-    raise ConfigError(explain(what, cause=cause, fix=fix))
+    raise ConfigError(Explanation(what, cause=cause, fix=fix))
 
 
 def _find_way(endpoint: Endpoint, deadline: Deadline) -> str | None:

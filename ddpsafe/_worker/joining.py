@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ddpsafe._clock import Deadline
 from ddpsafe._config.backends import require_backend
-from ddpsafe._errors import ConfigError, explain
+from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._worker import (
     environment,
     interfaces,
@@ -48,7 +48,7 @@ def place_of(rank: int | None, world_size: int | None) -> World:
     if rank is None or world_size is None:
         what = f"setup(rank={rank}, world_size={world_size}) says only half of it."
         fix = "pass both, or neither to take them from the launcher."
-        raise ConfigError(explain(what, cause="an argument was forgotten.", fix=fix))
+        raise ConfigError(Explanation(what, cause="an argument was forgotten.", fix=fix))
     told = find_world(os.environ)
     if told is not None and (told.rank, told.world_size) == (rank, world_size):
         return told
@@ -65,7 +65,8 @@ def _alone(env: Mapping[str, str]) -> World:
         what = f"this process is alone, though its Slurm job has {tasks} tasks (SLURM_NTASKS)."
         cause = "it runs in the batch script or in a shell of salloc, not in a step."
         fix = "start it with srun; or `unset SLURM_NTASKS` if one process is what you want."
-        warnings.warn(explain(what, cause=cause, fix=fix), RuntimeWarning, stacklevel=2)
+        text = Explanation(what, cause=cause, fix=fix)
+        warnings.warn(str(text), RuntimeWarning, stacklevel=2)
     return World.alone()
 
 
@@ -176,7 +177,7 @@ def device_for(world: World, backend: str) -> torch.device:
         what = f"{world} has local_rank {world.local_rank}, but this host shows {gpus} GPUs."
         cause = "more ranks than GPUs, a missing LOCAL_RANK, or CUDA_VISIBLE_DEVICES."
         fix = "start one rank per GPU and set LOCAL_RANK, or use backend='gloo'."
-        raise ConfigError(explain(what, cause=cause, fix=fix))
+        raise ConfigError(Explanation(what, cause=cause, fix=fix))
     return environment.use_device(f"cuda:{world.local_rank}")
 
 

@@ -13,7 +13,7 @@ import tenacity
 
 from ddpsafe._bounded import BoundedCall
 from ddpsafe._clock import Deadline
-from ddpsafe._errors import PreflightError, RendezvousTimeoutError, explain
+from ddpsafe._errors import Explanation, PreflightError, RendezvousTimeoutError
 from ddpsafe._worker import identity
 from ddpsafe._worker.control import Control
 from ddpsafe._worker.generation import agree_on_generation
@@ -213,7 +213,7 @@ def _unresolved(endpoint: Endpoint, world: World, why: str, deadline: Deadline) 
     what = f"{world} on {here} cannot resolve {endpoint.host} after {deadline.waited_s():.1f} s: "
     cause = "MASTER_ADDR is misspelled, or this host's DNS and /etc/hosts do not know the name."
     fix = f"check with  getent hosts {endpoint.host}  on {here}; an IP address works too."
-    return PreflightError(explain(what + why, cause=cause, fix=fix), kind="startup-network")
+    return PreflightError(Explanation(what + why, cause=cause, fix=fix), kind="startup-network")
 
 
 def _nobody_serves(
@@ -225,7 +225,7 @@ def _nobody_serves(
     cause = "rank 0 has not started or died; or MASTER_ADDR or MASTER_PORT names another place."
     fix = f"check rank 0's log, then, on {here}:  nc -vz {endpoint.host} {endpoint.port}"
     return RendezvousTimeoutError(
-        explain(what, cause=cause, fix=fix),
+        Explanation(what, cause=cause, fix=fix),
         waited_s=waited_s,
         missing_ranks=[0],
         kind="startup-network",
@@ -239,7 +239,7 @@ def _stranger(endpoint: Endpoint, world: World, deadline: Deadline) -> Preflight
     )
     cause = "another program has the port, and rank 0 could not take it."
     fix = "choose another MASTER_PORT for this job, or end the program that holds it."
-    return PreflightError(explain(what, cause=cause, fix=fix), kind="port")
+    return PreflightError(Explanation(what, cause=cause, fix=fix), kind="port")
 
 
 def _cannot_serve(endpoint: Endpoint, world: World, exc: OSError) -> PreflightError:
@@ -247,11 +247,11 @@ def _cannot_serve(endpoint: Endpoint, world: World, exc: OSError) -> PreflightEr
         what = f"{world} cannot serve the store at {endpoint}: the port is taken{_owner(endpoint)}."
         cause = "another job on this host uses the same MASTER_PORT, or a former one still runs."
         fix = "choose another MASTER_PORT for this job, or end the process that holds it."
-        return PreflightError(explain(what, cause=cause, fix=fix), kind="port")
+        return PreflightError(Explanation(what, cause=cause, fix=fix), kind="port")
     what = f"{world} cannot serve the store at {endpoint}: {exc.strerror or exc}."
     cause = "MASTER_ADDR is no address of this host, or its name resolves to another one."
     fix = "set MASTER_ADDR to an address of the host on which rank 0 runs (see `ip addr`)."
-    return PreflightError(explain(what, cause=cause, fix=fix), kind="startup-network")
+    return PreflightError(Explanation(what, cause=cause, fix=fix), kind="startup-network")
 
 
 def _owner(endpoint: Endpoint) -> str:

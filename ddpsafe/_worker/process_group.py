@@ -7,7 +7,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from ddpsafe._errors import RendezvousTimeoutError, explain
+from ddpsafe._errors import Explanation, RendezvousTimeoutError
 from ddpsafe._worker import in_flight
 from ddpsafe._worker.torch_hooks import DRAIN_S, forget_collectives
 
@@ -89,7 +89,7 @@ def not_joined(world: World, missing: list[int], deadline: Deadline) -> Rendezvo
         "world_size says; raise timeouts.rendezvous if its start takes longer."
     )
     return RendezvousTimeoutError(
-        explain(what, cause=cause, fix=fix),
+        Explanation(what, cause=cause, fix=fix),
         waited_s=waited_s,
         missing_ranks=missing,
         kind="startup-network",

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import Deadline
-from ddpsafe._errors import PreflightError, explain
+from ddpsafe._errors import Explanation, PreflightError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,7 +128,7 @@ def _claim_node(world: World, board: Store) -> None:
         what = f"{world} is not the only rank that takes itself for the first of node {world.node_rank}."
         cause = "the launcher tells no node ranks, and does not fill one node after the other."
         fix = "set NODE_RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, or start with mpirun --map-by slot."
-        raise PreflightError(explain(what, cause=cause, fix=fix))
+        raise PreflightError(Explanation(what, cause=cause, fix=fix))
 
 
 def _own_key(world: World) -> str:
@@ -154,4 +154,4 @@ def _follow(world: World, control: Control, deadline: Deadline) -> None:
     if found:
         cause = "the first rank of this node has examined the nodes, and raises what it found."
         fix = "see the error of that rank."
-        raise PreflightError(explain(f"{world}: {found.decode()}", cause=cause, fix=fix))
+        raise PreflightError(Explanation(f"{world}: {found.decode()}", cause=cause, fix=fix))

@@ -6,7 +6,7 @@ import logging
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.checkpoint import _sharded
 from ddpsafe.checkpoint._rng import load_rng_state
 from ddpsafe.checkpoint._snapshot import SHARDED, PerRank, is_stateful, state_of
@@ -84,7 +84,7 @@ def _give(loaded: Loaded, name: str, value: Any, saved: Any) -> None:
         value.load_state_dict(saved)
     except Exception as exc:
         raise CheckpointMismatchError(
-            explain(
+            Explanation(
                 f"{name!r} ({type(value).__name__}) refused its state from {loaded.folder}: {exc}",
                 cause="it was made with other arguments than the one that was saved.",
                 fix="make it as it was, or leave it out of the state that is restored; make the "

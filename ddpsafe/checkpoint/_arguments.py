@@ -7,7 +7,7 @@ import operator
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.checkpoint.errors import CheckpointConfigError, StepOrderError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def require_absolute(directory: object) -> Path:
     except ValidationError as exc:
         context = exc.errors()[0].get("ctx", {})
         raise CheckpointConfigError(
-            explain(
+            Explanation(
                 f"Checkpointer({directory!r}): the directory cannot be used.",
                 cause=str(context.get("why", exc)),
                 fix=f"write {context.get('write', 'an absolute path')}",
@@ -40,7 +40,7 @@ def require_absolute(directory: object) -> Path:
 
 def misuse(what: str, cause: str, fix: str) -> CheckpointConfigError:
     """Word the error of a wrong call."""
-    return CheckpointConfigError(explain(f"Checkpointer: {what}", cause=cause, fix=fix))
+    return CheckpointConfigError(Explanation(f"Checkpointer: {what}", cause=cause, fix=fix))
 
 
 def check_arguments(keep: object, timeout: object, *, on_failure: str, access: str) -> None:
@@ -113,7 +113,7 @@ def _is_whole(value: object, least: int) -> bool:
 def step_too_old(step: int, newest: int, directory: Path, *, is_ours: bool) -> StepOrderError:
     """Word the error of a step that is not after the newest checkpoint."""
     return StepOrderError(
-        explain(
+        Explanation(
             f"step {step} is not after step {newest}, the newest checkpoint in {directory}.",
             cause="the training went on from it and counts anew."
             if is_ours

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.checkpoint import _sharded
 from ddpsafe.checkpoint._snapshot import (
     PER_RANK,
@@ -73,7 +73,7 @@ def _require_writable(state: Mapping[str, Any]) -> None:
     ]
     if plain and not isinstance(state, MutableMapping):
         raise CheckpointConfigError(
-            explain(
+            Explanation(
                 f"{', '.join(plain)} are plain values, and the mapping cannot be changed.",
                 cause=f"a {type(state).__name__} was passed; a value that is no object with "
                 "load_state_dict is given back by putting it into the mapping.",
@@ -159,7 +159,7 @@ def _mismatch(loaded: Loaded, differences: Differences) -> CheckpointMismatchErr
     if number > _SHOWN:
         listed.append(f"… and {number - _SHOWN} more")
     return CheckpointMismatchError(
-        explain(
+        Explanation(
             f"The checkpoint {loaded.folder} is of other objects: {number} {'differs' if number == 1 else 'differ'}.",
             cause="the model was changed since, or this is another job's directory.",
             fix="build the model as it was, or begin in a directory of its own.",

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe._machine import boot_id
 from ddpsafe.checkpoint.errors import DirectoryLockedError
 
@@ -216,7 +216,7 @@ def read_owner(directory: Path) -> Owner | None:
 
 def _locked_by_us(directory: Path, owner: Owner) -> DirectoryLockedError:
     return DirectoryLockedError(
-        explain(
+        Explanation(
             f"Another Checkpointer of this very process writes into {directory} ({owner}).",
             cause="it was made before, by a cell of a notebook that ran twice for example, and was "
             "not closed.",
@@ -229,7 +229,7 @@ def _locked_by_us(directory: Path, owner: Owner) -> DirectoryLockedError:
 def _locked(directory: Path, owner: Owner | None, sign: str) -> DirectoryLockedError:
     who = "a process that has not said who it is" if owner is None else str(owner)
     return DirectoryLockedError(
-        explain(
+        Explanation(
             f"Another job writes checkpoints into {directory}: {who} ({sign}).",
             cause="two jobs were given one directory, or the job before this one still ends.",
             fix="give each job a directory of its own, or end the other job; to read only, "

@@ -7,7 +7,7 @@ import zlib
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.checkpoint._blocks import BLOCK_BYTES, DamagedFileError, VerifiedReader
 from ddpsafe.checkpoint.errors import NewerFormatError
 
@@ -137,7 +137,7 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 def _newer(folder: Path, version: int) -> NewerFormatError:
     return NewerFormatError(
-        explain(
+        Explanation(
             f"The checkpoint {folder} has format {version}; this ddpsafe reads up to {VERSION}.",
             cause="a newer ddpsafe wrote it.",
             fix="resume with the ddpsafe that wrote it, or upgrade this one.",

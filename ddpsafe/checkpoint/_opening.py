@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._clock import Deadline
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.checkpoint import _folders
 from ddpsafe.checkpoint._lock import DirectoryLock, Owner, read_owner
 from ddpsafe.checkpoint._party import Word
@@ -70,7 +70,7 @@ def _lock(directory: Path) -> DirectoryLock:
         return DirectoryLock(directory, Owner.myself(os.environ))
     except OSError as exc:
         raise DirectoryError(
-            explain(
+            Explanation(
                 f"rank 0 cannot write checkpoints to {directory}: {exc}.",
                 cause=_find_cause(directory)
                 or "it belongs to another user, is mounted read-only, or its disk is full.",
@@ -90,7 +90,7 @@ def list_steps(directory: Path) -> list[int]:
         return _folders.complete_steps(directory)
     except OSError as exc:
         raise DirectoryError(
-            explain(
+            Explanation(
                 f"The checkpoints in {directory} cannot be read: {exc}.",
                 cause=_find_cause(directory)
                 or "it belongs to another user, or its storage does not answer.",
@@ -134,7 +134,7 @@ def _require_seen(words: dict[int, Word], directory: Path) -> None:
     ]
     names = ", ".join(map(str, blind))
     raise DirectoryError(
-        explain(
+        Explanation(
             f"rank {names} on {', '.join(hosts)} does not see what rank 0 wrote to {directory}.",
             cause="the directory is not shared between the nodes, a mount is missing there, or "
             "the ranks were given different paths.",
@@ -151,7 +151,7 @@ def _not_come(
 ) -> CheckpointError:
     names = ", ".join(map(str, missing))
     return DirectoryError(
-        explain(
+        Explanation(
             f"{party} waited {deadline.waited_s():.1f} s for rank {names} to open {directory}.",
             cause=f"rank {names} made no Checkpointer, hangs, or its file system does not answer.",
             fix="make the Checkpointer on every rank, at the same place of the script.",

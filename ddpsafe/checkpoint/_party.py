@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 import json
 import socket
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._clock import Deadline
+from ddpsafe._errors import Explanation
 from ddpsafe.checkpoint import errors
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     Absent = Callable[[list[int], Deadline], errors.CheckpointError]
 
 _MAX_TEXT: Final = 4_000
+_NOT_FACTS: Final = {"explanation", "exit_code", "origin"}
 _number_of_party = itertools.count()
 
 
@@ -240,12 +242,13 @@ class Round:
 
 def to_wire(error: BaseException, *, rank: int) -> dict[str, Any]:
     """Describe an error in plain values."""
-    text = (str(error) or type(error).__name__)[:_MAX_TEXT]
     if not isinstance(error, errors.CheckpointError):
-        return {"kind": "", "text": f"{type(error).__name__}: {text}", "facts": {"rank": rank}}
-    facts = {name: value for name, value in vars(error).items() if name != "exit_code"}
+        text = f"{type(error).__name__}: {error}"[:_MAX_TEXT]
+        return {"kind": "", "said": {"what": text}, "facts": {"rank": rank}}
+    facts = {name: value for name, value in vars(error).items() if name not in _NOT_FACTS}
     facts["rank"] = rank if error.rank is None else error.rank
-    return {"kind": type(error).__name__, "text": text, "facts": _plain(facts)}
+    said = _plain(asdict(error.explanation))
+    return {"kind": type(error).__name__, "said": said, "facts": _plain(facts)}
 
 
 def _plain(facts: dict[str, Any]) -> dict[str, Any]:
@@ -255,10 +258,9 @@ def _plain(facts: dict[str, Any]) -> dict[str, Any]:
 def from_wire(failure: dict[str, Any], who: str) -> errors.CheckpointError:
     """Make another rank's error again, saying that it was only seen here."""
     facts = dict(failure["facts"])
-    first, _, rest = str(failure["text"]).partition("\n")
-    # The launcher's post-mortem knows these words: the error is an echo of another rank's.
-    text = f"{first} (met by rank {facts['rank']}, seen by {who})\n{rest}"
+    said = Explanation(**{**failure["said"], "details": tuple(failure["said"].get("details", ()))})
+    said = replace(said, what=f"{said.what} (met by rank {facts['rank']}, seen by {who})")
     kind = errors.BY_NAME.get(failure["kind"])
-    if kind is None:
-        return errors.CheckpointError(text, rank=facts["rank"])
-    return kind(text, **facts)
+    error = kind(said, **facts) if kind else errors.CheckpointError(said, rank=facts["rank"])
+    error.origin = "peer-lost"  # another rank failed; this one only waited for it
+    return error

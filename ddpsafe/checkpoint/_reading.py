@@ -6,7 +6,7 @@ import io
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.checkpoint import _sharded
 from ddpsafe.checkpoint._blocks import DamagedFileError
 from ddpsafe.checkpoint._folders import folder_name
@@ -90,7 +90,7 @@ def _load(file: VerifiedReader | io.BytesIO, path: Path) -> dict[str, Any]:
         if error is not None:  # what came through C++ as something else
             raise error from None
         raise RestoreError(
-            explain(
+            Explanation(
                 f"{path} is what was written, and torch {torch.__version__} cannot load it: {exc}",
                 cause="another version of torch wrote it, or it holds a type that was allowed "
                 "then with torch.serialization.add_safe_globals and is not now.",

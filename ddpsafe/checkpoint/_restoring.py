@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.checkpoint import _applying, _comparing, _folders
 from ddpsafe.checkpoint._blocks import DamagedFileError
 from ddpsafe.checkpoint._opening import list_steps
@@ -72,7 +72,7 @@ def restore(request: Request) -> int | None:
     if not steps:
         return None
     raise CorruptCheckpointError(
-        explain(
+        Explanation(
             f"All {len(steps)} checkpoints in {request.directory} are damaged.",
             cause="the disk fails, or something has changed or copied the files in part.",
             fix="restore the directory from a copy; remove it to begin again at step 0.",
@@ -112,7 +112,7 @@ def _common(directory: Path, words: dict[int, Word]) -> dict[str, Any]:
     ]
     if not common:
         raise MissingCheckpointError(
-            explain(
+            Explanation(
                 f"No checkpoint in {directory} is there for every rank: "
                 f"some ranks see {_list(seen)}.",
                 cause="the directory is not shared between the nodes, or a mount is missing.",
@@ -216,7 +216,7 @@ def _tidy(request: Request, newer: list[int], problems: list[str]) -> None:
 def _not_come(party: Party, missing: list[int], deadline: Deadline) -> RestoreError:
     names = ", ".join(map(str, missing))
     return RestoreError(
-        explain(
+        Explanation(
             f"{party} waited {deadline.waited_s():.1f} s for rank {names} to restore.",
             cause=f"rank {names} did not call restore(), hangs, or reads from slow storage.",
             fix="call restore() on every rank; raise the Checkpointer's timeout for slow storage.",

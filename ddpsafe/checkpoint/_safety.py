@@ -6,7 +6,7 @@ import io
 import pickle
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.checkpoint._trees import PLAIN, leaves
 from ddpsafe.checkpoint.errors import UnsafeStateError
 
@@ -37,7 +37,7 @@ def _unsafe(found: list[tuple[str, str]]) -> UnsafeStateError:
     values = "a value" if len(found) == 1 else f"{len(found)} values"
     what = f"The state holds {values} that could not be loaded again."
     return UnsafeStateError(
-        explain(
+        Explanation(
             what,
             cause="checkpoints are loaded with weights_only=True, so that none can execute code; "
             "that allows tensors, numbers, texts, and dicts, lists and tuples of them.",

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._bounded import BoundedCall
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.checkpoint import _folders, _sharded
 from ddpsafe.checkpoint._trees import size_bytes
 from ddpsafe.checkpoint._warnings import warn
@@ -55,7 +55,7 @@ class Place:
         if self.lock.is_held():
             return
         raise SaveError(
-            explain(
+            Explanation(
                 f"The checkpoint of step {step} was not saved: this job's lock on "
                 f"{self.directory} is gone.",
                 cause="the directory was removed or unmounted, or this process stood still for "
@@ -147,7 +147,7 @@ class Writer:
         waited_s = self._deadline.waited_s()
         what = f"{self._party} could not write the checkpoint of step {self._step} in {waited_s:.1f} s."
         return SaveTimeoutError(
-            explain(
+            Explanation(
                 what,
                 cause=f"the storage behind {self._place.directory} is slow or does not answer.",
                 fix="look at that storage; raise the Checkpointer's timeout if it is only slow.",
@@ -212,7 +212,7 @@ def _require_agreement(words: dict[int, Word]) -> None:
         for key in ("step", "names"):
             if word.facts.get(key) != first.get(key):
                 raise CheckpointConfigError(
-                    explain(
+                    Explanation(
                         f"rank {rank} saves {key} {word.facts.get(key)!r}, and rank 0 "
                         f"{first.get(key)!r}.",
                         cause="the ranks count their steps differently, or build other states.",
@@ -232,7 +232,7 @@ def _not_come(party: Party, step: int, missing: list[int], deadline: Deadline) -
         else f"rank {names} did not call save(), hangs, or is much slower."
     )
     return SaveTimeoutError(
-        explain(
+        Explanation(
             f"{party} waited {waited_s:.1f} s for rank {names} to save step {step}.",
             cause=cause,
             fix="let every rank call save() at the same step; raise the Checkpointer's timeout "

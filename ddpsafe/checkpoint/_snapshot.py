@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard, runtime_checkable
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.checkpoint import _sharded
 from ddpsafe.checkpoint._manifest import OptimizerFacts
 from ddpsafe.checkpoint._rng import rng_state
@@ -53,7 +53,7 @@ class PerRank:
     def __init__(self, stateful: Stateful) -> None:
         if not is_stateful(stateful):
             raise CheckpointConfigError(
-                explain(
+                Explanation(
                     f"PerRank({type(stateful).__name__}): it has no state_dict and "
                     "load_state_dict.",
                     cause="a plain value was marked.",
@@ -151,7 +151,7 @@ def check_names(state: object) -> None:
     """
     if not isinstance(state, Mapping) or not state or not all(isinstance(k, str) for k in state):
         raise CheckpointConfigError(
-            explain(
+            Explanation(
                 "The state is no mapping of names to objects.",
                 cause=f"it is a {type(state).__name__}, or is empty, or has other keys than texts.",
                 fix="pass {'model': model, 'optimizer': optimizer, …}.",
@@ -181,7 +181,7 @@ def _own_bytes(own: dict[str, Any], rng: dict[str, Any] | None) -> bytes:
     data = file.getvalue()
     if len(data) > MAX_RANK_BYTES:
         raise CheckpointConfigError(
-            explain(
+            Explanation(
                 f"What this rank keeps for itself takes {len(data)} bytes; at most "
                 f"{MAX_RANK_BYTES} travel to rank 0.",
                 cause=f"{', '.join(sorted(own))} is large and marked PerRank.",

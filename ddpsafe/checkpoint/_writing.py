@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.checkpoint import _folders
 from ddpsafe.checkpoint._blocks import ChecksumWriter
 from ddpsafe.checkpoint._manifest import NAME, FileFacts, Manifest, OptimizerFacts
@@ -60,7 +60,7 @@ def require_space(directory: Path, needed_bytes: int, step: int) -> None:
 
 def _no_space(directory: Path, step: int, needed: int, free: int) -> NoSpaceError:
     return NoSpaceError(
-        explain(
+        Explanation(
             f"The checkpoint of step {step} does not fit into {directory}: it takes about "
             f"{needed / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free.",
             cause="the disk or its quota is full; the checkpoints from before are unharmed.",
@@ -74,7 +74,7 @@ def _no_space(directory: Path, step: int, needed: int, free: int) -> NoSpaceErro
 
 def _already_there(exc: OSError, step: int) -> SaveError:
     return SaveError(
-        explain(
+        Explanation(
             f"Step {step} was not saved: {exc.filename} is there already.",
             cause="a save of this step was interrupted when it was nearly done, or somebody put "
             "the folder there.",
@@ -142,7 +142,7 @@ def save_error(exc: BaseException, directory: Path, step: int) -> BaseException:
         errno.ESTALE: "the network mount was exported anew or has gone.",
     }
     return SaveError(
-        explain(
+        Explanation(
             f"The checkpoint of step {step} could not be written to {directory}: {exc}.",
             cause=causes.get(exc.errno or 0, "the file system refused it."),
             fix="mend the directory; the training can go on and save again.",

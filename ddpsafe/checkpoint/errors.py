@@ -31,6 +31,8 @@ from ddpsafe._errors import DDPSafeError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ddpsafe._errors import Explanation
+
 
 class CheckpointError(DDPSafeError):
     """Base of everything that ``ddpsafe.checkpoint`` raises.
@@ -39,8 +41,8 @@ class CheckpointError(DDPSafeError):
         rank: The rank that met it; ``None`` where every rank did.
     """
 
-    def __init__(self, message: str, *, rank: int | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, explanation: Explanation | str, *, rank: int | None = None) -> None:
+        super().__init__(explanation)
         self.rank = rank
 
 
@@ -55,8 +57,10 @@ class DirectoryError(CheckpointError):
         hosts: The hosts where it is wrong, sorted.
     """
 
-    def __init__(self, message: str, *, hosts: Sequence[str] = (), rank: int | None = None) -> None:
-        super().__init__(message, rank=rank)
+    def __init__(
+        self, explanation: Explanation | str, *, hosts: Sequence[str] = (), rank: int | None = None
+    ) -> None:
+        super().__init__(explanation, rank=rank)
         self.hosts = tuple(hosts)
 
 
@@ -68,9 +72,13 @@ class DirectoryLockedError(CheckpointError):
     """
 
     def __init__(
-        self, message: str, *, owner: Mapping[str, object] | None = None, rank: int | None = None
+        self,
+        explanation: Explanation | str,
+        *,
+        owner: Mapping[str, object] | None = None,
+        rank: int | None = None,
     ) -> None:
-        super().__init__(message, rank=rank)
+        super().__init__(explanation, rank=rank)
         self.owner: dict[str, object] = dict(owner or {})
 
 
@@ -81,8 +89,10 @@ class UnsafeStateError(CheckpointError, TypeError):
         paths: Where, e.g. ``state['config']['loss']``.
     """
 
-    def __init__(self, message: str, *, paths: Sequence[str] = (), rank: int | None = None) -> None:
-        super().__init__(message, rank=rank)
+    def __init__(
+        self, explanation: Explanation | str, *, paths: Sequence[str] = (), rank: int | None = None
+    ) -> None:
+        super().__init__(explanation, rank=rank)
         self.paths = tuple(paths)
 
 
@@ -94,8 +104,10 @@ class StepOrderError(CheckpointError, ValueError):
         newest: The step that is there.
     """
 
-    def __init__(self, message: str, *, step: int, newest: int, rank: int | None = None) -> None:
-        super().__init__(message, rank=rank)
+    def __init__(
+        self, explanation: Explanation | str, *, step: int, newest: int, rank: int | None = None
+    ) -> None:
+        super().__init__(explanation, rank=rank)
         self.step = step
         self.newest = newest
 
@@ -107,8 +119,10 @@ class SaveError(CheckpointError):
         step: The step that was to be saved.
     """
 
-    def __init__(self, message: str, *, step: int, rank: int | None = None) -> None:
-        super().__init__(message, rank=rank)
+    def __init__(
+        self, explanation: Explanation | str, *, step: int, rank: int | None = None
+    ) -> None:
+        super().__init__(explanation, rank=rank)
         self.step = step
 
 
@@ -122,14 +136,14 @@ class NoSpaceError(SaveError):
 
     def __init__(
         self,
-        message: str,
+        explanation: Explanation | str,
         *,
         step: int,
         needed_bytes: int,
         free_bytes: int,
         rank: int | None = None,
     ) -> None:
-        super().__init__(message, step=step, rank=rank)
+        super().__init__(explanation, step=step, rank=rank)
         self.needed_bytes = needed_bytes
         self.free_bytes = free_bytes
 
@@ -142,16 +156,18 @@ class SaveTimeoutError(SaveError, TimeoutError):
         waited_s: How long was waited, in seconds.
     """
 
+    origin = "timeout"
+
     def __init__(
         self,
-        message: str,
+        explanation: Explanation | str,
         *,
         step: int,
         missing_ranks: Sequence[int],
         waited_s: float,
         rank: int | None = None,
     ) -> None:
-        super().__init__(message, step=step, rank=rank)
+        super().__init__(explanation, step=step, rank=rank)
         self.missing_ranks = tuple(missing_ranks)
         self.waited_s = waited_s
 
@@ -168,9 +184,13 @@ class CorruptCheckpointError(RestoreError):
     """
 
     def __init__(
-        self, message: str, *, problems: Sequence[str] = (), rank: int | None = None
+        self,
+        explanation: Explanation | str,
+        *,
+        problems: Sequence[str] = (),
+        rank: int | None = None,
     ) -> None:
-        super().__init__(message, rank=rank)
+        super().__init__(explanation, rank=rank)
         self.problems = tuple(problems)
 
 
@@ -182,8 +202,10 @@ class NewerFormatError(RestoreError):
         known: The newest that is understood here.
     """
 
-    def __init__(self, message: str, *, found: int, known: int, rank: int | None = None) -> None:
-        super().__init__(message, rank=rank)
+    def __init__(
+        self, explanation: Explanation | str, *, found: int, known: int, rank: int | None = None
+    ) -> None:
+        super().__init__(explanation, rank=rank)
         self.found = found
         self.known = known
 
@@ -197,12 +219,12 @@ class MissingCheckpointError(RestoreError):
 
     def __init__(
         self,
-        message: str,
+        explanation: Explanation | str,
         *,
         steps: Mapping[str, Sequence[int]] | None = None,
         rank: int | None = None,
     ) -> None:
-        super().__init__(message, rank=rank)
+        super().__init__(explanation, rank=rank)
         self.steps = {host: tuple(seen) for host, seen in (steps or {}).items()}
 
 
@@ -215,12 +237,12 @@ class CheckpointMismatchError(RestoreError, ValueError):
 
     def __init__(
         self,
-        message: str,
+        explanation: Explanation | str,
         *,
         differences: Mapping[str, tuple[object, object]] | None = None,
         rank: int | None = None,
     ) -> None:
-        super().__init__(message, rank=rank)
+        super().__init__(explanation, rank=rank)
         self.differences = {name: tuple(pair) for name, pair in (differences or {}).items()}
 
 

@@ -7,7 +7,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.data._collective import gather_json
 from ddpsafe.data._fingerprint import DatasetView, view_dataset
 from ddpsafe.data._per_process import closing_what_opens
@@ -73,7 +73,7 @@ def compare_states(state: Mapping[str, object], group: ProcessGroup | None = Non
         return
     shown = ("epoch", "consumed", "finished")
     raise DatasetInconsistencyError(
-        explain(
+        Explanation(
             f"{_ranks(odd)} of {len(states)} are at another place in the data.",
             cause="ranks took different numbers of batches, or saved at different moments.",
             fix="call state_dict() after the same step on every rank.",
@@ -114,7 +114,7 @@ def _refuse_broken(reports: list[dict[str, Any]]) -> None:
     broken = [rank for rank, report in enumerate(reports) if report["error"]]
     if broken:
         raise DatasetInconsistencyError(
-            explain(
+            Explanation(
                 f"{_ranks(broken)} of {len(reports)} could not read the dataset: "
                 f"{reports[broken[0]]['error']}.",
                 cause="a file is missing or damaged there, or the storage is not mounted.",
@@ -131,7 +131,7 @@ def _refuse_differing_facts(reports: list[dict[str, Any]]) -> None:
         odd = _minority(values)
         if odd:
             raise DatasetInconsistencyError(
-                explain(
+                Explanation(
                     f"{_ranks(odd)} of {len(reports)} {_have(odd)} another {name}: "
                     f"{values[odd[0]]}, "
                     f"where the others have {_majority(values)}.",
@@ -155,7 +155,7 @@ def _refuse_differing_data(
     index = None if place is None else _index(view, place)
     where = "" if index is None else f" The first difference is at item {index}."
     raise DatasetInconsistencyError(
-        explain(
+        Explanation(
             f"{_ranks(odd)} of {len(reports)} see other data than the rest.{where}",
             cause="the order of a directory listing, files that are missing on a host, or samples "
             "filtered or shuffled per rank.",

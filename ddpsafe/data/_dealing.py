@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.data.errors import DataConfigError
 
 if TYPE_CHECKING:
@@ -82,5 +82,7 @@ def item_costs(lengths: NDArray[np.float64], cost: Cost) -> NDArray[np.float64]:
 def bad_balance(what: str, fix: str) -> DataConfigError:
     """Word a refused argument of `BalancedBatchSampler`."""
     return DataConfigError(
-        explain(f"BalancedBatchSampler: {what}.", cause="the arguments do not fit.", fix=f"{fix}.")
+        Explanation(
+            f"BalancedBatchSampler: {what}.", cause="the arguments do not fit.", fix=f"{fix}."
+        )
     )

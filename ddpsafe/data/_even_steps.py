@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.data._replica import has_group
 from ddpsafe.data.errors import DataConfigError, UnevenStepsError
 
@@ -211,7 +211,7 @@ def _hold_back(source: Any, has_batch: bool) -> None:  # noqa: FBT001 - any iter
 def _uneven(finished: list[int], world_size: int, step: int) -> UnevenStepsError:
     ranks = ", ".join(map(str, finished))
     return UnevenStepsError(
-        explain(
+        Explanation(
             f"Ranks {ranks} (world_size {world_size}) ran out of batches after {step} steps; the "
             "others have more.",
             cause="a stream or its files are divided unevenly, or drop_last differs.",
@@ -225,7 +225,7 @@ def _uneven(finished: list[int], world_size: int, step: int) -> UnevenStepsError
 def _nothing_to_repeat(empty: list[int], world_size: int) -> UnevenStepsError:
     ranks = ", ".join(map(str, empty))
     return UnevenStepsError(
-        explain(
+        Explanation(
             f"Ranks {ranks} (world_size {world_size}) have no batch at all that could be repeated.",
             cause="the dataset is smaller than the world, or its files are divided unevenly.",
             fix="use fewer ranks, or policy='join'.",
@@ -237,5 +237,5 @@ def _nothing_to_repeat(empty: list[int], world_size: int) -> UnevenStepsError:
 
 def _bad(what: str, fix: str) -> DataConfigError:
     return DataConfigError(
-        explain(f"even_steps: {what}.", cause="the arguments do not fit.", fix=f"{fix}.")
+        Explanation(f"even_steps: {what}.", cause="the arguments do not fit.", fix=f"{fix}.")
     )

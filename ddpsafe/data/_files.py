@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.data.errors import DataConfigError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def sorted_files(
     top = Path(root)
     if not top.is_dir():
         raise DataConfigError(
-            explain(
+            Explanation(
                 f"There is no directory {top} (looked at {top.absolute()}).",
                 cause="the path is wrong, relative to another directory, or not mounted here.",
                 fix="pass an absolute path that exists on every host.",
@@ -48,7 +48,7 @@ def sorted_files(
     found = [path for path in top.glob(pattern) if _is_wanted(path, top, wanted)]
     if not found:
         raise DataConfigError(
-            explain(
+            Explanation(
                 f"No file in {top.absolute()} matches {pattern!r}"
                 f"{'' if wanted is None else f' with a suffix of {sorted(wanted)}'}.",
                 cause="the pattern does not fit, or the directory is empty on this host.",

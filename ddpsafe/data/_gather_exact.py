@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast
 import numpy as np
 import torch
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.data._collective import as_rows, gather_json, gather_rows, group_rank
 from ddpsafe.data.errors import DataConfigError, IncompleteGatherError
 
@@ -117,7 +117,7 @@ def _refuse_misfits(specs: list[dict[str, Any]]) -> None:
         ]
     if problems:
         raise DataConfigError(
-            explain(
+            Explanation(
                 f"The results cannot be gathered: {problems[0]}.",
                 cause="ranks computed different things, or kept results of some batches only.",
                 fix="append results and indices of every batch, the same on every rank.",
@@ -154,7 +154,7 @@ def _check_cover(
     repeated = values[counts > 1]
     outside = unique[(unique < 0) | (unique >= size)]
     raise IncompleteGatherError(
-        explain(
+        Explanation(
             f"{len(index)} results do not cover {size} samples once each: {len(missing)} are "
             f"missing, {len(repeated)} come more than once, {len(outside)} lie outside.",
             cause="the sampler pads with repeats, drop_last dropped some, or a batch's results "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast, get_args
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.data._cursor import AutoEpoch
 from ddpsafe.data._position_sampler import check_epoch, warn_empty_epoch
 from ddpsafe.data._replica import resolve_replica
@@ -166,7 +166,7 @@ class ShardedIterable(IterableDataset[T], Generic[T]):
             return
         if self.even == "error":
             raise UnevenStepsError(
-                explain(
+                Explanation(
                     f"The stream ended after {total} samples, which {self.num_replicas} ranks "
                     "cannot share evenly.",
                     cause="its length is not a multiple of the world size.",
@@ -248,5 +248,5 @@ class ShardedIterable(IterableDataset[T], Generic[T]):
 
 def _bad(what: str, fix: str) -> DataConfigError:
     return DataConfigError(
-        explain(f"ShardedIterable: {what}.", cause="the arguments do not fit.", fix=f"{fix}.")
+        Explanation(f"ShardedIterable: {what}.", cause="the arguments do not fit.", fix=f"{fix}.")
     )

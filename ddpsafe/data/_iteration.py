@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.data._worker_death import explained
 from ddpsafe.data._worker_watch import watch_workers
 from ddpsafe.data.errors import DataWarning, LateSetEpochError
@@ -119,7 +119,7 @@ class EpochIterator(Generic[T_co]):
         delivery = self._delivery
         if delivery.severe or delivery.batches == 0:
             raise LateSetEpochError(
-                explain(
+                Explanation(
                     f"This iterator of epoch {int(self._mark or 0)} is no longer valid: {why}.",
                     cause="two loops use one loader at the same time, or an old iterator was kept.",
                     fix="finish or drop one iteration before the next begins, or make two loaders.",
@@ -138,7 +138,7 @@ class EpochIterator(Generic[T_co]):
 def late_set_epoch(asked: int, running: int, batches: int) -> LateSetEpochError:
     """Word the refusal of an epoch that can no longer take effect."""
     return LateSetEpochError(
-        explain(
+        Explanation(
             f"set_epoch({asked}) came after iter(): the iteration of epoch {running} has begun "
             f"and delivered {batches} batches.",
             cause="workers have already been given indices of the old epoch, so torch would "

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.data._replica import local_world_size
 from ddpsafe.data.errors import DataWarning
 
@@ -40,7 +40,7 @@ def warn_of_limits(loader: DataLoader[Any]) -> None:
         _cores(loader.num_workers),
     ):
         if text is not None:
-            warnings.warn(text, DataWarning, stacklevel=4)
+            warnings.warn(str(text), DataWarning, stacklevel=4)
 
 
 def batches_in_flight(loader: DataLoader[Any]) -> int:
@@ -54,18 +54,15 @@ def check_shared_memory(batch: object, *, batches: int) -> None:
     needed = tensor_bytes(batch) * batches * local_world_size()
     if total is None or needed <= total:
         return
-    warnings.warn(
-        explain(
-            f"Batches of {tensor_bytes(batch) / _MIB:.1f} MiB, {batches} of them in flight for each "
-            f"of {local_world_size()} ranks, need {needed / _MIB:.0f} MiB of {SHARED_MEMORY}, which "
-            f"has {total / _MIB:.0f} MiB.",
-            cause="workers hand over batches in shared memory; a worker that finds none left is "
-            "killed by SIGBUS.",
-            fix="lower num_workers, prefetch_factor or batch_size; in a container raise --shm-size.",
-        ),
-        DataWarning,
-        stacklevel=4,
+    text = Explanation(
+        f"Batches of {tensor_bytes(batch) / _MIB:.1f} MiB, {batches} of them in flight for each "
+        f"of {local_world_size()} ranks, need {needed / _MIB:.0f} MiB of {SHARED_MEMORY}, which "
+        f"has {total / _MIB:.0f} MiB.",
+        cause="workers hand over batches in shared memory; a worker that finds none left is "
+        "killed by SIGBUS.",
+        fix="lower num_workers, prefetch_factor or batch_size; in a container raise --shm-size.",
     )
+    warnings.warn(str(text), DataWarning, stacklevel=4)
 
 
 def shared_memory_bytes() -> tuple[int | None, int | None]:
@@ -91,16 +88,17 @@ def tensor_bytes(batch: object) -> int:
 def describe_open_files() -> str:
     """Say how many files this process may open, and what to do about it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return explain(
+    text = Explanation(
         f"This process may open {soft} files (RLIMIT_NOFILE, hard limit {hard}).",
         cause="files are opened for each sample and not closed, or many tensors are "
         "passed as file descriptors.",
         fix=f"close files, open them once in a PerProcess, `ulimit -n {hard}`, or "
         "torch.multiprocessing.set_sharing_strategy('file_system').",
     )
+    return str(text)
 
 
-def _open_files(num_workers: int, in_flight: int) -> str | None:
+def _open_files(num_workers: int, in_flight: int) -> Explanation | None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]  # torch has no types here
     if soft == resource.RLIM_INFINITY or strategy != "file_descriptor":
@@ -109,7 +107,7 @@ def _open_files(num_workers: int, in_flight: int) -> str | None:
     held = _count_open_files()
     if held + needed <= soft:
         return None
-    return explain(
+    return Explanation(
         f"{num_workers} workers with {in_flight} batches in flight need about {needed} open files; "
         f"this process has {held} and may have {soft} (RLIMIT_NOFILE, hard limit {hard}).",
         cause="each tensor that a worker sends is an open file until it is used.",
@@ -125,11 +123,11 @@ def _count_open_files() -> int:
         return 0
 
 
-def _little_shared_memory(in_flight: int) -> str | None:
+def _little_shared_memory(in_flight: int) -> Explanation | None:
     free, total = shared_memory_bytes()
     if free is None or total is None or free >= in_flight * _LEAST_BYTES_PER_BATCH:
         return None
-    return explain(
+    return Explanation(
         f"{SHARED_MEMORY} has {free / _MIB:.1f} MiB free of {total / _MIB:.1f} MiB, for "
         f"{in_flight} batches in flight.",
         cause="the container has little shared memory, or a killed job has left files there.",
@@ -137,7 +135,7 @@ def _little_shared_memory(in_flight: int) -> str | None:
     )
 
 
-def _cores(num_workers: int) -> str | None:
+def _cores(num_workers: int) -> Explanation | None:
     if not hasattr(os, "sched_getaffinity"):
         return None
     cores, ranks = len(os.sched_getaffinity(0)), local_world_size()
@@ -145,7 +143,7 @@ def _cores(num_workers: int) -> str | None:
     # More workers than cores in one rank is what torch itself warns about.
     if not shared or num_workers > cores or num_workers * ranks <= _BUSY * cores:
         return None
-    return explain(
+    return Explanation(
         f"{ranks} ranks with {num_workers} workers each are {num_workers * ranks} processes on "
         f"{cores} cores.",
         cause="num_workers counts for each rank, not for the machine.",

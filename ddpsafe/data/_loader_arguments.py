@@ -6,7 +6,7 @@ from typing import get_args
 
 from torch.utils.data import IterableDataset
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.data._position_sampler import require_int
 from ddpsafe.data._replica import current_replica
 from ddpsafe.data._samplers import LocalSampler
@@ -22,7 +22,7 @@ def check_arguments(sampler: object, batch_sampler: object, worker_safety: str) 
     """
     if sampler is not None and batch_sampler is not None:
         raise DataConfigError(
-            explain(
+            Explanation(
                 "A sampler and a batch_sampler were given together.",
                 cause="a batch_sampler already decides which samples are read.",
                 fix="give one of them.",
@@ -30,7 +30,7 @@ def check_arguments(sampler: object, batch_sampler: object, worker_safety: str) 
         )
     if worker_safety not in get_args(WorkerSafety):
         raise DataConfigError(
-            explain(
+            Explanation(
                 f"worker_safety cannot be {worker_safety!r}.",
                 cause="the name is misspelled.",
                 fix=f"choose one of {', '.join(get_args(WorkerSafety))}.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.data._cursor import Cursor
 from ddpsafe.data._position_sampler import require_int
 from ddpsafe.data._sampler_search import batch_geometry, find_epoch_holder
@@ -57,7 +57,7 @@ def _used(delivery: Delivery, batches: int | None) -> int:
     used = require_int(batches, "batches")
     if not 0 <= used <= delivery.batches:
         raise DataConfigError(
-            explain(
+            Explanation(
                 f"batches={used}, but this iteration has delivered {delivery.batches}.",
                 cause="batches counts from the beginning of this iteration.",
                 fix="pass how many of its batches were used.",
@@ -68,7 +68,7 @@ def _used(delivery: Delivery, batches: int | None) -> int:
 
 def _not_resumable(why: str, instead: str) -> DataConfigError:
     return DataConfigError(
-        explain(
+        Explanation(
             f"This loader has no state: {why}.",
             cause="a resume must know which samples were read, and find the others again.",
             fix=f"use {instead}.",

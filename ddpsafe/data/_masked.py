@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.data._position_sampler import PositionSampler
 from ddpsafe.data._sampler_search import batch_geometry, find_epoch_holder
 from ddpsafe.data.errors import DataConfigError
@@ -47,7 +47,7 @@ def _padded(loader: DataLoader[Any]) -> tuple[PositionSampler, int]:
     geometry = batch_geometry(loader, sampler) if isinstance(sampler, PositionSampler) else None
     if geometry is None or not sampler.pad or sampler.drop_last:
         raise DataConfigError(
-            explain(
+            Explanation(
                 f"masked_batches: {type(loader.sampler).__name__} does not pad with repeats.",
                 cause="ranks may then take different numbers of steps.",
                 fix="make the loader with sampler=EvalSampler(dataset, pad=True).",

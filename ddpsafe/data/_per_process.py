@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar, get_arg
 
 from torch.utils.data import get_worker_info
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.data._epoch_board import add_note
 from ddpsafe.data._replica import current_replica
 from ddpsafe.data.errors import DataConfigError
@@ -186,7 +186,7 @@ def closing_what_opens() -> Iterator[None]:
 def _check_arguments(factory: object, scope: str) -> None:
     if not callable(factory):
         raise DataConfigError(
-            explain(
+            Explanation(
                 f"PerProcess needs a function that opens the resource, not {factory!r}.",
                 cause="the opened resource was passed.",
                 fix="pass the function and its arguments: PerProcess(open, path, 'rb').",
@@ -194,7 +194,7 @@ def _check_arguments(factory: object, scope: str) -> None:
         )
     if scope not in get_args(Scope):
         raise DataConfigError(
-            explain(
+            Explanation(
                 f"There is no scope {scope!r}.",
                 cause="the name is misspelled.",
                 fix="choose 'process' or 'thread'.",

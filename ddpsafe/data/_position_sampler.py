@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, SupportsIndex
 import numpy as np
 from torch.utils.data import Sampler
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.data._cursor import AutoEpoch
 from ddpsafe.data._replica import resolve_replica
 from ddpsafe.data._state import VERSION, compare_identity, parse_state
@@ -249,7 +249,7 @@ class PositionSampler(Sampler[int]):
         self.epoch = AutoEpoch(parsed["epoch"])
         if parsed["consumed"] > self.size() and strict:
             raise StateMismatchError(
-                explain(
+                Explanation(
                     f"The state has read {parsed['consumed']} samples of {self.size()}.",
                     cause="the state is damaged.",
                     fix="load an intact state, or begin the epoch anew.",
@@ -268,7 +268,7 @@ def require_int(value: object, name: str) -> int:
     if isinstance(value, SupportsIndex) and not isinstance(value, bool):
         return operator.index(value)
     raise DataConfigError(
-        explain(
+        Explanation(
             f"{name} must be a whole number, not {value!r}.",
             cause=f"{type(value).__name__} was given.",
             fix=f"pass an int for {name}.",
@@ -280,7 +280,7 @@ def check_epoch(epoch: int) -> None:
     """Refuse an epoch that is not a whole number from 0."""
     if require_int(epoch, "epoch") < 0:
         raise DataConfigError(
-            explain(
+            Explanation(
                 f"epoch must not be negative, but is {epoch}.",
                 cause="epochs count from 0.",
                 fix="pass the number of completed epochs.",

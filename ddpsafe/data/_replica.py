@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.data.errors import DataConfigError
 
 
@@ -47,7 +47,7 @@ def resolve_replica(num_replicas: int | None, rank: int | None) -> Replica:
     )
     if replica.num_replicas < 1 or not 0 <= replica.rank < replica.num_replicas:
         raise DataConfigError(
-            explain(
+            Explanation(
                 f"rank {replica.rank} is outside of the world: num_replicas is "
                 f"{replica.num_replicas}, so ranks go from 0 to {replica.num_replicas - 1}.",
                 cause="rank and num_replicas come from two places, or were swapped.",
@@ -69,7 +69,7 @@ def _refuse_unborn_group() -> None:
     if has_group() or not announced.isdigit() or int(announced) <= 1:
         return
     raise DataConfigError(
-        explain(
+        Explanation(
             f"WORLD_SIZE is {announced}, but this process has no process group yet.",
             cause="the sampler or loader is made before setup(), or in a helper process "
             "that inherited a rank's environment.",

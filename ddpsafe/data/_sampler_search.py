@@ -14,7 +14,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.data._cursor import Cursor
 from ddpsafe.data._replica import Replica, resolve_replica
 from ddpsafe.data._samplers import LocalSampler
@@ -122,7 +122,7 @@ def check_population(loader: DataLoader[Any], cursor: object) -> None:
     expected, actual = population(), len(loader.dataset)
     if expected != actual:
         raise DatasetChangedError(
-            explain(
+            Explanation(
                 f"{type(cursor).__name__} was made for {expected} samples, "
                 f"but the dataset has {actual}.",
                 cause="the sampler, its weights or its lengths belong to another dataset.",
@@ -159,7 +159,7 @@ def refuse_undivided(loader: DataLoader[Any]) -> None:
 def _missing(sampler: object, world: Replica) -> MissingDistributedSamplerError:
     shuffle = not isinstance(sampler, SequentialSampler) and getattr(sampler, "shuffle", True)
     return MissingDistributedSamplerError(
-        explain(
+        Explanation(
             f"Rank {world.rank} (world_size {world.num_replicas}) would read the whole dataset, "
             f"as would every other rank: {type(sampler).__name__} does not divide it.",
             cause="the loader has no distributed sampler.",
@@ -176,7 +176,7 @@ def _check_division(sampler: Any, world: Replica) -> None:
     if world.num_replicas % replicas == 0:
         return
     raise DataConfigError(
-        explain(
+        Explanation(
             f"{type(sampler).__name__} divides the data by {replicas}, but the world has "
             f"{world.num_replicas} ranks.",
             cause="num_replicas was given by hand, or the sampler was made before the process "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 import torch
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.data._permutation import open_permutation
 from ddpsafe.data._position_sampler import PositionSampler, require_int
 from ddpsafe.data.errors import DataConfigError, DatasetChangedError, DataWarning
@@ -47,7 +47,7 @@ class _OrderedSampler(PositionSampler):
         )
         if algorithm not in get_args(Algorithm):
             raise DataConfigError(
-                explain(
+                Explanation(
                     f"There is no shuffle named {algorithm!r}.",
                     cause="the name is misspelled, or belongs to a newer ddpsafe.",
                     fix=f"choose one of {', '.join(get_args(Algorithm))}.",
@@ -78,7 +78,7 @@ class _OrderedSampler(PositionSampler):
     def _check_length(self) -> None:
         if self._n == 0:
             raise DataConfigError(
-                explain(
+                Explanation(
                     "The dataset is empty (n = 0).",
                     cause="a path or a filter matched nothing.",
                     fix="check where the dataset looks for its samples.",
@@ -88,7 +88,7 @@ class _OrderedSampler(PositionSampler):
             return
         if self.drop_last:
             raise DataConfigError(
-                explain(
+                Explanation(
                     f"{self._n} samples are too few for {self.num_replicas} ranks with "
                     "drop_last=True: every rank would read nothing.",
                     cause="the dataset is smaller than the world.",
@@ -108,7 +108,7 @@ class _OrderedSampler(PositionSampler):
         now = len(self.dataset)
         if now != self._n:
             raise DatasetChangedError(
-                explain(
+                Explanation(
                     f"The dataset has {now} samples, but had {self._n} when the sampler was made.",
                     cause="samples were added or removed while training.",
                     fix="make a new sampler and loader after the dataset changed.",
@@ -243,7 +243,7 @@ def _range_of(length: object) -> range:
     n = require_int(length, "dataset (or its length)")
     if n < 0:
         raise DataConfigError(
-            explain(
+            Explanation(
                 f"A dataset cannot have {n} samples.",
                 cause="a length is counted from 0.",
                 fix="pass the dataset or its length.",

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.data._epoch_board import FollowedDataset
 from ddpsafe.data._permutation import MASK64, derive_keys
 from ddpsafe.data._replica import current_replica, has_group
@@ -80,7 +80,7 @@ def sample_rng(
     if kind == "random":
         return random.Random(key)  # noqa: S311 - augmentation, not secrets
     raise DataConfigError(
-        explain(
+        Explanation(
             f"There is no generator of the kind {kind!r}.",
             cause="the name is misspelled.",
             fix="choose 'torch', 'numpy' or 'random'.",

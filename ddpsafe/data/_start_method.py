@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.multiprocessing as mp
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.data._worker_safety import WorkerHazard, find_handles, find_unpicklable
 from ddpsafe.data.errors import DataWarning, UnsafeWorkersError
 
@@ -56,7 +56,7 @@ def explain_pickling(error: Exception, parts: dict[str, object]) -> UnsafeWorker
         if where is not None:
             path, reason = where
             return UnsafeWorkersError(
-                explain(
+                Explanation(
                     f"{path} cannot be sent to the workers: {reason}.",
                     cause=f"spawned workers receive everything pickled ({type(error).__name__}).",
                     fix="open resources in a ddpsafe.data.PerProcess; use functions and classes "
@@ -83,7 +83,7 @@ def _can_be_pickled(parts: dict[str, object]) -> bool:
 
 
 def _complain(unsafe: Sequence[WorkerHazard], safety: WorkerSafety) -> None:
-    text = explain(
+    text = Explanation(
         f"The workers would share an open handle with this process: {unsafe[0].path} "
         f"({unsafe[0].kind}).",
         cause="it was opened before the workers start. After a fork they share its position, "
@@ -94,4 +94,4 @@ def _complain(unsafe: Sequence[WorkerHazard], safety: WorkerSafety) -> None:
     )
     if safety == "error":
         raise UnsafeWorkersError(text, paths=[hazard.path for hazard in unsafe])
-    warnings.warn(text, DataWarning, stacklevel=5)
+    warnings.warn(str(text), DataWarning, stacklevel=5)

@@ -6,7 +6,7 @@ import hashlib
 import warnings
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.data.errors import DataWarning, StateMismatchError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def parse_state(state: object) -> dict[str, Any]:
     if version != VERSION:
         older = "an older" if version < VERSION else "a newer"
         raise StateMismatchError(
-            explain(
+            Explanation(
                 f"The state has version {version}; this ddpsafe reads version {VERSION}.",
                 cause=f"{older} ddpsafe wrote it.",
                 fix="resume with the ddpsafe that wrote it, or begin the epoch anew.",
@@ -59,7 +59,7 @@ def _check_cursor(state: Mapping[str, Any]) -> None:
 
 def _damaged(why: str) -> StateMismatchError:
     return StateMismatchError(
-        explain(
+        Explanation(
             f"The state of the data cannot be read: {why}.",
             cause="the file is damaged, or another library wrote it.",
             fix="load what state_dict() of ddpsafe.data returned.",
@@ -85,7 +85,7 @@ def compare_identity(
     if not differences:
         return
     listed = [f"{key}: saved {a!r}, now {b!r}" for key, (a, b) in sorted(differences.items())]
-    text = explain(
+    text = Explanation(
         f"The state does not belong to this {what}: {', '.join(sorted(differences))} differ.",
         cause="the dataset, the seed or the sampler changed after the state was saved.",
         fix="restore them, begin the epoch anew, or load with strict=False if samples may be "
@@ -94,7 +94,7 @@ def compare_identity(
     )
     if strict:
         raise StateMismatchError(text, differences=differences)
-    warnings.warn(text, DataWarning, stacklevel=4)
+    warnings.warn(str(text), DataWarning, stacklevel=4)
 
 
 def _unknown(key: str, saved: Mapping[str, object], current: Mapping[str, object]) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 import torch
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.data._permutation import derive_keys, open_permutation, uniform_at
 from ddpsafe.data._position_sampler import PositionSampler, require_int
 from ddpsafe.data._state import digest
@@ -183,5 +183,5 @@ def check_weights(weights: Sequence[float] | torch.Tensor | NDArray[Any]) -> NDA
 
 def _bad_call(what: str, fix: str) -> DataConfigError:
     return DataConfigError(
-        explain(f"WeightedSampler: {what}.", cause="the arguments do not fit.", fix=f"{fix}.")
+        Explanation(f"WeightedSampler: {what}.", cause="the arguments do not fit.", fix=f"{fix}.")
     )

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe._errors import explain
+from ddpsafe._errors import Explanation
 from ddpsafe.data._epoch_board import add_note, sample_path
 from ddpsafe.data._limits import SHARED_MEMORY, describe_open_files, shared_memory_bytes
 from ddpsafe.data._replica import current_replica
@@ -65,7 +65,7 @@ def _timed_out(iterator: Any, board: EpochBoard | None, dataset: object) -> Work
     owing = "a worker" if worker is None else f"worker {worker} (pid {_pid(iterator, worker)})"
     reading = "" if index is None else f", which reads index {index}{f' ({path})' if path else ''}"
     return WorkerTimeoutError(
-        explain(
+        Explanation(
             f"No batch came within timeout={waited_s:g} s in rank {replica.rank} "
             f"(world_size {replica.num_replicas}): {owing} owes it{reading}.",
             cause="reading that sample hangs or is slow (a stalled mount, a lock held at the fork), "
@@ -94,7 +94,7 @@ def _died(
     reading = "before it read anything" if index is None else f"while it read index {index}"
     cause, fix, details = _why(exitcode)
     return WorkerDiedError(
-        explain(
+        Explanation(
             f"DataLoader worker {worker} (pid {process.pid}) of rank {replica.rank} "
             f"(world_size {replica.num_replicas}) {_how(exitcode)} {reading}"
             f"{f' ({path})' if path else ''}.",

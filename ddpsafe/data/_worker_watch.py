@@ -44,7 +44,7 @@ def watch_workers(iterator: Any, inner: Any) -> None:
     """Explain the deaths of an iterator's workers, and end them when the iterator is dropped.
 
     Args:
-        iterator: Ours; its ``explain(error)`` words a death.
+        iterator: Ours; its ``Explanation(error)`` words a death.
         inner: torch's, with the worker processes.
     """
     if not getattr(inner, "_workers", None):

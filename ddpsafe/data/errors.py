@@ -27,6 +27,8 @@ from ddpsafe._errors import DDPSafeError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ddpsafe._errors import Explanation
+
 
 class DataError(DDPSafeError):
     """Base of everything that ``ddpsafe.data`` raises."""
@@ -48,9 +50,12 @@ class StateMismatchError(DataError, ValueError):
     """
 
     def __init__(
-        self, message: str, *, differences: Mapping[str, tuple[object, object]] | None = None
+        self,
+        explanation: Explanation | str,
+        *,
+        differences: Mapping[str, tuple[object, object]] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(explanation)
         self.differences: dict[str, tuple[object, object]] = dict(differences or {})
 
 
@@ -69,8 +74,8 @@ class UnsafeWorkersError(DataError):
         paths: Where in the dataset, e.g. ``dataset.reader.file``.
     """
 
-    def __init__(self, message: str, *, paths: Sequence[str] = ()) -> None:
-        super().__init__(message)
+    def __init__(self, explanation: Explanation | str, *, paths: Sequence[str] = ()) -> None:
+        super().__init__(explanation)
         self.paths = tuple(paths)
 
 
@@ -87,7 +92,7 @@ class WorkerDiedError(DataError, RuntimeError):
 
     def __init__(
         self,
-        message: str,
+        explanation: Explanation | str,
         *,
         rank: int,
         worker: int,
@@ -95,7 +100,7 @@ class WorkerDiedError(DataError, RuntimeError):
         exitcode: int | None,
         index: int | None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(explanation)
         self.rank = rank
         self.worker = worker
         self.pid = pid
@@ -115,14 +120,14 @@ class WorkerTimeoutError(DataError, RuntimeError):
 
     def __init__(
         self,
-        message: str,
+        explanation: Explanation | str,
         *,
         rank: int,
         worker: int | None,
         index: int | None,
         timeout_s: float,
     ) -> None:
-        super().__init__(message)
+        super().__init__(explanation)
         self.rank = rank
         self.worker = worker
         self.index = index
@@ -138,9 +143,9 @@ class DatasetInconsistencyError(DataError):
     """
 
     def __init__(
-        self, message: str, *, ranks: Sequence[int] = (), index: int | None = None
+        self, explanation: Explanation | str, *, ranks: Sequence[int] = (), index: int | None = None
     ) -> None:
-        super().__init__(message)
+        super().__init__(explanation)
         self.ranks = tuple(ranks)
         self.index = index
 
@@ -153,8 +158,10 @@ class UnevenStepsError(DataError):
         step: The step at which it showed, from 0.
     """
 
-    def __init__(self, message: str, *, finished_ranks: Sequence[int], step: int) -> None:
-        super().__init__(message)
+    def __init__(
+        self, explanation: Explanation | str, *, finished_ranks: Sequence[int], step: int
+    ) -> None:
+        super().__init__(explanation)
         self.finished_ranks = tuple(finished_ranks)
         self.step = step
 
@@ -168,9 +175,13 @@ class IncompleteGatherError(DataError):
     """
 
     def __init__(
-        self, message: str, *, missing: Sequence[int] = (), duplicated: Sequence[int] = ()
+        self,
+        explanation: Explanation | str,
+        *,
+        missing: Sequence[int] = (),
+        duplicated: Sequence[int] = (),
     ) -> None:
-        super().__init__(message)
+        super().__init__(explanation)
         self.missing = tuple(missing)
         self.duplicated = tuple(duplicated)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._bounded import BoundedCall
 from ddpsafe._clock import Deadline
-from ddpsafe._errors import ConfigError, explain
+from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe.doctor._checks import all_checks, launch_checks
 from ddpsafe.doctor._finding import warning
 
@@ -59,7 +59,7 @@ def _choose(checks: str | Collection[str]) -> dict[str, tuple[Check, ...]]:
     if unknown:
         what = f"checks: there is no area {', '.join(sorted(unknown))}."
         fix = f'write "all", "launch", or a set of {", ".join(everything)}.'
-        raise ConfigError(explain(what, cause="a typing error.", fix=fix))
+        raise ConfigError(Explanation(what, cause="a typing error.", fix=fix))
     return {area: members for area, members in everything.items() if area in wanted}
 
 

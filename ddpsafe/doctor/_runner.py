@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._clock import Deadline
 from ddpsafe._config import LaunchConfig
-from ddpsafe._errors import ConfigError, explain
+from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._secrets import Mask
 from ddpsafe.doctor._examination import examine_host
 from ddpsafe.doctor._finding import failed
@@ -180,7 +180,7 @@ def _require_meeting_point(config: LaunchConfig) -> None:
         what = f"The check between {config.nnodes} nodes lacks {' and '.join(missing)}."
         cause = "no launcher says it here, and every node has to be told."
         fix = "ddpsafe doctor --nnodes N --node-rank I --rdzv-endpoint HOST:PORT on each node I."
-        raise ConfigError(explain(what, cause=cause, fix=fix))
+        raise ConfigError(Explanation(what, cause=cause, fix=fix))
 
 
 def _examine_mesh(

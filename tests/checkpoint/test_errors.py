@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import pytest
 
+from ddpsafe._errors import Explanation
 from ddpsafe.checkpoint import errors
 from ddpsafe.checkpoint._party import from_wire, to_wire
 
@@ -36,7 +37,9 @@ CLASSES: Final = sorted(errors.BY_NAME.values(), key=lambda cls: cls.__name__)
 def build(cls: type[errors.CheckpointError]) -> errors.CheckpointError:
     """Make an error with every fact that its class takes."""
     names = inspect.getfullargspec(cls.__init__).kwonlyargs
-    return cls("what happened\n  why", **{name: FACTS[name] for name in names})
+    return cls(
+        Explanation("what happened", "why", "do this"), **{name: FACTS[name] for name in names}
+    )
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
@@ -54,10 +57,11 @@ def test_error_is_the_same_on_other_ranks(cls: type[errors.CheckpointError]) -> 
     error = build(cls)
     seen = from_wire(json.loads(json.dumps(to_wire(error, rank=0))), "rank 1 (world_size 4)")
     assert type(seen) is cls
-    assert vars(seen).keys() == vars(error).keys()
+    assert vars(seen).keys() == vars(error).keys() | {"origin"}
+    assert seen.origin == "peer-lost"
     assert seen.rank == 3
-    expected = "what happened (met by rank 3, seen by rank 1 (world_size 4))\n  why"
-    assert str(seen) == expected
+    what = "what happened (met by rank 3, seen by rank 1 (world_size 4))"
+    assert seen.explanation == Explanation(what, "why", "do this")
 
 
 def test_error_of_another_kind_is_told_with_its_class() -> None:

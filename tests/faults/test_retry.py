@@ -115,7 +115,7 @@ def test_a_killed_rank_is_not_tried_again_unless_the_policy_says_so(
         ddpsafe.RankKilledError, programs.fail_on_attempts, 1, "killed", **retry
     )
     assert attempts_of(tmp_path) == [1]
-    told = "Not tried again: RetryPolicy.on does not name the kind 'killed'."
+    told = "Not retried: RetryPolicy.on does not name the kind 'killed'."
     assert (told in str(error)) == (policy is not None)
 
 
@@ -259,7 +259,7 @@ def test_two_attempts_without_a_step_end_the_loop(tmp_path: Path) -> None:
     )
     assert attempts_of(tmp_path) == [1, 2]
     assert (error.attempt, len(error.previous_attempts)) == (2, 1)
-    assert "Not tried again: 2 attempts in a row made no optimizer step" in str(error)
+    assert "Not retried: 2 attempts in a row made no optimizer step" in str(error)
 
 
 def test_attempts_with_steps_go_on(tmp_path: Path) -> None:

@@ -36,19 +36,18 @@ def check_place(subject: Subject) -> Iterator[Finding]:
     try:
         world = find_world(subject.env)
     except ConfigError as error:
-        what, *rest = str(error).splitlines()
-        answers = [line.split(":", 1)[-1].strip() for line in rest]
+        said = error.explanation
         names = [name for name in _PLACE if name in os.environ]
         yield failed(
             "DS-ENV-001",
-            what,
-            cause=answers[0] if answers else "variables left over in the shell.",
+            said.what,
+            cause=said.cause or "variables left over in the shell.",
             fix=to_copy(
                 "Start the script with a launcher that sets all of them, or take them out:",
                 f"unset {' '.join(names)}",
             )
             if names
-            else (answers or ["Start the script with a launcher."])[-1],
+            else said.fix or "Start the script with a launcher.",
         )
         return
     if world is None:
