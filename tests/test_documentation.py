@@ -67,3 +67,14 @@ def test_readme_commands_come_first_and_one_per_block() -> None:
     assert "nox -s tests" in tests
     assert "-c constraints.txt" in demo
     assert "-c constraints.txt" in tests
+
+
+def test_every_promise_names_a_test_that_exists() -> None:
+    """Each row of the guarantees ends with the tests that hold it."""
+    page = (CHECKOUT / "docs" / "guarantees.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 20
+    for row in rows:
+        named = re.findall(r"`(tests/[^`]+)`", row)
+        assert named, row
+        assert [name for name in named if not (CHECKOUT / name).exists()] == []
