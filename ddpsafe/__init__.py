@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from ddpsafe import data as data
     from ddpsafe import doctor as doctor
     from ddpsafe._config import (
-        AbsolutePath as AbsolutePath,
-    )
-    from ddpsafe._config import (
         DataPath as DataPath,
     )
     from ddpsafe._config import (
@@ -44,7 +41,13 @@ if TYPE_CHECKING:
         ConfigError as ConfigError,
     )
     from ddpsafe._errors import (
+        ConfigProblem as ConfigProblem,
+    )
+    from ddpsafe._errors import (
         DDPSafeError as DDPSafeError,
+    )
+    from ddpsafe._errors import (
+        Explanation as Explanation,
     )
     from ddpsafe._errors import (
         LaunchError as LaunchError,
@@ -139,7 +142,6 @@ __version__: Final = "0.1.0"
 
 _HOMES: Final = {
     "ddpsafe._config": (
-        "AbsolutePath",
         "DataPath",
         "LaunchConfig",
         "Rendezvous",
@@ -151,7 +153,9 @@ _HOMES: Final = {
         "BarrierTimeoutError",
         "CollectiveTimeoutError",
         "ConfigError",
+        "ConfigProblem",
         "DDPSafeError",
+        "Explanation",
         "LaunchError",
         "LaunchTimeoutError",
         "MismatchError",

@@ -170,19 +170,50 @@ def portable(exc: BaseException | None) -> BaseException | None:
     return exc
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigProblem:
+    """One thing that is wrong with a configuration, as data; ``str()`` renders it.
+
+    Attributes:
+        field: The field, e.g. ``timeouts.collective``.
+        given: The value as it may be shown: short, and without secrets.
+        why: Why it is wrong, as a clause.
+        write: What to write instead, to copy where possible.
+        source: The variable or the file that the value came from; empty for an argument.
+        is_guess: Whether `write` is a guess at what was meant.
+    """
+
+    field: str
+    given: str
+    why: str
+    write: str
+    source: str = ""
+    is_guess: bool = False
+
+    def __str__(self) -> str:
+        """Two lines: what is wrong, and what to write where the value came from."""
+        came_from = f" from {self.source}" if self.source else ""
+        place = " there:" if self.source else ""
+        advice = f"Did you mean {self.write}?" if self.is_guess else f"Write{place} {self.write}."
+        return f"{self.field}: got {self.given}{came_from}: {self.why}.\n  {advice}"
+
+
 class ConfigError(DDPSafeError, ValueError):
     """The configuration or a call is wrong; nothing was started with it.
 
     Attributes:
-        problems: One text for each problem found, all of them at once.
+        problems: The problems of the configuration, all of them at once; empty where it is not a
+            field of the configuration that is wrong.
     """
 
     exit_code = NO_RETRY_EXIT_CODE
 
-    def __init__(self, explanation: Explanation | str, *, problems: Sequence[str] = ()) -> None:
-        """Keep the whole text and the problems one by one."""
+    def __init__(
+        self, explanation: Explanation | str, *, problems: Sequence[ConfigProblem] = ()
+    ) -> None:
+        """Keep the explanation and the problems one by one."""
         super().__init__(explanation)
-        self.problems: tuple[str, ...] = tuple(problems) or (str(explanation),)
+        self.problems: tuple[ConfigProblem, ...] = tuple(problems)
 
 
 class MismatchError(DDPSafeError, ValueError):

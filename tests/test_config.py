@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -14,10 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ddpsafe._config import LaunchConfig, Rendezvous, RetryPolicy, Timeouts
+from ddpsafe._config import DataPath, LaunchConfig, Rendezvous, RetryPolicy, Timeouts
 from ddpsafe._errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -33,7 +35,7 @@ def problems_of(**fields: object) -> dict[str, str]:
     """Return the problems of a config, by field."""
     with pytest.raises(ConfigError) as caught:
         LaunchConfig(**fields)
-    return {text.split(": got ")[0]: text for text in caught.value.problems}
+    return {problem.field: str(problem) for problem in caught.value.problems}
 
 
 def test_defaults_are_those_of_the_reference() -> None:
@@ -55,7 +57,7 @@ def test_every_problem_is_reported_at_once() -> None:
     assert set(found) == {
         "nproc_per_node", "rendezvous.endpoint", "backend", "start_method", "env.RANK",
     }  # fmt: skip
-    assert all("Write " in text for text in found.values())
+    assert all("Write " in text or "Did you mean" in text for text in found.values())
     assert "got 0" in found["nproc_per_node"]
 
 
@@ -72,7 +74,134 @@ def test_misspelt_field_suggests_the_near_one() -> None:
     """A slip in a field's name is answered with the name, at any depth."""
     assert "'timeouts'" in problems_of(timeuots={})["timeuots"]
     assert "'collective'" in problems_of(timeouts={"colective": 3})["timeouts.colective"]
-    assert "nproc_per_node" in problems_of(_env_file="x")["'_env_file'"]
+    assert "nproc_per_node" in problems_of(_env_file="x")["_env_file"]
+
+
+@pytest.mark.parametrize(
+    ("make", "fields"),
+    [
+        (lambda: Timeouts(collective="2 parsecs"), {"collective"}),
+        (lambda: Timeouts(colective=5), {"colective"}),
+        (lambda: Timeouts(attempt="x", shutdown="y"), {"attempt", "shutdown"}),
+        (lambda: Timeouts(shutdown=5, grace=5), {"grace"}),
+        (lambda: RetryPolicy(on={"kiled"}, attempts=0), {"on.0", "attempts"}),
+        (lambda: RetryPolicy(backoff_initial="soon"), {"backoff_initial"}),
+        (lambda: RetryPolicy(backoff_initial=9, backoff_max=3), {"backoff_max"}),
+        (lambda: Rendezvous(endpoint="gpu-01"), {"endpoint"}),
+        (lambda: Rendezvous(host="gpu-01"), {"host"}),
+        (lambda: DataPath(path="data"), {"path"}),
+        (DataPath, {"path"}),
+        (lambda: DataPath(path="/data", kind="dir"), {"kind"}),
+        (lambda: DataPath.here("~/data"), {"path"}),
+        (lambda: DataPath.here(3), {"path"}),
+    ],
+)  # fmt: skip
+def test_parts_made_directly_report_exactly_the_users_problems(
+    make: Callable[[], object], fields: set[str]
+) -> None:
+    """A part raises the same error as the whole, without a word on defaults that nobody set."""
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert {problem.field for problem in caught.value.problems} == fields
+    assert "default factory" not in str(caught.value)
+    assert pickle.loads(pickle.dumps(caught.value)).problems == caught.value.problems
+
+
+def test_parts_inside_another_model_are_its_problems() -> None:
+    """Each problem keeps its place, in a config as in a user's own model."""
+
+    class Experiment(pydantic.BaseModel):
+        waits: Timeouts
+
+    with pytest.raises(pydantic.ValidationError) as caught:
+        Experiment(waits={"colective": 1})
+    assert [detail["loc"] for detail in caught.value.errors()] == [("waits", "colective")]
+    assert set(problems_of(timeouts={"colective": 1}, retry={"on": {"kiled"}})) == {
+        "timeouts.colective", "retry.on.0",
+    }  # fmt: skip
+
+
+def test_problems_are_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What a program needs of a problem, it does not have to read out of the text."""
+    (tmp_path / "pyproject.toml").write_text("[tool.ddpsafe]\nnnodes = 0\n")
+    monkeypatch.setenv("DDPSAFE_TIMEOUTS__GRACE", "soon")
+    with pytest.raises(ConfigError) as caught:
+        LaunchConfig(console="tag")
+    found = {problem.field: problem for problem in caught.value.problems}
+    assert (found["console"].given, found["console"].write) == ("'tag'", "'tagged'")
+    assert found["console"].is_guess
+    assert [found[name].source for name in ("console", "timeouts.grace", "nnodes")] == [
+        "", "DDPSAFE_TIMEOUTS__GRACE", "pyproject.toml",
+    ]  # fmt: skip
+    assert all(problem.why in str(caught.value) for problem in found.values())
+
+
+@pytest.mark.parametrize(
+    ("fields", "write"),
+    [
+        ({"nprocs": 2}, "nproc_per_node=2"),
+        ({"nproc": 2}, "nproc_per_node=2"),
+        ({"num_processes": 4}, "nproc_per_node=4"),
+        ({"devices": "auto"}, "nproc_per_node='auto'"),
+        ({"world_size": 8}, "nproc_per_node=8"),
+        ({"max_restarts": 2}, 'retry={"attempts": 3}'),
+        ({"timeout": 60}, 'timeouts={"collective": 60}'),
+        ({"num_nodes": 2}, "nnodes=2"),
+        ({"rdzv_endpoint": "a:1"}, 'rendezvous={"endpoint":'),
+        ({"log_dir": "/x"}, "run_dir='/x'"),
+        ({"mp_context": "spawn"}, "start_method='spawn'"),
+        ({"retry": {"max_restarts": 1}}, "attempts=2"),
+        ({"timeouts": {"join": 5}}, "rendezvous=5"),
+        ({"data_paths": {"train": {"path": "/x", "type": "file"}}}, "kind='file'"),
+        ({"data_paths": {"train": {"path": "/x", "markr": "a"}}}, "'marker'"),
+    ],
+)
+def test_names_of_other_launchers_are_answered_with_ours(
+    fields: dict[str, object], write: str
+) -> None:
+    """Who comes from mp.spawn, torchrun or Accelerate is told the name of the field here."""
+    (text,) = problems_of(**fields).values()
+    assert f"Did you mean {write}" in text
+
+
+def test_config_file_that_others_may_write_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What another user may have put into the current directory decides nothing, unless named."""
+    folder = tmp_path / "open"
+    folder.mkdir()
+    file = folder / "pyproject.toml"
+    file.write_text("[tool.ddpsafe]\nseed = 4\n")
+    monkeypatch.chdir(folder)
+    allowed = {(0o755, 0o644): True, (0o1777, 0o644): True, (0o777, 0o644): False,
+               (0o755, 0o666): False, (0o1777, 0o666): False, (0o757, 0o644): False}  # fmt: skip
+    for (directory_mode, file_mode), is_read in allowed.items():
+        folder.chmod(directory_mode)
+        file.chmod(file_mode)
+        caplog.clear()
+        assert (LaunchConfig().seed == 4) is is_read, (oct(directory_mode), oct(file_mode))
+        assert ("is not read" in caplog.text) is not is_read
+        assert LaunchConfig.from_toml(file).seed == 4
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file away")
+@pytest.mark.parametrize("given_away", [".", "pyproject.toml"])
+def test_config_file_of_another_user_is_not_read(
+    tmp_path: Path, given_away: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither a file nor a directory of another user is trusted; a link's target counts."""
+    (tmp_path / "pyproject.toml").write_text("[tool.ddpsafe]\nseed = 4\n")
+    os.chown(tmp_path / given_away, 65534, 65534)
+    assert LaunchConfig().seed is None
+    assert "belongs to another user (uid 65534)" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["LD_PRELOAD", "PYTHONPATH", "PATH", "NCCL_NET_PLUGIN"])
+def test_implicit_file_does_not_choose_what_code_runs(tmp_path: Path, name: str) -> None:
+    """The variables that load code are refused in a file that nobody named."""
+    (tmp_path / "pyproject.toml").write_text(f'[tool.ddpsafe.env]\n{name} = "/x"\n')
+    assert "this file was found in the current directory" in problems_of()[f"env.{name}"]
+    assert LaunchConfig.from_toml("pyproject.toml").env == {name: "/x"}
 
 
 def test_argument_beats_environment_beats_file_beats_default(
@@ -108,7 +237,7 @@ def test_broken_toml_file_is_a_config_error(tmp_path: Path, text: bytes) -> None
     """What is no TOML, has no table or an unknown field is refused with the reason."""
     path = tmp_path / "run.toml"
     path.write_bytes(text)
-    with pytest.raises(ConfigError, match="Write"):
+    with pytest.raises(ConfigError, match=r"Write |Did you mean"):
         LaunchConfig.from_toml(path)
 
 
@@ -116,7 +245,7 @@ def test_absent_toml_file_is_named() -> None:
     """A file that does not exist is an error, not an empty config."""
     with pytest.raises(ConfigError, match=r"absent\.toml"):
         LaunchConfig.from_toml("absent.toml")
-    with pytest.raises(ConfigError, match="no path"):
+    with pytest.raises(ConfigError, match="expected a path"):
         LaunchConfig.from_toml(3)  # type: ignore[arg-type] # what a user may do
 
 
@@ -156,7 +285,7 @@ def test_misspelt_environment_variable_is_not_ignored(monkeypatch: pytest.Monkey
     """A slip in a variable's name is reported; a variable of somebody else is let be."""
     monkeypatch.setenv("DDPSAFE_TIMEOUT__GRACE", "3")
     monkeypatch.setenv("DDPSAFE_SOMETHING_ELSE", "3")
-    with pytest.raises(ConfigError, match="Write DDPSAFE_TIMEOUTS__GRACE, if") as caught:
+    with pytest.raises(ConfigError, match="mean DDPSAFE_TIMEOUTS__GRACE") as caught:
         LaunchConfig()
     assert len(caught.value.problems) == 1
 
@@ -285,7 +414,7 @@ def test_retry_takes_one_kind_or_several(on: object) -> None:
     [
         ({"peer-lots"}, "'peer-lost'"),
         ({"user-error"}, "same way"),
-        ({KeyboardInterrupt}, "wants to stop"),
+        ({KeyboardInterrupt}, "requests to stop"),
         ({3}, "neither"),
         (7, "set of kinds"),
     ],
@@ -315,8 +444,8 @@ def test_rank_counts_are_read(given_as: object, count: object) -> None:
 
 @pytest.mark.parametrize(
     ("given_as", "hint"),
-    [(0, "zero ranks"), (-1, "starts at 1"), (True, "bool"), (1.5, "no integer"),
-     (None, "no integer"), ("gpus", "'gpu'"), (10**30, "no node"), ([], "no integer")],
+    [(0, "zero ranks"), (-1, "starts at 1"), (True, "bool"), (1.5, "expected an integer"),
+     (None, "expected an integer"), ("gpus", "'gpu'"), (10**30, "no node"), ([], "expected an integer")],
 )  # fmt: skip
 def test_rank_counts_that_mean_nothing_are_refused(given_as: object, hint: str) -> None:
     """Zero ranks would train nothing and end in success: refused with that reason."""
@@ -337,7 +466,7 @@ def test_backends_of_other_packages_are_let_be(backend: str) -> None:
     ("backend", "hint"),
     [("ncll", "'nccl'"), ("goo", "'gloo'"), ("cpu:gloo,cuda:ncll", "'cpu:gloo,cuda:nccl'"),
      ("", "neither"), ("cpu:gloo,nccl", "every device"), ("cpu:gloo,cpu:mpi", "every device"),
-     ("cuda:", "neither"), (3, "no name"), ("cpu:auto,cuda:nccl", "stands alone")],
+     ("cuda:", "neither"), (3, "expected a name"), ("cpu:auto,cuda:nccl", "stands alone")],
 )  # fmt: skip
 def test_slips_of_backend_names_are_refused(backend: object, hint: str) -> None:
     """Malformed text and slips of well-known names are answered with the right form."""

@@ -19,7 +19,7 @@ from ddpsafe._clock import Deadline
 from ddpsafe._config.mounts import find_mount_point, list_mount_points
 from ddpsafe._config.paths import AbsolutePath, DataPath, require_data_paths
 from ddpsafe._config.readiness import Watch
-from ddpsafe._errors import PreflightError
+from ddpsafe._errors import ConfigError, PreflightError
 
 
 class Mine(pydantic.BaseModel):
@@ -32,8 +32,8 @@ class Mine(pydantic.BaseModel):
 @pytest.mark.parametrize(
     ("path", "hint"),
     [("data/train", "relative"), ("./x", "relative"), ("", "empty"), ("~/x", "shells"),
-     ("/data\\train", "backslashes"), ("/a\0b", "no path can have"), (b"/x", "no path"),
-     (3, "no path"), ("/\ud800", "no path can have")],
+     ("/data\\train", "backslashes"), ("/a\0b", "no path can have"), (b"/x", "expected a path"),
+     (3, "expected a path"), ("/\ud800", "no path can have")],
 )  # fmt: skip
 def test_paths_that_mean_nothing_elsewhere_are_refused(path: object, hint: str) -> None:
     """Each is answered with the reason."""
@@ -82,7 +82,7 @@ def test_here_resolves_against_the_launch_directory(
 )  # fmt: skip
 def test_demands_that_cannot_be_met_are_refused(fields: dict[str, object]) -> None:
     """A file has no entries, a marker lies inside."""
-    with pytest.raises(pydantic.ValidationError):
+    with pytest.raises(ConfigError):
         DataPath(path="/x", **fields)
 
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ddpsafe._config import LaunchConfig
 from ddpsafe._config.durations import show_duration
-from ddpsafe._config.sources import as_file, find_file, find_variable, read_table
+from ddpsafe._config.sources import find_variable, read_config_file
 from ddpsafe._errors import ConfigError
 from ddpsafe._secrets import Mask, hide_value
 from ddpsafe.cli import HEALTHY, USAGE, complain, say
@@ -22,7 +22,8 @@ from ddpsafe.cli import HEALTHY, USAGE, complain, say
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Iterator
-    from pathlib import Path
+
+    from ddpsafe._config.sources import ConfigFile
 
     Row = tuple[str, str, str]
 
@@ -31,12 +32,11 @@ def explain_config(options: Namespace) -> int:
     """Print every field with its value and its source."""
     try:
         config = LaunchConfig.from_toml(options.config) if options.config else LaunchConfig()
-        path = as_file(options.config) if options.config else find_file()
-        table = {} if path is None else read_table(path)
+        file = read_config_file(options.config)
     except ConfigError as error:
         complain(str(error))
         return USAGE
-    rows = list(_rows(config, table, path))
+    rows = list(_rows(config, file))
     if options.json:
         found = {name: {"value": value, "source": source} for name, value, source in rows}
         say(json.dumps(found, indent=2))
@@ -45,10 +45,10 @@ def explain_config(options: Namespace) -> int:
     return HEALTHY
 
 
-def _rows(config: LaunchConfig, table: dict[str, Any], path: Path | None) -> Iterator[Row]:
+def _rows(config: LaunchConfig, file: ConfigFile | None) -> Iterator[Row]:
     mask = Mask.of(config.env)
     for location, value in _values(config):
-        source = find_variable(location) or _in_file(location, table, path) or "default"
+        source = find_variable(location) or _in_file(location, file) or "default"
         shown = json.loads(json.dumps(value, default=str))
         text = shown if isinstance(shown, str) else json.dumps(shown)
         text = _as_duration(config, location) or text
@@ -79,13 +79,13 @@ def _values(model: BaseModel, above: tuple[str, ...] = ()) -> Iterator[tuple[tup
             yield location, plain[name]
 
 
-def _in_file(location: tuple[str, ...], table: dict[str, Any], path: Path | None) -> str | None:
-    value: object = table
+def _in_file(location: tuple[str, ...], file: ConfigFile | None) -> str | None:
+    value: object = {} if file is None else file.table
     for part in location:
         if not isinstance(value, dict) or part not in value:
             return None
         value = value[part]
-    return str(path)
+    return None if file is None else str(file.path)
 
 
 def _show(rows: list[Row]) -> None:

@@ -3,35 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pydantic import BaseModel, ValidationError
 
-from ddpsafe._config.policies import Rendezvous, RetryPolicy
-from ddpsafe._config.problems import problems_of, raise_config_error, show, show_at, word_problem
-from ddpsafe._config.sources import find_variable, slipped_variables
-from ddpsafe._config.timeouts import Timeouts
+from ddpsafe._config.problems import (
+    Part,
+    problems_of,
+    raise_config_error,
+    show_at,
+    unknown_field,
+)
+from ddpsafe._config.sources import find_variable, implicit_file_problems, slipped_variables
+from ddpsafe._errors import ConfigProblem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-PARTS: Final = (Timeouts, RetryPolicy, Rendezvous)
-"""Models that are merged field by field; what the user did not set in one is not there."""
+    from ddpsafe._config.sources import ConfigFile
 
 
 def parts_as_tables(fields: dict[str, Any]) -> dict[str, Any]:
     """Turn parts that are models into what the user set of them, so that sources can merge."""
     return {
-        name: set_fields(value) if isinstance(value, PARTS) else value
+        name: set_fields(value) if isinstance(value, Part) else value
         for name, value in fields.items()
     }
 
 
 def set_fields(model: BaseModel) -> dict[str, Any]:
+    """Return the fields of a model that the user has set, those of its parts as tables."""
     return parts_as_tables({name: getattr(model, name) for name in model.model_fields_set})
 
 
 def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Lay fields over others; parts and tables are merged field by field."""
     merged = {**below, **above}
     for name in below.keys() & above.keys():
         if isinstance(below[name], dict) and isinstance(above[name], dict):
@@ -43,48 +49,58 @@ def build(
     model: type[BaseModel],
     make: Callable[[dict[str, Any]], None],
     given: dict[str, Any],
+    file: ConfigFile | None = None,
 ) -> None:
-    """Call `make` with the fields; translate what pydantic finds into one `ConfigError`."""
+    """Call `make` with the fields; translate what pydantic finds into one `ConfigError`.
+
+    Args:
+        model: What is built.
+        make: Builds it.
+        given: The arguments of the call.
+        file: The file below them, where one is read.
+    """
     # pydantic-settings takes names with an underscore for options of its own.
     odd = [name for name in given if name.startswith("_")]
-    problems = [
-        word_problem(
-            show(name),
-            given=show_at([name.strip("_")], given[name]),
-            why="there is no such field",
-            write=f"one of the fields of {model.__name__}: {', '.join(model.model_fields)}",
-        )
-        for name in odd
-    ]
+    problems = [unknown_field(name, given[name], model) for name in odd]
     try:
         make({name: value for name, value in given.items() if name not in odd})
     except ValidationError as error:
-        problems += problems_of(error, model, origin=lambda loc: _origin(loc, given))
+        problems += problems_of(error, model, source=lambda loc: _source_of(loc, given, file))
     problems += slipped_variables(model.model_fields)
+    problems += implicit_file_problems(file)
     if problems:
         raise_config_error(problems)
 
 
-def _origin(location: Sequence[int | str], given: Mapping[str, object]) -> str:
-    value: object = given
+def _source_of(
+    location: Sequence[int | str], given: Mapping[str, object], file: ConfigFile | None
+) -> str:
+    """Return the variable or the file that the value at `location` came from, if one did."""
+    if _is_in(location, given):
+        return ""
+    variable = find_variable(location)
+    if variable is not None:
+        return variable
+    return str(file.path) if file is not None and _is_in(location, file.table) else ""
+
+
+def _is_in(location: Sequence[int | str], table: Mapping[str, object]) -> bool:
+    value: object = table
     for part in location:
         if not isinstance(value, Mapping):
-            return ""
+            return True  # the value as a whole was given, and is wrong further down
         if part not in value:
-            variable = find_variable(location)
-            return "" if variable is None else f"the environment variable {variable}"
+            return False
         value = value[part]
-    return ""
+    return True
 
 
 def refuse_config(config: object) -> NoReturn:
-    raise_config_error(
-        [
-            word_problem(
-                "config",
-                given=show_at((), config),
-                why=f"it is a {type(config).__name__}, no LaunchConfig",
-                write="config=LaunchConfig(...), or the fields as keyword arguments",
-            )
-        ]
+    """Refuse what was passed as a config and is none."""
+    problem = ConfigProblem(
+        field="config",
+        given=show_at((), config),
+        why=f"expected a LaunchConfig, got a {type(config).__name__}",
+        write="config=LaunchConfig(...), or the fields as keyword arguments",
     )
+    raise_config_error([problem])

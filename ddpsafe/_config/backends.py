@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ddpsafe._config.problems import find_near, raise_config_error, show, word_problem
+from ddpsafe._config.problems import find_near, raise_config_error, show
+from ddpsafe._errors import ConfigProblem
 
 _NO_BACKEND = "undefined"
 """What torch lists for a group that has none."""
@@ -40,4 +41,6 @@ def require_backend(backend: str) -> None:
             "registers one has to be imported where the script begins"
         )
         write = suggest(backend, known)
-        raise_config_error([word_problem("backend", given=show(backend), why=why, write=write)])
+        raise_config_error(
+            [ConfigProblem(field="backend", given=show(backend), why=why, write=write)]
+        )

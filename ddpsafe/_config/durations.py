@@ -62,12 +62,12 @@ def parse_duration(value: object, *, shortest: timedelta = SHORTEST) -> object:
         PydanticCustomError: When it is no duration, not finite, too short or too long.
     """
     if isinstance(value, bool) or not isinstance(value, (timedelta, int, float, str)):
-        raise wrong(f"a {type(value).__name__} is no duration", write=_HOW)
+        raise wrong(f"expected a duration, got a {type(value).__name__}", write=_HOW)
     seconds = _seconds(value)
     if seconds is None:
         return value
     if math.isnan(seconds):
-        raise wrong("not a number is no duration", write=_HOW)
+        raise wrong("NaN is not a duration", write=_HOW)
     if seconds > LONGEST.total_seconds():
         raise wrong(
             "it is longer than 365 days, and every wait has an end here",

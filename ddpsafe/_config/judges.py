@@ -21,7 +21,7 @@ MOST_RANKS_PER_NODE: Final = 4096
 _BACKEND: Final = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)
 _COMMON_BACKENDS: Final = ("nccl", "gloo", "mpi", "ucc", "auto")
 _VENDOR_BACKENDS: Final = re.compile(r"[a-z]?ccl|cncl", re.ASCII)
-"""Vendors name their libraries one letter off nccl: xccl, hccl, rccl, mccl, cncl. No slips."""
+"""Vendors name their libraries one letter off nccl: xccl, hccl, rccl, mccl, cncl. They are not slips."""
 
 _SET_BY_LAUNCHER: Final = {
     "RANK": "each rank gets its own",
@@ -46,7 +46,11 @@ def judge_nproc(value: object) -> object:
         if word in ("gpu", "cpu", "auto"):
             return word
         near = find_near(word, ("gpu", "cpu", "auto"))
-        raise wrong("it is no count", write=repr(near) if near else write)
+        raise wrong(
+            "it is not a number of ranks",
+            write=repr(near) if near else write,
+            is_guess=near is not None,
+        )
     count = require_integer(value, write=write)
     if count < 1:
         raise wrong(
@@ -62,9 +66,9 @@ def judge_nproc(value: object) -> object:
 
 
 def require_integer(value: object, *, write: str) -> int:
-    """Return `value` as an int: a number, a text of digits, or a numpy integer; no bool."""
+    """Return `value` as an int: a number, a text of digits, or a numpy integer; not a bool."""
     if isinstance(value, bool):
-        raise wrong("a bool is no count", write=write)
+        raise wrong("expected an integer, got a bool", write=write)
     try:
         if isinstance(value, str):
             return int(value)
@@ -72,7 +76,7 @@ def require_integer(value: object, *, write: str) -> int:
             return int(value)
         return operator.index(value)  # type: ignore[arg-type] # the TypeError is what we ask for
     except (TypeError, ValueError):
-        raise wrong(f"it is a {type(value).__name__}, no integer", write=write) from None
+        raise wrong(f"expected an integer, got a {type(value).__name__}", write=write) from None
 
 
 def judge_integer(value: object) -> object:
@@ -97,7 +101,9 @@ def judge_backend(value: object) -> object:
     Backends can be registered by any package, so an unknown name is not wrong by itself.
     """
     if not isinstance(value, str):
-        raise wrong(f"it is a {type(value).__name__}, no name", write='"auto", "nccl" or "gloo"')
+        raise wrong(
+            f"expected a name, got a {type(value).__name__}", write='"auto", "nccl" or "gloo"'
+        )
     backend = value.strip().lower()
     parts = backend.split(",")
     pairs = [part.rpartition(":") for part in parts]
@@ -106,7 +112,9 @@ def judge_backend(value: object) -> object:
         near = find_near(name, _COMMON_BACKENDS, cutoff=0.7)
         if near not in {None, name} and not _VENDOR_BACKENDS.fullmatch(name):
             raise wrong(
-                f"no backend is called {name!r}", write=repr(backend.replace(name, near or ""))
+                f"no backend is called {name!r}",
+                write=repr(backend.replace(name, near or "")),
+                is_guess=True,
             )
     return backend
 
@@ -129,7 +137,7 @@ def judge_env(value: object) -> object:
     """Judge the extra variables of the ranks: names, values, and who sets them."""
     if not isinstance(value, Mapping):
         raise wrong(
-            f"it is a {type(value).__name__}, no table of variables",
+            f"expected a table of variables, got a {type(value).__name__}",
             write='env={"NCCL_DEBUG": "INFO"}',
         )
     require_none(_env_problems(value), given=value)
@@ -163,7 +171,7 @@ def _name_problem(name: object) -> Problem | None:
         reason = "it tells ranks how they were started"
     if reason is None:
         return None
-    return Problem(why=f"the launcher sets it: {reason}", write="nothing: leave it out of env")
+    return Problem(why=f"the launcher sets it: {reason}", write="nothing; leave it out of env")
 
 
 def _text_problem(name: str, text: object) -> Problem | None:

@@ -29,24 +29,22 @@ from ddpsafe._config.problems import Problem, require_none, show, wrong
 from ddpsafe._config.sources import (
     DELIMITER,
     PREFIX,
+    ConfigFile,
     EnvironmentSource,
-    as_file,
-    find_file,
-    read_table,
+    read_config_file,
 )
 from ddpsafe._config.timeouts import Timeouts
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
-    from pathlib import Path
 
     from pydantic_settings import PydanticBaseSettingsSource
 
 __all__ = ["LaunchConfig", "LaunchFields", "Rendezvous", "RetryPolicy", "Timeouts"]
 
-_file: ContextVar[Path | None] = ContextVar("ddpsafe_config_file", default=None)
-"""The file that `LaunchConfig.from_toml` is reading; pydantic-settings has no argument for it."""
+_file: ContextVar[ConfigFile | None] = ContextVar("ddpsafe_config_file", default=None)
+"""The file that the config being made is read from; pydantic-settings has no argument for it."""
 
 
 class AttachedFields(TypedDict, total=False):
@@ -186,8 +184,13 @@ class LaunchConfig(BaseSettings):
 
     def __init__(self, /, **fields: Unpack[LaunchFields]) -> None:
         """Read the sources and judge every field."""
+        file = _file.get() or read_config_file()
         given = parts_as_tables(dict(fields))
-        build(type(self), lambda known: BaseSettings.__init__(self, **known), given)
+        token = _file.set(file)
+        try:
+            build(type(self), lambda known: BaseSettings.__init__(self, **known), given, file)
+        finally:
+            _file.reset(token)
 
     @classmethod
     def settings_customise_sources(
@@ -200,12 +203,11 @@ class LaunchConfig(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Put the sources in order: argument, environment, file."""
         del env_settings, dotenv_settings, file_secret_settings
-        path = _file.get() or find_file()
-        table = {} if path is None else read_table(path)
+        file = _file.get()
         return (
             init_settings,
             EnvironmentSource(settings_cls),
-            InitSettingsSource(settings_cls, table),
+            InitSettingsSource(settings_cls, {} if file is None else file.table),
         )
 
     @classmethod
@@ -219,7 +221,7 @@ class LaunchConfig(BaseSettings):
         Raises:
             ConfigError: When the file cannot be read, or with every problem of the config.
         """
-        token = _file.set(as_file(path))
+        token = _file.set(read_config_file(path))
         try:
             return cls(**fields)
         finally:
@@ -271,7 +273,7 @@ class LaunchConfig(BaseSettings):
         for name in value:
             if not name.strip() or not name.isprintable():
                 raise wrong(
-                    f"{show(name)} is no name to call a path by in a message",
+                    f"{show(name)} cannot be the name of a path in a message",
                     write='data_paths={"train": "/data/train"}',
                 )
         return value

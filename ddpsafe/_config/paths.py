@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationInfo,
     field_validator,
@@ -20,7 +18,7 @@ from typing_extensions import TypedDict, Unpack
 
 from ddpsafe._clock import Deadline
 from ddpsafe._config.durations import Duration
-from ddpsafe._config.problems import show, wrong
+from ddpsafe._config.problems import Part, show, wrong
 from ddpsafe._config.readiness import PATIENCE, Watch, find_not_ready, preflight_error
 
 if TYPE_CHECKING:
@@ -33,7 +31,10 @@ _WINDOWS: Final = os.name == "nt"
 
 def _judge_path(value: object) -> Path:
     if not isinstance(value, (str, os.PathLike)) or isinstance(value, bytes):
-        raise wrong(f"a {type(value).__name__} is no path", write='an absolute path: "/data/train"')
+        raise wrong(
+            f"expected a path, got a {type(value).__name__}",
+            write='an absolute path: "/data/train"',
+        )
     text = os.fspath(value)
     if not isinstance(text, str):
         raise wrong("a path in bytes", write='an absolute path as text: "/data/train"')
@@ -96,13 +97,11 @@ class DataPathFields(TypedDict, total=False):
     marker: str | None
 
 
-class DataPath(BaseModel):
+class DataPath(Part):
     """A path the job needs, and what has to be true of it before any rank starts.
 
     Making one looks at nothing; `check` looks once, `require` waits.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     path: AbsolutePath = Field(
         description="Where it is: an absolute path.", examples=['"/data/train"']
@@ -185,8 +184,11 @@ class DataPath(BaseModel):
                 which is the directory the job is launched from.
             **fields: The other fields.
         """
-        start = Path.cwd() if base is None else Path(base)
-        return cls(path=os.path.normpath(start / path), **fields)
+        given: object = path  # what is not a path is judged as it is, and refused
+        text = os.fspath(given) if isinstance(given, (str, os.PathLike)) else given
+        if isinstance(text, str) and not text.startswith("~"):
+            path = os.path.normpath((Path.cwd() if base is None else Path(base)) / text)
+        return cls(path=path, **fields)
 
     def check(self, *, patience: timedelta = PATIENCE) -> list[str]:
         """Look once, without waiting for what is late.

@@ -7,9 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationInfo,
     field_serializer,
@@ -20,13 +18,11 @@ from ddpsafe._config.durations import DurationLike, Wait, show_duration
 from ddpsafe._config.endpoint import Endpoint, parse_endpoint
 from ddpsafe._config.interfaces import GLOO, find_shape_problem
 from ddpsafe._config.judges import judge_integer
-from ddpsafe._config.problems import Problem, find_near, require_none, show, wrong
+from ddpsafe._config.problems import Part, Problem, find_near, require_none, show, wrong
 from ddpsafe._errors import FAILURE_KINDS, STARTUP_KINDS, FailureKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-STRICT: Final = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 DETERMINISTIC: Final = frozenset({"config", "user-error", "unpicklable"})
 """Kinds of failure that come back the same way however often one tries."""
@@ -40,7 +36,7 @@ def _split_kinds(value: object) -> object:
     if isinstance(value, (list, tuple, set, frozenset)):
         return list(value)
     raise wrong(
-        f"a {type(value).__name__} names no kinds of failure",
+        f"expected kinds of failure, got a {type(value).__name__}",
         write='a set of kinds and exception types: {"peer-lost", ConnectionError}',
     )
 
@@ -50,8 +46,8 @@ def _judge_kind(value: object) -> object:
         if issubclass(value, Exception):
             return value
         raise wrong(
-            f"{value.__name__} is no subclass of Exception; KeyboardInterrupt, SystemExit and the "
-            "like mean that somebody wants to stop",
+            f"{value.__name__} is not a subclass of Exception; KeyboardInterrupt, SystemExit and "
+            "the like are requests to stop",
             write="an exception type such as ConnectionError",
         )
     if isinstance(value, str) and value in DETERMINISTIC:
@@ -68,7 +64,8 @@ def _judge_kind(value: object) -> object:
     near = find_near(value, choices)
     raise wrong(
         f"{show(value)} is neither a kind of failure nor an exception type",
-        write=f"{near!r}, if that is what you mean" if near else f"one of {', '.join(choices)}",
+        write=repr(near) if near else f"one of {', '.join(choices)}",
+        is_guess=near is not None,
     )
 
 
@@ -77,10 +74,8 @@ def _longest_backoff(known: dict[str, Any]) -> timedelta:
     return max(timedelta(seconds=30), initial)
 
 
-class RetryPolicy(BaseModel):
+class RetryPolicy(Part):
     """Which failures deserve another attempt, how many, and how long to wait between them."""
-
-    model_config = STRICT
 
     attempts: Annotated[int, BeforeValidator(judge_integer)] = Field(
         default=3,
@@ -153,10 +148,8 @@ class RetryPolicy(BaseModel):
         return sorted(kind if isinstance(kind, str) else kind.__name__ for kind in kinds)
 
 
-class Rendezvous(BaseModel):
+class Rendezvous(Part):
     """Where the nodes of one job meet; a single node needs none of it."""
-
-    model_config = STRICT
 
     endpoint: str | None = Field(
         default=None,

@@ -1,16 +1,19 @@
-"""How a wrong configuration is worded: field, value given, why it is wrong, what to write."""
+"""How a wrong configuration is reported: every problem at once, in one `ConfigError`.
+
+Validators raise `wrong`; pydantic collects; `problems_of` turns what it found into `ConfigProblem`s.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NoReturn, get_origin
+from typing import TYPE_CHECKING, Any, Final, NoReturn, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from ddpsafe._errors import ConfigError
+from ddpsafe._errors import ConfigError, ConfigProblem, Explanation
 from ddpsafe._secrets import HIDDEN, is_secret_name
 
 if TYPE_CHECKING:
@@ -25,28 +28,153 @@ _SHOWN_CHARS: Final = 120
 SAME: Final = object()
 """Stands for: the judged value itself is what the user gave."""
 
+_UNKNOWN: Final = "there is no such field"
+
+# What other launchers and torch call a field, and what to write here: (model, name) -> text.
+# `{value}` is the value that was given.
+_ELSEWHERE: Final[dict[str, dict[str, str]]] = {
+    "LaunchConfig": {
+        **dict.fromkeys(
+            (
+                "nprocs", "nproc", "n_procs", "num_procs", "num_processes", "nprocs_per_node",
+                "procs_per_node", "processes", "devices", "gpus", "ngpus", "num_gpus",
+                "gpus_per_node", "num_workers", "n_workers", "workers", "workers_per_host",
+                "ntasks", "ntasks_per_node", "local_world_size", "ranks", "world_size",
+            ),
+            "nproc_per_node={value}",
+        ),
+        **dict.fromkeys(("num_nodes", "nodes", "n_nodes", "num_machines"), "nnodes={value}"),
+        **dict.fromkeys(("machine_rank", "group_rank", "node_id"), "node_rank={value}"),
+        **dict.fromkeys(
+            (
+                "rdzv_endpoint", "master_addr", "master_address", "master_port", "init_method",
+                "main_process_ip", "main_process_port", "rdzv_backend", "port", "endpoint",
+            ),
+            'rendezvous={{"endpoint": "host:port"}}; one node needs none: a free port is found',
+        ),
+        **dict.fromkeys(("interface", "ifname"), 'rendezvous={{"interface": {value}}}'),
+        **dict.fromkeys(
+            ("dist_backend", "process_group_backend", "distributed_backend"), "backend={value}"
+        ),
+        **dict.fromkeys(
+            ("mp_start_method", "multiprocessing_context", "mp_context", "method"),
+            "start_method={value}",
+        ),
+        **dict.fromkeys(
+            ("timeout", "ddp_timeout", "pg_timeout", "dist_timeout"),
+            'timeouts={{"collective": {value}}}',
+        ),
+        **dict.fromkeys(
+            ("join_timeout", "rdzv_timeout", "init_timeout", "start_timeout"),
+            'timeouts={{"rendezvous": {value}}}',
+        ),
+        "grace_period": 'timeouts={{"grace": {value}}}',
+        "shutdown_timeout": 'timeouts={{"shutdown": {value}}}',
+        **dict.fromkeys(
+            (
+                "max_restarts", "restarts", "max_retries", "retries", "num_retries",
+                "max_failures",
+            ),
+            'retry={{"attempts": {one_more}}} (the first attempt counts)',
+        ),
+        **dict.fromkeys(("attempts", "max_attempts"), 'retry={{"attempts": {value}}}'),
+        **dict.fromkeys(
+            ("log_dir", "logdir", "logs_dir", "log_folder", "output_dir", "log_path"),
+            "run_dir={value}",
+        ),
+        **dict.fromkeys(
+            ("tee", "redirects", "verbose", "quiet", "local_ranks_filter", "log_line_prefix"),
+            'console="all", "tagged", "rank-zero" or "none"',
+        ),
+        **dict.fromkeys(
+            ("env_vars", "extra_env_vars", "default_env_vars", "environ", "environment"),
+            "env={value}",
+        ),
+        **dict.fromkeys(("random_seed", "manual_seed"), "seed={value}"),
+    },
+    "Timeouts": {
+        **dict.fromkeys(("join", "start", "startup", "init", "connect"), "rendezvous={value}"),
+        **dict.fromkeys(
+            ("process_group", "all_reduce", "nccl", "gloo", "timeout"), "collective={value}"
+        ),
+        **dict.fromkeys(("total", "job", "run", "overall"), "attempt={value}"),
+        **dict.fromkeys(("step", "steps", "hang"), "progress={value}"),
+        **dict.fromkeys(("grace_period", "sigterm", "kill", "terminate"), "grace={value}"),
+        **dict.fromkeys(("exit", "teardown", "close"), "shutdown={value}"),
+    },
+    "RetryPolicy": {
+        **dict.fromkeys(
+            ("max_restarts", "restarts", "max_retries", "retries"),
+            "attempts={one_more} (the first attempt counts)",
+        ),
+        **dict.fromkeys(("max_attempts", "tries", "stop_after_attempt"), "attempts={value}"),
+        **dict.fromkeys(
+            ("backoff", "wait", "delay", "wait_initial", "initial"), "backoff_initial={value}"
+        ),
+        **dict.fromkeys(("wait_max", "max_delay", "max_wait"), "backoff_max={value}"),
+        "wait_jitter": "jitter={value}",
+        **dict.fromkeys(("exceptions", "retry_on", "kinds", "errors"), "on={value}"),
+    },
+    "Rendezvous": {
+        **dict.fromkeys(
+            ("host", "address", "addr", "master_addr", "rdzv_endpoint", "port", "master_port"),
+            'endpoint="host:port"',
+        ),
+        **dict.fromkeys(("ifname", "nic", "iface", "local_addr"), "interface={value}"),
+    },
+    "DataPath": {
+        **dict.fromkeys(("timeout", "patience"), "wait={value}"),
+        "type": "kind={value}",
+        **dict.fromkeys(("min_files", "entries"), "min_entries={value}"),
+    },
+}  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One thing that is wrong with a value.
+    """What a validator has found; where it stands in the configuration, pydantic adds.
 
     Attributes:
         why: Why the value is wrong, as a clause without a full stop.
         write: What to write instead, to copy where possible.
         where: Keys below the field that is judged; empty for the field itself.
         given: The value as the user gave it, where it is not the judged value itself.
+        is_guess: Whether `write` is a guess at what was meant.
     """
 
     why: str
     write: str
     where: tuple[int | str, ...] = ()
     given: object = SAME
+    is_guess: bool = False
 
 
-def wrong(why: str, *, write: str) -> PydanticCustomError:
+class Part(BaseModel):
+    """A part of the configuration; made directly, it reports what is wrong as the whole does."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    def __init__(self, /, **fields: Any) -> None:
+        """Judge every field.
+
+        Raises:
+            ConfigError: With every problem at once.
+        """
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise_config_error(problems_of(error, type(self)))
+
+    # Without this mark pydantic calls `__init__` for a part inside another model too, where the
+    # problems have to arrive one by one, with their place in the whole.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+
+def wrong(why: str, *, write: str, is_guess: bool = False) -> PydanticCustomError:
     """Make the error that a validator raises for one problem."""
     # The texts travel as context: braces in a user's value must not be read as a template.
-    return PydanticCustomError("ddpsafe", "{why}", {"why": why, "write": write})
+    context = {"why": why, "write": write, "is_guess": is_guess}
+    return PydanticCustomError("ddpsafe", "{why}", context)
 
 
 def require_none(problems: Iterable[Problem], *, given: object) -> None:
@@ -61,7 +189,7 @@ def require_none(problems: Iterable[Problem], *, given: object) -> None:
     """
     details: list[InitErrorDetails] = [
         {
-            "type": wrong(problem.why, write=problem.write),
+            "type": wrong(problem.why, write=problem.write, is_guess=problem.is_guess),
             "loc": problem.where,
             "input": given if problem.given is SAME else problem.given,
         }
@@ -75,7 +203,7 @@ def show(value: object) -> str:
     """Return a printable, short form of any value, however odd it is."""
     try:
         text = repr(value)
-    except Exception:  # noqa: BLE001 - the repr of a stranger's object may raise anything
+    except Exception:  # noqa: BLE001 - the repr of a user's object may raise anything
         return f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
 
@@ -87,7 +215,7 @@ def show_at(location: Iterable[int | str], value: object) -> str:
     that they are to be read from: of `env` as a whole nothing is shown, nor of a secret name.
     """
     path = [str(part) for part in location]
-    if [part.casefold() for part in path] == ["env"]:
+    if len(path) == 1 and "env" in path[0].casefold():  # env, and what it is misspelt as
         return f"a {type(value).__name__} that is not shown, as it may hold secrets"
     return HIDDEN if any(map(is_secret_name, path)) else show(_without_secrets(value))
 
@@ -112,58 +240,54 @@ def find_near(word: object, choices: Iterable[str], *, cutoff: float = 0.6) -> s
     return folded[near[0]] if near else None
 
 
-def raise_config_error(problems: Iterable[str]) -> NoReturn:
+def raise_config_error(problems: Iterable[ConfigProblem]) -> NoReturn:
     """Raise the one `ConfigError` that lists all problems.
 
     Without a cause: pydantic's own list of the same problems would only stand above ours.
     """
     found = tuple(problems)
     count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
-    lines = [f"The configuration has {count}; nothing was started."]
-    lines += [f"  {number}. {text}" for number, text in enumerate(found, start=1)]
-    raise ConfigError("\n".join(lines), problems=found) from None
-
-
-def word_problem(field: str, *, given: str, why: str, write: str, origin: str = "") -> str:
-    """Word one problem: the field, the value, why it is wrong, what to write instead."""
-    came_from = f" (from {origin})" if origin else ""
-    return f"{field}: got {given}{came_from}: {why}.\n     Write {write}."
+    what = f"The configuration has {count}; nothing was started."
+    lines = [f"{number}. {problem}" for number, problem in enumerate(found, start=1)]
+    raise ConfigError(Explanation(what, details=lines), problems=found) from None
 
 
 def problems_of(
     error: ValidationError,
     model: type[BaseModel],
     *,
-    origin: Callable[[Location], str] = lambda _: "",
-) -> list[str]:
-    """Word every problem of a pydantic error in the terms of `model`.
+    source: Callable[[Location], str] = lambda _: "",
+) -> list[ConfigProblem]:
+    """Return every problem of a pydantic error, in the terms of `model`.
 
     Args:
         error: What pydantic found.
         model: The model that was built; its field names and examples help the reader.
-        origin: Tells where the value at a location came from; empty for an argument.
-
-    Returns:
-        One text for each problem.
+        source: Tells where the value at a location came from; empty for an argument.
     """
-    return [
-        word_problem(
-            ".".join(str(part) for part in detail["loc"]) or model.__name__,
-            given=show_at(detail["loc"], detail["input"]),
-            why=_why(detail),
-            write=_write(detail, model),
-            origin=origin(detail["loc"]),
-        )
-        for detail in error.errors(include_url=False)
+    found = []
+    for detail in error.errors(include_url=False):
         # A default that depends on a field which is wrong: not a second problem.
-        if detail["type"] != "default_factory_not_called"
-    ]
+        if detail["type"] == "default_factory_not_called":
+            continue
+        location = detail["loc"]
+        write, is_guess = _write(detail, model)
+        problem = ConfigProblem(
+            field=".".join(map(str, location)) or model.__name__,
+            given=show_at(location, detail["input"]),
+            why=_why(detail),
+            write=write,
+            source=source(location),
+            is_guess=is_guess,
+        )
+        found.append(problem)
+    return found
 
 
 def _why(detail: ErrorDetails) -> str:
     match detail["type"]:
         case "extra_forbidden":
-            return "there is no such field"
+            return _UNKNOWN
         case "missing":
             return "this field has to be given"
         case "value_error":
@@ -172,32 +296,53 @@ def _why(detail: ErrorDetails) -> str:
     return text[:1].lower() + text[1:]
 
 
-def _write(detail: ErrorDetails, model: type[BaseModel]) -> str:
+def _write(detail: ErrorDetails, model: type[BaseModel]) -> tuple[str, bool]:
+    """Return what to write instead, and whether that is a guess at what was meant."""
     if detail["type"] == "ddpsafe":
-        return str(detail["ctx"]["write"])
+        return str(detail["ctx"]["write"]), bool(detail["ctx"]["is_guess"])
     *parents, name = detail["loc"] or ("",)
-    if detail["type"] == "extra_forbidden":
-        return _nearest_field(name, _model_at(model, parents) or model)
     owner = _model_at(model, parents)
+    if detail["type"] == "extra_forbidden":
+        return suggest_field(name, detail["input"], owner or model)
     field = owner.model_fields.get(str(name)) if owner is not None else None
+    if field is not None and detail["type"] == "literal_error":
+        near = find_near(detail["input"], [str(word) for word in get_args(field.annotation)])
+        if near is not None:
+            return repr(near), True
     if field is not None and field.examples:
-        return " or ".join(f"{name}={example}" for example in field.examples)
-    return "a value of the kind the reference of the configuration shows for this field"
+        return " or ".join(f"{name}={example}" for example in field.examples), False
+    return "a value of the kind the reference of the configuration shows for this field", False
 
 
-def _nearest_field(name: object, model: type[BaseModel]) -> str:
+def suggest_field(name: object, value: object, model: type[BaseModel]) -> tuple[str, bool]:
+    """Return what to write in place of a field that does not exist, and whether it is a guess."""
+    template = _ELSEWHERE.get(model.__name__, {}).get(str(name).casefold().strip("_-"))
+    if template is not None:
+        is_count = isinstance(value, int) and not isinstance(value, bool)
+        one_more = show(int(value) + 1) if is_count else "3"  # type: ignore[call-overload] # is_count
+        return template.format(value=show_at([str(name)], value), one_more=one_more), True
     near = find_near(name, model.model_fields)
     if near is not None:
-        return f"{near!r}, if that is what you mean"
-    return f"one of the fields of {model.__name__}: {', '.join(model.model_fields)}"
+        return repr(near), True
+    return f"one of the fields of {model.__name__}: {', '.join(model.model_fields)}", False
+
+
+def unknown_field(name: str, value: object, model: type[BaseModel]) -> ConfigProblem:
+    """Return the problem of a field that does not exist, where pydantic does not find it."""
+    write, is_guess = suggest_field(name, value, model)
+    given = show_at([name.strip("_")], value)
+    return ConfigProblem(field=name, given=given, why=_UNKNOWN, write=write, is_guess=is_guess)
 
 
 def _model_at(model: type[BaseModel], path: Iterable[int | str]) -> type[BaseModel] | None:
-    current: type[BaseModel] | None = model
+    current: Any = model
     for part in path:
+        if get_origin(current) is dict:  # a table: its values are of one type
+            current = get_args(current)[1]
+            continue
         field = None if current is None else current.model_fields.get(str(part))
         kind = None if field is None else field.annotation
-        # Python 3.10 takes dict[str, …] for a class, and issubclass then raises.
-        plain = kind if get_origin(kind) is None else None
-        current = plain if isinstance(plain, type) and issubclass(plain, BaseModel) else None
-    return current
+        is_model = isinstance(kind, type) and get_origin(kind) is None
+        known = get_origin(kind) is dict or (is_model and issubclass(kind, BaseModel))  # type: ignore[arg-type] # is_model
+        current = kind if known else None
+    return current if isinstance(current, type) else None

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
+import stat
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from pydantic_settings import EnvSettingsSource
 
-from ddpsafe._config.problems import find_near, raise_config_error, show, show_at, word_problem
+from ddpsafe._config.problems import find_near, raise_config_error, show, show_at
+from ddpsafe._errors import ConfigProblem
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,12 +30,36 @@ PREFIX: Final = "DDPSAFE_"
 DELIMITER: Final = "__"
 _ENV_PREFIX: Final = f"{PREFIX}ENV{DELIMITER}"
 
+_RUNS_CODE: Final = re.compile(
+    r"LD_.*|DYLD_.*|PYTHON.*|PATH|BASH_ENV|ENV|GCONV_PATH|NCCL_\w*PLUGIN\w*", re.IGNORECASE
+)
+"""Variables that choose which code a process runs."""
+
+_OTHERS_MAY_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigFile:
+    """A configuration file that was read.
+
+    Attributes:
+        path: Where it is.
+        table: The fields as TOML gave them.
+        is_implicit: Whether it was taken because it lay in the current directory; nobody named it.
+    """
+
+    path: Path
+    table: dict[str, Any]
+    is_implicit: bool
+
 
 class EnvironmentSource(EnvSettingsSource):
     """``DDPSAFE_*`` variables, read when a config is made.
 
-    As pydantic-settings reads them, apart from two things: what is no JSON reaches the field's own
-    validator, whose message helps; and ``DDPSAFE_ENV__NAME`` keeps the case of NAME.
+    As pydantic-settings reads them, apart from two things: text that is not JSON reaches the
+    field's own validator, whose message helps; and ``DDPSAFE_ENV__NAME`` keeps the case of NAME.
     """
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
@@ -65,60 +94,125 @@ def find_variable(location: Iterable[int | str]) -> str | None:
     return None
 
 
-def slipped_variables(fields: Iterable[str]) -> Iterator[str]:
+def slipped_variables(fields: Iterable[str]) -> Iterator[ConfigProblem]:
     """Yield a problem for every ``DDPSAFE_*`` variable that is nearly, but not, a field.
 
-    Other unknown ones are let be: they may belong to another version or to a tool of the user.
+    Other unknown ones are left alone: they may belong to another version or to a tool of the user.
     """
     known = list(fields)
     for name, text in sorted(os.environ.items()):
         field, *rest = name.upper().removeprefix(PREFIX).lower().split(DELIMITER)
         near = find_near(field, known, cutoff=0.8)
         if name.upper().startswith(PREFIX) and near is not None and field not in known:
-            meant = DELIMITER.join([PREFIX + near.upper(), *name.split(DELIMITER)[1:]])
-            yield word_problem(
-                field,
+            yield ConfigProblem(
+                field=field,
                 given=show_at([near, *rest], text),
-                origin=f"the environment variable {name}",
+                source=name,
                 why="there is no such field",
-                write=f"{meant}, if that is what you mean, or unset {name}",
+                write=DELIMITER.join([PREFIX + near.upper(), *name.split(DELIMITER)[1:]]),
+                is_guess=True,
             )
 
 
-def read_table(path: Path) -> dict[str, Any]:
+def read_config_file(path: object = None) -> ConfigFile | None:
     """Read the fields of a config out of a TOML file.
 
     Args:
-        path: A file with a ``[tool.ddpsafe]`` table, or with the fields at the top level.
+        path: A file with a ``[tool.ddpsafe]`` table, or with the fields at the top level; by
+            default the pyproject.toml of the current directory, if there is one to be trusted.
 
     Returns:
-        The fields as TOML gave them; empty where a ``[tool]`` table has none for ddpsafe.
+        The file; its table is empty where a ``[tool]`` table has none for ddpsafe.
 
     Raises:
-        ConfigError: When the file cannot be read, is no TOML, or has no table there.
+        ConfigError: When the file cannot be read, is not TOML, or has no table there.
     """
-    table: Any = _load(path)
-    for key in ("tool", "ddpsafe") if "tool" in table or path.name == "pyproject.toml" else ():
+    found = find_file() if path is None else _as_path(path)
+    if found is None:
+        return None
+    table: Any = _load(found)
+    for key in ("tool", "ddpsafe") if "tool" in table or found.name == "pyproject.toml" else ():
         table = table.get(key, {})
         if not isinstance(table, dict):
-            _refuse_file(path, f"'{key}' is a {type(table).__name__}, no table")
-    return dict(table)
-
-
-def as_file(path: object) -> Path:
-    """Return the path of a configuration file, or refuse what is no path."""
-    if not isinstance(path, (str, os.PathLike)):
-        _refuse_file(path, f"a {type(path).__name__} is no path")
-    return Path(path)
+            _refuse_file(found, f"'{key}' is a {type(table).__name__}, not a table")
+    return ConfigFile(path=found, table=dict(table), is_implicit=path is None)
 
 
 def find_file() -> Path | None:
-    """Return the pyproject.toml of the current directory, if there is one."""
+    """Return the pyproject.toml of the current directory, if there is one to be trusted.
+
+    The rule is git's, of ``safe.directory`` (CVE-2022-24765): what another user has put into the
+    directory in which a command happens to be typed must not decide what the command runs.
+    """
     path = Path("pyproject.toml")
     try:
-        return path if path.is_file() else None
-    except OSError:  # a directory that may not be searched
+        if not path.is_file():
+            return None
+        here = Path.cwd()
+        # Behind a link, its target counts too.
+        doubt = _doubt_of(path) or _doubt_of(here) or _doubt_of(path.resolve().parent)
+    except OSError:  # a directory that may not be searched, or was removed
         return None
+    if doubt is None:
+        return path
+    logger.warning(
+        "%s/pyproject.toml is not read: %s. Take the right to write away from others, or name the "
+        "file: --config pyproject.toml, LaunchConfig.from_toml('pyproject.toml').",
+        here,
+        doubt,
+    )
+    return None
+
+
+def _doubt_of(path: Path) -> str | None:
+    """Return why a path may hold what another user has written, or None."""
+    if not hasattr(os, "geteuid"):  # Windows
+        return None
+    status = path.stat()
+    kind = "directory" if stat.S_ISDIR(status.st_mode) else "file"
+    if status.st_uid not in {0, os.geteuid()}:
+        return f"the {kind} belongs to another user (uid {status.st_uid})"
+    others = status.st_mode & _OTHERS_MAY_WRITE
+    if kind == "directory" and status.st_mode & stat.S_ISVTX:
+        return None  # each user's files are their own there, as in /tmp
+    if others == stat.S_IWGRP and _is_private_group(status.st_gid):
+        return None
+    return f"other users may write to the {kind}" if others else None
+
+
+def _is_private_group(gid: int) -> bool:
+    """Tell whether a group is that of this user alone, as most distributions make one for each.
+
+    Under their umask of 002 every file may be written by its group.
+    """
+    import grp
+    import pwd
+
+    try:
+        user = pwd.getpwuid(os.geteuid())
+        group = grp.getgrgid(gid)
+    except KeyError:
+        return False
+    is_own = user.pw_uid != 0 and user.pw_gid == gid and group.gr_name == user.pw_name
+    return is_own and set(group.gr_mem) <= {user.pw_name}
+
+
+def implicit_file_problems(file: ConfigFile | None) -> Iterator[ConfigProblem]:
+    """Yield a problem for each variable that a file which nobody named may not set."""
+    env = None if file is None or not file.is_implicit else file.table.get("env")
+    if file is None or not isinstance(env, dict):
+        return
+    for name, text in env.items():
+        if _RUNS_CODE.fullmatch(name):
+            yield ConfigProblem(
+                field=f"env.{name}",
+                given=show_at(["env", name], text),
+                source=str(file.path),
+                why="it chooses which code runs, and this file was found in the current "
+                "directory, not named",
+                write="nothing here: pass env={…}, set the variable where you start the command, "
+                "or name the file (--config, LaunchConfig.from_toml)",
+            )
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -128,18 +222,21 @@ def _load(path: Path) -> dict[str, Any]:
     except OSError as error:
         _refuse_file(path, f"it cannot be read ({error.strerror or error})")
     except (ValueError, RecursionError) as error:
-        _refuse_file(path, f"it is no valid TOML ({error})")
+        _refuse_file(path, f"it is not valid TOML ({error})")
     return table
 
 
+def _as_path(path: object) -> Path:
+    if not isinstance(path, (str, os.PathLike)):
+        _refuse_file(path, f"expected a path, got a {type(path).__name__}")
+    return Path(path)
+
+
 def _refuse_file(path: object, why: str) -> NoReturn:
-    raise_config_error(
-        [
-            word_problem(
-                "the configuration file",
-                given=show(str(path) if isinstance(path, Path) else path),
-                why=why,
-                write="the path of a TOML file with a table [tool.ddpsafe], e.g. `nproc_per_node = 4` in it",
-            )
-        ],
+    problem = ConfigProblem(
+        field="the configuration file",
+        given=show(str(path) if isinstance(path, Path) else path),
+        why=why,
+        write="the path of a TOML file with a table [tool.ddpsafe], e.g. `nproc_per_node = 4` in it",
     )
+    raise_config_error([problem])

@@ -1,14 +1,14 @@
-"""`Timeouts`: how long each phase of a launch may take, and the error that says it took longer."""
+"""`Timeouts`: how long each phase of a launch may take."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from ddpsafe._config.durations import Duration, DurationLike, show_duration
-from ddpsafe._config.problems import wrong
+from ddpsafe._config.problems import Part, wrong
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,14 +24,12 @@ def _at_most(default: timedelta, bound: str, share: float = 1.0) -> Callable[[di
     return make
 
 
-class Timeouts(BaseModel):
+class Timeouts(Part):
     """How long each phase of a launch may take; every wait has an end.
 
     A number means seconds; text such as "30s" or "5min" is read too.
     A field that is not set never exceeds one that is: its default gives way.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     attempt: Duration | None = Field(
         default=None,
@@ -64,8 +62,7 @@ class Timeouts(BaseModel):
     shutdown: Duration = Field(
         default=timedelta(seconds=30),
         description="From the last rank's return until every process is gone. Ranks that are "
-        "left then are ended and the result stands."
-        "cannot be left.",
+        "left then are ended and the result stands.",
         examples=["30"],
     )
     grace: Duration = Field(
@@ -104,7 +101,7 @@ class Timeouts(BaseModel):
         if value is not None and attempt is not None and value > attempt:
             raise wrong(
                 f"it is longer than timeouts.attempt ({show_duration(attempt)}), which would "
-                "always end the wait first and blame nobody",
+                "always end the wait first, without naming a rank",
                 write=f"{info.field_name}={attempt.total_seconds():g}, or a longer attempt",
             )
         return value

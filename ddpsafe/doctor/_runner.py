@@ -152,11 +152,11 @@ def _unreadable(error: ConfigError) -> Finding:
     first, *others = error.problems
     return failed(
         "DS-ENV-007",
-        f"The configuration cannot be read: {' '.join(first.split())}",
+        f"The configuration cannot be read: {' '.join(str(first).split())}",
         cause="a DDPSAFE_* variable or [tool.ddpsafe] in the pyproject.toml of this directory.",
         fix="Correct it as said above"
         + (f", and {len(others)} more: `ddpsafe config` lists them all." if others else "."),
-        problems=list(error.problems),
+        problems=[str(problem) for problem in error.problems],
     )
 
 
