@@ -125,10 +125,11 @@ def fail_at_the_port(_ctx: RankContext, port: int, journal: Path) -> None:
         pass
 
 
-def give_a_lock(_ctx: RankContext, journal: Path) -> dict[str, object]:
+def give_a_lock(ctx: RankContext, journal: Path) -> dict[str, object]:
     """Return what cannot travel, and note each try."""
     with journal.open("a") as file:
         file.write("tried\n")
+    ctx.barrier()  # the first rank to return ends the attempt
     return {"loss": 0.5, "model": {"lock": threading.Lock()}}
 
 
