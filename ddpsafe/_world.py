@@ -264,6 +264,9 @@ def _check_range(name: str, value: int, size_name: str, size: int) -> None:
 
 
 def loopback_interfaces() -> dict[str, str]:
-    """Return variables that keep gloo and NCCL on loopback, where no other host can reach them."""
+    """Return variables that keep gloo and NCCL on loopback, where no other host can reach them.
+
+    NCCL takes prefixes: without ``=``, lo would stand for every name that begins with it.
+    """
     name = "lo0" if sys.platform == "darwin" else "lo"
-    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}

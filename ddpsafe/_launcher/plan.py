@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import secrets
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from ddpsafe import _gpus
 from ddpsafe._config.backends import require_backend
 from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._wire.spec import MARKER, RankTimeouts
@@ -66,11 +68,11 @@ def make_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False) -
             know, or GPUs that are not there.
     """
     _require_one_node(config)
-    gpus = _count_gpus()
+    gpus = _gpus.count_visible(config.env)
     nproc = _resolve_nproc(config, gpus)
-    backend = _resolve_backend(config, gpus, nproc)
+    backend = _resolve_backend(config, gpus)
     if style == "launch":  # under spawn the script makes its group, and names the backend, itself
-        _require_usable(backend, nproc, gpus)
+        _require_usable(backend, nproc, gpus, env=config.env)
     return LaunchPlan(
         config=config,
         style=style,
@@ -135,13 +137,6 @@ def _require_one_node(config: LaunchConfig) -> None:
     raise ConfigError(Explanation(what, cause=cause, fix=fix))
 
 
-def _count_gpus() -> int:
-    import torch
-
-    # device_count asks the driver without initialising CUDA in this process.
-    return torch.cuda.device_count()
-
-
 def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -150,39 +145,43 @@ def _cores() -> int:
 
 def _resolve_nproc(config: LaunchConfig, gpus: int) -> int:
     asked = config.nproc_per_node
-    if asked == "auto":
-        return gpus or _cores()
-    if asked == "cpu":
+    if asked == "cpu" or (asked == "auto" and gpus == 0):
         return _cores()
-    if asked == "gpu":
-        if gpus == 0:
-            _refuse_gpu('nproc_per_node="gpu"', 'nproc_per_node="cpu" (and backend="gloo")')
-        return gpus
-    return int(asked)
+    if asked not in ("auto", "gpu"):
+        return int(asked)
+    if gpus == 0:
+        _refuse_gpu('nproc_per_node="gpu"', 'nproc_per_node="cpu" (and backend="gloo")')
+    if lost := _gpus.find_lost():
+        what = f"nproc_per_node={asked!r} starts {gpus} ranks: torch sees {gpus} of {gpus + lost} GPUs."
+        cause = "a GPU has fallen off the bus, or another process has it for itself."
+        fix = (
+            f"check nvidia-smi and dmesg; nproc_per_node={gpus + lost} refuses to start with fewer."
+        )
+        text = str(Explanation(what, cause=cause, fix=fix))
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    return gpus
 
 
-def _resolve_backend(config: LaunchConfig, gpus: int, nproc: int) -> str:
+def _resolve_backend(config: LaunchConfig, gpus: int) -> str:
     if config.backend != "auto":
         return config.backend
-    # More ranks than GPUs cannot use nccl: it refuses two ranks on one device.
-    return "nccl" if 0 < nproc <= gpus and config.nproc_per_node != "cpu" else "gloo"
+    return "nccl" if gpus and config.nproc_per_node != "cpu" else "gloo"
 
 
-def _require_usable(backend: str, nproc: int, gpus: int) -> None:
+def _require_usable(backend: str, nproc: int, gpus: int, *, env: dict[str, str]) -> None:
     require_backend(backend)
-    if "nccl" in backend:
-        _require_gpus(nproc, gpus)
-
-
-def _require_gpus(nproc: int, gpus: int) -> None:
+    if "nccl" not in backend or (gpus and _gpus.are_shared()):
+        return
     if gpus == 0:
         _refuse_gpu("backend nccl", 'backend="gloo"')
     if nproc > gpus:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        visible = env.get(_gpus.VISIBLE, os.environ.get(_gpus.VISIBLE))
         what = f"{nproc} ranks with nccl need {nproc} GPUs, but this machine shows {gpus}."
         cause = "nccl refuses two ranks on one GPU"
-        cause += "." if visible is None else f"; CUDA_VISIBLE_DEVICES={visible!r} hides others."
-        fix = f'nproc_per_node={gpus}, or nproc_per_node="gpu", or backend="gloo".'
+        if _gpus.is_split(visible):
+            cause += ", and CUDA shows a process one MIG instance only"
+        cause += "." if visible is None else f"; {_gpus.VISIBLE}={visible!r} hides others."
+        fix = f'nproc_per_node={gpus}, or backend="gloo" to train on the CPU.'
         raise ConfigError(Explanation(what, cause=cause, fix=fix))
 
 
@@ -196,9 +195,12 @@ def _refuse_gpu(asked: str, instead: str) -> None:
     raise ConfigError(Explanation(what, cause=cause, fix=f"write {instead}, or check nvidia-smi."))
 
 
-def _device(rank: int, nproc: int, backend: str, gpus: int, style: str) -> str:
+def _device(rank: int, nproc: int, backend: str, gpus: int, style: CallStyle) -> str:
+    """Name a rank's GPU; under ``spawn`` the one that it has unless the script takes another."""
+    if gpus and (_gpus.are_shared() or (style == "launch" and "nccl" not in backend)):
+        rank %= gpus
     if style == "spawn":
-        return f"cuda:{rank}" if nproc <= gpus else "cpu"
+        return f"cuda:{rank}" if nproc <= gpus or _gpus.are_shared() else "cpu"
     return f"cuda:{rank}" if "nccl" in backend or ("cuda" in backend and gpus) else "cpu"
 
 

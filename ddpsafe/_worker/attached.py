@@ -20,8 +20,9 @@ from ddpsafe._worker.absence import barrier_timeout_error
 from ddpsafe._worker.current import enter, find_current
 from ddpsafe._worker.joining import (
     adopt_group,
+    as_in_script,
     describe,
-    device_for,
+    device_of_script,
     join_job,
     join_launch,
     place_of,
@@ -208,11 +209,11 @@ def current() -> RankContext:
 
     member = find_current()
     if member is not None:
-        return member
+        return as_in_script(member)
     if dist.is_available() and dist.is_initialized():
         return adopt_group()
     place = find_world(os.environ) or World.alone()
-    return describe(place, device_for(place, "gloo"), "none", None)
+    return describe(place, device_of_script(place), "none", None)
 
 
 def _close(member: RankContext, *, opened: bool) -> None:

@@ -200,8 +200,10 @@ def _run_user_code(spec: RankSpec, reporter: Reporter, inheritance: Inheritance)
     session.install_hooks(spec)
     environment.use_threads(spec.num_threads)
     environment.count_steps(inheritance.steps.fd, after_step=in_flight.after_step)
+    # What unpickling the arguments does on "cuda" is done on the rank's GPU, not on the first one.
+    # In spawn style the script may still choose its GPUs, or fork, as with mp.spawn.
+    device = environment.use_device(spec.device, is_current=spec.style == "launch")
     fn, args, kwargs = _load_call(inheritance.call, inheritance.handles)
-    device = environment.use_device(spec.device)
     context = session.join(spec, device, on_phase=reporter.enter)
     if spec.seed is not None:
         environment.seed_all(spec.seed)

@@ -150,12 +150,12 @@ def count_steps(fd: int, *, after_step: Callable[[], None]) -> None:
     register_optimizer_step_post_hook(count)
 
 
-def use_device(name: str) -> torch.device:
-    """Make the rank's device the current one."""
+def use_device(name: str, *, is_current: bool = True) -> torch.device:
+    """Make the rank's device the current one, which initialises CUDA; or only name it."""
     import torch
 
     device = torch.device(name)
-    if device.type == "cuda":
+    if device.type == "cuda" and is_current:
         torch.cuda.set_device(device)
     return device
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ddpsafe import _gpus
 from ddpsafe._clock import Deadline
 from ddpsafe._config.backends import require_backend
 from ddpsafe._errors import ConfigError, Explanation
@@ -35,6 +38,10 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from ddpsafe._config import LaunchConfig
+
+
+_joined: RankContext | None = None
+"""The member whose group `join_launch` has made, not the script."""
 
 
 def place_of(rank: int | None, world_size: int | None) -> World:
@@ -88,16 +95,19 @@ def adopt_group() -> RankContext:
     if store is not None and world_size > 1:
         private = dist.PrefixStore("ddpsafe/adopted", store)
         control = Control(private, rank=rank, world_size=world_size)
-    return _remember(place, device_for(place, dist.get_backend()), dist.get_backend(), control)
+    backend = dist.get_backend()
+    return _remember(place, device_of_script(place), backend, control)
 
 
 def join_launch(current: RankContext, backend: str) -> RankContext:
     """Make the group of a rank that `spawn` started, at the launcher's store."""
+    global _joined  # noqa: PLW0603 - one process is one rank
     spec = session.find_spec()
     assert spec is not None  # noqa: S101 - checked by the caller
-    chosen = choose_backend(backend, current.world)
-    session.open_group(spec, current.control, backend=chosen, device=current.device)
-    member = replace(current, backend=chosen)
+    deadline = Deadline.after(spec.timeouts.rendezvous)
+    chosen, device = agree_on_devices(backend, current.world, current.control, deadline=deadline)
+    session.open_group(spec, current.control, backend=chosen, device=device)
+    _joined = member = replace(current, backend=chosen, device=device)
     enter(member)
     return member
 
@@ -120,19 +130,26 @@ def _join_job(world: World, config: LaunchConfig) -> RankContext:
     if endpoint is None or endpoint.is_on_this_host:
         interfaces.prefer(loopback_interfaces())
     deadline = Deadline.after(config.timeouts.rendezvous)
-    backend = choose_backend(config.backend, world)
-    device = device_for(world, backend)
+    if config.backend != "auto":
+        require_backend(config.backend)
     control = None
     store: Store = HashStore()
     if endpoint is not None:
         store, control = meeting.open_stores(endpoint, world, os.environ, deadline=deadline)
         if world.nnodes > 1 and config.preflight == "full":
             readiness.require_connected_nodes(
-                config, world, endpoint, store, control, backend=backend, deadline=deadline
+                config,
+                world,
+                endpoint,
+                store,
+                control,
+                backend=_likely_backend(config.backend),
+                deadline=deadline,
             )
             deadline = Deadline.after(config.timeouts.rendezvous)  # all have come by now
         if not endpoint.is_on_this_host:
             interfaces.choose(config.rendezvous.interface, endpoint, deadline=deadline)
+    backend, device = agree_on_devices(config.backend, world, control, deadline=deadline)
     process_group.open_group(
         store,
         control,
@@ -148,37 +165,117 @@ def _join_job(world: World, config: LaunchConfig) -> RankContext:
     return member
 
 
-def choose_backend(asked: str, world: World) -> str:
-    """Decide "auto": nccl where every rank of this host has a GPU.
-
-    Raises:
-        ConfigError: torch does not know the backend.
-    """
+def _likely_backend(asked: str) -> str:
+    """Return what "auto" comes to unless the ranks find that it cannot."""
     import torch
 
     if asked != "auto":
-        require_backend(asked)
         return asked
-    return "nccl" if torch.cuda.device_count() >= world.local_world_size else "gloo"
+    return "nccl" if torch.cuda.device_count() else "gloo"
 
 
-def device_for(world: World, backend: str) -> torch.device:
-    """Make this rank's GPU the current device under nccl; else the CPU.
+def agree_on_devices(
+    asked: str, world: World, control: Control | None, *, deadline: Deadline
+) -> tuple[str, torch.device]:
+    """Agree with all ranks on the backend and on who uses which GPU; make this rank's the current one.
+
+    Ranks that went by what they see themselves would make one group with two backends where a
+    host has lost a GPU, and two of them could take one GPU.
+
+    Args:
+        asked: The backend, or ``auto``: nccl where ranks have GPUs.
+        world: This rank's place.
+        control: Line to the other ranks; ``None`` in a world of one.
+        deadline: When to give up.
 
     Raises:
-        ConfigError: There is no GPU for this local rank.
+        ConfigError: torch does not know the backend, or there is not a GPU for every rank.
+        RendezvousTimeoutError: Some ranks did not come.
+    """
+    if asked != "auto":
+        require_backend(asked)
+    mine = _gpus.VisibleGpus.here(world, asked)
+    if control is None:
+        agreed = _gpus.assign([replace(mine, rank=0)])
+        index = agreed.indexes[0] if agreed.indexes else None
+        return agreed.backend, _use(index)
+    control.put(f"gpus/{world.rank}", json.dumps(dataclasses.asdict(mine)).encode())
+    missing = control.meet("gpus", deadline=deadline)
+    if missing:
+        raise process_group.not_joined(world, missing, deadline)
+    if world.rank == 0:
+        agreed = _assign_for_all(world, control, deadline)
+    else:
+        data = control.take("gpus/agreed", deadline=deadline)
+        if data is None:
+            raise process_group.not_joined(world, [0], deadline)
+        answer = json.loads(data)
+        control.acknowledge("gpus/agreed")
+        if "refused" in answer:
+            raise ConfigError(Explanation(**answer["refused"]))
+        agreed = _gpus.Assignment(backend=answer["backend"], indexes=tuple(answer["indexes"]))
+    return agreed.backend, _use(agreed.indexes[world.rank] if agreed.indexes else None)
+
+
+def _assign_for_all(world: World, control: Control, deadline: Deadline) -> _gpus.Assignment:
+    """Decide, in rank 0, and tell the others, a refusal too."""
+    told = [control.take(f"gpus/{rank}", deadline=deadline) for rank in range(world.world_size)]
+    facts = [json.loads(data) for data in told if data is not None]
+    ranks = [_gpus.VisibleGpus(**{**fact, "uuids": tuple(fact["uuids"])}) for fact in facts]
+    try:
+        agreed = _gpus.assign(ranks)
+    except ConfigError as error:
+        text = error.explanation
+        refused = {"what": text.what, "cause": text.cause, "fix": text.fix}
+        control.put("gpus/agreed", json.dumps({"refused": refused}).encode())
+        control.stay("gpus/agreed")
+        raise
+    control.put("gpus/agreed", json.dumps(dataclasses.asdict(agreed)).encode())
+    return agreed
+
+
+def _use(index: int | None) -> torch.device:
+    return environment.use_device("cpu" if index is None else f"cuda:{index}")
+
+
+def as_in_script(member: RankContext) -> RankContext:
+    """Describe a rank of `spawn` as its script has made it: it chooses backend and device."""
+    import torch
+    import torch.distributed as dist
+
+    spec = session.find_spec()
+    if spec is None or spec.style == "launch" or member is _joined:
+        return member
+    device, backend = member.device, member.backend
+    if dist.is_initialized():
+        device, backend = device_of_script(member.world), dist.get_backend()
+    elif device.type == "cuda" and torch.cuda.device_count() == 1:  # of those that are visible
+        device = torch.device("cuda", 0)
+    if (device, backend) != (member.device, member.backend):
+        member = replace(member, device=device, backend=backend)
+        enter(member)
+    return member
+
+
+def device_of_script(world: World) -> torch.device:
+    """Return the device of a rank whose script has made its group, if it has one; changes nothing.
+
+    A current device other than the first is the script's choice; the first may be none at all.
     """
     import torch
+    import torch.distributed as dist
 
-    if "nccl" not in backend:
-        return torch.device("cpu")
+    has_group = dist.is_available() and dist.is_initialized()
     gpus = torch.cuda.device_count()
-    if world.local_rank >= gpus:
-        what = f"{world} has local_rank {world.local_rank}, but this host shows {gpus} GPUs."
-        cause = "more ranks than GPUs, a missing LOCAL_RANK, or CUDA_VISIBLE_DEVICES."
-        fix = "start one rank per GPU and set LOCAL_RANK, or use backend='gloo'."
-        raise ConfigError(Explanation(what, cause=cause, fix=fix))
-    return environment.use_device(f"cuda:{world.local_rank}")
+    if not has_group or not gpus or "cuda:nccl" not in dist.get_backend_config():
+        return torch.device("cpu")
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    if bound is not None:
+        return torch.device(bound)
+    chosen = torch.cuda.current_device() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]  # torch
+    if chosen == 0 and world.local_rank < gpus:
+        chosen = world.local_rank
+    return torch.device("cuda", chosen)
 
 
 def _remember(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ddpsafe._errors import Explanation, RendezvousTimeoutError
 from ddpsafe._worker import in_flight
-from ddpsafe._worker.torch_hooks import DRAIN_S, forget_collectives
+from ddpsafe._worker.torch_hooks import DRAIN_S, forget_collectives, let_members_make_groups
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -55,6 +55,8 @@ def open_group(
     import torch.distributed as dist
 
     meet_everyone(control, world, deadline=rendezvous)
+    if device.type == "cuda":
+        let_members_make_groups()
     dist.init_process_group(
         backend,
         store=store,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ddpsafe._clock import Deadline
 from ddpsafe._worker import context, current, in_flight, process_group, torch_hooks
 from ddpsafe._worker.control import Control
+from ddpsafe._world import loopback_interfaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,10 +38,18 @@ def install_hooks(spec: RankSpec) -> None:
         lambda timeout: _meet(spec, timeout),
         world_size=spec.world.world_size,
         env=os.environ,  # type: ignore[arg-type]  # a mapping of str, which is all it needs
+        on_larger_group=lambda: _leave_loopback(spec),
     )
     torch_hooks.limit_collectives(spec.timeouts.collective)
     torch_hooks.before_destroy(in_flight.leaving_group)
     torch_hooks.around_waits(in_flight.waiting)
+
+
+def _leave_loopback(spec: RankSpec) -> None:
+    """Take back the interface of a launch on one host: other hosts have to reach this rank now."""
+    for name, text in loopback_interfaces().items():
+        if spec.env.get(name) == text == os.environ.get(name):
+            del os.environ[name]
 
 
 def _meet(spec: RankSpec, timeout: timedelta | None) -> Store:

@@ -51,7 +51,11 @@ _forgotten: set[str] = set()
 
 
 def meet_at_launcher(
-    open_store: Callable[[timedelta | None], Store], *, world_size: int, env: dict[str, str]
+    open_store: Callable[[timedelta | None], Store],
+    *,
+    world_size: int,
+    env: dict[str, str],
+    on_larger_group: Callable[[], None],
 ) -> None:
     """Let the script's own ``init_process_group`` meet at the launcher's store.
 
@@ -66,12 +70,14 @@ def meet_at_launcher(
             ranks are there or the timeout that the script gave has passed.
         world_size: The launch's number of ranks.
         env: ``os.environ``, read when the script asks.
+        on_larger_group: Called before a group that has more ranks than this launch, some of which
+            may be on other hosts.
     """
     handlers = _rendezvous_handlers()
     for scheme in _SCHEMES:
         stock = handlers.get(scheme)
         if stock is not None:
-            handlers[scheme] = _handler(stock, open_store, world_size, env)
+            handlers[scheme] = _handler(stock, open_store, world_size, env, on_larger_group)
 
 
 def _rendezvous_handlers() -> dict[str, Handler]:
@@ -86,6 +92,7 @@ def _handler(
     open_store: Callable[[timedelta | None], Store],
     world_size: int,
     env: dict[str, str],
+    on_larger_group: Callable[[], None],
 ) -> Handler:
     def handler(url: str, **options: Any) -> Rendezvous:
         asked = parse_qs(urlparse(url).query)
@@ -94,6 +101,8 @@ def _handler(
         if size == world_size and 0 <= rank < size:
             yield open_store(options.get("timeout")), rank, size
         else:
+            if size > world_size:
+                on_larger_group()
             yield from stock(url, **options)
 
     return handler
@@ -159,6 +168,33 @@ def _replace(name: str, stock: object, ours: object) -> None:
         names = getattr(module, "__dict__", {})
         if names.get(name) is stock:
             names[name] = ours
+
+
+@functools.cache
+def let_members_make_groups() -> None:
+    """Let ``new_group(use_local_synchronization=True)`` need its members only, as without ``device_id``.
+
+    A group that is bound to a device makes others by ``ncclCommSplit``, which waits for every rank of
+    the job, while that option promises that ranks that are no members need not call it. Such a group
+    connects at its first collective instead.
+    """
+    c10d = importlib.import_module("torch.distributed.distributed_c10d")
+    stock = c10d.new_group
+
+    @functools.wraps(stock)
+    def new_group(*args: Any, **options: Any) -> object:
+        is_local = options.get("use_local_synchronization", args[4:5] == (True,))
+        main: Any = c10d.group.WORLD if is_local else None
+        device = getattr(main, "bound_device_id", None)
+        if device is None:
+            return stock(*args, **options)
+        main.bound_device_id = None
+        try:
+            return stock(*args, **options)
+        finally:
+            main.bound_device_id = device
+
+    _replace("new_group", stock, new_group)
 
 
 def _keep_groups(c10d: ModuleType) -> None:

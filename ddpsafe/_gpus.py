@@ -1,0 +1,241 @@
+"""The GPUs of this host, and which rank gets which.
+
+The launcher counts them before it starts ranks, without a CUDA context of its own. Ranks of another
+launcher tell each other what they see, because each may be shown other GPUs: all of the host's
+(torchrun), one each (``srun --gpus-per-task=1``, Kubernetes), or some that another rank has too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ddpsafe._errors import ConfigError, Explanation, ranks_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ddpsafe._world import World
+
+VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+
+SHARING: Final = "_DDPSAFE_TEST_RANKS_SHARE_GPUS"
+"""For ddpsafe's own tests: ranks may share a GPU, which NCCL takes only from different "hosts"."""
+
+_DRIVER: Final = Path("/proc/driver/nvidia")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisibleGpus:
+    """What one rank is asked for, and which GPUs it sees.
+
+    Attributes:
+        rank: The rank.
+        host: Its host.
+        local_rank: Its index on its host.
+        local_world_size: Number of ranks on its host.
+        backend: The backend that it was asked for, or ``auto``.
+        uuids: What identifies each GPU that it sees, in CUDA's order; the same for the same GPU.
+    """
+
+    rank: int
+    host: str
+    local_rank: int
+    local_world_size: int
+    backend: str
+    uuids: tuple[str, ...]
+
+    @classmethod
+    def here(cls, world: World, backend: str) -> VisibleGpus:
+        """Look at this process; CUDA is asked only where the rank may use it."""
+        host = socket.gethostname()
+        return cls(
+            rank=world.rank,
+            host=host,
+            local_rank=world.local_rank,
+            local_world_size=world.local_world_size,
+            backend=backend,
+            uuids=_uuids(host) if backend == "auto" or uses_gpus(backend) else (),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """What the ranks use, agreed over all of them.
+
+    Attributes:
+        backend: The backend of their group.
+        indexes: CUDA's index of each rank's GPU, by rank; empty where the ranks use the CPU.
+    """
+
+    backend: str
+    indexes: tuple[int, ...]
+
+
+def uses_gpus(backend: str) -> bool:
+    """Tell whether a backend, ``cpu:gloo,cuda:nccl`` for one, is for tensors on GPUs."""
+    return "nccl" in backend or "cuda" in backend
+
+
+def are_shared() -> bool:
+    """Tell whether ddpsafe's own tests let ranks share a GPU."""
+    return SHARING in os.environ
+
+
+def assign(ranks: Sequence[VisibleGpus]) -> Assignment:
+    """Give each rank a GPU of its own, or all of them the CPU.
+
+    Args:
+        ranks: What every rank of the job sees, by rank.
+
+    Raises:
+        ConfigError: The ranks are asked for different backends, only some of them see GPUs, or
+            two of them would use one GPU.
+    """
+    asked = _agreed_backend(ranks)
+    blind = [each.rank for each in ranks if not each.uuids]
+    if asked == "auto" and len(blind) == len(ranks):
+        return Assignment(backend="gloo", indexes=())
+    if asked != "auto" and not uses_gpus(asked):
+        return Assignment(backend=asked, indexes=())
+    if blind:
+        raise _blind(ranks, blind, asked)
+    indexes = tuple(_index(each) for each in ranks)
+    if not are_shared():
+        _require_distinct(ranks, indexes)
+    return Assignment(backend="nccl" if asked == "auto" else asked, indexes=indexes)
+
+
+def _agreed_backend(ranks: Sequence[VisibleGpus]) -> str:
+    by_backend: dict[str, list[int]] = {}
+    for each in ranks:
+        by_backend.setdefault(each.backend, []).append(each.rank)
+    if len(by_backend) > 1:
+        parts = [f"{ranks_text(each)} with {name!r}" for name, each in by_backend.items()]
+        what = f"the ranks would make one group with different backends: {'; '.join(parts)}."
+        cause = "the backend is set on some hosts only, or the script chooses it rank by rank."
+        fix = "pass the same backend= on every rank (or DDPSAFE_BACKEND on every host)."
+        raise ConfigError(Explanation(what, cause=cause, fix=fix))
+    return ranks[0].backend
+
+
+def _blind(ranks: Sequence[VisibleGpus], blind: Sequence[int], asked: str) -> ConfigError:
+    hosts = ", ".join(sorted({each.host for each in ranks if each.rank in blind}))
+    what = f"backend {asked!r} needs a GPU for each of {len(ranks)} ranks, but "
+    what += f"{ranks_text(blind)} on {hosts} can see none"
+    seeing = [each.rank for each in ranks if each.uuids]
+    what += f"; {ranks_text(seeing)} can." if seeing else "."
+    cause = f"no driver, a torch without CUDA, a container without --gpus, or an empty {VISIBLE}."
+    fix = "check nvidia-smi there; backend='gloo' trains on the CPU on every rank."
+    return ConfigError(Explanation(what, cause=cause, fix=fix))
+
+
+def _index(rank: VisibleGpus) -> int:
+    """Return the index that torchrun's convention gives a rank, or 0 where it was shown its own."""
+    seen = len(rank.uuids)
+    if are_shared():
+        return rank.local_rank % seen
+    return rank.local_rank if seen >= rank.local_world_size else 0
+
+
+def _require_distinct(ranks: Sequence[VisibleGpus], indexes: Sequence[int]) -> None:
+    users: dict[str, list[VisibleGpus]] = {}
+    for rank, index in zip(ranks, indexes, strict=True):
+        users.setdefault(rank.uuids[index], []).append(rank)
+    shared = next((each for each in users.items() if len(each[1]) > 1), None)
+    if shared is None:
+        return
+    uuid, sharing = shared
+    host = sharing[0].host
+    there = [each for each in ranks if each.host == host]
+    gpus = len({uuid for each in there for uuid in each.uuids})
+    what = (
+        f"{len(there)} ranks on {host} need {len(there)} GPUs, but see {gpus}: "
+        f"{ranks_text([each.rank for each in sharing])} would share {uuid}."
+    )
+    cause = f"more ranks than GPUs, a wrong LOCAL_RANK, or a {VISIBLE} that is the same for all."
+    fix = (
+        f"start {gpus} ranks there, or show each rank a GPU of its own "
+        f"(srun --gpus-per-task=1, {VISIBLE}), or use backend='gloo' to train on the CPU."
+    )
+    raise ConfigError(Explanation(what, cause=cause, fix=fix))
+
+
+def _uuids(host: str) -> tuple[str, ...]:
+    """Return what identifies each GPU that CUDA shows this process; makes no context."""
+    import torch
+
+    shown = os.environ.get(VISIBLE, "all")
+    found = []
+    for index in range(torch.cuda.device_count()):
+        uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+        # A build that does not tell it: as exact as what the process was shown.
+        found.append(f"GPU {index} of {shown} on {host}" if uuid is None else f"GPU-{uuid}")
+    return tuple(found)
+
+
+def count_visible(env: Mapping[str, str]) -> int:
+    """Count the GPUs that a rank sees, without initialising CUDA in this process.
+
+    Args:
+        env: Variables that the rank gets on top of those of this process.
+    """
+    import torch
+
+    named = env.get(VISIBLE)
+    seen = torch.cuda.device_count()
+    if named is not None and named != os.environ.get(VISIBLE):
+        has_cuda = torch.version.cuda is not None or torch.version.hip is not None
+        seen = count_named(named, present=count_present()) if has_cuda or seen else 0
+    elif named is None:
+        named = os.environ.get(VISIBLE)
+    return min(seen, 1) if is_split(named) else seen
+
+
+def count_named(text: str, *, present: int | None) -> int:
+    """Count the GPUs that a value of ``CUDA_VISIBLE_DEVICES`` shows, as CUDA reads it.
+
+    The first entry that is wrong ends the list, and one that stands there twice empties it.
+
+    Args:
+        text: The value.
+        present: How many GPUs the host has; ``None`` where that is not known.
+    """
+    entries: list[str] = []
+    for entry in (part.strip() for part in text.split(",")):
+        is_named = entry.startswith(("GPU-", "MIG-"))
+        if not is_named and (not entry.isdecimal() or (present and int(entry) >= present)):
+            break
+        if entry in entries:
+            return 0
+        entries.append(entry)
+    return len(entries)
+
+
+def count_present() -> int | None:
+    """Return how many GPUs the driver has found, ``CUDA_VISIBLE_DEVICES`` aside, where that is known."""
+    try:
+        return len(list((_DRIVER / "gpus").iterdir())) or None
+    except OSError:
+        return None
+
+
+def is_split(visible: str | None) -> bool:
+    """Tell whether CUDA would show a process one MIG instance, whatever NVML counts."""
+    if visible:
+        return visible.startswith("MIG-")
+    return any(_DRIVER.glob("capabilities/gpu*/mig/gi*"))
+
+
+def find_lost() -> int:
+    """Return how many GPUs the driver has and torch does not see though no variable hides them."""
+    import torch
+
+    if VISIBLE in os.environ or is_split(None):
+        return 0
+    nodes = [each for each in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", each.name)]
+    return max(0, len(nodes) - torch.cuda.device_count()) if torch.cuda.device_count() else 0

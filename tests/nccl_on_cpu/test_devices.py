@@ -1,0 +1,285 @@
+"""Which rank gets which GPU, and that no launch goes on with fewer: proved without one."""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING, Any
+
+import forked_ranks
+import nccl_programs as programs
+import pytest
+import torch
+from forked_ranks import by_hand, free_port
+
+import ddpsafe
+from ddpsafe import _gpus
+from ddpsafe._config import LaunchConfig
+from ddpsafe._gpus import VisibleGpus
+from ddpsafe._launcher.plan import make_plan
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+
+A, B = "a", "b"
+"""UUIDs of two GPUs."""
+
+
+def ranks(*seen: str, backend: str = "auto", hosts: str = "") -> list[VisibleGpus]:
+    """Return ranks of one host, or of hosts of those letters, that see GPUs: ``"ab"`` is two."""
+    at = hosts or "n" * len(seen)
+    return [
+        VisibleGpus(
+            rank=rank,
+            host=f"node-{at[rank]}",
+            local_rank=at[:rank].count(at[rank]),
+            local_world_size=at.count(at[rank]),
+            backend=backend,
+            uuids=tuple(f"GPU-{letter}" for letter in gpus),
+        )
+        for rank, gpus in enumerate(seen)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        (ranks("", ""), ("gloo", ())),
+        (ranks("ab", "ab"), ("nccl", (0, 1))),
+        (ranks("abcd", "abcd"), ("nccl", (0, 1))),
+        (ranks("a", "b"), ("nccl", (0, 0))),  # srun --gpus-per-task=1
+        (ranks("ab", "cd", "ef", "gh"), ("nccl", (0, 0, 0, 0))),  # two each
+        (ranks("ab", "ba"), None),  # its own order: index 1 of rank 1 is rank 0's
+        (ranks("ab", "ab", "cd", "cd", hosts="xxyy"), ("nccl", (0, 1, 0, 1))),
+        (ranks("ab", "ab", "c", "d", hosts="xxyy"), ("nccl", (0, 1, 0, 0))),
+        (ranks("a", "a", backend="gloo"), ("gloo", ())),
+        (ranks("a", "b", backend="cpu:gloo,cuda:nccl"), ("cpu:gloo,cuda:nccl", (0, 0))),
+        (ranks("a"), ("nccl", (0,))),
+        (ranks("", backend="mpi"), ("mpi", ())),
+    ],
+)
+def test_every_rank_gets_a_gpu_of_its_own(
+    seen: list[VisibleGpus], expected: tuple[str, tuple[int, ...]] | None
+) -> None:
+    """Torchrun's convention where ranks see the same GPUs, the first where each is shown its own."""
+    if expected is None:
+        with pytest.raises(ddpsafe.ConfigError, match="ranks 0 and 1 would share GPU-a"):
+            _gpus.assign(seen)
+        return
+    agreed = _gpus.assign(seen)
+    assert (agreed.backend, agreed.indexes) == expected
+
+
+@pytest.mark.parametrize(
+    ("seen", "texts"),
+    [
+        (ranks("a", "a"), ["2 ranks on node-n need 2 GPUs, but see 1", "ranks 0 and 1"]),
+        (ranks("ab", "ab", "ab"), ["3 ranks on node-n need 3 GPUs, but see 2"]),
+        (ranks("a", "a", "b"), ["3 ranks on node-n need 3 GPUs, but see 2", "ranks 0 and 1"]),
+        (
+            ranks("ab", "ab", "c", "c", hosts="xxyy"),
+            ["2 ranks on node-y need 2 GPUs, but see 1", "ranks 2 and 3 would share GPU-c"],
+        ),
+        (ranks("ab", "ab", "", "", hosts="xxyy"), ["ranks 2 and 3 on node-y", "ranks 0 and 1 can"]),
+        (ranks("a", ""), ["rank 1 on node-n", "rank 0 can"]),
+        (ranks("", backend="nccl"), ["'nccl'", "rank 0 on node-n", "see none"]),
+        (
+            [*ranks("a", backend="nccl"), *ranks("a", "b", backend="gloo")[1:]],
+            ["rank 0 with 'nccl'", "rank 1 with 'gloo'"],
+        ),
+    ],
+)
+def test_ranks_without_a_gpu_of_their_own_are_refused(
+    seen: list[VisibleGpus], texts: list[str]
+) -> None:
+    """Which ranks, on which host, and how many GPUs there are; never silence."""
+    with pytest.raises(ddpsafe.ConfigError) as caught:
+        _gpus.assign(seen)
+    assert [text for text in texts if text not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "present", "count"),
+    [
+        ("0,1", 8, 2),
+        ("4,5", 8, 2),
+        ("4, 5", 8, 2),
+        ("4,5", None, 2),
+        ("4,9,5", 8, 1),
+        ("-1", 8, 0),
+        ("", 8, 0),
+        ("0,0", 8, 0),
+        ("1,x,2", 8, 1),
+        ("GPU-8f3a,GPU-91c2", 8, 2),
+        ("GPU-8f3a,GPU-8f3a", 8, 0),
+        ("MIG-1/2/0", 1, 1),
+        ("NoDevFiles", 8, 0),
+    ],
+)
+def test_visible_devices_are_counted_as_cuda_counts_them(
+    text: str, present: int | None, count: int
+) -> None:
+    """The first entry that is wrong ends the list; one that stands there twice empties it."""
+    assert _gpus.count_named(text, present=present) == count
+
+
+def plan(monkeypatch: pytest.MonkeyPatch, gpus: int, style: Any = "launch", **fields: Any) -> Any:
+    """Plan on a machine of that many GPUs."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    made = make_plan(LaunchConfig.resolve(None, **fields), style=style)
+    return made.world_size, made.backend, made.devices
+
+
+@pytest.mark.parametrize(
+    ("gpus", "fields", "expected"),
+    [
+        (8, {"nproc_per_node": "auto"}, (8, "nccl", tuple(f"cuda:{r}" for r in range(8)))),
+        (2, {"nproc_per_node": 1}, (1, "nccl", ("cuda:0",))),
+        (0, {"nproc_per_node": 2}, (2, "gloo", ("cpu",) * 2)),
+        (1, {"nproc_per_node": 2, "backend": "gloo"}, (2, "gloo", ("cpu",) * 2)),
+        (2, {"nproc_per_node": 2, "style": "spawn"}, (2, "nccl", ("cuda:0", "cuda:1"))),
+        (1, {"nproc_per_node": 2, "style": "spawn"}, (2, "nccl", ("cpu",) * 2)),
+        (0, {"nproc_per_node": 2, "style": "spawn"}, (2, "gloo", ("cpu",) * 2)),
+        (2, {"nproc_per_node": 3, "backend": "cuda:gloo"}, (3, "cuda:gloo", ("cuda:0", "cuda:1", "cuda:0"))),
+    ],
+)  # fmt: skip
+def test_launch_plans_a_gpu_for_each_rank(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, fields: dict[str, Any], expected: Any
+) -> None:
+    """Nccl where there are GPUs, gloo where there are none or where it was asked for."""
+    assert plan(monkeypatch, gpus, **fields) == expected
+
+
+@pytest.mark.parametrize("backend", ["auto", "nccl"])
+@pytest.mark.parametrize(("gpus", "asked"), [(7, 8), (1, 2)])
+def test_fewer_gpus_than_ranks_is_an_error_that_names_both_numbers(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, asked: int, backend: str
+) -> None:
+    """One GPU fallen off the bus must not make a job train on the CPU, a hundred times slower."""
+    with pytest.raises(
+        ddpsafe.ConfigError, match=f"{asked} ranks with nccl need {asked} GPUs"
+    ) as e:
+        plan(monkeypatch, gpus, nproc_per_node=asked, backend=backend)
+    assert f"this machine shows {gpus}" in str(e.value)
+    assert 'backend="gloo" to train on the CPU' in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [("4,5", 2), ("GPU-8f3a,GPU-91c2,GPU-17aa", 3), ("MIG-8f3a,MIG-91c2", 1)],
+)
+def test_gpus_that_env_shows_to_the_ranks_are_counted(
+    monkeypatch: pytest.MonkeyPatch, visible: str, expected: int
+) -> None:
+    """``env={"CUDA_VISIBLE_DEVICES": "4,5"}`` starts two ranks on a machine of eight."""
+    world_size, _, devices = plan(monkeypatch, 8, env={"CUDA_VISIBLE_DEVICES": visible})
+    assert (world_size, len(devices)) == (expected, expected)
+    with pytest.raises(ddpsafe.ConfigError, match=f"this machine shows {expected}"):
+        plan(monkeypatch, 8, env={"CUDA_VISIBLE_DEVICES": visible}, nproc_per_node=8)
+
+
+def test_a_gpu_that_the_driver_has_and_torch_does_not_see_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``nproc_per_node="auto"`` on 7 of 8 GPUs starts 7 ranks, and says so."""
+    monkeypatch.setattr(_gpus, "find_lost", lambda: 1)
+    with pytest.warns(RuntimeWarning, match="starts 7 ranks: torch sees 7 of 8 GPUs"):
+        assert plan(monkeypatch, 7, nproc_per_node="auto")[0] == 7
+
+
+# Real ranks.
+
+
+@pytest.mark.parametrize(
+    ("seen", "backend", "texts"),
+    [
+        ({0: [A], 1: [A]}, "auto", ["2 ranks", "see 1", "ranks 0 and 1 would share GPU-a"]),
+        ({0: [A, B], 1: []}, "auto", ["rank 1 on", "rank 0 can"]),
+        ({0: [], 1: [A]}, "nccl", ["rank 0 on", "rank 1 can"]),
+    ],
+)
+def test_ranks_of_another_launcher_agree_before_they_join(
+    tmp_path: Path, seen: dict[int, list[str]], backend: str, texts: list[str]
+) -> None:
+    """Every rank raises the same error, though some see nothing wrong themselves."""
+    port = free_port()
+    envs = [by_hand(rank, 2, port) for rank in range(2)]
+    ended = forked_ranks.run(programs.join_with_gpus, envs, seen, backend, folder=tmp_path)
+    for rank in ended:
+        assert isinstance(rank.error, ddpsafe.ConfigError), rank.error
+        assert [text for text in texts if text not in str(rank.error)] == []
+    assert max(rank.took_s for rank in ended) < 20
+
+
+@pytest.mark.parametrize(
+    ("seen", "taken"),
+    [
+        ({0: [A], 1: [B]}, [[0], [0]]),
+        ({0: [A, B], 1: [A, B]}, [[0], [1]]),
+        ({0: [], 1: []}, [[], []]),
+    ],
+)
+def test_ranks_of_another_launcher_take_a_gpu_each(
+    tmp_path: Path, seen: dict[int, list[str]], taken: list[list[int]]
+) -> None:
+    """One visible GPU each (srun --gpus-per-task=1) is the rank's own, as cuda:0."""
+    port = free_port()
+    envs = [by_hand(rank, 2, port) for rank in range(2)]
+    ended = forked_ranks.run(programs.join_with_gpus, envs, seen, folder=tmp_path)
+    assert forked_ranks.values(ended) == taken
+
+
+def test_spawn_leaves_cuda_to_the_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing of CUDA is initialised before the function, which may choose GPUs, fork, or use none."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    ddpsafe.spawn(
+        programs.say_what_is_initialised, args=(tmp_path,), nprocs=2, start_method="forkserver"
+    )
+    found = [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)]
+    assert found == ["cuda:0 False", "cuda:1 False"]
+
+
+def test_launch_sets_the_device_before_arguments_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What unpickling does on "cuda" is done on the rank's GPU; here the device cannot be set."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ddpsafe.RankRaisedError) as caught:
+        ddpsafe.launch(
+            programs.do_nothing,
+            (programs.ExplodesWhenLoaded(),),
+            nproc_per_node=1,
+            start_method="forkserver",
+            run_dir=tmp_path,
+        )
+    assert "unpickled before" not in str(caught.value)
+    assert "CUDA" in str(caught.value) or "_cuda_setDevice" in str(caught.value)
+
+
+@pytest.mark.parametrize(("world_size", "keeps"), [(1, True), (2, False)])
+def test_only_groups_of_this_host_are_kept_on_loopback(
+    tmp_path: Path, *, world_size: int, keeps: bool
+) -> None:
+    """A script that joins ranks of several nodes is heard by the other nodes: no interface is set."""
+    ddpsafe.spawn(
+        programs.interfaces_at_init,
+        args=(tmp_path, world_size),
+        nprocs=1,
+        start_method="forkserver",
+    )
+    before, seen = ast.literal_eval((tmp_path / "rank-0").read_text())
+    assert before == ["lo", "=lo"]
+    assert seen == (["lo", "=lo"] if keeps else [None, None])
+
+
+def test_group_of_members_is_not_split_from_the_main_group() -> None:
+    """``use_local_synchronization=True`` needs the members only; a split would wait for all ranks."""
+    values = ddpsafe.launch(
+        programs.make_a_group_of_members,
+        nproc_per_node=2,
+        backend="gloo",
+        start_method="forkserver",
+    ).values
+    assert values == {0: ["None", "cuda:0", 1], 1: []}
