@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.calls import OnRetry
     from ddpsafe._launcher.handle import OnStart
     from ddpsafe._launcher.plan import LaunchPlan
+    from ddpsafe._wire.spec import CallStyle
     from ddpsafe._worker.context import RankContext
 
 P = ParamSpec("P")
@@ -100,9 +101,7 @@ def launch(
             return _run_here(fn, args, kwargs or {}, resolved)
         require_main_guard()
         require_may_have_children()
-        with interrupts_kept():
-            plan = make_plan(resolved, style="launch")
-            require_ready_host(resolved, nproc=plan.world_size, backend=plan.backend)
+        plan = _ready_plan(resolved, style="launch")
         return _run_plan(plan, Calls(fn, args, kwargs or {}, on_retry, style="launch"))
     except DDPSafeError as error:
         raise presentable(error)
@@ -156,9 +155,7 @@ def spawn(
             nproc_per_node=nprocs,
             start_method=start_method,  # type: ignore[arg-type]  # judged by the config
         )
-        with interrupts_kept():
-            plan = make_plan(resolved, style="spawn", daemon=daemon)
-            require_ready_host(resolved, nproc=plan.world_size, backend=plan.backend)
+        plan = _ready_plan(resolved, style="spawn", daemon=daemon)
         calls = Calls(fn, args, {}, on_retry, style="spawn")
         if join:
             _run_plan(plan, calls)
@@ -166,6 +163,24 @@ def spawn(
         return SpawnHandle(partial(_run_plan, plan, calls), daemon=daemon)
     except DDPSafeError as error:
         raise presentable(error)
+
+
+def run_processes(fn: Callable[..., object], args: Sequence[Any], config: LaunchConfig) -> None:
+    """Run ``fn(rank, *args)`` in each rank, which is a program of its own: for ``ddpsafe run``.
+
+    Raises:
+        DDPSafeError: As in `launch`.
+    """
+    plan = _ready_plan(config, style="run")
+    _run_plan(plan, Calls(fn, args, {}, None, style="run"))
+
+
+def _ready_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False) -> LaunchPlan:
+    """Plan a launch, on a machine that is ready for it."""
+    with interrupts_kept():
+        plan = make_plan(config, style=style, daemon=daemon)
+        require_ready_host(config, nproc=plan.world_size, backend=plan.backend)
+    return plan
 
 
 def _run_plan(

@@ -157,3 +157,15 @@ def try_to_have_a_child(rank: int, folder: Path) -> None:
     except AssertionError as exc:
         outcome = str(exc)
     note(rank, folder, f"{multiprocessing.current_process().daemon}: {outcome}")
+
+
+def wait_for_ever(rank: int) -> None:
+    """Stay until a signal comes."""
+    del rank
+    while True:
+        signal.pause()
+
+
+def note_start_method(rank: int, folder: Path) -> None:
+    """Say how this process starts others by default."""
+    note(rank, folder, repr(multiprocessing.get_start_method(allow_none=True)))

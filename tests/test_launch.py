@@ -460,6 +460,38 @@ def test_two_launches_at_once_do_not_mix(tmp_path: Path) -> None:
         assert second.result().values == {0: 2.0, 1: 3.0}
 
 
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_workers_of_a_rank_start_as_those_of_a_script(tmp_path: Path, start_method: str) -> None:
+    """By Python's default, so a lambda and a class of a notebook may go to them, or as the caller said."""
+    source = """
+        import multiprocessing, sys
+        import ddpsafe
+
+        def train(ctx):
+            import torch
+            from torch.utils.data import DataLoader, Dataset
+
+            class Cell(Dataset):
+                def __len__(self):
+                    return 4
+                def __getitem__(self, index):
+                    return index
+
+            method = multiprocessing.get_start_method(allow_none=True)
+            if method == "spawn":
+                return method
+            return method, list(DataLoader(Cell(), 2, num_workers=1, collate_fn=lambda b: sum(b)))
+
+        if __name__ == "__main__":
+            options = {"nproc_per_node": 1, "backend": "gloo", "start_method": sys.argv[1]}
+            print(ddpsafe.launch(train, **options).values[0])
+            multiprocessing.set_start_method("spawn", force=True)
+            print(ddpsafe.launch(train, **options).values[0])
+    """
+    run = scripts.run(tmp_path, source, start_method)
+    assert run.lines() == ["(None, [1, 5])", "spawn"]
+
+
 def test_a_launch_inside_a_rank_runs_in_that_rank() -> None:
     """Nothing is spawned, the group is the rank's own, and it is still there afterwards."""
     values = ddpsafe.launch(programs.launch_again, **TWO).values

@@ -232,6 +232,13 @@ def test_torchs_arguments_win_also_where_they_are_left_out(
     assert notes(tmp_path) == {0: [["1"], ["1"]]}
 
 
+def test_children_of_a_rank_start_as_those_of_torchs_spawn(tmp_path: Path) -> None:
+    """By the method that started the rank: their scripts may have CUDA tensors in workers."""
+    for method in ("spawn", "forkserver"):
+        spawn(programs.note_start_method, (tmp_path,), start_method=method)
+    assert notes(tmp_path) == {0: ["spawn", "forkserver"]}
+
+
 # What travels beside the bytes.
 
 
@@ -314,6 +321,18 @@ def test_a_call_that_is_wrong_fails_at_once_also_without_joining(tmp_path: Path)
     (tmp_path / "file").touch()
     with pytest.raises(ddpsafe.PreflightError, match="cannot be used"):
         spawn(programs.wait_for_gate, (tmp_path,), join=False, run_dir=tmp_path / "file", **FAST)
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_a_signal_right_after_the_start_is_not_lost(start_method: str, run_dir: Path) -> None:
+    """SIGTERM may come before the rank's process has run a line of Python."""
+    for attempt in range(20 if start_method == "forkserver" else 2):
+        options = {"start_method": start_method, "run_dir": run_dir / f"{attempt}"}
+        handle = spawn(programs.wait_for_ever, join=False, **options)
+        handle.processes[0].terminate()
+        with pytest.raises(ddpsafe.RankKilledError) as caught:
+            handle.join(timeout=60)
+        assert caught.value.signal == signal.SIGTERM
 
 
 def test_ctrl_c_at_join_ends_the_ranks_and_is_raised(gated: SpawnHandle) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpsafe._config import LaunchConfig
 from ddpsafe._errors import ConfigError, DDPSafeError
-from ddpsafe._launch import spawn
+from ddpsafe._launch import run_processes
 from ddpsafe._machine import is_directory_gone
 from ddpsafe.cli import HEALTHY, USAGE, complain
 
@@ -40,22 +40,12 @@ def run_ranks(options: Namespace) -> int:
         complain(str(error))
         return USAGE
     try:
-        _spawn(config, target, options)
+        run_processes(run_script, (target, tuple(options.arguments), options.module), config)
     except DDPSafeError as error:
         # As Python would print it, the rank's own exception first; the frames of ours say nothing.
         complain("".join(traceback.format_exception(error.with_traceback(None))).rstrip())
         return error.exit_code
     return HEALTHY
-
-
-def _spawn(config: LaunchConfig, target: str, options: Namespace) -> None:
-    spawn(
-        run_script,
-        args=(target, tuple(options.arguments), options.module),
-        nprocs=config.nproc_per_node,  # type: ignore[arg-type]  # "gpu" and the like are read too
-        start_method=config.start_method,
-        config=config,
-    )
 
 
 def _require_directory() -> None:

@@ -204,6 +204,7 @@ def _specs(
             inherited_env=dict(os.environ) if config.start_method == "forkserver" else None,
             cwd=os.getcwd(),  # noqa: PTH109 - plain text crosses to the rank
             seed=config.seed,
+            child_start_method=plan.child_start_method,
             num_threads=plan.num_threads,
             logs=directory.logs(number, world),
             run_dir=str(directory.path),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import secrets
 import warnings
@@ -31,6 +32,7 @@ class LaunchPlan:
         worlds: The ranks to start, by rank.
         backend: Backend for torch.
         devices: Each rank's device, by rank.
+        child_start_method: See `RankSpec`.
         num_threads: Intra-op threads of each rank; ``None`` leaves the user's choice.
         console: Whose output the console shows.
         launch_id: Proof at the rendezvous that processes belong to this launch.
@@ -43,6 +45,7 @@ class LaunchPlan:
     worlds: tuple[World, ...]
     backend: str
     devices: tuple[str, ...]
+    child_start_method: str | None
     num_threads: int | None
     console: str
     launch_id: str
@@ -71,7 +74,7 @@ def make_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False) -
     gpus = _gpus.count_visible(config.env)
     nproc = _resolve_nproc(config, gpus)
     backend = _resolve_backend(config, gpus)
-    if style == "launch":  # under spawn the script makes its group, and names the backend, itself
+    if style == "launch":  # else the script makes its group, and names the backend
         _require_usable(backend, nproc, gpus, env=config.env)
     return LaunchPlan(
         config=config,
@@ -79,6 +82,7 @@ def make_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False) -
         worlds=tuple(_world(rank, nproc) for rank in range(nproc)),
         backend=backend,
         devices=tuple(_device(rank, nproc, backend, gpus, style) for rank in range(nproc)),
+        child_start_method=_child_start_method(config, style),
         num_threads=_threads(nproc, config.env),
         console=_resolve_console(config, style),
         launch_id=secrets.token_hex(16),
@@ -94,7 +98,7 @@ def make_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False) -
 def rank_env(plan: LaunchPlan, world: World, master_port: int) -> dict[str, str]:
     """Return the variables one rank gets on top of the caller's.
 
-    Under ``spawn`` style a variable that the caller has set stays: ``RANK`` may be the node's rank
+    Under ``spawn`` a variable that the caller has set stays: ``RANK`` may be the node's rank
     in scripts that compute their own from it.
     """
     given = {
@@ -196,12 +200,26 @@ def _refuse_gpu(asked: str, instead: str) -> None:
 
 
 def _device(rank: int, nproc: int, backend: str, gpus: int, style: CallStyle) -> str:
-    """Name a rank's GPU; under ``spawn`` the one that it has unless the script takes another."""
+    """Name a rank's GPU; under ``spawn`` and ``run`` the one that it has unless the script takes another."""
     if gpus and (_gpus.are_shared() or (style == "launch" and "nccl" not in backend)):
         rank %= gpus
-    if style == "spawn":
+    if style != "launch":
         return f"cuda:{rank}" if nproc <= gpus or _gpus.are_shared() else "cpu"
     return f"cuda:{rank}" if "nccl" in backend or ("cuda" in backend and gpus) else "cpu"
+
+
+def _child_start_method(config: LaunchConfig, style: CallStyle) -> str | None:
+    """Return the start method for the processes that ranks start, such as DataLoader workers.
+
+    Python makes a spawned process start its own children by "spawn", too. Ranks of torchrun are
+    programs of their own, which start them as the script says or as Python does by default: by
+    "fork" up to Python 3.13. Scripts without a main guard, with a lambda as collate_fn or with a
+    dataset of a notebook work only so, and short epochs are 45 times as fast. Scripts for
+    `torch.multiprocessing.spawn` know "spawn" and may have CUDA tensors in their workers.
+    """
+    if style == "spawn":
+        return config.start_method
+    return multiprocessing.get_start_method(allow_none=True)
 
 
 def _threads(nproc: int, env: dict[str, str]) -> int | None:
@@ -210,7 +228,7 @@ def _threads(nproc: int, env: dict[str, str]) -> int | None:
     return max(1, _cores() // nproc)
 
 
-def _resolve_console(config: LaunchConfig, style: str) -> str:
+def _resolve_console(config: LaunchConfig, style: CallStyle) -> str:
     if config.console != "auto":
         return config.console
     return "rank-zero" if style == "launch" else "all"

@@ -23,8 +23,9 @@ def semaphore_prefix(launch_id: str) -> str:
     return f"/ddpsafe-{launch_id[:8]}"
 
 
-CallStyle = Literal["launch", "spawn"]
-"""``launch`` calls ``fn(ctx, *args)`` with the group up; ``spawn`` calls ``fn(rank, *args)``."""
+CallStyle = Literal["launch", "spawn", "run"]
+"""``launch`` calls ``fn(ctx, *args)`` with the group up; ``spawn`` calls ``fn(rank, *args)``, and the
+script makes its group itself; ``run`` is ``spawn`` of a whole script, as torchrun starts it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,8 @@ class RankSpec:
         inherited_env: The caller's whole environment, where the start method does not carry it.
         cwd: The caller's working directory.
         seed: Base seed; ``None`` leaves the generators alone.
+        child_start_method: How processes that the rank starts through `multiprocessing` are started
+            unless it says otherwise; ``None`` for Python's default.
         num_threads: Intra-op threads of the rank; ``None`` leaves the choice to the user.
         logs: See `LogFiles`.
         run_dir: The run directory.
@@ -89,6 +92,7 @@ class RankSpec:
     inherited_env: dict[str, str] | None
     cwd: str
     seed: int | None
+    child_start_method: str | None
     num_threads: int | None
     logs: LogFiles
     run_dir: str

@@ -181,6 +181,7 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
         environment.apply_environment(spec)
         if spec.inherited_env is not None:
             environment.restore_interrupt()
+        environment.use_start_method(spec.child_start_method)
         environment.name_semaphores(spec.launch_id)
         reporter.enter("loading")
         value = _run_user_code(spec, reporter, inheritance)

@@ -110,6 +110,15 @@ def name_semaphores(launch_id: str) -> None:
     config["semprefix"] = semaphore_prefix(launch_id)
 
 
+def use_start_method(name: str | None) -> None:
+    """Set how `multiprocessing` starts processes here, which it has just made "spawn" or "forkserver".
+
+    Args:
+        name: See `RankSpec.child_start_method`.
+    """
+    multiprocessing.set_start_method(name, force=True)
+
+
 def restore_interrupt() -> None:
     """Let SIGINT raise KeyboardInterrupt, as Python starts with; the forkserver ignores it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -48,7 +48,10 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 # A request to stop is often sent to a process group or to all of a job's processes. Ranks die with
 # the server that forked them, so it must not die before they have saved.
+# Blocked, too: one that is sent to a rank between its fork and `_give_back` then waits until there,
+# while one that is ignored would be lost.
 _REQUESTS = (signal.SIGTERM, signal.SIGUSR1)
+_BLOCKED = set(_REQUESTS) - signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS)
 for _signum in _REQUESTS:
     signal.signal(_signum, signal.SIG_IGN)
 
@@ -58,6 +61,7 @@ def _give_back() -> None:
     if os.getppid() == _SERVER:
         for signum in _REQUESTS:
             signal.signal(signum, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
 
 
 os.register_at_fork(after_in_child=_give_back)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import leftovers
@@ -45,7 +46,8 @@ def test_a_killed_data_loader_worker_is_the_failure_of_its_rank(tmp_path: Path, 
     )
     require_rank(error, 1)
     assert error.kind == "killed"
-    assert "in lose_a_loader_worker" in str(error)
+    # The line that torch's handler of SIGCHLD interrupts, or the one that reads from the worker.
+    assert re.search(r"_programs\.py:\d+ in (lose_a_loader_worker|average_gradients)", str(error))
     assert "DataLoader" in str(error)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 import scripts
 
 if TYPE_CHECKING:
@@ -75,3 +76,37 @@ def test_module_that_is_not_there_starts_no_rank(tmp_path: Path) -> None:
     assert (done.code, done.out) == (2, "")
     assert "There is no module 'nosuchmod'" in done.err
     assert "Traceback" not in done.err
+
+
+# A script that torchrun runs: no main guard, workers with a lambda.
+UNGUARDED = """
+import multiprocessing, sys
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return torch.tensor(float(index))
+
+method = multiprocessing.get_start_method(allow_none=True)
+dist.init_process_group("gloo")
+numbers = Numbers()
+for _ in range(2):
+    sampler = DistributedSampler(numbers, shuffle=False)
+    loader = DataLoader(numbers, 2, sampler=sampler, num_workers=2, collate_fn=lambda b: sum(b))
+    total = sum(loader)
+    dist.all_reduce(total)
+if dist.get_rank() == 0:
+    print(total.item(), method)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_workers_of_a_script_start_as_under_torchrun(tmp_path: Path, start_method: str) -> None:
+    """Its start method is Python's default, whatever starts the ranks themselves."""
+    scripts.write(tmp_path, "train.py", UNGUARDED)
+    done = run(tmp_path, "--nproc-per-node", "2", "--start-method", start_method, "train.py")
+    assert done.lines() == ["28.0 None"]
