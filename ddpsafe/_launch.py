@@ -8,7 +8,7 @@ from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from ddpsafe._config import LaunchConfig, require_data_paths
+from ddpsafe._config import LaunchConfig, SpawnFields, refuse_fields, require_data_paths
 from ddpsafe._errors import DDPSafeError
 from ddpsafe._launcher.attempt import run_attempt
 from ddpsafe._launcher.calls import Calls
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from ddpsafe._config import LaunchFields, SpawnFields
+    from ddpsafe._config import LaunchFields
     from ddpsafe._launcher.calls import OnRetry
     from ddpsafe._launcher.handle import OnStart
     from ddpsafe._launcher.plan import LaunchPlan
@@ -150,6 +150,9 @@ def spawn(
     try:
         require_main_guard()
         require_may_have_children()
+        refuse_fields(
+            fields, SpawnFields, why="spawn() has torch's argument for it", write="nprocs=…"
+        )
         resolved = LaunchConfig.resolve(
             LaunchConfig.resolve(config, **fields),
             nproc_per_node=nprocs,

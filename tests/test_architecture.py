@@ -19,6 +19,10 @@ from source_tree import (
     python_files,
 )
 
+import ddpsafe
+from ddpsafe.checkpoint import errors as checkpoint_errors
+from ddpsafe.data import errors as data_errors
+
 LAYERS: Final = {
     "vocabulary": 0,
     "wire": 1,
@@ -237,3 +241,89 @@ def _is_a_hang(call: ast.Call) -> bool:
         case [ast.Constant(value=int() | float() as seconds)]:
             return seconds >= 60
     return False
+
+
+RECEIVERS: Final = {
+    "LaunchConfig": {"config", "asked", "resolved"},
+    "Timeouts": {"timeouts", "_timeouts"},
+    "RetryPolicy": {"retry", "policy"},
+    "Rendezvous": {"rendezvous"},
+    "DataPath": {"wanted", "data_path", "self"},
+}
+"""What each part of the configuration is called where its fields are read."""
+
+
+def test_every_option_is_read() -> None:
+    """A documented field that nothing reads is a promise that nothing keeps."""
+    from ddpsafe import _config
+
+    reads = {
+        (_last_name(node.value), node.attr)
+        for file in python_files(PACKAGE)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+    }
+    dead = [
+        f"{model}.{field}"
+        for model, names in RECEIVERS.items()
+        for field in getattr(_config, model).model_fields
+        if not any((name, field) in reads for name in names)
+    ]
+    assert dead == []
+
+
+class _Made(ast.NodeVisitor):
+    """Collects the names of classes that code makes or hands on, not those it only looks for."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def visit_Name(self, node: ast.Name) -> None:
+        self.names.add(node.id)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if _last_name(node.func) not in {"isinstance", "issubclass"}:
+            self.generic_visit(node)
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
+        for statement in node.body:
+            self.visit(statement)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        for statement in node.body:
+            self.visit(statement)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        for statement in node.body:
+            self.visit(statement)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.visit(node.value)
+
+
+def test_every_error_is_raised() -> None:
+    """A public error is made somewhere, or is the base of one that is."""
+    made = _Made()
+    for file in python_files(PACKAGE):
+        made.visit(ast.parse(file.read_text(encoding="utf-8")))
+    errors = [
+        value
+        for module in (ddpsafe._errors, checkpoint_errors, data_errors)
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Exception)
+    ]
+    assert len(errors) > 20
+    never = [error.__name__ for error in errors if error.__name__ not in made.names]
+    assert [name for name in never if not _subclasses(name, errors)] == []
+
+
+def _subclasses(name: str, errors: list[type[Exception]]) -> list[type[Exception]]:
+    return [error for error in errors if name in {base.__name__ for base in error.__mro__[1:]}]
+
+
+def _last_name(node: ast.AST) -> str:
+    """Return the name that an expression ends with: ``timeouts`` of ``plan.config.timeouts``."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""

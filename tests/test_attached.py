@@ -480,6 +480,35 @@ def test_half_of_the_arguments_is_refused() -> None:
         ddpsafe.setup(rank=1)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("nproc_per_node", 4), ("nnodes", 2), ("node_rank", 0), ("retry", {"attempts": 2}),
+     ("console", "all"), ("start_method", "spawn")],
+)  # fmt: skip
+def test_options_about_starting_ranks_are_refused_by_the_doors_of_a_rank(
+    name: str, value: object
+) -> None:
+    """`process_group` and `setup` start nothing: what could have no effect there is an error."""
+    for join in (ddpsafe.setup, lambda **fields: ddpsafe.process_group(**fields).__enter__()):
+        with pytest.raises(ddpsafe.ConfigError, match=f"{name}: got .*started already") as caught:
+            join(**{name: value})
+        assert [problem.field for problem in caught.value.problems] == [name]
+    with pytest.raises(ddpsafe.ConfigError, match="Did you mean 'timeouts'"):
+        ddpsafe.setup(timeuots={})  # type: ignore[call-arg]  # what a user may do
+
+
+def test_setup_waits_for_its_data_paths() -> None:
+    """What a launch looks at before it starts, a rank that joins looks at as well."""
+    with pytest.raises(ddpsafe.PreflightError, match="/no/such/place"):
+        ddpsafe.setup(data_paths={"train": "/no/such/place"})
+
+
+def test_spawn_refuses_the_number_of_ranks_under_another_name() -> None:
+    """`nprocs` has torch's default and wins; a second number beside it would be ignored."""
+    with pytest.raises(ddpsafe.ConfigError, match=r"(?s)nproc_per_node: got 4.*nprocs"):
+        ddpsafe.spawn(print, nproc_per_node=4)  # type: ignore[call-arg]  # what a user may do
+
+
 def test_missing_master_port_is_explained(tmp_path: Path) -> None:
     """RANK and WORLD_SIZE without MASTER_PORT: which variable to set, at once."""
     env = by_hand(1, 2, 1)

@@ -306,7 +306,7 @@ def test_every_shape_of_field_can_come_from_the_environment(
     variables = {
         "NPROC_PER_NODE": "2",
         "SEED": "null",
-        "RENDEZVOUS__IS_HOST": "true",
+        "RENDEZVOUS__INTERFACE": "eth0",
         "RUN_DIR": "/scratch/run",
         "DATA_PATHS__TRAIN__PATH": "/data/train",
         "DATA_PATHS__TRAIN__WAIT": "2min",
@@ -319,7 +319,7 @@ def test_every_shape_of_field_can_come_from_the_environment(
         monkeypatch.setenv(f"DDPSAFE_{name}", text)
     config = LaunchConfig()
     assert (config.nproc_per_node, config.seed, config.console) == (2, None, "none")
-    assert config.rendezvous.is_host is True
+    assert config.rendezvous.interface == "eth0"
     assert str(config.run_dir) == "/scratch/run"
     assert config.data_paths["train"].wait == timedelta(minutes=2)
     assert str(config.data_paths["val"].path) == "/data/val"
@@ -509,7 +509,6 @@ def test_numbers_become_text_in_variables() -> None:
         ({"nnodes": True}, "nnodes"),
         ({"rendezvous": {"interface": "^eth0"}}, "rendezvous.interface"),
         ({"rendezvous": {"interface": "eth0,eth1"}}, "rendezvous.interface"),
-        ({"rendezvous": {"id": "my job"}}, "rendezvous.id"),
         ({"seed": -1}, "seed"),
         ({"data_paths": {"train": "data"}}, "data_paths.train.path"),
         ({"run_dir": "runs"}, "run_dir"),

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
-import socket
-import threading
-from datetime import timedelta
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ddpsafe._clock import Deadline
-from ddpsafe._config.endpoint import Endpoint, check_resolvable, parse_endpoint
+from ddpsafe._config.endpoint import Endpoint, parse_endpoint
 from ddpsafe._config.interfaces import (
     GLOO,
     NCCL,
@@ -107,62 +103,6 @@ def test_loopback_is_recognised_as_written(host: str) -> None:
     """No look-up is needed to know that a host is this machine."""
     assert Endpoint(host=host, port=0).is_loopback
     assert not Endpoint(host="gpu-01", port=0).is_loopback
-
-
-def test_resolver_that_hangs_does_not_hang_the_caller() -> None:
-    """The deadline holds although the resolver never answers."""
-    release = threading.Event()
-
-    def hang(host: str, port: int) -> list[str]:
-        release.wait(30)
-        return [host, str(port)]
-
-    deadline = Deadline.after(timedelta(seconds=0.1))
-    problem = check_resolvable(Endpoint(host="gpu-01", port=1), deadline=deadline, resolve=hang)
-    release.set()
-    assert deadline.waited_s() < 5
-    assert problem is not None
-    assert "no answer within" in problem
-
-
-def test_name_that_does_not_resolve_is_explained() -> None:
-    """The reader is told the name, the system's reason and the way out."""
-
-    def refuse(host: str, port: int) -> list[str]:
-        raise socket.gaierror(-2, f"Name or service not known: {host}:{port}")
-
-    deadline = Deadline.after(timedelta(seconds=2))
-    problem = check_resolvable(Endpoint(host="gpu-01", port=1), deadline=deadline, resolve=refuse)
-    assert problem is not None
-    assert "does not resolve" in problem
-    assert "Name or service not known" in problem
-    assert "/etc/hosts" in problem
-
-
-def test_name_of_another_node_that_means_this_one_is_a_trap() -> None:
-    """With several nodes, a name that resolves to loopback makes each wait for itself."""
-
-    def loop(_host: str, _port: int) -> list[str]:
-        return ["127.0.1.1"]
-
-    endpoint = Endpoint(host="surely-not-this-host", port=29400)
-
-    def check(nnodes: int, *, is_host: bool | None = None) -> str | None:
-        deadline = Deadline.after(timedelta(seconds=2))
-        return check_resolvable(
-            endpoint, deadline=deadline, nnodes=nnodes, is_host=is_host, resolve=loop
-        )
-
-    assert "wait for itself" in (check(2) or "")
-    assert check(1) is None
-    assert check(2, is_host=True) is None
-
-
-def test_address_and_localhost_need_no_network() -> None:
-    """An address is not looked up; localhost resolves anywhere."""
-    deadline = Deadline.after(timedelta(seconds=5))
-    assert check_resolvable(Endpoint(host="10.255.0.1", port=1), deadline=deadline) is None
-    assert check_resolvable(Endpoint(host="localhost", port=1), deadline=deadline) is None
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,11 @@
 """
 
 from ddpsafe._config.launch_config import (
-    AttachedFields,
+    GroupFields,
     LaunchConfig,
     LaunchFields,
     SpawnFields,
+    refuse_fields,
 )
 from ddpsafe._config.paths import AbsolutePath, DataPath, require_data_paths
 from ddpsafe._config.policies import Rendezvous, RetryPolicy
@@ -15,13 +16,14 @@ from ddpsafe._config.timeouts import Timeouts
 
 __all__ = [
     "AbsolutePath",
-    "AttachedFields",
     "DataPath",
+    "GroupFields",
     "LaunchConfig",
     "LaunchFields",
     "Rendezvous",
     "RetryPolicy",
     "SpawnFields",
     "Timeouts",
+    "refuse_fields",
     "require_data_paths",
 ]

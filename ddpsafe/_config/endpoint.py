@@ -1,4 +1,4 @@
-"""The rendezvous endpoint: parsed and judged without the network, resolved under a deadline."""
+"""The rendezvous endpoint: parsed and judged without the network."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._bounded import BoundedCall
 from ddpsafe._config.problems import Problem, require_none, show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from ddpsafe._clock import Deadline
+    from collections.abc import Iterator
 
     IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -159,9 +156,6 @@ def _port_problem(host: str, port: str) -> Problem | None:
     return Problem(why=f"port {number} cannot be used: {low}", write=usable)
 
 
-Resolver = "Callable[[str, int], list[str]]"
-
-
 def resolve_host(host: str, port: int) -> list[str]:
     """Ask the system for the addresses of a name. Blocks as long as the resolver likes.
 
@@ -170,64 +164,3 @@ def resolve_host(host: str, port: int) -> list[str]:
     """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return sorted({str(entry[4][0]) for entry in found})
-
-
-def check_resolvable(
-    endpoint: Endpoint,
-    *,
-    deadline: Deadline,
-    nnodes: int = 1,
-    is_host: bool | None = None,
-    resolve: Callable[[str, int], list[str]] = resolve_host,
-) -> str | None:
-    """Check that the endpoint's host has a usable address, by `deadline` at the latest.
-
-    An address needs no look-up. A name is looked up in a daemon thread: a resolver that hangs
-    keeps that thread, never the caller.
-
-    Args:
-        endpoint: What `parse_endpoint` returned.
-        deadline: When to give up; 2 s are plenty for a resolver that works.
-        nnodes: Nodes of the job; with more than one, a loopback address is of no use.
-        is_host: Whether this node is the one the endpoint names, where that is known.
-        resolve: Where addresses come from.
-
-    Returns:
-        The problem as a text, or None when all is well.
-    """
-    if find_address(endpoint.host) is not None:
-        return None
-    call = BoundedCall(lambda: resolve(endpoint.host, endpoint.port), name="ddpsafe-resolve")
-    if not call.wait(deadline.remaining_s()):
-        return _unresolved(
-            endpoint,
-            f"no answer within {deadline.waited_s():.1f} s: the name server is not reachable",
-        )
-    try:
-        addresses = call.result()
-    except (OSError, UnicodeError) as error:
-        return _unresolved(endpoint, f"the host name does not resolve here ({error})")
-    if not addresses:
-        return _unresolved(endpoint, "the host name has no address")
-    return _loopback_trap(endpoint, addresses) if nnodes > 1 and not is_host else None
-
-
-def _unresolved(endpoint: Endpoint, why: str) -> str:
-    return (
-        f"rendezvous.endpoint: got {show(f'{endpoint.host}:{endpoint.port}')}: {why}.\n"
-        "     Write the IP address of the host in place of its name, or add the name to "
-        "/etc/hosts or DNS on every node; under Kubernetes, wait until the service exists."
-    )
-
-
-def _loopback_trap(endpoint: Endpoint, addresses: list[str]) -> str | None:
-    own = socket.gethostname().casefold()
-    is_own_name = endpoint.host.casefold().split(".")[0] == own.split(".")[0]
-    found = [find_address(address) for address in addresses]
-    if is_own_name or not all(address is not None and address.is_loopback for address in found):
-        return None
-    return (
-        f"rendezvous.endpoint: got {show(f'{endpoint.host}:{endpoint.port}')}: the name resolves "
-        f"to {', '.join(addresses)} on this node, so each node would wait for itself.\n"
-        "     Write the IP address of the host, or correct its line in /etc/hosts on this node."
-    )

@@ -25,7 +25,14 @@ from ddpsafe._config.judges import (
 )
 from ddpsafe._config.paths import AbsolutePath, DataPath
 from ddpsafe._config.policies import Rendezvous, RetryPolicy
-from ddpsafe._config.problems import Problem, require_none, show, wrong
+from ddpsafe._config.problems import (
+    Problem,
+    raise_config_error,
+    require_none,
+    show,
+    show_at,
+    wrong,
+)
 from ddpsafe._config.sources import (
     DELIMITER,
     PREFIX,
@@ -34,6 +41,7 @@ from ddpsafe._config.sources import (
     read_config_file,
 )
 from ddpsafe._config.timeouts import Timeouts
+from ddpsafe._errors import ConfigProblem
 
 if TYPE_CHECKING:
     import os
@@ -41,38 +49,36 @@ if TYPE_CHECKING:
 
     from pydantic_settings import PydanticBaseSettingsSource
 
-__all__ = ["LaunchConfig", "LaunchFields", "Rendezvous", "RetryPolicy", "Timeouts"]
-
 _file: ContextVar[ConfigFile | None] = ContextVar("ddpsafe_config_file", default=None)
 """The file that the config being made is read from; pydantic-settings has no argument for it."""
 
 
-class AttachedFields(TypedDict, total=False):
-    """`LaunchFields` of a call that has `backend` as a parameter and starts nothing."""
+class GroupFields(TypedDict, total=False):
+    """What `process_group` and `setup` can be asked for, beside the backend: they start nothing."""
 
-    nproc_per_node: int | Literal["gpu", "cpu", "auto"]
-    nnodes: int
-    node_rank: int | None
     rendezvous: Rendezvous | Mapping[str, object]
     timeouts: Timeouts | Mapping[str, object]
-    retry: RetryPolicy | Mapping[str, object]
     data_paths: Mapping[str, DataPath | str | os.PathLike[str] | Mapping[str, object]]
     run_dir: str | os.PathLike[str] | None
     env: Mapping[str, str | int | float]
     preflight: Literal["off", "local", "full"]
     seed: int | None
+
+
+class SpawnFields(GroupFields, total=False):
+    """`LaunchFields` of a call that has `nprocs` and `start_method` as parameters."""
+
+    nnodes: int
+    node_rank: int | None
+    retry: RetryPolicy | Mapping[str, object]
     console: Literal["auto", "rank-zero", "all", "tagged", "none"]
-
-
-class SpawnFields(AttachedFields, total=False):
-    """`LaunchFields` of a call that has `start_method` as a parameter."""
-
     backend: str
 
 
 class LaunchFields(SpawnFields, total=False):
     """The fields of `LaunchConfig` as keyword arguments, in any form the model reads."""
 
+    nproc_per_node: int | Literal["gpu", "cpu", "auto"]
     start_method: Literal["spawn", "forkserver"]
 
 
@@ -110,19 +116,21 @@ class LaunchConfig(BaseSettings):
         default=1,
         ge=1,
         le=100_000,
-        description="Nodes of the job.",
+        description="Nodes of the job, for the doctor's checks between them. A launch starts the "
+        "ranks of one node and refuses more.",
         examples=["2"],
     )
     node_rank: Annotated[int, BeforeValidator(judge_integer)] | None = Field(
         default=None,
         ge=0,
-        description="This node among all, from 0. None: agreed on at the rendezvous.",
+        description="This node among all, from 0; the doctor asks for it where no launcher says "
+        "it (None).",
         examples=["0", "None"],
     )
     rendezvous: Rendezvous = Field(
         default=Rendezvous(),
-        description="Where the nodes meet; needed with more than one.",
-        examples=['{"endpoint": "gpu-01:29400"}'],
+        description="Where the nodes meet, needed with more than one, and on which interface.",
+        examples=['{"interface": "eth0"}'],
     )
     backend: Annotated[str, BeforeValidator(judge_backend)] = Field(
         default="auto",
@@ -294,3 +302,30 @@ def _meeting_problems(rendezvous: Rendezvous, nnodes: int) -> list[Problem]:
         why = f"port 0 is another free port on each of nnodes={nnodes} nodes"
         problems.append(Problem(why=why, write=write, where=where))
     return problems
+
+
+def refuse_fields(fields: Mapping[str, object], allowed: type, *, why: str, write: str) -> None:
+    """Refuse fields of a `LaunchConfig` that mean nothing where they were passed.
+
+    Args:
+        fields: What was passed. Names that are no fields at all are left to the config.
+        allowed: The typed dict of those that mean something.
+        why: Why the others do not.
+        write: What to write in place of them.
+
+    Raises:
+        ConfigError: There are such fields.
+    """
+    foreign = [
+        name for name in fields if name in LaunchConfig.model_fields.keys() - _names_of(allowed)
+    ]
+    if foreign:
+        raise_config_error(
+            ConfigProblem(field=name, given=show_at([name], fields[name]), why=why, write=write)
+            for name in foreign
+        )
+
+
+def _names_of(fields: type) -> frozenset[str]:
+    names: frozenset[str] = fields.__optional_keys__  # type: ignore[attr-defined] # of a TypedDict
+    return names

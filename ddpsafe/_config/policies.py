@@ -156,12 +156,6 @@ class Rendezvous(Part):
         description="host:port that every node can reach; IPv6 without brackets.",
         examples=['"gpu-01:29400"'],
     )
-    id: str | None = Field(
-        default=None,
-        description="Name of the job, the same on all nodes, different for two jobs that share "
-        "an endpoint.",
-        examples=['"resnet-2024-05-01"'],
-    )
     interface: str | None = Field(
         default=None,
         description="Network interface the ranks of this node talk on, by its literal name. "
@@ -171,27 +165,12 @@ class Rendezvous(Part):
         "A variable of gloo or NCCL that you set wins.",
         examples=['"eth0"', '"auto"', "None"],
     )
-    is_host: bool | None = Field(
-        default=None,
-        description="Whether this node holds the store. None: found out from the endpoint.",
-        examples=["True", "None"],
-    )
 
     @field_validator("endpoint")
     @classmethod
     def _judge_endpoint(cls, value: str | None) -> str | None:
         if value is not None:
             parse_endpoint(value)
-        return value
-
-    @field_validator("id")
-    @classmethod
-    def _judge_id(cls, value: str | None) -> str | None:
-        if value is not None and (not value or not value.isprintable() or " " in value):
-            raise wrong(
-                "it becomes part of a key of the store: one printable word, no blanks",
-                write='id="resnet-7"',
-            )
         return value
 
     @field_validator("interface")

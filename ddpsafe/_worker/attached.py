@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import sys
+import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from ddpsafe._config import AttachedFields, LaunchConfig
+    from ddpsafe._config import GroupFields, LaunchConfig
     from ddpsafe._worker.context import RankContext
     from ddpsafe._worker.control import Control
 
@@ -65,7 +66,7 @@ def process_group(
     backend: str = "auto",
     *,
     config: LaunchConfig | None = None,
-    **fields: Unpack[AttachedFields],
+    **fields: Unpack[GroupFields],
 ) -> Iterator[RankContext]:
     """Be a member of the process group while the context is open.
 
@@ -76,7 +77,8 @@ def process_group(
     Args:
         backend: Backend for torch; ``auto`` takes nccl where every rank has a GPU, else gloo.
         config: Timeouts, seed and variables; without one, from environment and file.
-        **fields: Fields of `LaunchConfig` that win over it.
+        **fields: Fields of `LaunchConfig` that win over it: `timeouts`, `rendezvous`, `env`,
+            `seed`, `preflight`, `data_paths` and `run_dir`. The others are about starting ranks.
 
     Yields:
         This rank's context.
@@ -104,6 +106,7 @@ _MAX_REASON: Final = 300
 
 _opened: RankContext | None = None
 _handled_at_setup: BaseException | None = None
+_joined_with: LaunchConfig | None = None
 
 
 def setup(
@@ -112,7 +115,7 @@ def setup(
     backend: str | None = None,
     *,
     config: LaunchConfig | None = None,
-    **fields: Unpack[AttachedFields],
+    **fields: Unpack[GroupFields],
 ) -> RankContext:
     """Join the process group: the hand-written ``setup(rank, world_size)``, made safe.
 
@@ -181,23 +184,47 @@ def _enter(
     world_size: int | None,
     backend: str,
     config: LaunchConfig | None,
-    fields: AttachedFields,
+    fields: GroupFields,
 ) -> tuple[RankContext, bool]:
     """Return the context, and whether the group is ours to close."""
+    global _joined_with  # noqa: PLW0603 - the process has one group
     import torch.distributed as dist
 
     current = find_current()
-    if dist.is_initialized():
-        return current or adopt_group(), False
+    is_joined = dist.is_initialized()
     asks_for_this_launch = current is not None and world_size in (None, current.world_size)
-    if current is not None and asks_for_this_launch and session.find_spec() is not None:
+    in_launch = current is not None and asks_for_this_launch and session.find_spec() is not None
+    if not fields and is_joined:
+        return current or adopt_group(), False
+    if not fields and current is not None and in_launch:
         return join_launch(current, backend), True
-    from ddpsafe._config import LaunchConfig
+    from ddpsafe._config import GroupFields, LaunchConfig, refuse_fields, require_data_paths
 
-    resolved = LaunchConfig.resolve(config, **fields)
-    if backend != "auto":
-        resolved = LaunchConfig.resolve(resolved, backend=backend)
-    return join_job(place_of(rank, world_size), resolved), True
+    refuse_fields(
+        fields,
+        GroupFields,
+        why="process_group() and setup() join ranks that are started already",
+        write="nothing; leave it out, or pass it to launch() or spawn()",
+    )
+    asked = {**fields, "backend": backend} if backend != "auto" else dict(fields)
+    resolved = LaunchConfig.resolve(config, **asked)  # type: ignore[arg-type] # judged there
+    if is_joined:
+        if resolved != _joined_with:  # a second setup() of the same script asks for the same
+            _warn_of_late(fields, "the process group exists already")
+        return current or adopt_group(), False
+    if current is not None and in_launch:
+        _warn_of_late(fields, "the launch that started this rank has decided it")
+        return join_launch(current, backend), True
+    require_data_paths(resolved.data_paths)
+    member = join_job(place_of(rank, world_size), resolved)
+    _joined_with = resolved
+    return member, True
+
+
+def _warn_of_late(fields: GroupFields, why: str) -> None:
+    """Warn of fields that come too late; under another launcher the same script needs them."""
+    names = ", ".join(f"{name}=…" for name in fields)
+    warnings.warn(f"{names} has no effect here: {why}.", RuntimeWarning, stacklevel=4)
 
 
 def current() -> RankContext:

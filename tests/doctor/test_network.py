@@ -228,9 +228,7 @@ def taken_port() -> Iterator[int]:
 
 def test_taken_port_is_found_with_its_owner(taken_port: int) -> None:
     """The process that has it is named, and free is what is free."""
-    fields: dict[str, Any] = {
-        "rendezvous": {"endpoint": f"localhost:{taken_port}", "is_host": True}
-    }
+    fields: dict[str, Any] = {"rendezvous": {"endpoint": f"localhost:{taken_port}"}}
     (found,) = doctor.run(checks={"PORT"}, **fields).failed
     assert found.code == "DS-PORT-001"
     assert f"process {os.getpid()} of " in found.fact

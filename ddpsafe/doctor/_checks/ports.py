@@ -32,7 +32,7 @@ _FEWEST: Final = 1000
 def check_free(subject: Subject) -> Iterator[Finding]:
     """Try to listen where the store of this job would, if that is on this host."""
     endpoint = subject.endpoint
-    if endpoint is None or endpoint.port == 0 or not _is_here(endpoint, subject):
+    if endpoint is None or endpoint.port == 0 or not _is_here(endpoint):
         return
     by_agent = subject.env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if by_agent and subject.env.get("MASTER_PORT") == str(endpoint.port):
@@ -62,9 +62,7 @@ def check_free(subject: Subject) -> Iterator[Finding]:
     )
 
 
-def _is_here(endpoint: Endpoint, subject: Subject) -> bool:
-    if subject.config.rendezvous.is_host is not None:
-        return subject.config.rendezvous.is_host
+def _is_here(endpoint: Endpoint) -> bool:
     with contextlib.suppress(OSError, UnicodeError):
         own = {address for each in list_interfaces() for address in each.addresses}
         return bool(own & set(addresses_of(endpoint.host, endpoint.port, limit_s=_PATIENCE_S)))
