@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 # How long the rank that serves the store stays for the others to read how a meeting ended.
 _LINGER: Final = timedelta(seconds=2)
-_FAILED: Final = "failed "
-_WELL: Final = "well"
 _DEPARTED: Final = "control/departed"
 
 
@@ -151,25 +149,26 @@ class Control:
             for rank in ranks:
                 self.wait_for(f"{meeting}/seen/{rank}", deadline=linger)
 
-    def publish(self, name: str, failure: str | None) -> None:
-        """Tell the others how the step of that name ended here."""
+    def publish(self, name: str, error: str | None) -> None:
+        """Tell the others how the step of that name ended here: with which error, if with one."""
         step = self._turn(name)
-        self.store.set(step, _WELL if failure is None else _FAILED + failure)
+        failure = None if error is None else Departure(self._rank, "own", error)
+        self.store.set(step, json.dumps(failure))
         if failure is not None:
             self._stay_for(step, range(1, self._world_size))
 
-    def verdict(self, name: str, *, deadline: Deadline) -> tuple[bool, str | None]:
+    def verdict(self, name: str, *, deadline: Deadline) -> tuple[bool, Departure | None]:
         """Wait for what `publish` told.
 
         Returns:
-            Whether it came in time, and the failure's text if it was one.
+            Whether it came in time, and who failed how if the step did.
         """
         key = self._turn(name)
         if not self.wait_for(key, deadline=deadline):
             return False, None
-        text = self.store.get(key).decode()
+        failure = json.loads(self.store.get(key))
         self.store.set(f"{key}/seen/{self._rank}", "yes")
-        return True, text.removeprefix(_FAILED) if text.startswith(_FAILED) else None
+        return True, None if failure is None else Departure(*failure)
 
     def put(self, key: str, data: bytes) -> None:
         """Leave bytes for another rank under a key that is used once."""

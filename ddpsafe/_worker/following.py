@@ -39,8 +39,7 @@ def following(context: RankContext, *, local: bool) -> Iterator[None]:
     try:
         yield
     except BaseException as exc:
-        failure = f"{context.rank} {type(exc).__name__}: {clip(text_of(exc), _MAX_MESSAGE)}"
-        control.publish(name, failure)
+        control.publish(name, f"{type(exc).__name__}: {clip(text_of(exc), _MAX_MESSAGE)}")
         raise
     control.publish(name, None)
 
@@ -51,12 +50,14 @@ def _await_leader(context: RankContext, control: Control, name: str, leader: int
     if not came:
         raise barrier_timeout_error(context, "rank_zero_first", [leader], deadline)
     if failure is not None:
-        failed, _, text = failure.partition(" ")
-        what = f"rank {failed} failed in rank_zero_first: {text} (seen by {context.world})."
+        failed = failure.rank
+        what = (
+            f"rank {failed} failed in rank_zero_first: {failure.error} (seen by {context.world})."
+        )
         fix = f"see the error of rank {failed} itself; this rank only waited for it."
         error = RankRaisedError(
             Explanation(what, cause=f"the error of rank {failed} above.", fix=fix),
-            rank=int(failed),
+            rank=failed,
             local_rank=0,
             hostname="",
             attempt=context.attempt,

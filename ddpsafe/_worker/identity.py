@@ -21,15 +21,19 @@ if TYPE_CHECKING:
 _JOB_VARIABLES: Final = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_orte_jobid")
 
 
-def identity_of(env: Mapping[str, str]) -> dict[str, str]:
-    """Collect what all ranks of one job share, and ranks of another job do not."""
-    known = {name: env[name] for name in _JOB_VARIABLES if name in env}
+def identity_of(env: Mapping[str, str]) -> dict[str, list[str]]:
+    """Collect what all ranks of one job share, and ranks of another job do not.
+
+    Returns:
+        For each sign of a job, where it can be compared (empty: everywhere) and its value.
+    """
+    known = {name: ["", env[name]] for name in _JOB_VARIABLES if name in env}
     run_id = env.get("TORCHELASTIC_RUN_ID", "none")
     if run_id != "none":
-        known["TORCHELASTIC_RUN_ID"] = run_id
+        known["TORCHELASTIC_RUN_ID"] = ["", run_id]
     parent = multiprocessing.parent_process()
     if parent is not None:
-        known[f"parent process on {socket.gethostname()} {_pid_namespace()}"] = str(parent.pid)
+        known["parent process"] = [f"{socket.gethostname()} {_pid_namespace()}", str(parent.pid)]
     return known
 
 
@@ -61,17 +65,17 @@ def require_same_job(store: Store, place: str, world: World, env: Mapping[str, s
         ConfigError: The store belongs to another job, or the rank is taken.
     """
     mine = identity_of(env)
-    theirs: dict[str, str] = json.loads(store.get("job"))
-    differing = [name for name in mine if name in theirs and mine[name] != theirs[name]]
-    comparable = _sorts(mine) & _sorts(theirs)
-    if differing or (mine and theirs and not comparable):
+    theirs: dict[str, list[str]] = json.loads(store.get("job"))
+    shared = mine.keys() & theirs.keys()
+    differing = [
+        name
+        for name in sorted(shared)
+        if mine[name][0] == theirs[name][0] and mine[name][1] != theirs[name][1]
+    ]
+    if differing or (mine and theirs and not shared):
         raise _another_job(place, world, ", ".join(differing or sorted(theirs)) + " differs")
     if store.add(f"claim/{world.rank}", 1) != 1:
         raise _another_job(place, world, f"rank {world.rank} has joined there already")
-
-
-def _sorts(identity: Mapping[str, str]) -> set[str]:
-    return {name.split(" on ")[0] for name in identity}
 
 
 def _another_job(place: str, world: World, evidence: str) -> ConfigError:

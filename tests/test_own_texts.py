@@ -1,0 +1,153 @@
+"""Texts are written for readers: ddpsafe never reads its own back.
+
+Facts travel as data (`Explanation`, `origin`, `kind`), so that rewording a message changes nothing
+but the message.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from source_tree import PACKAGE, python_files
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+MATCHERS: Final = {
+    "startswith",
+    "endswith",
+    "removeprefix",
+    "removesuffix",
+    "partition",
+    "rpartition",
+    "split",
+    "rsplit",
+    "find",
+    "rfind",
+    "index",
+    "rindex",
+    "count",
+}
+"""Methods of a text that look for another text in it."""
+
+PATTERNS: Final = {"compile", "search", "match", "fullmatch", "split", "findall", "finditer", "sub"}
+"""Functions of `re` that take a pattern first."""
+
+TEXTS_OF_OTHERS: Final = PACKAGE / "_wire" / "peer_errors.py"
+"""The patterns for texts of torch and of the system; no error of ddpsafe is matched with them.
+
+A row of tests/launcher/test_root_cause.py holds that: ddpsafe's error in the words of others.
+"""
+
+ALLOWED: Final = {
+    ("_commands/terminal.py", "checking "): "to be carried as data by the doctor",
+    ("data/_collective.py", "cpu:"): "torch's name of a backend for the CPU",
+    ("doctor/_checks/gpu_health.py", "not installed"): "to be carried as data by the doctor",
+    ("doctor/_checks/interfaces.py", " Write "): "to be carried as data by the doctor",
+    ("doctor/_mesh/_case.py", "node rank"): "to be carried as data by the doctor",
+}
+"""File and text of matches that are no message's, or will not be for long, each with its reason."""
+
+
+class Match(NamedTuple):
+    """A place in the code that looks for a text in another one."""
+
+    file: Path
+    line: int
+    text: str
+    is_pattern: bool
+
+
+def test_no_text_of_ddpsafe_is_matched() -> None:
+    """No pattern, prefix or comparison finds anything in a sentence that ddpsafe writes."""
+    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in python_files(PACKAGE)}
+    matches = [each for file, tree in trees.items() for each in matches_in(file, tree)]
+    assert len(matches) > 40, "the search for matches finds nothing any more"
+    at = {(each.file, each.line) for each in matches}
+    written = [
+        text
+        for file, tree in trees.items()
+        for line, text in sentences_in(tree)
+        if (file, line) not in at
+    ]
+    assert len(written) > 500, "the search for sentences finds nothing any more"
+    found = [
+        f"{each.file.relative_to(PACKAGE)}:{each.line}: {each.text!r} is in {text!r}"
+        for each in matches
+        if each.file != TEXTS_OF_OTHERS and is_prose(each)
+        for text in written
+        if is_in(each, text)
+        if (each.file.relative_to(PACKAGE).as_posix(), each.text) not in ALLOWED
+    ]
+    assert found == []
+
+
+def matches_in(file: Path, tree: ast.Module) -> Iterator[Match]:
+    """Yield what the code looks for in texts, where that is written down as a text."""
+    constants = {
+        target.id: node.value
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            of_re = isinstance(node.func.value, ast.Name) and node.func.value.id == "re"
+            if of_re and node.func.attr in PATTERNS:
+                yield from _texts(file, node.args[:1], constants, is_pattern=True)
+            elif node.func.attr in MATCHERS:
+                yield from _texts(file, node.args[:1], constants, is_pattern=False)
+        elif isinstance(node, ast.Compare):
+            operands = [node.left, *node.comparators]
+            yield from _texts(file, operands, constants, is_pattern=False)
+        elif isinstance(node, ast.MatchValue):
+            yield from _texts(file, [node.value], constants, is_pattern=False)
+
+
+def _texts(
+    file: Path, nodes: list[ast.expr], constants: dict[str, ast.expr], *, is_pattern: bool
+) -> Iterator[Match]:
+    for node in nodes:
+        value = constants.get(node.id, node) if isinstance(node, ast.Name) else node
+        parts = value.elts if isinstance(value, (ast.Tuple, ast.List, ast.Set)) else [value]
+        for part in parts:
+            if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                yield Match(file, part.lineno, part.value, is_pattern)
+
+
+def sentences_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield what the code writes in words: texts of several words, but for docstrings."""
+    docstrings = {
+        node.body[0].value
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        and isinstance(node.body[0], ast.Expr)
+    } | {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = [each.value if isinstance(each, ast.Constant) else "…" for each in node.values]
+            yield node.lineno, "".join(map(str, parts))
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node not in docstrings
+            and len(re.findall(r"[a-z]{2,}", node.value)) > 1
+        ):
+            yield node.lineno, node.value
+
+
+def is_prose(match: Match) -> bool:
+    """Tell whether what is looked for has words of a sentence: a letter, and a space or a colon."""
+    words = re.sub(r"\\.", "", match.text) if match.is_pattern else match.text
+    return re.search(r"[A-Za-z]{2,}", words) is not None and re.search(r"[ :]", words) is not None
+
+
+def is_in(match: Match, text: str) -> bool:
+    """Tell whether a match finds something in a text."""
+    if not match.is_pattern:
+        return match.text in text
+    return re.search(match.text, text, re.MULTILINE) is not None
