@@ -9,12 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ddpsafe._errors import STARTUP_KINDS, RankKilledError
-from ddpsafe._launcher import evidence, postmortem, shutdown
-from ddpsafe._launcher.case import Case
+from ddpsafe._launcher import shutdown
 from ddpsafe._launcher.console import open_console
+from ddpsafe._launcher.diagnosis import errors, evidence
 from ddpsafe._launcher.guard import posted_guard
 from ddpsafe._launcher.litter import find_helpers_folder
-from ddpsafe._launcher.memory import count_oom_kills
 from ddpsafe._launcher.plan import rank_env
 from ddpsafe._launcher.preempted import conclude_stop
 from ddpsafe._launcher.rendezvous import open_meeting
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from threading import Event
 
     from ddpsafe._errors import LaunchError
+    from ddpsafe._launcher.diagnosis.errors import EndedAttempt
     from ddpsafe._launcher.plan import LaunchPlan
     from ddpsafe._launcher.rendezvous import Meeting
     from ddpsafe._launcher.run_directory import RunDirectory
@@ -71,7 +71,7 @@ def run_attempt(
     """
     directory.attempt(number)
     config = plan.config
-    oom_kills_before = count_oom_kills()
+    oom_kills_before = evidence.count_oom_kills()
     with ExitStack() as stack:
         inbox = stack.enter_context(open_inbox())
         meeting = stack.enter_context(open_meeting(timeout=config.timeouts.rendezvous))
@@ -95,13 +95,13 @@ def run_attempt(
         if on_start is not None:
             on_start(workers, inbox)
         ending, request = _watch_to_the_end(workers, plan, inbox, end)
-        case = Case(
+        case = errors.EndedAttempt(
             outcomes={worker.rank: worker.outcome() for worker in workers},
             ending=ending,
             attempt=number,
             attempts=config.retry.attempts,
             run_dir=directory.path,
-            oom_kills=count_oom_kills() - oom_kills_before,
+            oom_kills=evidence.count_oom_kills() - oom_kills_before,
             timeouts=config.timeouts,
         )
     if inbox.received is not None:
@@ -126,7 +126,7 @@ def _watch_to_the_end(
 
 
 def _conclude(
-    case: Case,
+    case: EndedAttempt,
     workers: Sequence[Worker],
     request: StopRequest,
     received: signal.Signals | None,
@@ -150,14 +150,16 @@ def _conclude(
     raise error
 
 
-def _values(workers: Sequence[Worker], case: Case, directory: RunDirectory) -> dict[int, object]:
+def _values(
+    workers: Sequence[Worker], case: EndedAttempt, directory: RunDirectory
+) -> dict[int, object]:
     values: dict[int, object] = {}
     for worker in workers:
         if worker.returned is not None:
             try:
                 values[worker.rank] = _load(worker.returned.payload)
             except Exception as exc:
-                error = postmortem.unloadable(case, worker.rank, exc)
+                error = errors.unloadable(case, worker.rank, exc)
                 directory.report(case.attempt, error)
                 directory.holds_failure = True
                 raise error from exc
@@ -173,9 +175,9 @@ def _load(value: bytes) -> object:
         raise payload.CannotTravelError(msg) from exc
 
 
-def _failure(case: Case, directory: RunDirectory) -> LaunchError:
+def _failure(case: EndedAttempt, directory: RunDirectory) -> LaunchError:
     directory.note_tracebacks(case.outcomes.values())
-    error = postmortem.conclude(case)
+    error = errors.conclude(case)
     directory.report(case.attempt, error)
     return error
 

@@ -6,12 +6,12 @@ import socket
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import TRY_AGAIN_EXIT_CODE, Explanation, PreemptedError
-from ddpsafe._launcher.wording import listed, positions
+from ddpsafe._launcher.diagnosis.messages import listed, positions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ddpsafe._launcher.case import Case
+    from ddpsafe._launcher.diagnosis.errors import EndedAttempt
     from ddpsafe._launcher.stop_request import StopRequest
 
 _CAUSE: Final = (
@@ -21,7 +21,7 @@ _CAUSE: Final = (
 
 
 def conclude_stop(
-    case: Case, request: StopRequest, values: Mapping[int, object], *, keeps_logs: bool
+    case: EndedAttempt, request: StopRequest, values: Mapping[int, object], *, keeps_logs: bool
 ) -> PreemptedError:
     """Say who has stopped, who has not, and how the job goes on.
 

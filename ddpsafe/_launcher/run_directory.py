@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import Explanation, LaunchError, PreflightError
-from ddpsafe._launcher.report import write_report
+from ddpsafe._launcher.diagnosis.report import write_report
 from ddpsafe._wire.spec import LogFiles
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ import socket
 from typing import TYPE_CHECKING
 
 from ddpsafe._launcher.descendants import RankProcess, open_pidfd
-from ddpsafe._launcher.logs import read_log
 from ddpsafe._launcher.stop_talk import StopTalk
 from ddpsafe._wire.channel import ASK_POSITION, ASK_STACKS, ASK_THREADS, Receiver
 from ddpsafe._wire.living_threads import LivingThreads
 from ddpsafe._wire.outcome import (
     Entered,
+    NativeError,
     Phase,
     Position,
     Raised,
@@ -23,6 +23,7 @@ from ddpsafe._wire.outcome import (
     Recovered,
     Returned,
 )
+from ddpsafe._wire.spec import read_log
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -50,6 +51,7 @@ class Worker:
         state: What the system says of the process, when it was asked.
         stack: The user's innermost line, when it was asked.
         in_collective: Whether it waited in a collective there.
+        native: What native code wrote before it ended the process.
         living_threads: What keeps its process alive, when it was asked.
         stop: What is said about stopping by itself.
         is_swept: Whether it has been ended with everything it started.
@@ -81,6 +83,7 @@ class Worker:
         self.state = ""
         self.stack = ""
         self.in_collective: bool | None = None
+        self.native: NativeError | None = None
         self.living_threads: tuple[str, ...] = ()
         self.stop = StopTalk(self._say)
         self.is_swept = False
@@ -225,6 +228,7 @@ class Worker:
             phase=self.raised.phase if self.raised else self.phase,
             exit_code=self.exitcode,
             raised=None if status == "killed" else self.raised,
+            native=self.native,
             ended_ns=self.ended_ns,
             stdout=logs.stdout,
             stderr=logs.stderr,

@@ -32,11 +32,6 @@ STOP_AT: Final = b"="
 END_NOW: Final = b"."
 """What the launcher may say to a rank, on the pipe that otherwise only ends with it."""
 
-PIPE_LOST: Final = (
-    "ddpsafe: the script has closed the pipe to the launcher (os.closerange?), so this stands here:"
-)
-"""Above what a rank writes into its log since it can no longer send it."""
-
 CALL_NUMBER: Final = struct.Struct("<Q")
 """Follows `STOP_AT`: the call of `stop_requested` from which on the answer is yes."""
 

@@ -1,17 +1,36 @@
-"""What can be said of an exception in plain text; nothing here raises one itself."""
+"""What can be said of an exception in plain text, and which one of a chain says why a rank failed.
+
+Nothing here raises an exception itself.
+
+What leaves the user's function is often not what went wrong. ``except Exception: sys.exit(1)`` and
+``raise RuntimeError("epoch 3") from exc`` wrap what another rank's end has caused here; a collective
+in a ``finally`` hides the rank's own error behind such a peer error.
+"""
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import signal
 import sysconfig
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+from ddpsafe._errors import DDPSafeError
+from ddpsafe._wire.peer_errors import find_peer_text, is_of_a_backend
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
+    from ddpsafe._errors import Origin
+
 _CUT: Final = " […] "
+_MEETINGS: Final = 3
+_DEEPEST: Final = 4
+_GROUP: Final[Any] = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 on
 
 MAX_MESSAGE: Final = 4_000
 """So many characters of an exception's text are looked at and shown."""
@@ -90,3 +109,106 @@ def exit_code_of(exc: BaseException) -> int | None:
     if not isinstance(exc.code, int):
         return 1
     return exc.code & 0xFF or int(exc.code != 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What a chain of exceptions comes to.
+
+    Attributes:
+        shown: The exception to show: the one that left, or the own error that an echo hides.
+        origin: Where the failure comes from; another rank only where the whole chain says so.
+        is_wrapped: Whether `shown` was raised while a peer error was handled.
+        hidden_by: The peer error that hides `shown`, which may have been handled before it.
+    """
+
+    shown: BaseException
+    origin: Origin = "own"
+    is_wrapped: bool = False
+    hidden_by: BaseException | None = None
+
+
+def note_met(exc: BaseException) -> None:
+    """Count that the rank has met the others while it handled an exception."""
+    with contextlib.suppress(Exception):  # it may have no room for a name more
+        exc._ddpsafe_met = _met(exc) + 1  # type: ignore[attr-defined]  # noqa: SLF001 - a mark of ours
+
+
+def is_handled(exc: BaseException) -> bool:
+    """Tell whether the rank goes on with its work while it handles an exception.
+
+    A ``finally`` may hold a meeting or two as well, with an exception on its way out.
+    """
+    return _met(exc) >= _MEETINGS
+
+
+def _met(exc: BaseException) -> int:
+    return int(getattr(exc, "__dict__", {}).get("_ddpsafe_met", 0))
+
+
+def read_chain(exc: BaseException) -> Reading:
+    """Find what says why the rank failed, from the exception that left its function.
+
+    An exception that cannot be read, since its class plays tricks, is what is shown.
+    """
+    with contextlib.suppress(Exception):
+        return _read(exc)
+    return Reading(shown=exc)
+
+
+def _read(exc: BaseException, depth: int = 0) -> Reading:
+    chain = list(_chain_of(exc))
+    for number in reversed(range(len(chain))):
+        outer, inner = chain[number], chain[number + 1 : number + 2]
+        origin = _origin_of(outer, depth)
+        # Whoever raised it "from None" had decided that what lies beneath does not matter.
+        if inner and origin != "own" and not outer.__suppress_context__:
+            return Reading(shown=inner[0], hidden_by=outer, origin=_origin_of(inner[0], depth))
+        if origin in ("peer-lost", "timeout"):
+            return Reading(shown=exc, origin=origin, is_wrapped=outer is not exc)
+    return Reading(shown=exc, origin=_origin_of(exc, depth))
+
+
+def _origin_of(exc: BaseException, depth: int) -> Origin:
+    """Tell where one exception, taken by itself, comes from.
+
+    ddpsafe's own errors carry their origin. torch's are known by their text, and only where torch
+    raised them: the user's own connections break with the same words. A group of exceptions comes
+    from another rank if all of them do.
+    """
+    if isinstance(exc, DDPSafeError):
+        return exc.origin
+    if isinstance(exc, _GROUP):
+        if depth == _DEEPEST:
+            return "own"
+        origins = [_read(each, depth + 1).origin for each in exc.exceptions]
+        return "own" if "own" in origins or "mismatch" in origins else origins[0]
+    row = find_peer_text(line_of(exc, MAX_MESSAGE)) if _is_torchs(exc) else None
+    return "own" if row is None else row.origin
+
+
+def _is_torchs(exc: BaseException) -> bool:
+    """Tell whether torch raised it: its type, its text or the place where it was raised says so."""
+    if not isinstance(exc, RuntimeError):
+        return False
+    return type(exc).__module__.partition(".")[0] == "torch" or is_of_a_backend(
+        line_of(exc, MAX_MESSAGE), _file_of(exc)
+    )
+
+
+def _chain_of(exc: BaseException) -> Iterator[BaseException]:
+    """Yield an exception, what it was raised from or while handling, and so on."""
+    seen: set[int] = set()
+    at: object = exc
+    while isinstance(at, BaseException) and id(at) not in seen:
+        seen.add(id(at))
+        yield at
+        at = at.__context__ if at.__cause__ is None else at.__cause__
+
+
+def _file_of(exc: BaseException) -> str:
+    """Return the file of the line that raised it."""
+    file, tb = "", exc.__traceback__
+    while tb is not None:
+        file, tb = tb.tb_frame.f_code.co_filename, tb.tb_next
+    return file

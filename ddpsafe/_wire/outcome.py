@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from ddpsafe._errors import DDPSafeError, Explanation, LaunchTimeoutError, Origin
-from ddpsafe._wire.chain import is_handled, read_chain
+from ddpsafe._errors import (
+    DDPSafeError,
+    Explanation,
+    FailureKind,
+    LaunchTimeoutError,
+    Origin,
+)
 from ddpsafe._wire.exceptions import (
     MAX_MESSAGE,
     clip,
     exit_code_of,
+    is_handled,
     line_of,
+    read_chain,
     text_of,
     traceback_of,
     type_name_of,
@@ -150,6 +158,7 @@ class Raised:
         held: What the rank's memory held, where it ran out of it.
         origin: Where the exception comes from, as far as this rank can tell.
         explanation: What an error of ddpsafe's own says, as data.
+        kind: The kind of failure, where the exception's class tells it.
         setting: The field of `Timeouts` whose deadline passed, if it says that.
         is_wrapped: Whether it was raised while a peer error was handled.
         hidden_by: The peer error that was raised on top of it and left in its place, in a line.
@@ -169,6 +178,7 @@ class Raised:
     held: str = ""
     origin: Origin = "own"
     explanation: Explanation | None = None
+    kind: FailureKind | None = None
     setting: str = ""
     is_wrapped: bool = False
     hidden_by: str = ""
@@ -177,7 +187,7 @@ class Raised:
     @property
     def is_peer_error(self) -> bool:
         """Whether the rank failed because of another one: it lost it, or waited for it too long."""
-        return self.origin in ("peer-lost", "timeout")
+        return is_peer_origin(self.origin)
 
     @property
     def is_certain(self) -> bool:
@@ -224,11 +234,27 @@ class Raised:
             held=held,
             origin=reading.origin,
             explanation=shown.explanation if isinstance(shown, DDPSafeError) else None,
+            kind=_kind_of(shown),
             setting=shown.setting if isinstance(shown, LaunchTimeoutError) else "",
             is_wrapped=reading.is_wrapped,
             hidden_by="" if reading.hidden_by is None else _in_a_line(reading.hidden_by),
             handled="" if handled is None else _in_a_line(handled),
         )
+
+
+def is_peer_origin(origin: Origin) -> bool:
+    """Tell whether a failure of that origin follows from another rank's."""
+    return origin in ("peer-lost", "timeout")
+
+
+def _kind_of(exc: BaseException) -> FailureKind | None:
+    """Return the kind that the class of an exception tells; the texts of others are read later."""
+    if isinstance(exc, pickle.PicklingError):
+        return "unpicklable"
+    if not isinstance(exc, DDPSafeError):
+        return None
+    # "config" says that nothing was started, which is not so in a rank.
+    return "user-error" if exc.kind == "config" else exc.kind
 
 
 def _in_a_line(exc: BaseException) -> str:
@@ -250,6 +276,19 @@ Status = Literal["returned", "raised", "exited", "killed", "stopped", "running"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NativeError:
+    """What native code, such as NCCL's watchdog, wrote to stderr before it ended its process.
+
+    Attributes:
+        origin: Whether it blames another rank, and how.
+        text: The line.
+    """
+
+    origin: Origin
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankOutcome:
     """What became of one rank.
 
@@ -262,6 +301,7 @@ class RankOutcome:
         phase: How far it came.
         exit_code: Exit status as `multiprocessing` gives it (negative: a signal).
         raised: What it raised, if it did.
+        native: What native code wrote before it ended the process, if that blames another rank.
         ended_ns: When the launcher saw its end (monotonic).
         position: Where it was in the sequence of collectives, where that is known.
         state: What the system said of the process before it was ended, e.g. ``stopped``.
@@ -280,6 +320,7 @@ class RankOutcome:
     phase: Phase
     exit_code: int | None
     raised: Raised | None = None
+    native: NativeError | None = None
     ended_ns: int | None = None
     position: Position | None = None
     state: str = ""
@@ -288,6 +329,13 @@ class RankOutcome:
     steps: int = 0
     stdout: str | None = None
     stderr: str | None = None
+
+    @property
+    def origin(self) -> Origin:
+        """Where its failure comes from, as far as the rank itself could tell."""
+        if self.raised is not None:
+            return self.raised.origin
+        return "own" if self.native is None else self.native.origin
 
     @property
     def signal_name(self) -> str | None:

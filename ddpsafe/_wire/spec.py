@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 if TYPE_CHECKING:
@@ -50,6 +51,19 @@ class LogFiles:
     stdout: str
     stderr: str
     stacks: str
+
+
+def unreported_mark(stderr: Path | str) -> Path:
+    """Return the file that a rank makes beside its log when it could not send its last report."""
+    return Path(stderr).with_suffix(".unreported")
+
+
+def read_log(path: Path | str) -> str:
+    """Return a file of a rank's, as far as it is text; nothing where it does not exist any more."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

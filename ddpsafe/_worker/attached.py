@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Final
 from ddpsafe._bounded import BoundedCall
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import TRY_AGAIN_EXIT_CODE, Explanation, PreemptedError
-from ddpsafe._wire.chain import read_chain
-from ddpsafe._wire.exceptions import clip, text_of, type_name_of
+from ddpsafe._wire.exceptions import clip, read_chain, text_of, type_name_of
 from ddpsafe._worker import environment, session, stopping
 from ddpsafe._worker import process_group as groups
 from ddpsafe._worker.absence import barrier_timeout_error

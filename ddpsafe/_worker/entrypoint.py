@@ -22,7 +22,6 @@ from ddpsafe._wire.channel import (
     ASK_STOP,
     ASK_THREADS,
     END_NOW,
-    PIPE_LOST,
     Sender,
 )
 from ddpsafe._wire.exceptions import exit_code_of
@@ -34,6 +33,7 @@ from ddpsafe._wire.outcome import (
     Recovered,
     Returned,
 )
+from ddpsafe._wire.spec import unreported_mark
 from ddpsafe._worker import environment, in_flight, lifeline, stopping
 from ddpsafe._worker.launcher_line import LauncherLine
 from ddpsafe._worker.living_threads import find_living_threads
@@ -99,16 +99,17 @@ class Reporter:
             self._write_down_if_lost(raised.traceback)
 
     def _write_down_if_lost(self, text: str) -> None:
-        """Write where the launcher reads a rank's last words what the pipe does not take any more.
+        """Append to the rank's log what the pipe does not take any more, and mark that it is there.
 
-        By its name, for the script may have closed file descriptor 2 as well.
+        The log is opened by its name, for the script may have closed file descriptor 2 as well.
         """
         if self._sender.is_lost:
             with (
                 contextlib.suppress(OSError),
                 Path(self._log).open("a", encoding="utf-8", errors="backslashreplace") as file,
             ):
-                file.write(f"{PIPE_LOST}\n{text.rstrip()}\n")
+                file.write(f"{text.rstrip()}\n")
+                unreported_mark(self._log).touch()
 
     def position(self) -> None:
         """Say where this rank is in the sequence of collectives."""

@@ -19,7 +19,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Protocol
 
-from ddpsafe._wire.chain import is_handled, note_met
+from ddpsafe._wire.exceptions import is_handled, note_met
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -20,6 +20,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING
 
 from ddpsafe._errors import DDPSafeError
@@ -106,6 +107,7 @@ class WorkerDiedError(DataError, RuntimeError):
         self.pid = pid
         self.exitcode = exitcode
         self.index = index
+        self.kind = "out-of-memory" if exitcode == -signal.SIGKILL else "killed"
 
 
 class WorkerTimeoutError(DataError, RuntimeError):

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import LaunchTimeoutError, RankFailedError
-from ddpsafe._launcher.logs import read_log
-from ddpsafe._launcher.wording import where
+from ddpsafe._launcher.diagnosis.messages import where
+from ddpsafe._wire.spec import read_log
 
 if TYPE_CHECKING:
     from ddpsafe._errors import LaunchError

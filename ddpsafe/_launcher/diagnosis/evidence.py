@@ -1,4 +1,4 @@
-"""Asking the living where they are, before they are ended."""
+"""Where the ranks are, asked before they are ended, and whether the kernel killed for memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Final
 import psutil
 
 from ddpsafe._clock import Deadline
-from ddpsafe._launcher.logs import read_log
 from ddpsafe._wire.exceptions import is_library
-from ddpsafe._wire.spec import STACKS_SIGNAL
+from ddpsafe._wire.outcome import NativeError
+from ddpsafe._wire.peer_errors import find_native_text
+from ddpsafe._wire.spec import STACKS_SIGNAL, read_log
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,6 +32,9 @@ _POLL_S: Final = 0.02
 _FRAME: Final = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
 _CAUGHT: Final = re.compile(r"^SigCgt:\s*([0-9a-f]+)$", re.MULTILINE)
 _BACKWARD: Final = re.compile(r"/torch/(?:autograd|nn/parallel)/")
+_CGROUPS: Final = Path("/sys/fs/cgroup")
+_MEMBERSHIPS: Final = Path("/proc/self/cgroup")
+_COUNT: Final = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 _COLLECTIVES: Final = "distributed_c10d.py"
 _ENTRYPOINT: Final = "_worker/entrypoint.py"
 
@@ -56,7 +60,9 @@ def collect(workers: Sequence[Worker]) -> None:
             worker.position = None  # an old answer would make a rank look behind that is not
     for worker in workers:
         if worker.crashed:
-            worker.stack, worker.in_collective = read_crash(worker.error_text())
+            stderr = worker.error_text()
+            worker.stack, worker.in_collective = read_crash(stderr)
+            worker.native = read_native_error(stderr)
     _collect_all_threads([worker for worker in asked if worker.position is not None])
     for worker in asked:
         if not worker.stack:  # its main thread is in the kernel and takes no signal
@@ -195,6 +201,17 @@ def read_crash(text: str) -> tuple[str, bool | None]:
     return read_stack(dump) if crash else ("", None)
 
 
+def read_native_error(stderr: str) -> NativeError | None:
+    """Find what native code wrote before it ended the process, if that blames another rank."""
+    row = find_native_text(stderr)
+    if row is None:
+        return None
+    match = row.pattern.search(stderr)
+    start = 0 if match is None else match.start()
+    line = stderr[stderr.rfind("\n", 0, start) + 1 :].partition("\n")[0]
+    return NativeError(origin=row.origin, text=line.strip())
+
+
 def _main_thread(dump: str) -> list[re.Match[str]]:
     """Return the frames of the thread that runs the rank, from the last dump in the text."""
     threads = re.split(r"^(?:Current thread|Thread) .*$", dump, flags=re.MULTILINE)
@@ -202,3 +219,39 @@ def _main_thread(dump: str) -> list[re.Match[str]]:
     if not mine:
         return []
     return [match for line in mine[-1].splitlines() if (match := _FRAME.match(line))]
+
+
+def count_oom_kills() -> int:
+    """Return how many processes of this cgroup the kernel has killed for memory.
+
+    Both versions of cgroups count them (``memory.events``, ``memory.oom_control``); the number
+    before and after an attempt tells a SIGKILL of the kernel from one of a person.
+
+    Returns:
+        The count; 0 where nothing counts.
+    """
+    return sum(map(_read_count, _counters()))
+
+
+def _counters() -> list[Path]:
+    try:
+        lines = _MEMBERSHIPS.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        inside = path.lstrip("/")
+        if controllers == "":
+            found.append(_CGROUPS / inside / "memory.events")
+        elif "memory" in controllers.split(","):
+            found.append(_CGROUPS / "memory" / inside / "memory.oom_control")
+    return found
+
+
+def _read_count(file: Path) -> int:
+    try:
+        match = _COUNT.search(file.read_text(encoding="utf-8"))
+    except OSError:
+        return 0
+    return int(match[1]) if match else 0

@@ -1,0 +1,13 @@
+"""What is concluded from a failed attempt: who broke, what the error says, what the report shows.
+
+Data flows one way, and each module imports only those before it::
+
+    evidence      ranks that are alive are asked where they are; logs are read
+    root_cause    outcomes -> Evidence -> RULES -> the rank that broke
+    failure_kind  what kind of failure an exception is
+    messages      texts: causes, advice, lines for each rank
+    errors        all of it -> one LaunchError
+    report        the error -> report.txt and report.json
+
+Nothing here starts or ends a process.
+"""

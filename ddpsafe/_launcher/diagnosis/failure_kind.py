@@ -1,0 +1,44 @@
+"""What kind of failure an exception of a rank is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ddpsafe._wire.peer_errors import find_kind
+
+if TYPE_CHECKING:
+    from ddpsafe._errors import FailureKind
+    from ddpsafe._wire.outcome import Raised
+
+
+def wants_busy_port(raised: Raised) -> bool:
+    """Tell whether a port is taken, whatever kind of failure that makes."""
+    return find_kind(_line_of(raised)) == "port"
+
+
+def kind_of(raised: Raised) -> FailureKind:
+    """Return the kind: what the exception's class tells, else what its text does."""
+    kind: FailureKind
+    if raised.is_peer_error:
+        kind = "hang" if raised.origin == "timeout" else "peer-lost"
+    elif raised.kind is not None:
+        kind = raised.kind
+    elif _lost_loader_worker(raised):
+        kind = "killed"
+    else:
+        kind = find_kind(_line_of(raised)) or "user-error"
+    before = raised.phase in ("starting", "loading", "joining")
+    if before and kind in ("network", "peer-lost", "hang"):
+        return "startup-network"
+    # "port" is tried again by default, which is safe only while the function has not run.
+    return "network" if kind == "port" and not before else kind
+
+
+def _line_of(raised: Raised) -> str:
+    return f"{raised.type_name}: {raised.message}"
+
+
+def _lost_loader_worker(raised: Raised) -> bool:
+    """Tell whether a read from a DataLoader's worker broke off, which has died then."""
+    broke_off = raised.type_name in ("ConnectionResetError", "ConnectionRefusedError", "EOFError")
+    return broke_off and "torch/utils/data/dataloader.py" in raised.traceback

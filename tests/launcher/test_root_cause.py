@@ -1,0 +1,1378 @@
+"""Who is blamed, as a table: what became of each rank -> rank, rule, error class and kind.
+
+Each row is a world whose ranks stand in order. Exceptions are real ones, read as a rank reads them;
+their texts are those that torch, gloo and the system wrote in real runs.
+"""
+
+from __future__ import annotations
+
+import errno
+import pickle
+import re
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+import ddpsafe
+from ddpsafe._config import Timeouts
+from ddpsafe._errors import DDPSafeError, Explanation, FailureKind, MismatchError
+from ddpsafe._launcher.diagnosis.errors import EndedAttempt, conclude
+from ddpsafe._launcher.diagnosis.evidence import read_crash, read_stack
+from ddpsafe._launcher.diagnosis.root_cause import RULES, find_root_cause
+from ddpsafe._launcher.supervisor import Ending, Verdict
+from ddpsafe._wire.exceptions import note_met
+from ddpsafe._wire.outcome import Collective, NativeError, Position, Raised, RankOutcome
+from ddpsafe._wire.payload import CannotTravelError
+from ddpsafe.checkpoint.errors import NoSpaceError
+from ddpsafe.data.errors import WorkerDiedError
+
+Facts = dict[str, Any]
+Raiser = Callable[[], None]
+
+_MS: Final = 1_000_000
+_STARTED_NS: Final = 1_790_000_000_000_000_000
+
+
+# ---- exceptions, as ranks raise them ----
+
+
+def caught(raiser: Raiser) -> BaseException:
+    """Return what a function raises, with its traceback."""
+    try:
+        raiser()
+    except BaseException as exc:  # noqa: BLE001 - SystemExit too
+        return exc
+    pytest.fail("it raised nothing")
+
+
+def own() -> None:
+    """Raise an error of the user's code."""
+    message = "label 7 is out of range"
+    raise ValueError(message)
+
+
+def other() -> None:
+    """Raise another error in another place."""
+    raise KeyError("label")
+
+
+def lost_a_peer() -> None:
+    """Raise what gloo does when a connection ends."""
+    text = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] "
+    raise RuntimeError(text + "Connection closed by peer [127.0.0.1]:35341")
+
+
+def timed_out() -> None:
+    """Raise what gloo does at a timeout."""
+    text = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] "
+    raise RuntimeError(text + "Timed out waiting 1500ms for recv operation to complete")
+
+
+def closed_by_timeout() -> None:
+    """Raise what gloo does on a connection that another one's timeout closed."""
+    text = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
+    raise RuntimeError(text + "Application timeout caused pair closure")
+
+
+def raising(error: BaseException) -> Raiser:
+    """Return a function that raises just that."""
+
+    def raiser() -> None:
+        raise error
+
+    return raiser
+
+
+def wrapping(inner: Raiser, outer: Raiser) -> Raiser:
+    """Return a function that raises `outer` from what `inner` raises."""
+
+    def raiser() -> None:
+        try:
+            inner()
+        except BaseException as exc:
+            raise caught(outer) from exc
+
+    return raiser
+
+
+def hiding(inner: Raiser, outer: Raiser) -> Raiser:
+    """Return a function whose `finally` raises on top of what `inner` raises."""
+
+    def raiser() -> None:
+        try:
+            inner()
+        finally:
+            outer()
+
+    return raiser
+
+
+def exiting(code: object) -> Raiser:
+    """Return a function that calls ``sys.exit``."""
+    return lambda: sys.exit(code)  # type: ignore[arg-type]
+
+
+def grouped(*raisers: Raiser) -> Raiser:
+    """Return a function that raises a group of exceptions, as a TaskGroup does."""
+    return lambda: raise_group([caught(each) for each in raisers])
+
+
+def raise_group(errors: list[BaseException]) -> None:
+    """Raise a group of exceptions."""
+    raise BaseExceptionGroup("tasks failed", errors)  # type: ignore[name-defined] # noqa: F821
+
+
+def barrier_timed_out(missing: list[int], name: str = "evaluated") -> Raiser:
+    """Return a function that raises what ``ctx.barrier`` does."""
+
+    def raiser() -> None:
+        explanation = Explanation(
+            f"rank 0 of 3 waited 1.5 s at the barrier {name!r}: ranks did not come.",
+            cause="a rank is slower, hangs, or took another branch.",
+            fix="let every rank call the same barriers.",
+        )
+        raise ddpsafe.BarrierTimeoutError(explanation, waited_s=1.5, missing_ranks=missing)
+
+    return raiser
+
+
+def rendezvous_timed_out() -> None:
+    """Raise what a rank does whose peers have not come to its rendezvous."""
+    explanation = Explanation("rank 0 of 2 waited 5.0 s for rank 1.", cause="slow", fix="wait")
+    raise ddpsafe.RendezvousTimeoutError(explanation, waited_s=5, missing_ranks=[1])
+
+
+def mismatch() -> None:
+    """Raise what ``ctx.reduce_mean`` does where the ranks pass different keys."""
+    what = "reduce_mean: the ranks passed different keys or shapes; this one has one number."
+    raise MismatchError(Explanation(what, cause="different metrics", fix="pass the same"))
+
+
+def led_astray() -> None:
+    """Raise what ``rank_zero_first`` does in the ranks that follow one that failed."""
+    error = ddpsafe.RankRaisedError(
+        Explanation("rank 0 failed in rank_zero_first", cause="see rank 0", fix="see rank 0"),
+        rank=0,
+        local_rank=0,
+        hostname="",
+    )
+    error.origin = "peer-lost"
+    raise error
+
+
+def worker_died(exitcode: int) -> Raiser:
+    """Return a function that raises what ddpsafe's loader does where a worker died."""
+
+    def raiser() -> None:
+        explanation = Explanation("a worker died", cause="out of memory", fix="lower num_workers")
+        raise WorkerDiedError(explanation, rank=0, worker=1, pid=7, exitcode=exitcode, index=3)
+
+    return raiser
+
+
+def resembling() -> None:
+    """Raise an error of ddpsafe's whose text has the words of everything that others write."""
+    words = "CUDA out of memory, Connection closed by peer [1], /gloo/, EADDRINUSE, Xid"
+    raise DDPSafeError(Explanation(words, cause="Timed out waiting 5ms for recv", fix="none"))
+
+
+def no_space() -> None:
+    """Raise what a checkpoint does on a full disk."""
+    raise NoSpaceError(
+        Explanation("the disk is full", cause="No route to host", fix="make room"),
+        step=1,
+        needed_bytes=2,
+        free_bytes=1,
+    )
+
+
+# ---- what became of a rank ----
+
+
+def at(
+    *calls: tuple[int, str], done: bool = False, group: str = "default_pg", ms: int = 0
+) -> Position:
+    """Make a position: numbers and names of collectives in one group, the last one the newest."""
+    return Position(
+        collectives=tuple(
+            Collective(
+                group=group,
+                number=number,
+                name=f"gloo:{name}",
+                sizes="[[8]]",
+                done=done or number < calls[-1][0],
+                entered_ns=_STARTED_NS + number * _MS + ms * _MS,
+            )
+            for number, name in calls
+        )
+    )
+
+
+def number(last: int, name: str = "all_reduce", **how: Any) -> Position:
+    """Make the position of a rank whose last collective of all ranks has that number."""
+    earlier = [(each, "all_reduce") for each in range(max(1, last - 2), last)]
+    return at(*earlier, (last, name), **how)
+
+
+def both(*positions: Position) -> Position:
+    """Join positions in several groups."""
+    return Position(collectives=tuple(each for one in positions for each in one.collectives))
+
+
+NOWHERE: Final = Position(collectives=())
+
+
+def raises(
+    raiser: Raiser,
+    position: Position = NOWHERE,
+    *,
+    ms: int = 0,
+    final: bool = True,
+    phase: str = "running",
+    met: int = 0,
+) -> Facts:
+    """Say that a rank raised, or is handling, an exception."""
+
+    def facts() -> Facts:
+        exc = caught(raiser)
+        for _ in range(met):
+            note_met(exc.__context__ or exc)
+        raised = Raised.from_exception(
+            exc,
+            phase=phase,  # type: ignore[arg-type]
+            pickled=lambda _: None,
+            position=position,
+            at_ns=ms * _MS,
+            final=final,
+        )
+        return {"status": "raised", "raised": raised, "position": position, "phase": phase}
+
+    return {"make": facts}
+
+
+def handles(raiser: Raiser, position: Position = NOWHERE, *, ms: int = 0) -> Facts:
+    """Say that a rank was seen to handle an exception while it waits for the others."""
+    return raises(raiser, position, ms=ms, final=False) | {"in_collective": True}
+
+
+def killed(
+    by: int = signal.SIGKILL,
+    position: Position | None = None,
+    *,
+    ms: int = 0,
+    inside: bool | None = None,
+    **facts: Any,
+) -> Facts:
+    """Say that a signal ended a rank."""
+    return {
+        "status": "killed",
+        "exit_code": -by,
+        "ended_ns": ms * _MS,
+        "in_collective": inside,
+        "position": position,
+        **facts,
+    }
+
+
+def exited(code: int, *, ms: int = 0, phase: str = "running") -> Facts:
+    """Say that a rank exited without a report."""
+    return {"status": "exited", "exit_code": code, "ended_ns": ms * _MS, "phase": phase}
+
+
+def returned(position: Position = NOWHERE) -> Facts:
+    """Say that the function of a rank returned."""
+    return {"status": "returned", "phase": "leaving", "position": position, "exit_code": 0}
+
+
+def waits(position: Position | None = NOWHERE) -> Facts:
+    """Say that a rank was in a collective when it was stopped."""
+    return {
+        "status": "stopped",
+        "in_collective": True,
+        "position": position,
+        "stack": "t.py:1 in f",
+    }
+
+
+def works(position: Position | None = NOWHERE, *, phase: str = "running") -> Facts:
+    """Say that a rank was in the user's code when it was stopped."""
+    return {
+        "status": "stopped",
+        "in_collective": False,
+        "position": position,
+        "stack": "t.py:9 in load",
+        "phase": phase,
+    }
+
+
+def silent(phase: str = "running") -> Facts:
+    """Say that a rank told nothing before it was stopped."""
+    return {"status": "stopped", "phase": phase}
+
+
+def suspended(position: Position | None = NOWHERE) -> Facts:
+    """Say that a rank was stopped by SIGSTOP when it was asked."""
+    return {**works(position), "state": "stopped"}
+
+
+def outcome_of(rank: int, facts: Facts) -> RankOutcome:
+    """Make the outcome of a rank."""
+    usual: Facts = {
+        "local_rank": rank,
+        "pid": 100 + rank,
+        "hostname": "here",
+        "phase": "running",
+        "exit_code": 1,
+    }
+    made = facts.get("make", dict)()
+    rest = {name: value for name, value in facts.items() if name != "make"}
+    return RankOutcome(rank=rank, **{**usual, **made, **rest})
+
+
+# ---- the table ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A world, and what has to be concluded from it.
+
+    Attributes:
+        name: What happened.
+        ranks: What became of each rank, in order.
+        rank: Who is blamed.
+        rule: By which rule.
+        error: The class of the error.
+        kind: Its kind.
+        verdict: Why the launcher ended the attempt.
+        oom_kills: How often the kernel killed for memory.
+        facts: Further attributes that the error has.
+        says: What stands in its text.
+    """
+
+    name: str
+    ranks: list[Facts]
+    rank: int
+    rule: str
+    error: type[ddpsafe.LaunchError]
+    kind: FailureKind
+    verdict: Verdict = "failed"
+    oom_kills: int = 0
+    says: tuple[str, ...] = ()
+    facts: tuple[tuple[str, object], ...] = ()
+
+
+def row(
+    name: str,
+    ranks: list[Facts],
+    rank: int,
+    rule: str,
+    error: type[ddpsafe.LaunchError],
+    kind: FailureKind,
+    **more: Any,
+) -> Row:
+    """Make a row."""
+    return Row(name=name, ranks=ranks, rank=rank, rule=rule, error=error, kind=kind, **more)
+
+
+RAISED: Final = ddpsafe.RankRaisedError
+EXITED: Final = ddpsafe.RankExitedError
+KILLED: Final = ddpsafe.RankKilledError
+LEFT: Final = ddpsafe.RankLeftEarlyError
+HUNG: Final = ddpsafe.CollectiveTimeoutError
+BARRIER: Final = ddpsafe.BarrierTimeoutError
+LATE: Final = ddpsafe.RendezvousTimeoutError
+
+ENDED: Final = [
+    row("raises", [waits(), raises(own)], 1, "ended-by-itself", RAISED, "user-error"),
+    row(
+        "raises, and the others lose it and complain first",
+        [raises(lost_a_peer, ms=1), raises(own, ms=9), raises(lost_a_peer, ms=2)],
+        1,
+        "ended-by-itself",
+        RAISED,
+        "user-error",
+    ),
+    row(
+        "two ranks raise: the first one",
+        [raises(own, ms=5), raises(other, ms=3)],
+        1,
+        "ended-by-itself",
+        RAISED,
+        "user-error",
+        says=("rank 0 ", "ValueError"),
+    ),
+    row(
+        "raises while another rank hangs",
+        [raises(own), works(number(1)), waits(number(2))],
+        0,
+        "ended-by-itself",
+        RAISED,
+        "user-error",
+    ),
+    row("is killed", [waits(), killed()], 1, "ended-by-itself", KILLED, "killed"),
+    row(
+        "is killed for memory",
+        [waits(), killed()],
+        1,
+        "ended-by-itself",
+        KILLED,
+        "out-of-memory",
+        oom_kills=1,
+    ),
+    row(
+        "crashes beside a kernel that counts kills for memory",
+        [waits(), killed(signal.SIGSEGV)],
+        1,
+        "ended-by-itself",
+        KILLED,
+        "killed",
+        oom_kills=1,
+    ),
+    row(
+        "is killed, and the others lose it",
+        [raises(lost_a_peer, ms=1), killed(ms=9), raises(lost_a_peer, ms=2)],
+        1,
+        "ended-by-itself",
+        KILLED,
+        "killed",
+    ),
+    row(
+        "is killed, and the other one exits without a report 30 ms before that is seen",
+        [exited(1, ms=10), killed(ms=40)],
+        1,
+        "ended-by-itself",
+        KILLED,
+        "killed",
+    ),
+    row(
+        "exits long before another rank is killed",
+        [exited(1, ms=10), killed(ms=900)],
+        0,
+        "ended-by-itself",
+        EXITED,
+        "user-error",
+    ),
+    row(
+        "exits before another rank crashes in a collective",
+        [exited(1, ms=10), killed(signal.SIGSEGV, ms=40, inside=True)],
+        0,
+        "ended-by-itself",
+        EXITED,
+        "user-error",
+    ),
+    row(
+        "is killed in the middle of an error that it handles",
+        [waits(number(2)), killed(position=number(1))],
+        1,
+        "ended-by-itself",
+        KILLED,
+        "killed",
+    ),
+    row("exits without a report", [waits(), exited(3)], 1, "ended-by-itself", EXITED, "user-error"),
+    row(
+        "exits with 0 without a report",
+        [waits(), exited(0)],
+        1,
+        "ended-by-itself",
+        LEFT,
+        "user-error",
+    ),
+    row(
+        "exits while the script is imported",
+        [waits(), exited(1, phase="starting")],
+        1,
+        "ended-by-itself",
+        EXITED,
+        "user-error",
+        says=("imported",),
+    ),
+    row(
+        "ends in a way that the launcher cannot see",
+        [waits(), {"status": "exited", "exit_code": None}],
+        1,
+        "ended-by-itself",
+        EXITED,
+        "user-error",
+        says=("SIGCHLD",),
+    ),
+    row(
+        "calls sys.exit(3)",
+        [waits(), raises(exiting(3))],
+        1,
+        "ended-by-itself",
+        EXITED,
+        "user-error",
+        facts=(("exit_code", 3),),
+    ),
+    row(
+        "calls sys.exit(0)",
+        [waits(), raises(exiting(0))],
+        1,
+        "ended-by-itself",
+        LEFT,
+        "user-error",
+        says=("SystemExit was raised at",),
+    ),
+    row(
+        "calls sys.exit with a text",
+        [waits(), raises(exiting("no data"))],
+        1,
+        "ended-by-itself",
+        EXITED,
+        "user-error",
+        says=("no data",),
+    ),
+    row(
+        "is interrupted",
+        [waits(), raises(raising(KeyboardInterrupt()))],
+        1,
+        "ended-by-itself",
+        EXITED,
+        "user-error",
+        facts=(("exit_code", 130),),
+    ),
+    row(
+        "is killed while another rank's exception was seen in flight",
+        [handles(own, ms=5), killed(ms=9)],
+        1,
+        "ended-by-itself",
+        KILLED,
+        "killed",
+    ),
+    row(
+        "crashes in code of the user's own while another rank handles an error",
+        [handles(own, ms=5), killed(signal.SIGSEGV, ms=9, inside=False)],
+        1,
+        "ended-by-itself",
+        KILLED,
+        "killed",
+    ),
+    row(
+        "is aborted by gloo in a collective, alone",
+        [waits(number(2)), killed(signal.SIGABRT, number(2), inside=True)],
+        1,
+        "ended-by-itself",
+        KILLED,
+        "killed",
+        says=("compare the shapes",),
+    ),
+    row(
+        "raises from inside a collective, after another rank's own error",
+        [raises(own, ms=9), raises(lost_a_peer, ms=1), returned()],
+        0,
+        "ended-by-itself",
+        RAISED,
+        "user-error",
+    ),
+    row(
+        "all exit: the first one",
+        [exited(2, ms=7), exited(1, ms=3)],
+        1,
+        "ended-by-itself",
+        EXITED,
+        "user-error",
+    ),
+]
+
+WRAPPED: Final = [
+    row(
+        "all wrap the end of one that raised and wraps its own error",
+        [raises(wrapping(lost_a_peer, other)), raises(wrapping(own, other))],
+        1,
+        "ended-by-itself",
+        RAISED,
+        "user-error",
+        says=("KeyError",),
+    ),
+    row(
+        "all exit with 1 at the end of one that exits over its own error",
+        [raises(wrapping(lost_a_peer, exiting(1)), ms=1), raises(wrapping(own, exiting(1)), ms=5)],
+        1,
+        "ended-by-itself",
+        EXITED,
+        "user-error",
+        says=("while it handled ValueError", "label 7"),
+    ),
+    row(
+        "hangs, and the others wrap the timeout",
+        [
+            raises(wrapping(timed_out, other), number(2)),
+            works(number(1)),
+            raises(wrapping(timed_out, other), number(2)),
+        ],
+        1,
+        "behind",
+        HUNG,
+        "hang",
+    ),
+    row(
+        "hangs, and the only other one exits over the timeout",
+        [raises(wrapping(timed_out, exiting(1)), number(2)), works(number(1))],
+        1,
+        "behind",
+        HUNG,
+        "hang",
+    ),
+    row(
+        "has an own error beneath the timeout of a collective in finally",
+        [raises(timed_out, number(3)), raises(hiding(own, timed_out), number(3, "all_gather"))],
+        1,
+        "error-where-missed",
+        RAISED,
+        "user-error",
+        says=("on top of it, in an except or a finally: RuntimeError", "label 7"),
+    ),
+    row(
+        "has an own error beneath the loss of a peer, behind the others",
+        [raises(timed_out, number(3)), raises(hiding(own, lost_a_peer), number(2))],
+        1,
+        "error-where-missed",
+        RAISED,
+        "user-error",
+    ),
+    row(
+        "has an own error beneath a mismatch that it caused",
+        [raises(mismatch, ms=1), raises(hiding(own, mismatch), ms=2)],
+        1,
+        "error-where-missed",
+        RAISED,
+        "user-error",
+        says=("label 7",),
+    ),
+    row(
+        "raised from None hides what is beneath",
+        [waits(), raises(lambda: raise_from_none(own, timed_out))],
+        1,
+        "unknown",
+        HUNG,
+        "hang",
+        facts=(("missing_ranks", ()),),
+    ),
+    row(
+        "raises its own error at the loss of a peer that no rank explains",
+        [raises(wrapping(lost_a_peer, other), number(1)), waits(number(2))],
+        0,
+        "error-after-peer-error",
+        RAISED,
+        "user-error",
+        says=("KeyError",),
+    ),
+    row(
+        "all wrap a mismatch of collectives",
+        [
+            raises(wrapping(timed_out, other), number(1, "all_gather")),
+            raises(wrapping(timed_out, other), number(1, "broadcast")),
+            raises(wrapping(timed_out, other), number(1, "broadcast")),
+        ],
+        0,
+        "mismatch",
+        HUNG,
+        "hang",
+    ),
+    pytest.param(
+        row(
+            "hangs, and the others raise groups of peer errors",
+            [
+                raises(grouped(timed_out, lost_a_peer), number(2)),
+                works(number(1)),
+                raises(grouped(timed_out), number(2)),
+            ],
+            1,
+            "behind",
+            HUNG,
+            "hang",
+        ),
+        marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="no exception groups"),
+    ),
+    pytest.param(
+        row(
+            "raises a group with one error of its own",
+            [raises(lost_a_peer, ms=1), raises(grouped(lost_a_peer, own), ms=5)],
+            1,
+            "ended-by-itself",
+            RAISED,
+            "user-error",
+        ),
+        marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="no exception groups"),
+    ),
+    row(
+        "follows a rank that failed in rank_zero_first",
+        [raises(own, ms=9), raises(led_astray, ms=1)],
+        0,
+        "ended-by-itself",
+        RAISED,
+        "user-error",
+    ),
+]
+
+
+def raise_from_none(inner: Raiser, outer: Raiser) -> None:
+    """Raise `outer` with the declaration that what led there does not matter."""
+    try:
+        inner()
+    except BaseException:  # noqa: BLE001 - SystemExit too
+        raise caught(outer) from None
+
+
+IN_FLIGHT: Final = [
+    row(
+        "waits in its finally for ranks that wait elsewhere",
+        [waits(number(3)), handles(own, number(3, "barrier"))],
+        1,
+        "stuck-with-error",
+        RAISED,
+        "user-error",
+        verdict="failing",
+    ),
+    row(
+        "handles an error and is behind",
+        [raises(timed_out, number(3)), handles(own, number(2))],
+        1,
+        "error-where-missed",
+        RAISED,
+        "user-error",
+    ),
+    row(
+        "handles an error in another collective than most",
+        [raises(timed_out, number(2)), handles(own, number(2, "barrier")), waits(number(2))],
+        1,
+        "error-where-missed",
+        RAISED,
+        "user-error",
+    ),
+    row(
+        "handles an error, and nothing tells where the ranks are",
+        [raises(lost_a_peer, ms=1), handles(own, ms=5)],
+        1,
+        "error-where-missed",
+        RAISED,
+        "user-error",
+    ),
+    row(
+        "handles an error but is not the one that is behind",
+        [handles(own, number(3)), works(number(2)), raises(timed_out, number(3))],
+        1,
+        "behind",
+        HUNG,
+        "hang",
+    ),
+    row(
+        "all handle the same error in the same place, and one hangs",
+        [
+            raises(hiding(own, timed_out), number(3)),
+            handles(own, number(2)),
+            handles(own, number(3)),
+        ],
+        1,
+        "behind",
+        HUNG,
+        "hang",
+    ),
+    row(
+        "all handle the same error in the same place and come apart",
+        [
+            raises(hiding(own, timed_out), number(2)),
+            raises(hiding(own, timed_out), number(2, "broadcast")),
+            raises(hiding(own, timed_out), number(2)),
+        ],
+        1,
+        "mismatch",
+        HUNG,
+        "hang",
+        says=("was handling ValueError",),
+    ),
+    row(
+        "most failed and meet in their finally, the healthy one waits elsewhere",
+        [waits(number(2, "all_gather")), handles(own, number(2), ms=3), handles(other, number(2))],
+        2,
+        "errors-of-all-others",
+        RAISED,
+        "user-error",
+    ),
+    row(
+        "crashes in a collective that another rank's finally does not fit",
+        [handles(own, number(3), ms=5), killed(signal.SIGSEGV, number(2), inside=True, ms=1)],
+        0,
+        "error-beside-crash",
+        RAISED,
+        "user-error",
+    ),
+    row(
+        "is aborted by gloo behind a rank that meets in its finally",
+        [killed(signal.SIGABRT, number(2), inside=True, ms=1), handles(own, number(3), ms=5)],
+        1,
+        "error-beside-crash",
+        RAISED,
+        "user-error",
+    ),
+    row(
+        "is killed by SIGKILL in a collective, which nothing does to itself",
+        [handles(own, ms=5), killed(ms=9, inside=None)],
+        1,
+        "ended-by-itself",
+        KILLED,
+        "killed",
+    ),
+    row(
+        "exits over an error that it has gone on with: only the exit counts",
+        [waits(), raises(hiding(own, exiting(1)), met=3)],
+        1,
+        "ended-by-itself",
+        EXITED,
+        "user-error",
+    ),
+]
+
+PLACES: Final = [
+    row(
+        "is stopped by SIGSTOP",
+        [raises(timed_out, number(3)), suspended(number(2))],
+        1,
+        "suspended",
+        HUNG,
+        "hang",
+        says=("kill -CONT 101",),
+    ),
+    row(
+        "is stopped by SIGSTOP in the same collective",
+        [raises(timed_out, number(3)), suspended(number(3))],
+        1,
+        "suspended",
+        HUNG,
+        "hang",
+    ),
+    row(
+        "returned early, told without a timeout",
+        [waits(number(6)), returned(number(4, done=True))],
+        1,
+        "returned-behind",
+        LEFT,
+        "user-error",
+        verdict="left",
+        says=("returned early",),
+    ),
+    row(
+        "returned early, told by a timeout",
+        [raises(timed_out, number(6)), returned(number(4, done=True)), waits(number(6))],
+        1,
+        "returned-behind",
+        LEFT,
+        "user-error",
+    ),
+    row(
+        "two returned early: the one with fewer collectives",
+        [waits(number(6)), returned(number(5, done=True)), returned(number(4, done=True))],
+        2,
+        "returned-behind",
+        LEFT,
+        "user-error",
+        verdict="left",
+    ),
+    row(
+        "returned, and the recorder tells nothing",
+        [raises(timed_out), returned()],
+        1,
+        "returned",
+        LEFT,
+        "user-error",
+    ),
+    row(
+        "returned after the others' error had been its own",
+        [raises(own), returned(number(4, done=True))],
+        0,
+        "ended-by-itself",
+        RAISED,
+        "user-error",
+    ),
+    row(
+        "is in another collective, in a world of two",
+        [raises(timed_out, number(2)), raises(timed_out, number(2, "all_gather"))],
+        1,
+        "mismatch",
+        HUNG,
+        "hang",
+    ),
+    row(
+        "is in another collective than most",
+        [
+            waits(number(2)),
+            raises(timed_out, number(2)),
+            raises(timed_out, number(2, "all_gather")),
+            waits(number(2)),
+        ],
+        2,
+        "mismatch",
+        HUNG,
+        "hang",
+        says=("entered another collective than the others", "all_gather number 2"),
+    ),
+    row(
+        "came apart earlier: the number of the hindmost decides",
+        [
+            raises(timed_out, at((2, "all_reduce"), (3, "all_reduce"))),
+            raises(
+                timed_out,
+                at(
+                    (2, "all_gather"),
+                ),
+            ),
+            waits(at((2, "all_reduce"), (3, "all_reduce"))),
+        ],
+        1,
+        "mismatch",
+        HUNG,
+        "hang",
+    ),
+    row(
+        "hangs in code of its own",
+        [raises(timed_out, number(5)), works(number(4, done=True))],
+        1,
+        "behind",
+        HUNG,
+        "hang",
+        says=("waited for it in all_reduce number 5", "t.py:9 in load"),
+    ),
+    row(
+        "hangs before its first collective",
+        [raises(timed_out, number(1)), works(NOWHERE)],
+        1,
+        "behind",
+        HUNG,
+        "hang",
+    ),
+    row(
+        "two are behind: the one further behind",
+        [works(number(3, done=True)), works(number(2, done=True)), raises(timed_out, number(4))],
+        1,
+        "behind",
+        HUNG,
+        "hang",
+    ),
+    row(
+        "hangs before a collective of a smaller group, where another one waits for it",
+        [
+            waits(both(number(3), at((4, "all_reduce"), group="tp", ms=9))),
+            works(both(number(3, done=True), at((3, "all_reduce"), group="tp", done=True))),
+            raises(timed_out, number(4)),
+        ],
+        1,
+        "behind",
+        HUNG,
+        "hang",
+    ),
+    row(
+        "is at work outside of a collective, and the recorder is off",
+        [raises(timed_out), works(None), silent()],
+        1,
+        "elsewhere",
+        HUNG,
+        "hang",
+    ),
+    row(
+        "is at work while the others are in the same collective as it was",
+        [raises(timed_out, number(3)), works(number(3, done=True))],
+        1,
+        "elsewhere",
+        HUNG,
+        "hang",
+    ),
+    row(
+        "hangs in the kernel, where not even SIGKILL ends it",
+        [raises(timed_out, number(3)), {**works(number(2)), "state": "disk-sleep"}],
+        1,
+        "behind",
+        HUNG,
+        "hang",
+        says=("not even SIGKILL",),
+    ),
+    row(
+        "all lost a peer and none says why",
+        [raises(lost_a_peer, ms=5), raises(lost_a_peer, ms=2)],
+        1,
+        "unknown",
+        RAISED,
+        "peer-lost",
+    ),
+    row(
+        "all timed out and none says why",
+        [raises(timed_out, ms=5), raises(closed_by_timeout, ms=7)],
+        0,
+        "unknown",
+        HUNG,
+        "hang",
+        facts=(("missing_ranks", ()),),
+    ),
+    row(
+        "lost a peer before the function ran",
+        [raises(lost_a_peer, phase="joining"), raises(lost_a_peer, phase="joining", ms=2)],
+        0,
+        "unknown",
+        RAISED,
+        "startup-network",
+    ),
+    row(
+        "NCCL's watchdog ended a rank that waited for one that hangs",
+        [
+            killed(
+                signal.SIGABRT,
+                number(5),
+                native=NativeError(origin="timeout", text="Watchdog caught collective …"),
+            ),
+            works(number(4, done=True)),
+        ],
+        1,
+        "behind",
+        HUNG,
+        "hang",
+    ),
+    row(
+        "NCCL's watchdog ended all ranks, which are in different collectives",
+        [
+            killed(
+                signal.SIGABRT,
+                position,
+                native=NativeError(origin="timeout", text="Watchdog caught collective …"),
+            )
+            for position in (number(5), number(5, "all_gather"), number(5))
+        ],
+        1,
+        "mismatch",
+        HUNG,
+        "hang",
+    ),
+    row(
+        "NCCL's watchdog ended a rank after another one was killed",
+        [
+            killed(
+                signal.SIGABRT,
+                number(5),
+                ms=1,
+                native=NativeError(origin="peer-lost", text="ncclRemoteError"),
+            ),
+            killed(ms=30),
+        ],
+        1,
+        "ended-by-itself",
+        KILLED,
+        "killed",
+    ),
+]
+
+DEADLINES: Final = [
+    row(
+        "does not join",
+        [silent("joining"), silent("starting")],
+        1,
+        "unknown",
+        LATE,
+        "startup-network",
+        verdict="rendezvous",
+    ),
+    row(
+        "does not join, and the other one's clock runs out first",
+        [raises(rendezvous_timed_out, phase="joining"), silent("loading")],
+        1,
+        "unknown",
+        LATE,
+        "startup-network",
+    ),
+    row(
+        "hangs before the script's own rendezvous",
+        [raises(rendezvous_timed_out), works(None)],
+        1,
+        "elsewhere",
+        LATE,
+        "startup-network",
+    ),
+    row(
+        "does not come to a barrier",
+        [raises(barrier_timed_out([1])), works(None)],
+        1,
+        "elsewhere",
+        BARRIER,
+        "hang",
+    ),
+    row(
+        "come to barriers of different names",
+        [
+            raises(barrier_timed_out([1], "trained")),
+            raises(barrier_timed_out([0, 2], "evaluated"), ms=2),
+            raises(barrier_timed_out([1], "trained"), ms=3),
+        ],
+        0,
+        "unknown",
+        BARRIER,
+        "hang",
+        facts=(("missing_ranks", ()),),
+    ),
+    row(
+        "makes no progress, one rank behind",
+        [waits(number(5)), works(number(4))],
+        1,
+        "behind",
+        ddpsafe.ProgressTimeoutError,
+        "hang",
+        verdict="progress",
+    ),
+    row(
+        "takes too long, all at work",
+        [works(None), works(None)],
+        0,
+        "unknown",
+        ddpsafe.AttemptTimeoutError,
+        "hang",
+        verdict="attempt",
+        facts=(("missing_ranks", (0, 1)),),
+    ),
+    row(
+        "takes too long, one is suspended",
+        [waits(number(5)), suspended(number(5))],
+        1,
+        "suspended",
+        ddpsafe.AttemptTimeoutError,
+        "hang",
+        verdict="attempt",
+        facts=(("missing_ranks", (1,)),),
+    ),
+]
+
+
+def of_kind(name: str, raiser: Raiser, kind: FailureKind, phase: str = "running") -> Row:
+    """Make the row of a world whose rank 1 raises."""
+    ranks = [waits(), raises(raiser, phase=phase)]
+    return row(name, ranks, 1, "ended-by-itself", RAISED, kind)
+
+
+def timed_out_like(text: str, cls: type[OSError] = TimeoutError) -> Raiser:
+    """Return a function that raises a TimeoutError."""
+    return raising(cls(text))
+
+
+KINDS: Final = [
+    of_kind("an index", raising(IndexError("list index out of range")), "user-error"),
+    of_kind(
+        "a CUDA allocation", raising(RuntimeError("CUDA out of memory. Tried")), "out-of-memory"
+    ),
+    of_kind("MemoryError", raising(MemoryError()), "out-of-memory"),
+    of_kind(
+        "the allocator of the CPU",
+        raising(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate")),
+        "out-of-memory",
+    ),
+    of_kind("no memory to fork", raising(OSError(12, "Cannot allocate memory")), "out-of-memory"),
+    of_kind("ECC", raising(RuntimeError("CUDA error: uncorrectable ECC error")), "hardware"),
+    of_kind("an Xid", raising(RuntimeError("NVRM: Xid 79, GPU has fallen")), "hardware"),
+    of_kind("a pickle", raising(pickle.PicklingError("Can't pickle it")), "unpicklable"),
+    of_kind("a result", raising(CannotTravelError("a generator")), "unpicklable"),
+    of_kind("a port", raising(OSError(98, "Address already in use")), "network"),
+    of_kind(
+        "a port at the start", raising(OSError(98, "Address already in use")), "port", "loading"
+    ),
+    of_kind("a refusal", raising(ConnectionRefusedError(111, "refused")), "network"),
+    of_kind(
+        "a refusal at the start", raising(ConnectionRefusedError()), "startup-network", "joining"
+    ),
+    of_kind("a name", raising(socket.gaierror(-2, "Name or service not known")), "network"),
+    of_kind("a route", raising(OSError(113, "No route to host")), "network"),
+    of_kind("a stale mount", raising(OSError(116, "Stale file handle")), "network"),
+    of_kind("a pipe of its own", raising(BrokenPipeError(32, "Broken pipe")), "network"),
+    of_kind("a socket", timed_out_like("timed out"), "network"),
+    of_kind("a read", timed_out_like("The read operation timed out"), "network"),
+    of_kind("a future", timed_out_like(""), "user-error"),
+    of_kind(
+        "a download that breaks in gloo's words",
+        raising(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")),
+        "network",
+    ),
+    of_kind(
+        "a pipe in gloo's words",
+        raising(RuntimeError("send to worker 3 failed: Broken pipe")),
+        "user-error",
+    ),
+    of_kind(
+        "a feature server in the store's words",
+        raising(RuntimeError("feature server [10.0.0.5]:443: Socket Timeout")),
+        "user-error",
+    ),
+    of_kind(
+        "a worker of torch's loader",
+        raising(RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed.")),
+        "killed",
+    ),
+    of_kind("a worker of ddpsafe's loader", worker_died(-signal.SIGBUS), "killed"),
+    of_kind("such a worker that was killed", worker_died(-signal.SIGKILL), "out-of-memory"),
+    of_kind("ddpsafe's error in the words of others", resembling, "user-error"),
+    of_kind("a full disk", no_space, "user-error"),
+    row(
+        "a mismatch that no rank explains",
+        [raises(mismatch, ms=2), raises(mismatch, ms=1)],
+        1,
+        "error-where-missed",
+        RAISED,
+        "user-error",
+    ),
+]
+
+ROWS: Final[list[Any]] = [*ENDED, *WRAPPED, *IN_FLIGHT, *PLACES, *DEADLINES, *KINDS]
+
+
+def outcomes_of(row: Row) -> dict[int, RankOutcome]:
+    """Make the outcomes of a row."""
+    return {rank: outcome_of(rank, facts) for rank, facts in enumerate(row.ranks)}
+
+
+def check(row: Row, folder: Path) -> ddpsafe.LaunchError:
+    """Fail unless what is concluded from a row is what the row says."""
+    outcomes = outcomes_of(row)
+    ended = EndedAttempt(
+        outcomes=outcomes,
+        ending=Ending(verdict=row.verdict, waited_s=9.5),
+        attempt=1,
+        attempts=3,
+        run_dir=folder,
+        oom_kills=row.oom_kills,
+        timeouts=Timeouts(progress=9, attempt=9),
+    )
+    if row.verdict != "rendezvous":  # no rank is asked then
+        cause = find_root_cause(outcomes, is_failing=row.verdict == "failing")
+        if (row.error, row.rule) != (LATE, "unknown"):
+            assert cause.root.rank == row.rank, cause.rule.name
+        assert cause.rule.name == row.rule
+    error = conclude(ended)
+    assert type(error) is row.error, error
+    assert error.kind == row.kind
+    if isinstance(error, ddpsafe.RankFailedError):
+        assert error.rank == row.rank
+    for name, value in row.facts:
+        assert getattr(error, name) == value
+    if isinstance(error, ddpsafe.LaunchTimeoutError) and not row.facts:
+        assert error.missing_ranks == (row.rank,)
+    return error
+
+
+@pytest.mark.parametrize(
+    "row", ROWS, ids=lambda row: re.sub(r"\W+", "-", row.name) if isinstance(row, Row) else None
+)
+def test_what_is_concluded(row: Row, tmp_path: Path) -> None:
+    """Each row names the rank that broke, by the rule that it is about."""
+    text = str(check(row, tmp_path))
+    for said in row.says:
+        assert said in text
+
+
+def test_no_wording_of_ddpsafe_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every explanation in capitals, all rows come to the same conclusions."""
+    stock = Explanation.__init__
+
+    def loud(self: Explanation, what: str, **parts: Any) -> None:
+        parts = {
+            key: value.upper() if isinstance(value, str) else value for key, value in parts.items()
+        }
+        stock(self, what.upper(), **parts)
+
+    monkeypatch.setattr(Explanation, "__init__", loud)
+    rows = [each.values[0] if not isinstance(each, Row) else each for each in ROWS]
+    if sys.version_info < (3, 11):
+        rows = [each for each in rows if "group" not in each.name]
+    for each in rows:
+        assert "LIKELY CAUSE" not in str(check(each, tmp_path))
+    assert "LABEL 7" in str(conclude_first(rows, tmp_path))
+
+
+def conclude_first(rows: list[Row], folder: Path) -> ddpsafe.LaunchError:
+    """Return the error of the first row."""
+    return check(rows[0], folder)
+
+
+def test_the_page_has_the_table_of_rules() -> None:
+    """What docs/explanation/how-a-launch-works.md says of the rules is what the code has."""
+    lines = ["| rule | what is seen of a rank | why it is the root cause |", "|---|---|---|"]
+    lines += [f"| `{rule.name}` | {rule.sign} | {rule.why} |" for rule in RULES]
+    page = Path(__file__).parents[2] / "docs" / "explanation" / "how-a-launch-works.md"
+    assert "\n".join(lines) in page.read_text(encoding="utf-8"), "\n".join(lines)
+
+
+def test_every_rule_has_rows() -> None:
+    """A rule that no row is about would be one that nothing holds in place."""
+    rows = [each.values[0] if not isinstance(each, Row) else each for each in ROWS]
+    assert {each.rule for each in rows} == {rule.name for rule in RULES}
+    assert len(rows) >= 80
+
+
+def test_a_larger_world_comes_to_the_same_conclusion() -> None:
+    """The ranks that are not involved do not change who is blamed; 512 of them cost no second."""
+    waiting = {rank: outcome_of(rank, waits(number(7))) for rank in range(512)}
+    behind = outcome_of(200, works(number(6)))
+    cause = find_root_cause({**waiting, 200: behind})
+    assert (cause.root.rank, cause.rule.name) == (200, "behind")
+    ranks, goal = cause.evidence.find_who_waited(behind)
+    assert len(ranks) == 511
+    assert goal is not None
+    assert goal.number == 7
+
+
+def test_gather_may_differ_in_sizes() -> None:
+    """Different shapes are a mismatch in an all-reduce, and usual in a gather."""
+    here, there = (number(2, "all_reduce"), number(2, "all_reduce"))
+    sizes = replace(there.collectives[-1], sizes="[[9]]")
+    there = Position(collectives=(*there.collectives[:-1], sizes))
+    worlds = [outcome_of(0, waits(here)), outcome_of(1, waits(there))]
+    assert find_root_cause(dict(enumerate(worlds))).rule.name == "mismatch"
+    gathers = [
+        replace(
+            each,
+            position=Position(
+                collectives=tuple(
+                    replace(one, name="gloo:gather") for one in each.position.collectives
+                )
+            ),
+        )
+        for each in worlds
+        if each.position is not None
+    ]
+    assert find_root_cause(dict(enumerate(gathers))).rule.name == "unknown"
+
+
+CRASHED_IN_GLOO: Final = """\
+starting
+Fatal Python error: Segmentation fault
+
+Thread 0x00007f (most recent call first):
+  File "/x/site-packages/tqdm/_monitor.py", line 60 in run
+
+Current thread 0x00007e (most recent call first):
+  File "/x/site-packages/torch/distributed/distributed_c10d.py", line 3000 in all_reduce
+  File "/home/me/train.py", line 31 in train
+  File "/x/site-packages/ddpsafe/_worker/entrypoint.py", line 140 in run_rank
+"""
+
+
+@pytest.mark.parametrize(
+    ("dump", "stack", "in_collective"),
+    [
+        (CRASHED_IN_GLOO, "/home/me/train.py:31 in train", True),
+        (
+            CRASHED_IN_GLOO.replace("distributed_c10d.py", "nn.py"),
+            "/home/me/train.py:31 in train",
+            False,
+        ),
+        ("starting\nno crash at all\n", "", None),
+    ],
+)
+def test_where_a_rank_crashed(dump: str, stack: str, in_collective: bool | None) -> None:  # noqa: FBT001 - a row's value
+    """A crash inside a collective may come of a peer; one in the user's own code does not."""
+    assert read_crash(dump) == (stack, in_collective)
+
+
+def test_a_backward_pass_is_neither_in_a_collective_nor_out_of_it() -> None:
+    """It computes, or waits for a bucket of gradients: the innermost frame does not tell."""
+    dump = CRASHED_IN_GLOO.partition("error:")[2].replace(
+        "torch/distributed/distributed_c10d.py", "torch/autograd/graph.py"
+    )
+    assert read_stack(dump) == ("/home/me/train.py:31 in train", None)
