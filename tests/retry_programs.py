@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,14 +73,14 @@ def describe_meeting(ctx: RankContext, folder: Path) -> dict[str, list[str]]:
     """Write down where this attempt meets and logs, and fail on the first one.
 
     Returns:
-        Of the first attempt: the processes that are alive, and the ports that answer.
+        Of the first attempt: the processes that are alive, and the stores that are still there.
     """
     from ddpsafe._worker import session
 
     spec = session.find_spec()
     assert spec is not None
     assert spec.logs is not None
-    facts = [str(os.getpid()), str(spec.store_port), str(spec.attempt), spec.logs.stderr]
+    facts = [str(os.getpid()), spec.store_dir, str(spec.attempt), spec.logs.stderr]
     (folder / f"attempt-{ctx.attempt}-rank-{ctx.rank}").write_text("\n".join(facts))
     average_gradients()
     if ctx.attempt == 1 and ctx.rank == 1:
@@ -92,10 +91,5 @@ def describe_meeting(ctx: RankContext, folder: Path) -> dict[str, list[str]]:
     first = [path.read_text().splitlines()[:2] for path in paths]
     return {
         "alive": [pid for pid, _ in first if Path(f"/proc/{pid}").exists()],
-        "answers": [port for _, port in first if _answers(int(port))],
+        "stores": [folder for _, folder in first if Path(folder).exists()],
     }
-
-
-def _answers(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0

@@ -16,7 +16,7 @@ from ddpsafe._launcher.guard import posted_guard
 from ddpsafe._launcher.litter import find_helpers_folder
 from ddpsafe._launcher.plan import rank_env
 from ddpsafe._launcher.preempted import conclude_stop
-from ddpsafe._launcher.rendezvous import open_meeting
+from ddpsafe._launcher.rendezvous import open_store
 from ddpsafe._launcher.signals import Interrupted, is_order, open_inbox
 from ddpsafe._launcher.supervisor import Watch
 from ddpsafe._launcher.workers import started_workers
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ddpsafe._errors import LaunchError
     from ddpsafe._launcher.diagnosis.errors import EndedAttempt
     from ddpsafe._launcher.plan import LaunchPlan
-    from ddpsafe._launcher.rendezvous import Meeting
+    from ddpsafe._launcher.rendezvous import LauncherStore
     from ddpsafe._launcher.run_directory import RunDirectory
     from ddpsafe._launcher.signals import SignalInbox
     from ddpsafe._launcher.stop_request import StopRequest
@@ -74,12 +74,14 @@ def run_attempt(
     oom_kills_before = evidence.count_oom_kills()
     with ExitStack() as stack:
         inbox = stack.enter_context(open_inbox())
-        meeting = stack.enter_context(open_meeting(timeout=config.timeouts.rendezvous))
         guard = stack.enter_context(posted_guard(plan.launch_id))
+        store = stack.enter_context(
+            open_store(directory.path if directory.is_ours else None, guard)
+        )
         end = partial(shutdown.end_workers, grace=config.timeouts.grace, launch_id=plan.launch_id)
         workers = stack.enter_context(
             started_workers(
-                _specs(plan, number, meeting, directory),
+                _specs(plan, number, store, directory),
                 call,
                 start_method=config.start_method,
                 expects_restarts=bool(config.retry.on - STARTUP_KINDS),
@@ -187,7 +189,7 @@ def _is_by_sigterm(error: LaunchError) -> bool:
 
 
 def _specs(
-    plan: LaunchPlan, number: int, meeting: Meeting, directory: RunDirectory
+    plan: LaunchPlan, number: int, store: LauncherStore, directory: RunDirectory
 ) -> list[RankSpec]:
     config = plan.config
     return [
@@ -196,13 +198,12 @@ def _specs(
             attempt=number,
             launch_id=plan.launch_id,
             launcher_pid=os.getpid(),
-            store_host=meeting.host,
-            store_port=meeting.port,
+            store_dir=str(store.folder),
             backend=plan.backend,
             device=plan.devices[world.rank],
             timeouts=plan.timeouts,
             style=plan.style,
-            env=rank_env(plan, world, meeting.master_port),
+            env=rank_env(plan, world, store.master_port),
             inherited_env=dict(os.environ) if config.start_method == "forkserver" else None,
             cwd=os.getcwd(),  # noqa: PTH109 - plain text crosses to the rank
             seed=config.seed,

@@ -35,7 +35,7 @@ class LaunchPlan:
         child_start_method: See `RankSpec`.
         num_threads: Intra-op threads of each rank; ``None`` leaves the user's choice.
         console: Whose output the console shows.
-        launch_id: Proof at the rendezvous that processes belong to this launch.
+        launch_id: Marks the processes of this launch.
         timeouts: The deadlines that ranks keep by themselves.
         daemon: Whether the ranks are daemonic processes, as ``mp.spawn(daemon=…)`` means it.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,12 @@ MARKER: Final = "DDPSAFE_LAUNCH_ID"
 
 
 def semaphore_prefix(launch_id: str) -> str:
-    """Return how the names of a launch's semaphores begin; macOS allows them 31 characters."""
-    return f"/ddpsafe-{launch_id[:8]}"
+    """Return how the names of a launch's semaphores begin; macOS allows them 31 characters.
+
+    Every user of the host can read the names, so they do not show the id itself.
+    """
+    digest = hashlib.sha256(launch_id.encode()).hexdigest()
+    return f"/ddpsafe-{digest[:8]}"
 
 
 CallStyle = Literal["launch", "spawn", "run"]
@@ -73,10 +78,9 @@ class RankSpec:
     Attributes:
         world: The rank's place.
         attempt: This attempt, counted from 1.
-        launch_id: Proof at the rendezvous that two processes belong to one launch.
+        launch_id: Marks the processes of this launch.
         launcher_pid: The process whose death ends this one.
-        store_host: Where the launcher's store listens.
-        store_port: Its port.
+        store_dir: The private folder in which the ranks of this attempt meet.
         backend: Backend of the process group, e.g. ``gloo`` or ``cpu:gloo,cuda:nccl``.
         device: The rank's device, e.g. ``cuda:0``.
         timeouts: See `RankTimeouts`.
@@ -96,8 +100,7 @@ class RankSpec:
     attempt: int
     launch_id: str
     launcher_pid: int
-    store_host: str
-    store_port: int
+    store_dir: str
     backend: str
     device: str
     timeouts: RankTimeouts

@@ -1,4 +1,4 @@
-"""Talk between ranks that is no collective: barriers and verdicts over the store.
+"""Messages between ranks that need no collective: barriers and verdicts over a store.
 
 A collective on a failing path waits for ranks that are dead, and its error names nobody. The
 store answers at once who is there, and every rank can read it.
@@ -6,23 +6,105 @@ store answers at once who is there, and every rank can read it.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import itertools
 import json
+import os
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from ddpsafe._clock import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from torch.distributed import Store
+    from pathlib import Path
 
     from ddpsafe._errors import Origin
 
 # How long the rank that serves the store stays for the others to read how a meeting ended.
 _LINGER: Final = timedelta(seconds=2)
 _DEPARTED: Final = "control/departed"
+
+
+class Keys(Protocol):
+    """What `Control` needs of a store: torch's have it, and `FolderStore`."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Set a key."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return the value of a key that is set."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Tell whether all the keys are set."""
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Set a key that has the expected value, empty for none; return what it has then."""
+
+    def delete_key(self, key: str, /) -> bool:
+        """Remove a key; tell whether it was set."""
+
+
+class FolderStore:
+    """A store whose keys are files in a folder of the ranks' host.
+
+    It has no server that could be suspended or starved, and no lock: a rank that is stopped or
+    killed at any instruction leaves every key either set or not. `FileStore` of torch appends to one
+    file under a lock, so a rank stopped there would stop all others without a timeout.
+
+    Args:
+        folder: The folder; made where it does not exist. It has to be private to the user.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, folder: Path) -> None:
+        """Make the folder."""
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._folder = str(folder)
+
+    def set(self, key: str, value: str | bytes, /) -> None:
+        """Set a key, for all ranks at one instant."""
+        os.replace(self._written(value), self._path(key))  # noqa: PTH105 - plain paths: it is called often
+
+    def get(self, key: str, /) -> bytes:
+        """Return the value of a key that is set."""
+        with open(self._path(key), "rb") as file:  # noqa: PTH123 - as above
+            return file.read()
+
+    def check(self, keys: list[str], /) -> bool:
+        """Tell whether all the keys are set."""
+        return all(os.path.exists(self._path(key)) for key in keys)  # noqa: PTH110 - as above
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Set a key unless it is set; return its value."""
+        assert expected == "", "only a key that is not set can be compared"  # noqa: S101
+        written = self._written(desired)
+        with contextlib.suppress(FileExistsError):
+            os.link(written, self._path(key))
+        os.unlink(written)  # noqa: PTH108 - as above
+        return self.get(key)
+
+    def delete_key(self, key: str, /) -> bool:
+        """Remove a key; tell whether it was set."""
+        try:
+            os.unlink(self._path(key))  # noqa: PTH108 - as above
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _path(self, key: str) -> str:
+        # Any text may be a key, a barrier's name of any length; not every file system tells "a" from "A".
+        return f"{self._folder}/{hashlib.sha256(key.encode()).hexdigest()}"
+
+    def _written(self, value: str | bytes) -> str:
+        """Write a value to a file that only this call knows."""
+        path = f"{self._folder}/.{os.getpid()}-{next(self._numbers)}"
+        with open(path, "wb") as file:  # noqa: PTH123 - as above
+            file.write(value.encode() if isinstance(value, str) else value)
+        return path
 
 
 class Departure(NamedTuple):
@@ -54,7 +136,7 @@ class Control:
     """
 
     def __init__(
-        self, store: Store, *, rank: int, world_size: int, served_by_rank_zero: bool = False
+        self, store: Keys, *, rank: int, world_size: int, served_by_rank_zero: bool = False
     ) -> None:
         """Keep the connection."""
         self.store = store
@@ -92,10 +174,22 @@ class Control:
         """Come to a meeting without waiting for the others; return its name in the store."""
         meeting = self._turn(name)
         self.store.set(f"{meeting}/{self._rank}", "here")
-        if self.store.add(f"{meeting}/count", 1) == self._world_size:
+        if self.store.check([f"{meeting}/{rank}" for rank in range(self._world_size)]):
             # Whoever gave up before has the last word: all ranks must read the same.
             self.store.compare_set(f"{meeting}/missing", "", "[]")
+            self._forget_meeting_before(name)
         return meeting
+
+    def _forget_meeting_before(self, name: str) -> None:
+        """Remove the keys of the turn before: who has come to this one has read how that one ended.
+
+        A barrier in each of a million steps would otherwise fill the store.
+        """
+        turn = self._turns[name] - 2
+        if turn >= 0:
+            meeting = f"control/{name}/{turn}"
+            for key in ("missing", *map(str, range(self._world_size))):
+                self.store.delete_key(f"{meeting}/{key}")
 
     def depart(self, error: str, origin: Origin) -> None:
         """Tell whoever waits for this rank, now or later, that it has failed and will not come."""
@@ -172,7 +266,7 @@ class Control:
 
     def put(self, key: str, data: bytes) -> None:
         """Leave bytes for another rank under a key that is used once."""
-        self.store.set(f"control/{key}", data)  # type: ignore[arg-type]  # takes bytes too
+        self.store.set(f"control/{key}", data)  # type: ignore[arg-type]  # all take bytes too
 
     def take(self, key: str, *, deadline: Deadline) -> bytes | None:
         """Wait for what `put` left, or return ``None`` at the deadline."""

@@ -143,10 +143,15 @@ def _connection(
 
 def _connect(endpoint: Endpoint, world: World, deadline: Deadline, *, serves: bool) -> TCPStore:
     """Make the store in bounded time: torch's handshake with a stranger has no timeout."""
+    import torch
     from torch.distributed import TCPStore
+    from torch.torch_version import TorchVersion
 
     timeout = timedelta(seconds=max(1.0, min(deadline.remaining_s(), _LONGEST_S)))
     listening = _listen(endpoint, world).detach() if serves else None
+
+    # Up to torch 2.7 the server that is the default, libuv's, takes no listening socket.
+    server = {} if TorchVersion(torch.__version__) >= "2.8" else {"use_libuv": False}
     making = BoundedCall(
         lambda: TCPStore(
             endpoint.host,
@@ -155,6 +160,7 @@ def _connect(endpoint: Endpoint, world: World, deadline: Deadline, *, serves: bo
             timeout=timeout,
             wait_for_workers=False,
             master_listen_fd=listening,
+            **server,
         ),
         name="ddpsafe-store",
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ddpsafe._clock import Deadline
 from ddpsafe._worker import context, current, in_flight, process_group, torch_hooks
-from ddpsafe._worker.control import Control
+from ddpsafe._worker.control import Control, FolderStore
 from ddpsafe._world import loopback_interfaces
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def join(
     control = None
     if spec.world.world_size > 1:
         control = Control(
-            _open_store(spec, "control", spec.timeouts.rendezvous),
+            FolderStore(Path(spec.store_dir, "control")),
             rank=spec.world.rank,
             world_size=spec.world.world_size,
         )
@@ -126,14 +126,8 @@ _groups = itertools.count()
 
 def open_fresh_store(spec: RankSpec) -> Store:
     """Open a store for the next group: a second group must not read the first one's addresses."""
-    return _open_store(spec, f"group-{next(_groups)}", spec.timeouts.rendezvous)
-
-
-def _open_store(spec: RankSpec, purpose: str, timeout: timedelta) -> Store:
-    """Open a connection whose keys only this attempt of this launch can see."""
     import torch.distributed as dist
 
-    client = dist.TCPStore(
-        spec.store_host, spec.store_port, is_master=False, timeout=timeout, wait_for_workers=False
-    )
-    return dist.PrefixStore(f"{spec.launch_id}/attempt-{spec.attempt}/{purpose}", client)
+    store = dist.FileStore(str(Path(spec.store_dir, f"group-{next(_groups)}")), -1)
+    store.set_timeout(spec.timeouts.rendezvous)
+    return store

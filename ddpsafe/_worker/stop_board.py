@@ -12,8 +12,7 @@ from ddpsafe._bounded import BoundedCall
 if TYPE_CHECKING:
     import signal
 
-    from torch.distributed import Store
-
+    from ddpsafe._worker.control import Keys
     from ddpsafe._worker.stop_calls import StopCalls
 
 _LOOK_EVERY_S: Final = 0.5
@@ -21,7 +20,6 @@ _AGREE_EVERY_S: Final = 0.01
 _LEAVE_S: Final = 2.0
 _ASKED: Final = "stop/asked"
 _AGREED: Final = "stop/agreed"
-_COUNT: Final = "stop/count"
 
 
 class StopBoard:
@@ -38,7 +36,7 @@ class StopBoard:
         calls: This rank's part of the agreement.
     """
 
-    def __init__(self, store: Store, *, rank: int, world_size: int, calls: StopCalls) -> None:
+    def __init__(self, store: Keys, *, rank: int, world_size: int, calls: StopCalls) -> None:
         """Read nothing yet."""
         self._store = store
         self._rank = rank
@@ -101,9 +99,9 @@ class StopBoard:
         if not self._has_promised.acquire(blocking=False):
             return
         self._store.set(_promise_of(self._rank), str(self._calls.promise()))
-        if self._store.add(_COUNT, 1) == self._world_size:
-            promises = [int(self._store.get(_promise_of(each))) for each in range(self._world_size)]
-            self._store.set(_AGREED, str(max(promises)))
+        keys = [_promise_of(each) for each in range(self._world_size)]
+        if self._store.check(keys):
+            self._store.set(_AGREED, str(max(int(self._store.get(key)) for key in keys)))
 
 
 def _promise_of(rank: int) -> str:

@@ -58,7 +58,7 @@ def test_a_new_attempt_shares_nothing_with_the_last_one(tmp_path: Path, ranks: i
             for attempt in (1, 2)
         )
         assert [a for a, b in zip(first, second, strict=True) if a == b] == []
-        assert values[rank] == {"alive": [], "answers": []}
+        assert values[rank] == {"alive": [], "stores": []}
     assert (tmp_path / "run" / "attempt-1" / "report.json").exists()
     assert (tmp_path / "run" / "attempt-2" / "rank-1.err").exists()
 

@@ -1,0 +1,156 @@
+"""What another user of the host can do to a launch of one node: nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import other_user_programs as programs
+import pytest
+import scripts
+
+import ddpsafe
+from ddpsafe._clock import Deadline
+from ddpsafe._worker.control import Control, FolderStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SOON = timedelta(seconds=60)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_cannot_join_read_stop_or_fail_a_launch(tmp_path: Path) -> None:
+    """It knows every path, port and pid, has torch, and tries while the ranks run."""
+    with ThreadPoolExecutor(1) as executor, _open_to_all(Path(tempfile.gettempdir())):
+        launching = executor.submit(
+            ddpsafe.launch,
+            programs.train_under_attack,
+            (tmp_path,),
+            nproc_per_node=2,
+            backend="gloo",
+            start_method="forkserver",
+        )
+        try:
+            files = [tmp_path / f"facts-{rank}" for rank in range(2)]
+            scripts.wait_until(lambda: all(file.exists() for file in files) or launching.done())
+            facts = [json.loads(file.read_text()) for file in files]
+            succeeded = [_attack(each) for each in facts]
+        finally:
+            (tmp_path / "attacked").touch()
+        result = launching.result()
+    assert succeeded == [[], []]
+    assert [each["ports_of_launcher"] for each in facts] == [[], []]
+    assert result.values == {0: 3.0, 1: 3.0}
+    assert result.attempts == 1
+
+
+@contextlib.contextmanager
+def _open_to_all(folder: Path) -> Iterator[None]:
+    """Let other users pass through a folder, as they may pass through /tmp."""
+    before = stat.S_IMODE(folder.stat().st_mode)
+    folder.chmod(before | 0o055)
+    try:
+        yield
+    finally:
+        folder.chmod(before)
+
+
+def _attack(facts: dict[str, object]) -> list[str]:
+    """Attack in a fresh process, which imports what it needs before it becomes the other user."""
+    command = [sys.executable, programs.__file__]
+    run = subprocess.run(
+        command, input=json.dumps(facts), capture_output=True, text=True, check=False, timeout=100
+    )
+    assert run.returncode == 0, run.stderr
+    found: list[str] = json.loads(run.stdout)
+    return found
+
+
+def _stores(folder: Path) -> dict[str, object]:
+    from torch.distributed import FileStore, HashStore
+
+    return {
+        "of torch, in memory": HashStore(),
+        "of torch, a file": FileStore(str(folder / "file"), -1),
+        "a folder": FolderStore(folder / "folder"),
+    }
+
+
+@pytest.mark.parametrize("which", ["of torch, in memory", "of torch, a file", "a folder"])
+def test_a_folder_of_keys_behaves_as_stores_of_torch_do(tmp_path: Path, which: str) -> None:
+    """`Control` may be given either."""
+    store = _stores(tmp_path)[which]
+    assert isinstance(store, FolderStore) or hasattr(store, "wait")
+    keys = ["plain", "with/slash", "../up", "A", "a", "x" * 1000, "ünïcode\n"]
+    assert [store.check([key]) for key in keys] == [False] * len(keys)  # type: ignore[attr-defined]
+    for number, key in enumerate(keys):
+        store.set(key, str(number))  # type: ignore[attr-defined]
+    assert [store.get(key) for key in keys] == [b"%d" % each for each in range(len(keys))]  # type: ignore[attr-defined]
+    assert store.check(keys)  # type: ignore[attr-defined]
+    assert not store.check([*keys, "other"])  # type: ignore[attr-defined]
+    assert bytes(store.compare_set("new", "", "first")) == b"first"  # type: ignore[attr-defined]
+    assert bytes(store.compare_set("new", "", "second")) == b"first"  # type: ignore[attr-defined]
+    store.set("bytes", b"\0\xff" * 1000)  # type: ignore[attr-defined]
+    assert bytes(store.get("bytes")) == b"\0\xff" * 1000  # type: ignore[attr-defined]
+    store.delete_key("plain")  # type: ignore[attr-defined]
+    store.delete_key("plain")  # type: ignore[attr-defined]
+    assert not store.check(["plain"])  # type: ignore[attr-defined]
+
+
+def test_a_key_is_set_or_not_wherever_its_writer_is_killed(tmp_path: Path) -> None:
+    """No reader ever finds half a value, and no later writer waits for one that is dead."""
+    store = FolderStore(tmp_path / "store")
+    values = {bytes([letter]) * 5000 for letter in b"abc"}
+    for _ in range(30):
+        writer = _forked(lambda: _write_for_ever(store, sorted(values)))
+        scripts.wait_until(lambda: store.check(["key", "once"]))
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+        assert store.get("key") in values
+        assert store.compare_set("once", "", "mine") == b"set"
+        store.delete_key("key")
+        store.delete_key("once")
+    store.set("key", "well")
+    assert store.get("key") == b"well"
+
+
+def _write_for_ever(store: FolderStore, values: list[bytes]) -> None:
+    while True:
+        for value in values:
+            store.set("key", value)
+            store.compare_set("once", "", "set")
+
+
+def _forked(function: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            function()
+        finally:
+            os._exit(1)
+    return pid
+
+
+def test_a_million_barriers_do_not_fill_the_store(tmp_path: Path) -> None:
+    """The keys of a barrier are removed once all ranks are at the next one of its name."""
+    size, steps = 3, 50
+    store = FolderStore(tmp_path)
+    ranks = [Control(store, rank=rank, world_size=size) for rank in range(size)]
+    with ThreadPoolExecutor(size) as executor:
+        for _ in range(steps):
+            meeting = [
+                executor.submit(each.meet, "step", deadline=Deadline.after(SOON)) for each in ranks
+            ]
+            assert [each.result() for each in meeting] == [[], [], []]
+    assert len(list(tmp_path.iterdir())) <= 2 * (size + 1)
