@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
+import time
 import warnings
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -272,14 +274,17 @@ class Holder:
         self.value.copy_(state["value"])
 
 
-def save_and_restore_shards(ctx: ddpsafe.RankContext, directory: Path, *, save: bool) -> Any:
-    """Train a model that FSDP2 shards over the ranks, and save it; or restore it, and train on."""
+def save_and_restore_shards(
+    ctx: ddpsafe.RankContext, directory: Path, *, save: bool, sharded: bool = True
+) -> Any:
+    """Train a model, whole or sharded by FSDP2, and save it; or restore it, and train on."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0 if save else 1)
     model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 4))
-    fully_shard(model, mesh=init_device_mesh("cpu", (ctx.world_size,)))
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (ctx.world_size,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     state = {"model": model, "optimizer": optimizer, "epoch": 7 if save else 0}
 
@@ -290,17 +295,58 @@ def save_and_restore_shards(ctx: ddpsafe.RankContext, directory: Path, *, save: 
         optimizer.zero_grad()
 
     found = {}
-    with Checkpointer(directory) as checkpointer:
+    with Checkpointer(directory, rng=False) as checkpointer:
         if save:
             step()
             checkpointer.save(state, 1)
             checkpointer.save(state, 1)  # again, and nothing is to be done
-            found["asynchronous"] = caught(checkpointer.save, state, 2, asynchronous=True)
+            step()
+            checkpointer.save(state, 2, asynchronous=True)
         else:
             found["step"] = checkpointer.restore(state)
     step()
-    whole = [each.full_tensor().tolist() for each in model.parameters()]  # type: ignore[attr-defined]
+    whole = [
+        (each.full_tensor() if sharded else each).tolist()  # type: ignore[attr-defined]
+        for each in model.parameters()
+    ]
     return {**found, "parameters": whole, "epoch": state["epoch"]}
+
+
+def refuse_shards(ctx: ddpsafe.RankContext, directory: Path) -> Any:
+    """Restore a sharded model from a checkpoint of another shape; nothing may change."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Linear(6, 9)
+    fully_shard(model, mesh=init_device_mesh("cpu", (ctx.world_size,)))
+    first = torch.zeros(2)
+    with Checkpointer(directory, access="read") as checkpointer:
+        found = caught(checkpointer.restore, {"epoch": first, "model": model})
+    return found["class"], first.tolist()
+
+
+def die_before_the_save(rank: int, directory: Path, port: int, told: Path) -> None:
+    """Be a rank that no launcher supervises; rank 1 is killed, rank 0 tells what it meets."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    with ddpsafe.process_group(backend="gloo", seed=0), Checkpointer(directory) as checkpointer:
+        checkpointer.save({"x": 1}, 1)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        begun = time.monotonic()
+        found = caught(checkpointer.save, {"x": 2}, 2)
+        told.write_text(
+            json.dumps(
+                {
+                    "class": found["class"],
+                    "text": found["text"],
+                    "rank": found["rank"],
+                    "origin": found["origin"],
+                    "waited_s": time.monotonic() - begun,
+                }
+            )
+        )
+        os._exit(0)
 
 
 def save_large_shards(ctx: ddpsafe.RankContext, directory: Path) -> dict[str, Any]:

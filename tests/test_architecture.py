@@ -48,8 +48,11 @@ BETWEEN_SIBLINGS: Final = {
         "ddpsafe.doctor._runner",
     ): "nodes are examined over a store; late",
     ("ddpsafe._worker.readiness", "ddpsafe.doctor._verdict"): "as above",
-    ("ddpsafe.checkpoint._party", "ddpsafe._worker.attached"): "who and where the ranks are; late",
-    ("ddpsafe.checkpoint._party", "ddpsafe._worker.in_flight"): "announces a wait; late",
+    (
+        "ddpsafe.checkpoint._consensus",
+        "ddpsafe._worker.attached",
+    ): "who and where the ranks are; late",
+    ("ddpsafe.checkpoint._consensus", "ddpsafe._worker.in_flight"): "announces a wait; late",
 }
 """Imports of one part of the machinery by another, each with its reason."""
 

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import operator
+import time
 import weakref
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ddpsafe.checkpoint import _folders, _opening, _restoring, _saving, _saving_shards
-from ddpsafe.checkpoint._arguments import (
-    check_arguments,
-    check_shards,
-    misuse,
-    require_absolute,
-    require_open,
-    require_step,
-    step_too_old,
-)
-from ddpsafe.checkpoint._party import Party, Round, Word
-from ddpsafe.checkpoint._snapshot import Snapshot, check_names, take_snapshot
+from ddpsafe._errors import Explanation
+from ddpsafe.checkpoint import _directory, _restore, _save
+from ddpsafe.checkpoint._checksums import DamagedFileError
+from ddpsafe.checkpoint._consensus import Message, Ranks
+from ddpsafe.checkpoint._directory import Keep
+from ddpsafe.checkpoint._format import from_json, read_manifest
+from ddpsafe.checkpoint._state import Snapshot, check_names, take_snapshot
 from ddpsafe.checkpoint._trees import HostCopies
-from ddpsafe.checkpoint._warnings import warn
-from ddpsafe.checkpoint.errors import SaveError
+from ddpsafe.checkpoint.errors import (
+    CheckpointConfigError,
+    CorruptCheckpointError,
+    MissingCheckpointError,
+    RestoreError,
+    SaveError,
+    StepOrderError,
+    warn,
+)
 
 if TYPE_CHECKING:
     import os
@@ -32,29 +37,58 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from ddpsafe.checkpoint._consensus import Absence
+
 # How long an error may keep a process for a save that is under way.
 _LAST_WAIT: Final = timedelta(seconds=5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Pending:
-    """A save that goes on in the background; `writer` on rank 0 only."""
+class CheckpointInfo:
+    """What is known of a checkpoint without loading it.
+
+    Attributes:
+        step: The step it was saved at.
+        saved_at: When, in UTC, as ISO 8601.
+        world_size: How many ranks saved it.
+        size_bytes: What its files take.
+        names: Names in its state.
+        metrics: As given to `Checkpointer.save`; ``None`` for NaN and infinity.
+        metadata: As given to `Checkpointer.save`.
+        ddpsafe: Version of ddpsafe that wrote it.
+        torch: Version of torch that wrote it.
+    """
 
     step: int
-    round: Round
-    writer: _saving.Writer | None
+    saved_at: str
+    world_size: int
+    size_bytes: int
+    names: tuple[str, ...]
+    metrics: Mapping[str, float | None]
+    metadata: Mapping[str, Any]
+    ddpsafe: str
+    torch: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pending:
+    """A save that has begun."""
+
+    step: int
+    save: _save.Save
 
 
 class Checkpointer:
-    """Keeps the last checkpoints of a training in a directory that all ranks share.
+    """Keeps checkpoints of a training in a directory that all ranks share.
 
-    Every method is called by all ranks, in the same order. Without a process group it is for one
-    process alone.
+    Every method is called by all ranks, in the same order, except `latest`, `path` and `info`, which
+    any rank may call. Without a process group it is for one process alone.
 
     Args:
         directory: Absolute; on storage that every node sees. It is made if need be, and is this
             job's alone while the checkpointer is open.
-        keep: How many checkpoints stay; ``None`` for all.
+        keep: How many checkpoints stay; ``None`` for all; a `Keep` for other rules.
+        every: When `is_due` says yes: every so many steps, or about so often.
         timeout: How long a save, or one step of a restore, may take.
         on_failure: ``"raise"`` raises a `SaveError` on every rank, ``"warn"`` warns on rank 0 and
             lets the training go on.
@@ -70,31 +104,39 @@ class Checkpointer:
     def __init__(
         self,
         directory: str | os.PathLike[str],
-        keep: int | None = 3,
+        keep: int | Keep | None = 3,
         *,
+        every: int | timedelta | None = None,
         timeout: timedelta = timedelta(minutes=30),
         on_failure: Literal["raise", "warn"] = "raise",
         access: Literal["write", "read"] = "write",
         rng: bool = True,
     ) -> None:
-        self._directory = require_absolute(directory)
-        check_arguments(keep, timeout, on_failure=on_failure, access=access)
+        self._directory = _require_absolute(directory)
+        _check_arguments(keep, every, timeout, on_failure=on_failure, access=access)
+        rules = keep if isinstance(keep, Keep) else Keep(newest=keep)
         self._on_failure = on_failure
         self._access = access
         self._rng = rng
-        self._party = Party(timeout)
+        self._ranks = Ranks(timeout)
         self._newest: int | None = None
         self._is_ours = False
-        self._place: _saving.Place | None = None
+        self._place: _save.Place | None = None
         self._pending: _Pending | None = None
         self._copies = HostCopies()
         self._entered = False
         self._closed = False
+        self._schedule = None if every is None else _Schedule(every)
         if access == "write":
-            lock, self._newest = _opening.open_directory(self._party, self._directory)
+            lock, self._newest = _directory.open_directory(self._ranks, self._directory)
             if lock is not None:
                 weakref.finalize(self, lock.release)  # for those who neither use `with` nor close()
-                self._place = _saving.Place(directory=self._directory, lock=lock, keep=keep)
+                self._place = _save.Place(
+                    directory=self._directory,
+                    lock=lock,
+                    keep=rules,
+                    metrics=_metrics_of(self._directory) if rules.needs_metrics() else {},
+                )
 
     @property
     def directory(self) -> Path:
@@ -107,86 +149,136 @@ class Checkpointer:
         Raises:
             DirectoryError: The directory cannot be read.
         """
-        return next(iter(_opening.list_steps(self._directory)), None)
+        return next(iter(self.steps()), None)
+
+    def steps(self) -> list[int]:
+        """Return the steps that this rank sees complete checkpoints of, newest first.
+
+        Raises:
+            DirectoryError: The directory cannot be read.
+        """
+        return _directory.list_steps(self._directory)
 
     def path(self, step: int) -> Path:
         """Return the folder of a step's checkpoint."""
-        return self._directory / _folders.folder_name(step)
+        return self._directory / _directory.folder_name(step)
 
-    def save(self, state: Mapping[str, Any], step: int, *, asynchronous: bool = False) -> None:
+    def info(self, step: int) -> CheckpointInfo:
+        """Return what is known of a step's checkpoint, its metrics and metadata among it.
+
+        Only the manifest is read; ``ddpsafe checkpoint verify`` checks the files.
+
+        Raises:
+            MissingCheckpointError: There is none of that step.
+            CorruptCheckpointError: Its manifest is damaged.
+            NewerFormatError: A newer ddpsafe wrote it.
+        """
+        return read_info(self._directory, step)
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether it is time to save, by the checkpointer's `every`; the same on all ranks.
+
+        Every so many steps: where a multiple of it has been passed since the last save. Every so
+        often: rank 0 looks at its clock at a few steps that it chooses by how fast the training
+        goes, and the others follow; so no step waits for that but those few.
+
+        Args:
+            step: Number of the step, as for `save`. Called by all ranks with the same steps.
+
+        Raises:
+            CheckpointConfigError: The checkpointer was made without `every`.
+        """
+        if self._schedule is None:
+            raise _misuse(
+                "is_due() without every=.",
+                "it does not know how often to save.",
+                "make it with every=1000 steps, or every=timedelta(minutes=10).",
+            )
+        return self._schedule.is_due(_require_step(step), self._newest, self._ranks)
+
+    def save(
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        *,
+        asynchronous: bool = False,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
         """Save the state of the training; once this returns, no crash loses it.
 
         Args:
             state: Objects with ``state_dict`` and ``load_state_dict`` (models, optimizers,
                 schedulers, scalers, loaders), tensors and plain values, by name. The same names
-                on every rank; rank 0's values are kept, except for what is marked `PerRank`.
+                on every rank; rank 0's values are kept, except for what is marked `PerRank`, and
+                for distributed tensors, of which each rank writes its part.
             step: Number of the step, from 0, never smaller than the one before. A step that is
                 saved already is not saved again.
             asynchronous: Return once the state is copied to host memory, and write in the
                 background, one save at a time. How it ended shows in the next call and on leaving
                 the ``with`` block, which is needed for that.
+            metrics: Numbers such as a loss, for `Keep` and for `info`; rank 0's are kept.
+            metadata: Plain values that `info` returns, and JSON can hold; rank 0's are kept.
 
         Raises:
             SaveError: Nothing was saved, on any rank; the checkpoints from before are unharmed.
             StepOrderError: `step` is smaller than the newest.
             UnsafeStateError: The state holds what could not be loaded again.
+            CheckpointConfigError: The metrics or the metadata are not what they should be.
         """
-        self._require_open(asynchronous=asynchronous)
+        _require_open(closed=self._closed, entered=self._entered, asynchronous=asynchronous)
         self.wait()
         with self._tolerating():
-            self._save(state, step, asynchronous=asynchronous)
+            self._begin(state, step, metrics, metadata, asynchronous=asynchronous)
+            if not asynchronous:
+                self._finish()
 
-    def _save(self, state: Mapping[str, Any], step: int, *, asynchronous: bool) -> None:
-        party = self._party
-        current = party.begin()
+    def _begin(
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        metrics: Mapping[str, float] | None,
+        metadata: Mapping[str, Any] | None,
+        *,
+        asynchronous: bool,
+    ) -> None:
+        ranks = self._ranks
+        exchange = ranks.begin()
         try:
             snapshot = take_snapshot(
-                state, unwrap=party.unwrap, whole=party.is_main, with_rng=self._rng
+                state, unwrap=ranks.unwrap, whole=ranks.is_main, with_rng=self._rng
             )
-            step = self._require_step(step)
-            check_shards(snapshot.shards, asynchronous=asynchronous)
-            facts = _saving.facts_of(step, snapshot)
+            step = self._require_next(step)
+            numbers, plain = _require_numbers(metrics), _require_plain(metadata)
             if asynchronous:
-                copied = self._copies.copy(snapshot.replicated)
-                snapshot = replace(snapshot, replicated=copied)
+                snapshot = self._copy(snapshot)
         except Exception as exc:
-            current.fail(exc)
+            exchange.fail(exc)
             raise
-        current.tell(Word(facts=facts, data=snapshot.own))
         # Rank 0 alone decides what is saved already; the others do as it answers.
-        is_new = not (party.is_main and self._is_saved(step))
-        if snapshot.shards and is_new:
-            _saving_shards.save_shards(party, self._place, current, snapshot, step)
-            self._newest, self._is_ours = step, True
-            return
-        writer = self._start_writer(current, snapshot, step) if is_new else None
-        self._pending = _Pending(step=step, round=current, writer=writer)
-        if not asynchronous:
-            self._finish()
+        place = None if self._is_saved(step) else self._place
+        request = _save.Request(
+            ranks=ranks,
+            place=place,
+            snapshot=snapshot,
+            step=step,
+            metrics=numbers,
+            metadata=plain,
+        )
+        self._pending = _Pending(step=step, save=_save.Save(request, exchange))
 
-    def _start_writer(self, current: Round, snapshot: Snapshot, step: int) -> _saving.Writer | None:
-        if self._place is None:
-            return None
-        return _saving.Writer(self._party, self._place, current, snapshot, step)
+    def _copy(self, snapshot: Snapshot) -> Snapshot:
+        copied = self._copies.copy({"replicated": snapshot.replicated, "shards": snapshot.shards})
+        return replace(snapshot, replicated=copied["replicated"], shards=copied["shards"])
 
     def _finish(self) -> None:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        if not self._party.is_main:
-            _saving.follow(pending.round, self._party, self._party.deadline(), pending.step)
-        elif pending.writer is None:
-            _saving.meet(pending.round, self._party, pending.step)
-        else:
-            try:
-                pending.writer.finish()
-            except BaseException as exc:
-                pending.round.announce(error=exc)
-                raise
-            pending.round.announce({"saved": True})
+        pending.save.finish()
         self._newest, self._is_ours = pending.step, True
-        if pending.writer is not None:
-            pending.writer.warn_of_leftovers()
+        if self._schedule is not None:
+            self._schedule.note_saved()
 
     def wait(self) -> None:
         """Wait for the save that goes on in the background, if one does.
@@ -197,41 +289,51 @@ class Checkpointer:
         with self._tolerating():
             self._finish()
 
-    def restore(self, state: MutableMapping[str, Any]) -> int | None:
-        """Load the newest checkpoint that every rank sees and finds whole into the objects.
+    def restore(
+        self, state: MutableMapping[str, Any], *, step: int | None = None, strict: bool = True
+    ) -> int | None:
+        """Load a checkpoint into the objects: the newest that every rank sees and finds whole.
 
-        A damaged one is reported by a `CheckpointWarning` and the one before is used.
+        A damaged one is reported by a `CheckpointWarning` and the one before is used. Checkpoints
+        that are newer than the one in use are set aside, so that the training can save those
+        steps again.
 
         Args:
             state: Objects by name, as for `save`. Tensors are filled in place; a plain value is put
                 into the mapping. Names that only the checkpoint has are left out.
+            step: Load the checkpoint of this step, and no other.
+            strict: With ``False``, what the checkpoint lacks stays as it is: whole objects, and
+                tensors of models that it does not have or has in another shape or dtype. A
+                `CheckpointWarning` lists it.
 
         Returns:
             The step it was saved at; ``None`` where there is no checkpoint yet.
 
         Raises:
-            CorruptCheckpointError: There are checkpoints, and all are damaged.
-            MissingCheckpointError: No checkpoint is there for every rank.
+            CorruptCheckpointError: There are checkpoints, and all are damaged, or the one asked for.
+            MissingCheckpointError: No checkpoint, or not the one asked for, is there for every rank.
             NewerFormatError: A newer ddpsafe wrote it.
             CheckpointMismatchError: It is of other names, tensors or optimizers, and nothing was
                 changed; or an object's own ``load_state_dict`` refused, after those before it in
                 `state` were changed.
         """
-        self._require_open(asynchronous=False)
+        _require_open(closed=self._closed, entered=self._entered, asynchronous=False)
         self.wait()
         check_names(state)
-        step = _restoring.restore(
-            _restoring.Request(
-                party=self._party,
+        restored = _restore.restore(
+            _restore.Request(
+                ranks=self._ranks,
                 directory=self._directory,
                 state=state,
+                step=None if step is None else _require_step(step),
+                strict=strict,
                 with_rng=self._rng,
                 may_tidy=self._access == "write",
             )
         )
-        if step is not None:
-            self._newest, self._is_ours = step, True
-        return step
+        if restored is not None:
+            self._newest, self._is_ours = restored, True
+        return restored
 
     def close(self) -> None:
         """Wait for what goes on in the background, and let other jobs use the directory.
@@ -247,6 +349,7 @@ class Checkpointer:
 
     def _release(self) -> None:
         self._closed = True
+        self._ranks.close()
         if self._place is not None:
             self._place.lock.release()
 
@@ -264,10 +367,9 @@ class Checkpointer:
             self.close()
             return
         # The others may be dead: nothing is said to them, but what is nearly written is kept.
-        writer = None if self._pending is None else self._pending.writer
-        if writer is not None:
+        if self._pending is not None:
             with contextlib.suppress(Exception):
-                writer.finish(_LAST_WAIT)
+                self._pending.save.abandon(_LAST_WAIT)
         if not self._closed:
             self._release()
 
@@ -278,23 +380,283 @@ class Checkpointer:
         except SaveError as exc:
             if self._on_failure == "raise":
                 raise
-            if self._party.is_main:
+            if self._ranks.is_main:
                 warn(str(exc))
 
-    def _require_open(self, *, asynchronous: bool) -> None:
-        require_open(closed=self._closed, entered=self._entered, asynchronous=asynchronous)
-
-    def _require_step(self, number: object) -> int:
-        step = require_step(number)
+    def _require_next(self, number: object) -> int:
+        step = _require_step(number)
         if self._access == "read":
-            raise misuse(
+            raise _misuse(
                 "save() with access='read'.",
                 "this checkpointer has no right to write.",
                 "make it with access='write'.",
             )
         if self._newest is not None and step <= self._newest and not self._is_saved(step):
-            raise step_too_old(step, self._newest, self._directory, is_ours=self._is_ours)
+            raise _step_too_old(step, self._newest, self._directory, is_ours=self._is_ours)
         return step
 
     def _is_saved(self, step: int) -> bool:
         return self._is_ours and step == self._newest
+
+
+class _Schedule:
+    """When to save: every so many steps, or about so often, the same on all ranks."""
+
+    def __init__(self, every: int | timedelta) -> None:
+        self._every = every
+        self._saved_s = time.monotonic()
+        self._first: tuple[int, float] | None = None
+        self._next_look = 0
+        self._seen: int | None = None
+
+    def note_saved(self) -> None:
+        """Begin to count again."""
+        self._saved_s = time.monotonic()
+
+    def is_due(self, step: int, newest: int | None, ranks: Ranks) -> bool:
+        """Tell whether it is time."""
+        if isinstance(self._every, int):
+            before = newest if newest is not None else self._seen
+            self._seen = step
+            if before is None or before >= step:  # the first call: due at a multiple only
+                return step % self._every == 0 and before != step
+            return step // self._every > before // self._every
+        if step < self._next_look:
+            return False
+        exchange = ranks.begin()
+        exchange.send(Message(facts={}))
+        if ranks.is_main:
+            answer = self._look(step, self._every.total_seconds())
+            exchange.announce(answer)
+        else:
+            answer = exchange.receive(ranks.deadline(), _absent_from_schedule)
+        self._next_look = answer["next"]
+        return bool(answer["due"])
+
+    def _look(self, step: int, every_s: float) -> dict[str, Any]:
+        """Decide, on rank 0, whether it is time, and at which step to look again."""
+        now = time.monotonic()
+        if self._first is None or step < self._first[0]:
+            self._first = (step, now)
+        steps, passed_s = step - self._first[0], now - self._first[1]
+        left_s = every_s - (now - self._saved_s)
+        due = left_s <= 0
+        speed = steps / passed_s if passed_s > 0 else 0.0
+        wait = (every_s if due else left_s) * speed
+        # Never more than twice as far as is known: the first steps are slow.
+        return {"due": due, "next": step + max(1, min(math.floor(wait), max(steps, 1)))}
+
+
+def _absent_from_schedule(absence: Absence) -> SaveError:
+    error = SaveError(absence.explain("this rank", "learn whether a save is due"), step=0)
+    error.origin = "peer-lost" if absence.lost else "timeout"
+    return error
+
+
+def read_info(directory: Path, step: int) -> CheckpointInfo:
+    """Return what is known of a checkpoint without loading it.
+
+    Raises:
+        RestoreError: It is missing, or its manifest is damaged or newer.
+    """
+    folder = directory / _directory.folder_name(step)
+    if not folder.exists():
+        raise MissingCheckpointError(
+            Explanation(
+                f"There is no checkpoint of step {step} in {directory}.",
+                cause="it was not saved, or has been removed since.",
+                fix="ask for one that is there; see: ddpsafe checkpoint ls DIRECTORY.",
+            )
+        )
+    try:
+        manifest = read_manifest(folder)
+    except (DamagedFileError, OSError) as exc:
+        raise CorruptCheckpointError(
+            Explanation(
+                f"The checkpoint of step {step} in {directory} is damaged: {exc}.",
+                cause="the disk fails, or the files were changed, or copied in part.",
+                fix="restore another step.",
+            ),
+            problems=[str(exc)],
+        ) from exc
+    return CheckpointInfo(
+        step=manifest.step,
+        saved_at=manifest.saved_at,
+        world_size=manifest.world_size,
+        size_bytes=sum(facts.size_bytes for facts in manifest.files.values()),
+        names=tuple(manifest.names),
+        metrics=manifest.metrics,
+        metadata=manifest.metadata,
+        ddpsafe=manifest.ddpsafe,
+        torch=manifest.torch,
+    )
+
+
+def _metrics_of(directory: Path) -> dict[int, dict[str, float | None]]:
+    found = {}
+    for step in _directory.complete_steps(directory):
+        with contextlib.suppress(RestoreError):
+            found[step] = dict(read_info(directory, step).metrics)
+    return found
+
+
+# What a `Checkpointer` is made and called with, judged before anything happens.
+
+
+def _require_absolute(directory: object) -> Path:
+    """Return the directory as a path.
+
+    Raises:
+        CheckpointConfigError: It is relative, or no path.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    from ddpsafe._config import AbsolutePath
+
+    try:
+        path: Path = TypeAdapter(AbsolutePath).validate_python(directory)
+    except ValidationError as exc:
+        context = exc.errors()[0].get("ctx", {})
+        raise CheckpointConfigError(
+            Explanation(
+                f"Checkpointer({directory!r}): the directory cannot be used.",
+                cause=str(context.get("why", exc)),
+                fix=f"write {context.get('write', 'an absolute path')}",
+            )
+        ) from None
+    return path
+
+
+def _misuse(what: str, cause: str, fix: str) -> CheckpointConfigError:
+    """Word the error of a wrong call."""
+    return CheckpointConfigError(Explanation(f"Checkpointer: {what}", cause=cause, fix=fix))
+
+
+def _check_arguments(
+    keep: object, every: object, timeout: object, *, on_failure: str, access: str
+) -> None:
+    """Refuse what no checkpointer can be made with.
+
+    Raises:
+        CheckpointConfigError: As it says.
+    """
+    if keep is not None and not isinstance(keep, Keep) and not _is_whole(keep, 1):
+        raise _misuse(
+            f"keep={keep!r}.", "it is a number of checkpoints.", "write keep=1 or more, or None."
+        )
+    is_duration = isinstance(every, timedelta) and every > timedelta(0)
+    if every is not None and not is_duration and not _is_whole(every, 1):
+        raise _misuse(
+            f"every={every!r}.",
+            "it is a number of steps, or a duration.",
+            "write every=1000, or every=timedelta(minutes=10).",
+        )
+    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+        raise _misuse(
+            f"timeout={timeout!r}.", "it is a duration.", "write timeout=timedelta(minutes=30)."
+        )
+    for name, value, choices in (
+        ("on_failure", on_failure, ("raise", "warn")),
+        ("access", access, ("write", "read")),
+    ):
+        if value not in choices:
+            raise _misuse(
+                f"{name}={value!r}.", "there is no such choice.", f"write {' or '.join(choices)}."
+            )
+
+
+def _require_step(step: object) -> int:
+    """Return a step as a number of Python, whatever kind of whole number it is.
+
+    Raises:
+        CheckpointConfigError: It is none.
+    """
+    whole = -1
+    if not isinstance(step, bool):
+        with contextlib.suppress(TypeError):
+            whole = operator.index(step)  # type: ignore[arg-type]  # what is tried
+    if not 0 <= whole < 10**18:
+        raise _misuse(
+            f"save(step={step!r}).",
+            "a step is a whole number from 0.",
+            "pass the number of steps done so far.",
+        )
+    return whole
+
+
+def _require_open(*, closed: bool, entered: bool, asynchronous: bool) -> None:
+    """Refuse a call that comes too late, or needs a ``with`` block and has none.
+
+    Raises:
+        CheckpointConfigError: As it says.
+    """
+    if closed:
+        raise _misuse(
+            "this one is closed.",
+            "the with block was left, or close() called.",
+            "make another Checkpointer, or call this one before it is closed.",
+        )
+    if asynchronous and not entered:
+        raise _misuse(
+            "save(asynchronous=True) outside of its with block.",
+            "without one, nobody would wait for the last save when the training ends.",
+            "write: with Checkpointer(…) as checkpointer:",
+        )
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _step_too_old(step: int, newest: int, directory: Path, *, is_ours: bool) -> StepOrderError:
+    """Word the error of a step that is not after the newest checkpoint."""
+    return StepOrderError(
+        Explanation(
+            f"step {step} is not after step {newest}, the newest checkpoint in {directory}.",
+            cause="the training went on from it and counts again."
+            if is_ours
+            else "restore() was not called, or the directory is another training's.",
+            fix="begin to count at the step that restore() returns; for a new training choose "
+            "an empty directory.",
+        ),
+        step=step,
+        newest=newest,
+    )
+
+
+def _require_numbers(metrics: object) -> dict[str, float | None]:
+    if metrics is None:
+        return {}
+    numbers: dict[str, float | None] = {}
+    try:
+        for name, value in dict(metrics).items():  # type: ignore[call-overload]  # what is tried
+            number = float(value)
+            numbers[_require_text(name)] = number if math.isfinite(number) else None
+    except (TypeError, ValueError) as exc:
+        raise _misuse(
+            f"save(metrics={metrics!r}).",
+            f"they are not numbers by name: {exc}",
+            'write metrics={"loss": 0.3}.',
+        ) from None
+    return numbers
+
+
+def _require_plain(metadata: object) -> dict[str, Any]:
+    if metadata is None:
+        return {}
+    try:
+        plain: dict[str, Any] = from_json(dict(metadata))  # type: ignore[call-overload]  # what is tried
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise _misuse(
+            f"save(metadata=…) of {type(metadata).__name__}.",
+            f"it is not a mapping that JSON can hold: {exc}",
+            "pass a dict of texts, numbers, lists and dicts.",
+        ) from None
+    return plain
+
+
+def _require_text(name: object) -> str:
+    if not isinstance(name, str):
+        message = f"{name!r} is not a text"
+        raise TypeError(message)
+    return name

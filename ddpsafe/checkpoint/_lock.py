@@ -1,9 +1,14 @@
 """One job writes into a directory: the lock, its owner, and what becomes of it when they die.
 
-Two signs say that an owner lives. A POSIX record lock on ``.lock`` ends with its process, however
-that ends, is not inherited by forks, and reaches over hosts on file systems that carry locks (NFSv4,
-Lustre with ``flock``, GPFS). Where it does not reach, the owner's heartbeat does: the file's
-modification time, which a thread renews. It is compared with itself, never with a clock of ours.
+Two signs say that an owner lives. A record lock on ``.lock`` ends with its process, however that
+ends, and reaches over hosts on file systems that carry locks (NFSv4, Lustre with ``flock``, GPFS). It is
+one of an open file description where the kernel has those: a record lock of a process would go
+whenever that process closes any descriptor of the file, as a backup of the directory does. Where no
+lock reaches, the owner's heartbeat does: the file's modification time, which a thread renews. It is
+compared with itself, never with the clock of another host.
+
+The directory may be shared with other users, so the file is opened without following links, and one
+that ddpsafe did not write is left as it is.
 """
 
 from __future__ import annotations
@@ -14,16 +19,18 @@ import fcntl
 import json
 import os
 import socket
+import stat
+import struct
 import threading
 import time
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import Explanation
 from ddpsafe._machine import boot_id
-from ddpsafe.checkpoint.errors import DirectoryLockedError
+from ddpsafe.checkpoint.errors import DirectoryError, DirectoryLockedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,6 +47,8 @@ DYING_S: Final = 5.0
 _JOB_VARIABLES: Final = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "PBS_JOBID", "LSB_JOBID")
 _BUSY: Final = (errno.EACCES, errno.EAGAIN)
 _PAUSE_S: Final = 0.05
+_MAX_BYTES: Final = 4096
+_LOOK: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +59,10 @@ class Owner:
         host: Its host name.
         boot: Identifies the kernel it runs on.
         pid: Its process id there.
-        job: What the scheduler or the launcher calls the job; empty where nobody does.
+        job: What the scheduler or the launcher calls the job; empty where neither does.
         since: When it began, in UTC, as ISO 8601.
         id: Tells two owners apart.
+        lock: Which record lock it holds: that of its open file, of its process, or none.
     """
 
     host: str
@@ -61,6 +71,7 @@ class Owner:
     job: str
     since: str
     id: str
+    lock: str = ""
 
     @classmethod
     def myself(cls, env: Mapping[str, str]) -> Owner:
@@ -80,8 +91,24 @@ class Owner:
         return f"process {self.pid}{job} on {self.host}, since {self.since}"
 
 
-# A process may lock a record as often as it likes, so two checkpointers in one would both have it.
+_FILE_LOCK: Final = "open file"
+_PROCESS_LOCK: Final = "process"
+_NO_LOCK: Final = "none"
+
+# Of this process, so that a second checkpointer is told so; a record lock of the process would let it in.
 _mine: dict[str, int] = {}
+# A forked child has the open file too, and would keep its lock when this process has ended.
+_held: set[int] = set()
+
+
+def _close_in_child() -> None:
+    for fd in _held:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class DirectoryLock:
@@ -93,6 +120,7 @@ class DirectoryLock:
 
     Raises:
         DirectoryLockedError: Another living process has it.
+        DirectoryError: What is in the lock's place was not made by ddpsafe.
         OSError: The directory cannot be written to.
     """
 
@@ -102,39 +130,54 @@ class DirectoryLock:
         self._key = str(directory.resolve())
         if _mine.get(self._key) == os.getpid():
             raise _locked_by_us(directory, owner)
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fd = _open(directory)
         try:
-            self._reaches = self._take_record(directory)
+            self.owner = replace(owner, lock=self._take_record(directory))
             self._outwait(directory)
             self._write()
         except BaseException:
             os.close(self._fd)
             raise
         _mine[self._key] = os.getpid()
+        _held.add(self._fd)
         self._stop = threading.Event()
         self._beat = threading.Thread(target=self._beat_on, name="ddpsafe-lock", daemon=True)
         self._beat.start()
 
-    def _take_record(self, directory: Path) -> bool:
-        """Take the record lock; tell whether this file system has such locks."""
+    def _take_record(self, directory: Path) -> str:
+        """Take the record lock; return which kind this file system has."""
         ends_s = time.monotonic() + DYING_S
-        while (refusal := self._try_record()) in _BUSY:
+        while (kind := self._try_record()) is None:
             if time.monotonic() > ends_s:
                 raise _locked(directory, self._read(), "it holds the lock")
             time.sleep(_PAUSE_S)
-        return refusal is None
+        return kind
 
-    def _try_record(self) -> int | None:
+    def _try_record(self) -> str | None:
+        """Return which kind of record lock this process has now; ``None`` while another has it."""
+        try:
+            _lock_open_file(self._fd)
+        except OSError as exc:
+            if exc.errno in _BUSY:
+                return None
+        else:
+            return _FILE_LOCK
         try:
             fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as exc:
-            return exc.errno
-        return None
+            return None if exc.errno in _BUSY else _NO_LOCK
+        return _PROCESS_LOCK
 
     def _outwait(self, directory: Path) -> None:
-        """Make sure that the owner in the file is dead where the record lock does not say so."""
+        """Make sure that the owner in the file is dead where the record lock does not say so.
+
+        It does where both are processes of one kernel and the former one's lock was that of its open
+        file: a lock of a process may have gone while the process lives.
+        """
         former = self._read()
-        if former is None or (self._reaches and former.boot == self.owner.boot):
+        if former is None:
+            return
+        if {former.lock, self.owner.lock} == {_FILE_LOCK} and former.boot == self.owner.boot:
             return
         last = self._beat_time()
         ends_s = time.monotonic() + SILENCE_S
@@ -143,25 +186,21 @@ class DirectoryLock:
                 raise _locked(directory, former, "its heartbeat goes on")
             if self._read() is None:
                 return
-            time.sleep(1.0)
+            time.sleep(min(1.0, SILENCE_S / 10))
 
     def _beat_time(self) -> int:
         # Through the path: NFS renews what it knows of a file when it is opened.
         with contextlib.suppress(OSError):
-            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(self._path, _LOOK)
             beat = os.fstat(fd).st_mtime_ns
-            self._close_quietly(fd)
+            os.close(fd)
+            if self.owner.lock == _PROCESS_LOCK:  # which closing has just dropped
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return beat
         return 0
 
-    def _close_quietly(self, fd: int) -> None:
-        """Close a second descriptor, which drops the record lock, and take that again."""
-        os.close(fd)
-        if self._reaches:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
     def _read(self) -> Owner | None:
-        return _parse_owner(os.pread(self._fd, 4096, 0))
+        return _parse_owner(os.pread(self._fd, _MAX_BYTES, 0))
 
     def _write(self) -> None:
         os.ftruncate(self._fd, 0)
@@ -172,16 +211,30 @@ class DirectoryLock:
         while not self._stop.wait(BEAT_S):
             with contextlib.suppress(OSError):  # shows in the next save
                 os.utime(self._fd)
+            if (
+                self.owner.lock == _PROCESS_LOCK
+            ):  # a descriptor closed elsewhere may have dropped it
+                with contextlib.suppress(OSError):
+                    fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-    def is_held(self) -> bool:
-        """Tell whether the directory is there and nobody has taken the lock over meanwhile."""
+    def find_loss(self) -> str | None:
+        """Return how the lock was lost, if it was."""
         try:
-            ours, theirs = os.fstat(self._fd), self._path.stat()
+            ours, theirs = os.fstat(self._fd), self._path.stat(follow_symlinks=False)
         except OSError:
-            return False
-        same_file = (ours.st_dev, ours.st_ino) == (theirs.st_dev, theirs.st_ino)
-        found = self._read() if same_file else None
-        return found is not None and found.id == self.owner.id
+            return "the directory, or the lock in it, was removed, or is no longer mounted."
+        if (ours.st_dev, ours.st_ino) != (theirs.st_dev, theirs.st_ino):
+            return (
+                "the lock was replaced by another file: the directory was removed and made again."
+            )
+        found = self._read()
+        if found is None or found.id != self.owner.id:
+            who = "another process" if found is None else str(found)
+            return (
+                f"{who} has taken it over, since this process stood still for so long that it was "
+                "taken for dead."
+            )
+        return None
 
     def release(self) -> None:
         """Let others write, if it was not done before: the file stays, without an owner."""
@@ -191,27 +244,100 @@ class DirectoryLock:
         self._beat.join()
         _mine.pop(self._key, None)
         with contextlib.suppress(OSError):
-            if self.is_held():
+            if self.find_loss() is None:
                 os.ftruncate(self._fd, 0)
+        _held.discard(self._fd)
         os.close(self._fd)
+
+
+def _lock_open_file(fd: int) -> None:
+    """Take the lock of an open file description, which other descriptors of the file leave alone.
+
+    Raises:
+        OSError: Another has it, or this kernel or file system has no such locks.
+    """
+    command = getattr(fcntl, "F_OFD_SETLK", None)
+    if command is None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    # struct flock: type, whence, start, length (0: to the end), pid (0 for these locks)
+    fcntl.fcntl(fd, command, struct.pack("@hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+
+
+def _open(directory: Path) -> int:
+    """Open the lock file, made if need be, and refuse one that ddpsafe did not write.
+
+    Raises:
+        DirectoryError: It is a link, a pipe, another user's, or holds something else.
+        OSError: The directory cannot be written to.
+    """
+    path = directory / NAME
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        fd = os.open(path, flags, 0o644)
+    except OSError as exc:
+        if exc.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EISDIR):
+            raise _foreign(path, "it is a link, a pipe or a directory") from exc
+        raise
+    try:
+        facts = os.fstat(fd)
+        problem = ""
+        if not stat.S_ISREG(facts.st_mode):
+            problem = "it is not a regular file"
+        elif facts.st_nlink > 1:
+            problem = "it has a second name, so that another file would be written"
+        elif facts.st_uid not in (os.geteuid(), directory.stat().st_uid):
+            problem = f"it belongs to another user (uid {facts.st_uid})"
+        elif _holds_something_else(os.pread(fd, _MAX_BYTES, 0)):
+            problem = "it holds something else than a lock of ddpsafe"
+    except BaseException:
+        os.close(fd)
+        raise
+    if problem:
+        os.close(fd)
+        raise _foreign(path, problem)
+    return fd
+
+
+def _holds_something_else(data: bytes) -> bool:
+    # A host that lost power may have left zeros.
+    return bool(data.strip(b"\0")) and _parse_owner(data) is None
+
+
+def _foreign(path: Path, problem: str) -> DirectoryError:
+    return DirectoryError(
+        Explanation(
+            f"{path} cannot be used as the lock of the directory: {problem}.",
+            cause="it was not made by ddpsafe; another user of the directory may have put it there.",
+            fix="look at it, and remove it if no job of yours needs it.",
+        ),
+        rank=0,
+    )
 
 
 def _parse_owner(data: bytes) -> Owner | None:
     try:
-        return Owner(**json.loads(data))
-    except (ValueError, TypeError):
+        owner = Owner(**json.loads(data))
+    except (ValueError, TypeError, RecursionError):
         return None
+    values = asdict(owner)
+    pid: object = values.pop("pid")
+    is_right = all(isinstance(text, str) and text.isprintable() for text in values.values())
+    return owner if is_right and isinstance(pid, int) else None
 
 
 def read_owner(directory: Path) -> Owner | None:
-    """Return who writes into a directory, as far as this rank sees it.
-
-    Only for processes that do not own it: closing the file would drop the owner's record lock.
-    """
+    """Return who writes into a directory, as far as this rank sees it."""
     try:
-        return _parse_owner((directory / NAME).read_bytes())
+        fd = os.open(directory / NAME, _LOOK)
     except OSError:
         return None
+    try:
+        is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+        return _parse_owner(os.pread(fd, _MAX_BYTES, 0)) if is_file else None
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
 
 
 def _locked_by_us(directory: Path, owner: Owner) -> DirectoryLockedError:

@@ -1,45 +1,29 @@
-"""Distributed tensors (FSDP2, DTensor): saved by all ranks together, through torch's own format.
+"""Distributed tensors (FSDP2, DTensor): each rank writes its own part, and reads what it needs.
 
-``torch.distributed.checkpoint`` gets tensors only. Everything else goes where replicated state
-goes: as bytes it would be unpickled without restraint.
+A part is written as plain bytes, and where it lies in its tensor stands in the manifest. So nothing
+has to be unpickled, no collective can hang, and a tensor can be read whole, or in other parts.
 """
 
 from __future__ import annotations
 
-import importlib
-import io
-import pickle
+import math
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe.checkpoint._blocks import DamagedFileError, checksum_file
-from ddpsafe.checkpoint._manifest import FileFacts, Manifest
+from ddpsafe._errors import Explanation
+from ddpsafe.checkpoint._checksums import ChecksumWriter, DamagedFileError
+from ddpsafe.checkpoint._format import NAME, SHARDS, FileFacts, Manifest, Piece, ShardedTensor
 from ddpsafe.checkpoint._trees import leaves, replace_leaves
+from ddpsafe.checkpoint.errors import CheckpointConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     import torch
-    from torch import nn
-    from torch.optim import Optimizer
 
-FOLDER: Final = "shards"
-_MARK: Final = "\0shard "
+MARK: Final = "\0shard "
 """Stands in the replicated part where a distributed tensor was; no text of a user begins so."""
-
-_SAFE_MODULES: Final = (
-    "torch.distributed.checkpoint.metadata",
-    "torch.distributed.checkpoint.filesystem",
-)
-_SAFE_NAMES: Final = {
-    ("collections", "OrderedDict"),
-    ("torch", "Size"),
-    ("torch", "device"),
-    ("pathlib", "PosixPath"),  # where it was written
-    ("pathlib._local", "PosixPath"),  # as Python 3.13 calls it
-    ("torch.serialization", "_get_layout"),
-}
 
 
 def is_sharded(value: object) -> bool:
@@ -57,147 +41,254 @@ def split(tree: Any, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
         if not is_sharded(leaf):
             return leaf
         parts[path] = leaf
-        return _MARK + path
+        return MARK + path
 
     if not any(is_sharded(leaf) for _, leaf in leaves(tree, name)):
         return tree, parts
     return replace_leaves(tree, name, take), parts
 
 
-def join(tree: Any, name: str, parts: Mapping[str, torch.Tensor]) -> Any:
-    """Put distributed tensors back to where they were taken from."""
-
-    def put(_: str, leaf: Any) -> Any:
-        marked = isinstance(leaf, str) and leaf.startswith(_MARK)
-        return parts[leaf.removeprefix(_MARK)] if marked else leaf
-
-    return replace_leaves(tree, name, put)
-
-
-def find_owner(optimizer: Optimizer, state: Mapping[str, Any]) -> nn.Module | None:
-    """Return the model that an optimizer of distributed tensors belongs to, if it is one."""
-    from torch import nn
-
-    first = next(iter(optimizer.param_groups[0]["params"]), None)
-    if not is_sharded(first):
+def _local(tensor: Any, path: str) -> tuple[list[int], list[int], torch.Tensor] | None:
+    """Return where this rank's part lies, its shape, and its values; ``None`` outside of the mesh."""
+    if tensor.device_mesh.get_coordinate() is None:
         return None
-    for value in state.values():
-        if isinstance(value, nn.Module) and any(p is first for p in value.parameters()):
-            return value
-    return None
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise _unsaveable(path, "sums that are not added up yet (a Partial placement)")
+    chunks = tensor.__create_chunk_list__()  # torch's protocol for checkpoints
+    local = tensor.to_local()
+    if len(chunks) != 1 or tuple(local.shape) != tuple(chunks[0].sizes):
+        raise _unsaveable(path, f"a local part that is {type(local).__name__}, not one block")
+    return list(chunks[0].offsets), list(chunks[0].sizes), local
 
 
-def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state by the names of parameters; ones that have none yet get it."""
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    return dict(get_optimizer_state_dict(model, optimizer))
-
-
-def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Give an optimizer the state that `optimizer_state` returned."""
-    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
-
-    set_optimizer_state_dict(model, optimizer, state)
+def _unsaveable(path: str, what: str) -> CheckpointConfigError:
+    return CheckpointConfigError(
+        Explanation(
+            f"{path} is a distributed tensor that cannot be saved or restored.",
+            cause=f"it has {what}.",
+            fix="pass tensor.full_tensor() in its place.",
+        )
+    )
 
 
-def own_bytes(shards: Mapping[str, torch.Tensor]) -> int:
-    """Return how many bytes of the shards' files are this rank's; copies are written once."""
-    return sum(_local_bytes(part) for part in shards.values())
-
-
-def _local_bytes(part: Any) -> int:
-    place = part.device_mesh.get_coordinate()
-    if place is None:  # a rank outside of the mesh
-        return 0
-    is_copy = any(
+def _is_copy(tensor: Any) -> bool:
+    """Tell whether another rank has the same part, and writes it."""
+    place = tensor.device_mesh.get_coordinate() or ()
+    return any(
         at > 0
-        for at, placement in zip(place, part.placements, strict=True)
+        for at, placement in zip(place, tensor.placements, strict=False)
         if placement.is_replicate()
     )
-    return 0 if is_copy else int(part.to_local().nbytes)
 
 
-def write_shards(shards: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write this rank's parts, all ranks together."""
-    import torch.distributed.checkpoint as dcp
-
-    dcp.save(shards, storage_writer=dcp.FileSystemWriter(folder / FOLDER, sync_files=True))
+Own = dict[str, tuple[list[int], list[int], "torch.Tensor"]]
+"""By path: where this rank's part lies in its tensor, its shape, and its values."""
 
 
-def facts_of_shards(folder: Path, rank: int) -> dict[str, FileFacts]:
-    """Return size and checksums of the files that this rank wrote; rank 0 wrote the index too."""
-    own = sorted((folder / FOLDER).glob(f"__{rank}_*"))
-    if rank == 0:
-        own.append(folder / FOLDER / ".metadata")
+def own_parts(shards: Mapping[str, torch.Tensor]) -> Own:
+    """Return what this rank writes; of copies, the first rank's."""
+    own: Own = {}
+    for path, tensor in shards.items():
+        found = None if _is_copy(tensor) else _local(tensor, path)
+        if found is not None:
+            own[path] = found
+    return own
+
+
+def bytes_of(own: Own) -> int:
+    """Return how many bytes this rank writes."""
+    return sum(local.nbytes for _, _, local in own.values())
+
+
+def write_shards(own: Own, folder: Path, rank: int) -> dict[str, Any]:
+    """Write this rank's parts into a file of its own.
+
+    Returns:
+        What rank 0 needs for the manifest, as plain values.
+    """
+    import torch
+
+    pieces: dict[str, Any] = {}
+    name = f"{SHARDS}/rank-{rank:05}.bin"
+    (folder / SHARDS).mkdir(exist_ok=True)
+    with ChecksumWriter(folder / name) as writer:
+        for path, (offsets, sizes, local) in own.items():
+            values = local.detach().cpu().contiguous().reshape(-1)
+            pieces[path] = [writer.size, offsets, sizes]
+            if values.numel():
+                writer.write(values.view(torch.uint8).numpy().data)
+    return {"file": name, "size_bytes": writer.size, "crc32": writer.crc32, "pieces": pieces}
+
+
+def describe(shards: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return shape and dtype of each distributed tensor, as plain values."""
     return {
-        str(path.relative_to(folder)): FileFacts(size_bytes=size, crc32=sums)
-        for path in own
-        for size, sums in [checksum_file(path)]
+        path: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+        for path, tensor in shards.items()
     }
 
 
+def index_of(
+    whole: Mapping[str, Any], written: Iterable[Mapping[str, Any]]
+) -> tuple[dict[str, FileFacts], dict[str, ShardedTensor]]:
+    """Make the manifest's part of what all ranks wrote.
+
+    Args:
+        whole: What `describe` returned.
+        written: What `write_shards` returned, on each rank.
+
+    Raises:
+        ValueError: They do not make up the tensors.
+    """
+    files: dict[str, FileFacts] = {}
+    pieces: dict[str, list[Piece]] = {path: [] for path in whole}
+    for each in written:
+        files[each["file"]] = FileFacts(size_bytes=each["size_bytes"], crc32=each["crc32"])
+        for path, (start, offsets, sizes) in each["pieces"].items():
+            piece = Piece(file=each["file"], start=start, offsets=offsets, sizes=sizes)
+            if piece.numel:
+                pieces[path].append(piece)
+    shards = {
+        path: ShardedTensor(dtype=dtype, shape=shape, pieces=pieces[path])
+        for path, (dtype, shape) in whole.items()
+    }
+    return files, shards
+
+
 def check_shards(folder: Path, manifest: Manifest, *, rank: int, world_size: int) -> None:
-    """Check this rank's share of the shards' files, and the index.
+    """Check this rank's share of the shards' files, and that each piece is as long as it says.
 
     Raises:
         DamagedFileError: One is not what was written.
     """
-    names = sorted(name for name in manifest.files if name.startswith(FOLDER))
-    for number, name in enumerate(names):
-        if number % world_size == rank or name.endswith(".metadata"):
-            with manifest.open(folder, name) as reader:
-                reader.check_rest()
+    for tensor in manifest.shards.values():
+        width = tensor.torch_dtype().itemsize
+        for piece in tensor.pieces:
+            if piece.start + piece.numel * width > manifest.files[piece.file].size_bytes:
+                raise DamagedFileError(f"{NAME}: a piece is longer than its file {piece.file}")
+    names = sorted(name for name in manifest.files if name.startswith(f"{SHARDS}/"))
+    for name in names[rank::world_size]:
+        with manifest.open(folder, name) as file:
+            file.check()
 
 
-def read_shards(shards: dict[str, torch.Tensor], folder: Path) -> None:
-    """Fill distributed tensors in place, all ranks together, whatever the saved world size was."""
-    import torch.distributed.checkpoint as dcp
+class SavedShards:
+    """The distributed tensors of a checkpoint, read only where they are asked for."""
 
-    dcp.load(shards, storage_reader=_safe_reader(folder / FOLDER))
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder = folder
+        self._manifest = manifest
 
+    def find(self, leaf: object) -> ShardedTensor | None:
+        """Return the tensor that a leaf of the replicated part stands for, if it does.
 
-def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors that were saved, whole and without values, by path."""
-    import torch
+        Raises:
+            DamagedFileError: It stands for one that the checkpoint does not have.
+        """
+        if not isinstance(leaf, str) or not leaf.startswith(MARK):
+            return None
+        tensor = self._manifest.shards.get(leaf.removeprefix(MARK))
+        if tensor is None:
+            raise DamagedFileError(f"{NAME} lacks the tensor {leaf.removeprefix(MARK)[:100]!r}")
+        return tensor
 
-    metadata = _load_index((folder / FOLDER / ".metadata").read_bytes())
-    return {
-        path: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-        for path, entry in metadata.state_dict_metadata.items()
-    }
-
-
-class _Unpickler(pickle.Unpickler):
-    """Loads torch's index of shards, and no other classes than it is made of."""
-
-    def find_class(self, module: str, name: str) -> Any:
+    def on_meta(self, tree: Any, name: str) -> Any:
+        """Return the tree with tensors without values where distributed ones were."""
         import torch
 
-        if module.startswith(_SAFE_MODULES) or (module, name) in _SAFE_NAMES:
-            return super().find_class(module, name)
-        value = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
-            return value
-        raise DamagedFileError(f"the index of shards names {module}.{name}, which is none of it")
+        def put(_: str, leaf: Any) -> Any:
+            saved = self.find(leaf)
+            if saved is None:
+                return leaf
+            return torch.empty(saved.shape, dtype=saved.torch_dtype(), device="meta")
+
+        return replace_leaves(tree, name, put) if self._manifest.shards else tree
+
+    def read_whole(self, saved: ShardedTensor) -> torch.Tensor:
+        """Return a tensor as a whole, on the CPU."""
+        import torch
+
+        whole = torch.empty(saved.shape, dtype=saved.torch_dtype())
+        self._read(saved, [0] * len(saved.shape), whole)
+        return whole
+
+    def fill(self, target: Any, source: Any, path: str) -> None:
+        """Fill this rank's part of a distributed tensor, whichever way its values were saved.
+
+        Args:
+            target: The distributed tensor.
+            source: The leaf of the checkpoint: what stands for a distributed tensor, or a whole one.
+            path: Its path, for errors.
+        """
+        import torch
+
+        found = _local(target, path)
+        if found is None:
+            return
+        offsets, sizes, local = found
+        saved = self.find(source)
+        with torch.no_grad():
+            if saved is None:
+                local.copy_(_part(source, offsets, sizes))
+            else:
+                self._read(saved, offsets, local)
+
+    def _read(self, saved: ShardedTensor, offsets: list[int], target: torch.Tensor) -> None:
+        """Fill the block of a tensor that begins at `offsets` from the pieces that it meets."""
+        import torch
+
+        dtype = saved.torch_dtype()
+        for piece in saved.pieces:
+            met = _meet(piece, offsets, target.shape)
+            if met is None:
+                continue
+            in_piece, in_target, sizes = met
+            # Rows of the first dimension lie one after the other: only those asked for are read.
+            row = math.prod(piece.sizes[1:]) * dtype.itemsize
+            first, rows = (in_piece[0], sizes[0]) if sizes else (0, 1)
+            with self._manifest.open(self._folder, piece.file) as file:
+                data = file.read(piece.start + first * row, rows * row)
+            values = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
+            if sizes:
+                values = values.reshape(rows, *piece.sizes[1:])
+                values = _part(values, [0, *in_piece[1:]], sizes)
+                _part(target, in_target, sizes).copy_(values)
+            else:
+                target.copy_(values[0])
 
 
-def _load_index(data: bytes) -> Any:
-    return _Unpickler(io.BytesIO(data)).load()
+def _meet(
+    piece: Piece, offsets: list[int], sizes: Iterable[int]
+) -> tuple[list[int], list[int], list[int]] | None:
+    """Return where a piece and a block meet: offsets in each, and the size; ``None`` if nowhere."""
+    in_piece, in_block, common = [], [], []
+    for a, n, b, m in zip(piece.offsets, piece.sizes, offsets, sizes, strict=True):
+        begin, end = max(a, b), min(a + n, b + m)
+        if begin >= end:
+            return None
+        in_piece.append(begin - a)
+        in_block.append(begin - b)
+        common.append(end - begin)
+    return in_piece, in_block, common
 
 
-def _safe_reader(folder: Path) -> Any:
-    filesystem = importlib.import_module("torch.distributed.checkpoint.filesystem")
-    metadata_module = importlib.import_module("torch.distributed.checkpoint.metadata")
+def _part(tensor: torch.Tensor, offsets: list[int], sizes: list[int]) -> torch.Tensor:
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
 
-    class SafeReader(filesystem.FileSystemReader):  # type: ignore[misc, name-defined]  # imported late
-        """torch's reader, which would unpickle its index without restraint."""
 
-        def read_metadata(self, *_args: object, **_options: object) -> Any:
-            metadata = _load_index((folder / ".metadata").read_bytes())
-            if getattr(metadata, "storage_meta", None) is None:
-                metadata.storage_meta = metadata_module.StorageMeta()
-            metadata.storage_meta.load_id = self.load_id
-            return metadata
+def like(parameter: Any, dtype: torch.dtype) -> Any:
+    """Return a new distributed tensor that lies as a parameter does."""
+    import torch
 
-    return SafeReader(folder)
+    return torch.empty_like(parameter.detach(), dtype=dtype)
+
+
+def copied_to_all(whole: torch.Tensor, parameter: Any) -> Any:
+    """Return a distributed tensor that every rank of a parameter's mesh has as a whole."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = parameter.device_mesh
+    local = whole.to(parameter.to_local().device)
+    return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -48,6 +48,8 @@ def replace_leaves(tree: Any, path: str, change: Callable[[str, Any], Any]) -> A
 def _like(tree: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
     """Keep an OrderedDict, a Counter or a defaultdict what it is."""
     same = tree.copy()
+    if hasattr(tree, "__dict__"):  # torch notes the versions of modules there
+        same.__dict__.update(tree.__dict__)
     for key, value in items.items():
         same[key] = value
     return same
@@ -56,7 +58,7 @@ def _like(tree: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
 class HostCopies:
     """Memory of the host that tensors are copied to, kept from one save to the next.
 
-    Allocating it anew would cost more than the copy: every page has to be faulted in.
+    Allocating it again would cost more than the copy: every page has to be faulted in.
     """
 
     def __init__(self) -> None:
@@ -79,16 +81,17 @@ class HostCopies:
 
         copied = replace_leaves(tree, "", change)
         self._buffers = buffers
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch
-            torch.cuda.synchronize()
+        for device in {key[0] for key in done if isinstance(key[0], torch.device)}:
+            if device.type == "cuda":  # each has a stream of its own on which the copies run
+                torch.cuda.synchronize(device)
         return copied
 
     def _copy_tensor(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
         import torch
 
         source = tensor.detach()
-        if source.layout is not torch.strided or source.is_quantized:
-            return source.to("cpu", copy=True)  # sparse or quantized: no memory to copy into
+        if source.layout is not torch.strided or source.is_quantized or source.is_nested:
+            return source.to("cpu", copy=True)  # sparse, nested or quantized: no plain memory
         buffer = self._buffers.get(path)
         fits = buffer is not None and buffer.shape == source.shape and buffer.dtype == source.dtype
         if buffer is None or not fits:
@@ -99,8 +102,8 @@ class HostCopies:
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
     import torch
 
-    if tensor.layout is not torch.strided:  # has neither an address nor strides
-        return (id(tensor),)
+    if tensor.layout is not torch.strided or tensor.is_nested:  # has neither an address nor strides
+        return (tensor.device, id(tensor))
     place = (tensor.device, tensor.data_ptr() if tensor.numel() else id(tensor))
     return (*place, tensor.dtype, tuple(tensor.shape), tensor.stride(), id(type(tensor)))
 
@@ -113,7 +116,7 @@ def size_bytes(tree: object) -> int:
     others = 0
     for _, leaf in leaves(tree, ""):
         if isinstance(leaf, torch.Tensor):
-            for piece in _pieces(leaf):
+            for piece in pieces(leaf):
                 storage = piece.untyped_storage()
                 storages[piece.device, storage.data_ptr()] = storage.nbytes()
         else:
@@ -121,17 +124,22 @@ def size_bytes(tree: object) -> int:
     return sum(storages.values()) + others + 256 * len(storages)
 
 
-def _pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return what a tensor's values lie in; for a sparse one that is several tensors."""
+def pieces(tensor: torch.Tensor) -> list[torch.Tensor]:  # noqa: PLR0911 - one for each layout
+    """Return what a tensor's values lie in; for a sparse or a nested one that is several tensors."""
     import torch
 
+    tensor = tensor.detach()
+    if tensor.is_nested:
+        if tensor.layout is torch.jagged:
+            jagged: Any = tensor
+            return [jagged.values(), jagged.offsets()]
+        return [tensor]
     if tensor.layout is torch.strided:
         return [tensor]
     if tensor.layout is torch.sparse_coo:
-        whole = tensor.detach().coalesce()
-        return [whole.indices(), whole.values()]
+        return [tensor._indices(), tensor._values()]  # noqa: SLF001 - public ones want it coalesced
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [tensor.to_dense()]
+    return []  # a layout that torch alone knows: nothing is known of its memory

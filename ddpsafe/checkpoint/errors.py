@@ -24,6 +24,11 @@ An error that one rank meets is raised on every rank, with `rank` saying whose i
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import DDPSafeError
@@ -248,6 +253,18 @@ class CheckpointMismatchError(RestoreError, ValueError):
 
 class CheckpointWarning(UserWarning):
     """Nothing is lost, but you would want to know."""
+
+
+_OURS: Final = (f"{Path(__file__).parent.parent}{os.sep}", str(contextlib.__file__))
+"""What stands between a warning and the line that led to it."""
+
+
+def warn(text: str) -> None:
+    """Warn of what does not end the training, at the line of the user's script that led to it."""
+    frame, level = sys._getframe(1), 2  # noqa: SLF001 - inspect.stack would read the sources
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(f"ddpsafe: {text}", CheckpointWarning, stacklevel=level)
 
 
 BY_NAME: Final = {

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ddpsafe.checkpoint import Checkpointer, errors
-from ddpsafe.checkpoint._blocks import BLOCK_BYTES
+from ddpsafe.checkpoint._checksums import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,7 +102,7 @@ def test_damaged_one_is_set_aside_and_its_step_saved_anew(
         assert (directory / "latest").resolve() == checkpointer.path(1)
         checkpointer.save({**state, "epoch": 2}, 2)
     assert restored(directory, state) == 2
-    assert len(list(directory.glob(".damaged-step-000000000002-*"))) == 1
+    assert len(list(directory.glob(".aside-step-000000000002-*"))) == 1
 
 
 def test_when_all_are_damaged_nothing_begins_at_zero(
@@ -135,13 +135,13 @@ def test_newer_format_is_refused_and_not_skipped(directory: Path, state: dict[st
     rewrite(directory, lambda content: content.update(version=99))
     with pytest.raises(errors.NewerFormatError) as caught:
         restored(directory, state)
-    assert (caught.value.found, caught.value.known) == (99, 1)
+    assert (caught.value.found, caught.value.known) == (99, 2)
 
 
 def test_manifest_of_nonsense_is_damage(directory: Path, state: dict[str, Any]) -> None:
     """With a right checksum, too."""
     rewrite(directory, lambda content: content.pop("files"))
-    with pytest.warns(errors.CheckpointWarning, match="lacks what a manifest has"):
+    with pytest.warns(errors.CheckpointWarning, match="files: Field required"):
         assert restored(directory, state) == 1
 
 

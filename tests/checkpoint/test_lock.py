@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 from ddpsafe.checkpoint import Checkpointer, _lock, errors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 HOLD = """
@@ -133,3 +134,119 @@ def test_forgotten_checkpointer_lets_the_next_one_in(tmp_path: Path) -> None:
     checkpointer.save({"x": 1}, 1)
     del checkpointer
     Checkpointer(tmp_path).close()
+
+
+def second_job(directory: Path) -> str:
+    """Return what another process meets that opens the directory."""
+    program = """
+import sys
+from ddpsafe.checkpoint import Checkpointer, _lock, errors
+_lock.DYING_S = 0.2
+try:
+    Checkpointer(sys.argv[1]).close()
+except errors.CheckpointError as exc:
+    print(type(exc).__name__)
+else:
+    print("got in")
+"""
+    command = [sys.executable, "-c", program, str(directory)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return run.stdout.strip()
+
+
+def test_lock_survives_whatever_its_own_process_does_with_the_files(tmp_path: Path) -> None:
+    """A backup, an upload, a fork: closing the file elsewhere gives nothing away."""
+    with Checkpointer(tmp_path / "c") as checkpointer:
+        checkpointer.save({"x": 1}, 1)
+        shutil.copytree(tmp_path / "c", tmp_path / "backup", symlinks=True)
+        (tmp_path / "c" / ".lock").read_bytes()
+        subprocess.run(["true"], check=True)
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert second_job(tmp_path / "c") == "DirectoryLockedError"
+        checkpointer.save({"x": 2}, 2)
+    assert second_job(tmp_path / "c") == "got in"
+    Checkpointer(tmp_path / "backup").close()
+
+
+def test_child_that_outlives_its_owner_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """A worker of a DataLoader, forked while the lock was held, has no part in it."""
+    program = f"""
+import os, signal
+from ddpsafe.checkpoint import Checkpointer
+checkpointer = Checkpointer({str(tmp_path)!r})
+child = os.fork()
+if child == 0:
+    os.closerange(1, 3)
+    signal.pause()
+print(child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
+    )
+    child = int(run.stdout)
+    try:
+        Checkpointer(tmp_path).close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def planted_link(path: Path, victim: Path) -> None:
+    """Plant a link."""
+    path.symlink_to(victim)
+
+
+def planted_name(path: Path, victim: Path) -> None:
+    """Plant a second name."""
+    path.hardlink_to(victim)
+
+
+def planted_copy(path: Path, victim: Path) -> None:
+    """Plant a file with something else in it."""
+    path.write_bytes(victim.read_bytes())
+
+
+def planted_pipe(path: Path, _: Path) -> None:
+    """Plant a pipe."""
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("plant", [planted_link, planted_name, planted_copy, planted_pipe])
+def test_what_another_user_planted_is_not_written(
+    tmp_path: Path, plant: Callable[[Path, Path], None]
+) -> None:
+    """A victim's file keeps its bytes, and the job is told at once what stands there."""
+    victim, path = tmp_path / "authorized_keys", tmp_path / "c" / ".lock"
+    victim.write_bytes(b"ssh-ed25519 key")
+    path.parent.mkdir()
+    plant(path, victim)
+    with pytest.raises(errors.DirectoryError, match="cannot be used as the lock"):
+        Checkpointer(path.parent)
+    assert victim.read_bytes() == b"ssh-ed25519 key"
+    assert _lock.read_owner(path.parent) is None
+
+
+def test_heartbeat_counts_where_the_former_lock_was_one_of_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a lock may be gone while its owner lives, on the same kernel too."""
+    monkeypatch.setattr(_lock, "SILENCE_S", 20.0)
+    owner = replace(_lock.Owner.myself({}), id="another", lock="process")
+    (tmp_path / _lock.NAME).write_text(json.dumps(asdict(owner)))
+    stop = threading.Event()
+
+    def beat() -> None:
+        while not stop.wait(0.1):
+            os.utime(tmp_path / _lock.NAME)
+
+    heart = threading.Thread(target=beat)
+    heart.start()
+    try:
+        with pytest.raises(errors.DirectoryLockedError, match="heartbeat goes on"):
+            Checkpointer(tmp_path)
+    finally:
+        stop.set()
+        heart.join()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import re
 import shutil
+import socket
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -169,16 +172,59 @@ def test_retries_that_never_get_on_stop(tmp_path: Path) -> None:
         )
 
 
-def test_sharded_model_is_restored_on_another_number_of_ranks(tmp_path: Path) -> None:
-    """FSDP2 over two ranks, then over three: parameters and AdamW's moments go on alike."""
-    before = programs.run_ranks(programs.save_and_restore_shards, tmp_path, kwargs={"save": True})[
-        0
+@pytest.fixture(scope="module", params=["sharded", "whole"])
+def trained(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
+    """Return the checkpoints of a model on two ranks, and how it went on."""
+    directory = tmp_path_factory.mktemp(request.param)
+    how = {"save": True, "sharded": request.param == "sharded"}
+    return directory, programs.run_ranks(programs.save_and_restore_shards, directory, kwargs=how)[0]
+
+
+@pytest.mark.parametrize(("ranks", "sharded"), [(3, True), (1, False)])
+def test_model_goes_on_sharded_or_whole_on_any_number_of_ranks(
+    trained: tuple[Path, dict[str, Any]],
+    ranks: int,
+    sharded: bool,  # noqa: FBT001 - a parameter of a test
+) -> None:
+    """FSDP2 over two ranks or none, then over three or none: parameters and AdamW's moments."""
+    directory, before = trained
+    how = {"save": False, "sharded": sharded}
+    found = programs.run_ranks(programs.save_and_restore_shards, directory, ranks=ranks, kwargs=how)
+    for after in found.values():
+        assert after["step"] == 2
+        assert after["epoch"] == 7
+        for ours, theirs in zip(after["parameters"], before["parameters"], strict=True):
+            assert_close(ours, theirs)
+
+
+def test_other_shape_is_refused_before_anything_changes(
+    trained: tuple[Path, dict[str, Any]],
+) -> None:
+    """Sharded or whole, the class says what it is, on every rank."""
+    found = programs.run_ranks(programs.refuse_shards, trained[0])
+    assert list(found.values()) == [("CheckpointMismatchError", [0, 0])] * 2
+
+
+def test_rank_that_died_ends_the_save_at_once_where_no_launcher_supervises(tmp_path: Path) -> None:
+    """The others do not wait for the timeout of 30 minutes; the message says that it is gone."""
+    context = multiprocessing.get_context("spawn")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = (tmp_path / "c", port, tmp_path / "told")
+    ranks = [
+        context.Process(target=programs.die_before_the_save, args=(rank, *arguments))
+        for rank in range(2)
     ]
-    after = programs.run_ranks(
-        programs.save_and_restore_shards, tmp_path, ranks=3, kwargs={"save": False}
-    )[0]
-    assert before["asynchronous"]["class"] == "CheckpointConfigError"
-    assert after["step"] == 1
-    assert after["epoch"] == 7
-    for ours, theirs in zip(after["parameters"], before["parameters"], strict=True):
-        assert_close(ours, theirs)
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join(60)
+        assert each.exitcode is not None
+    told = json.loads((tmp_path / "told").read_text())
+    assert (told["class"], told["rank"], told["origin"]) == ("SaveError", 1, "peer-lost")
+    assert "rank 1 is gone" in told["text"]
+    assert f"its process {ranks[1].pid} on " in told["text"]
+    assert told["waited_s"] < 10

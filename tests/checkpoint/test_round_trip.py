@@ -241,10 +241,10 @@ def test_process_that_dies_while_it_saves_leaves_the_checkpoint_before(tmp_path:
     script = f"""
 import os, signal
 from ddpsafe.checkpoint import Checkpointer
-from ddpsafe.checkpoint import _folders
+from ddpsafe.checkpoint import _directory
 checkpointer = Checkpointer({str(tmp_path / "c")!r})
 checkpointer.save({{"x": 1}}, 1)
-_folders.publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+_directory.publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 checkpointer.save({{"x": 2}}, 2)
 """
     run = subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
@@ -260,4 +260,4 @@ checkpointer.save({{"x": 2}}, 2)
 def test_namespace_is_found_on_the_package() -> None:
     """``ddpsafe.checkpoint`` needs no import of its own."""
     assert ddpsafe.checkpoint is checkpoint
-    assert checkpoint.__all__ == ["Checkpointer", "PerRank"]
+    assert checkpoint.__all__ == ["CheckpointInfo", "Checkpointer", "Keep", "PerRank"]

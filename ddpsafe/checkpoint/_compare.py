@@ -6,15 +6,16 @@ from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import Explanation
-from ddpsafe.checkpoint import _sharded
-from ddpsafe.checkpoint._snapshot import (
-    PER_RANK,
-    SHARDED,
+from ddpsafe.checkpoint._format import PER_RANK
+from ddpsafe.checkpoint._state import (
     PerRank,
     is_stateful,
     optimizer_facts,
+    plain_names,
+    renamed,
     state_of,
 )
+from ddpsafe.checkpoint._trees import leaves
 from ddpsafe.checkpoint.errors import CheckpointConfigError, CheckpointMismatchError
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from ddpsafe.checkpoint._manifest import OptimizerFacts
-    from ddpsafe.checkpoint._reading import Loaded
+    from ddpsafe.checkpoint._format import OptimizerFacts
+    from ddpsafe.checkpoint._restore import Loaded
 
 _SHOWN: Final = 8
 _ABSENT: Final = "nothing"
@@ -33,34 +34,55 @@ Tensors = dict[str, tuple[tuple[int, ...], str]]
 """Shape and dtype of each tensor, by its path."""
 
 
-def require_same(
-    loaded: Loaded, state: Mapping[str, Any], unwrap: Callable[[nn.Module], nn.Module]
-) -> None:
+def compare(
+    loaded: Loaded,
+    state: Mapping[str, Any],
+    unwrap: Callable[[nn.Module], nn.Module],
+    *,
+    strict: bool,
+) -> dict[str, str]:
     """Compare names, tensors, and the parameters of optimizers.
 
+    Returns:
+        What stays as it is where it is not strict, and why: names, and paths of tensors of models.
+
     Raises:
-        CheckpointMismatchError: With what differs.
+        CheckpointMismatchError: With what differs, where it is strict.
         CheckpointConfigError: A plain value could not be given back.
     """
+    import torch
+
     _require_writable(state)
     differences: Differences = {}
-    shards = _sharded.saved_tensors(loaded.folder) if _has_shards(loaded) else {}
+    left: dict[str, str] = {}
     for name, value in state.items():
-        kept = loaded.manifest.names.get(name)
-        asked = PER_RANK if isinstance(value, PerRank) else "shared"
-        if kept is None or (kept == PER_RANK) != (asked == PER_RANK):
-            differences[name] = (kept or _ABSENT, asked)
-        elif not isinstance(value, PerRank):
-            tree = loaded.replicated[name]
-            saved = _tensors(_sharded.join(tree, name, shards) if shards else tree, name)
-            differences.update(_compare_tensors(name, value, saved, state, unwrap))
-            differences.update(_compare_optimizers(loaded, name, value))
-    if differences:
+        found = _compare_one(loaded, name, value, unwrap)
+        differences.update(found)
+        if found and isinstance(value, torch.nn.Module) and name not in found:
+            left.update({path: _line(saved, now) for path, (saved, now) in found.items()})
+        elif found:
+            left[name] = _line(*next(iter(found.values())))
+    if differences and strict:
         raise _mismatch(loaded, differences)
+    return left
 
 
-def _has_shards(loaded: Loaded) -> bool:
-    return SHARDED in loaded.manifest.names.values()
+def _compare_one(
+    loaded: Loaded, name: str, value: Any, unwrap: Callable[[nn.Module], nn.Module]
+) -> Differences:
+    kept = loaded.manifest.names.get(name)
+    asked = PER_RANK if isinstance(value, PerRank) else "shared"
+    if kept is None or (kept == PER_RANK) != (asked == PER_RANK):
+        return {name: (kept or _ABSENT, asked)}
+    if isinstance(value, PerRank):
+        return {}
+    tree = loaded.shards.on_meta(loaded.replicated[name], name)
+    differences = _compare_tensors(name, value, tree, unwrap)
+    return differences | _compare_optimizers(loaded, name, value)
+
+
+def _line(saved: object, now: object) -> str:
+    return f"saved {_show(saved)}, now {_show(now)}"
 
 
 def _require_writable(state: Mapping[str, Any]) -> None:
@@ -82,34 +104,42 @@ def _require_writable(state: Mapping[str, Any]) -> None:
         )
 
 
-def _tensors(tree: Any, name: str) -> Tensors:
-    from ddpsafe.checkpoint._trees import leaves
-
+def tensors_of(tree: Any, name: str) -> Tensors:
+    """Return shape and dtype of each tensor of a tree, by its path without the name."""
     found = ((path.removeprefix(name), leaf) for path, leaf in leaves(tree, name))
     return {
-        path: (tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."))
+        path: (_shape(leaf), str(leaf.dtype).removeprefix("torch."))
         for path, leaf in found
         if hasattr(leaf, "shape")
     }
 
 
+def _shape(tensor: Any) -> tuple[Any, ...]:
+    """Return a shape that can be compared; a nested tensor has one for each of its parts."""
+    if getattr(tensor, "is_nested", False):
+        return tuple(tuple(each.shape) for each in tensor.unbind())
+    return tuple(tensor.shape)
+
+
 def _compare_tensors(
-    name: str,
-    value: Any,
-    saved: Tensors,
-    state: Mapping[str, Any],
-    unwrap: Callable[[nn.Module], nn.Module],
+    name: str, value: Any, saved: Any, unwrap: Callable[[nn.Module], nn.Module]
 ) -> Differences:
     """Compare the tensors of a model, or of a tensor, which torch would cast without a word."""
     import torch
 
+    if isinstance(value, torch.Tensor) and not isinstance(saved, torch.Tensor):
+        return {name: (type(saved).__name__, "a tensor")}
+    if isinstance(value, torch.nn.Module) and not isinstance(saved, dict):
+        return {name: (type(saved).__name__, "a model")}
     if not isinstance(value, (torch.nn.Module, torch.Tensor)):
         return {}
-    current = _tensors(state_of(value, state, unwrap), name)
+    if isinstance(value, torch.nn.Module):
+        saved = renamed(saved, plain_names(saved))
+    before, now = tensors_of(saved, name), tensors_of(state_of(value, unwrap), name)
     return {
-        f"{name}{path}": _differing(saved.get(path), current.get(path))
-        for path in [*saved, *(path for path in current if path not in saved)]
-        if saved.get(path) != current.get(path)
+        f"{name}{path}": _differing(before.get(path), now.get(path))
+        for path in [*before, *(path for path in now if path not in before)]
+        if before.get(path) != now.get(path)
     }
 
 
@@ -127,6 +157,8 @@ def _compare_optimizers(loaded: Loaded, name: str, value: Any) -> Differences:
     if not isinstance(value, Optimizer):
         return {}
     saved, now = loaded.manifest.optimizers.get(name), optimizer_facts(value)
+    if saved is not None and not saved.kind:  # of an imported file: not known
+        return {}
     if saved is None or saved.kind != now.kind:
         return {name: ("no optimizer" if saved is None else saved.kind, now.kind)}
     if len(saved.groups) != len(now.groups):
@@ -152,7 +184,7 @@ def _mismatch(loaded: Loaded, differences: Differences) -> CheckpointMismatchErr
     listed = [
         f"{path} is not in the checkpoint"
         if saved == _ABSENT and now in ("shared", PER_RANK)
-        else f"{path}: saved {_show(saved)}, now {_show(now)}"
+        else f"{path}: {_line(saved, now)}"
         for path, (saved, now) in list(differences.items())[:_SHOWN]
     ]
     number = len(differences)
@@ -162,7 +194,8 @@ def _mismatch(loaded: Loaded, differences: Differences) -> CheckpointMismatchErr
         Explanation(
             f"The checkpoint {loaded.folder} is of other objects: {number} {'differs' if number == 1 else 'differ'}.",
             cause="the model was changed since, or this is another job's directory.",
-            fix="build the model as it was, or begin in a directory of its own.",
+            fix="build the model as it was, begin in a directory of its own, or restore what fits "
+            "with strict=False.",
             details=listed,
         ),
         differences=differences,

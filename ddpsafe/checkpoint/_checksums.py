@@ -3,16 +3,15 @@
 CRC-32 because it costs least: ISA-L's, made of carry-less multiplications, runs at 27 GB/s on one
 core of an EPYC and at twice that in its cache, so a block is checked on its way and needs no
 thread of its own; zlib's takes 4.2 GB/s, SHA-256 with the processor's own instructions 1.8 GB/s.
-It finds every flipped bit and every burst up to 32 bits; it does not stop somebody who changes a
-file on purpose.
+It finds every flipped bit and every burst up to 32 bits; it does not stop an attacker, who can
+compute it.
 """
 
 from __future__ import annotations
 
 import ctypes
-import io
 import os
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from isal.isal_zlib import crc32 as checksum
 
@@ -136,133 +135,76 @@ def _start_writeback(fd: int, offset: int, length: int) -> None:
         begin(fd, ctypes.c_int64(offset), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)
 
 
-class VerifiedReader(io.RawIOBase):
-    """Reads a file and lets no byte through whose block has not been checked.
+class VerifiedFile:
+    """A file of a checkpoint, and what it was when it was written; closed by ``with``.
 
     Args:
-        path: The file.
+        fd: An open descriptor, which it closes.
+        name: What errors call it.
         size: Its length when it was written, in bytes.
         crc32: Its checksums, one for each block.
 
-    Attributes:
-        error: What ended a read, for callers that get it through C++ as something else.
-
     Raises:
-        DamagedFileError: It is shorter or longer; from a read, that a block differs.
+        DamagedFileError: It is shorter or longer.
     """
 
-    def __init__(self, path: Path, *, size: int, crc32: list[int]) -> None:
-        super().__init__()
-        self._path = path
+    def __init__(self, fd: int, name: str, *, size: int, crc32: list[int]) -> None:
+        self.fd = fd
+        self._name = name
         self._size = size
         self._crc32 = crc32
-        self._file = path.open("rb", buffering=0)
-        self._checked: set[int] = set()
-        self._buffer = memoryview(bytearray(min(BLOCK_BYTES, size)))
-        self._kept: tuple[int, memoryview] = (-1, self._buffer)
-        self._position = 0
-        self.error: OSError | DamagedFileError | None = None
-        found = os.fstat(self._file.fileno()).st_size
+        found = os.fstat(fd).st_size
         if found != size:
-            self.close()
+            os.close(fd)
             what = "truncated" if found < size else "longer than what was written"
-            raise DamagedFileError(f"{path.name} is {what}: {found} of {size} bytes")
+            raise DamagedFileError(f"{name} is {what}: {found} of {size} bytes")
 
-    def readable(self) -> bool:
-        """Tell that it can be read."""
-        return True
+    def check(self) -> None:
+        """Check every block.
 
-    def seekable(self) -> bool:
-        """Tell that it can be read in any order."""
-        return True
+        Read, not mapped: where the disk fails, that raises, and a mapping would end the process.
+        What has been read is in the page cache for whoever maps the file next.
+        """
+        buffer = memoryview(bytearray(min(BLOCK_BYTES, self._size)))
+        for number in range(len(self._crc32)):
+            self._read_block(number, buffer)
 
-    def tell(self) -> int:
-        """Return where the next read begins."""
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to another place."""
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        self._position = base + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill the buffer with bytes that have been checked."""
-        view = memoryview(buffer).cast("B")
-        view = view[: max(0, self._size - self._position)]
-        filled = 0
-        try:
-            while filled < len(view):
-                filled += self._read_some(view[filled:], self._position + filled)
-        except (OSError, DamagedFileError) as exc:
-            self.error = exc
-            raise
-        self._position += filled
-        return filled
-
-    def _read_some(self, view: memoryview, position: int) -> int:
-        block, offset = divmod(position, BLOCK_BYTES)
-        whole = len(view) // BLOCK_BYTES
-        if offset == 0 and whole:
-            self._read_blocks(view[: whole * BLOCK_BYTES], block)
-            return whole * BLOCK_BYTES
-        part = self._block(block)[offset : offset + len(view)]
-        view[: len(part)] = part
-        return len(part)
-
-    def _read_blocks(self, view: memoryview, first: int) -> None:
-        """Read whole blocks to where they belong, and check each while it is in the cache."""
-        for number in range(len(view) // BLOCK_BYTES):
-            block = view[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
-            self._fill(block, (first + number) * BLOCK_BYTES)
-            self._check(block, first + number)
-
-    def _block(self, number: int) -> memoryview:
-        if self._kept[0] != number:
-            start = number * BLOCK_BYTES
-            data = self._buffer[: min(BLOCK_BYTES, self._size - start)]
-            self._kept = (-1, data)
-            self._fill(data, start)
-            self._check(data, number)
-            self._kept = (number, data)
-        return self._kept[1]
-
-    def _fill(self, view: memoryview, position: int) -> None:
-        while len(view):
-            count = os.preadv(self._file.fileno(), [view], position)
+    def read(self, start: int, length: int) -> bytearray:
+        """Return bytes, checked with the blocks that they lie in."""
+        data = bytearray(length)
+        view, at = memoryview(data), start
+        buffer = memoryview(bytearray(min(BLOCK_BYTES, self._size)))
+        while view:
+            number, offset = divmod(at, BLOCK_BYTES)
+            if offset == 0 and len(view) >= BLOCK_BYTES:  # a whole one goes where it belongs
+                count = len(self._read_block(number, view[:BLOCK_BYTES]))
+            else:
+                part = self._read_block(number, buffer)[offset : offset + len(view)]
+                count = len(part)
+                view[:count] = part
             if not count:
-                raise DamagedFileError(f"{self._path.name} ends before byte {self._size}")
-            view, position = view[count:], position + count
+                raise DamagedFileError(f"{self._name} ends before byte {start + length}")
+            view, at = view[count:], at + count
+        return data
 
-    def _check(self, data: memoryview, number: int) -> None:
-        if checksum(data) != self._crc32[number]:
-            start = number * BLOCK_BYTES
+    def _read_block(self, number: int, buffer: memoryview) -> memoryview:
+        start = number * BLOCK_BYTES
+        data = buffer[: max(0, min(BLOCK_BYTES, self._size - start))]
+        filled = 0
+        while filled < len(data):
+            count = os.preadv(self.fd, [data[filled:]], start + filled)
+            if not count:
+                raise DamagedFileError(f"{self._name} ends before byte {self._size}")
+            filled += count
+        if len(data) and checksum(data) != self._crc32[number]:
             raise DamagedFileError(
-                f"{self._path.name}: bytes {start} to {start + len(data)} do not have the "
+                f"{self._name}: bytes {start} to {start + len(data)} do not have the "
                 "checksum they were written with"
             )
-        self._checked.add(number)
+        return data
 
-    def check_rest(self) -> None:
-        """Check the blocks that nobody has read."""
-        for number in range(len(self._crc32)):
-            if number not in self._checked:
-                self._block(number)
+    def __enter__(self) -> Self:
+        return self
 
-    def close(self) -> None:
-        """Close the file."""
-        if hasattr(self, "_file"):  # Python also closes what could not be opened
-            self._file.close()
-        super().close()
-
-
-def checksum_file(path: Path) -> tuple[int, list[int]]:
-    """Return the size of an existing file and the checksums of its blocks."""
-    crc32: list[int] = []
-    size = 0
-    buffer = memoryview(bytearray(BLOCK_BYTES))
-    with path.open("rb") as file:  # buffered: fills the whole block
-        while count := file.readinto(buffer):
-            crc32.append(checksum(buffer[:count]))
-            size += count
-    return size, crc32
+    def __exit__(self, *_: object) -> None:
+        os.close(self.fd)

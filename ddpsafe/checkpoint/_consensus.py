@@ -1,0 +1,471 @@
+"""The ranks that save and restore together, and how they agree: over the store, in exchanges.
+
+In an exchange every rank sends rank 0 a message, and rank 0 announces one answer. A rank that failed
+says so; a rank whose process has ended is noticed while the others wait for it. No rank waits in a
+collective, which would not end when a peer dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import socket
+import threading
+import time
+import weakref
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ddpsafe._clock import Deadline
+from ddpsafe._errors import Explanation
+from ddpsafe._machine import boot_id
+from ddpsafe.checkpoint import errors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from torch import nn
+
+    from ddpsafe._worker.context import RankContext
+    from ddpsafe._worker.control import Control
+
+    Judge = Callable[[dict[int, "Message"]], dict[str, Any]]
+    Absent = Callable[["Absence"], errors.CheckpointError]
+
+BEAT_S: Final = 5.0
+"""How often a rank shows those on other hosts that it lives."""
+SILENCE_S: Final = 30.0
+"""A rank on another host that shows nothing for so long has ended, or its host has."""
+_LOOK_S: Final = 0.25
+"""How often a waiting rank looks whether the others live."""
+
+_MAX_TEXT: Final = 4_000
+_NOT_FACTS: Final = {"explanation", "exit_code", "origin"}
+_number_of_ranks = itertools.count()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """What one rank sends rank 0 in an exchange.
+
+    Attributes:
+        facts: Plain values.
+        data: Bytes that go with them.
+        failure: What it failed with, as `to_wire` has it; ``None`` where it did not.
+    """
+
+    facts: dict[str, Any]
+    data: bytes = b""
+    failure: dict[str, Any] | None = None
+
+    def dumps(self) -> bytes:
+        """Return it as bytes: a line of JSON and what goes with it."""
+        head = {"facts": self.facts, "failure": self.failure}
+        return json.dumps(head).encode() + b"\n" + self.data
+
+    @classmethod
+    def loads(cls, raw: bytes) -> Message:
+        """Read it back."""
+        head, _, data = raw.partition(b"\n")
+        return cls(data=data, **json.loads(head))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Absence:
+    """Ranks that were waited for and did not come.
+
+    Attributes:
+        ranks: Which.
+        waited_s: How long, in seconds.
+        lost: How it shows that the first of them will never come; empty where it still may.
+    """
+
+    ranks: list[int]
+    waited_s: float
+    lost: str = ""
+
+    def explain(self, who: object, doing: str) -> Explanation:
+        """Explain that a rank has ended, which ends what the others were doing at once."""
+        gone = self.ranks[0]
+        return Explanation(
+            f"{who} cannot {doing}: rank {gone} is gone (noticed after {self.waited_s:.1f} s).",
+            cause=self.lost,
+            fix=f"look at the last lines of rank {gone}'s output; what was saved before is unharmed.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """A rank's process, as it describes itself to the others."""
+
+    host: str
+    kernel: str
+    pid: int
+    started: str
+
+    @classmethod
+    def myself(cls) -> _Process:
+        """Describe this one."""
+        try:
+            namespace = str(Path("/proc/self/ns/pid").readlink())
+        except OSError:
+            namespace = socket.gethostname()
+        pid = os.getpid()
+        return cls(socket.gethostname(), f"{boot_id()} {namespace}", pid, _start_of(pid) or "")
+
+    def has_ended(self) -> bool:
+        """Tell whether a process of this kernel and pid namespace has ended."""
+        return bool(self.started) and _start_of(self.pid) != self.started
+
+
+def _start_of(pid: int) -> str | None:
+    """Return when a process started, in ticks since the boot; ``None`` once it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the name, in parentheses, may hold anything
+    return None if fields[0] in ("Z", "X") else fields[19]
+
+
+class _Lives:
+    """Which of the other ranks live: processes of this host by pid, others by what they show.
+
+    A thread shows that this rank lives. It keeps nothing but the connection, so that it ends with
+    the `Ranks` that made this.
+    """
+
+    def __init__(self, control: Control, name: str, rank: int, *, on_many_hosts: bool) -> None:
+        self._control = control
+        self._name = name
+        self._myself = _Process.myself()
+        self._known: dict[int, _Process] = {}
+        self._shown: dict[int, tuple[bytes | None, float]] = {}
+        self._next_look_s = 0.0
+        self._stop = threading.Event()
+        control.put(f"{name}/process/{rank}", json.dumps(asdict(self._myself)).encode())
+        if on_many_hosts:
+            work = (control, f"{name}/beat/{rank}", self._stop)
+            threading.Thread(target=_beat, args=work, name="ddpsafe-lives", daemon=True).start()
+
+    def stop(self) -> None:
+        """Show nothing any more."""
+        self._stop.set()
+
+    def find_lost(
+        self, ranks: Collection[int], has_come: Callable[[int], bool]
+    ) -> tuple[int, str] | None:
+        """Return the first of the ranks that has ended and has not come before, and how it shows."""
+        now = time.monotonic()
+        if now < self._next_look_s:
+            return None
+        self._next_look_s = now + _LOOK_S
+        for rank in ranks:
+            how = self._how_lost(rank, now)
+            if how and not has_come(rank):
+                return rank, how
+        return None
+
+    def _how_lost(self, rank: int, now: float) -> str:
+        departed = self._control.departure()
+        if departed is not None and departed.rank == rank:
+            return f"it has failed: {departed.error}"
+        process = self._process_of(rank)
+        if process is None:
+            return ""
+        if process.kernel == self._myself.kernel:
+            where = f"{process.pid} on {process.host}"
+            return f"its process {where} has ended." if process.has_ended() else ""
+        silent = self._is_silent(rank, now)
+        return f"nothing has come from {process.host} for {SILENCE_S:g} s." if silent else ""
+
+    def _process_of(self, rank: int) -> _Process | None:
+        if rank not in self._known:
+            raw = _look(self._control, f"{self._name}/process/{rank}")
+            if raw is None:
+                return None
+            self._known[rank] = _Process(**json.loads(raw))
+        return self._known[rank]
+
+    def _is_silent(self, rank: int, now: float) -> bool:
+        shown = _look(self._control, f"{self._name}/beat/{rank}")
+        before, since = self._shown.get(rank, (None, now))
+        # Only what is seen while waiting counts: between two waits no rank looks.
+        if rank not in self._shown or shown != before or now - since > 2 * SILENCE_S:
+            self._shown[rank] = (shown, now)
+            return False
+        return now - since > SILENCE_S
+
+
+def _beat(control: Control, key: str, stop: threading.Event) -> None:
+    for number in itertools.count():
+        try:
+            control.put(key, str(number).encode())
+        except Exception:  # noqa: BLE001 - the store has gone, and with it those who look
+            return
+        if stop.wait(BEAT_S):
+            return
+
+
+def _look(control: Control, key: str) -> bytes | None:
+    return control.take(key, deadline=Deadline.after(timedelta(0)))
+
+
+class Ranks:
+    """This rank among the ranks of the job; alone where there is no process group.
+
+    Args:
+        timeout: How long rank 0 may take, and the others, in one exchange.
+
+    Attributes:
+        rank: This rank.
+        world_size: How many there are.
+        host: Name of this rank's host.
+        timeout: As given.
+        read_keys: Keys of the last exchange, to be removed once all are in the next one.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        from ddpsafe._worker.attached import current
+
+        self._context: RankContext = current()
+        self._control: Control | None = self._context.control
+        self.rank = self._context.rank
+        self.world_size = self._context.world_size if self._control is not None else 1
+        self.host = socket.gethostname()
+        self.timeout = timeout
+        self._name = f"checkpoint/{next(_number_of_ranks)}"
+        self._exchanges = itertools.count()
+        self.read_keys: list[str] = []
+        self._lives: _Lives | None = None
+        if self._control is not None and self.world_size > 1:
+            several = self._context.world.local_world_size != self.world_size
+            self._lives = _Lives(self._control, self._name, self.rank, on_many_hosts=several)
+            weakref.finalize(self, self._lives.stop)
+
+    @property
+    def is_main(self) -> bool:
+        """True on the rank that writes."""
+        return self._context.is_main
+
+    def __str__(self) -> str:
+        return f"{self._context.world} on {self.host} in attempt {self._context.attempt}"
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the model inside DDP and compile wrappers."""
+        return self._context.unwrap(model)
+
+    def begin(self) -> Exchange:
+        """Begin the next exchange; every rank does, in the same order."""
+        return Exchange(self, self._control, f"{self._name}/{next(self._exchanges)}")
+
+    def forget(self, control: Control | None) -> None:
+        """Remove what was said in exchanges that are over: the store would grow with every save."""
+        keys, self.read_keys = self.read_keys, []
+        for key in keys:
+            if control is not None:
+                control.drop(key)
+
+    def deadline(self) -> Deadline:
+        """Return the end of a wait that begins now."""
+        return Deadline.after(self.timeout)
+
+    def find_lost(
+        self, ranks: Collection[int], has_come: Callable[[int], bool]
+    ) -> tuple[int, str] | None:
+        """Return one of the ranks that has ended and has not come, and how it shows, if one has."""
+        return None if self._lives is None else self._lives.find_lost(ranks, has_come)
+
+    def close(self) -> None:
+        """Show the others no sign of life any more."""
+        if self._lives is not None:
+            self._lives.stop()
+
+
+class Exchange:
+    """All ranks send rank 0 a message, rank 0 answers all."""
+
+    def __init__(self, ranks: Ranks, control: Control | None, name: str) -> None:
+        self._ranks = ranks
+        self._control = control
+        self._name = name
+        self._mine: Message | None = None
+
+    def send(self, message: Message) -> None:
+        """Send rank 0 this rank's message, without waiting for it."""
+        if self._ranks.rank == 0:
+            self._mine = message
+        if self._control is not None:
+            here = b"here" if self._ranks.rank == 0 else message.dumps()
+            self._control.put(self._key(self._ranks.rank), here)
+
+    def _key(self, rank: int) -> str:
+        return f"{self._name}/{rank}"
+
+    def agree(self, judge: Judge, absent: Absent) -> dict[str, Any]:
+        """Let rank 0 judge what all ranks sent, and give every rank its answer.
+
+        Args:
+            judge: Makes the answer of the ranks' messages, on rank 0; what it raises, all raise.
+            absent: Makes the error of ranks that do not come.
+
+        Returns:
+            The answer.
+
+        Raises:
+            CheckpointError: A rank failed, did not come, or rank 0 did not accept its message.
+        """
+        deadline = self._ranks.deadline()
+        if not self._ranks.is_main:
+            return self.receive(deadline, absent)
+        try:
+            answer = judge(self.gather(deadline, absent))
+        except BaseException as exc:
+            self.announce(error=exc)
+            raise
+        self.announce(answer)
+        return answer
+
+    def gather(self, deadline: Deadline, absent: Absent) -> dict[int, Message]:
+        """Collect, on rank 0, what the ranks sent.
+
+        Returns:
+            Their messages by rank, its own included.
+
+        Raises:
+            CheckpointError: A rank failed, has ended, or did not send in time.
+        """
+        messages = {} if self._mine is None else {0: self._mine}
+        missing = list(range(1, self._ranks.world_size))
+        lost = ""
+        while missing:
+            raw, found = self._wait(self._key(missing[0]), missing, deadline, self._has_sent)
+            if found is not None:
+                missing, lost = [found[0]], found[1]
+                break
+            if raw is None:
+                missing = [rank for rank in missing if not self._has_sent(rank)]
+                break
+            messages[missing.pop(0)] = Message.loads(raw)
+        if not missing:  # whoever is in this exchange has done with those before it
+            self._ranks.forget(self._control)
+        self._ranks.read_keys += [self._key(rank) for rank in messages]
+        if missing:
+            raise absent(Absence(ranks=missing, waited_s=deadline.waited_s(), lost=lost))
+        for message in messages.values():
+            if message.failure is not None:
+                raise from_wire(message.failure, str(self._ranks))
+        return messages
+
+    def _wait(
+        self,
+        key: str,
+        senders: Collection[int],
+        deadline: Deadline,
+        has_come: Callable[[int], bool],
+    ) -> tuple[bytes | None, tuple[int, str] | None]:
+        """Wait for a key; return its value, or else which sender has ended and how it shows."""
+        assert self._control is not None  # noqa: S101 - a rank that waits has peers
+        for pause_s in deadline.pauses_s():
+            raw = _look(self._control, key)
+            if raw is not None:
+                return raw, None
+            lost = self._ranks.find_lost(senders, has_come)
+            if lost is not None:
+                return None, lost
+            time.sleep(pause_s)
+        return None, None
+
+    def _has_sent(self, rank: int) -> bool:
+        assert self._control is not None  # noqa: S101 - a rank that waits has peers
+        return _look(self._control, self._key(rank)) is not None
+
+    def announce(
+        self, answer: dict[str, Any] | None = None, *, error: BaseException | None = None
+    ) -> None:
+        """Answer, on rank 0, all the others."""
+        if isinstance(error, errors.CheckpointError) and error.rank is None:
+            error.rank = 0
+        if self._control is None:
+            return
+        failure = None if error is None else to_wire(error, rank=0)
+        message = Message(facts=answer or {}, failure=failure)
+        self._control.put(f"{self._name}/answer", message.dumps())
+        self._ranks.read_keys.append(f"{self._name}/answer")
+        if error is not None:  # it may end this rank, and under torchrun the store with it
+            self._control.stay(self._name)
+
+    def fail(self, error: BaseException) -> None:
+        """Say, on any rank, that nothing will come of this exchange."""
+        if self._ranks.is_main:
+            self.announce(error=error)
+        else:
+            self.send(Message(facts={}, failure=to_wire(error, rank=self._ranks.rank)))
+
+    def receive(self, deadline: Deadline, absent: Absent) -> dict[str, Any]:
+        """Wait, on another rank, for the answer of rank 0.
+
+        Raises:
+            CheckpointError: Rank 0 announced that it, or another rank, failed; or it has ended, or
+                did not answer in time.
+        """
+        from ddpsafe._worker import in_flight
+
+        assert self._control is not None  # noqa: S101 - a rank other than 0 has peers
+        answer = f"{self._name}/answer"
+        with in_flight.waiting():
+            try:
+                raw, lost = self._wait(answer, [0], deadline, self._has_answered)
+            except RuntimeError as exc:  # torch's, for a store that does not answer
+                why = "the store that it, or the launcher, served has gone."
+                gone = Absence(ranks=[0], waited_s=deadline.waited_s(), lost=why)
+                raise absent(gone) from exc
+        if raw is None:
+            missing = [0] if lost else self._find_missing()
+            why = "" if lost is None else lost[1]
+            raise absent(Absence(ranks=missing, waited_s=deadline.waited_s(), lost=why))
+        message = Message.loads(raw)
+        if message.failure is not None:
+            with contextlib.suppress(RuntimeError):  # rank 0 may have left with the store
+                self._control.acknowledge(self._name)
+            raise from_wire(message.failure, str(self._ranks)) from None
+        return message.facts
+
+    def _has_answered(self, _rank: int) -> bool:
+        assert self._control is not None  # noqa: S101 - a rank that waits has peers
+        return _look(self._control, f"{self._name}/answer") is not None
+
+    def _find_missing(self) -> list[int]:
+        """Return the ranks that have not sent; rank 0 alone where all have and it does not answer."""
+        silent = [rank for rank in range(self._ranks.world_size) if not self._has_sent(rank)]
+        return silent or [0]
+
+
+def to_wire(error: BaseException, *, rank: int) -> dict[str, Any]:
+    """Describe an error in plain values."""
+    if not isinstance(error, errors.CheckpointError):
+        text = f"{type(error).__name__}: {error}"[:_MAX_TEXT]
+        return {"kind": "", "said": {"what": text}, "facts": {"rank": rank}}
+    facts = {name: value for name, value in vars(error).items() if name not in _NOT_FACTS}
+    facts["rank"] = rank if error.rank is None else error.rank
+    said = _plain(asdict(error.explanation))
+    return {"kind": type(error).__name__, "said": said, "facts": _plain(facts)}
+
+
+def _plain(facts: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(facts, default=str))  # type: ignore[no-any-return]
+
+
+def from_wire(failure: dict[str, Any], who: str) -> errors.CheckpointError:
+    """Make another rank's error again, saying that it was only seen here."""
+    facts = dict(failure["facts"])
+    said = Explanation(**{**failure["said"], "details": tuple(failure["said"].get("details", ()))})
+    said = replace(said, what=f"{said.what} (met by rank {facts['rank']}, seen by {who})")
+    kind = errors.BY_NAME.get(failure["kind"])
+    error = kind(said, **facts) if kind else errors.CheckpointError(said, rank=facts["rank"])
+    error.origin = "peer-lost"  # another rank failed; this one only waited for it
+    return error

@@ -1,0 +1,409 @@
+"""The directory of a job's checkpoints: what is complete, what is kept, and how ranks open it together.
+
+::
+
+    <directory>/
+      step-000000000200/         complete: it was renamed into place after everything was on disk
+      latest -> step-000000000200
+      .saving-000000000300-<id>/ being written, or left by a job that died meanwhile
+      .deleting-…/               on its way out
+      .aside-step-…/             was found damaged, or left behind by a rollback; of the last restore
+      .lock                      who writes here
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import re
+import shutil
+import time
+import uuid
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from ddpsafe._clock import Deadline
+from ddpsafe._errors import Explanation, ranks_text
+from ddpsafe.checkpoint._consensus import Message
+from ddpsafe.checkpoint._lock import DirectoryLock, Owner, read_owner
+from ddpsafe.checkpoint.errors import CheckpointConfigError, CheckpointError, DirectoryError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from ddpsafe.checkpoint._consensus import Absence, Ranks
+
+_STEP: Final = re.compile(r"step-([0-9]{12,18})")
+_ASIDE: Final = ".aside-"
+_SAVING: Final = ".saving-"
+_DELETING: Final = ".deleting-"
+LATEST: Final = "latest"
+
+SEE: Final = timedelta(seconds=5)
+"""How long a network file system may take to show one host what another has written."""
+
+_PAUSE_S: Final = 0.1
+
+
+def folder_name(step: int) -> str:
+    """Return the name of a step's checkpoint; names sort as steps do."""
+    return f"step-{step:012}"
+
+
+def complete_steps(directory: Path) -> list[int]:
+    """Return the steps that have a checkpoint, newest first."""
+    found = (_STEP.fullmatch(name) for name in _names(directory))
+    steps = {int(match[1]) for match in found if match and match[0] == folder_name(int(match[1]))}
+    return sorted(steps, reverse=True)
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)  # noqa: PTH208 - names only, in one call
+    except FileNotFoundError:
+        return []
+
+
+@contextlib.contextmanager
+def unfinished(directory: Path, step: int) -> Iterator[Path]:
+    """Make a folder to write a checkpoint into; it goes again when that fails."""
+    folder = directory / f"{_SAVING}{step:012}-{uuid.uuid4().hex[:8]}"
+    folder.mkdir()
+    try:
+        yield folder
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def publish(folder: Path, step: int) -> Path:
+    """Make a finished folder the checkpoint of its step, on disk too, or not at all.
+
+    Raises:
+        FileExistsError: That step has one.
+    """
+    directory = folder.parent
+    for path, folders, _ in os.walk(folder):
+        sync_directory(path)
+        folders.sort()
+    final = directory / folder_name(step)
+    try:
+        folder.rename(final)
+    except OSError as exc:
+        if exc.errno in _IN_THE_WAY:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final)) from exc
+        raise
+    sync_directory(directory)
+    _point_to(final)
+    return final
+
+
+def _point_to(final: Path) -> None:
+    """Renew the link for people and scripts; nothing here reads it."""
+    scratch = final.parent / f".{LATEST}-{uuid.uuid4().hex[:8]}"
+    with contextlib.suppress(OSError):  # some file systems have no links
+        scratch.symlink_to(final.name)
+        try:
+            scratch.replace(final.parent / LATEST)
+        except OSError:  # a directory of that name is in the way
+            scratch.unlink()
+
+
+def sync_directory(path: Path | str) -> None:
+    """Bring a directory's entries to the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as exc:
+        if exc.errno not in _CANNOT_SYNC:
+            raise
+    finally:
+        os.close(fd)
+
+
+_IN_THE_WAY: Final = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
+# Of network file systems that sync entries always.
+_CANNOT_SYNC: Final = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """Which checkpoints stay when a new one is saved; each rule adds to the others.
+
+    Attributes:
+        newest: So many of the newest; ``None`` for all.
+        every: Also, for ever, those whose step is a multiple of this.
+        best: Also so many with the best `metric`.
+        metric: Its name among the ``metrics`` given to `Checkpointer.save`.
+        mode: Whether the smallest or the largest is the best.
+    """
+
+    newest: int | None = 3
+    every: int | None = None
+    best: int = 0
+    metric: str | None = None
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        """Refuse rules that keep nothing, or that lack their half."""
+        problem = ""
+        if not (self.newest is None or _is_whole(self.newest, 1)):
+            problem = f"newest={self.newest!r} is not a number of checkpoints from 1, nor None"
+        elif not (self.every is None or _is_whole(self.every, 1)):
+            problem = f"every={self.every!r} is not a number of steps from 1, nor None"
+        elif not _is_whole(self.best, 0):
+            problem = f"best={self.best!r} is not a number of checkpoints from 0"
+        elif (self.best > 0) != isinstance(self.metric, str):
+            problem = "best= needs metric=, and metric= needs best="
+        elif self.mode not in ("min", "max"):
+            problem = f"mode={self.mode!r} is neither 'min' nor 'max'"
+        if problem:
+            raise CheckpointConfigError(
+                Explanation(
+                    f"Keep: {problem}.",
+                    cause="one of its arguments is wrong.",
+                    fix='write for example Keep(newest=3, best=1, metric="loss", every=10_000).',
+                )
+            )
+
+    def needs_metrics(self) -> bool:
+        """Tell whether the metrics of the checkpoints decide."""
+        return self.best > 0 and self.newest is not None
+
+    def find_doomed(
+        self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float | None]]
+    ) -> list[int]:
+        """Return the steps that go.
+
+        Args:
+            steps: Those that are there, newest first.
+            metrics: Theirs, by step; of two that are equally good, the newer one stays.
+        """
+        if self.newest is None:
+            return []
+        sign = 1 if self.mode == "min" else -1
+        judged = [
+            (sign * value, -step)
+            for step in steps
+            if (value := metrics.get(step, {}).get(self.metric or "")) is not None
+        ]
+        best = {-step for _, step in sorted(judged)[: self.best]}
+        return [
+            step
+            for step in steps[self.newest :]
+            if step not in best and (self.every is None or step % self.every)
+        ]
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def prune(
+    directory: Path, keep: Keep, metrics: Mapping[int, Mapping[str, float | None]]
+) -> list[str]:
+    """Remove the checkpoints that do not stay; return why some could not be."""
+    try:
+        doomed = keep.find_doomed(complete_steps(directory), metrics)
+    except OSError as exc:
+        return [str(exc)]
+    problems = {step: _remove(directory / folder_name(step)) for step in doomed}
+    return [f"step {step}: {why}" for step, why in problems.items() if why is not None]
+
+
+def _remove(folder: Path) -> OSError | None:
+    """Take it out of sight first, so that one that is half gone never looks complete."""
+    doomed = folder.parent / f"{_DELETING}{folder.name}-{uuid.uuid4().hex[:8]}"
+    try:
+        folder.rename(doomed)
+    except FileNotFoundError:
+        return None
+    except OSError as exc:
+        return exc
+    shutil.rmtree(doomed, ignore_errors=True)
+    return None
+
+
+def set_aside(directory: Path, steps: Sequence[int]) -> list[Path]:
+    """Take checkpoints out of the row, for a person to look at; those set aside before go."""
+    for old in directory.glob(f"{_ASIDE}*"):
+        shutil.rmtree(old, ignore_errors=True)
+    targets = []
+    for step in steps:
+        name = folder_name(step)
+        target = directory / f"{_ASIDE}{name}-{uuid.uuid4().hex[:8]}"
+        with contextlib.suppress(FileNotFoundError):  # only another node shows it
+            (directory / name).rename(target)
+            targets.append(target)
+    sync_directory(directory)
+    newest = complete_steps(directory)
+    if newest:
+        _point_to(directory / folder_name(newest[0]))
+    else:
+        with contextlib.suppress(OSError):
+            (directory / LATEST).unlink()
+    return targets
+
+
+def sweep(directory: Path) -> None:
+    """Remove what jobs left that died while they saved or deleted; only the lock's owner may."""
+    for name in _names(directory):
+        if name.startswith((_SAVING, _DELETING)):
+            shutil.rmtree(directory / name, ignore_errors=True)
+        elif name.startswith(f".{LATEST}-"):
+            with contextlib.suppress(OSError):
+                (directory / name).unlink()
+
+
+def free_bytes(directory: Path) -> int:
+    """Return what a process without privileges may still write."""
+    facts = os.statvfs(directory)
+    return facts.f_bavail * facts.f_frsize
+
+
+def open_directory(ranks: Ranks, directory: Path) -> tuple[DirectoryLock | None, int | None]:
+    """Make the directory this job's, all ranks together.
+
+    Returns:
+        The lock, on rank 0, and the newest step that is there.
+
+    Raises:
+        DirectoryError: It cannot be written to, or is not the same for all ranks.
+        DirectoryLockedError: Another job has it.
+    """
+    absent = functools.partial(_absent, ranks, directory)
+    opening, seeing = ranks.begin(), ranks.begin()
+    locks: list[DirectoryLock] = []
+
+    def lead(_: dict[int, Message]) -> dict[str, Any]:
+        locks.append(_lock(directory))
+        sweep(directory)
+        newest = next(iter(complete_steps(directory)), None)
+        return {"id": locks[0].owner.id, "newest": newest}
+
+    def require_seen(messages: dict[int, Message]) -> dict[str, Any]:
+        _require_seen(messages, directory)
+        return {}
+
+    try:
+        opening.send(Message(facts={}))
+        facts = opening.agree(lead, absent)
+        sees = ranks.is_main or _sees(directory, facts["id"])
+        seeing.send(Message(facts={"sees": sees, "host": ranks.host, "directory": str(directory)}))
+        seeing.agree(require_seen, absent)
+    except BaseException:
+        for lock in locks:
+            lock.release()
+        raise
+    return next(iter(locks), None), facts["newest"]
+
+
+def _lock(directory: Path) -> DirectoryLock:
+    try:
+        _make(directory)
+        return DirectoryLock(directory, Owner.myself(os.environ))
+    except OSError as exc:
+        raise DirectoryError(
+            Explanation(
+                f"rank 0 cannot write checkpoints to {directory}: {exc}.",
+                cause=_find_cause(directory)
+                or "it belongs to another user, is mounted read-only, or its disk is full.",
+                fix="choose a directory that this user may write to.",
+            ),
+            rank=0,
+        ) from exc
+
+
+def _make(directory: Path) -> None:
+    """Make the directory, and bring its entries above to the disk: it may hold the only checkpoint."""
+    new = [directory, *directory.parents]
+    new = [path for path in new if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in new:
+        with contextlib.suppress(PermissionError):  # the parent may be closed to this user
+            sync_directory(path.parent)
+
+
+def list_steps(directory: Path) -> list[int]:
+    """Return the steps that have a checkpoint, newest first; none where there is no directory.
+
+    Raises:
+        DirectoryError: It cannot be read.
+    """
+    try:
+        return complete_steps(directory)
+    except OSError as exc:
+        raise DirectoryError(
+            Explanation(
+                f"The checkpoints in {directory} cannot be read: {exc}.",
+                cause=_find_cause(directory)
+                or "it belongs to another user, or its storage does not answer.",
+                fix="give the directory that a Checkpointer has written to.",
+            )
+        ) from exc
+
+
+def _find_cause(directory: Path) -> str | None:
+    """Tell what stands in a directory's place, if that is the trouble."""
+    with contextlib.suppress(OSError):
+        if directory.is_symlink() and not directory.exists():
+            return f"it is a link to {directory.readlink()}, which does not exist."
+        if directory.exists() and not directory.is_dir():
+            return "it is a file and no directory."
+    return None
+
+
+def _sees(directory: Path, lock_id: str) -> bool:
+    """Look until this host shows the lock that rank 0 has written, or does not in time."""
+    deadline = Deadline.after(SEE)
+    while True:
+        with contextlib.suppress(OSError):
+            os.listdir(directory)  # noqa: PTH208 - makes NFS look again
+        owner = read_owner(directory)
+        if owner is not None and owner.id == lock_id:
+            return True
+        if deadline.expired():
+            return False
+        time.sleep(_PAUSE_S)
+
+
+def _require_seen(messages: dict[int, Message], directory: Path) -> None:
+    blind = {rank: message.facts for rank, message in messages.items() if not message.facts["sees"]}
+    if not blind:
+        return
+    hosts = sorted({facts["host"] for facts in blind.values()})
+    listed = [
+        f"rank {rank} on {facts['host']} looked in {facts['directory']}"
+        for rank, facts in list(blind.items())[:8]
+    ]
+    raise DirectoryError(
+        Explanation(
+            f"{ranks_text(blind)} on {', '.join(hosts)} does not see what rank 0 wrote to {directory}.",
+            cause="the directory is not shared between the nodes, a mount is missing there, or "
+            "the ranks were given different paths.",
+            fix="give every rank the same directory on storage that all nodes share.",
+            details=listed,
+        ),
+        hosts=hosts,
+        rank=min(blind),
+    )
+
+
+def _absent(ranks: Ranks, directory: Path, absence: Absence) -> CheckpointError:
+    if absence.lost:
+        error = DirectoryError(absence.explain(ranks, f"open {directory}"), rank=absence.ranks[0])
+        error.origin = "peer-lost"
+        return error
+    names = ranks_text(absence.ranks)
+    return DirectoryError(
+        Explanation(
+            f"{ranks} waited {absence.waited_s:.1f} s for {names} to open {directory}.",
+            cause=f"{names} made no Checkpointer, hangs, or its file system does not answer.",
+            fix="make the Checkpointer on every rank, at the same place of the script.",
+        ),
+        rank=absence.ranks[0],
+    )

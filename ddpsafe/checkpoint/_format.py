@@ -1,0 +1,330 @@
+"""What a checkpoint consists of, and how it is judged: the manifest, and opening the files it names.
+
+A checkpoint is data from outside: another user may have written it. So the manifest is validated
+field by field, only the files that this version writes are opened, and only regular ones; what is
+anything else is damage, and the checkpoint before is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import stat
+import zlib
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+
+from ddpsafe._errors import Explanation
+from ddpsafe.checkpoint._checksums import BLOCK_BYTES, DamagedFileError, VerifiedFile
+from ddpsafe.checkpoint.errors import NewerFormatError, RestoreError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+    from typing_extensions import Self
+
+NAME: Final = "manifest.json"
+STATE: Final = "state.pt"
+RANKS: Final = "ranks.bin"
+SHARDS: Final = "shards"
+VERSION: Final = 2
+"""Version of the format: of the folder's layout and of this file."""
+
+Kept = Literal["replicated", "per rank", "sharded"]
+"""Where the state of a name is kept."""
+
+REPLICATED: Final = "replicated"
+PER_RANK: Final = "per rank"
+SHARDED: Final = "sharded"
+
+_MAX_MANIFEST_BYTES: Final = 256 * 2**20
+_OUTER: Final = re.compile(rb'\{"crc32":([0-9]{1,10}),"content":(.*)\}\n', re.DOTALL)
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Shape = Annotated[list[Count], Field(max_length=64)]
+Crc32 = Annotated[int, Field(ge=0, lt=2**32)]
+FileName = Annotated[str, Field(pattern=r"^(state\.pt|ranks\.bin|shards/rank-[0-9]{5,9}\.bin)$")]
+Text = Annotated[str, Field(max_length=1000)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+
+class FileFacts(_Part):
+    """One file as it was written.
+
+    Attributes:
+        size_bytes: Its length.
+        crc32: One checksum for each block of `BLOCK_BYTES`.
+    """
+
+    size_bytes: Count
+    crc32: list[Crc32]
+
+    @model_validator(mode="after")
+    def _has_all_checksums(self) -> Self:
+        if len(self.crc32) != -(-self.size_bytes // BLOCK_BYTES):
+            message = f"{len(self.crc32)} checksums for {self.size_bytes} bytes"
+            raise ValueError(message)
+        return self
+
+
+class OptimizerFacts(_Part):
+    """What an optimizer was made of; its state alone does not tell.
+
+    Attributes:
+        kind: Name of its class; empty where it is not known.
+        groups: Shapes of its parameters, by group.
+    """
+
+    kind: Text
+    groups: list[list[Shape]]
+
+
+class Piece(_Part):
+    """A part of a distributed tensor, as one rank wrote it: its values in order, without gaps.
+
+    Attributes:
+        file: Where it is.
+        start: At which byte.
+        offsets: Where it lies in the tensor.
+        sizes: Its shape.
+    """
+
+    file: FileName
+    start: Count
+    offsets: Shape
+    sizes: Shape
+
+    @property
+    def numel(self) -> int:
+        """How many values it has."""
+        return math.prod(self.sizes)
+
+
+class ShardedTensor(_Part):
+    """A distributed tensor: what it is as a whole, and where its pieces are.
+
+    Attributes:
+        dtype: Name of its type in torch.
+        shape: Its shape, as a whole.
+        pieces: They cover it, each value once.
+    """
+
+    dtype: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,40}$")]
+    shape: Shape
+    pieces: list[Piece]
+
+    @model_validator(mode="after")
+    def _is_covered(self) -> Self:
+        for piece in self.pieces:
+            ends = zip(self.shape, piece.offsets, piece.sizes, strict=True)
+            if any(offset + size > length for length, offset, size in ends):
+                message = "a piece lies outside of its tensor"
+                raise ValueError(message)
+        places = {tuple(piece.offsets) for piece in self.pieces if piece.numel}
+        filled = [piece.numel for piece in self.pieces if piece.numel]
+        if len(places) != len(filled) or sum(filled) != math.prod(self.shape):
+            message = "the pieces do not make up the tensor"
+            raise ValueError(message)
+        return self
+
+    def torch_dtype(self) -> torch.dtype:
+        """Return its type.
+
+        Raises:
+            DamagedFileError: torch has no such type.
+        """
+        import torch
+
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise DamagedFileError(f"{NAME} names {self.dtype!r}, a dtype that torch does not have")
+        return dtype
+
+
+class Manifest(_Part):
+    """Everything to know about a checkpoint before its files are opened.
+
+    Attributes:
+        step: The step it was saved at.
+        world_size: How many ranks saved it.
+        saved_at: When, in UTC, as ISO 8601.
+        ddpsafe: Version of ddpsafe that wrote it.
+        torch: Version of torch that wrote it.
+        names: Names in the state, and where each is kept.
+        files: Its files, by path below the checkpoint's folder.
+        optimizers: Those among the names that are optimizers.
+        ranks: Where each rank's own part lies in its file: offset and length in bytes.
+        shards: Distributed tensors, by their path in the state.
+        metrics: Numbers that the caller gave, such as a loss; ``None`` for NaN and infinity.
+        metadata: Plain values that the caller gave.
+        block_bytes: Length of the blocks that have a checksum.
+        version: Version of the format.
+    """
+
+    step: Count
+    world_size: Annotated[int, Field(ge=1, lt=2**31)]
+    saved_at: Text
+    ddpsafe: Text
+    torch: Text
+    names: dict[str, Kept]
+    files: dict[FileName, FileFacts]
+    optimizers: dict[str, OptimizerFacts] = {}
+    ranks: list[tuple[Count, Count]] = []
+    shards: dict[str, ShardedTensor] = {}
+    metrics: dict[str, float | None] = {}
+    metadata: dict[str, JsonValue] = {}
+    block_bytes: Literal[1048576] = BLOCK_BYTES  # 2**20
+    version: Literal[1, 2] = VERSION
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        if not {STATE, RANKS} <= self.files.keys():
+            message = f"{STATE} or {RANKS} is not listed"
+            raise ValueError(message)
+        size = self.files[RANKS].size_bytes
+        if len(self.ranks) != self.world_size or any(a + b > size for a, b in self.ranks):
+            message = f"the parts of the ranks do not lie in {RANKS}"
+            raise ValueError(message)
+        if not self.optimizers.keys() <= self.names.keys():
+            message = "an optimizer is not among the names"
+            raise ValueError(message)
+        for tensor in self.shards.values():
+            for piece in tensor.pieces:
+                facts = self.files.get(piece.file)
+                # Eight bits are the shortest that values have; the dtype is looked up by its reader.
+                if facts is None or piece.start + piece.numel > facts.size_bytes:
+                    message = "a piece does not lie in its file"
+                    raise ValueError(message)
+        return self
+
+    def dumps(self) -> bytes:
+        """Return the file's bytes: one JSON object that carries its own checksum."""
+        content = json.dumps(self.model_dump(), sort_keys=True, separators=(",", ":")).encode()
+        return b'{"crc32":%d,"content":%s}\n' % (zlib.crc32(content), content)
+
+    def open(self, folder: Path, name: str) -> VerifiedFile:
+        """Open one of its files for reading.
+
+        Raises:
+            DamagedFileError: The file is missing, is no regular file, or of another length.
+        """
+        facts = self.files[name]
+        fd = open_regular(folder, name)
+        return VerifiedFile(fd, name, size=facts.size_bytes, crc32=facts.crc32)
+
+
+def open_regular(folder: Path, name: str) -> int:
+    """Open a file below a folder for reading, if it is a regular one and no link leads to it.
+
+    A pipe would be waited for, and a link could lead anywhere.
+
+    Returns:
+        The descriptor.
+
+    Raises:
+        DamagedFileError: It is missing, or something else.
+    """
+    *above, last = name.split("/")
+    with contextlib.ExitStack() as stack:
+        try:
+            at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, at)
+            for part in above:
+                at = os.open(
+                    part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at
+                )
+                stack.callback(os.close, at)
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            fd = os.open(last, flags, dir_fd=at)
+        except FileNotFoundError:
+            raise DamagedFileError(f"{name} is missing") from None
+        except OSError as exc:
+            raise DamagedFileError(f"{name} cannot be opened: {exc.strerror}") from exc
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise DamagedFileError(f"{name} is not a regular file")
+    return fd
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint.
+
+    Raises:
+        DamagedFileError: It is missing or not what was written.
+        NewerFormatError: A newer ddpsafe wrote it.
+        RestoreError: A ddpsafe before 0.1 wrote it, with distributed tensors.
+    """
+    with open(open_regular(folder, NAME), "rb") as file:
+        if os.fstat(file.fileno()).st_size > _MAX_MANIFEST_BYTES:
+            raise DamagedFileError(f"{NAME} is larger than any manifest")
+        data = file.read(_MAX_MANIFEST_BYTES)
+    content = _check(data)
+    try:
+        version = _Version.model_validate_json(content).version
+        if version > VERSION:
+            raise _newer(folder, version)
+        manifest = Manifest.model_validate_json(content)
+    except ValidationError as exc:
+        first = exc.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the whole"
+        raise DamagedFileError(f"{NAME} is not valid: {where}: {first['msg']}"[:300]) from None
+    except (ValueError, MemoryError, RecursionError) as exc:
+        raise DamagedFileError(f"{NAME} is not valid: {exc}"[:300]) from None
+    if manifest.version == 1 and SHARDED in manifest.names.values():
+        raise _pickled_index(folder)
+    if (SHARDED in manifest.names.values()) != bool(manifest.shards):
+        raise DamagedFileError(f"{NAME} is not valid: names and shards disagree")
+    return manifest
+
+
+class _Version(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+    version: Count
+
+
+def _check(data: bytes) -> bytes:
+    match = _OUTER.fullmatch(data)
+    if match is None:
+        raise DamagedFileError(f"{NAME} cannot be read: it does not begin and end as manifests do")
+    if int(match[1]) != zlib.crc32(match[2]):
+        raise DamagedFileError(f"{NAME} does not have the checksum it was written with")
+    return match[2]
+
+
+def _newer(folder: Path, version: int) -> NewerFormatError:
+    return NewerFormatError(
+        Explanation(
+            f"The checkpoint {folder} has format {version}; this ddpsafe reads up to {VERSION}.",
+            cause="a newer ddpsafe wrote it.",
+            fix="resume with the ddpsafe that wrote it, or upgrade this one.",
+        ),
+        found=version,
+        known=VERSION,
+    )
+
+
+def _pickled_index(folder: Path) -> RestoreError:
+    return RestoreError(
+        Explanation(
+            f"The checkpoint {folder} has format 1 and holds distributed tensors.",
+            cause="their index is a pickle there, which could execute code; it is not opened.",
+            fix="restore it with the ddpsafe that wrote it, into an unsharded model, and save that.",
+        )
+    )
+
+
+def from_json(value: Any) -> Any:
+    """Return plain values as JSON gives them back.
+
+    Raises:
+        TypeError, ValueError: JSON has no such values.
+    """
+    return json.loads(json.dumps(value, allow_nan=False))

@@ -1,0 +1,609 @@
+"""A restore: the ranks agree on a checkpoint that all of them see and find whole, and load it.
+
+A checkpoint is read and compared with the objects first, on every rank; only then is any changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import logging
+import os
+import re
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ddpsafe._errors import Explanation, ranks_text
+from ddpsafe.checkpoint import _compare, _directory, _sharded
+from ddpsafe.checkpoint._checksums import DamagedFileError
+from ddpsafe.checkpoint._consensus import Message, to_wire
+from ddpsafe.checkpoint._format import NAME, PER_RANK, RANKS, STATE, Manifest, read_manifest
+from ddpsafe.checkpoint._state import (
+    PerRank,
+    is_stateful,
+    load_rng_state,
+    named_for,
+    state_of,
+)
+from ddpsafe.checkpoint._trees import leaves, pieces, replace_leaves
+from ddpsafe.checkpoint.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    CorruptCheckpointError,
+    DirectoryError,
+    MissingCheckpointError,
+    RestoreError,
+    warn,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    import torch
+    from torch import nn
+
+    from ddpsafe.checkpoint._checksums import VerifiedFile
+    from ddpsafe.checkpoint._consensus import Absence, Ranks
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is to be restored.
+
+    Attributes:
+        ranks: The ranks.
+        directory: Where the checkpoints are.
+        state: The objects, by name.
+        step: This step and no other; ``None`` for the newest.
+        strict: Refuse a checkpoint that lacks some of the state, or has other tensors.
+        with_rng: Restore the random number generators too.
+        may_tidy: Set aside the checkpoints that are newer than the one in use.
+    """
+
+    ranks: Ranks
+    directory: Path
+    state: Mapping[str, Any]
+    step: int | None
+    strict: bool
+    with_rng: bool
+    may_tidy: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A checkpoint, every byte checked, and not yet put anywhere.
+
+    Attributes:
+        folder: Where it came from.
+        manifest: What it consists of.
+        replicated: State that all ranks share, by name. Its tensors may be mapped from the file.
+        own: This rank's own part, by name; ``None`` if the saved world had no such rank.
+        rng: This rank's random number generators; ``None`` as `own`, or if they were not saved.
+        shards: The distributed tensors.
+        mapped: Addresses of the values that lie in a mapped file.
+        left: What stays as it is, where the restore is not strict: paths and why.
+    """
+
+    folder: Path
+    manifest: Manifest
+    replicated: dict[str, Any]
+    own: dict[str, Any] | None
+    rng: dict[str, Any] | None
+    shards: _sharded.SavedShards
+    mapped: frozenset[int]
+    left: dict[str, str] = field(default_factory=dict)
+
+
+def restore(request: Request) -> int | None:
+    """Load the newest checkpoint that every rank can, or the one that was asked for.
+
+    Returns:
+        Its step; ``None`` where there is none on any rank.
+
+    Raises:
+        RestoreError: There are some, and none can be used.
+    """
+    steps, seen = _agree_on_steps(request)
+    problems: list[str] = []
+    for step in steps:
+        loaded, damage = _try_step(request, step)
+        if loaded is not None:
+            _apply_everywhere(request, loaded)
+            newer = [other for other in seen if other > step]
+            _set_aside(request, newer, problems)
+            logger.info("restored step %d from %s", step, loaded.folder)
+            return step
+        problems += damage
+    if not steps:
+        return None
+    what = f"All {len(steps)} checkpoints in {request.directory} are damaged."
+    if request.step is not None:
+        what = f"The checkpoint of step {request.step} in {request.directory} is damaged."
+    raise CorruptCheckpointError(
+        Explanation(
+            what,
+            cause="the disk fails, or the files were changed, or copied in part.",
+            fix="restore the directory from a copy; remove it to begin again at step 0."
+            if request.step is None
+            else "restore another step; restore() without step= takes the newest that is whole.",
+            details=problems[:8],
+        ),
+        problems=problems,
+    )
+
+
+def _agree_on_steps(request: Request) -> tuple[list[int], list[int]]:
+    """Return the steps that every rank sees, newest first, and those that any of them sees."""
+    ranks = request.ranks
+    exchange = ranks.begin()
+    try:
+        own = _directory.list_steps(request.directory)
+    except DirectoryError as exc:
+        exchange.fail(exc)
+        raise
+    exchange.send(Message(facts={"steps": own, "host": ranks.host, "asked": request.step}))
+    answer = exchange.agree(functools.partial(_common, request), functools.partial(_absent, ranks))
+    return answer["steps"], answer["seen"]
+
+
+def _common(request: Request, messages: dict[int, Message]) -> dict[str, Any]:
+    directory = request.directory
+    for rank, message in messages.items():
+        if message.facts["asked"] != request.step:
+            raise RestoreError(
+                Explanation(
+                    f"rank {rank} restores step {message.facts['asked']}, and rank 0 {request.step}.",
+                    cause="the ranks call restore() with different steps.",
+                    fix="pass the same step= on every rank.",
+                ),
+                rank=rank,
+            )
+    views = [set(message.facts["steps"]) for message in messages.values()]
+    common = sorted(set.intersection(*views), reverse=True)
+    seen = sorted(set.union(*views), reverse=True)
+    by_host = {message.facts["host"]: message.facts["steps"] for message in messages.values()}
+    if request.step is not None:
+        if request.step not in common:
+            raise MissingCheckpointError(
+                Explanation(
+                    f"There is no checkpoint of step {request.step} in {directory} for every rank.",
+                    cause=f"the ranks see {_list(common)}.",
+                    fix="ask for one of these; see: ddpsafe checkpoint ls DIRECTORY.",
+                ),
+                steps=by_host,
+            )
+        return {"steps": [request.step], "seen": seen}
+    if seen == common:
+        return {"steps": common, "seen": seen}
+    lacking = [
+        f"rank {rank} on {message.facts['host']} sees {_list(message.facts['steps'])}"
+        for rank, message in messages.items()
+        if set(message.facts["steps"]) != set(seen)
+    ]
+    if not common:
+        raise MissingCheckpointError(
+            Explanation(
+                f"No checkpoint in {directory} is there for every rank: "
+                f"some ranks see {_list(seen)}.",
+                cause="the directory is not shared between the nodes, or a mount is missing.",
+                fix="mount the same storage on every node, or copy the checkpoints there.",
+                details=lacking[:8],
+            ),
+            steps=by_host,
+        )
+    warn(
+        f"not every rank sees step {seen[0]} in {directory}; step {common[0]} is the newest that "
+        f"all see, and is used ({'; '.join(lacking[:8])})."
+    )
+    return {"steps": common, "seen": seen}
+
+
+def _list(steps: list[int]) -> str:
+    return "no step" if not steps else "step " + ", ".join(map(str, steps[:4]))
+
+
+def _try_step(request: Request, step: int) -> tuple[Loaded | None, list[str]]:
+    """Load one checkpoint on every rank; return it if all of them could."""
+    exchange = request.ranks.begin()
+    loaded, message = _load(request, step)
+    exchange.send(message)
+    answer = exchange.agree(
+        functools.partial(_judge, request.directory, step),
+        functools.partial(_absent, request.ranks),
+    )
+    return (loaded if answer["use"] else None), answer["problems"]
+
+
+def _judge(directory: Path, step: int, messages: dict[int, Message]) -> dict[str, Any]:
+    first_to_find: dict[str, int] = {}
+    for rank, message in messages.items():
+        if message.facts["damage"] is not None:
+            first_to_find.setdefault(message.facts["damage"], rank)
+    problems = [
+        f"step {step}: {text} (found by rank {rank} on {messages[rank].facts['host']})"
+        for text, rank in first_to_find.items()
+    ]
+    if problems:
+        warn(
+            f"the checkpoint of step {step} in {directory} is damaged and is not used: "
+            + "; ".join(problems[:4])
+        )
+    return {"use": not problems, "problems": problems}
+
+
+def _load(request: Request, step: int) -> tuple[Loaded | None, Message]:
+    """Read a checkpoint and compare it with the objects; what fails is for rank 0 to judge."""
+    ranks = request.ranks
+    facts: dict[str, Any] = {"damage": None, "host": ranks.host}
+    try:
+        loaded = load_checkpoint(
+            request.directory, step, rank=ranks.rank, world_size=ranks.world_size
+        )
+        loaded.left.update(
+            _compare.compare(loaded, request.state, ranks.unwrap, strict=request.strict)
+        )
+    except (DamagedFileError, OSError, RecursionError, MemoryError) as exc:
+        text = str(exc) or type(exc).__name__
+        return None, Message(facts={**facts, "damage": text})
+    except Exception as exc:
+        if ranks.world_size == 1:
+            raise
+        logger.debug("step %d cannot be restored", step, exc_info=True)
+        return None, Message(facts=facts, failure=to_wire(exc, rank=ranks.rank))
+    return loaded, Message(facts=facts)
+
+
+def load_checkpoint(directory: Path, step: int, *, rank: int, world_size: int) -> Loaded:
+    """Read what this rank needs.
+
+    Raises:
+        DamagedFileError: A file is not what was written, or was written for another step.
+        NewerFormatError: A newer ddpsafe wrote it.
+        RestoreError: It is whole and cannot be read all the same.
+    """
+    folder = directory / _directory.folder_name(step)
+    manifest = read_manifest(folder)
+    if manifest.step != step:
+        raise DamagedFileError(
+            f"{NAME} is of step {manifest.step}; the folder was copied or renamed"
+        )
+    with manifest.open(folder, STATE) as file:
+        file.check()
+        replicated = _read(file, folder / STATE)
+    part: Any = None
+    with manifest.open(folder, RANKS) as file:
+        file.check()
+        if rank < manifest.world_size:
+            mine = file.read(*manifest.ranks[rank])
+            part = _read(io.BytesIO(mine), folder / RANKS)
+    _sharded.check_shards(folder, manifest, rank=rank, world_size=world_size)
+    own = None if part is None else part.get("own")
+    rng = None if part is None else part.get("rng")
+    _require_structure(manifest, replicated, own if part is not None else {}, rng)
+    return Loaded(
+        folder=folder,
+        manifest=manifest,
+        replicated=replicated,
+        own=own,
+        rng=rng,
+        shards=_sharded.SavedShards(folder, manifest),
+        mapped=frozenset(_addresses(replicated)),
+    )
+
+
+def _require_structure(manifest: Manifest, replicated: Any, own: Any, rng: Any) -> None:
+    """Refuse what no `Checkpointer` writes, with right checksums or not."""
+    shared = {name for name, kept in manifest.names.items() if kept != PER_RANK}
+    if replicated.keys() != shared:
+        raise DamagedFileError(f"{STATE} does not hold the names that {NAME} lists")
+    if not isinstance(own, dict) or not isinstance(rng, (dict, type(None))):
+        raise DamagedFileError(f"{RANKS} does not hold what a rank saves")
+    if own and own.keys() != manifest.names.keys() - shared:
+        raise DamagedFileError(f"{RANKS} does not hold the names that {NAME} lists")
+    shards = _sharded.SavedShards(Path(), manifest)
+    for _, leaf in leaves(replicated, ""):
+        shards.find(leaf)
+
+
+def _addresses(tree: Any) -> Iterator[int]:
+    import torch
+
+    for _, leaf in leaves(tree, ""):
+        if isinstance(leaf, torch.Tensor):
+            for piece in pieces(leaf):
+                yield piece.untyped_storage().data_ptr()
+
+
+_NO_MAPPING: Final = re.compile(r"mmap", re.IGNORECASE)
+
+
+def _read(file: VerifiedFile | io.BytesIO, path: Path) -> dict[str, Any]:
+    """Load a torch file that has been checked.
+
+    From a file it is mapped: ranks of one node share the pages, and a page that has been copied to
+    where it belongs can go again.
+    """
+    import torch
+
+    try:
+        if isinstance(file, io.BytesIO):
+            loaded = torch.load(file, map_location="cpu", weights_only=True)
+        else:
+            loaded = _map(f"/proc/self/fd/{file.fd}", path)
+    except Exception as exc:
+        raise RestoreError(
+            Explanation(
+                f"{path} is what was written, and torch {torch.__version__} cannot load it: "
+                f"{str(exc)[:500]}",
+                cause="another version of torch wrote it, or it holds a type that was allowed "
+                "then with torch.serialization.add_safe_globals and is not now.",
+                fix="allow the type again, or restore with the torch named in manifest.json.",
+            )
+        ) from exc
+    if not isinstance(loaded, dict):
+        raise DamagedFileError(f"{path.name} does not hold a dict")
+    return loaded
+
+
+def _map(descriptor: str, path: Path) -> Any:
+    import torch
+
+    source = descriptor if os.path.exists(descriptor) else str(path)  # noqa: PTH110 - a text
+    try:
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError as exc:
+        if not _NO_MAPPING.search(str(exc)):
+            raise
+        logger.debug("%s cannot be mapped and is read", path, exc_info=True)
+        return torch.load(source, map_location="cpu", weights_only=True)
+
+
+def _apply_everywhere(request: Request, loaded: Loaded) -> None:
+    """Change the objects; when those of one rank refuse, every rank raises."""
+    exchange = request.ranks.begin()
+    try:
+        _apply(request, loaded)
+    except Exception as exc:
+        exchange.fail(exc)
+        raise
+    exchange.send(Message(facts={}))
+    exchange.agree(lambda _: {}, functools.partial(_absent, request.ranks))
+    if loaded.left and request.ranks.is_main:
+        listed = "; ".join(f"{path}: {why}" for path, why in list(loaded.left.items())[:8])
+        more = f"; … and {len(loaded.left) - 8} more" if len(loaded.left) > 8 else ""  # noqa: PLR2004
+        warn(f"restored step {loaded.manifest.step} in part; left as it was: {listed}{more}")
+
+
+def _set_aside(request: Request, newer: list[int], problems: list[str]) -> None:
+    """Set aside what is newer than the checkpoint in use: damaged, not shared, or rolled back.
+
+    The training comes to those steps again and saves them again.
+    """
+    if not newer or not request.may_tidy or not request.ranks.is_main:
+        return
+    try:
+        targets = _directory.set_aside(request.directory, newer)
+    except OSError as exc:
+        logger.warning("of steps %s not all could be set aside: %s", newer, exc)
+    else:
+        logger.warning("steps %s were set aside as %s: %s", newer, targets, problems)
+
+
+def _absent(ranks: Ranks, absence: Absence) -> RestoreError:
+    if absence.lost:
+        error = RestoreError(absence.explain(ranks, "restore"), rank=absence.ranks[0])
+        error.origin = "peer-lost"
+        return error
+    names = ranks_text(absence.ranks)
+    return RestoreError(
+        Explanation(
+            f"{ranks} waited {absence.waited_s:.1f} s for {names} to restore.",
+            cause=f"{names} did not call restore(), hangs, or reads from slow storage.",
+            fix="call restore() on every rank; raise the Checkpointer's timeout for slow storage.",
+        ),
+        rank=absence.ranks[0],
+    )
+
+
+# How a checkpoint becomes the state of objects that have been compared with it.
+
+
+def _apply(request: Request, loaded: Loaded) -> None:
+    """Give every object its saved state.
+
+    Raises:
+        RestoreError: An object's own ``load_state_dict`` refused, or a file can no longer be read;
+            those before it in the mapping have been changed then.
+    """
+    state = request.state
+    name = ""
+    try:
+        for name, value in state.items():
+            if name in loaded.left:
+                continue
+            if isinstance(value, PerRank):
+                if loaded.own is None:
+                    logger.warning("the saved world had no such rank: %s stays as it is", name)
+                else:
+                    _give(loaded, name, value.stateful, loaded.own[name])
+            else:
+                _restore_one(loaded, state, name, request.ranks.unwrap)
+    except (DamagedFileError, OSError) as exc:
+        raise RestoreError(
+            Explanation(
+                f"{loaded.folder} could be read at first, and no longer: {exc}",
+                cause="the storage fails, or the checkpoint was changed meanwhile.",
+                fix="look at that storage, and restore again.",
+            )
+        ) from exc
+    except CheckpointError:
+        raise
+    except Exception as exc:
+        raise RestoreError(
+            Explanation(
+                f"{name!r} cannot be restored from {loaded.folder}: {type(exc).__name__}: {exc}",
+                cause="what is saved under that name is not what a Checkpointer saves.",
+                fix="restore another step; make the objects again, some have their saved state.",
+            )
+        ) from exc
+    if request.with_rng and loaded.rng is not None:
+        try:
+            load_rng_state(loaded.rng)
+        except Exception as exc:
+            raise RestoreError(
+                Explanation(
+                    f"The random number generators in {loaded.folder} cannot be set: {exc}",
+                    cause="another version of Python, NumPy or torch wrote them.",
+                    fix="make the Checkpointer with rng=False.",
+                )
+            ) from exc
+
+
+def _restore_one(
+    loaded: Loaded, state: Mapping[str, Any], name: str, unwrap: Callable[[nn.Module], nn.Module]
+) -> None:
+    import torch
+    from torch.optim import Optimizer
+
+    value, saved = state[name], loaded.replicated[name]
+    if isinstance(value, torch.nn.Module):
+        _restore_model(loaded, name, unwrap(value), saved)
+    elif isinstance(value, Optimizer):
+        _give(loaded, name, value, _for_optimizer(loaded, value, saved, name))
+    elif isinstance(value, torch.Tensor):
+        if _sharded.is_sharded(value):
+            loaded.shards.fill(value, saved, name)
+        else:
+            _copy_into(value, _whole(loaded.shards, saved, name))
+    elif is_stateful(value):
+        now = value.state_dict() if loaded.manifest.shards else None
+        _give(loaded, name, value, _filled(loaded, saved, now, name))
+    elif isinstance(state, MutableMapping):
+        state[name] = _own_memory(loaded, _whole(loaded.shards, saved, name))
+
+
+def _restore_model(loaded: Loaded, name: str, model: nn.Module, saved: Any) -> None:
+    now = state_of(model, lambda same: same)
+    tree = _filled(loaded, saved, now, name, keep_mapped=True)
+    partly = any(path.startswith(f"{name}[") for path in loaded.left)
+    if partly:
+        tree = type(tree)(
+            (key, value) for key, value in tree.items() if f"{name}[{key!r}]" not in loaded.left
+        )
+    tree = named_for(model, tree)
+    _give(loaded, name, model, tree, **({"strict": False} if partly else {}))
+    for tensor in (*model.parameters(), *model.buffers()):
+        if _is_mapped(loaded, tensor):  # a module that keeps what it is given, as with assign=True
+            tensor.data = tensor.data.clone()
+
+
+def _filled(loaded: Loaded, saved: Any, now: Any, name: str, *, keep_mapped: bool = False) -> Any:
+    """Return a saved state in which distributed tensors are those of now, filled, and others whole."""
+    current = {path: leaf for path, leaf in leaves(now, name) if _sharded.is_sharded(leaf)}
+
+    def put(path: str, leaf: Any) -> Any:
+        if path in current:
+            loaded.shards.fill(current[path], leaf, path)
+            return current[path]
+        return _whole_leaf(loaded.shards, leaf)
+
+    tree = replace_leaves(saved, name, put)
+    return tree if keep_mapped else _own_memory(loaded, tree)
+
+
+def _whole(shards: _sharded.SavedShards, tree: Any, name: str) -> Any:
+    return replace_leaves(tree, name, lambda _, leaf: _whole_leaf(shards, leaf))
+
+
+def _whole_leaf(shards: _sharded.SavedShards, leaf: Any) -> Any:
+    saved = shards.find(leaf)
+    return leaf if saved is None else shards.read_whole(saved)
+
+
+def _for_optimizer(loaded: Loaded, optimizer: Any, saved: Any, name: str) -> Any:
+    """Return an optimizer's saved state with its tensors laid out as its parameters are now."""
+    import torch
+
+    shards = loaded.shards
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    if not any(map(_sharded.is_sharded, parameters)) or not isinstance(saved.get("state"), dict):
+        return _own_memory(loaded, _whole(shards, saved, name))
+
+    def laid_out(key: object, entry: Any) -> Any:
+        known = isinstance(key, int) and 0 <= key < len(parameters)
+        parameter: Any = parameters[key] if known else None  # type: ignore[call-overload]  # known
+        if not _sharded.is_sharded(parameter):
+            return _whole(shards, entry, name)
+
+        def put(path: str, leaf: Any) -> Any:
+            found = shards.find(leaf)
+            if found is None and not isinstance(leaf, torch.Tensor):
+                return leaf
+            shape = tuple(leaf.shape if found is None else found.shape)
+            if shape == tuple(parameter.shape) and shape:
+                dtype = leaf.dtype if found is None else found.torch_dtype()
+                target = _sharded.like(parameter, dtype)
+                shards.fill(target, leaf, path)
+                return target
+            if found is None:
+                return leaf
+            return _sharded.copied_to_all(shards.read_whole(found), parameter)
+
+        return replace_leaves(entry, name, put)
+
+    states = {key: laid_out(key, entry) for key, entry in saved["state"].items()}
+    rest = {key: value for key, value in saved.items() if key != "state"}
+    return _own_memory(loaded, {"state": states, **_whole(shards, rest, name)})
+
+
+def _own_memory(loaded: Loaded, tree: Any) -> Any:
+    """Return a tree whose tensors keep no file mapped: an object may keep what it is given."""
+    import torch
+
+    copies: dict[int, torch.Tensor] = {}
+
+    def copy(_: str, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not _is_mapped(loaded, leaf):
+            return leaf
+        if id(leaf) not in copies:
+            copies[id(leaf)] = leaf.clone()
+        return copies[id(leaf)]
+
+    return replace_leaves(tree, "", copy)
+
+
+def _is_mapped(loaded: Loaded, tensor: torch.Tensor) -> bool:
+    if _sharded.is_sharded(tensor) or tensor.device.type != "cpu":
+        return False
+    return not loaded.mapped.isdisjoint(
+        piece.untyped_storage().data_ptr() for piece in pieces(tensor)
+    )
+
+
+def _copy_into(target: torch.Tensor, saved: torch.Tensor) -> None:
+    import torch
+
+    with torch.no_grad():
+        if target.is_nested and target.layout is torch.jagged:
+            target.values().copy_(saved.values())
+        else:
+            target.copy_(saved)
+
+
+def _give(loaded: Loaded, name: str, value: Any, saved: Any, **options: Any) -> None:
+    try:
+        value.load_state_dict(saved, **options)
+    except Exception as exc:
+        raise CheckpointMismatchError(
+            Explanation(
+                f"{name!r} ({type(value).__name__}) refused its state from {loaded.folder}: {exc}",
+                cause="it was made with other arguments than the one that was saved.",
+                fix="make it as it was, or leave it out of the state that is restored; make the "
+                "other objects again, some have their saved state already.",
+            ),
+            differences={name: (type(saved).__name__, type(value).__name__)},
+        ) from exc

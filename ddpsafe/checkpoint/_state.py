@@ -1,0 +1,384 @@
+"""The state of a training at one moment, gathered by name from its objects.
+
+Only what loads again without executing anything may go into it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard, runtime_checkable
+
+from ddpsafe._errors import Explanation
+from ddpsafe.checkpoint import _sharded
+from ddpsafe.checkpoint._format import PER_RANK, REPLICATED, SHARDED, Kept, OptimizerFacts
+from ddpsafe.checkpoint._trees import PLAIN, leaves
+from ddpsafe.checkpoint.errors import CheckpointConfigError, UnsafeStateError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    import torch
+    from torch import nn
+    from torch.optim import Optimizer
+
+_CONTAINERS: Final = (dict, list, tuple)
+_SHOWN: Final = 5
+_COMPILED: Final = "_orig_mod."
+"""What torch.compile puts into the names of a submodule's parameters."""
+
+MAX_RANK_BYTES: Final = 16 * 2**20
+"""What one rank may keep for itself: it travels over the store."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object whose state can be taken and put back."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Take a state over."""
+
+
+class PerRank:
+    """Marks an object whose state differs from rank to rank.
+
+    Each rank saves its own and gets its own back. Under another world size, ranks that the saved
+    world did not have keep what they have.
+
+    Args:
+        stateful: The object of this rank.
+    """
+
+    def __init__(self, stateful: Stateful) -> None:
+        if not is_stateful(stateful):
+            raise CheckpointConfigError(
+                Explanation(
+                    f"PerRank({type(stateful).__name__}): it has no state_dict and "
+                    "load_state_dict.",
+                    cause="a plain value was marked.",
+                    fix="mark an object that has both.",
+                )
+            )
+        self.stateful = stateful
+
+
+def is_stateful(value: object) -> TypeGuard[Stateful]:
+    """Tell whether a value is an object with a state, and not a state."""
+    return isinstance(value, Stateful) and not isinstance(value, type)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """State as it is saved.
+
+    Attributes:
+        replicated: What all ranks share, by name; whole on rank 0, empty on the others.
+        own: What this rank alone has, as bytes of a torch file.
+        shards: This rank's parts of distributed tensors, by path in the state.
+        sharded: Dtype and shape of the distributed tensors, by path; the same on all ranks.
+        names: Where each name is kept.
+        optimizers: What the optimizers among them are made of.
+    """
+
+    replicated: dict[str, Any]
+    own: bytes
+    shards: _sharded.Own = field(default_factory=dict)
+    sharded: dict[str, Any] = field(default_factory=dict)
+    names: dict[str, Kept] = field(default_factory=dict)
+    optimizers: dict[str, OptimizerFacts] = field(default_factory=dict)
+
+
+def take_snapshot(
+    state: Mapping[str, Any],
+    *,
+    unwrap: Callable[[nn.Module], nn.Module],
+    whole: bool,
+    with_rng: bool,
+) -> Snapshot:
+    """Take the state of every object.
+
+    Args:
+        state: The objects, by name.
+        unwrap: Removes DDP's wrapper.
+        whole: Keep what is the same on all ranks, as rank 0 does.
+        with_rng: Take the random number generators too.
+
+    Raises:
+        CheckpointConfigError: The mapping is none.
+        UnsafeStateError: Something in it could not be loaded again.
+    """
+    from torch.optim import Optimizer
+
+    check_names(state)
+    replicated: dict[str, Any] = {}
+    own: dict[str, Any] = {}
+    shards: dict[str, torch.Tensor] = {}
+    names: dict[str, Kept] = {}
+    for name, value in state.items():
+        if isinstance(value, PerRank):
+            own[name] = value.stateful.state_dict()
+            require_finite(own[name], name)
+            names[name] = PER_RANK
+            continue
+        taken = state_of(value, unwrap)
+        require_finite(taken, name)
+        rest, parts = _sharded.split(taken, name)
+        shards.update(parts)
+        names[name] = SHARDED if parts else REPLICATED
+        if whole:
+            replicated[name] = rest
+    require_loadable(replicated)
+    require_loadable(own)
+    return Snapshot(
+        replicated=replicated,
+        own=_own_bytes(own, rng_state() if with_rng else None),
+        shards=_sharded.own_parts(shards),
+        sharded=_sharded.describe(shards),
+        names=names,
+        optimizers={k: optimizer_facts(v) for k, v in state.items() if isinstance(v, Optimizer)},
+    )
+
+
+def optimizer_facts(optimizer: Optimizer) -> OptimizerFacts:
+    """Return what an optimizer is made of."""
+    groups = [[list(each.shape) for each in group["params"]] for group in optimizer.param_groups]
+    return OptimizerFacts(kind=type(optimizer).__qualname__, groups=groups)
+
+
+def check_names(state: object) -> None:
+    """Refuse a state that is no mapping of names.
+
+    Raises:
+        CheckpointConfigError: As it says.
+    """
+    if not isinstance(state, Mapping) or not state or not all(isinstance(k, str) for k in state):
+        raise CheckpointConfigError(
+            Explanation(
+                "The state is no mapping of names to objects.",
+                cause=f"it is a {type(state).__name__}, or is empty, or has other keys than texts.",
+                fix="pass {'model': model, 'optimizer': optimizer, …}.",
+            )
+        )
+
+
+def state_of(value: Any, unwrap: Callable[[nn.Module], nn.Module]) -> Any:
+    """Return the state of one object, or the value itself where it is none."""
+    from torch import nn
+
+    if isinstance(value, nn.Module):
+        state = unwrap(value).state_dict()
+        return renamed(state, plain_names(state))
+    return value.state_dict() if is_stateful(value) else value
+
+
+def plain_names(names: Iterable[object]) -> dict[Any, Any]:
+    """Return the names of parameters, each with what it is called where nothing is compiled."""
+    plain = {name: name.replace(_COMPILED, "") if isinstance(name, str) else name for name in names}
+    return plain if len(set(plain.values())) == len(plain) else dict.fromkeys(plain)
+
+
+def renamed(state: Any, names: Mapping[Any, Any]) -> Any:
+    """Return a model's state with other names for its tensors; itself where none is another.
+
+    torch keeps versions of modules beside the tensors, which get the names of their modules.
+    """
+    if not isinstance(state, dict) or all(names.get(name, name) in (name, None) for name in state):
+        return state
+    result: Any = type(state)()
+    for name, value in state.items():
+        result[names.get(name) or name] = value
+    versions = getattr(state, "_metadata", None)
+    if isinstance(versions, dict):
+        plain = {f"{name}.".replace(_COMPILED, "")[:-1]: facts for name, facts in versions.items()}
+        result._metadata = versions | plain  # noqa: SLF001 - load_state_dict reads it
+    return result
+
+
+def named_for(model: nn.Module, saved: Any) -> Any:
+    """Return a saved state with the names that the parameters of a model have now."""
+    if not isinstance(saved, dict):
+        return saved
+    now = {plain: name for name, plain in plain_names(model.state_dict()).items() if plain}
+    return renamed(
+        saved, {name: now.get(plain or name) for name, plain in plain_names(saved).items()}
+    )
+
+
+def _own_bytes(own: dict[str, Any], rng: dict[str, Any] | None) -> bytes:
+    import torch
+
+    file = io.BytesIO()
+    torch.save({"rng": rng, "own": own}, file)
+    data = file.getvalue()
+    if len(data) > MAX_RANK_BYTES:
+        raise CheckpointConfigError(
+            Explanation(
+                f"What this rank keeps for itself takes {len(data)} bytes; at most "
+                f"{MAX_RANK_BYTES} travel to rank 0.",
+                cause=f"{', '.join(sorted(own))} is large and marked PerRank.",
+                fix="mark only what differs between ranks; shard large tensors with FSDP2.",
+            )
+        )
+    return data
+
+
+def require_loadable(state: dict[str, Any]) -> None:
+    """Refuse a state that ``torch.load(weights_only=True)`` would refuse.
+
+    Args:
+        state: What is to be saved, by name.
+
+    Raises:
+        UnsafeStateError: It holds such values; it says where.
+    """
+    found = list(_refused(state))
+    if found:
+        raise _unsafe(found)
+
+
+def _unsafe(found: list[tuple[str, str]]) -> UnsafeStateError:
+    listed = [f"{path}: {why}" for path, why in found[:_SHOWN]]
+    more = [f"… and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    values = "a value" if len(found) == 1 else f"{len(found)} values"
+    what = f"The state holds {values} that could not be loaded again."
+    return UnsafeStateError(
+        Explanation(
+            what,
+            cause="checkpoints are loaded with weights_only=True, so that none can execute code; "
+            "that allows tensors, numbers, texts, and dicts, lists and tuples of them.",
+            fix="return plain values from state_dict(), or allow the type on both sides with "
+            "torch.serialization.add_safe_globals.",
+            details=[*listed, *more],
+        ),
+        paths=[path for path, _ in found],
+    )
+
+
+def require_finite(tree: object, name: str) -> None:
+    """Refuse a tree that cannot be walked to its end.
+
+    Raises:
+        UnsafeStateError: It holds itself.
+    """
+    try:
+        for _ in leaves(tree, name):
+            pass
+    except RecursionError:
+        why = "a dict, list or tuple that holds itself, or is nested too deep"
+        raise _unsafe([(f"state[{name!r}]", why)]) from None
+
+
+def _refused(state: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    import torch
+
+    tensors = (torch.Tensor, torch.nn.Parameter)
+    for path, leaf in _suspects(state, "state"):
+        if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+            yield path, "a tensor on the meta device, which has no values"
+            continue
+        if type(leaf) in PLAIN or type(leaf) in tensors:
+            continue
+        why = _try(leaf)
+        if why is not None:
+            kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+            yield path, f"{kind} ({_advice(leaf) or why})"
+
+
+def _advice(leaf: object) -> str:
+    """Return what to write in a value's place, where that is known."""
+    import numpy as np
+
+    if isinstance(leaf, np.generic):
+        return "a NumPy scalar: write value.item(), or float(value)"
+    if isinstance(leaf, np.ndarray):
+        return "a NumPy array: write torch.from_numpy(value)"
+    if is_stateful(leaf):
+        return "has a state of its own: give it a name at the top of the state, not in a container"
+    return ""
+
+
+def _suspects(tree: object, path: str) -> Iterator[tuple[str, object]]:
+    """Yield the leaves, the keys, and containers that are no plain ones, emptied of their items."""
+    if isinstance(tree, _CONTAINERS) and not hasattr(tree, "_fields"):
+        if type(tree) not in _CONTAINERS:
+            yield path, _emptied(tree)
+        if isinstance(tree, dict):
+            for key, value in tree.items():
+                yield f"{path}.keys()", key
+                yield from _suspects(value, f"{path}[{key!r}]")
+            return
+        for number, value in enumerate(tree):
+            yield from _suspects(value, f"{path}[{number}]")
+        return
+    yield from leaves(tree, path)
+
+
+def _emptied(container: Any) -> object:
+    if hasattr(container, "n_sequence_fields"):  # time.struct_time: cannot be made empty
+        return container
+    if isinstance(container, dict):
+        copy = container.copy()
+        copy.clear()
+        return copy
+    return type(container)()
+
+
+def _try(value: object) -> str | None:
+    """Save and load one value; return why that is refused, if it is."""
+    import torch
+
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True, map_location="cpu")
+    except pickle.UnpicklingError:
+        return "weights_only=True does not allow it"
+    except Exception as exc:  # noqa: BLE001 - a user's type may refuse in any way
+        return (str(exc).splitlines() or [""])[0][:120] or type(exc).__name__
+    return None
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the states, in types that load without executing anything."""
+    import numpy as np
+    import torch
+
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 - the global one
+    state = {
+        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        "numpy": {
+            "name": name,
+            "keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def load_rng_state(state: dict[str, Any]) -> None:
+    """Set the generators to saved states; that of a GPU only where there is one."""
+    import numpy as np
+    import torch
+
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state(  # noqa: NPY002 - the global one
+        (numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"])
+    )
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
