@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ddpsafe._errors import Explanation
 from ddpsafe.data._collective import gather_json
 from ddpsafe.data._fingerprint import DatasetView, view_dataset
-from ddpsafe.data._per_process import closing_what_opens
+from ddpsafe.data._reachable import left_as_it_was
 from ddpsafe.data._sampler_search import find_epoch_holder
 from ddpsafe.data.errors import DatasetInconsistencyError
 
@@ -95,7 +95,7 @@ def _examine(
     """Read what is compared. An exception is reported: alone, it would leave the others waiting."""
     plain = {name: repr(value) for name, value in facts.items()}
     try:
-        with closing_what_opens():
+        with left_as_it_was(dataset):
             view = view_dataset(dataset, probes=probes, key=key)
             fingerprint = view.fingerprint()
     except Exception as error:  # noqa: BLE001 - raised again on every rank

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset, Sampler
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-    from ddpsafe.data._start_method import WorkerSafety
+    from ddpsafe.data._worker_safety import WorkerSafety
 
 T_co = TypeVar("T_co", covariant=True)
 

@@ -10,7 +10,7 @@ from ddpsafe._errors import Explanation
 from ddpsafe.data._position_sampler import require_int
 from ddpsafe.data._replica import current_replica
 from ddpsafe.data._samplers import LocalSampler
-from ddpsafe.data._start_method import WorkerSafety
+from ddpsafe.data._worker_safety import WorkerSafety
 from ddpsafe.data.errors import DataConfigError
 
 

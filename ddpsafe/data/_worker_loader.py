@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from ddpsafe.data._epoch_board import EpochBoard, FollowedDataset, add_note, limit_notes
 from ddpsafe.data._seeding import WorkerInit
-from ddpsafe.data._start_method import WorkerSafety, choose_start_method, explain_pickling
+from ddpsafe.data._worker_safety import WorkerSafety, explain_pickling, refuse_unsafe_workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,11 +35,9 @@ class WorkerLoader(TorchDataLoader[T_co]):
         if self.num_workers == 0:
             return super()._get_iterator()
         parts = self._parts_for_workers()
-        method = choose_start_method(
+        refuse_unsafe_workers(
             parts, requested=self.multiprocessing_context, safety=self.worker_safety
         )
-        if method is not None:
-            self.multiprocessing_context = method
         try:
             with self._followed(), warnings.catch_warnings():
                 # torch recommends fork here, which is what made the dataset unsafe.

@@ -1,57 +1,87 @@
-"""What in a dataset must not cross into a worker process, and where it sits."""
+"""What in a dataset must not cross into a worker process, where it sits, and what is done then.
+
+Workers start as torch starts them, so as under torchrun: forked, up to Python 3.13 on Linux, also
+where CUDA is up. What a fork would share is looked for first; the start method is never changed.
+"""
 
 from __future__ import annotations
 
-import collections
-import functools
+import concurrent.futures
 import io
+import multiprocessing.pool
+import os
 import pickle
 import socket
 import sqlite3
+import stat
 import sys
 import tarfile
+import tempfile
 import threading
 import types
+import warnings
 import zipfile
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 import torch
+import torch.multiprocessing as mp
 
-from ddpsafe.data._per_process import PerProcess
+from ddpsafe._errors import Explanation
+from ddpsafe.data._reachable import is_standard_stream, parts_of, reachable
+from ddpsafe.data.errors import DataWarning, UnsafeWorkersError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 Severity = Literal["unsafe", "caution", "memory"]
+WorkerSafety = Literal["error", "warn", "off"]
 
-_MOST_OBJECTS: Final = 20_000
-_MOST_ITEMS: Final = 200
 _BIG_LIST: Final = 100_000
 _DEEPEST: Final = 8
 _LAST_STANDARD_FD: Final = 2
 
-# Handles of libraries that need not be installed, by the first part of their module and name.
+# Handles of libraries that need not be installed: the first part of the module, and the class or
+# one of its bases. Each keeps a position, a session or threads that a fork would share or lose.
 _FOREIGN_HANDLES: Final = {
     ("h5py", "File"),
     ("h5py", "Group"),
     ("h5py", "Dataset"),
+    ("h5py", "ObjectID"),
     ("lmdb", "Environment"),
     ("lmdb", "Transaction"),
     ("lmdb", "Cursor"),
     ("tables", "File"),
+    ("tables", "Node"),
     ("netCDF4", "Dataset"),
-    ("av", "InputContainer"),
+    ("netCDF4", "Variable"),
+    ("av", "Container"),
     ("cv2", "VideoCapture"),
     ("decord", "VideoReader"),
+    ("torchcodec", "VideoDecoder"),
+    ("soundfile", "SoundFile"),
+    ("pyarrow", "OSFile"),
+    ("rasterio", "DatasetReader"),
+    ("osgeo", "Dataset"),
+    ("openslide", "OpenSlide"),
+    ("pysam", "AlignmentFile"),
+    ("pysam", "FastaFile"),
+    ("pysam", "VariantFile"),
     ("psycopg2", "connection"),
+    ("psycopg2", "cursor"),
+    ("psycopg", "Connection"),
+    ("pymysql", "Connection"),
+    ("MySQLdb", "Connection"),
     ("pymongo", "MongoClient"),
     ("redis", "Redis"),
+    ("duckdb", "DuckDBPyConnection"),
+    ("_duckdb", "DuckDBPyConnection"),
+    ("grpc", "Channel"),
+    ("zmq", "Socket"),
+    ("zmq", "Context"),
 }
 _LOCKS: Final = (type(threading.Lock()), type(threading.RLock()))
-_PLAIN: Final = (str, bytes, bytearray, int, float, complex, bool, type(None), range, slice)
-_OPAQUE: Final = (type, types.ModuleType, types.BuiltinFunctionType, np.ndarray, torch.Tensor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +108,11 @@ class WorkerHazard:
 def check_worker_safety(dataset: object, *, name: str = "dataset") -> tuple[WorkerHazard, ...]:
     """Find what a dataset holds that must not be inherited by, or sent to, workers.
 
-    Open files, sockets, databases and CUDA tensors are shared by a fork and cannot be
-    pickled for a spawn; locks may be inherited locked; lambdas cannot be pickled; long lists
-    are copied page by page as their reference counts change. `PerProcess` is safe and skipped.
+    Files open for reading, sockets, databases, started pools and CUDA tensors are shared by a
+    fork and cannot be pickled for a spawn; locks may be inherited locked; lambdas cannot be
+    pickled; long lists are copied page by page as their reference counts change. Searched are
+    attributes, containers, closures, class attributes, and the globals that the user's own
+    methods read. `PerProcess`, loggers, writers and what is closed are safe.
 
     Args:
         dataset: The dataset, or anything else that is handed to workers.
@@ -98,20 +130,81 @@ def check_worker_safety(dataset: object, *, name: str = "dataset") -> tuple[Work
     return tuple(sorted(found, key=lambda hazard: order[hazard.severity]))
 
 
+def refuse_unsafe_workers(
+    parts: dict[str, object], *, requested: Any, safety: WorkerSafety
+) -> None:
+    """Say what forked workers would share, before they start.
+
+    Args:
+        parts: What goes to the workers, by name: the dataset, collate_fn, worker_init_fn.
+        requested: The loader's ``multiprocessing_context``.
+        safety: What to do about it.
+
+    Raises:
+        UnsafeWorkersError: The dataset holds an open handle.
+    """
+    if safety == "off" or _method_name(requested) != "fork":
+        return
+    unsafe = [
+        hazard
+        for name, part in parts.items()
+        for hazard in find_handles(part, name=name)
+        if hazard.severity == "unsafe"
+    ]
+    if unsafe:
+        _complain(unsafe, safety)
+
+
+def explain_pickling(error: Exception, parts: dict[str, object]) -> UnsafeWorkersError | None:
+    """Say which part of the dataset kept spawned workers from starting, if one did."""
+    for name, part in parts.items():
+        where = find_unpicklable(part, name=name)
+        if where is not None:
+            path, reason = where
+            return UnsafeWorkersError(
+                Explanation(
+                    f"{path} cannot be sent to the workers: {reason}.",
+                    cause=f"spawned workers receive everything pickled ({type(error).__name__}).",
+                    fix="open resources in a ddpsafe.data.PerProcess; use functions and classes "
+                    "at module level instead of lambdas; or multiprocessing_context='fork'.",
+                ),
+                paths=[path],
+            )
+    return None
+
+
+def _method_name(requested: Any) -> str:
+    if requested is None:
+        # Asking the default context for its method would fix it for the whole process.
+        return mp.get_start_method(allow_none=True) or mp.get_all_start_methods()[0]
+    return str(requested if isinstance(requested, str) else requested.get_start_method())
+
+
+def _complain(unsafe: Sequence[WorkerHazard], safety: WorkerSafety) -> None:
+    text = Explanation(
+        f"The workers would share an open handle with this process: {unsafe[0].path} "
+        f"({unsafe[0].kind}).",
+        cause="it was opened before the workers start. After a fork they share its position, "
+        "so they read each other's records, without an error.",
+        fix="open it in the worker: self.file = ddpsafe.data.PerProcess(open, path, 'rb'), then "
+        "self.file.get(). If the dataset pickles: multiprocessing_context='forkserver'. If "
+        "worker_init_fn reopens it: worker_safety='off'.",
+        details=[str(hazard) for hazard in unsafe[1:]],
+    )
+    if safety == "error":
+        raise UnsafeWorkersError(text, paths=[hazard.path for hazard in unsafe])
+    warnings.warn(str(text), DataWarning, stacklevel=5)
+
+
 def find_handles(root: object, *, name: str) -> Iterator[WorkerHazard]:
-    """Walk attributes, containers and closures; yield what is a hazard by its type."""
-    seen: set[int] = set()
-    waiting = collections.deque([(name, root)])
-    while waiting and len(seen) < _MOST_OBJECTS:
-        path, item = waiting.popleft()
-        if isinstance(item, _PLAIN) or id(item) in seen:
-            continue
-        seen.add(id(item))
-        hazard = _judge(path, item)
+    """Walk what workers would receive; yield what is a hazard by its type."""
+    inside: set[int] = set()  # parts of a hazard that was named already
+    for path, item in reachable(root, name=name):
+        hazard = None if id(item) in inside else _judge(path, item)
         if hazard is not None:
             yield hazard
-        if hazard is None or hazard.severity == "memory":
-            waiting.extend(_parts(path, item))
+        if id(item) in inside or (hazard is not None and hazard.severity == "unsafe"):
+            inside.update(id(part) for _, part in parts_of(path, item))
 
 
 def find_unpicklable(root: object, *, name: str, depth: int = 0) -> tuple[str, str] | None:
@@ -119,7 +212,7 @@ def find_unpicklable(root: object, *, name: str, depth: int = 0) -> tuple[str, s
     error = _pickling_error(root)
     if error is None:
         return None
-    for path, part in _parts(name, root) if depth < _DEEPEST else ():
+    for path, part in parts_of(name, root) if depth < _DEEPEST else ():
         inner = find_unpicklable(part, name=path, depth=depth + 1)
         if inner is not None:
             return inner
@@ -140,6 +233,9 @@ class _Probe(pickle.Pickler):
     """Fails where pickling would, and for what would only fail to be imported by a worker."""
 
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is torch.Tensor or (type(obj) is np.ndarray and not obj.dtype.hasobject):
+            # They do pickle; copying hundreds of megabytes would tell no more.
+            return (int, ())
         is_here = getattr(obj, "__module__", None) == "__main__"
         if is_here and not hasattr(sys.modules["__main__"], "__file__"):
             msg = "it is defined in a notebook or at a prompt, where a new process cannot import it"
@@ -165,95 +261,131 @@ def _cannot_pickle(path: str, error: str) -> WorkerHazard:
 
 
 def _judge(path: str, item: object) -> WorkerHazard | None:
-    kind = _handle_kind(item)
-    if kind is not None:
+    try:
+        return _hazard(path, item)
+    except Exception:  # noqa: BLE001 - an object of any library may raise anything when looked at
+        return None
+
+
+def _hazard(path: str, item: Any) -> WorkerHazard | None:
+    # By its real type: isinstance() asks the object for its __class__, which may raise or lie.
+    kind = type(item)
+    handle = _handle_kind(item)
+    if handle is not None:
         return WorkerHazard(
             path=path,
-            kind=kind,
+            kind=handle,
             severity="unsafe",
             fix="Open it in the worker: ddpsafe.data.PerProcess(factory, *args).",
         )
-    if isinstance(item, torch.Tensor) and item.is_cuda:
+    if issubclass(kind, torch.Tensor) and item.is_cuda:
         return WorkerHazard(
             path=path,
             kind=f"CUDA tensor on {item.device}",
             severity="unsafe",
             fix="Keep data on the CPU and move batches to the device in the training loop.",
         )
-    if isinstance(item, (*_LOCKS, threading.Thread, types.GeneratorType)):
+    if issubclass(kind, (*_LOCKS, threading.Thread, types.GeneratorType)):
         return WorkerHazard(
             path=path,
-            kind=type(item).__name__,
+            kind=kind.__name__,
             severity="caution",
             fix="Make it in the worker: ddpsafe.data.PerProcess(threading.Lock), for example.",
         )
-    if isinstance(item, list | dict) and len(item) >= _BIG_LIST:
+    if issubclass(kind, list | dict) and len(item) >= _BIG_LIST:
         return WorkerHazard(
             path=path,
-            kind=f"{type(item).__name__} of {len(item)} Python objects",
+            kind=f"{kind.__name__} of {len(item)} Python objects",
             severity="memory",
             fix="Each worker copies it while it reads: use ddpsafe.data.PackedList or an array.",
         )
     return None
 
 
-def _handle_kind(item: object) -> str | None:
-    if isinstance(item, io.IOBase):
-        return "open file" if _is_open_file(item) else None
-    if isinstance(item, socket.socket):
-        return "open socket" if item.fileno() != -1 else None
-    if isinstance(item, zipfile.ZipFile | tarfile.TarFile):
-        return f"open {type(item).__name__}" if getattr(item, "fp", True) is not None else None
-    if isinstance(item, sqlite3.Connection | sqlite3.Cursor):
-        return f"sqlite3 {type(item).__name__}"
+def _handle_kind(item: Any) -> str | None:
+    """Return what sort of open handle an object is; ``None`` if it is none, closed, or writes."""
     kind = type(item)
-    package = kind.__module__.split(".", maxsplit=1)[0]
-    if package == "builtins" and "lmdb" in sys.modules:
-        package = "lmdb"  # its C extension does not say where its types are from
-    if (package, kind.__name__) in _FOREIGN_HANDLES:
-        return f"{package}.{kind.__name__}"
+    if kind.__name__ == "MemoryMappedFile":
+        return None  # pyarrow's: its position is this process's own
+    for base, judge in _STANDARD_HANDLES:
+        if issubclass(kind, base):
+            return judge(item)
+    for base in kind.__mro__:
+        package = base.__module__.partition(".")[0]
+        if package == "builtins" and "lmdb" in sys.modules:
+            package = "lmdb"  # its C extension does not say where its types are from
+        if (package, base.__name__) in _FOREIGN_HANDLES:
+            return None if _is_closed(item) else f"{package}.{kind.__name__}"
     return None
 
 
-def _is_open_file(item: io.IOBase) -> bool:
+def _file_kind(item: Any) -> str | None:
+    return "open file" if _is_shared_file(item) else None
+
+
+def _socket_kind(item: socket.socket) -> str | None:
+    return "open socket" if item.fileno() != -1 else None
+
+
+def _archive_kind(item: Any) -> str | None:
+    # An archive is as open as the file below it; one in memory is copied by a fork.
+    below = item.fp if isinstance(item, zipfile.ZipFile) else item.fileobj
+    is_open = below is not None and not getattr(item, "closed", False)
+    return f"open {type(item).__name__}" if is_open and _is_shared_file(below) else None
+
+
+def _database_kind(item: Any) -> str | None:
+    connection = item.connection if isinstance(item, sqlite3.Cursor) else item
     try:
-        return not item.closed and item.fileno() > _LAST_STANDARD_FD
+        connection.total_changes  # noqa: B018 - raises where the connection is closed
+    except sqlite3.ProgrammingError as error:
+        if "closed" in str(error):  # the other reason is another thread
+            return None
+    return f"sqlite3 {type(item).__name__}"
+
+
+def _pool_kind(item: Any) -> str | None:
+    started = getattr(item, "_threads", None) or getattr(item, "_processes", None)
+    return f"started {type(item).__name__}" if started else None
+
+
+# In this order: the first base that fits decides.
+_STANDARD_HANDLES: Final[tuple[tuple[type, Callable[[Any], str | None]], ...]] = (
+    (tempfile.SpooledTemporaryFile, lambda _: None),  # asking for its number writes it to the disk
+    (io.IOBase, _file_kind),
+    (socket.socket, _socket_kind),
+    (zipfile.ZipFile, _archive_kind),
+    (tarfile.TarFile, _archive_kind),
+    (sqlite3.Connection, _database_kind),
+    (sqlite3.Cursor, _database_kind),
+    (concurrent.futures.ThreadPoolExecutor, _pool_kind),
+    (concurrent.futures.ProcessPoolExecutor, _pool_kind),
+    (multiprocessing.pool.Pool, lambda item: f"started {type(item).__name__}"),
+)
+
+
+def _is_shared_file(item: Any) -> bool:
+    """Tell whether a fork would share the position of a file that is read."""
+    if is_standard_stream(item) or item.closed or not item.readable():
+        return False
+    try:
+        number = item.fileno()
+        # A terminal, /dev/null, /dev/urandom: there is no position to share.
+        return number > _LAST_STANDARD_FD and not stat.S_ISCHR(os.fstat(number).st_mode)
     except (OSError, ValueError):
         return False
 
 
-def _parts(path: str, item: Any) -> list[tuple[str, Any]]:
-    if isinstance(item, (*_PLAIN, *_OPAQUE, PerProcess)):
-        return []
-    if isinstance(item, dict):
-        return [(f"{path}[{key!r}]", value) for key, value in _some(item.items())]
-    if isinstance(item, list | tuple | set | frozenset):
-        return [(f"{path}[{index}]", value) for index, value in enumerate(_some(item))]
-    if isinstance(item, functools.partial):
-        return [(f"{path}.func", item.func), *_parts(f"{path}.args", [*item.args])]
-    return _closure(path, item) if isinstance(item, types.FunctionType) else _attributes(path, item)
-
-
-def _some(items: Any) -> list[Any]:
-    return [item for item, _ in zip(items, range(_MOST_ITEMS), strict=False)]
-
-
-def _closure(path: str, function: types.FunctionType) -> list[tuple[str, Any]]:
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
-    return [
-        (f"{path}.<closure>.{name}", cell.cell_contents)
-        for name, cell in cells
-        if cell != types.CellType()
-    ]
-
-
-def _attributes(path: str, item: object) -> list[tuple[str, Any]]:
-    parts = dict(getattr(item, "__dict__", {}))
-    if isinstance(item, types.MethodType):
-        parts["__self__"] = item.__self__
-    for kind in type(item).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for slot in [slots] if isinstance(slots, str) else slots:
-            if isinstance(getattr(kind, slot, None), types.MemberDescriptorType):
-                parts[slot] = getattr(item, slot, None)
-    return [(f"{path}.{name}", value) for name, value in parts.items()]
+def _is_closed(item: Any) -> bool:
+    """Ask a library's object whether it is closed; each library has its own word for it."""
+    for name in ("closed", "is_closed", "_closed"):
+        value = getattr(item, name, None)
+        value = value() if callable(value) else value
+        if isinstance(value, bool | int):
+            return bool(value)
+    for name in ("isopen", "isOpened", "is_open", "valid"):
+        value = getattr(item, name, None)
+        value = value() if callable(value) else value
+        if isinstance(value, bool | int):
+            return not value
+    return type(item).__module__.startswith("h5py") and not item

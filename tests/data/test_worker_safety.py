@@ -118,16 +118,17 @@ def test_long_lists_are_a_matter_of_memory() -> None:
     assert "PackedList" in str(found[0])
 
 
-def test_workers_are_not_forked_where_that_is_unsafe_and_another_way_works(tmp_path: Path) -> None:
-    """The dataset pickles without its handle, so the workers are started from a server."""
+def test_start_method_is_never_changed_in_silence(tmp_path: Path) -> None:
+    """The dataset pickles without its handle: the error says so, and the user chooses."""
     path = tmp_path / "records"
     write_records(path, 16)
     dataset = Droppable(str(path), 16)
     loader = DataLoader(dataset, 4, num_workers=1)
+    with pytest.raises(UnsafeWorkersError, match="multiprocessing_context='forkserver'"):
+        iter(loader)
     assert loader.multiprocessing_context is None
-    values = [int(v) for _, batch, _ in loader for v in batch]
-    assert values == list(range(16))
-    assert loader.multiprocessing_context.get_start_method() == "forkserver"
+    chosen = DataLoader(dataset, 4, num_workers=1, multiprocessing_context="forkserver")
+    assert [int(v) for _, batch, _ in chosen for v in batch] == list(range(16))
     dataset.reader["file"].close()
 
 

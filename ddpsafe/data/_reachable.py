@@ -1,0 +1,577 @@
+"""What a worker would receive with a dataset: its attributes, containers, closures and globals.
+
+The search for hazards (`_worker_safety`) and the first look at the data, which leaves it as it
+was, both go this way. Objects of any library are met, so each look at one may raise anything.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dis
+import enum
+import functools
+import gc
+import itertools
+import logging
+import os
+import pathlib
+import random
+import re
+import sys
+import sysconfig
+import types
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import numpy as np
+import torch
+
+from ddpsafe.data._per_process import PerProcess, closing_what_opens
+
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    Part = tuple[str, Any]
+
+_MOST_OBJECTS: Final = 100_000
+_AT_ONCE: Final = 200
+_LONGEST_KEY: Final = 40
+_SMALL_BYTES: Final = 2**16
+
+PLAIN: Final = frozenset(
+    {str, bytes, bytearray, int, float, complex, bool, type(None), range, slice, type(...)}
+)
+_SEQUENCES: Final = (list, tuple, set, frozenset, collections.deque)
+_CONTAINERS: Final = frozenset({*_SEQUENCES, dict})
+# What holds nothing that a worker would read from. A logger writes, whatever its handlers are.
+_OPAQUE: Final = (
+    type,
+    types.ModuleType,
+    types.CodeType,
+    types.FrameType,
+    torch.Tensor,
+    torch.Generator,
+    logging.Logger,
+    logging.LoggerAdapter,
+    logging.Handler,
+    pathlib.PurePath,
+    enum.Enum,
+    re.Pattern,
+    np.random.Generator,
+    np.random.RandomState,
+    random.Random,
+    weakref.ref,
+    PerProcess,
+)
+# Objects that write from threads of their own; by module and name, as they may not be installed.
+_WRITERS: Final = {
+    ("torch", "SummaryWriter"),
+    ("tensorboardX", "SummaryWriter"),
+    ("wandb", "Run"),
+    ("loguru", "Logger"),
+    ("tqdm", "tqdm"),
+    ("rich", "Console"),
+}
+# What the workers of a DataLoader call.
+_ENTRIES: Final = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
+
+
+def _remembered(function: Callable[[type], T]) -> Callable[[type], T]:
+    return functools.lru_cache(maxsize=256)(function)
+
+
+def reachable(root: object, *, name: str, into_c: bool = True) -> Iterator[Part]:
+    """Yield `root` and what it reaches, each with its path, nearest first.
+
+    At most 100,000 objects beside numbers and texts; long containers wait for what is near.
+
+    Args:
+        root: Where to begin.
+        name: What to call it in paths.
+        into_c: Whether to look at what objects of C code hold: to be seen, never to be changed.
+    """
+    seen: dict[int, object] = {}  # keeps what it lists, so that an id is never used twice
+    near: collections.deque[Part] = collections.deque([(name, root)])
+    far: collections.deque[Iterator[Part]] = collections.deque()
+    while len(seen) < _MOST_OBJECTS:
+        if not near:
+            if not far:
+                return
+            rest = far.popleft()
+            near.extend(itertools.islice(rest, _AT_ONCE))
+            if near:
+                far.append(rest)
+            continue
+        path, item = near.popleft()
+        if type(item) in PLAIN or id(item) in seen:
+            continue
+        seen[id(item)] = item
+        yield path, item
+        parts = iter(parts_of(path, item, into_c=into_c))
+        near.extend(itertools.islice(parts, _AT_ONCE))
+        far.append(parts)
+
+
+def parts_of(path: str, item: Any, *, into_c: bool = True) -> Iterable[Part]:
+    """Return what an object refers to, with paths; nothing if it cannot be looked at."""
+    try:
+        return itertools.chain(_parts(path, item), _held_by_c(path, item) if into_c else ())
+    except Exception:  # noqa: BLE001 - an object of any library may raise anything
+        return ()
+
+
+def _parts(path: str, item: Any) -> Iterable[Part]:  # noqa: C901, PLR0911 - a table of kinds
+    kind: type = type(item)
+    if issubclass(kind, _OPAQUE) or is_writer(kind) or is_standard_stream(item):
+        return ()
+    if kind.__module__ == "_io":
+        return ()  # a file's raw file is not moved beside it, which would confuse its buffer
+    if issubclass(kind, np.ndarray):
+        return _entries(path, item.flat) if item.dtype == object else ()
+    if issubclass(kind, dict):
+        entries = [
+            (f"{path}[{_key(key)}]", value)
+            for key, value in list(item.items())
+            if not _is_plain(value)
+        ]
+        return itertools.chain(_instance_parts(path, item), entries)
+    if issubclass(kind, _SEQUENCES):
+        return itertools.chain(_instance_parts(path, item), _entries(path, item))
+    if kind is functools.partial:
+        named = [(f"{path}.keywords[{key!r}]", value) for key, value in item.keywords.items()]
+        return [(f"{path}.func", item.func), *_entries(f"{path}.args", item.args), *named]
+    if kind is types.FunctionType:
+        return _function_parts(path, item)
+    if kind is types.MethodType:
+        return [(f"{path}.__self__", item.__self__), (f"{path}.__func__", item.__func__)]
+    if kind is types.BuiltinMethodType:
+        return [(f"{path}.__self__", item.__self__)]
+    if kind is types.GeneratorType:
+        frame = item.gi_frame
+        return _named(f"{path}.<locals>", frame.f_locals) if frame is not None else ()
+    return _instance_parts(path, item)
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    # The garbage collector stops tracking tuples and dicts that hold plain values alone.
+    return kind in PLAIN or (kind in {tuple, dict} and not gc.is_tracked(value))
+
+
+def _entries(path: str, items: Iterable[Any]) -> Iterator[Part]:
+    listed = list(items)
+    if set(map(type, listed)) <= PLAIN:
+        return iter(())
+    places = [place for place, item in enumerate(listed) if not _is_plain(item)]
+    return ((f"{path}[{place}]", listed[place]) for place in places)
+
+
+def _key(key: object) -> str:
+    text = repr(key) if type(key) in PLAIN else f"<{type(key).__name__}>"
+    return text if len(text) <= _LONGEST_KEY else f"{text[:_LONGEST_KEY]}..."
+
+
+def _named(path: str, values: Any) -> list[Part]:
+    return [(f"{path}.{name}", value) for name, value in list(values.items())]
+
+
+def _instance_parts(path: str, item: Any) -> Iterable[Part]:
+    kind: type = type(item)
+    if kind in _CONTAINERS:
+        return ()
+    own = vars_of(item)
+    parts = _named(path, own)
+    parts += [
+        (f"{path}.{name}", value)
+        for name, member in slots_of(kind).items()
+        if (value := _read_slot(member, item)) is not None
+    ]
+    if is_user_class(kind):
+        parts += [
+            (f"{path}.{name}", value)
+            for name, value in class_attributes(kind).items()
+            if name not in own
+        ]
+        for function in worker_methods(kind):
+            parts += _function_parts(f"{path}.{function.__name__}", function)
+    with contextlib.suppress(AttributeError):  # a proxy, such as wrapt's
+        parts.append((f"{path}.__wrapped__", object.__getattribute__(item, "__wrapped__")))
+    return parts
+
+
+def vars_of(item: Any) -> dict[str, Any]:
+    """Return the real ``__dict__`` of an instance; empty if it has none."""
+    try:
+        own = object.__getattribute__(item, "__dict__")
+    except Exception:  # noqa: BLE001 - an object of any library may raise anything
+        return {}
+    return own if isinstance(own, dict) else {}
+
+
+def _held_by_c(path: str, item: Any) -> list[Part]:
+    # csv.reader, map, an iterator, a cache: what C code holds is known to the collector alone.
+    kind: type = type(item)
+    if (
+        kind in _CONTAINERS
+        or issubclass(kind, (*_OPAQUE, np.ndarray, types.FunctionType))
+        or kind.__module__ == "_io"
+        or is_user_class(kind)
+        or is_writer(kind)
+        or is_standard_stream(item)
+        or (vars_of(item) and kind.__name__ != "_lru_cache_wrapper")
+    ):
+        return []
+    return [(f"{path}.<{type(held).__name__}>", held) for held in gc.get_referents(item)]
+
+
+@_remembered
+def slots_of(kind: type) -> dict[str, types.MemberDescriptorType]:
+    """Return the slots of a class and its bases, by name."""
+    found: dict[str, types.MemberDescriptorType] = {}
+    for base in kind.__mro__:
+        for name, member in vars(base).items() if "__slots__" in vars(base) else ():
+            if type(member) is types.MemberDescriptorType:
+                found.setdefault(name, member)
+    return found
+
+
+def _read_slot(member: types.MemberDescriptorType, item: object) -> Any:
+    try:
+        return member.__get__(item, type(item))
+    except Exception:  # noqa: BLE001 - an empty slot, or one that refuses
+        return None
+
+
+def _function_parts(path: str, function: types.FunctionType) -> list[Part]:
+    code = function.__code__
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=False)
+    parts = [
+        (f"{path}.<closure>.{name}", cell.cell_contents)
+        for name, cell in cells
+        if cell != types.CellType()
+    ]
+    defaults: dict[object, Any] = dict(enumerate(function.__defaults__ or ()))
+    defaults.update(function.__kwdefaults__ or {})
+    parts += [(f"{path}.<default>[{name!r}]", value) for name, value in defaults.items()]
+    if is_user_file(code.co_filename):
+        module = str(function.__module__)
+        parts += [
+            (f"{module}.{name}", function.__globals__[name])
+            for name in global_names(code)
+            if name in function.__globals__
+        ]
+    return parts
+
+
+@functools.lru_cache(maxsize=1024)
+def global_names(code: types.CodeType) -> tuple[str, ...]:
+    """Return the globals that a function reads or sets, those of functions within it included."""
+    names = {
+        str(step.argval)
+        for step in dis.get_instructions(code)
+        if step.opname in {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"}
+    }
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names.update(global_names(constant))
+    return tuple(sorted(names))
+
+
+@functools.lru_cache(maxsize=1)
+def _library_folders() -> tuple[str, ...]:
+    # By its real path too: an environment's `lib64` is a link, and a base Python may be one.
+    paths = [
+        path
+        for key, path in sysconfig.get_paths().items()
+        if key in {"stdlib", "platstdlib", "purelib", "platlib"}
+    ]
+    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120 - strings are compared
+    folders = {*paths, *map(os.path.realpath, paths), own}
+    return tuple(os.path.join(folder, "") for folder in folders)  # noqa: PTH118 - strings are compared
+
+
+@functools.lru_cache(maxsize=4096)
+def is_user_file(filename: str) -> bool:
+    """Tell whether code is the user's: no library's, torch's or ddpsafe's. A notebook's is."""
+    if filename.startswith("<frozen"):
+        return False
+    installed = f"{os.sep}site-packages{os.sep}" in filename
+    return not installed and not filename.startswith(_library_folders())
+
+
+@_remembered
+def is_user_class(kind: type) -> bool:
+    """Tell whether a class is the user's."""
+    if kind.__module__ in {"__main__", "__mp_main__"}:
+        return True
+    module = sys.modules.get(kind.__module__)
+    filename = getattr(module, "__file__", None)
+    return isinstance(filename, str) and is_user_file(filename)
+
+
+def class_attributes(kind: type) -> dict[str, Any]:
+    """Return what the user's classes hold themselves, functions and descriptors left out."""
+    found: dict[str, Any] = {}
+    for base in kind.__mro__:
+        if is_user_class(base):
+            for name, value in vars(base).items():
+                is_data = not (
+                    isinstance(value, types.FunctionType)
+                    or hasattr(type(value), "__get__")
+                    or name.startswith("__")
+                )
+                if is_data or type(value).__name__ == "_lru_cache_wrapper":
+                    found.setdefault(name, value)
+    return found
+
+
+@_remembered
+def worker_methods(kind: type) -> tuple[types.FunctionType, ...]:
+    """Return the user's methods that reading a sample may call, found by their names."""
+    found: dict[str, types.FunctionType] = {}
+    waiting = list(_ENTRIES)
+    while waiting:
+        name = waiting.pop()
+        if name in found or name == "__init__":
+            continue
+        function = _plain_function(
+            next((vars(b)[name] for b in kind.__mro__ if name in vars(b)), None)
+        )
+        if function is not None and is_user_file(function.__code__.co_filename):
+            found[name] = function
+            waiting.extend(function.__code__.co_names)
+    return tuple(found.values())
+
+
+def _plain_function(member: object) -> types.FunctionType | None:
+    for _ in range(4):
+        if isinstance(member, types.FunctionType):
+            return member
+        member = (
+            getattr(member, "fget", None)
+            or getattr(member, "__wrapped__", None)
+            or getattr(member, "__func__", None)
+        )
+    return None
+
+
+def is_standard_stream(item: object) -> bool:
+    """Tell whether this is the process's own input or output, also as a test harness sets it."""
+    streams = (sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__)
+    return any(item is stream for stream in streams)
+
+
+def is_writer(kind: type) -> bool:
+    """Tell whether objects of this class write logs, progress or metrics, and read nothing."""
+    return any(
+        (base.__module__.partition(".")[0], base.__name__) in _WRITERS for base in kind.__mro__
+    )
+
+
+@contextlib.contextmanager
+def left_as_it_was(dataset: object) -> Iterator[None]:
+    """Undo what reading a dataset changes in it, so that a look at it is none that it can tell.
+
+    Attributes, containers, class attributes and globals get back what they held, generators
+    their state and files their position: a dataset that opens its file at the first read has
+    not opened it afterwards. What reads outside of the dataset's own objects is not followed.
+    """
+    with closing_what_opens():
+        undo = [
+            step
+            for _, item in reachable(dataset, name="dataset", into_c=False)
+            for step in _undo_of(item)
+        ]
+        try:
+            yield
+        finally:
+            changed = [_apply(step) for step in reversed(undo)]
+            del undo
+            if any(changed):
+                with warnings.catch_warnings():
+                    # What the look has opened is closed by being dropped, which Python remarks on.
+                    warnings.simplefilter("ignore", ResourceWarning)
+                    gc.collect(1)
+
+
+def _apply(step: Callable[[], bool]) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            return step()
+    except Exception:  # noqa: BLE001 - an object of any library may refuse
+        return False
+
+
+def _undo_of(item: Any) -> list[Callable[[], bool]]:
+    """Return what puts an object back to how it is now; each says whether it had to."""
+    steps = []
+    with contextlib.suppress(Exception):  # an object of any library may raise anything
+        for step in _steps(item):
+            steps.append(step)  # noqa: PERF402 - what came before an exception is kept
+    return steps
+
+
+def _steps(item: Any) -> Iterator[Callable[[], bool]]:  # noqa: C901, PLR0912 - a table of kinds
+    kind: type = type(item)
+    if issubclass(kind, dict):
+        yield functools.partial(_restore_dict, item, dict(item))
+    elif issubclass(kind, list):
+        yield functools.partial(_restore_list, item, list(item))
+    elif issubclass(kind, collections.deque | set):
+        yield functools.partial(_restore_bag, item, list(item))
+    elif issubclass(kind, random.Random):
+        yield functools.partial(_restore_by, item.setstate, item.getstate())
+    elif issubclass(kind, np.random.Generator):
+        bits = item.bit_generator
+        yield functools.partial(_restore_by, functools.partial(setattr, bits, "state"), bits.state)
+    elif issubclass(kind, np.random.RandomState) or issubclass(kind, torch.Generator):
+        yield functools.partial(_restore_by, item.set_state, item.get_state())
+    elif issubclass(kind, torch.Tensor):
+        if item.device.type == "cpu" and item.nbytes <= _SMALL_BYTES:
+            yield functools.partial(
+                _restore_array, item.detach().numpy(), item.detach().numpy().copy()
+            )
+    elif issubclass(kind, np.ndarray):
+        if item.nbytes <= _SMALL_BYTES and item.flags.writeable:
+            yield functools.partial(_restore_array, item, item.copy())
+    elif callable(getattr(kind, "cache_info", None)):
+        if item.cache_info().currsize == 0:
+            yield functools.partial(_restore_cache, item)
+    elif _is_seekable_file(item):
+        yield functools.partial(_restore_by, item.seek, item.tell())
+    if kind is types.FunctionType:
+        yield from _function_steps(item)
+    if issubclass(kind, (*_OPAQUE, types.FunctionType)):
+        return
+    own = vars_of(item)
+    yield functools.partial(_restore_dict, own, dict(own))
+    for member in slots_of(kind).values():
+        yield functools.partial(_restore_slot, member, item, _read_slot(member, item))
+    if is_user_class(kind):
+        for base in kind.__mro__:
+            if is_user_class(base):
+                kept = {
+                    name: vars(base)[name] for name in class_attributes(base) if name in vars(base)
+                }
+                yield functools.partial(_restore_class, base, kept)
+        for function in worker_methods(kind):
+            yield from _function_steps(function)
+
+
+def _function_steps(function: types.FunctionType) -> Iterator[Callable[[], bool]]:
+    for cell in function.__closure__ or ():
+        if cell != types.CellType():
+            yield functools.partial(_restore_cell, cell, cell.cell_contents)
+    if is_user_file(function.__code__.co_filename):
+        names = global_names(function.__code__)
+        kept = {name: function.__globals__.get(name, _ABSENT) for name in names}
+        yield functools.partial(_restore_globals, function.__globals__, kept)
+
+
+_ABSENT: Final = object()
+
+
+def _restore_dict(item: dict[Any, Any], kept: dict[Any, Any]) -> bool:
+    if len(item) == len(kept) and all(
+        now is then and item[now] is kept[then] for now, then in zip(item, kept, strict=True)
+    ):
+        return False
+    kind = collections.OrderedDict if isinstance(item, collections.OrderedDict) else dict
+    kind.clear(item)
+    for key, value in kept.items():
+        kind.__setitem__(item, key, value)
+    return True
+
+
+def _restore_list(item: list[Any], kept: list[Any]) -> bool:
+    if len(item) == len(kept) and all(map(_is, item, kept)):
+        return False
+    list.__setitem__(item, slice(None), kept)
+    return True
+
+
+def _restore_bag(item: Any, kept: list[Any]) -> bool:
+    if len(item) == len(kept) and all(map(_is, item, kept)):
+        return False
+    item.clear()
+    for value in kept:
+        (item.append if isinstance(item, collections.deque) else item.add)(value)
+    return True
+
+
+def _is(left: object, right: object) -> bool:
+    return left is right
+
+
+def _restore_by(setter: Callable[[Any], object], kept: Any) -> bool:
+    setter(kept)
+    return False
+
+
+def _restore_array(item: Any, kept: Any) -> bool:
+    if not np.array_equal(item, kept):
+        item[...] = kept
+    return False
+
+
+def _restore_cache(item: Any) -> bool:
+    if item.cache_info().currsize == 0:
+        return False
+    item.cache_clear()
+    return True
+
+
+def _restore_slot(member: types.MemberDescriptorType, item: object, kept: Any) -> bool:
+    if _read_slot(member, item) is kept:
+        return False
+    if kept is None:
+        member.__delete__(item)
+    else:
+        member.__set__(item, kept)
+    return True
+
+
+def _restore_class(kind: type, kept: dict[str, Any]) -> bool:
+    now = {name: vars(kind)[name] for name in class_attributes(kind) if name in vars(kind)}
+    changed = False
+    for name in {*now, *kept}:
+        if now.get(name, _ABSENT) is kept.get(name, _ABSENT):
+            continue
+        changed = True
+        if name in kept:
+            type.__setattr__(kind, name, kept[name])
+        else:
+            type.__delattr__(kind, name)
+    return changed
+
+
+def _restore_cell(cell: types.CellType, kept: Any) -> bool:
+    if cell.cell_contents is kept:
+        return False
+    cell.cell_contents = kept
+    return True
+
+
+def _restore_globals(space: dict[str, Any], kept: dict[str, Any]) -> bool:
+    changed = False
+    for name, value in kept.items():
+        if space.get(name, _ABSENT) is value:
+            continue
+        changed = True
+        if value is _ABSENT:
+            del space[name]
+        else:
+            space[name] = value
+    return changed
+
+
+def _is_seekable_file(item: Any) -> bool:
+    seekable = getattr(type(item), "seekable", None)
+    return (
+        callable(seekable) and callable(getattr(type(item), "tell", None)) and bool(item.seekable())
+    )

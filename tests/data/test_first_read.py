@@ -1,0 +1,317 @@
+# ruff: noqa: D102, TC003 - the methods of eleven small datasets
+"""The look at the data before training leaves the dataset as it was: handles, caches, counters."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import random
+import sqlite3
+import tarfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import h5py
+import lmdb
+import numpy as np
+import pytest
+import torch
+from data_programs import Numbers
+from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from ddpsafe.data import DataLoader, check_dataset_consistency, check_worker_safety
+from ddpsafe.data._reachable import left_as_it_was
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+N = 8
+OPENED: Any = None
+
+
+class Lazy(Numbers):
+    """Opens its data at the first read, as each of these libraries recommends."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(N)
+        self.folder = folder
+        self.handle: Any = None
+
+    def __getitem__(self, index: int) -> int:
+        if self.handle is None:
+            self.handle = self.open()
+        return int(self.read(index))
+
+    def open(self) -> Any:
+        """Open the data."""
+        return (self.folder / "raw").open("rb")
+
+    def read(self, index: int) -> int:
+        """Read a sample."""
+        self.handle.seek(index)
+        return int(self.handle.read(1)[0])
+
+
+class LazyH5(Lazy):
+    """HDF5."""
+
+    def open(self) -> Any:
+        return h5py.File(self.folder / "h5", "r")
+
+    def read(self, index: int) -> int:
+        return int(self.handle["x"][index])
+
+
+class LazyLmdb(Lazy):
+    """LMDB."""
+
+    def open(self) -> Any:
+        return lmdb.open(str(self.folder / "lmdb"), readonly=True, lock=False)
+
+    def read(self, index: int) -> int:
+        with self.handle.begin() as transaction:
+            return int(transaction.get(str(index).encode()))
+
+
+class LazySqlite(Lazy):
+    """SQLite."""
+
+    def open(self) -> Any:
+        return sqlite3.connect(self.folder / "sqlite")
+
+    def read(self, index: int) -> int:
+        return int(self.handle.execute("select x from t where i = ?", (index,)).fetchone()[0])
+
+
+class LazyTar(Lazy):
+    """An archive, whose object is in a cycle with its members."""
+
+    def open(self) -> Any:
+        return tarfile.open(self.folder / "tar")
+
+    def read(self, index: int) -> int:
+        self.handle.getmembers()
+        return int(self.handle.extractfile(str(index)).read()[0])
+
+
+class LazyByAttribute(Lazy):
+    """There is no attribute before the first read."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        del self.handle
+
+    def __getitem__(self, index: int) -> int:
+        if not hasattr(self, "handle"):
+            self.handle = self.open()
+        return self.read(index)
+
+
+class LazyOnClass(Lazy):
+    """One handle for all instances."""
+
+    shared: ClassVar[Any] = None
+
+    def __getitem__(self, index: int) -> int:
+        if LazyOnClass.shared is None:
+            LazyOnClass.shared = self.open()
+        self.handle = LazyOnClass.shared
+        return self.read(index)
+
+
+class LazyGlobal(Lazy):
+    """A handle of the module."""
+
+    def __getitem__(self, index: int) -> int:
+        global OPENED  # noqa: PLW0603 - what is tested
+        if OPENED is None:
+            OPENED = self.open()
+        OPENED.seek(index)
+        return int(OPENED.read(1)[0])
+
+
+class LazyInDict(Lazy):
+    """Handles by shard."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.files: dict[int, Any] = {}
+
+    def __getitem__(self, index: int) -> int:
+        self.handle = self.files.setdefault(index % 2, None) or self.open()
+        self.files[index % 2] = self.handle
+        return self.read(index)
+
+
+class LazySlots:
+    """A reader without a __dict__."""
+
+    __slots__ = ("file",)
+
+
+class LazyInSlot(Lazy):
+    """A handle in the slot of a part."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.part = LazySlots()
+
+    def __getitem__(self, index: int) -> int:
+        if not hasattr(self.part, "file"):
+            self.part.file = self.open()  # type: ignore[attr-defined]
+        self.part.file.seek(index)  # type: ignore[attr-defined]
+        return int(self.part.file.read(1)[0])  # type: ignore[attr-defined]
+
+
+class LazyCached(Lazy):
+    """A method that remembers what it opened."""
+
+    @functools.lru_cache  # noqa: B019 - what is tested
+    def load(self) -> Any:
+        """Open once."""
+        return self.open()
+
+    def __getitem__(self, index: int) -> int:
+        file = self.load()
+        file.seek(index)
+        return int(file.read(1)[0])
+
+
+LAZY = [
+    Lazy,
+    LazyH5,
+    LazyLmdb,
+    LazySqlite,
+    LazyTar,
+    LazyByAttribute,
+    LazyOnClass,
+    LazyGlobal,
+    LazyInDict,
+    LazyInSlot,
+    LazyCached,
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Write the same eight numbers in each format."""
+    values = bytes(range(10, 10 + N))
+    (tmp_path / "raw").write_bytes(values)
+    with h5py.File(tmp_path / "h5", "w") as file:
+        file["x"] = list(values)
+    with lmdb.open(str(tmp_path / "lmdb")) as environment, environment.begin(write=True) as put:
+        for index, value in enumerate(values):
+            put.put(str(index).encode(), str(value).encode())
+    database = sqlite3.connect(tmp_path / "sqlite")
+    database.execute("create table t (i integer, x integer)")
+    database.executemany("insert into t values (?, ?)", list(enumerate(values)))
+    database.commit()
+    database.close()
+    with tarfile.open(tmp_path / "tar", "w") as packed:
+        for index, value in enumerate(values):
+            (tmp_path / str(index)).write_bytes(bytes([value]))
+            packed.add(tmp_path / str(index), str(index))
+    return tmp_path
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("kind", LAZY)
+def test_dataset_that_opens_lazily_is_read_by_workers_as_torch_reads_it(
+    kind: Any, folder: Path
+) -> None:
+    """The check reads items first; the workers then find nothing open."""
+    dataset = kind(folder)
+    check_dataset_consistency(dataset)
+    assert [h for h in check_worker_safety(dataset) if h.severity == "unsafe"] == []
+    ours = DataLoader(dataset, 4, num_workers=1, multiprocessing_context="fork")
+    theirs = TorchDataLoader(kind(folder), 4, num_workers=1, multiprocessing_context="fork")
+    assert [b.tolist() for b in ours] == [b.tolist() for b in theirs]
+    assert [dataset[index] for index in range(N)] == list(range(10, 10 + N))  # opened again, here
+    LazyOnClass.shared = None
+    globals()["OPENED"] = None
+
+
+class Counting(Numbers):
+    """Reading changes all that Python can change without a trace of it in a file."""
+
+    reads: ClassVar[int] = 0
+    last: ClassVar[list[int]] = []
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(N)
+        self.file = file
+        self.cache: dict[int, int] = {}
+        self.order: collections.OrderedDict[int, int] = collections.OrderedDict()
+        self.recent: collections.deque[int] = collections.deque(maxlen=4)
+        self.seen: set[int] = set()
+        self.rng = random.Random(1)
+        self.numpy_rng = np.random.default_rng(1)
+        self.torch_rng = torch.Generator().manual_seed(1)
+        self.flags = np.zeros(N, bool)
+        self.counts = torch.zeros(N)
+
+    def __getitem__(self, index: int) -> int:
+        type(self).reads += 1
+        self.last.append(index)
+        self.cache[index] = index
+        self.order[index] = index
+        self.recent.append(index)
+        self.seen.add(index)
+        self.flags[index] = True
+        self.counts[index] += 1
+        self.file.read(1)
+        self.rng.random()
+        self.numpy_rng.random()
+        torch.rand((), generator=self.torch_rng)
+        return index
+
+    def picture(self) -> object:
+        """Show all of it."""
+        generators = (self.rng.getstate(), self.numpy_rng.bit_generator.state)
+        return repr(
+            (
+                self.reads,
+                self.last,
+                self.cache,
+                self.order,
+                self.recent,
+                self.seen,
+                generators,
+                self.torch_rng.get_state().tolist(),
+                self.flags.tolist(),
+                self.counts.tolist(),
+                self.file.tell(),
+            )
+        )
+
+
+def wraps(dataset: Any) -> Iterator[Any]:
+    """Give the dataset itself and what torch wraps it in."""
+    yield dataset
+    yield Subset(dataset, range(4))
+    yield ConcatDataset([Numbers(2), dataset])
+
+
+def test_whatever_a_read_changes_is_put_back(folder: Path) -> None:
+    """Attributes, containers, class attributes, generators, small arrays, a file's position."""
+    with (folder / "raw").open("rb") as file:
+        dataset = Counting(file)
+        before = dataset.picture()
+        for wrapped in wraps(dataset):
+            check_dataset_consistency(wrapped)
+            assert dataset.picture() == before
+        assert dataset[1] == 1
+        assert dataset.picture() != before
+        Counting.reads = 0
+        Counting.last.clear()
+
+
+def test_put_back_also_where_the_read_raises() -> None:
+    """A failed look leaves nothing behind either."""
+    dataset = Counting(None)
+    before = dict(dataset.cache)
+    with pytest.raises(AttributeError), left_as_it_was(dataset):
+        dataset[0]
+    assert dataset.cache == before
+    assert Counting.reads == 0
