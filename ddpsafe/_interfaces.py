@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import shlex
 import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -163,7 +164,9 @@ def find_interface_of(address: str) -> Interface | None:
 
 def as_setting(variable: str, value: str) -> str:
     """Return the assignment to copy into a shell; zsh would expand a ``=`` that begins a value."""
-    return f"{variable}='{value}'" if value.startswith("=") else f"{variable}={value}"
+    quoted = shlex.quote(value)
+    quoted = f"'{value}'" if value.startswith("=") and quoted == value else quoted
+    return f"{variable}={quoted}"
 
 
 def interface_variables(name: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from ddpsafe._errors import ConfigError, Explanation
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 StartedBy = Literal["ddpsafe", "torchrun", "slurm", "openmpi", "mpi", "environment", "alone"]
 
@@ -261,6 +261,52 @@ def _check_range(name: str, value: int, size_name: str, size: int) -> None:
         cause = "ranks counted from 1, or variables left over from another job."
         fix = f"start every process with 0 <= {name} < {size_name}, or unset both."
         raise ConfigError(Explanation(what, cause=cause, fix=fix))
+
+
+_HOST_PARTS: Final = re.compile(r"([^,\[\]]+)|\[([^\[\]]*)\]")
+_HOST_RANGE: Final = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_MOST_HOSTS: Final = 100_000
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Spell out a list of hosts as Slurm writes it, in the order of ``scontrol show hostnames``.
+
+    ``gpu[01-03,7],m5`` is gpu01, gpu02, gpu03, gpu7 and m5; in ``rack[1-2]n[01-02]`` the last
+    number counts fastest.
+
+    Raises:
+        ValueError: It is no such list, or names more than 100,000 hosts.
+    """
+    hosts: list[str] = []
+    names, start = [""], 0
+    while start < len(text):
+        if text[start] == ",":
+            hosts += names
+            names, start = [""], start + 1
+            continue
+        part = _HOST_PARTS.match(text, start)
+        if part is None:
+            raise ValueError(f"{text!r} is not a list of hosts: a bracket has no other half")
+        endings = [part[1]] if part[1] else list(_host_numbers(part[2]))
+        if len(names) * len(endings) + len(hosts) > _MOST_HOSTS:
+            raise ValueError(f"a list of more than {_MOST_HOSTS} hosts")
+        names = [name + ending for name in names for ending in endings]
+        start = part.end()
+    hosts += names
+    if "" in hosts:
+        raise ValueError(f"{text!r} is not a list of hosts: a name in it is empty")
+    return hosts
+
+
+def _host_numbers(text: str) -> Iterator[str]:
+    """Yield what stands for a bracket; numbers keep the zeros that the first one begins with."""
+    for item in text.split(","):
+        found = _HOST_RANGE.fullmatch(item)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if not found or not 0 <= last - first < _MOST_HOSTS:
+            raise ValueError(f"[{text}] is not a list of numbers and ranges")
+        for number in range(first, last + 1):
+            yield f"{number:0{len(found[1])}d}"
 
 
 def loopback_interfaces() -> dict[str, str]:

@@ -109,6 +109,11 @@ def _add_doctor(add: Callable[..., argparse.ArgumentParser], about: str) -> None
     )
     nodes.add_argument("--interface", metavar="NAME", help="the network interface of the ranks")
     nodes.add_argument("--backend", metavar="NAME", help="gloo, nccl, …; auto by default")
+    nodes.add_argument(
+        "--secret-file",
+        metavar="FILE",
+        help="a file that only the nodes of the job can read; strangers are kept out",
+    )
     nodes.add_argument("--no-mesh", action="store_true", help="examine this host only")
     _add_common(parser)
     parser.add_argument("--nproc-per-node", metavar="N", help="ranks on this node")

@@ -587,6 +587,7 @@ def test_two_jobs_of_spawn_on_one_port_both_work(tmp_path: Path) -> None:
         ("gpu-07", "gpu-07"),
         ("n[01-03,7],m5", "n01"),
         ("rack1-n[3,5]", "rack1-n3"),
+        ("rack[1-2]n[01-02]", "rack1n01"),
         ("n[0-1].cluster", "n0.cluster"),
         ("m5,n[1-2]", "m5"),
     ],

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ddpsafe import ConfigError
-from ddpsafe._world import World, find_world, require_int
+from ddpsafe._world import World, expand_hosts, find_world, require_int
 
 SLURM_JOB: Final = {
     "SLURM_JOB_ID": "4711",
@@ -364,3 +364,37 @@ def test_no_environment_causes_another_error(env: dict[str, str]) -> None:
 def test_no_list_of_slurm_tasks_causes_another_error(node: int, tasks: str, rank: int) -> None:
     """SLURM_STEP_TASKS_PER_NODE may hold anything: in milliseconds, and with no other error."""
     require_sane(slurm_step(rank=rank, world_size=4, local_rank=0, node=node, tasks=tasks))
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("n1", "n1"),
+        ("n[01-03,7],m5", "n01 n02 n03 n7 m5"),
+        ("gpu-[9-11]-ib", "gpu-9-ib gpu-10-ib gpu-11-ib"),
+        ("rack[1-2]n[01-02]", "rack1n01 rack1n02 rack2n01 rack2n02"),
+        ("r[1,3]c[1-2].x,m[2-3]", "r1c1.x r1c2.x r3c1.x r3c2.x m2 m3"),
+        ("n[098-101]", "n098 n099 n100 n101"),
+        ("[1-2]", "1 2"),
+        ("a,b.example.com", "a b.example.com"),
+    ],
+)
+def test_host_lists_of_slurm_are_spelled_out(text: str, names: str) -> None:
+    """As ``scontrol show hostnames`` does, without Slurm."""
+    assert expand_hosts(text) == names.split()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", ",", "n[", "n]", "n[1", "n[[1]]", "n[2-1]", "n[a-b]", "n[]", "a,,b", "n[1-999999999]"],
+)
+def test_what_is_no_host_list_is_refused(text: str) -> None:
+    """Before anything is made of it, and without spelling out a billion of them."""
+    with pytest.raises(ValueError, match=r"host|range"):
+        expand_hosts(text)
+
+
+def test_product_of_brackets_is_bounded() -> None:
+    """Three brackets of a thousand are a billion hosts."""
+    with pytest.raises(ValueError, match="100000 hosts"):
+        expand_hosts("a[1-1000]b[1-1000]c[1-1000]")

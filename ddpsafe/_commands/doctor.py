@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -17,6 +18,7 @@ from ddpsafe._config.endpoint import parse_endpoint
 from ddpsafe._errors import ConfigError, DDPSafeError, Explanation
 from ddpsafe._world import find_world
 from ddpsafe.cli import HEALTHY, UNHEALTHY, USAGE, complain, say
+from ddpsafe.doctor._finding import to_copy
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -59,12 +61,14 @@ def _launched() -> World | None:
 
 def _examine(options: Namespace, config: LaunchConfig | None, fields: dict[str, Any]) -> Report:
     timeout = _duration(options.timeout)
+    secret = None if options.secret_file is None else _secret(options.secret_file)
     with progress(quiet=options.json and not options.verbose) as say_progress:
         return doctor.run(
             config,
             mesh=False if options.no_mesh else None,
             timeout=timeout,
             on_progress=say_progress,
+            secret=secret,
             **fields,
         )
 
@@ -77,6 +81,22 @@ def _duration(text: str) -> timedelta:
     if not isinstance(value, timedelta):
         raise _bad_timeout(text, "it is no duration")
     return value
+
+
+def _secret(path: str) -> str:
+    """Read what the nodes of a job know."""
+    try:
+        secret = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "it is not text"
+        what = f"--secret-file: {path} cannot be read: {why}."
+        fix = "name a file with one line of text, the same on every node."
+        raise ConfigError(Explanation(what, cause="a wrong path.", fix=fix)) from None
+    if not secret:
+        what = f"--secret-file: {path} is empty."
+        fix = to_copy("write a secret into it:", f"openssl rand -hex 32 > {shlex.quote(path)}")
+        raise ConfigError(Explanation(what, cause="nothing was written into it.", fix=fix))
+    return secret
 
 
 def _bad_timeout(text: str, why: str) -> ConfigError:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ddpsafe.cli import complain, say
+from ddpsafe.doctor._finding import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,10 +31,10 @@ def progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
         return
     if not sys.stderr.isatty():
         # In a log only what takes long is worth a line.
-        yield lambda line: None if line.startswith("checking ") else complain(line)
+        yield lambda line: None if line.startswith("checking ") else complain(printable(line))
         return
     with Console(stderr=True).status("starting") as status:
-        yield lambda line: status.update(Text(line))
+        yield lambda line: status.update(Text(printable(line)))
 
 
 def show_report(report: Report, *, verbose: bool) -> None:
@@ -44,7 +45,7 @@ def show_report(report: Report, *, verbose: bool) -> None:
         _show_table(shown)
     for finding in shown if not on_terminal else ():
         if finding.severity == "ok":  # the others come below, whole
-            say(f"ok {finding.code}: {finding.fact}")
+            say(printable(f"ok {finding.code}: {finding.fact}"))
     if report.matrix is not None:
         for line in _matrix_lines(report.matrix):
             say(line)
@@ -66,7 +67,7 @@ def _show_table(findings: list[Finding]) -> None:
     table.add_column("what was found")
     for finding in findings:
         mark = Text(_MARKS[finding.severity], style=_STYLES[finding.severity])
-        table.add_row(mark, finding.code, Text(finding.fact))
+        table.add_row(mark, printable(finding.code), Text(printable(finding.fact)))
     if findings:
         Console().print(table)
 
@@ -76,8 +77,7 @@ def _summary(report: Report, *, verbose: bool) -> str:
     parts = [
         f"{len(report.failed)} failed",
         f"{len(report.warnings)} {'warning' if len(report.warnings) == 1 else 'warnings'}",
-        f"{fine} {'is' if fine == 1 else 'are'} well"
-        + ("" if verbose else " (--verbose shows them)"),
+        f"{fine} passed" + ("" if verbose else " (--verbose lists them)"),
     ]
     return f"{report.hostname}: {', '.join(parts)}, after {report.took_s:.1f} s."
 
@@ -86,7 +86,9 @@ def _matrix_lines(matrix: Matrix) -> list[str]:
     """Return the directions that are not open, and how many are."""
     closed = [each for each in matrix.directions if each.verdict != "open"]
     lines = [
-        f"  {matrix.hostnames[each.source]} -> {matrix.hostnames[each.target]}: {each.verdict}"
+        printable(
+            f"  {matrix.hostnames[each.source]} -> {matrix.hostnames[each.target]}: {each.verdict}"
+        )
         for each in closed
     ]
     more = [f"  … and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []

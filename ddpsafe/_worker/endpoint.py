@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._worker.identity import identity_of
-from ddpsafe._world import require_int
+from ddpsafe._world import expand_hosts, require_int
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -70,22 +69,20 @@ def find_endpoint(world: World, env: Mapping[str, str]) -> Endpoint:
 
 def _guess_host(world: World, env: Mapping[str, str]) -> str:
     if world.started_by == "slurm" and "SLURM_STEP_NODELIST" in env:
-        return _first_host(env["SLURM_STEP_NODELIST"])
+        try:
+            return expand_hosts(env["SLURM_STEP_NODELIST"])[0]
+        except ValueError as exc:
+            what = f"SLURM_STEP_NODELIST does not say where rank 0 runs: {exc}."
+            fix = "export MASTER_ADDR=<host of rank 0> and MASTER_PORT=<a free port there>."
+            raise ConfigError(
+                Explanation(what, cause="variables changed by hand.", fix=fix)
+            ) from exc
     if world.local_world_size == world.world_size:
         return "127.0.0.1"
     what = f"MASTER_ADDR is not set, and {world} spans {world.nnodes} nodes."
     cause = f"{world.started_by} does not say where rank 0 runs."
     fix = "export MASTER_ADDR=<host of rank 0> and MASTER_PORT=<a free port there>."
     raise ConfigError(Explanation(what, cause=cause, fix=fix))
-
-
-def _first_host(nodelist: str) -> str:
-    """Return the first host of ``n[01-03,7],m5``, as ``scontrol show hostnames`` lists it."""
-    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodelist)
-    if match is None:
-        return nodelist
-    prefix, first, suffix = match.groups()
-    return f"{prefix}{first or ''}{suffix or ''}"
 
 
 def _guess_port(world: World, env: Mapping[str, str]) -> int:

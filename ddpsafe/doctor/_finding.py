@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe.doctor._codes import page_of
 
@@ -11,6 +12,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Severity = Literal["ok", "warning", "failed"]
+
+_UNPRINTABLE: Final = re.compile(
+    "[\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
+)
+"""What moves the cursor, changes colours or titles, turns the direction of writing, or is not seen."""
+
+
+def printable(text: str) -> str:
+    """Return a text in one line that a terminal shows as it is: the rest as Python escapes it."""
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +54,14 @@ class Finding:
 
     def as_text(self) -> str:
         """Return the finding as lines of plain text: fact, cause, fix, and where to read on."""
-        what, *to_paste = self.fix.splitlines() or [""]
+        what, *to_paste = self.fix.split("\n")
         where = f" ({', '.join(self.hosts)})" if self.hosts else ""
         lines = [f"{self.code}{where}: {self.fact}"]
         if self.cause:
             lines += [f"  Likely cause: {self.cause}", f"  What to do: {what}"]
             lines += [f"  {line}" for line in to_paste]
             lines.append(f"  Read on: {self.page}")
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
 
 def ok(code: str, fact: str, **details: object) -> Finding:
@@ -69,5 +80,8 @@ def failed(code: str, fact: str, *, cause: str, fix: str, **details: object) -> 
 
 
 def to_copy(what: str, *lines: str) -> str:
-    """Word a fix as a sentence and the lines to copy below it."""
+    """Word a fix as a sentence and the lines to copy below it.
+
+    A line that anything but this source has a part in is made by `shlex.join` or with `shlex.quote`.
+    """
     return "\n".join([what, *(f"    {line}" for line in lines)])

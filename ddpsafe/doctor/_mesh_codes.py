@@ -17,6 +17,8 @@ LOST: Final = "DS-MESH-010"
 HUB_LOST: Final = "DS-MESH-011"
 LATE: Final = "DS-MESH-012"
 OTHER_JOB: Final = "DS-MESH-013"
+GARBLED: Final = "DS-MESH-014"
+WITHOUT_SECRET: Final = "DS-MESH-015"  # noqa: S105 - a code
 ANNOUNCES_LOOPBACK: Final = "DS-MESH-020"
 ABSENT_INTERFACE: Final = "DS-MESH-021"
 INTERFACE_DOWN: Final = "DS-MESH-022"
@@ -52,6 +54,8 @@ TITLES: Final = {
     HUB_LOST: "Node rank 0 was lost during the check",
     LATE: "A node came too late",
     OTHER_JOB: "Another job is at the endpoint",
+    GARBLED: "A node says what no doctor says",
+    WITHOUT_SECRET: "A node does not have the secret of the others",
     ANNOUNCES_LOOPBACK: "A host would announce an address that only it can reach",
     ABSENT_INTERFACE: "A host lacks the interface it was told to use",
     INTERFACE_DOWN: "The interface of a host is down",

@@ -1,14 +1,16 @@
-"""The report as one HTML file: who reaches whom, and what was found. It loads nothing."""
+"""The report as one HTML file: who reaches whom, and what was found. It loads and runs nothing.
+
+Hosts and programs elsewhere have a part in what a report says: the template escapes all of it, and
+the page forbids the browser to run or to load anything.
+"""
 
 from __future__ import annotations
 
-from html import escape
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+from ddpsafe.doctor._finding import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ddpsafe.doctor._finding import Finding
     from ddpsafe.doctor._matrix import Direction, Matrix
     from ddpsafe.doctor._report import Report
 
@@ -54,105 +56,113 @@ pre { background: var(--self); padding: .6rem .8rem; overflow-x: auto; border-ra
 """
 
 
+_PAGE: Final = """\
+<!doctype html><html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>ddpsafe doctor on {{ report.hostname | shown }}</title>
+<style>{{ style }}</style></head><body>
+<h1>ddpsafe doctor on {{ report.hostname | shown }}</h1>
+<p>{{ report.failed | length }} failed, {{ report.warnings | length }} warnings, after {{ "%.1f" | format(report.took_s) }} s.</p>
+{% macro article(finding) %}
+{% set lines = finding.fix.split("\n") %}
+<article class="{{ finding.severity }}">
+<p><b>{{ finding.code | shown }}</b>{% if finding.hosts %} on {{ finding.hosts | join(", ") | shown }}{% endif %}: {{ finding.fact | shown }}</p>
+{% if finding.cause %}
+<p>Likely cause: {{ finding.cause | shown }}</p><p>What to do: {{ lines[0] | shown }}</p>
+{% endif %}
+{% if lines[1:] %}<pre>{% for line in lines[1:] %}{{ line.strip() | shown }}
+{% endfor %}</pre>{% endif %}
+{% if finding.cause %}<p class="dim">Read on: {{ finding.page | shown }}</p>{% endif %}
+</article>
+{% endmacro %}
+{% if matrix %}
+<h2>Who reaches whom</h2>
+<p>Each row dials, each column listens. Point at a cell to read it.</p>
+<ul class="legend">
+{% for each in matrix.legend %}<li><b style="background:var(--{{ each.verdict }})">{{ each.letter or "\u00a0" }}</b>{{ each.meaning }}</li>
+{% endfor %}</ul><div class="scroll">
+<svg width="{{ matrix.width }}" height="{{ matrix.height }}" viewBox="0 0 {{ matrix.width }} {{ matrix.height }}" role="img" aria-label="Who reaches whom">
+{% for each in matrix.axis %}<text class="name{{ matrix.small }}" x="{{ matrix.left - 8 }}" y="{{ each.y + 4 }}">{{ each.label | shown }}</text>
+{% if each.column_x is not none %}<text class="column{{ matrix.small }}" x="{{ each.column_x }}" y="{{ matrix.top - 8 }}">{{ each.node }}</text>{% endif %}
+<rect x="{{ each.own_x }}" y="{{ each.own_y }}" width="{{ matrix.size }}" height="{{ matrix.size }}" fill="var(--self)"/>
+{% endfor %}
+{% for each in matrix.cells %}<g><title>{{ each.title | shown }}</title><rect x="{{ each.x }}" y="{{ each.y }}" width="{{ matrix.size }}" height="{{ matrix.size }}" rx="2" fill="var(--{{ each.verdict }})"/>
+{% if each.letter %}<text class="letter{{ matrix.small }}" x="{{ each.x + matrix.size / 2 }}" y="{{ each.y + matrix.size / 2 + 4 }}">{{ each.letter }}</text>{% endif %}</g>
+{% endfor %}</svg></div>
+{% endif %}
+<h2>What was found</h2>
+{% for finding in report.failed + report.warnings %}{{ article(finding) }}{% endfor %}
+<details><summary>{{ passed | length }} passed</summary>
+{% for finding in passed %}{{ article(finding) }}{% endfor %}
+</details>
+</body></html>
+"""
+
+
 def draw(report: Report) -> str:
     """Return the page of a report."""
-    title = f"ddpsafe doctor on {escape(report.hostname)}"
-    verdict = f"{len(report.failed)} failed, {len(report.warnings)} warnings"
-    return "\n".join(
-        [
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{title}</title><style>{_STYLE}</style></head><body>",
-            f"<h1>{title}</h1><p>{verdict}, after {report.took_s:.1f} s.</p>",
-            *(_matrix(report.matrix) if report.matrix is not None else ()),
-            *_findings(report),
-            "</body></html>",
-        ]
+    import jinja2
+    from markupsafe import Markup
+
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.filters["shown"] = printable
+    return environment.from_string(_PAGE).render(
+        report=report,
+        matrix=None if report.matrix is None else _layout(report.matrix),
+        passed=[each for each in report.findings if each.severity == "ok"],
+        style=Markup(_STYLE),  # noqa: S704 - the constant above,
     )
 
 
-def _findings(report: Report) -> Iterator[str]:
-    fine = [each for each in report.findings if each.severity == "ok"]
-    yield "<h2>What was found</h2>"
-    yield from map(_article, [*report.failed, *report.warnings])
-    yield f"<details><summary>{len(fine)} checks are well</summary>"
-    yield from map(_article, fine)
-    yield "</details>"
-
-
-def _article(finding: Finding) -> str:
-    what, *to_copy = finding.fix.splitlines() or [""]
-    where = f" on {', '.join(finding.hosts)}" if finding.hosts else ""
-    body = [f"<p><b>{finding.code}</b>{escape(where)}: {escape(finding.fact)}</p>"]
-    if finding.cause:
-        body.append(
-            f"<p>Likely cause: {escape(finding.cause)}</p><p>What to do: {escape(what)}</p>"
-        )
-    if to_copy:
-        body.append(f"<pre>{escape(chr(10).join(line.strip() for line in to_copy))}</pre>")
-    if finding.cause:
-        body.append(f'<p class="dim">Read on: {finding.page}</p>')
-    return f'<article class="{finding.severity}">{"".join(body)}</article>'
-
-
-def _matrix(matrix: Matrix) -> Iterator[str]:
-    seen = {each.verdict for each in matrix.directions}
-    yield "<h2>Who reaches whom</h2>"
-    yield "<p>Each row dials, each column listens. Point at a cell to read it.</p>"
-    yield '<ul class="legend">'
-    for verdict, (letter, meaning) in _MEANING.items():
-        if verdict in seen:
-            yield f'<li><b style="background:var(--{verdict})">{letter or "&nbsp;"}</b>{meaning}</li>'
-    yield f'</ul><div class="scroll">{"".join(_svg(matrix))}</div>'
-
-
-def _svg(matrix: Matrix) -> Iterator[str]:
+def _layout(matrix: Matrix) -> dict[str, Any]:
+    """Return where everything of the matrix stands."""
     count = len(matrix.hostnames)
     cell = _SMALL_CELL if count > _MANY else _CELL
-    left = 14 + 7 * max((len(_label(matrix, node)) for node in range(count)), default=0)
-    width, height = left + count * cell + 4, _TOP + count * cell + 4
-    yield f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="Who reaches whom">'
-    for node in range(count):
-        yield _axis(matrix, node, cell, left)
-    for direction in matrix.directions:
-        yield _cell(matrix, direction, cell, left)
-    yield "</svg>"
+    labels = [f"{node}  {name}" for node, name in enumerate(matrix.hostnames)]
+    left = 14 + 7 * max(map(len, labels), default=0)
+    seen = {each.verdict for each in matrix.directions}
+    return {
+        "width": left + count * cell + 4,
+        "height": _TOP + count * cell + 4,
+        "left": left,
+        "top": _TOP,
+        "size": cell - 2,
+        "small": " small" if cell == _SMALL_CELL else "",
+        "legend": [
+            {"verdict": verdict, "letter": letter, "meaning": meaning}
+            for verdict, (letter, meaning) in _MEANING.items()
+            if verdict in seen
+        ],
+        "axis": [
+            {
+                "node": node,
+                "label": label,
+                "y": _TOP + node * cell + cell // 2,
+                # In narrow columns every fourth number has room.
+                "column_x": left + node * cell + cell // 2
+                if cell == _CELL or node % 4 == 0
+                else None,
+                "own_x": left + node * cell + 1,
+                "own_y": _TOP + node * cell + 1,
+            }
+            for node, label in enumerate(labels)
+        ],
+        "cells": [
+            {
+                "x": left + each.target * cell + 1,
+                "y": _TOP + each.source * cell + 1,
+                "verdict": each.verdict,
+                "letter": _MEANING[each.verdict][0],
+                "title": _tooltip(matrix, each),
+            }
+            for each in matrix.directions
+        ],
+    }
 
 
-def _label(matrix: Matrix, node: int) -> str:
-    return f"{node}  {matrix.hostnames[node]}"
-
-
-def _axis(matrix: Matrix, node: int, cell: int, left: int) -> str:
-    small = " small" if cell == _SMALL_CELL else ""
-    middle = node * cell + cell // 2
-    row = f'<text class="name{small}" x="{left - 8}" y="{_TOP + middle + 4}">{escape(_label(matrix, node))}</text>'
-    # In narrow columns every fourth number has room.
-    shown = cell == _CELL or node % 4 == 0
-    column = f'<text class="column{small}" x="{left + middle}" y="{_TOP - 8}">{node}</text>'
-    place = f'x="{left + node * cell + 1}" y="{_TOP + node * cell + 1}"'
-    own = f'<rect {place} width="{cell - 2}" height="{cell - 2}" fill="var(--self)"/>'
-    return row + (column if shown else "") + own
-
-
-def _cell(matrix: Matrix, direction: Direction, cell: int, left: int) -> str:
-    x, y = left + direction.target * cell + 1, _TOP + direction.source * cell + 1
-    letter, meaning = _MEANING[direction.verdict]
-    size = cell - 2
-    text = ""
-    if letter:
-        small = " small" if cell == _SMALL_CELL else ""
-        text = (
-            f'<text class="letter{small}" x="{x + size / 2}" y="{y + size / 2 + 4}">{letter}</text>'
-        )
-    return (
-        f"<g><title>{escape(_tooltip(matrix, direction, meaning))}</title>"
-        f'<rect x="{x}" y="{y}" width="{size}" height="{size}" rx="2" fill="var(--{direction.verdict})"/>'
-        f"{text}</g>"
-    )
-
-
-def _tooltip(matrix: Matrix, direction: Direction, meaning: str) -> str:
+def _tooltip(matrix: Matrix, direction: Direction) -> str:
+    meaning = _MEANING[direction.verdict][1]
     parts = [
         f"{matrix.hostnames[direction.source]} → {matrix.hostnames[direction.target]}: {meaning}"
     ]

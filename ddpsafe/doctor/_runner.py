@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Literal
@@ -40,6 +41,7 @@ def run(
     mesh: bool | None = None,
     timeout: timedelta = TIMEOUT,
     on_progress: Callable[[str], None] | None = None,
+    secret: str | None = None,
     **fields: Unpack[LaunchFields],
 ) -> Report:
     """Examine this host, and its connections to the other nodes of the job.
@@ -53,6 +55,8 @@ def run(
             the same time; by default with more than one node, unless `checks` is ``"launch"``.
         timeout: How long the examination of the host may take, and again the one of the mesh.
         on_progress: Takes a line now and then on what is being waited for.
+        secret: What all nodes know and nobody else, for the mesh; by default
+            ``DDPSAFE_DOCTOR_SECRET``. Without one, whoever reaches the endpoint may speak for a node.
         **fields: Fields of `LaunchConfig` that win over it: `nnodes`, `node_rank`, `rendezvous`,
             `backend`, `data_paths`, `run_dir`, …
 
@@ -78,7 +82,8 @@ def run(
     findings += examine_host(subject, checks, on_progress=say)
     matrix = None
     if meets:
-        between, matrix = _examine_mesh(resolved, subject.backend, timeout, say)
+        known = os.environ.get("DDPSAFE_DOCTOR_SECRET", "") if secret is None else secret
+        between, matrix = _examine_mesh(resolved, subject.backend, timeout, say, known)
         findings += between
     return _report(findings, matrix, subject.env, began)
 
@@ -184,7 +189,7 @@ def _require_meeting_point(config: LaunchConfig) -> None:
 
 
 def _examine_mesh(
-    config: LaunchConfig, backend: str, timeout: timedelta, say: Callable[[str], None]
+    config: LaunchConfig, backend: str, timeout: timedelta, say: Callable[[str], None], secret: str
 ) -> tuple[list[Finding], Matrix]:
     from ddpsafe.doctor._fingerprint import fingerprint
     from ddpsafe.doctor._mesh import examine
@@ -198,4 +203,5 @@ def _examine_mesh(
         timeout=timeout,
         local=fingerprint(config),
         on_progress=say,
+        secret=secret,
     )

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -18,9 +19,14 @@ if TYPE_CHECKING:
     from ddpsafe._clock import Deadline
 
 _PROGRAM: Final = Path(__file__).with_name("_probe_program.py")
-# As `python script.py` does, minus the script: the current directory comes first, so that a
-# torch.py that lies in it is found here as it would be there.
-_START: Final = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
+# `python -c` puts the current directory first: a torch.py that lies there is found as a script
+# of that directory would find it.
+_WITH_DIRECTORY: Final = (
+    "import sys; del sys.argv[0]; import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+WITHOUT_DIRECTORY: Final = "import sys; sys.path[:] = filter(None, sys.path);" + _WITH_DIRECTORY
+"""For ``python -c``: run the script that the first argument names, and import nothing from the
+current directory, as ``python -P`` does from Python 3.11 on."""
 _LAST_CHARS: Final = 2000
 
 
@@ -32,7 +38,8 @@ class TorchProbe:
         self._lines = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as above
         self._process = subprocess.Popen(  # noqa: S603 - our own program
-            [sys.executable, "-c", _START, str(_PROGRAM)],
+            [sys.executable, "-c", _WITH_DIRECTORY, str(_PROGRAM)],
+            cwd=find_safe_directory(),
             stdin=subprocess.DEVNULL,
             stdout=self._lines,
             stderr=self._errors,
@@ -88,3 +95,18 @@ class TorchProbe:
     def _last_words(self) -> str:
         self._errors.seek(0)
         return self._errors.read().decode("utf-8", "replace")[-_LAST_CHARS:]
+
+
+def find_safe_directory() -> str:
+    """Return where helpers run: the current directory, or the root where it may be foreign.
+
+    Python puts the current directory first on the path of `python -c`, also of the processes that
+    a helper's libraries start. As git does since CVE-2022-24765, its owner and mode decide, so that
+    `cd /tmp && ddpsafe doctor` runs no torch.py that another user has put there.
+    """
+    try:
+        found = Path().stat()
+    except OSError:
+        return "/"
+    own = found.st_uid in {0, os.geteuid()} and not found.st_mode & stat.S_IWOTH
+    return "." if own else "/"

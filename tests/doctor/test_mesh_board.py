@@ -16,14 +16,15 @@ from ddpsafe.doctor._mesh._board import BoardLostError, gather, wait_for
 from ddpsafe.doctor._mesh._endpoint import Obstacle, reach_hub
 from ddpsafe.doctor._mesh._guest import Guest
 from ddpsafe.doctor._mesh._hub import Hub
+from ddpsafe.doctor._mesh._messages import Greeting, read
 
 SOON = timedelta(seconds=5)
 
 
-def greeting(node_rank: int, **changed: object) -> _lines.Greeting:
+def greeting(node_rank: int, **changed: object) -> Greeting:
     """Return the greeting of a node of a job of three."""
     known = {"nnodes": 3, "hostname": f"h{node_rank}", "pid": 1, "job": "", "challenge": "c"}
-    return _lines.Greeting(node_rank=node_rank, **{**known, **changed})  # type: ignore[arg-type]
+    return read(Greeting, {"version": _lines.VERSION, "node_rank": node_rank, **known, **changed})
 
 
 def free_port() -> int:
@@ -32,20 +33,23 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-async def come(port: int, node_rank: int, **changed: object) -> Guest | Obstacle:
+async def come(
+    port: int, node_rank: int, *, secret: str = "", **changed: object
+) -> Guest | Obstacle:
     """Come to a hub on this machine."""
     return await reach_hub(
         "127.0.0.1",
         port,
         greeting(node_rank, **changed),
+        secret=secret,
         deadline=Deadline.after(SOON),
         on_trouble=lambda _: None,
     )
 
 
-async def opened() -> tuple[Hub, int]:
+async def opened(*, secret: str = "") -> tuple[Hub, int]:
     """Return a hub and its port."""
-    hub, port = Hub(greeting(0)), free_port()
+    hub, port = Hub(greeting(0), secret=secret), free_port()
     await hub.open(port)
     return hub, port
 
@@ -55,7 +59,7 @@ def test_nodes_and_hub_read_each_other_and_nobody_else() -> None:
 
     async def talk() -> None:
         hub, port = await opened()
-        await hub.put("early", 1)
+        await hub.put("progress", 1)
         one, two = await come(port, 1), await come(port, 2)
         assert isinstance(one, Guest)
         assert isinstance(two, Guest)
@@ -63,7 +67,7 @@ def test_nodes_and_hub_read_each_other_and_nobody_else() -> None:
         await two.put("hello", {"from": 2})
         said = await gather(hub, "hello", [1, 2], deadline=Deadline.after(SOON))
         assert said == {1: {"from": 1}, 2: {"from": 2}}
-        assert await wait_for(two, "early", deadline=Deadline.after(SOON)) == 1
+        assert await wait_for(two, "progress", deadline=Deadline.after(SOON)) == 1
         assert await one.get("hello") == {}
         await asyncio.gather(one.close(), two.close(), hub.close())
 
@@ -77,8 +81,8 @@ def test_nodes_and_hub_read_each_other_and_nobody_else() -> None:
         b"\x80\x04\x95 a pickle\n",
         b"[1]\n",
         b"{}\n",
-        b'{"ddpsafe_doctor": 99}\n',
-        b'{"ddpsafe_doctor": 1, "nnodes": "many"}\n',
+        b'{"version": 99}\n',
+        b'{"version": 2, "nnodes": "many"}\n',
         b"[" * 100_000 + b"\n",
         b"x" * (_lines.LONGEST_FROM_NODE_BYTES + 2),
         b"",
@@ -182,7 +186,7 @@ def test_node_notices_at_once_that_the_hub_is_gone() -> None:
         assert await wait_for(node, "roster", deadline=Deadline.after(SOON)) == [1]
         await hub.close()
         with pytest.raises(BoardLostError):
-            await wait_for(node, "verdict", deadline=Deadline.after(SOON))
+            await wait_for(node, "case", deadline=Deadline.after(SOON))
         assert await wait_for(node, "roster", deadline=Deadline.after(SOON)) == [1]
         await node.close()
 
@@ -212,3 +216,74 @@ def test_message_is_one_line_and_survives_the_way() -> None:
     line = _lines.encode({"topic": "x", "value": "two\nlines"})
     assert line.count(b"\n") == 1
     assert json.loads(line) == {"topic": "x", "value": "two\nlines"}
+
+
+def test_nodes_with_one_secret_understand_each_other() -> None:
+    """What they say is signed both ways, also what was said before one of them came."""
+
+    async def talk() -> None:
+        hub, port = await opened(secret="ours")
+        await hub.put("progress", "early")
+        node = await come(port, 1, secret="ours")
+        assert isinstance(node, Guest)
+        await node.put("hello", "there")
+        await node.put("mesh", [1])
+        assert await gather(hub, "mesh", [1], deadline=Deadline.after(SOON)) == {1: [1]}
+        assert await wait_for(node, "progress", deadline=Deadline.after(SOON)) == "early"
+        await asyncio.gather(node.close(), hub.close())
+
+    asyncio.run(talk())
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("ours", ""), ("ours", "theirs"), ("", "theirs")])
+def test_node_without_the_secret_takes_no_place(ours: str, theirs: str) -> None:
+    """Both sides learn it, and the place stays free for who knows the secret."""
+
+    async def talk() -> None:
+        hub, port = await opened(secret=ours)
+        found = await come(port, 1, secret=theirs)
+        assert isinstance(found, Obstacle)
+        assert found.trouble == "secret"
+        assert [each.reason for each in hub.rejected] == ["secret"]
+        node = await come(port, 1, secret=ours)
+        assert isinstance(node, Guest)
+        await asyncio.gather(node.close(), hub.close())
+
+    asyncio.run(talk())
+
+
+def test_idle_strangers_do_not_shut_a_node_out() -> None:
+    """More of them than there is room for: the oldest make room, and their address has a limit."""
+
+    async def talk() -> None:
+        hub, port = await opened()
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(400)]
+        node = await come(port, 1)
+        assert isinstance(node, Guest)
+        await node.put("hello", "there")
+        assert await gather(hub, "hello", [1], deadline=Deadline.after(SOON)) == {1: "there"}
+        for _, writer in idle:
+            writer.close()
+        await asyncio.gather(node.close(), hub.close())
+
+    asyncio.run(talk())
+
+
+def test_address_with_most_strangers_makes_room() -> None:
+    """A place is never taken from an address that has few."""
+
+    async def wait() -> None:
+        crowd = _lines.Visitors(most=4, per_address=10)
+        many = [asyncio.create_task(asyncio.sleep(60)) for _ in range(4)]
+        one = asyncio.create_task(asyncio.sleep(60))
+        crowd.admit(one, "10.0.0.1")
+        for each in many:
+            crowd.admit(each, "10.0.0.2")
+        await asyncio.wait(many, timeout=0, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.sleep(0)
+        assert [each.cancelled() for each in many] == [True, False, False, False]
+        assert not one.cancelled()
+        for each in (one, *many):
+            each.cancel()
+
+    asyncio.run(wait())

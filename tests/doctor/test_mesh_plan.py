@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ddpsafe.doctor._mesh._grouping import Group, group_ways
-from ddpsafe.doctor._mesh._names import expand_nodelist
 from ddpsafe.doctor._mesh._plan import EVERY_PAIR, plan_targets
 
 if TYPE_CHECKING:
@@ -112,17 +111,3 @@ def test_single_pair_of_hosts_is_never_blamed_on_one_of_them() -> None:
     """With two hosts nothing tells whose fault a one-way block is: the direction is named."""
     tried = {(0, 1), (1, 0)}
     assert [group.shape for group in group_ways({(0, 1)}, tried)] == ["one-way"]
-
-
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("", []),
-        ("n1", ["n1"]),
-        ("n[01-03,7],m5", ["n01", "n02", "n03", "n7", "m5"]),
-        ("gpu-[9-11]-ib", ["gpu-9-ib", "gpu-10-ib", "gpu-11-ib"]),
-    ],
-)
-def test_node_lists_of_slurm_are_spelled_out(text: str, names: list[str]) -> None:
-    """As ``scontrol show hostnames`` does, without Slurm."""
-    assert list(expand_nodelist(text)) == names

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing.spawn
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._torch_probe import find_safe_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,6 +42,7 @@ def check_start(subject: Subject) -> Iterator[Finding]:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             env=dict(subject.env),
+            cwd=find_safe_directory(),
             timeout=_PATIENCE_S,
             check=False,
         )
@@ -56,7 +59,7 @@ def check_start(subject: Subject) -> Iterator[Finding]:
         f"{program} cannot be started as a rank: {problem}",
         cause="the interpreter was moved or is embedded in another program, or /dev/shm or a limit "
         "keeps locks from being made.",
-        fix=to_copy("This has to end without a word:", f'{program} -c "{_CHILD}"'),
+        fix=to_copy("This has to end without a word:", shlex.join([program, "-c", _CHILD])),
     )
 
 

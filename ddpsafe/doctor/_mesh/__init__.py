@@ -40,6 +40,7 @@ def examine(  # noqa: PLR0913 - the facts of one job, all by name
     local: Mapping[str, object],
     on_progress: Callable[[str], None],
     collective: Literal["run", "skip"] = "run",
+    secret: str = "",
 ) -> tuple[list[Finding], Matrix]:
     """Examine the connections between the nodes of a job; every node calls it.
 
@@ -54,6 +55,8 @@ def examine(  # noqa: PLR0913 - the facts of one job, all by name
         local: This host's fingerprint, in what JSON takes; compared with the others'.
         on_progress: Takes a line now and then on what is being waited for.
         collective: Whether an all-reduce closes it, where torch is installed and nothing failed.
+        secret: What all nodes know and nobody else: who does not know it is not let in, and what
+            nodes say is signed with it. Without one, whoever reaches the endpoint may speak.
 
     Returns:
         What was found, the same on every node that reached the endpoint, and who reaches whom.
@@ -70,6 +73,7 @@ def examine(  # noqa: PLR0913 - the facts of one job, all by name
         facts=_as_json(local),
         say=on_progress,
         collective=collective,
+        secret=secret,
     )
     return _complete(meet_at_endpoint(job))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,7 @@ def judge_networks(case: Case, excused: dict[Way, Dialled]) -> Iterator[Finding]
         if way not in excused
         and is_closed(each.verdict)
         and nodes[way[0]].network != nodes[way[1]].network
-        and (each.said == "ENETUNREACH" or common_networks(list(nodes.values())))
+        and (each.error == "ENETUNREACH" or common_networks(list(nodes.values())))
     }
     if not found:
         return
@@ -118,7 +119,7 @@ def _absent(case: Case, node: Node) -> Finding:
 def _not_running(case: Case, node: Node) -> Finding:
     announced = node.announced
     others = {name: table for name, table in node.interfaces.items() if name != announced.interface}
-    lines = [f"ip link show {announced.interface}    # on {node.hostname}"]
+    lines = [f"ip link show {shlex.quote(announced.interface)}    # on {node.hostname}"]
     lines += [f"{export_line(case.backend, name)}    # on {node.hostname}" for name in others]
     return Finding(
         code=_codes.INTERFACE_DOWN,

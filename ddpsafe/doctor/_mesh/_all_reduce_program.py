@@ -1,6 +1,6 @@
-"""``python -m ddpsafe.doctor._mesh._all_reduce_program JSON``: one rank of the doctor's all-reduce.
+"""One rank of the doctor's all-reduce, as a script with one argument, JSON.
 
-It says what it found as lines of JSON on stdout. Whoever started it ends it when it takes too long.
+Nothing of ddpsafe is imported. It says what it found as lines of JSON on stdout. Whoever started it ends it when it takes too long.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-_TIMEOUT: Final = timedelta(seconds=20)
 _ELEMENTS: Final = 100_000
 
 
@@ -36,22 +35,23 @@ def _say(told: dict[str, object]) -> None:
 
 
 def _reduce(asked: dict[str, Any]) -> dict[str, object]:
-    store = _open_store(asked)
+    timeout = timedelta(seconds=asked["timeout_s"])
+    store = _open_store(asked, timeout)
+    _say({"imported": True})
     started_s = time.monotonic()
     backends = _backends(asked["backend"])
     for backend in backends:
-        _reduce_with(backend, store, asked)
+        _reduce_with(backend, store, asked, timeout)
     return {"took_s": time.monotonic() - started_s, "backends": backends}
 
 
-def _open_store(asked: dict[str, Any]) -> Store:
+def _open_store(asked: dict[str, Any], timeout: timedelta) -> Store:
     from torch.distributed import TCPStore
 
-    if asked["endpoint"]:
-        host, _, port = asked["endpoint"].rpartition(":")
-        return TCPStore(host, int(port), is_master=False, timeout=_TIMEOUT)
-    store = TCPStore(asked["address"], 0, is_master=True, timeout=_TIMEOUT, wait_for_workers=False)
-    _say({"endpoint": f"{asked['address']}:{store.port}"})
+    if not asked["serve"]:
+        return TCPStore(asked["address"], asked["port"], is_master=False, timeout=timeout)
+    store = TCPStore(asked["address"], 0, is_master=True, timeout=timeout, wait_for_workers=False)
+    _say({"port": store.port})
     return store
 
 
@@ -62,7 +62,7 @@ def _backends(asked: str) -> list[str]:
     return ["gloo", "nccl"] if "nccl" in asked and torch.cuda.is_available() else ["gloo"]
 
 
-def _reduce_with(backend: str, store: Store, asked: dict[str, Any]) -> None:
+def _reduce_with(backend: str, store: Store, asked: dict[str, Any], timeout: timedelta) -> None:
     import torch
     import torch.distributed as dist
 
@@ -73,7 +73,7 @@ def _reduce_with(backend: str, store: Store, asked: dict[str, Any]) -> None:
         store=dist.PrefixStore(backend, store),
         rank=rank,
         world_size=world_size,
-        timeout=_TIMEOUT,
+        timeout=timeout,
     )
     values = torch.full((_ELEMENTS,), float(rank + 1), device=device)
     dist.all_reduce(values)

@@ -1,4 +1,4 @@
-"""Every other node's part: come, dial, tell, and read the verdict."""
+"""Every other node's part: come, dial, tell, and make the findings from what node rank 0 collected."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from ddpsafe._clock import Deadline
 from ddpsafe.doctor._mesh import _all_reduce
-from ddpsafe.doctor._mesh._board import BoardLostError, wait_for
+from ddpsafe.doctor._mesh._board import BoardGarbledError, BoardLostError, wait_for
+from ddpsafe.doctor._mesh._case import unpack
 from ddpsafe.doctor._mesh._chair import MESH
-from ddpsafe.doctor._mesh._messages import Report, Roster, read, write
-from ddpsafe.doctor._mesh._roll_findings import hub_lost
-from ddpsafe.doctor._mesh._verdict import unpack
+from ddpsafe.doctor._mesh._messages import Progress, Roster, read, write
+from ddpsafe.doctor._mesh._roll_findings import hub_garbled, hub_lost
+from ddpsafe.doctor._mesh._verdict import judge, make_matrix
 
 if TYPE_CHECKING:
     from ddpsafe.doctor._finding import Finding
     from ddpsafe.doctor._matrix import Matrix
     from ddpsafe.doctor._mesh._board import Board, Json
+    from ddpsafe.doctor._mesh._case import Case
     from ddpsafe.doctor._mesh._job import Job
     from ddpsafe.doctor._mesh._mesh import Member
     from ddpsafe.doctor._mesh._messages import Node
@@ -33,21 +35,36 @@ _TICK_S: Final = 0.5
 async def attend(
     job: Job, board: Board, member: Member, own: Node, *, hub_hostname: str
 ) -> tuple[list[Finding], Matrix]:
-    """Take part in an examination until node rank 0 has come to a verdict."""
+    """Take part in an examination until node rank 0 has collected what all nodes said."""
     ticking = asyncio.ensure_future(_repeat_progress(job, board))
     try:
-        await board.put("hello", write(own))
-        roster = await _require(board, "roster", Roster, Deadline.after(job.timeout + _SLACK))
-        job.say(f"{len(roster.contacts)} nodes: trying every connection")
-        await board.put("mesh", write(await member.testify(roster)))
-        asked = await _require(board, "all-reduce", str, Deadline.after(MESH + _SLACK))
-        await _all_reduce.attend(job, board, asked, own)
-        patience = Deadline.after(_all_reduce.LIMIT + _SLACK)
-        return unpack(await _require(board, "verdict", Report, patience))
+        case = await _take_part(job, board, member, own)
+        return judge(case), make_matrix(case)
+    except BoardGarbledError as exc:
+        return [hub_garbled(hub_hostname, str(exc))], job.empty_matrix()
     except BoardLostError as exc:
         return [hub_lost(hub_hostname, str(exc), at_store=job.at_store)], job.empty_matrix()
     finally:
         ticking.cancel()
+
+
+async def _take_part(job: Job, board: Board, member: Member, own: Node) -> Case:
+    await board.put("hello", write(own))
+    roster = await _require(board, "roster", Roster, Deadline.after(job.timeout + _SLACK))
+    if roster.nnodes != job.nnodes:
+        raise BoardGarbledError("its list of nodes is not of this job")
+    job.say(f"{len(roster.contacts)} nodes: trying every connection")
+    await board.put("mesh", write(await member.probe(roster)))
+    asked = await _require(board, "all-reduce", _all_reduce.Asked, Deadline.after(MESH + _SLACK))
+    await _all_reduce.attend(job, board, asked, own)
+    packed = await _require(board, "case", str, Deadline.after(_all_reduce.LONGEST + _SLACK))
+    try:
+        case = unpack(packed)
+    except ValueError as exc:
+        raise BoardGarbledError("what it collected makes no sense") from exc
+    if case.nnodes != job.nnodes:
+        raise BoardGarbledError("what it collected is not about this job")
+    return case
 
 
 async def _require(board: Board, topic: str, kind: type[T], deadline: Deadline) -> T:
@@ -57,7 +74,7 @@ async def _require(board: Board, topic: str, kind: type[T], deadline: Deadline) 
     try:
         return read(kind, value)
     except ValueError as exc:
-        raise BoardLostError(f"what it says under {topic!r} makes no sense") from exc
+        raise BoardGarbledError(f"its message about {topic!r} makes no sense") from exc
 
 
 async def _repeat_progress(job: Job, board: Board) -> None:
@@ -66,9 +83,9 @@ async def _repeat_progress(job: Job, board: Board) -> None:
     while True:
         await asyncio.sleep(_TICK_S)
         try:
-            text = (await board.get("progress")).get(0)
-        except BoardLostError:
+            value = (await board.get("progress")).get(0)
+            if value is not None and value != last:
+                job.say(str(read(Progress, value)))
+        except (BoardLostError, ValueError):  # the examination itself says what is wrong
             return
-        if text != last:
-            job.say(str(text))
-            last = text
+        last = value

@@ -27,6 +27,10 @@ class BoardLostError(Exception):
     """The board went away: node rank 0 ended, or its host vanished."""
 
 
+class BoardGarbledError(BoardLostError):
+    """What node rank 0 says is not what a doctor says."""
+
+
 class Board(Protocol):
     """Where one node says and reads things, under topics."""
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
+from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 from ddpsafe._clock import Deadline
 from ddpsafe.doctor._mesh import _all_reduce
 from ddpsafe.doctor._mesh._board import gather
-from ddpsafe.doctor._mesh._case import Case
+from ddpsafe.doctor._mesh._case import Case, pack
 from ddpsafe.doctor._mesh._dial import ANSWER_S, CONNECT_S
-from ddpsafe.doctor._mesh._mesh import make_plan
-from ddpsafe.doctor._mesh._messages import Node, Roster, Testimony, read, write
+from ddpsafe.doctor._mesh._messages import Node, NodeReport, Progress, Roster, read, write
 from ddpsafe.doctor._mesh._names import find_node_names
-from ddpsafe.doctor._mesh._roll_findings import judge_roll
-from ddpsafe.doctor._mesh._verdict import judge, make_matrix, pack
+from ddpsafe.doctor._mesh._plan import EVERY_PAIR
+from ddpsafe.doctor._mesh._verdict import judge, judge_without_all_reduce, make_matrix
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -35,6 +34,7 @@ MESH: Final = timedelta(seconds=CONNECT_S + ANSWER_S + 8.0)
 """For nodes whose connection stands and who are merely slow; a lost one is noticed in 3 s."""
 
 _TICK_S: Final = 0.5
+_MOST_NAMED: Final = 8
 
 
 class Chair:
@@ -55,25 +55,17 @@ class Chair:
         self._entrance = entrance
         self._names = find_node_names(job.nnodes)
         self._missing: Collection[int] = ()
+        self._garbled: dict[int, Literal["hello", "mesh", "reduced"]] = {}
 
     async def preside(self, own: Node) -> tuple[list[Finding], Matrix]:
         """Take the examination to its end; publish the verdict and return it."""
         nodes, waited_s = await self._call_roll(own)
-        case = await self._hear(nodes, await self._publish_roster(nodes))
-        findings = [*self._judge_roll(case, waited_s), *judge(case)]
-        findings += await _all_reduce.preside(self._job, self._board, case, findings)
-        matrix = make_matrix(case)
-        await self._board.put("verdict", write(pack(findings, matrix)))
-        return findings, matrix
-
-    def _judge_roll(self, case: Case, waited_s: float) -> list[Finding]:
-        if self._entrance is None:
-            return list(judge_roll(case, (), waited_s=waited_s))
-        complete = len(case.nodes) == case.nnodes
-        return [
-            *judge_roll(case, self._entrance.rejected(), waited_s=waited_s),
-            *self._entrance.judge(complete=complete),
-        ]
+        case = await self._hear(nodes, await self._publish_roster(nodes), waited_s)
+        failures = any(each.severity == "failed" for each in judge_without_all_reduce(case))
+        reduced = await _all_reduce.preside(self._job, self._board, case, found_failures=failures)
+        case = replace(case, all_reduce=reduced)
+        await self._board.put("case", pack(_without_tokens(case)))
+        return judge(case), make_matrix(case)
 
     async def _call_roll(self, own: Node) -> tuple[dict[int, Node], float]:
         deadline = Deadline.after(self._job.timeout)
@@ -87,7 +79,7 @@ class Chair:
             ticking.cancel()
         if self._entrance is not None:
             self._entrance.close_roll()
-        nodes = {0: own, **_readable(Node, said)}
+        nodes = {0: own, **self._readable(Node, "hello", said)}
         return dict(sorted(nodes.items())), deadline.waited_s()
 
     def _note_missing(self, missing: Collection[int]) -> None:
@@ -97,15 +89,17 @@ class Chair:
         """Say now and then, here and on every node that has come, who is waited for."""
         while True:
             await asyncio.sleep(_TICK_S)
-            named = ", ".join(self._names.get(rank) or str(rank) for rank in sorted(self._missing))
-            came = self._job.nnodes - len(self._missing)
-            total_s = deadline.ends_s - deadline.started_s
-            text = (
-                f"{came} of {self._job.nnodes} nodes have come; waiting for node rank {named}, "
-                f"{deadline.waited_s():.0f} of {total_s:.0f} s"
+            missing = tuple(sorted(self._missing))[:_MOST_NAMED]
+            progress = Progress(
+                came=self._job.nnodes - len(self._missing),
+                nnodes=self._job.nnodes,
+                missing=missing,
+                names={rank: self._names[rank] for rank in missing if rank in self._names},
+                waited_s=deadline.waited_s(),
+                total_s=deadline.ends_s - deadline.started_s,
             )
-            self._job.say(text)
-            await self._board.put("progress", text)
+            self._job.say(str(progress))
+            await self._board.put("progress", write(progress))
 
     async def _publish_roster(self, nodes: Mapping[int, Node]) -> Roster:
         roster = Roster(
@@ -118,29 +112,57 @@ class Chair:
         await self._board.put("roster", write(roster))
         return roster
 
-    async def _hear(self, nodes: Mapping[int, Node], roster: Roster) -> Case:
+    async def _hear(self, nodes: dict[int, Node], roster: Roster, waited_s: float) -> Case:
         deadline = Deadline.after(MESH)
-        own = asyncio.ensure_future(self._member.testify(roster))
+        own = asyncio.ensure_future(self._member.probe(roster))
         others = [rank for rank in nodes if rank != 0]
         said = await gather(self._board, "mesh", others, deadline=deadline)
-        testimonies = {0: await own, **_readable(Testimony, said)}
+        reports = {0: await own, **self._readable(NodeReport, "mesh", said)}
+        only_closed = self._job.nnodes > EVERY_PAIR
+        if only_closed:
+            reports = {rank: _only_closed(each) for rank, each in reports.items()}
+        entrance = self._entrance
+        obstacle, other_hub = (None, "") if entrance is None else entrance.leads_to()
         return Case(
             nnodes=self._job.nnodes,
             backend=self._job.backend,
             host=self._job.host,
             port=self._job.port,
             nodes=nodes,
-            testimonies=dict(sorted(testimonies.items())),
+            reports=dict(sorted(reports.items())),
             names=self._names,
-            plan=make_plan(roster),
+            garbled=dict(self._garbled),
+            seed=roster.seed,
+            only_closed=only_closed,
+            waited_s=waited_s,
+            rejected=() if entrance is None else tuple(entrance.rejected()),
+            obstacle=obstacle,
+            other_hub=other_hub,
             at_store=self._job.at_store,
         )
 
+    def _readable(
+        self, kind: type[T], topic: Literal["hello", "mesh"], said: Mapping[int, Json]
+    ) -> dict[int, T]:
+        """Read messages; who says what makes no sense is noted, and has said nothing."""
+        found = {}
+        for rank, value in said.items():
+            try:
+                message = read(kind, value)
+            except ValueError:
+                message = None
+            if message is None or (isinstance(message, Node) and message.node_rank != rank):
+                self._garbled[rank] = topic
+            else:
+                found[rank] = message
+        return found
 
-def _readable(kind: type[T], said: Mapping[int, Json]) -> dict[int, T]:
-    """Read messages; who says what makes no sense has said nothing."""
-    found = {}
-    for rank, value in said.items():
-        with contextlib.suppress(ValueError):
-            found[rank] = read(kind, value)
-    return found
+
+def _only_closed(report: NodeReport) -> NodeReport:
+    """Leave out what is open: it goes to every node, and there would be too much of it."""
+    return replace(report, dialled=tuple(each for each in report.dialled if each.verdict != "open"))
+
+
+def _without_tokens(case: Case) -> Case:
+    nodes = {rank: replace(node, token="") for rank, node in case.nodes.items()}
+    return replace(case, nodes=nodes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -22,6 +23,7 @@ _ABSENT: Final = "(none)"
 _LONGEST_SHOWN: Final = 60
 _CLOCK_S: Final = 5.0
 _MANY_ODD: Final = 8
+_NOT_BY_PIP: Final = ("driver", "python", "platform", "nccl")
 _OWN_TO_A_HOST: Final = (
     "_IFNAME",
     "CUDA_VISIBLE_DEVICES",
@@ -50,7 +52,7 @@ class Difference:
 
 def find_differences(nodes: Mapping[int, Node], section: str) -> list[Difference]:
     """Compare one section of the hosts' facts, name by name."""
-    tables = {rank: _table(node.facts.get(section), section) for rank, node in nodes.items()}
+    tables = {rank: _table(getattr(node.facts, section), section) for rank, node in nodes.items()}
     names = sorted({name for table in tables.values() for name in table})
     found = []
     for name in names:
@@ -65,12 +67,17 @@ def find_differences(nodes: Mapping[int, Node], section: str) -> list[Difference
 
 def _table(value: Json, section: str) -> dict[str, str]:
     if not isinstance(value, dict):
-        return {section: _show(value)} if value is not None else {}
-    return {name: _show(each) for name, each in value.items() if not name.endswith(_OWN_TO_A_HOST)}
+        return {section: _as_text(value)} if value is not None else {}
+    return {
+        name: _as_text(each) for name, each in value.items() if not name.endswith(_OWN_TO_A_HOST)
+    }
 
 
-def _show(value: Json) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+def _as_text(value: Json) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
+def _show(text: str) -> str:
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 
 
@@ -87,7 +94,7 @@ def judge_facts(case: Case) -> Iterator[Finding]:
             severity="failed" if _breaks(versions) else "warning",
             cause="the hosts have different environments: another virtual environment, image or driver.",
             fix="Install the same on every host, e.g. from one lock file; on the odd host:",
-            line=lambda each: f"pip install {each.name}=={each.usual}",
+            line=_install_line,
         )
     variables = find_differences(case.nodes, "env")
     if variables:
@@ -112,8 +119,19 @@ def _breaks(versions: list[Difference]) -> bool:
     return any(each.name in ("torch", "nccl", "ddpsafe") for each in versions)
 
 
+def _install_line(each: Difference) -> str:
+    if each.name in _NOT_BY_PIP or each.usual == _ABSENT:
+        return f"# {each.name}: {_show(each.usual)}"
+    # A local version, as in 2.13.0+cpu, stands on an index of its own.
+    version, _, local = each.usual.partition("+")
+    index = ["--index-url", f"https://download.pytorch.org/whl/{local}"] if local else []
+    return shlex.join(["pip", "install", f"{each.name}=={version}", *index])
+
+
 def _shell_line(each: Difference) -> str:
-    return f"unset {each.name}" if each.usual == _ABSENT else f"export {each.name}={each.usual}"
+    if each.usual == _ABSENT:
+        return f"unset {each.name}"
+    return f"export {each.name}={shlex.quote(each.usual)}"
 
 
 def _different(
@@ -128,8 +146,10 @@ def _different(
 ) -> Finding:
     told = []
     for each in differences[:_MANY_ODD]:
-        odd = ", ".join(f"{case.name_of(rank)} has {value}" for rank, value in each.odd.items())
-        told.append(f"{each.name} is {each.usual}, {odd}")
+        odd = ", ".join(
+            f"{case.name_of(rank)} has {_show(value)}" for rank, value in each.odd.items()
+        )
+        told.append(f"{each.name} is {_show(each.usual)}, {odd}")
     lines = [line(each) for each in differences[:_MANY_ODD]] if line else []
     ranks = {rank for each in differences for rank in each.odd}
     return Finding(
@@ -161,7 +181,7 @@ def _judge_data(case: Case) -> Iterator[Finding]:
             severity="failed",
             cause="a copy is incomplete or old, or a mount is missing and shows the empty folder below.",
             fix="Compare the folder with a host that has it right; on the odd host:",
-            line=lambda each: f"findmnt -T <path of data_paths[{each.name!r}]>",
+            line=lambda each: f"# {each.name}: findmnt -T its path",
         )
 
 
@@ -193,7 +213,7 @@ def _judge_mtus(case: Case) -> Iterator[Finding]:
         fix=to_copy(
             "Make them equal:",
             *(
-                f"ip link set dev {case.nodes[rank].announced.interface} mtu {usual}"
+                f"ip link set dev {shlex.quote(case.nodes[rank].announced.interface)} mtu {usual}"
                 f"    # on {case.name_of(rank)}"
                 for rank in odd
             ),
@@ -204,7 +224,7 @@ def _judge_mtus(case: Case) -> Iterator[Finding]:
 
 
 def _judge_clocks(case: Case) -> Iterator[Finding]:
-    ahead = {rank: each.clock_ahead_s for rank, each in case.testimonies.items()}
+    ahead = {rank: each.clock_ahead_s for rank, each in case.reports.items()}
     middle = sorted(ahead.values())[len(ahead) // 2] if ahead else 0.0
     odd = {rank: by - middle for rank, by in ahead.items() if abs(by - middle) > _CLOCK_S}
     if odd:
@@ -223,7 +243,7 @@ def _judge_clocks(case: Case) -> Iterator[Finding]:
 def _judge_resolvers(case: Case) -> Iterator[Finding]:
     silent = {
         rank: each.resolver_silent_s
-        for rank, each in case.testimonies.items()
+        for rank, each in case.reports.items()
         if each.resolver_silent_s
     }
     if silent:

@@ -18,6 +18,7 @@ from ddpsafe.doctor._mesh._messages import Contact, Dialled
 
 if TYPE_CHECKING:
     from ddpsafe.doctor._matrix import Verdict
+    from ddpsafe.doctor._mesh._messages import Reason
 
 CONNECT_S: Final = 2.5
 """Covers three attempts of the kernel: at once, after 1 s and after 2 s (3 s before Linux 6.5)."""
@@ -26,12 +27,6 @@ ANSWER_S: Final = 3.0
 """The kernel on the other side accepts at once; its process may wait for a CPU. Should it come
 later still, it says itself that it was dialled."""
 
-NO_ARP: Final = "no answer to ARP"
-"""What is said of an address of the own network behind which nobody is."""
-
-SILENT: Final = "accepted, then silent"
-"""How a verdict begins where the connection opened and nobody answered."""
-
 _BULK_S: Final = 2.5
 _LOOK_S: Final = 0.1
 _LOST_AFTER: Final = 3  # retransmissions in a row without a sign of life: 1.4 s
@@ -39,12 +34,12 @@ SMALLER_MTUS_BYTES: Final = (1500, 1400)
 _HEADERS_BYTES: Final = 52  # IPv4, TCP and its timestamps
 
 
-async def dial(source: int, contact: Contact) -> Dialled:
+async def dial(source: int, contact: Contact, *, secret: str = "") -> Dialled:
     """Open a connection to a node as a rank of this host would, and say what became of it."""
     started_s = time.monotonic()
     if not contact.address or not contact.port:
-        return Dialled(target=contact.node_rank, verdict="no-route", said="it has no address")
-    call = _Call(source=source, contact=contact)
+        return Dialled(contact.node_rank, "no-route", reason="no-address")
+    call = _Call(source=source, contact=contact, secret=secret)
     found = await call.make(mss_bytes=0)
     if found.verdict == "large-lost":
         for mtu_bytes in SMALLER_MTUS_BYTES:
@@ -61,6 +56,7 @@ async def dial(source: int, contact: Contact) -> Dialled:
 class _Call:
     source: int
     contact: Contact
+    secret: str
 
     async def make(self, *, mss_bytes: int) -> Dialled:
         family = socket.AF_INET6 if ":" in self.contact.address else socket.AF_INET
@@ -89,25 +85,26 @@ class _Call:
 
     def _unanswered(self) -> Dialled:
         if is_silent_neighbour(self.contact.address):
-            return self._verdict("no-route", said=NO_ARP)
-        return self._verdict("dropped", said=f"no answer within {CONNECT_S} s")
+            return self._verdict("no-route", reason="no-arp")
+        return self._verdict("dropped")
 
     def _failed(self, exc: OSError) -> Dialled:
-        said = errno.errorcode.get(exc.errno or 0, str(exc))
         refused = exc.errno in (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)
-        return self._verdict("refused" if refused else "no-route", said=said)
+        found = self._verdict("refused" if refused else "no-route")
+        return found._replace(error=errno.errorcode.get(exc.errno or 0, ""))
 
     async def _talk(self, connection: socket.socket) -> Dialled:
         loop = asyncio.get_running_loop()
         challenge = secrets.token_hex(8)
-        greeting = _lines.encode({"from": self.source, "challenge": challenge})
+        greeting = _lines.encode({"source": self.source, "challenge": challenge})
         await loop.sock_sendall(connection, greeting)
         answer = await _read_line(connection, ANSWER_S)
         if answer is None:
-            return self._verdict("wrong-peer", said=f"{SILENT} for {ANSWER_S} s")
-        if answer != _lines.encode({"answer": _lines.answer_to(challenge, self.contact.token)}):
-            said = "closed the connection" if not answer else f"answered {answer[:40]!r}"
-            return self._verdict("wrong-peer", said=said)
+            return self._verdict("wrong-peer", reason="silent")
+        proof = _lines.prove(challenge, self.secret + self.contact.token)
+        if answer != _lines.encode({"answer": proof}):
+            # What it is stays unsaid: a node must not read to others what a port of a third says.
+            return self._verdict("wrong-peer", reason="other-answer" if answer else "hung-up")
         state = find_tcp_state(connection)
         latency_s = state.round_trip_s if state is not None else None
         started_s = time.monotonic()
@@ -122,14 +119,14 @@ class _Call:
         state = find_tcp_state(connection)
         if state is None:
             return self._verdict("large-lost")
-        said = (
-            f"{state.retransmits} retransmissions, segments of {state.segment_bytes} bytes, "
-            f"path MTU {state.path_mtu_bytes} bytes"
+        return self._verdict("large-lost")._replace(
+            retransmits=state.retransmits,
+            segment_bytes=state.segment_bytes,
+            path_mtu_bytes=state.path_mtu_bytes,
         )
-        return self._verdict("large-lost", said=said)._replace(segment_bytes=state.segment_bytes)
 
-    def _verdict(self, verdict: Verdict, *, said: str = "") -> Dialled:
-        return Dialled(target=self.contact.node_rank, verdict=verdict, said=said)
+    def _verdict(self, verdict: Verdict, *, reason: Reason = "") -> Dialled:
+        return Dialled(self.contact.node_rank, verdict, reason=reason)
 
 
 async def _read_line(connection: socket.socket, limit_s: float) -> bytes | None:

@@ -7,16 +7,21 @@ import errno
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+from pydantic import Field
 
 from ddpsafe._clock import Deadline
 from ddpsafe._interfaces import is_loopback
 from ddpsafe.doctor._mesh import _lines
 from ddpsafe.doctor._mesh._board import bounded
 from ddpsafe.doctor._mesh._guest import Guest
+from ddpsafe.doctor._mesh._messages import Answer, Rate, Text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
+
+    from ddpsafe.doctor._mesh._messages import Greeting
 
 Trouble = Literal[
     "dropped",
@@ -29,6 +34,7 @@ Trouble = Literal[
     "other-job",
     "doubled",
     "late",
+    "secret",
 ]
 
 _CONNECT_S: Final = 2.5
@@ -39,7 +45,7 @@ _SHORTEST_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 1.0
 # On a host whose file says 127.0.1.1 nobody will ever listen; two nodes on one host need a moment.
 _LOOPBACK_PATIENCE: Final = timedelta(seconds=2)
-_FINAL: Final = ("other-job", "doubled", "late")
+_FINAL: Final = ("other-job", "doubled", "late", "secret")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +61,10 @@ class Obstacle:
     """
 
     trouble: Trouble
-    said: str
-    addresses: tuple[str, ...] = ()
-    waited_s: float = 0.0
-    holder: str = ""
+    said: Text
+    addresses: Annotated[tuple[Text, ...], Field(max_length=64)] = ()
+    waited_s: Rate = 0.0
+    holder: Text = ""
 
 
 class _Unreached(Exception):  # noqa: N818 - caught where it is thrown from; no error of the product
@@ -71,8 +77,9 @@ class _Unreached(Exception):  # noqa: N818 - caught where it is thrown from; no 
 async def reach_hub(
     host: str,
     port: int,
-    greeting: _lines.Greeting,
+    greeting: Greeting,
     *,
+    secret: str = "",
     deadline: Deadline,
     on_trouble: Callable[[Obstacle], None],
 ) -> Guest | Obstacle:
@@ -82,6 +89,7 @@ async def reach_hub(
         host: Of the endpoint.
         port: Of the endpoint.
         greeting: How to introduce it.
+        secret: What all nodes know; empty where there is none.
         deadline: When to give up.
         on_trouble: Told what is in the way so far.
 
@@ -94,8 +102,11 @@ async def reach_hub(
         addresses: tuple[str, ...] = ()
         try:
             addresses = await resolve(host, port, deadline=deadline)
-            reader, writer, answer = await greet(addresses, port, greeting, deadline=deadline)
-            return Guest(reader, writer, hub_hostname=str(answer.get("hostname")))
+            link, answer = await greet(addresses, port, greeting, secret=secret, deadline=deadline)
+            if answer.refusal:
+                link.close()
+                raise _refusal(answer)
+            return Guest(link, hub_hostname=answer.hostname)
         except _Unreached as exc:
             trouble = exc.trouble
             leads_here = bool(addresses) and all(map(is_loopback, addresses))
@@ -142,20 +153,24 @@ async def resolve(host: str, port: int, *, deadline: Deadline) -> tuple[str, ...
 
 
 async def greet(
-    addresses: tuple[str, ...], port: int, greeting: _lines.Greeting, *, deadline: Deadline
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, dict[str, object]]:
+    addresses: tuple[str, ...],
+    port: int,
+    greeting: Greeting,
+    *,
+    secret: str,
+    deadline: Deadline,
+) -> tuple[_lines.Link, Answer]:
     """Introduce this node at the first address that lets it in.
 
     Raises:
-        _Unreached: None does, or who answers is no doctor of this job.
+        _Unreached: None does, or who answers is no doctor.
     """
-    reader, writer = await _connect_to_one(addresses, port, deadline)
+    link = _lines.Link(*await _connect_to_one(addresses, port, deadline), secret)
     try:
-        answer = await _introduce(reader, writer, greeting, deadline)
+        return link, await _introduce(link, greeting, deadline)
     except BaseException:
-        writer.close()
+        link.close()
         raise
-    return reader, writer, answer
 
 
 async def _connect_to_one(
@@ -182,7 +197,7 @@ async def _connect(
     loop = asyncio.get_running_loop()
     try:
         await asyncio.wait_for(loop.sock_connect(connection, (address, port)), limit_s)
-        return await asyncio.open_connection(sock=connection, limit=_lines.LONGEST_FROM_HUB_BYTES)
+        return await asyncio.open_connection(sock=connection)
     except (asyncio.TimeoutError, TimeoutError) as exc:
         connection.close()
         raise _Unreached("dropped", f"no answer within {limit_s:.1f} s") from exc
@@ -193,52 +208,43 @@ async def _connect(
         raise _Unreached("refused" if refused else "no-route", said) from exc
 
 
-async def _introduce(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    greeting: _lines.Greeting,
-    deadline: Deadline,
-) -> dict[str, object]:
+async def _introduce(link: _lines.Link, greeting: Greeting, deadline: Deadline) -> Answer:
     limit_s = _limit_s(_ANSWER_S, deadline)
     try:
-        writer.write(_lines.encode(greeting.to_json()))
-        answer = await asyncio.wait_for(_lines.read(reader), limit_s)
+        link.send_greeting(greeting)
+        receiving = link.receive_greeting(Answer, context=greeting.challenge)
+        answer = await asyncio.wait_for(receiving, limit_s)
     except (asyncio.TimeoutError, TimeoutError) as exc:
         raise _Unreached("stranger", f"it said nothing for {limit_s:.1f} s") from exc
+    except _lines.ForgedError as exc:
+        raise _Unreached("secret", str(exc)) from exc
     except (OSError, _lines.StrangerError) as exc:
         raise _Unreached("stranger", str(exc)) from exc
-    if answer is None or answer.get("answer") != _lines.answer_to(
-        greeting.challenge, _lines.NO_SECRET
-    ):
-        said = "it closed the connection" if answer is None else "it does not know the answer"
-        raise _Unreached("stranger", said)
-    rejected = answer.get("rejected")
-    if rejected is not None and greeting.node_rank != 0:
-        raise _rejection(answer, str(rejected))
-    return dict(answer)
+    link.begin_session(greeting.challenge + answer.session, is_node=True)
+    return answer
 
 
-def _rejection(answer: Mapping[str, object], reason: str) -> _Unreached:
-    host = str(answer.get("hostname"))
-    if reason == "doubled":
-        return _Unreached("doubled", reason, holder=str(answer.get("holder")))
-    if reason == "late":
-        return _Unreached("late", reason, holder=host)
-    said = f"nnodes={answer.get('nnodes')}, job {str(answer.get('job')) or 'without a name'!s}"
-    return _Unreached("other-job", said, holder=host)
+def _refusal(answer: Answer) -> _Unreached:
+    if answer.refusal == "doubled":
+        holder = f"{answer.holder} (pid {answer.holder_pid})"
+        return _Unreached("doubled", answer.refusal, holder=holder)
+    if answer.refusal == "late":
+        return _Unreached("late", answer.refusal, holder=answer.hostname)
+    said = f"nnodes={answer.nnodes}, job {answer.job or 'without a name'}"
+    return _Unreached("other-job", said, holder=answer.hostname)
 
 
 async def find_hub_answer(
-    host: str, port: int, greeting: _lines.Greeting, *, deadline: Deadline
-) -> dict[str, object] | Obstacle:
+    host: str, port: int, greeting: Greeting, *, secret: str, deadline: Deadline
+) -> Answer | Obstacle:
     """Look, as node rank 0, who answers at the endpoint."""
     addresses: tuple[str, ...] = ()
     try:
         addresses = await resolve(host, port, deadline=deadline)
-        _, writer, answer = await greet(addresses, port, greeting, deadline=deadline)
+        link, answer = await greet(addresses, port, greeting, secret=secret, deadline=deadline)
     except _Unreached as exc:
         return Obstacle(trouble=exc.trouble, said=exc.said, addresses=addresses, holder=exc.holder)
-    writer.close()
+    link.close()
     return answer
 
 

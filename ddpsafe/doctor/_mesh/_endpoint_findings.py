@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import socket
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe.doctor import _mesh_codes as _codes
 from ddpsafe.doctor._finding import Finding, to_copy
-from ddpsafe.doctor._mesh._roll_findings import late
+from ddpsafe.doctor._mesh._roll_findings import late, no_secret
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,6 +23,8 @@ def judge_obstacle(
     here = f"{socket.gethostname()} (node rank {node_rank} of {nnodes})"
     if obstacle.trouble == "late":
         return late(f"{here} came to {host}:{port}", waited="the others had stopped waiting")
+    if obstacle.trouble == "secret":
+        return no_secret(f"{here} came to {host}:{port}", hosts=(socket.gethostname(), host))
     code, word = _WORDS[obstacle.trouble]
     what, cause, fix = word(obstacle, host, port)
     waited = f" ({obstacle.waited_s:.1f} s)" if obstacle.waited_s else ""
@@ -88,13 +91,13 @@ def _no_route(obstacle: Obstacle, host: str, port: int) -> _Words:
         'no route leads there, the host is off, or a firewall answers "prohibited".',
         to_copy(
             "Compare, and name an address of node rank 0 in a network of this host:",
-            f"ip route get {first}",
+            shlex.join(["ip", "route", "get", first]),
             f"ip -br address    # on {host}",
         ),
     )
 
 
-def _unresolved(obstacle: Obstacle, host: str, port: int) -> _Words:
+def _unresolved(obstacle: Obstacle, host: str, _port: int) -> _Words:
     silent = obstacle.trouble == "silent-resolver"
     return (
         f"cannot resolve {host}: {obstacle.said}",
@@ -102,9 +105,8 @@ def _unresolved(obstacle: Obstacle, host: str, port: int) -> _Words:
         if silent
         else "neither /etc/hosts nor DNS of this host knows the name.",
         to_copy(
-            "Write the address of node rank 0 in place of its name, or add a line to /etc/hosts:",
-            f"getent hosts {host}",
-            f"--rdzv-endpoint <address of {host}>:{port}",
+            "Name the address of node rank 0 in --rdzv-endpoint, or add a line to /etc/hosts; look up:",
+            shlex.join(["getent", "hosts", host]),
         ),
     )
 
@@ -115,9 +117,8 @@ def _loopback(obstacle: Obstacle, host: str, port: int) -> _Words:
         f"is led to itself by {host}:{port} ({addresses})",
         f"the /etc/hosts of this host gives {host} a loopback address.",
         to_copy(
-            "Correct that line, or write the address in place of the name:",
-            f"getent hosts {host}",
-            f"--rdzv-endpoint <address of {host}>:{port}",
+            "Correct that line, or name the address in --rdzv-endpoint; look up:",
+            shlex.join(["getent", "hosts", host]),
         ),
     )
 

@@ -12,14 +12,12 @@ import psutil
 from ddpsafe._clock import Deadline
 from ddpsafe.doctor._mesh._endpoint import Obstacle, find_hub_answer
 from ddpsafe.doctor._mesh._hub import Hub
-from ddpsafe.doctor._mesh._roll_findings import leads_elsewhere, other_hub
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ddpsafe.doctor._finding import Finding
-    from ddpsafe.doctor._mesh._hub import Rejected
     from ddpsafe.doctor._mesh._job import Job
+    from ddpsafe.doctor._mesh._messages import Answer, Rejected
 
 _LOOK: Final = timedelta(seconds=4)
 _PAUSE_S: Final = 0.5
@@ -36,8 +34,8 @@ class Entrance:
         """Keep it shut."""
         self._job = job
         self._greeting = job.greeting()
-        self.hub = Hub(self._greeting)
-        self._leads_to: dict[str, object] | Obstacle | None = None
+        self.hub = Hub(self._greeting, secret=job.secret)
+        self._leads_to: Answer | Obstacle | None = None
         self._looking: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -57,20 +55,14 @@ class Entrance:
         """Let nobody in from now on."""
         self.hub.close_roll()
 
-    def judge(self, *, complete: bool) -> list[Finding]:
-        """Say where the endpoint leads, if not here.
-
-        Args:
-            complete: Whether all nodes came, wherever it leads.
-        """
+    def leads_to(self) -> tuple[Obstacle | None, str]:
+        """Return where the endpoint leads if not here: what is there, or which other node rank 0."""
         found = self._leads_to
         if found is None:  # a name server that does not answer; DS-MESH-046 says so
-            return []
+            return None, ""
         if isinstance(found, Obstacle):
-            return [leads_elsewhere(self._job.host, self._job.port, found, complete=complete)]
-        if found.get("nonce") != self.hub.nonce:
-            return [other_hub(self._job.host, self._job.port, str(found.get("hostname")))]
-        return []
+            return found, ""
+        return None, found.hostname if found.nonce != self.hub.nonce else ""
 
     async def _look(self) -> None:
         """Look until somebody answers: the host that the endpoint names may be late."""
@@ -78,7 +70,7 @@ class Entrance:
         while True:
             deadline = Deadline.after(_LOOK)
             self._leads_to = await find_hub_answer(
-                job.host, job.port, self._greeting, deadline=deadline
+                job.host, job.port, self._greeting, secret=job.secret, deadline=deadline
             )
             if not isinstance(self._leads_to, Obstacle):
                 return

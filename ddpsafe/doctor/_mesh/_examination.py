@@ -68,6 +68,7 @@ async def _visit(job: Job) -> Found:
         job.host,
         job.port,
         job.greeting(),
+        secret=job.secret,
         deadline=Deadline.after(job.timeout),
         on_trouble=lambda found: job.say(describe_trouble(found, host=job.host, port=job.port)),
     )

@@ -5,36 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe.doctor._mesh import _lines
+from ddpsafe.doctor._mesh._messages import Answer, Greeting, Rejected
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from ddpsafe.doctor._mesh._board import Json
+    from ddpsafe.doctor._mesh._messages import Refusal
 
 _BACKLOG: Final = 1024
-_FROM_NODES: Final = ("hello", "mesh", "reduced")
+_FROM_NODES: Final = ("hello", "mesh", "imported", "reduced")
 _STRANGERS: Final = 256
+_STRANGERS_OF_ONE_ADDRESS: Final = 32
+_MOST_REJECTED: Final = 256
 _GREETING_S: Final = 5.0
 _FAREWELL_S: Final = 2.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rejected:
-    """A node that came and was sent away.
-
-    Attributes:
-        reason: ``"doubled"``, ``"other-job"`` or ``"late"``.
-        greeting: What it said.
-        holder: Who has its place, where that is the reason.
-    """
-
-    reason: str
-    greeting: _lines.Greeting
-    holder: str = ""
 
 
 class Hub:
@@ -42,19 +30,23 @@ class Hub:
 
     Args:
         own: How node rank 0 would introduce itself.
+        secret: What all nodes know; empty where there is none.
     """
 
-    def __init__(self, own: _lines.Greeting) -> None:
+    def __init__(self, own: Greeting, *, secret: str = "") -> None:
         """Start with nothing said."""
-        self.nonce = _lines.make_secret()
+        self.nonce = _lines.make_nonce()
         self.rejected: list[Rejected] = []
-        self._own = own
+        self._own, self._secret = own, secret
         self._is_open = True
         self._said: dict[str, Json] = {}
         self._heard: dict[str, dict[int, Json]] = {}
-        self._nodes: dict[int, tuple[_lines.Greeting, asyncio.StreamWriter]] = {}
+        self._nodes: dict[int, tuple[Greeting, _lines.Link]] = {}
         self._came = {0}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._visitors = _lines.Visitors(
+            most=own.nnodes + _STRANGERS, per_address=own.nnodes + _STRANGERS_OF_ONE_ADDRESS
+        )
         self._server: asyncio.Server | None = None
 
     async def open(self, port: int) -> None:
@@ -63,16 +55,16 @@ class Hub:
         Raises:
             OSError: The port cannot be had.
         """
+        # So much is kept of what a stranger sends; more is read when it has said who it is.
         self._server = await asyncio.start_server(
-            self._receive, sock=_listen(port), limit=_lines.LONGEST_FROM_NODE_BYTES
+            self._receive, sock=_listen(port), limit=_lines.LONGEST_GREETING_BYTES
         )
 
     async def put(self, topic: str, value: Json) -> None:
         """Say something to every node."""
         self._said[topic] = value
-        line = _lines.encode({"topic": topic, "value": value})
-        for _, writer in self._nodes.values():
-            writer.write(line)
+        for _, link in self._nodes.values():
+            link.send({"topic": topic, "value": value})
         self._heard.setdefault(topic, {})[0] = value
 
     async def get(self, topic: str) -> Mapping[int, Json]:
@@ -100,72 +92,87 @@ class Hub:
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - asyncio runs every connection as a task
         self._tasks.add(task)
+        link = _lines.Link(reader, writer, self._secret)
+        self._visitors.admit(task, link.peer)
         try:
-            # A crowd of strangers must not eat the descriptors of this process.
-            if len(self._tasks) < self._own.nnodes + _STRANGERS:
-                await self._converse(reader, writer)
+            _lines.notice_loss(writer.get_extra_info("socket"))
+            await self._converse(link)
         except (OSError, _lines.StrangerError, asyncio.TimeoutError):
             pass
-        except asyncio.CancelledError:  # by close(); Python before 3.12 would report it
+        except asyncio.CancelledError:  # by close() or to make room; Python < 3.12 would report it
             pass
         finally:
             self._tasks.discard(task)
-            writer.close()
+            self._visitors.forget(task)
+            link.close()
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        _lines.notice_loss(writer.get_extra_info("socket"))
-        message = await asyncio.wait_for(_lines.read(reader), _GREETING_S)
-        greeting = _lines.Greeting.from_json(message or {})
-        rejected = self._judge(greeting)
-        writer.write(_lines.encode(self._reply(greeting, rejected)))
-        if rejected is not None:
-            # Node rank 0 looks whether the endpoint leads to itself; another one may come as well.
-            if (greeting.hostname, greeting.pid) != (self._own.hostname, self._own.pid):
-                self.rejected.append(rejected)
+    async def _converse(self, link: _lines.Link) -> None:
+        try:
+            greeting = await asyncio.wait_for(link.receive_greeting(Greeting), _GREETING_S)
+        except _lines.ForgedError as exc:
+            if isinstance(exc.message, Greeting):  # it cannot verify this, and says so
+                stranger = Rejected(reason="secret", greeting=exc.message)
+                link.send_greeting(self._answer(stranger), context=exc.message.challenge)
+                self._remember(stranger)
             return
+        if greeting.version != _lines.VERSION:
+            return
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - as above
+        self._visitors.forget(task)
+        rejected = self._judge(greeting)
+        answer = self._answer(rejected)
+        link.send_greeting(answer, context=greeting.challenge)
+        if rejected is not None:
+            self._remember(rejected)
+            return
+        link.begin_session(greeting.challenge + answer.session, is_node=False)
         node = greeting.node_rank
         for sayings in self._heard.values():
             sayings.pop(node, None)  # of a doctor there that was ended and started again
-        self._nodes[node] = (greeting, writer)
+        self._nodes[node] = (greeting, link)
         self._came.add(node)
         try:
             for topic, value in self._said.items():
-                writer.write(_lines.encode({"topic": topic, "value": value}))
-            await self._listen_to(node, reader)
+                link.send({"topic": topic, "value": value})
+            await self._listen_to(node, link)
         finally:
             del self._nodes[node]
 
-    async def _listen_to(self, node: int, reader: asyncio.StreamReader) -> None:
-        while (message := await _lines.read(reader)) is not None:
+    def _remember(self, rejected: Rejected) -> None:
+        # Node rank 0 looks whether the endpoint leads to itself; another one may come as well.
+        if rejected.greeting != self._own and len(self.rejected) < _MOST_REJECTED:
+            self.rejected.append(rejected)
+
+    async def _listen_to(self, node: int, link: _lines.Link) -> None:
+        while (message := await link.receive(_lines.LONGEST_FROM_NODE_BYTES)) is not None:
             topic = message.get("topic")
             if topic in _FROM_NODES:  # what a stranger calls a topic must not fill the memory
                 self._heard.setdefault(str(topic), {})[node] = message.get("value")
 
-    def _judge(self, greeting: _lines.Greeting) -> Rejected | None:
-        own = self._own
-        if (greeting.nnodes, greeting.job) != (own.nnodes, own.job):
+    def _judge(self, greeting: Greeting) -> Rejected | None:
+        own, rank = self._own, greeting.node_rank
+        if (greeting.nnodes, greeting.job) != (own.nnodes, own.job) or not 0 <= rank < own.nnodes:
             return Rejected(reason="other-job", greeting=greeting)
-        if not 0 <= greeting.node_rank < own.nnodes:
-            return Rejected(reason="other-job", greeting=greeting)
-        if greeting.node_rank == 0:
-            holder = f"{own.hostname} (pid {own.pid})"
-            return Rejected(reason="doubled", greeting=greeting, holder=holder)
-        if greeting.node_rank in self._nodes:
-            known, _ = self._nodes[greeting.node_rank]
-            holder = f"{known.hostname} (pid {known.pid})"
-            return Rejected(reason="doubled", greeting=greeting, holder=holder)
+        holder = own if rank == 0 else self._nodes[rank][0] if rank in self._nodes else None
+        if holder is not None:
+            return Rejected(
+                reason="doubled", greeting=greeting, holder=holder.hostname, holder_pid=holder.pid
+            )
         return None if self._is_open else Rejected(reason="late", greeting=greeting)
 
-    def _reply(self, greeting: _lines.Greeting, rejected: Rejected | None) -> dict[str, Json]:
-        return {
-            "answer": _lines.answer_to(greeting.challenge, _lines.NO_SECRET),
-            "nonce": self.nonce,
-            "hostname": self._own.hostname,
-            "nnodes": self._own.nnodes,
-            "job": self._own.job,
-            "rejected": rejected.reason if rejected else None,
-            "holder": rejected.holder if rejected else "",
-        }
+    def _answer(self, rejected: Rejected | None) -> Answer:
+        refusal: Refusal = rejected.reason if rejected is not None else ""
+        return Answer(
+            nonce=self.nonce,
+            session=_lines.make_nonce(),
+            hostname=self._own.hostname,
+            nnodes=self._own.nnodes,
+            job=self._own.job,
+            refusal=refusal,
+            holder=rejected.holder if rejected is not None else "",
+            holder_pid=rejected.holder_pid if rejected is not None else 0,
+        )
 
 
 def _listen(port: int) -> socket.socket:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._interfaces import LIBRARY_VARIABLES
+from ddpsafe.doctor._finding import printable
 from ddpsafe.doctor._matrix import Matrix
-from ddpsafe.doctor._mesh._lines import Greeting
+from ddpsafe.doctor._mesh import _lines
+from ddpsafe.doctor._mesh._messages import Greeting, as_hostname
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -37,6 +39,7 @@ class Job:
         say: Takes a line now and then on what is being waited for.
         collective: Whether an all-reduce closes the examination.
         at_store: Whether ranks of the job meet at its store, and not doctors at the endpoint.
+        secret: What all nodes know and nobody else; empty where there is none.
     """
 
     nnodes: int
@@ -50,15 +53,18 @@ class Job:
     say: Callable[[str], None]
     collective: Literal["run", "skip"]
     at_store: bool = False
+    secret: str = ""
 
     def greeting(self) -> Greeting:
         """Return how this node introduces itself."""
+        job = " ".join(f"{name}={os.environ[name]}" for name in _NAMES if os.environ.get(name))
         return Greeting(
+            version=_lines.VERSION,
             nnodes=self.nnodes,
             node_rank=self.node_rank,
-            hostname=socket.gethostname(),
+            hostname=as_hostname(socket.gethostname()),
             pid=os.getpid(),
-            job=" ".join(f"{name}={os.environ[name]}" for name in _NAMES if os.environ.get(name)),
+            job=printable(job)[:500],
             challenge=secrets.token_hex(8),
         )
 

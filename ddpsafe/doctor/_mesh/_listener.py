@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
+from dataclasses import dataclass
 from typing import Final
 
 from ddpsafe.doctor._mesh import _lines
+from ddpsafe.doctor._mesh._messages import Hex, Rank, read
 
 BULK_BYTES: Final = 64 << 10
 """What each dialler sends: more than any packet, less than any buffer."""
 
 _LONGEST_LINE_BYTES: Final = 512
 _CONVERSATION_S: Final = 15.0
+_STRANGERS: Final = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What who dials says first.
+
+    Attributes:
+        source: Its node rank.
+        challenge: What only the node that was dialled can answer.
+    """
+
+    source: Rank
+    challenge: Hex
 
 
 class Listener:
@@ -21,14 +38,18 @@ class Listener:
 
     Args:
         token: What proves that it is this node.
-        capacity: How many connections it serves at a time.
+        secret: What all nodes know; empty where there is none.
+        nnodes: How many nodes there are.
     """
 
-    def __init__(self, *, token: str, capacity: int) -> None:
+    def __init__(self, *, token: str, secret: str, nnodes: int) -> None:
         """Start with nobody heard."""
         self.received_bytes: dict[int, int] = {}
-        self._token = token
-        self._capacity = capacity
+        self._token, self._secret = token, secret
+        self._expected = range(nnodes)
+        self._visitors = _lines.Visitors(
+            most=nnodes * 2 + _STRANGERS, per_address=nnodes * 2 + _STRANGERS
+        )
         self._conversations: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -56,30 +77,37 @@ class Listener:
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - asyncio runs every connection as a task
         self._conversations.add(task)
+        self._visitors.admit(task, str((writer.get_extra_info("peername") or ("",))[0]))
         try:
-            if len(self._conversations) <= self._capacity:
-                await asyncio.wait_for(self._converse(reader, writer), _CONVERSATION_S)
-        except (OSError, _lines.StrangerError, asyncio.TimeoutError, asyncio.IncompleteReadError):
+            await asyncio.wait_for(self._converse(reader, writer), _CONVERSATION_S)
+        except (OSError, ValueError, asyncio.TimeoutError, asyncio.IncompleteReadError):
             pass
-        except asyncio.CancelledError:  # by close(); Python before 3.12 would report it
+        except asyncio.CancelledError:  # by close() or to make room; Python < 3.12 would report it
             pass
         finally:
             self._conversations.discard(task)
+            self._visitors.forget(task)
             writer.close()
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        message = await _lines.read(reader)
-        if message is None:
+        # A line without end is a ValueError, what is no call is one too.
+        call = read(Call, json.loads(await reader.readline() or "null"))
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - as above
+        self._visitors.forget(task)
+        if call.source not in self._expected:
             return
-        source, challenge = int(str(message.get("from"))), str(message.get("challenge"))
-        self.received_bytes[source] = 0
-        writer.write(_lines.encode({"answer": _lines.answer_to(challenge, self._token)}))
-        while self.received_bytes[source] < BULK_BYTES:
+        self.received_bytes.setdefault(call.source, 0)
+        proof = _lines.prove(call.challenge, self._secret + self._token)
+        writer.write(_lines.encode({"answer": proof}))
+        received = 0
+        while received < BULK_BYTES:
             chunk = await reader.read(BULK_BYTES)
             if not chunk:
                 return
-            self.received_bytes[source] += len(chunk)
-        writer.write(_lines.encode({"bytes": self.received_bytes[source]}))
+            received += len(chunk)
+            self.received_bytes[call.source] = max(received, self.received_bytes[call.source])
+        writer.write(_lines.encode({"bytes": received}))
         with contextlib.suppress(OSError):
             await writer.drain()
         await reader.read(1)  # the dialler closes first, so that its port does the waiting

@@ -5,39 +5,44 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import logging
 import socket
 import time
+from dataclasses import fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import Deadline
-from ddpsafe._interfaces import list_interfaces
+from ddpsafe._interfaces import is_loopback, list_interfaces
 from ddpsafe.doctor._mesh._advice import find_gates
 from ddpsafe.doctor._mesh._announce import announce
 from ddpsafe.doctor._mesh._board import bounded
+from ddpsafe.doctor._mesh._case import make_plan
 from ddpsafe.doctor._mesh._dial import dial
 from ddpsafe.doctor._mesh._host import find_port_range, machine_id
-from ddpsafe.doctor._mesh._lines import make_secret
+from ddpsafe.doctor._mesh._lines import make_nonce
 from ddpsafe.doctor._mesh._listener import Listener
-from ddpsafe.doctor._mesh._messages import Contact, Dialled, Node, Roster, Testimony
-from ddpsafe.doctor._mesh._plan import plan_targets
+from ddpsafe.doctor._mesh._messages import (
+    Contact,
+    Dialled,
+    Facts,
+    Node,
+    NodeReport,
+    Roster,
+    as_hostname,
+    read,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ddpsafe.doctor._mesh._board import Json
     from ddpsafe.doctor._mesh._job import Job
+
+logger = logging.getLogger(__name__)
 
 _AT_A_TIME: Final = 256
 _RESOLVER: Final = timedelta(seconds=2)
-_SPARE: Final = 64
-
-
-def make_plan(roster: Roster) -> dict[int, list[int]]:
-    """Return whom each node that came dials, the same on every node."""
-    networks = {contact.node_rank: contact.network for contact in roster.contacts}
-    by_rank = [networks.get(rank, "") for rank in range(roster.nnodes)]
-    plan = plan_targets(by_rank, seed=roster.seed)
-    return {rank: plan[rank] for rank in networks}
 
 
 class Member:
@@ -51,8 +56,9 @@ class Member:
     def __init__(self, job: Job, env: Mapping[str, str]) -> None:
         """Listen nowhere yet."""
         self._job, self._env = job, env
-        self._token = make_secret()
-        self._listener = Listener(token=self._token, capacity=job.nnodes * 2 + _SPARE)
+        self._token = make_nonce()
+        self._listener = Listener(token=self._token, secret=job.secret, nnodes=job.nnodes)
+        self._machine = machine_id()
 
     async def introduce(self, towards: Sequence[str]) -> Node:
         """Start to listen where the ranks would; describe this node.
@@ -72,8 +78,8 @@ class Member:
         mtus = [each.mtu_bytes for each in interfaces if each.name == announced.interface]
         return Node(
             node_rank=job.node_rank,
-            hostname=socket.gethostname(),
-            machine=machine_id(),
+            hostname=as_hostname(socket.gethostname()),
+            machine=self._machine,
             announced=announced,
             port=port,
             token=self._token,
@@ -85,10 +91,10 @@ class Member:
             },
             port_range=find_port_range(),
             has_torch=importlib.util.find_spec("torch") is not None,
-            facts=dict(job.facts),
+            facts=_as_facts(job.facts),
         )
 
-    async def testify(self, roster: Roster) -> Testimony:
+    async def probe(self, roster: Roster) -> NodeReport:
         """Dial those whom the plan names; return what became of it."""
         clock_ahead_s = time.time() - roster.clock_s
         contacts = {contact.node_rank: contact for contact in roster.contacts}
@@ -96,17 +102,23 @@ class Member:
         slots = asyncio.Semaphore(_AT_A_TIME)
 
         async def dial_one(contact: Contact) -> Dialled:
+            if not self._may_dial(contact):
+                return Dialled(contact.node_rank, "no-route", reason="no-address")
             async with slots:
-                return await dial(self._job.node_rank, contact)
+                try:
+                    return await dial(self._job.node_rank, contact, secret=self._job.secret)
+                except Exception:  # a direction that fails otherwise must not end the others
+                    logger.exception("dialling %s", contact.address)
+                    return Dialled(contact.node_rank, "no-route")
 
-        plan = make_plan(roster)
+        plan = make_plan(roster.contacts, nnodes=roster.nnodes, seed=roster.seed)
         targets = [contacts[rank] for rank in plan[self._job.node_rank] if rank in contacts]
         dialled = tuple(await asyncio.gather(*map(dial_one, targets)))
         # Asked only where somebody failed: it costs a process, and says where to open the firewall.
         due = {rank for rank, others in plan.items() if self._job.node_rank in others}
         heard = self._listener.received_bytes
         came = {rank for rank, count in heard.items() if count}
-        return Testimony(
+        return NodeReport(
             dialled=dialled,
             heard=tuple(sorted(heard)),
             gates=tuple(await asyncio.to_thread(find_gates)) if due - came else (),
@@ -114,9 +126,33 @@ class Member:
             resolver_silent_s=await looking_up,
         )
 
+    def _may_dial(self, contact: Contact) -> bool:
+        """Tell whether an address is one that a node at another place may have.
+
+        A service that listens on loopback trusts this host, and may not be dialled for others.
+        """
+        if not contact.address or contact.node_rank == self._job.node_rank:
+            return False
+        return not is_loopback(contact.address) or contact.machine == self._machine
+
     async def close(self) -> None:
         """Stop listening."""
         await self._listener.close()
+
+
+def _as_facts(fingerprint: Mapping[str, Json]) -> Facts:
+    """Return the sections of a fingerprint that nodes compare; what others would refuse is left out."""
+    sections: dict[str, object] = {}
+    for section in fields(Facts):
+        value = fingerprint.get(section.name)
+        if value is not None:
+            try:
+                read(Facts, {section.name: value})
+            except ValueError:
+                logger.warning("The %s of this host are not compared.", section.name)
+            else:
+                sections[section.name] = value
+    return read(Facts, sections)
 
 
 async def _wait_for_resolver(address: str) -> float:

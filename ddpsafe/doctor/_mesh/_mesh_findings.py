@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 import statistics
 from typing import TYPE_CHECKING, Final
 
@@ -10,7 +11,6 @@ from ddpsafe.doctor import _mesh_codes as _codes
 from ddpsafe.doctor._finding import Finding, to_copy
 from ddpsafe.doctor._mesh._advice import opening_rules
 from ddpsafe.doctor._mesh._case import as_details, is_closed
-from ddpsafe.doctor._mesh._dial import NO_ARP
 from ddpsafe.doctor._mesh._grouping import group_ways
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _closed(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
 
 def _lacks_a_way(found: Mapping[Way, Dialled]) -> bool:
     """Tell whether packets do not even get to where a firewall could answer."""
-    return any(each.said in (NO_ARP, "ENETUNREACH") for each in found.values())
+    return any(each.reason == "no-arp" or each.error == "ENETUNREACH" for each in found.values())
 
 
 def _where(case: Case, group: Group, doing: str) -> str:
@@ -107,13 +107,12 @@ def _several(case: Case, nodes: tuple[int, ...]) -> str:
 
 def _closed_cause(case: Case, group: Group, found: Mapping[Way, Dialled]) -> str:
     verdicts = {each.verdict for each in found.values()}
-    said = {each.said for each in found.values()}
-    if NO_ARP in said:
+    if any(each.reason == "no-arp" for each in found.values()):
         return (
             "the host does not even answer on its own wire: a cable, a switch port or a VLAN. "
             "No firewall does that."
         )
-    if "ENETUNREACH" in said:
+    if any(each.error == "ENETUNREACH" for each in found.values()):
         return "the dialling host has no route to that network."
     if verdicts == {"no-route"} and all(each.took_s < _FAST_S for each in found.values()):
         return (
@@ -141,7 +140,7 @@ def _opening(case: Case, group: Group, listeners: list[int]) -> str:
     lines = []
     for listener in listeners:
         sources = [case.nodes[source] for source, target in group.ways if target == listener]
-        gates = case.testimonies[listener].gates
+        gates = case.reports[listener].gates
         rules = opening_rules(case.nodes[listener], sources, gates)
         lines += [f"{rule}    # on {case.name_of(listener)}" for rule in rules]
     what = "Let the hosts of the job in, as root, and run the doctor again:"
@@ -200,7 +199,7 @@ def _large_lost(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Findi
         fix=to_copy(
             "Make the packets smaller on both ends, or repair the switch or tunnel between:",
             *(
-                f"ip link set dev {case.nodes[node].announced.interface} mtu {smaller}"
+                f"ip link set dev {shlex.quote(case.nodes[node].announced.interface)} mtu {smaller}"
                 f"    # on {case.name_of(node)}"
                 for node in involved[: 2 * _MOST_NAMED]
             ),
@@ -229,6 +228,6 @@ def _all_open(case: Case, tried: Mapping[Way, Dialled]) -> Finding:
     return Finding(
         code=_codes.ALL_OPEN,
         severity="ok",
-        fact=f"All {len(tried)} directions between {len(case.testimonies)} hosts are open{numbers}.",
+        fact=f"All {len(tried)} directions between {len(case.reports)} hosts are open{numbers}.",
         details=details,
     )

@@ -1,42 +1,197 @@
-"""What nodes tell each other, as it is judged when it comes in: never more than plain data."""
+"""What nodes tell each other: each field is checked on arrival, and all of it is data, not text.
+
+Every node renders what it prints from this data itself. A node that is wrong, or hostile, can lie
+about addresses and numbers; it cannot put a command, a control character or a page of its own into
+what another node prints.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import ipaddress
+import re
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeVar
 
-from pydantic import TypeAdapter
+from pydantic import AfterValidator, Field, Strict, TypeAdapter
+
+from ddpsafe.doctor._finding import printable
 
 # pydantic reads annotations when a message is first judged: these must exist at run time.
 from ddpsafe.doctor._matrix import Verdict  # noqa: TC001
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from ddpsafe.doctor._mesh._board import Json
 
 T = TypeVar("T")
 
+MOST_NODES: Final = 100_000
+LOWEST_PORT: Final = 1024
+"""What nodes listen on for each other is handed out by the system: no service's port is dialled."""
+
+
+def _is_interface(name: str) -> str:
+    # What the kernel's dev_valid_name() takes, of printable characters; a line to copy quotes it.
+    if name and (not name.isprintable() or any(each in "/: " for each in name) or name[0] == "."):
+        raise ValueError("this cannot be the name of an interface")
+    return name
+
+
+def _is_address(text: str) -> str:
+    if text:
+        require_unicast(text)
+    return text
+
+
+def _is_network(text: str) -> str:
+    return text and str(ipaddress.ip_network(text))
+
+
+def require_unicast(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Return an address that a host may have and announce.
+
+    Raises:
+        ValueError: It is a name, or an address of a group, of nothing, or of the local link
+            (169.254.169.254 is where clouds keep their secrets).
+    """
+    address = ipaddress.ip_address(text)
+    if isinstance(address, ipaddress.IPv6Address) and (address.scope_id or address.ipv4_mapped):
+        raise ValueError("an address with a zone, or IPv4 in IPv6, is not announced")
+    if address.is_multicast or address.is_unspecified or address.is_link_local:
+        raise ValueError("no host announces an address of this kind")
+    if address == ipaddress.IPv4Address("255.255.255.255"):
+        raise ValueError("no host announces the broadcast address")
+    return address
+
+
+def _of_pattern(pattern: str) -> Any:
+    compiled = re.compile(pattern)
+
+    def check(text: str) -> str:
+        if not compiled.fullmatch(text):
+            raise ValueError(f"this does not match {pattern}")
+        return text
+
+    return AfterValidator(check)
+
+
+Hostname = Annotated[str, Strict(), _of_pattern(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,252}")]
+EndpointHost = Annotated[str, Strict(), _of_pattern(r"[A-Za-z0-9_:][A-Za-z0-9._:-]{0,252}")]
+InterfaceName = Annotated[str, Strict(), Field(max_length=15), AfterValidator(_is_interface)]
+Address = Annotated[str, Strict(), Field(max_length=45), AfterValidator(_is_address)]
+NetworkText = Annotated[str, Strict(), Field(max_length=49), AfterValidator(_is_network)]
+Rank = Annotated[int, Field(ge=0, lt=MOST_NODES)]  # not strict: as a key of JSON it is a text
+Count = Annotated[int, Strict(), Field(ge=0, le=1 << 40)]
+AnyPort = Annotated[int, Strict(), Field(ge=0, le=65535)]
+Seconds = Annotated[float, Strict(), Field(allow_inf_nan=False, ge=-1e10, le=1e10)]
+Rate = Annotated[float, Strict(), Field(allow_inf_nan=False, ge=0, le=1e15)]
+Hex = Annotated[str, Strict(), _of_pattern(r"[0-9a-f]{0,64}")]
+Text = Annotated[str, Strict(), Field(max_length=500), AfterValidator(printable)]
+Long = Annotated[str, Strict(), Field(max_length=8192), AfterValidator(printable)]
+Name = Annotated[str, Strict(), _of_pattern(r"[A-Za-z0-9_.-]{1,128}")]
+ErrorName = Annotated[str, Strict(), _of_pattern(r"[A-Z0-9]{0,32}")]
+ChainName = Annotated[str, Strict(), _of_pattern(r"[A-Za-z0-9_./-]{1,128}")]
+Plain = bool | int | float | Long | None
+
 Flaw = Literal["", "absent-interface", "loopback", "unresolved", "silent-resolver", "not-running"]
+Topic = Literal["hello", "mesh", "imported", "reduced", "roster", "progress", "all-reduce", "case"]
 
-
-_judges: dict[Any, TypeAdapter[Any]] = {}
+_checkers: dict[Any, TypeAdapter[Any]] = {}
 """Made when they are first needed: making one takes milliseconds."""
 
 
-def read(kind: type[T], value: Json) -> T:
+def read(kind: type[T], value: object) -> T:
     """Read a message of a kind.
 
     Raises:
         ValueError: It is none.
     """
-    judge: TypeAdapter[T] | None = _judges.get(kind)
-    if judge is None:
-        judge = _judges[kind] = TypeAdapter(kind)
-    return judge.validate_python(value)
+    checker: TypeAdapter[T] | None = _checkers.get(kind)
+    if checker is None:
+        checker = _checkers[kind] = TypeAdapter(kind)
+    return checker.validate_python(value)
 
 
-def write(message: Announced | Node | Roster | Testimony | Report | Reduced) -> Json:
-    """Return a message as plain data."""
-    return asdict(message)
+def write(message: Any) -> Json:
+    """Return a message, a dataclass of this module or one that is made of such, as plain data."""
+    assert dataclasses.is_dataclass(message)  # noqa: S101 - every message is one
+    table: Json = asdict(message)  # type: ignore[arg-type]
+    return table
+
+
+def as_hostname(name: str) -> str:
+    """Return the name of this host as others accept it: the kernel takes any bytes for one."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)[:253].lstrip(".-") or "unnamed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Greeting:
+    """How a node introduces itself at the endpoint.
+
+    Attributes:
+        version: Of the protocol; doctors of different versions do not talk.
+        nnodes: Nodes of its job.
+        node_rank: Which it says it is.
+        hostname: Its name.
+        pid: Of its doctor, to tell two of them on one host apart.
+        job: What its launcher calls the job; empty where nothing does.
+        challenge: What the answer has to be signed with.
+    """
+
+    version: Count
+    nnodes: Annotated[int, Strict(), Field(ge=1, le=MOST_NODES)]
+    node_rank: Annotated[int, Strict(), Field(ge=-MOST_NODES, le=MOST_NODES)]
+    hostname: Hostname
+    pid: Count
+    job: Text
+    challenge: Hex
+
+
+Refusal = Literal["", "doubled", "other-job", "late", "secret"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What node rank 0 answers to a greeting.
+
+    Attributes:
+        nonce: Of this run of node rank 0.
+        session: Of this connection; the lines after it are signed with it.
+        hostname: Of node rank 0.
+        nnodes: Nodes of its job.
+        job: Its job.
+        refusal: Why the node is not let in; empty where it is.
+        holder: The host that has the place, where that is the reason.
+        holder_pid: The process there.
+    """
+
+    nonce: Hex
+    session: Hex
+    hostname: Hostname
+    nnodes: Count
+    job: Text
+    refusal: Refusal = ""
+    holder: Annotated[str, Strict(), _of_pattern(r"[A-Za-z0-9._-]{0,253}")] = ""
+    holder_pid: Count = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """A node that came and was sent away.
+
+    Attributes:
+        reason: Why.
+        greeting: What it said.
+        holder: Who has its place, where that is the reason.
+        holder_pid: The process there.
+    """
+
+    reason: Refusal
+    greeting: Greeting
+    holder: Annotated[str, Strict(), _of_pattern(r"[A-Za-z0-9._-]{0,253}")] = ""
+    holder_pid: Count = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +207,32 @@ class Announced:
         wanted: What the library would have taken: a name of an interface, or an address.
     """
 
-    address: str
-    interface: str
-    chosen_by: str
+    address: Address
+    interface: InterfaceName
+    chosen_by: Text
     flaw: Flaw = ""
-    wanted: str = ""
+    wanted: Text = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What should be the same on all hosts; of a fingerprint, the sections that are compared.
+
+    Attributes:
+        versions: Of packages, by name.
+        env: Variables of the ranks, secrets hidden.
+        driver: Version of the NVIDIA driver.
+        data_paths: What each path of ``data_paths`` shows, by its name in the configuration.
+        config: The arguments that all nodes have to have in common.
+    """
+
+    versions: Annotated[dict[Name, Text], Field(max_length=256)] = field(default_factory=dict)
+    env: Annotated[dict[Name, Long], Field(max_length=1024)] = field(default_factory=dict)
+    driver: Text | None = None
+    data_paths: Annotated[dict[Text, dict[Name, Plain]], Field(max_length=256)] = field(
+        default_factory=dict
+    )
+    config: Annotated[dict[Name, Plain], Field(max_length=64)] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,20 +250,36 @@ class Node:
         interfaces: Of every running interface but loopback, its addresses with their networks.
         port_range: First and last of the ports that its system gives to those who ask for any.
         has_torch: Whether torch is installed there.
-        facts: Its fingerprint; compared with the others'.
+        facts: What is compared with the others'.
     """
 
-    node_rank: int
-    hostname: str
-    machine: str
+    node_rank: Rank
+    hostname: Hostname
+    machine: Annotated[str, Strict(), _of_pattern(r"[ -~]{0,128}")]
     announced: Announced
-    port: int
-    token: str
-    mtu_bytes: int
-    interfaces: dict[str, dict[str, str]]
-    port_range: tuple[int, int]
+    port: AnyPort
+    token: Hex
+    mtu_bytes: Annotated[int, Strict(), Field(ge=0, le=1 << 24)]
+    interfaces: Annotated[dict[InterfaceName, dict[Address, NetworkText]], Field(max_length=1024)]
+    port_range: tuple[AnyPort, AnyPort]
     has_torch: bool
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: Facts = field(default_factory=Facts)
+
+    def __post_init__(self) -> None:
+        """Hold the parts against each other.
+
+        Raises:
+            ValueError: It listens on a port of a service, or an address is not in its network.
+        """
+        _require_high_port(self.port)
+        for table in self.interfaces.values():
+            for address, network in table.items():
+                if ipaddress.ip_address(address) not in ipaddress.ip_network(network):
+                    raise ValueError(f"{address} is not in {network}")
+        known = {address for table in self.interfaces.values() for address in table}
+        own = self.announced.address
+        if own and own not in known and not ipaddress.ip_address(own).is_loopback:
+            raise ValueError(f"{own} is announced and on none of the interfaces")
 
     @property
     def network(self) -> str:
@@ -96,21 +288,34 @@ class Node:
 
     def contact(self) -> Contact:
         """Return what the others need to dial it."""
-        return Contact(self.node_rank, self.announced.address, self.port, self.token, self.network)
+        return Contact(
+            self.node_rank,
+            self.announced.address,
+            self.port,
+            self.token,
+            self.network,
+            self.machine,
+        )
 
     def __str__(self) -> str:
         """Name it as messages do."""
         return f"{self.hostname} (node rank {self.node_rank})"
 
 
+def _require_high_port(port: int) -> None:
+    if 0 < port < LOWEST_PORT:
+        raise ValueError(f"port {port} belongs to a service of the system")
+
+
 class Contact(NamedTuple):
     """How to dial a node; the attributes are a `Node`'s."""
 
-    node_rank: int
-    address: str
-    port: int
-    token: str
-    network: str
+    node_rank: Rank
+    address: Address
+    port: AnyPort
+    token: Hex
+    network: NetworkText
+    machine: Annotated[str, Strict(), _of_pattern(r"[ -~]{0,128}")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,10 +329,62 @@ class Roster:
         clock_s: What the clock of node rank 0 showed, in seconds since 1970.
     """
 
-    nnodes: int
-    contacts: tuple[Contact, ...]
-    seed: int
-    clock_s: float
+    nnodes: Annotated[int, Strict(), Field(ge=1, le=MOST_NODES)]
+    contacts: Annotated[tuple[Contact, ...], Field(min_length=1, max_length=MOST_NODES)]
+    seed: Annotated[int, Strict(), Field(ge=0, lt=1 << 64)]
+    clock_s: Seconds
+
+    def __post_init__(self) -> None:
+        """Hold the parts against each other.
+
+        Raises:
+            ValueError: Somebody is beyond the number of nodes or there twice, or node rank 0 is not.
+        """
+        ranks = [contact.node_rank for contact in self.contacts]
+        require_ranks(ranks, self.nnodes)
+        if len(set(ranks)) != len(ranks) or 0 not in ranks:
+            raise ValueError("a node is there twice, or node rank 0 is not")
+        for contact in self.contacts:
+            _require_high_port(contact.port)
+
+
+def require_ranks(ranks: Iterable[int], nnodes: int) -> None:
+    """Let ranks below the number of nodes pass.
+
+    Raises:
+        ValueError: One is not.
+    """
+    if any(rank >= nnodes for rank in ranks):
+        raise ValueError(f"a node rank is beyond the {nnodes} nodes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Who is waited for, as node rank 0 tells all nodes now and then.
+
+    Attributes:
+        came: How many have come.
+        nnodes: How many were to come.
+        missing: Some of those who have not.
+        names: Their names, where something tells them.
+        waited_s: How long it has waited.
+        total_s: How long it waits at most.
+    """
+
+    came: Count
+    nnodes: Count
+    missing: Annotated[tuple[Rank, ...], Field(max_length=64)]
+    names: dict[Rank, Hostname]
+    waited_s: Seconds
+    total_s: Seconds
+
+    def __str__(self) -> str:
+        """Say it in a line."""
+        named = ", ".join(self.names.get(rank) or str(rank) for rank in self.missing)
+        return (
+            f"{self.came} of {self.nnodes} nodes have come; waiting for node rank {named}, "
+            f"{self.waited_s:.0f} of {self.total_s:.0f} s"
+        )
 
 
 class Gate(NamedTuple):
@@ -139,9 +396,17 @@ class Gate(NamedTuple):
         chain: Its name.
     """
 
-    family: str
-    table: str
-    chain: str
+    family: Literal["inet", "ip", "ip6"]
+    table: ChainName
+    chain: ChainName
+
+
+Reason = Literal["", "no-address", "no-arp", "silent", "late", "hung-up", "other-answer"]
+"""What is known of a direction besides the error of the system.
+
+``silent``: the connection opened and nothing was said; ``late``: so it seemed, and the other side
+did answer.
+"""
 
 
 class Dialled(NamedTuple):
@@ -152,24 +417,53 @@ class Dialled(NamedTuple):
         verdict: What became of it.
         latency_s: Round trip of a small packet.
         bandwidth_bytes_per_s: Rough, of one burst.
-        said: What the system said.
+        reason: What is known besides.
+        error: Name of the system's error, e.g. ``ECONNREFUSED``.
         took_s: Until the verdict was clear.
+        retransmits: How often in a row the last packet was sent, where large ones were lost.
         segment_bytes: The most the kernel put into one packet, where large ones were lost.
+        path_mtu_bytes: What the kernel took the path's MTU for, where large ones were lost.
         passing_mtu_bytes: An MTU with which the same came through, where large ones were lost.
     """
 
-    target: int
+    target: Rank
     verdict: Verdict
-    latency_s: float | None = None
-    bandwidth_bytes_per_s: float | None = None
-    said: str = ""
-    took_s: float = 0.0
-    segment_bytes: int = 0
-    passing_mtu_bytes: int = 0
+    latency_s: Rate | None = None
+    bandwidth_bytes_per_s: Rate | None = None
+    reason: Reason = ""
+    error: ErrorName = ""
+    took_s: Rate = 0.0
+    retransmits: Count = 0
+    segment_bytes: Count = 0
+    path_mtu_bytes: Count = 0
+    passing_mtu_bytes: Count = 0
+
+    @property
+    def said(self) -> str:
+        """What the system said, for a reader who knows it."""
+        if self.verdict == "large-lost" and self.segment_bytes:
+            return (
+                f"{self.retransmits} retransmissions, segments of {self.segment_bytes} bytes, "
+                f"path MTU {self.path_mtu_bytes} bytes"
+            )
+        if self.verdict == "dropped":
+            return "no answer"
+        return self.error or _REASONS[self.reason]
+
+
+_REASONS: Final[dict[Reason, str]] = {
+    "": "",
+    "no-address": "it has no address",
+    "no-arp": "no answer to ARP",
+    "silent": "accepted, then silent",
+    "late": "answered late",
+    "hung-up": "closed the connection",
+    "other-answer": "answered something else",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Testimony:
+class NodeReport:
     """What one node says after the mesh.
 
     Attributes:
@@ -181,39 +475,11 @@ class Testimony:
             there was an answer.
     """
 
-    dialled: tuple[Dialled, ...]
-    heard: tuple[int, ...] = ()
-    gates: tuple[Gate, ...] = ()
-    clock_ahead_s: float = 0.0
-    resolver_silent_s: float = 0.0
-
-
-class Way(NamedTuple):
-    """One direction of the matrix; the attributes are a `Direction`'s."""
-
-    source: int
-    target: int
-    verdict: Verdict
-    latency_s: float | None
-    bandwidth_bytes_per_s: float | None
-    said: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """The verdict, as node rank 0 tells all nodes; the attributes are a `Matrix`'s.
-
-    Attributes:
-        findings: As tables.
-        hostnames: By node rank.
-        addresses: By node rank.
-        directions: Those of the matrix.
-    """
-
-    findings: tuple[dict[str, Any], ...]
-    hostnames: tuple[str, ...]
-    addresses: tuple[str, ...]
-    directions: tuple[Way, ...]
+    dialled: Annotated[tuple[Dialled, ...], Field(max_length=MOST_NODES)]
+    heard: Annotated[tuple[Rank, ...], Field(max_length=MOST_NODES)] = ()
+    gates: Annotated[tuple[Gate, ...], Field(max_length=256)] = ()
+    clock_ahead_s: Seconds = 0.0
+    resolver_silent_s: Rate = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +492,6 @@ class Reduced:
         backends: Which backends were tried.
     """
 
-    error: str = ""
-    took_s: float = 0.0
-    backends: tuple[str, ...] = ()
+    error: Text = ""
+    took_s: Rate = 0.0
+    backends: tuple[Name, ...] = ()

@@ -3,49 +3,59 @@
 from __future__ import annotations
 
 import errno
+import shlex
 from typing import TYPE_CHECKING
 
 from ddpsafe.doctor import _mesh_codes as _codes
 from ddpsafe.doctor._finding import Finding, to_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from ddpsafe.doctor._mesh._case import Case
     from ddpsafe.doctor._mesh._endpoint import Obstacle
-    from ddpsafe.doctor._mesh._hub import Rejected
+    from ddpsafe.doctor._mesh._messages import Rejected
 
 
-def judge_roll(case: Case, rejected: Sequence[Rejected], *, waited_s: float) -> Iterator[Finding]:
+def judge_roll(case: Case) -> Iterator[Finding]:
     """Judge who came, as node rank 0 saw it."""
-    missing = [node for node in range(case.nnodes) if node not in case.nodes]
-    lost = [node for node in case.nodes if node not in case.testimonies]
+    missing = [
+        node for node in range(case.nnodes) if node not in case.nodes and node not in case.garbled
+    ]
+    lost = [node for node in case.nodes if node not in case.reports]
     if missing:
-        yield _missing(case, missing, waited_s)
+        yield _missing(case, missing)
     for node in lost:
-        yield _lost(case, node)
+        if node not in case.garbled:
+            yield _lost(case, node)
+    if case.garbled:
+        yield _garbled(case)
     seen = set()
-    for each in rejected:
+    for each in case.rejected:
         key = (each.reason, each.greeting.hostname, each.greeting.node_rank)
         if key not in seen:
             seen.add(key)
             yield _rejected(case, each)
+    if case.obstacle is not None:
+        yield _leads_elsewhere(case, case.obstacle)
+    if case.other_hub:
+        yield _other_hub(case)
 
 
-def _missing(case: Case, missing: list[int], waited_s: float) -> Finding:
+def _missing(case: Case, missing: list[int]) -> Finding:
     labels = ", ".join(case.label(node) for node in missing)
     came = len(case.nodes)
     return Finding(
         code=_codes.MISSING,
         severity="failed",
-        fact=f"{came} of {case.nnodes} nodes came within {waited_s:.1f} s; not yet: {labels}.",
+        fact=f"{came} of {case.nnodes} nodes came within {case.waited_s:.1f} s; not yet: {labels}.",
         cause="the first rank there was not started, has failed, or is slow to start."
         if case.at_store
         else "the doctor was not started there, it waits for another endpoint, or it cannot reach "
         "this one: what it prints there says which.",
         fix="Look at the log of the ranks there." if case.at_store else _start_there(case, missing),
         hosts=case.hostnames(missing),
-        details={"missing_node_ranks": missing, "waited_s": round(waited_s, 1)},
+        details={"missing_node_ranks": missing, "waited_s": round(case.waited_s, 1)},
     )
 
 
@@ -54,7 +64,7 @@ def _start_there(case: Case, missing: list[int]) -> str:
         "Start it there and look at what it says:",
         *(
             f"ddpsafe doctor --nnodes {case.nnodes} --node-rank {node} "
-            f"--rdzv-endpoint {case.host}:{case.port}"
+            f"--rdzv-endpoint {shlex.quote(f'{case.host}:{case.port}')}"
             for node in missing[:4]
         ),
     )
@@ -69,7 +79,7 @@ def _lost(case: Case, node: int) -> Finding:
         "the network.",
         fix=to_copy(
             f"Look whether the host lives and what its {_process(at_store=case.at_store)} printed last:",
-            f"ping -c 3 {case.nodes[node].announced.address}",
+            shlex.join(["ping", "-c", "3", case.nodes[node].announced.address]),
         ),
         hosts=case.hostnames([node]),
         details={"node_rank": node},
@@ -79,14 +89,16 @@ def _lost(case: Case, node: int) -> Finding:
 def _rejected(case: Case, each: Rejected) -> Finding:
     who, rank = each.greeting.hostname, each.greeting.node_rank
     if each.reason == "doubled":
-        return _doubled(who, rank, each.holder, case.nnodes)
+        return _doubled(who, rank, each, case.nnodes)
+    if each.reason == "secret":
+        return no_secret(f"{who} (node rank {rank}) came", hosts=(who,))
     if each.reason == "late":
         return late(f"{who} (node rank {rank}) came", waited="the others had stopped waiting")
     return Finding(
         code=_codes.OTHER_JOB,
         severity="failed",
         fact=f"{who} came as node rank {rank} of {each.greeting.nnodes}"
-        f" (job {each.greeting.job or 'without a name'!s}); this job has {case.nnodes} nodes.",
+        f" (job {each.greeting.job or 'without a name'}); this job has {case.nnodes} nodes.",
         cause="another job uses this endpoint, or --nnodes differs from host to host.",
         fix=f"Start it on {who} with --nnodes {case.nnodes}, or give the other job a port of its own.",
         hosts=(who,),
@@ -94,14 +106,15 @@ def _rejected(case: Case, each: Rejected) -> Finding:
     )
 
 
-def _doubled(who: str, rank: int, holder: str, nnodes: int) -> Finding:
+def _doubled(who: str, rank: int, each: Rejected, nnodes: int) -> Finding:
     return Finding(
         code=_codes.DOUBLED,
         severity="failed",
-        fact=f"{who} came as node rank {rank}, which {holder} has already.",
+        fact=f"{who} came as node rank {rank}, which {each.holder} "
+        f"(pid {each.holder_pid}) has already.",
         cause="two hosts were started with the same --node-rank, or a former run goes on.",
         fix=f"Give each of the {nnodes} hosts its own --node-rank, 0 to {nnodes - 1}.",
-        hosts=(who, holder.split(" ", maxsplit=1)[0]),
+        hosts=(who, each.holder),
         details={"node_rank": rank},
     )
 
@@ -153,28 +166,74 @@ def cannot_serve(exc: OSError, *, port: int, owner: str) -> Finding:
     )
 
 
-def leads_elsewhere(host: str, port: int, obstacle: Obstacle, *, complete: bool) -> Finding:
-    """Word that the endpoint does not lead to the host that says it is node rank 0."""
+def _leads_elsewhere(case: Case, obstacle: Obstacle) -> Finding:
     addresses = ", ".join(obstacle.addresses) or "no address"
+    own = case.nodes[0].hostname
+    complete = len(case.nodes) == case.nnodes
     return Finding(
         code=_codes.CANNOT_SERVE,
         severity="warning" if complete else "failed",
-        fact=f"{host}:{port} ({addresses}) does not lead to this host, which is node rank 0: "
+        fact=f"{case.host}:{case.port} ({addresses}) does not lead to {own}, which is node rank 0: "
         f"{obstacle.trouble} ({obstacle.said}).",
         cause="--node-rank 0 was given to another host than the one the endpoint names.",
-        fix=f"Start node rank 0 on {host}, or name this host in --rdzv-endpoint.",
+        fix=f"Start node rank 0 on {case.host}, or name {own} in --rdzv-endpoint.",
+        hosts=(own,),
         details={"addresses": list(obstacle.addresses), "trouble": obstacle.trouble},
     )
 
 
-def other_hub(host: str, port: int, holder: str) -> Finding:
-    """Word that another doctor serves the endpoint as node rank 0."""
+def _other_hub(case: Case) -> Finding:
+    own = case.nodes[0].hostname
     return Finding(
         code=_codes.DOUBLED,
         severity="failed",
-        fact=f"This host is node rank 0, and so is {holder}, to which {host}:{port} leads.",
+        fact=f"{own} is node rank 0, and so is {case.other_hub}, to which {case.host}:{case.port} "
+        "leads.",
         cause="two hosts were started with --node-rank 0.",
         fix="Give each host its own --node-rank; 0 belongs to the host that the endpoint names.",
-        hosts=(holder,),
+        hosts=(case.other_hub,),
         details={"node_rank": 0},
+    )
+
+
+def _garbled(case: Case) -> Finding:
+    topics = {"hello": "who it is", "mesh": "what it dialled", "reduced": "the all-reduce"}
+    named = ", ".join(
+        f"{case.label(rank)} about {topics[topic]}" for rank, topic in sorted(case.garbled.items())
+    )
+    return Finding(
+        code=_codes.GARBLED,
+        severity="failed",
+        fact=f"What a node said cannot be what the doctor says: {named}.",
+        cause="another version of ddpsafe runs there, or another program has taken the node's place.",
+        fix="Start the same version of ddpsafe on every host; where others can reach the endpoint, "
+        "give all nodes one --secret-file.",
+        hosts=case.hostnames(case.garbled),
+        details={"topics": {case.name_of(rank): topic for rank, topic in case.garbled.items()}},
+    )
+
+
+def hub_garbled(host: str, why: str) -> Finding:
+    """Word that what node rank 0 says makes no sense."""
+    return Finding(
+        code=_codes.GARBLED,
+        severity="failed",
+        fact=f"What {host} (node rank 0) said cannot be what the doctor says: {why}.",
+        cause="another version of ddpsafe runs there, or another program has taken its place.",
+        fix="Start the same version of ddpsafe on every host; where others can reach the endpoint, "
+        "give all nodes one --secret-file.",
+        hosts=(host,),
+        details={"node_rank": 0},
+    )
+
+
+def no_secret(who: str, *, hosts: tuple[str, ...] = ()) -> Finding:
+    """Word that a node does not have the secret of the others."""
+    return Finding(
+        code=_codes.WITHOUT_SECRET,
+        severity="failed",
+        fact=f"{who} without the secret of the others.",
+        cause="--secret-file or DDPSAFE_DOCTOR_SECRET is missing on one of them, or differs.",
+        fix="Give every node the same file: `ddpsafe doctor --secret-file FILE …`.",
+        hosts=hosts,
     )

@@ -65,7 +65,7 @@ class StoreBoard:
             if node not in heard:
                 text = await self._ask(functools.partial(self._find, f"{topic}/{node}"))
                 if text is not None:
-                    heard[node] = json.loads(text)
+                    heard[node] = _parse(text)
         return heard
 
     def gone(self) -> Collection[int]:
@@ -84,3 +84,12 @@ class StoreBoard:
             raise BoardLostError("the store does not answer") from exc
         except RuntimeError as exc:  # torch's DistNetworkError and its like
             raise BoardLostError(str(exc).splitlines()[0]) from exc
+
+
+def _parse(text: bytes) -> Json:
+    """Return what was said; what is no JSON is no message of any kind either."""
+    try:
+        said: Json = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return said

