@@ -194,8 +194,7 @@ def _wait_for_each_other(mine: Collective | None, theirs: Collective | None) -> 
         return False
     if mine is None or mine.number < theirs.number:
         return True
-    others = mine.name != theirs.name or (mine.has_one_size and mine.sizes != theirs.sizes)
-    return mine.number == theirs.number and not mine.done and others
+    return mine.number == theirs.number and not mine.done and not mine.may_pair_with(theirs)
 
 
 class ProgressWatch:

@@ -38,6 +38,13 @@ Phase = Literal["starting", "loading", "joining", "running", "leaving"]
 
 _OF_MANY_SIZES: Final = re.compile(r":(?:gather|scatter|all_?to_?all)")
 
+CollectiveState = Literal["queued", "started", "completed"]
+"""``queued``: the call has returned, and the GPU comes to it. ``started``: it runs, or waits for
+other ranks; what gloo has entered is that at once."""
+
+UNKNOWN_COLLECTIVE: Final = "nccl:collective"
+"""Stands for one whose name NCCL's counters do not tell."""
+
 MAIN_GROUP: Final = "default_pg"
 """What torch calls the group of all ranks."""
 
@@ -54,7 +61,8 @@ class Collective:
         number: Its count in that group, from 1; equal numbers belong together.
         name: What it does, e.g. ``gloo:all_reduce``.
         sizes: Shapes of its inputs, e.g. ``[[3, 4]]`` for one.
-        done: Whether it has ended.
+        state: How far it is. NCCL's calls return as soon as they are queued for the GPU, and so a
+            rank may have queued many that wait for one.
         entered_ns: When it was entered, on the wall clock; torch notes no other.
     """
 
@@ -62,13 +70,25 @@ class Collective:
     number: int
     name: str
     sizes: str
-    done: bool
+    state: CollectiveState
     entered_ns: int
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self.state == "completed"
 
     @property
     def has_one_size(self) -> bool:
         """Whether every rank has to bring the same shapes, the source of a scatter included."""
         return _OF_MANY_SIZES.search(self.name) is None
+
+    def may_pair_with(self, other: Collective) -> bool:
+        """Tell whether the two may be one collective of two ranks, as far as is known of both."""
+        if UNKNOWN_COLLECTIVE in (self.name, other.name):
+            return True
+        sizes_fit = self.sizes == other.sizes or not self.has_one_size
+        return self.name == other.name and sizes_fit
 
     def __str__(self) -> str:
         """Name it as a reader would look for it."""
@@ -102,6 +122,14 @@ class Position:
         return max(
             self.collectives,
             key=lambda each: (each.entered_ns, each.group == MAIN_GROUP, each.number),
+            default=None,
+        )
+
+    def first_incomplete(self, group: str) -> Collective | None:
+        """Return the first collective in that group that has not ended: the GPU is at that one."""
+        return min(
+            (each for each in self.collectives if each.group == group and not each.done),
+            key=lambda each: each.number,
             default=None,
         )
 

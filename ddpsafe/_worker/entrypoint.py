@@ -74,7 +74,9 @@ class Reporter:
     def returned(self, value: object, *, stop_calls: int) -> None:
         """Say that the user's function returned; raises where the value cannot travel."""
         payload_ = _result_bytes(value)
-        self._sender.send(Returned(payload=payload_, position=position(), stop_calls=stop_calls))
+        self._sender.send(
+            Returned(payload=payload_, position=position(asks_events=False), stop_calls=stop_calls)
+        )
         self._write_down_if_lost("the function has returned, which is lost with the pipe")
         self.phase = "leaving"
 
@@ -89,7 +91,7 @@ class Reporter:
             _without_our_frames(exc),
             phase=self.phase,
             pickled=_exception_bytes,
-            position=position(),
+            position=position(asks_events=final),
             final=final,
             held=describe_memory() if is_out_of_memory(exc) else "",
             at_ns=at_ns,
@@ -111,14 +113,14 @@ class Reporter:
                 file.write(f"{text.rstrip()}\n")
                 unreported_mark(self._log).touch()
 
-    def position(self) -> None:
+    def position(self, *, asks_events: bool = False) -> None:
         """Say where this rank is in the sequence of collectives."""
-        self._sender.send(position())
+        self._sender.send(position(asks_events=asks_events))
 
     def position_after(self, show_stacks: Callable[[], None]) -> None:
-        """Show the stacks, and then say where this rank is, which tells that they are shown."""
+        """Show the stacks, and then say in full where this rank is: the attempt is over by now."""
         show_stacks()
-        self.position()
+        self.position(asks_events=True)
 
     def living_threads(self) -> None:
         """Say which threads keep this process alive."""
@@ -140,12 +142,12 @@ class Reporter:
         self._sender.send(Recovered())
 
 
-def position() -> Position:
-    """Return the last collective of each group; none where torch is not loaded yet."""
-    from ddpsafe._worker.torch_hooks import read_flight_recorder
+def position(*, asks_events: bool) -> Position:
+    """Return where the rank is in each group; nowhere where torch is not loaded yet."""
+    from ddpsafe._worker.torch_hooks import read_flight_recorders
 
     try:
-        return Position(collectives=read_flight_recorder())
+        return Position(collectives=read_flight_recorders(asks_events=asks_events))
     except Exception:  # noqa: BLE001 - evidence beside the report must never cost the report
         return Position(collectives=())
 

@@ -8,16 +8,18 @@ against the installed torch.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import json
 import sys
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qs, urlparse
 
-from ddpsafe._wire.outcome import MAIN_GROUP, Collective
+from ddpsafe._bounded import BoundedCall
+from ddpsafe._wire.outcome import MAIN_GROUP, UNKNOWN_COLLECTIVE, Collective
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,6 +39,7 @@ DRAIN_S: Final = 0.05
 
 # Ranks that have come apart are found a few collectives later: two for each batch norm's buffers.
 _KEPT: Final = 16
+_AHEAD: Final = 128
 
 _AWAITED: Final = (
     "barrier",
@@ -47,7 +50,7 @@ _AWAITED: Final = (
 )
 
 _kept_groups: list[object] = []
-_forgotten: set[str] = set()
+_forgotten: set[tuple[str, str]] = set()
 
 
 def meet_at_launcher(
@@ -209,54 +212,167 @@ def default_store() -> Store | None:
     return None if getter is None else getter()
 
 
-def read_flight_recorder() -> tuple[Collective, ...]:
-    """Return the last few collectives of each process group, from torch's flight recorder.
+def read_flight_recorders(*, asks_events: bool) -> tuple[Collective, ...]:
+    """Return the collectives at which each process group is, from torch's two flight recorders.
 
-    It is on by default since torch 2.9 for gloo and NCCL; an empty result says nothing.
+    gloo writes into the one and NCCL into the other (`FlightRecorder` is a template, with a recorder
+    for each type of event); a build for CUDA has both. They are on by default since torch 2.9, and
+    an empty result says nothing.
+
+    Args:
+        asks_events: Whether NCCL's recorder may query the events of what is under way. That tells
+            names and shapes, but it goes to the driver, which may let it wait, and from another
+            thread it breaks the capture of a CUDA graph. So a job that may be healthy is only asked
+            for NCCL's counters.
     """
-    return _last_of_each_group(_dump_flight_recorder().get("entries", []))
+    nccl = _read(_DUMP_NCCL, functools.partial(_dump_nccl, asks_events=asks_events))
+    others = _read(_DUMP_OTHERS, functools.partial(_dump, _DUMP_OTHERS))
+    if not asks_events:
+        return (*_from_counters(nccl), *_from_entries(others, beside=nccl))
+    return (*_from_entries(nccl), *_from_entries(others, beside=nccl))
 
 
 def forget_collectives() -> None:
     """Leave out what was entered so far: the next process group counts its own from 1.
 
-    The recorder keeps the entries of groups that are destroyed, under the same names. Its summary
+    The recorders keep the entries of groups that are destroyed, under the same names. Their summary
     of groups takes 0.1 ms, however many entries there are.
     """
     import torch.distributed as dist
 
     if dist.is_initialized():  # the ranks meet for something else, as RPC does
         return
-    with contextlib.suppress(Exception):  # the evidence must never cost the group
-        _forgotten.update(_dump_flight_recorder(includeCollectives=False).get("pg_status", {}))
+    for name in (_DUMP_NCCL, _DUMP_OTHERS):
+        summary = _read(name, functools.partial(_dump, name, includeCollectives=False))
+        _forgotten.update((name, group) for group in summary.get("pg_status", {}))
 
 
-def _dump_flight_recorder(**options: bool) -> dict[str, Any]:
+_DUMP_NCCL: Final = "_dump_nccl_trace_json"
+_DUMP_OTHERS: Final = "_dump_fr_trace_json"
+_EVENTS_S: Final = 0.3
+_THREAD_LOCAL: Final = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+
+
+def _read(name: str, dump: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Read one recorder; one that fails, or is not there, must not cost the other's evidence."""
+    try:
+        content = dump()
+    except Exception:  # noqa: BLE001 - a private function of torch may change
+        return {}
+    content["recorder"] = name
+    return content
+
+
+def _dump(name: str, **options: bool) -> dict[str, Any]:
     c10d = sys.modules.get("torch._C._distributed_c10d")
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        dump = getattr(c10d, name, None)
-        if dump is not None:
-            content: dict[str, Any] = json.loads(dump(**options))
-            return content
-    return {}
+    dump = getattr(c10d, name, None)
+    content: dict[str, Any] = {} if dump is None else json.loads(dump(**options))
+    return content
 
 
-def _last_of_each_group(entries: list[dict[str, Any]]) -> tuple[Collective, ...]:
-    groups: dict[str, deque[Collective]] = defaultdict(lambda: deque(maxlen=_KEPT))
+def _dump_nccl(*, asks_events: bool) -> dict[str, Any]:
+    """Return NCCL's counters, and its entries if the driver answers soon.
+
+    Only the thread that queries is let off the rule that no thread may while a graph is captured.
+    """
+    if asks_events and _dump(_DUMP_NCCL, includeCollectives=False).get("pg_status"):
+        query = BoundedCall(_query_events, name="ddpsafe-recorder")
+        if query.wait(_EVENTS_S):
+            return query.result()
+    return _dump(_DUMP_NCCL, includeCollectives=False)
+
+
+def _query_events() -> dict[str, Any]:
+    with contextlib.suppress(OSError, AttributeError):
+        exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+        exchange(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+    return _dump(_DUMP_NCCL)
+
+
+def _from_counters(content: dict[str, Any]) -> tuple[Collective, ...]:
+    """Return what the counters of the group of all ranks tell: it is the first that was made."""
+    status = {
+        int(group): counters
+        for group, counters in content.get("pg_status", {}).items()
+        if (_DUMP_NCCL, group) not in _forgotten
+    }
+    if not status:
+        return ()
+    first = min(status)
+    queued = int(status[first]["last_enqueued_collective"])
+    completed = max(0, int(status[first]["last_completed_collective"]))  # -1 before the first
+    if _queued.get(first, (0, 0))[0] != queued:
+        _queued[first] = (queued, time.time_ns())  # torch notes no time here
+    numbers = sorted({completed, min(completed + 1, queued), queued} - {-1, 0})
+    return tuple(
+        Collective(
+            group=MAIN_GROUP,
+            number=number,
+            name=UNKNOWN_COLLECTIVE,
+            sizes="",
+            state="completed" if number <= completed else "queued",
+            entered_ns=_queued[first][1],
+        )
+        for number in numbers
+    )
+
+
+_queued: dict[int, tuple[int, int]] = {}
+"""The last number that each group of NCCL was seen to have queued, and when that was noticed."""
+
+
+def _from_entries(
+    content: dict[str, Any], *, beside: dict[str, Any] | None = None
+) -> tuple[Collective, ...]:
+    """Return the entries that matter of each group; see `_KEPT`.
+
+    Args:
+        content: What a recorder has dumped.
+        beside: The dump of NCCL, of which a group may be a member too, with other numbers.
+    """
+    entries = content.get("entries", [])
+    if not entries and content.get("recorder") == _DUMP_NCCL:
+        return _from_counters(content)
+    of_nccl = (beside or {}).get("pg_config", {})
     newest = {_name_of_group(entry): entry.get("pg_id") for entry in entries}
+    groups: dict[str, dict[int, Collective]] = defaultdict(dict)
     for entry in entries:
         is_present = entry.get("pg_id") == newest[_name_of_group(entry)]
-        if is_present and str(entry.get("pg_id")) not in _forgotten and not entry.get("is_p2p"):
-            collective = Collective(
-                group=_label_of(entry["process_group"]),
-                number=int(entry["collective_seq_id"]),
-                name=entry["profiling_name"],
-                sizes=str(entry["input_sizes"]),
-                done=bool(entry["retired"]),
-                entered_ns=int(entry.get("time_created_ns", 0)),
-            )
-            groups[collective.group].append(collective)
-    return tuple(collective for group in groups.values() for collective in group)
+        is_known = (content.get("recorder"), str(entry.get("pg_id"))) not in _forgotten
+        if is_present and is_known and not entry.get("is_p2p"):
+            collective = _collective(entry, content, is_second=entry["process_group"][0] in of_nccl)
+            # The members of a coalesced call never complete; the entry of the whole call comes last.
+            groups[collective.group][collective.number] = collective
+    return tuple(each for group in groups.values() for each in _kept(list(group.values())))
+
+
+def _collective(entry: dict[str, Any], content: dict[str, Any], *, is_second: bool) -> Collective:
+    name, number = entry["profiling_name"], int(entry["collective_seq_id"])
+    label = _label_of(entry["process_group"])
+    counters = content.get("pg_status", {}).get(str(entry.get("pg_id")), {})
+    is_done = entry["retired"] or entry.get("state") == "completed"
+    # A coalesced call that was captured in a CUDA graph is recorded, but never retired.
+    is_done |= name.endswith("coalesced") and number <= int(
+        counters.get("last_completed_collective", 0)
+    )
+    # gloo's have begun when they are recorded; NCCL's wait for the stream until an event says so.
+    has_begun = entry.get("state") == "started" or not name.startswith("nccl:")
+    return Collective(
+        group=f"{label} ({name.partition(':')[0]})" if is_second else label,
+        number=number,
+        name=name,
+        sizes=str(entry["input_sizes"]),
+        state="completed" if is_done else "started" if has_begun else "queued",
+        entered_ns=int(entry.get("time_created_ns", 0)),
+    )
+
+
+def _kept(group: list[Collective]) -> list[Collective]:
+    """Return those around the first incomplete one, and the last: NCCL's ranks run ahead of it."""
+    first = next((index for index, each in enumerate(group) if not each.done), len(group))
+    if len(group) - first <= _AHEAD:
+        return group[max(0, first - _KEPT) :]
+    return [*group[max(0, first - _KEPT) : first + _AHEAD], *group[-_KEPT:]]
 
 
 def _label_of(group: tuple[str, str]) -> str:
