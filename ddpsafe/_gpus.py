@@ -239,3 +239,36 @@ def find_lost() -> int:
         return 0
     nodes = [each for each in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", each.name)]
     return max(0, len(nodes) - torch.cuda.device_count()) if torch.cuda.device_count() else 0
+
+
+def nccl_variables(
+    given: Mapping[str, str], torch_version: str, *, debug_file: str | None, folder: str | None
+) -> dict[str, str]:
+    """Return the settings of NCCL and its watchdog that the user has not set.
+
+    Args:
+        given: The variables that the rank has so far; they win.
+        torch_version: ``torch.__version__``.
+        debug_file: What NCCL writes if ``NCCL_DEBUG`` asks it to; ``None`` leaves it on stdout.
+        folder: Where the ranks' recorder dumps go; ``None`` leaves them to torch.
+    """
+    version = tuple(int(part) for part in re.findall(r"\d+", torch_version)[:3])
+    # The watchdog waits four times this between its message and the abort, 60 s by default: as
+    # long as a rank whose collective has timed out would still keep the others waiting.
+    wanted = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "2000"}
+    if version < (2, 7, 1):
+        # device_id= selects NCCL's non-blocking mode there, which hangs with NCCL 2.26
+        # (pytorch #153960; #154055 turned it off in 2.7.1).
+        wanted["TORCH_NCCL_USE_COMM_NONBLOCKING"] = "0"
+    if version < (2, 9):
+        wanted["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "2000"  # the recorder was off by default
+    if debug_file is not None:
+        wanted["NCCL_DEBUG_FILE"] = debug_file
+    dumps = ["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
+    if folder is not None and not any(name in given for name in dumps):
+        # Else in /tmp or ~/.cache, shared by all jobs of the host. torch appends the rank. The
+        # second name is the older one, of which newer versions warn.
+        wanted |= dict.fromkeys(
+            dumps[: 1 if version >= (2, 10) else 2], f"{folder}/nccl_trace_rank_"
+        )
+    return {name: text for name, text in wanted.items() if name not in given}

@@ -59,6 +59,16 @@ def say_what_is_initialised(rank: int, folder: Path) -> None:
     (folder / f"rank-{rank}").write_text(text)
 
 
+def say_nccl_settings(rank: int, folder: Path) -> None:
+    """Say what the variables of NCCL and of its watchdog are."""
+    names = (
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
+        "TORCH_FR_DUMP_TEMP_FILE",
+        "NCCL_DEBUG_FILE",
+    )
+    (folder / f"rank-{rank}").write_text(repr([os.environ.get(name) for name in names]))
+
+
 class ExplodesWhenLoaded:
     """An argument whose unpickling does work on the GPU, here: raises."""
 

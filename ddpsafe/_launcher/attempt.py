@@ -203,7 +203,7 @@ def _specs(
             device=plan.devices[world.rank],
             timeouts=plan.timeouts,
             style=plan.style,
-            env=rank_env(plan, world, store.master_port),
+            env=rank_env(plan, world, store.master_port, directory.logs(number, world)),
             inherited_env=dict(os.environ) if config.start_method == "forkserver" else None,
             cwd=os.getcwd(),  # noqa: PTH109 - plain text crosses to the rank
             seed=config.seed,

@@ -7,6 +7,7 @@ import os
 import secrets
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe import _gpus
@@ -16,8 +17,10 @@ from ddpsafe._wire.spec import MARKER, RankTimeouts
 from ddpsafe._world import World, loopback_interfaces
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ddpsafe._config import LaunchConfig
-    from ddpsafe._wire.spec import CallStyle
+    from ddpsafe._wire.spec import CallStyle, LogFiles
 
 LOOPBACK: Final = "127.0.0.1"
 
@@ -95,7 +98,7 @@ def make_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False) -
     )
 
 
-def rank_env(plan: LaunchPlan, world: World, master_port: int) -> dict[str, str]:
+def rank_env(plan: LaunchPlan, world: World, master_port: int, logs: LogFiles) -> dict[str, str]:
     """Return the variables one rank gets on top of the caller's.
 
     Under ``spawn`` a variable that the caller has set stays: ``RANK`` may be the node's rank
@@ -113,7 +116,23 @@ def rank_env(plan: LaunchPlan, world: World, master_port: int) -> dict[str, str]
     if plan.style == "spawn":
         kept |= set(given)
     ours = {name: value for name, value in given.items() if name not in kept & set(os.environ)}
-    return {**ours, **plan.config.env, MARKER: plan.launch_id}
+    given = {**ours, **plan.config.env, MARKER: plan.launch_id}
+    return given | _nccl_variables(plan, world, logs, {**os.environ, **given})
+
+
+def _nccl_variables(
+    plan: LaunchPlan, world: World, logs: LogFiles, given: Mapping[str, str]
+) -> dict[str, str]:
+    if not _gpus.uses_gpus(plan.backend) and plan.devices[world.rank] == "cpu":
+        return {}
+    import torch
+
+    found = _gpus.nccl_variables(
+        given, torch.__version__, debug_file=logs.nccl, folder=str(Path(logs.nccl).parent)
+    )
+    if _gpus.are_shared():
+        found.setdefault("NCCL_HOSTID", given.get("NCCL_HOSTID", f"ddpsafe-test-{world.rank}"))
+    return found
 
 
 def _world(rank: int, nproc: int) -> World:

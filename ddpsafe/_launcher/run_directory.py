@@ -47,7 +47,12 @@ class RunDirectory:
     def logs(self, number: int, world: World) -> LogFiles:
         """Name the files of one rank in one attempt."""
         stem = str(self.path / f"attempt-{number}" / f"rank-{world.rank}")
-        return LogFiles(stdout=f"{stem}.out", stderr=f"{stem}.err", stacks=f"{stem}.stacks")
+        return LogFiles(
+            stdout=f"{stem}.out",
+            stderr=f"{stem}.err",
+            stacks=f"{stem}.stacks",
+            nccl=f"{stem}.nccl",
+        )
 
     def note_tracebacks(self, outcomes: Iterable[RankOutcome]) -> None:
         """Append what each rank raised to its log, where a reader looks for it.

@@ -51,11 +51,12 @@ class RankTimeouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogFiles:
-    """Where one rank's file descriptors 1 and 2 and its stack dumps go."""
+    """Where one rank's file descriptors 1 and 2, its stack dumps and what NCCL_DEBUG shows go."""
 
     stdout: str
     stderr: str
     stacks: str
+    nccl: str
 
 
 def unreported_mark(stderr: Path | str) -> Path:

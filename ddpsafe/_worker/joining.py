@@ -150,6 +150,8 @@ def _join_job(world: World, config: LaunchConfig) -> RankContext:
         if not endpoint.is_on_this_host:
             interfaces.choose(config.rendezvous.interface, endpoint, deadline=deadline)
     backend, device = agree_on_devices(config.backend, world, control, deadline=deadline)
+    if device.type == "cuda":
+        interfaces.prefer(_nccl_variables(config, world))
     process_group.open_group(
         store,
         control,
@@ -163,6 +165,20 @@ def _join_job(world: World, config: LaunchConfig) -> RankContext:
     if config.seed is not None:
         environment.seed_all(config.seed)
     return member
+
+
+def _nccl_variables(config: LaunchConfig, world: World) -> dict[str, str]:
+    import torch
+
+    folder = config.run_dir
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    return _gpus.nccl_variables(
+        os.environ,
+        torch.__version__,
+        debug_file=None if folder is None else f"{folder}/rank-{world.rank}.nccl",
+        folder=None if folder is None else str(folder),
+    )
 
 
 def _likely_backend(asked: str) -> str:

@@ -189,6 +189,28 @@ def test_a_gpu_that_the_driver_has_and_torch_does_not_see_is_warned_of(
         assert plan(monkeypatch, 7, nproc_per_node="auto")[0] == 7
 
 
+@pytest.mark.parametrize(
+    ("version", "given", "expected", "absent"),
+    [
+        ("2.13.0+cu128", {}, {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "2000", "TORCH_FR_DUMP_TEMP_FILE": "/run/nccl_trace_rank_", "NCCL_DEBUG_FILE": "/run/rank-1.nccl"}, {"TORCH_NCCL_USE_COMM_NONBLOCKING", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}),
+        ("2.8.0", {}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/run/nccl_trace_rank_"}, {"TORCH_NCCL_USE_COMM_NONBLOCKING"}),
+        ("2.7.1+cu126", {}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}, {"TORCH_NCCL_USE_COMM_NONBLOCKING"}),
+        ("2.7.0", {}, {"TORCH_NCCL_USE_COMM_NONBLOCKING": "0"}, set()),
+        ("2.6.0a0+git1", {}, {"TORCH_NCCL_USE_COMM_NONBLOCKING": "0"}, set()),
+        ("2.6.0", {"TORCH_NCCL_USE_COMM_NONBLOCKING": "1"}, {}, {"TORCH_NCCL_USE_COMM_NONBLOCKING"}),
+        ("2.13.0", {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/d/x"}, {}, {"TORCH_FR_DUMP_TEMP_FILE"}),
+        ("2.13.0", {"NCCL_DEBUG_FILE": "/d/x", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "9"}, {}, {"NCCL_DEBUG_FILE", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"}),
+    ],
+)  # fmt: skip
+def test_settings_of_nccl_fit_the_version_and_the_users_own_win(
+    version: str, given: dict[str, str], expected: dict[str, str], absent: set[str]
+) -> None:
+    """The watchdog aborts soon, dumps go into the run directory, the recorder is on."""
+    found = _gpus.nccl_variables(given, version, debug_file="/run/rank-1.nccl", folder="/run")
+    assert found.items() >= expected.items()
+    assert not found.keys() & (absent | given.keys())
+
+
 # Real ranks.
 
 
@@ -239,6 +261,28 @@ def test_spawn_leaves_cuda_to_the_script(monkeypatch: pytest.MonkeyPatch, tmp_pa
     )
     found = [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)]
     assert found == ["cuda:0 False", "cuda:1 False"]
+
+
+def test_ranks_with_gpus_keep_files_of_nccl_in_the_run_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One recorder dump and one NCCL_DEBUG_FILE for each rank, not in /tmp; the user's own stays."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    ddpsafe.spawn(
+        programs.say_nccl_settings,
+        args=(tmp_path,),
+        nprocs=2,
+        start_method="forkserver",
+        run_dir=tmp_path / "run",
+        env={"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "77"},
+    )
+    attempt = tmp_path / "run" / "attempt-1"
+    for rank in range(2):
+        assert ast.literal_eval((tmp_path / f"rank-{rank}").read_text()) == [
+            "77",
+            f"{attempt}/nccl_trace_rank_",
+            f"{attempt}/rank-{rank}.nccl",
+        ]
 
 
 def test_launch_sets_the_device_before_arguments_are_loaded(
