@@ -283,7 +283,10 @@ def device_of_script(world: World) -> torch.device:
 
     has_group = dist.is_available() and dist.is_initialized()
     gpus = torch.cuda.device_count()
-    if not has_group or not gpus or "cuda:nccl" not in dist.get_backend_config():
+    if not has_group or not gpus:
+        return torch.device("cpu")
+    backends = dict(each.partition(":")[::2] for each in dist.get_backend_config().split(","))
+    if backends.get("cuda") != "nccl":
         return torch.device("cpu")
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
     if bound is not None:

@@ -206,7 +206,7 @@ def at(
                 number=number,
                 name=f"gloo:{name}",
                 sizes="[[8]]",
-                done=done or number < calls[-1][0],
+                state="completed" if done or number < calls[-1][0] else "started",
                 entered_ns=_STARTED_NS + number * _MS + ms * _MS,
             )
             for number, name in calls

@@ -16,6 +16,7 @@ from ddpsafe import _gpus
 from ddpsafe._config import LaunchConfig
 from ddpsafe._gpus import VisibleGpus
 from ddpsafe._launcher.plan import make_plan
+from ddpsafe.checkpoint._trees import HostCopies
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -209,6 +210,31 @@ def test_settings_of_nccl_fit_the_version_and_the_users_own_win(
     found = _gpus.nccl_variables(given, version, debug_file="/run/rank-1.nccl", folder="/run")
     assert found.items() >= expected.items()
     assert not found.keys() & (absent | given.keys())
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it lies on a GPU; what it holds is on the CPU."""
+
+    index = 0
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Name that GPU."""
+        return torch.device("cuda", self.index)
+
+
+def test_copies_for_an_asynchronous_save_wait_for_every_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A model may lie on several GPUs; the save returns when the copies from all of them are done."""
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    state = {}
+    for index in (0, 1, 1):
+        state[f"w{len(state)}"] = tensor = torch.ones(3).as_subclass(OnGpu)
+        tensor.index = index
+    HostCopies().copy({"model": state, "step": torch.ones(1)})
+    assert sorted(map(str, waited)) == ["cuda:0", "cuda:1"]
 
 
 # Real ranks.
