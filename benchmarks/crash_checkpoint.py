@@ -139,7 +139,7 @@ def train(ctx: ddpsafe.RankContext, job: Job) -> None:
                 optimizer.step()
                 scheduler.step()
                 step += 1
-                state["seen"] = [*state["seen"], [epoch, ctx.gather(indices.tolist())]]
+                state["seen"] = [*state["seen"], [epoch, ctx.all_gather(indices.tolist())]]
                 checkpointer.save(state, step, asynchronous=asynchronous)
                 # Of a save in the background, only the one before has been acknowledged.
                 acknowledge(ctx, job, step - asynchronous)

@@ -1,142 +1,78 @@
 """Hardened launch helpers for PyTorch DistributedDataParallel.
 
 Importing this package imports neither torch nor pydantic: each name is loaded when it is first
-used, so that command-line help, the pytest plugin and the spawned ranks start at once.
+used, so that command-line help and the spawned ranks start at once.
 """
+
+# ruff: noqa: I001 - one block for each module
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from ddpsafe import checkpoint as checkpoint
-    from ddpsafe import data as data
-    from ddpsafe import doctor as doctor
+    from types import ModuleType
+
+    from ddpsafe import checkpoint as checkpoint, data as data, doctor as doctor
     from ddpsafe._config import (
         DataPath as DataPath,
-    )
-    from ddpsafe._config import (
         LaunchConfig as LaunchConfig,
-    )
-    from ddpsafe._config import (
         Rendezvous as Rendezvous,
-    )
-    from ddpsafe._config import (
         RetryPolicy as RetryPolicy,
-    )
-    from ddpsafe._config import (
         Timeouts as Timeouts,
     )
     from ddpsafe._errors import (
         AttemptTimeoutError as AttemptTimeoutError,
-    )
-    from ddpsafe._errors import (
         BarrierTimeoutError as BarrierTimeoutError,
-    )
-    from ddpsafe._errors import (
         CollectiveTimeoutError as CollectiveTimeoutError,
-    )
-    from ddpsafe._errors import (
         ConfigError as ConfigError,
-    )
-    from ddpsafe._errors import (
         ConfigProblem as ConfigProblem,
-    )
-    from ddpsafe._errors import (
         DDPSafeError as DDPSafeError,
-    )
-    from ddpsafe._errors import (
         Explanation as Explanation,
-    )
-    from ddpsafe._errors import (
         LaunchError as LaunchError,
-    )
-    from ddpsafe._errors import (
         LaunchTimeoutError as LaunchTimeoutError,
-    )
-    from ddpsafe._errors import (
         MismatchError as MismatchError,
-    )
-    from ddpsafe._errors import (
         PreemptedError as PreemptedError,
-    )
-    from ddpsafe._errors import (
         PreflightError as PreflightError,
-    )
-    from ddpsafe._errors import (
         ProgressTimeoutError as ProgressTimeoutError,
-    )
-    from ddpsafe._errors import (
         RankExitedError as RankExitedError,
-    )
-    from ddpsafe._errors import (
         RankFailedError as RankFailedError,
-    )
-    from ddpsafe._errors import (
         RankKilledError as RankKilledError,
-    )
-    from ddpsafe._errors import (
         RankLeftEarlyError as RankLeftEarlyError,
-    )
-    from ddpsafe._errors import (
         RankRaisedError as RankRaisedError,
-    )
-    from ddpsafe._errors import (
         RendezvousTimeoutError as RendezvousTimeoutError,
     )
     from ddpsafe._functions import (
+        all_gather as all_gather,
+        all_reduce as all_reduce,
         barrier as barrier,
-    )
-    from ddpsafe._functions import (
         broadcast as broadcast,
-    )
-    from ddpsafe._functions import (
-        gather as gather,
-    )
-    from ddpsafe._functions import (
         is_main as is_main,
-    )
-    from ddpsafe._functions import (
         loader as loader,
-    )
-    from ddpsafe._functions import (
         print as print,  # noqa: A004 - the name of RankContext.print
-    )
-    from ddpsafe._functions import (
         rank_zero_first as rank_zero_first,
-    )
-    from ddpsafe._functions import (
         reduce_mean as reduce_mean,
-    )
-    from ddpsafe._functions import (
         seed_all as seed_all,
-    )
-    from ddpsafe._functions import (
         stop_requested as stop_requested,
-    )
-    from ddpsafe._functions import (
         unwrap as unwrap,
-    )
-    from ddpsafe._functions import (
         wrap as wrap,
     )
-    from ddpsafe._launch import LaunchResult as LaunchResult
-    from ddpsafe._launch import launch as launch
-    from ddpsafe._launch import spawn as spawn
+    from ddpsafe._launch import (
+        LaunchResult as LaunchResult,
+        launch as launch,
+        spawn as spawn,
+    )
     from ddpsafe._worker.attached import (
         cleanup as cleanup,
-    )
-    from ddpsafe._worker.attached import (
         current as current,
-    )
-    from ddpsafe._worker.attached import (
         process_group as process_group,
-    )
-    from ddpsafe._worker.attached import (
         setup as setup,
     )
-    from ddpsafe._worker.context import RankContext as RankContext
+    from ddpsafe._worker.context import (
+        RankContext as RankContext,
+    )
 
 __version__: Final = "0.1.0"
 
@@ -170,9 +106,10 @@ _HOMES: Final = {
         "RendezvousTimeoutError",
     ),
     "ddpsafe._functions": (
+        "all_gather",
+        "all_reduce",
         "barrier",
         "broadcast",
-        "gather",
         "is_main",
         "loader",
         "print",
@@ -193,17 +130,43 @@ _HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in name
 __all__ = ["__version__", *_HOME_OF]  # noqa: PLE0604 - the keys are strings
 
 
+# What starts or joins ranks needs the kernel interfaces of Linux; the rest does not ask.
+_ON_LINUX: Final = ("ddpsafe._launch", "ddpsafe._functions", "ddpsafe._worker")
+_POSIX: Final = {"fcntl", "resource", "termios", "pwd", "grp", "signal", "os", "socket", "select"}
+
+
 def __getattr__(name: str) -> object:
     """Load a public name when it is first used (PEP 562)."""
-    if name in _NAMESPACES:
-        return importlib.import_module(f"{__name__}.{name}")
-    home = _HOME_OF.get(name)
+    home = f"{__name__}.{name}" if name in _NAMESPACES else _HOME_OF.get(name)
     if home is None:
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)
-    value: object = getattr(importlib.import_module(home), name)
+    module = _load(home)
+    if name in _NAMESPACES:
+        return module
+    value: object = getattr(module, name)
     globals()[name] = value
     return value
+
+
+def _load(home: str) -> ModuleType:
+    """Import a module; where the system lacks what it is made of, say that in one sentence."""
+    advice = (
+        f"ddpsafe starts ranks on Linux only, and this is {sys.platform}: "
+        "use WSL 2 on Windows, or a Linux container."
+    )
+    if sys.platform != "linux" and home.startswith(_ON_LINUX):
+        raise ImportError(advice)
+    try:
+        return importlib.import_module(home)
+    except ModuleNotFoundError as error:
+        if error.name not in _POSIX:
+            raise
+        raise ImportError(advice) from error
+    except AttributeError as error:
+        if getattr(error.obj, "__name__", "") not in _POSIX:
+            raise
+        raise ImportError(advice) from error
 
 
 def __dir__() -> list[str]:

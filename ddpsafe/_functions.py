@@ -17,17 +17,20 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from ddpsafe._config.durations import DurationLike
+    from ddpsafe._worker.collectives import ReduceOp
     from ddpsafe.data import DataLoader
 
 
 P = ParamSpec("P")
+M = TypeVar("M", bound="nn.Module")
 T = TypeVar("T")
 X = TypeVar("X", bound="float | torch.Tensor | Mapping[str, float | torch.Tensor]")
 
 __all__ = [
+    "all_gather",
+    "all_reduce",
     "barrier",
     "broadcast",
-    "gather",
     "is_main",
     "loader",
     "print",
@@ -45,7 +48,7 @@ def is_main() -> bool:
     return current().is_main
 
 
-def wrap(model: nn.Module, *, sync_batchnorm: bool = False, **ddp_kwargs: object) -> nn.Module:
+def wrap(model: M, *, sync_batchnorm: bool = False, **ddp_kwargs: object) -> M:
     """Do what `RankContext.wrap` does."""
     return current().wrap(model, sync_batchnorm=sync_batchnorm, **ddp_kwargs)
 
@@ -86,9 +89,14 @@ def reduce_mean(x: X, weight: float | None = None) -> X:
     return current().reduce_mean(x, weight)
 
 
-def gather(obj: T) -> list[T]:
-    """Do what `RankContext.gather` does."""
-    return current().gather(obj)
+def all_reduce(x: X, op: ReduceOp = "sum") -> X:
+    """Do what `RankContext.all_reduce` does."""
+    return current().all_reduce(x, op)
+
+
+def all_gather(obj: T) -> list[T]:
+    """Do what `RankContext.all_gather` does."""
+    return current().all_gather(obj)
 
 
 def broadcast(obj: T, src: int = 0) -> T:

@@ -12,6 +12,7 @@ from ddpsafe._config import LaunchConfig, SpawnFields, refuse_fields, require_da
 from ddpsafe._errors import DDPSafeError
 from ddpsafe._launcher.attempt import run_attempt
 from ddpsafe._launcher.calls import Calls
+from ddpsafe._launcher.console import quiet_log
 from ddpsafe._launcher.daemonic import require_may_have_children
 from ddpsafe._launcher.handle import SpawnHandle
 from ddpsafe._launcher.main_guard import require_main_guard
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.plan import LaunchPlan
     from ddpsafe._wire.spec import CallStyle
     from ddpsafe._worker.context import RankContext
+
+__tracebackhide__ = True  # pytest shows the line of the caller, not these
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -80,7 +83,10 @@ def launch(
         on_retry: Called with a failure that `RetryPolicy` tries again; what it returns takes the
             place of `args` (a smaller batch after running out of memory), ``None`` keeps them.
             An exception ends the launch, with the failure as its cause.
-        **fields: Fields of `LaunchConfig` that win over it.
+        **fields: Fields of `LaunchConfig` that win over it: `nproc_per_node`, `backend`,
+            `start_method`, `timeouts`, `retry`, `data_paths`, `run_dir`, `env`, `preflight`, `seed`,
+            `console`, and of several nodes `nnodes`, `node_rank`, `rendezvous`.
+            ``help(ddpsafe.LaunchConfig)`` says what each means.
 
     Returns:
         What the ranks returned.
@@ -135,7 +141,9 @@ def spawn(
             variable and the file, as `nprocs` does.
         config: As in `launch`, but for the two fields above.
         on_retry: As in `launch`.
-        **fields: As in `launch`, but for the two fields above.
+        **fields: As in `launch`, but for the two fields above: `backend`, `timeouts`, `retry`,
+            `data_paths`, `run_dir`, `env`, `preflight`, `seed`, `console`, and of several nodes
+            `nnodes`, `node_rank`, `rendezvous`.
 
     Returns:
         ``None``, or the handle with ``join=False``.
@@ -210,7 +218,7 @@ def _run_plan(
         )
 
     try:
-        with open_run_directory(plan.config.run_dir) as directory:
+        with quiet_log(plan.console), open_run_directory(plan.config.run_dir) as directory:
             values = run_attempts(
                 plan.config.retry, attempt, change=calls.change, cancelled=cancelled
             )

@@ -207,12 +207,12 @@ def _use_adopted_group() -> dict[str, Any]:
 
     with ddpsafe.process_group() as ctx:
         ctx.barrier("adopted")
-        found: dict[str, Any] = {"place": place(ctx)[:2], "gathered": ctx.gather(ctx.rank)}
+        found: dict[str, Any] = {"place": place(ctx)[:2], "gathered": ctx.all_gather(ctx.rank)}
     found["left_by_process_group"] = dist.is_initialized()
     ddpsafe.setup()
     ddpsafe.cleanup()
     found["left_by_cleanup"] = dist.is_initialized()
-    found["still_works"] = ddpsafe.gather(dist.get_rank())
+    found["still_works"] = ddpsafe.all_gather(dist.get_rank())
     return found
 
 

@@ -74,7 +74,7 @@ class Training:
                 self.optimizer.step()
                 self.scheduler.step()
                 step += 1
-                everyone = self.ctx.gather(indices.tolist())
+                everyone = self.ctx.all_gather(indices.tolist())
                 self.state["seen"] = [*self.state["seen"], [epoch, everyone]]
                 after(step)
         return step

@@ -85,7 +85,7 @@ def wrap_and_unwrap(ctx: RankContext, door: str) -> dict[str, Any]:
             api.unwrap(plain) is plain,
             api.unwrap(wrapped_norm) is normed,
         ],
-        "weights": ctx.gather(plain.weight.detach().tolist()),
+        "weights": ctx.all_gather(plain.weight.detach().tolist()),
     }
 
 
@@ -117,6 +117,22 @@ def reduce_everything(ctx: RankContext, door: str) -> dict[str, Any]:
             found[f"{dtype} {shape}"] = api.reduce_mean(torch.full(shape, float(rank), dtype=dtype))
     strided = torch.arange(6.0).reshape(2, 3).t() + rank
     found["strided"] = api.reduce_mean(strided)
+    found["reduced"] = {
+        op: [
+            api.all_reduce(rank + 1, op),
+            api.all_reduce(rank + 0.5, op),
+            api.all_reduce({"b": torch.tensor([rank + 1.0, 2.0]), "a": rank + 1}, op),
+        ]
+        for op in ("sum", "mean", "min", "max", "product")
+    }
+    found["reduced_kinds"] = [
+        api.all_reduce(2**62 + rank, "max"),
+        api.all_reduce(0 if rank == 0 else 0.5),
+        api.all_reduce(torch.tensor([rank, 1], dtype=torch.int16)),
+        api.all_reduce(torch.ones(2, dtype=torch.bfloat16)),
+        api.all_reduce(rank > 0),
+        api.all_reduce(float("nan") if rank == 0 else 1),
+    ]
     return found
 
 
@@ -145,6 +161,8 @@ def reduce_nonsense(ctx: RankContext) -> dict[str, Any]:
     errors = [
         caught(lambda: ctx.reduce_mean(keys)),
         caught(lambda: ctx.reduce_mean(1.0, weight=0)),
+        caught(lambda: ctx.all_reduce(1.0, "sum" if ctx.rank else "max")),
+        caught(lambda: ctx.all_reduce(1.0, "avg")),  # type: ignore[arg-type]  # what a user may do
     ]
     return {
         "errors": [f"{type(error).__name__}: {error}" for error in errors],
@@ -161,8 +179,8 @@ def exchange(ctx: RankContext, door: str) -> dict[str, Any]:
     mine = {"rank": ctx.rank, "text": "x" * ctx.rank, "tensor": torch.full((2,), ctx.rank)}
     last = ctx.world_size - 1
     return {
-        "gathered": [(each["rank"], each["tensor"].tolist()) for each in api.gather(mine)],
-        "by_length": [len(each["text"]) for each in api.gather(mine)],
+        "gathered": [(each["rank"], each["tensor"].tolist()) for each in api.all_gather(mine)],
+        "by_length": [len(each["text"]) for each in api.all_gather(mine)],
         "broadcast": api.broadcast({"seed": ctx.rank + 7}),
         "broadcast_src": api.broadcast(f"from {ctx.rank}", src=last),
         "broadcast_none": api.broadcast(None if ctx.is_main else "x"),
@@ -257,7 +275,7 @@ def survive_failure_of_rank_zero(ctx: RankContext) -> dict[str, Any]:
     return {
         "error": error,
         "took_s": time.monotonic() - started_s,
-        "gathered": ctx.gather(ctx.rank),
+        "gathered": ctx.all_gather(ctx.rank),
         "second": ctx.rank_zero_first(lambda: "well"),
     }
 
@@ -327,7 +345,8 @@ def act_before_setup() -> dict[str, BaseException]:
         "barrier": ddpsafe.barrier,
         "rank_zero_first": lambda: ddpsafe.rank_zero_first(str),
         "reduce_mean": lambda: ddpsafe.reduce_mean(1.0),
-        "gather": lambda: ddpsafe.gather("me"),
+        "all_gather": lambda: ddpsafe.all_gather("me"),
+        "all_reduce": lambda: ddpsafe.all_reduce(1),
         "broadcast": lambda: ddpsafe.broadcast("me"),
         "stop_requested": ddpsafe.stop_requested,
     }

@@ -74,7 +74,7 @@ def train_with_fabric(ctx: RankContext) -> dict[str, Any]:
         "place": (fabric.global_rank, fabric.world_size),
         "ours": (ctx.rank, ctx.world_size),
         "same_group": dist.group.WORLD is group,
-        "gathered": sorted(sample for batch in ctx.gather(batch.tolist()) for sample in batch),
+        "gathered": sorted(sample for batch in ctx.all_gather(batch.tolist()) for sample in batch),
         "weight": model.module.weight.detach().tolist(),
     }
 

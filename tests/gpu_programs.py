@@ -65,7 +65,7 @@ def reduce_on_device(ctx: RankContext) -> dict[str, Any]:
         "mean": (mean.item(), str(mean.device)),
         "mean_of_cpu": (on_cpu.item(), str(on_cpu.device)),
         "dict": ctx.reduce_mean({"loss": float(ctx.rank)}),
-        "gathered": ctx.gather(ctx.rank),
+        "gathered": ctx.all_gather(ctx.rank),
         "broadcast": ctx.broadcast(f"from {ctx.rank}"),
         "stop": ctx.stop_requested(),
     }

@@ -102,7 +102,7 @@ def test_script_runs_under_torchrun(tmp_path: Path) -> None:
         import ddpsafe
 
         def train(ctx, factor):
-            return [ctx.rank, ctx.gather(factor * ctx.rank)]
+            return [ctx.rank, ctx.all_gather(factor * ctx.rank)]
 
         if __name__ == "__main__":
             found = programs.join()
@@ -139,7 +139,7 @@ def test_restart_by_torchrun_is_the_next_attempt(tmp_path: Path) -> None:
         def train(ctx):
             if ctx.attempt == 1 and ctx.rank == 1:
                 raise ValueError("the first attempt fails")
-            found = {"attempt": ctx.attempt, "attempts": ctx.gather(ctx.attempt)}
+            found = {"attempt": ctx.attempt, "attempts": ctx.all_gather(ctx.attempt)}
             pathlib.Path(f"rank-{ctx.rank}.json").write_text(json.dumps(found))
 
         if __name__ == "__main__":
@@ -231,7 +231,7 @@ def test_variables_set_by_hand_make_a_group(tmp_path: Path) -> None:
         with ddpsafe.process_group() as ctx:
             model = ctx.wrap(torch.nn.Linear(4, 2))
             model(torch.ones(1, 4)).sum().backward()
-            print(json.dumps([ctx.rank, ctx.world.started_by, ctx.gather(ctx.rank)]))
+            print(json.dumps([ctx.rank, ctx.world.started_by, ctx.all_gather(ctx.rank)]))
         """,
     )
     port = free_port()

@@ -9,16 +9,14 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import console_programs as programs
 import pytest
 import scripts
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TWO: Final[dict[str, Any]] = {
     "nproc_per_node": 2,
@@ -178,6 +176,67 @@ def test_nothing_is_written_when_all_is_well(tmp_path: Path) -> None:
         run = scripts.Script(["-X", "dev", str(path), method], folder=tmp_path).end()
         assert run.lines() == ["trained"]
         assert run.err == ""
+
+
+RETRIED: Final = """
+import sys
+import ddpsafe
+
+
+def train(ctx):
+    print("hello")
+    if ctx.attempt == 1 and ctx.rank == 0:
+        raise ConnectionError("once")
+
+
+if __name__ == "__main__":
+    ddpsafe.launch(
+        train, nproc_per_node=1, console=sys.argv[1], retry={"on": ConnectionError}
+    )
+"""
+
+
+@pytest.mark.parametrize("console", ["none", "rank-zero"])
+def test_a_console_that_shows_nothing_is_silent_about_a_retry_too(
+    console: str, tmp_path: Path
+) -> None:
+    """Where the program has set up no logging, `"none"` keeps warnings off stderr; others do not."""
+    path = scripts.write(tmp_path, "script.py", RETRIED)
+    run = scripts.Script([str(path), console], folder=tmp_path).end()
+    assert (run.code, "hello" in run.out) == (0, console != "none")
+    assert ("trying again" in run.err) is (console != "none")
+    assert console != "none" or run.err == ""
+
+
+def test_pytest_shows_the_line_of_the_caller(tmp_path: Path) -> None:
+    """Neither the docstring of `launch` nor a frame of ddpsafe stands before the error."""
+    source = """
+        import ddpsafe
+
+
+        def train(ctx):
+            raise ValueError("bad batch")
+
+
+        def test_training():
+            ddpsafe.launch(train, nproc_per_node=1, run_dir=__file__ + ".run")
+
+
+        def test_config():
+            ddpsafe.LaunchConfig(nprocs=2)
+
+
+        def test_part():
+            ddpsafe.Timeouts(grace="soon")
+        """
+    path = scripts.write(tmp_path, "test_user.py", source)
+    run = scripts.Script(["-m", "pytest", "-q", "--no-header", str(path)], folder=tmp_path).end()
+    assert run.code == 1
+    assert "bad batch" in run.out
+    assert ">       ddpsafe.launch(train, nproc_per_node=1" in run.out
+    assert "Args:" not in run.out
+    frames = re.findall(r"^(\S+\.py):\d+", run.out, re.MULTILINE)
+    assert {Path(frame).name for frame in frames} == {"test_user.py"}
 
 
 _COLOURS: Final = re.compile(r"\x1b\[[\d;]*m")

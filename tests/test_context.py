@@ -102,6 +102,30 @@ def test_mean_has_the_type_of_what_was_given(nproc: int, door: str) -> None:
                 ), (dtype, shape)
 
 
+@worlds_and_doors
+def test_all_reduce_keeps_type_and_dtype(nproc: int, door: str) -> None:
+    """Integers stay integers, exactly; dicts keep their keys, tensors their dtype."""
+    ranks = range(nproc)
+    expected: dict[str, Callable[[list[Any]], Any]] = {
+        "sum": sum, "mean": lambda x: sum(x) / nproc, "min": min, "max": max, "product": math.prod,
+    }  # fmt: skip
+    for found in launch(programs.reduce_everything, door, nproc=nproc).values():
+        for op, reduce in expected.items():
+            whole, half, table = found["reduced"][op]
+            assert whole == reduce([rank + 1 for rank in ranks])
+            assert isinstance(whole, float if op == "mean" else int)
+            assert half == reduce([rank + 0.5 for rank in ranks])
+            assert table["a"] == whole
+            assert table["b"].tolist() == [whole, reduce([2.0] * nproc)]
+        most, mixed, short, ones, flag, nan = found["reduced_kinds"]
+        assert most == 2**62 + nproc - 1
+        assert mixed == 0.5 * (nproc - 1)
+        assert (short.tolist(), short.dtype) == ([sum(ranks), nproc], torch.int16)
+        assert (ones.tolist(), ones.dtype) == ([nproc] * 2, torch.bfloat16)
+        assert flag == nproc - 1
+        assert math.isnan(nan)
+
+
 def test_weights_make_the_mean_of_samples() -> None:
     """1, 2 and 3 samples; a rank without samples counts for nothing; counts are not rounded."""
     for found in launch(programs.reduce_everything, "method").values():
@@ -130,7 +154,9 @@ def test_mean_of_a_loss_leaves_the_loss_alone(nproc: int) -> None:
 def test_ranks_that_disagree_about_a_mean_are_told_at_once() -> None:
     """Other keys on one rank, and weights of zero: a ValueError on every rank, no hang, go on."""
     for rank, found in launch(programs.reduce_nonsense).items():
-        keys, zero = found["errors"]
+        keys, zero, operation, unknown = found["errors"]
+        assert operation.startswith("MismatchError: all_reduce: the ranks passed different")
+        assert "write one of 'sum', 'mean'" in unknown
         own = "'accuracy': one number, 'loss'" if rank == 1 else "{'loss': one number}"
         assert keys.startswith("MismatchError: reduce_mean: the ranks passed different keys")
         assert own in keys
@@ -307,7 +333,7 @@ def test_functions_do_nothing_outside_of_any_rank(capsys: pytest.CaptureFixture[
     assert ddpsafe.is_main()
     assert ddpsafe.wrap(model) is model
     assert ddpsafe.unwrap(model) is model
-    assert ddpsafe.gather("me") == ["me"]
+    assert ddpsafe.all_gather("me") == ["me"]
     assert ddpsafe.broadcast("me") == "me"
     assert ddpsafe.reduce_mean(3.0, weight=2) == 3.0
     assert torch.equal(ddpsafe.reduce_mean(loss), loss)

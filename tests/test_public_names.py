@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Final
 
@@ -48,3 +50,52 @@ def test_reference_lists_the_names_of_the_doctor() -> None:
     page = API_PAGE.with_name("doctor.md")
     assert sorted(directive.findall(page.read_text(encoding="utf-8"))) == sorted(doctor.__all__)
     assert all(hasattr(doctor, name) for name in doctor.__all__)
+
+
+def test_help_lists_every_field() -> None:
+    """``help(ddpsafe.launch)`` names each field, and that of `LaunchConfig` says what it means."""
+    fields = set(ddpsafe.LaunchConfig.model_fields)
+    for function, own in (
+        (ddpsafe.launch, set()),
+        (ddpsafe.spawn, {"nproc_per_node", "start_method"}),
+    ):
+        assert [f for f in fields - own if f"`{f}`" not in (function.__doc__ or "")] == []
+    text = ddpsafe.LaunchConfig.__doc__ or ""
+    assert [f for f in fields if f"{f}: " not in text] == []
+
+
+WITHOUT_POSIX: Final = """
+import sys, signal
+sys.platform = {platform!r}
+for name in {missing}:
+    sys.modules[name] = None
+for name in {signals}:
+    delattr(signal, name)
+import ddpsafe
+try:
+    getattr(ddpsafe, {name!r})
+except ImportError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("name", ["launch", "spawn", "process_group", "barrier", "RankContext"])
+@pytest.mark.parametrize(
+    ("platform", "missing", "signals"),
+    [
+        ("win32", ["resource", "fcntl", "termios", "pwd"], ["SIGUSR1", "SIGHUP", "SIGRTMIN"]),
+        ("darwin", [], ["SIGRTMIN"]),
+        ("linux", ["resource", "fcntl"], ["SIGUSR1", "SIGRTMIN"]),
+    ],
+)
+def test_other_systems_are_told_in_one_sentence(
+    name: str, platform: str, missing: list[str], signals: list[str]
+) -> None:
+    """Windows and macOS lack modules and signals; the reader is told so, and what to use."""
+    program = WITHOUT_POSIX.format(platform=platform, missing=missing, signals=signals, name=name)
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert run.stdout == (
+        f"ddpsafe starts ranks on Linux only, and this is {platform}: "
+        "use WSL 2 on Windows, or a Linux container.\n"
+    )

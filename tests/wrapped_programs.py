@@ -81,7 +81,7 @@ def train_in_an_except_block(ctx: RankContext, folder: Path, fault: Fault) -> No
             if step == FAULT_STEP and ctx.rank == 1:
                 mark(folder)
                 fault(folder)
-            ctx.gather(step) if step > FAULT_STEP else average_gradients()
+            ctx.all_gather(step) if step > FAULT_STEP else average_gradients()
 
 
 def be_slow_in_an_except_block(ctx: RankContext, meet: Callable[[RankContext], object]) -> str:
@@ -121,7 +121,7 @@ def count_reads_of_meetings(ctx: RankContext, _folder: Path) -> int:
     try:
         import no_such_module_at_all  # noqa: F401 - it is not there
     except ImportError:
-        return count_reads(lambda: [ctx.gather(step) for step in range(20)])
+        return count_reads(lambda: [ctx.all_gather(step) for step in range(20)])
     return -1
 
 
@@ -194,7 +194,7 @@ def be_killed_in_an_except_block(ctx: RankContext, folder: Path) -> None:
         import no_such_module_at_all  # noqa: F401 - it is not there
     except ImportError:
         threading.Timer(0.3, _kill, args=(folder,)).start()
-        ctx.gather(ctx.rank)
+        ctx.all_gather(ctx.rank)
 
 
 def _kill(folder: Path) -> None:
@@ -264,7 +264,7 @@ def meet_in_finally(ctx: RankContext, folder: Path, meet: Callable[[RankContext]
 
 def gather(ctx: RankContext) -> None:
     """Gather metrics."""
-    ctx.gather({"rank": ctx.rank})
+    ctx.all_gather({"rank": ctx.rank})
 
 
 def reduce(ctx: RankContext) -> None:

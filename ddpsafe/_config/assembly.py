@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from ddpsafe._config.sources import ConfigFile
 
 
+__tracebackhide__ = True  # pytest shows the line of the caller, not these
+
+
 def parts_as_tables(fields: dict[str, Any]) -> dict[str, Any]:
     """Turn parts that are models into what the user set of them, so that sources can merge."""
     return {

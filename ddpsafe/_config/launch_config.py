@@ -27,6 +27,7 @@ from ddpsafe._config.paths import AbsolutePath, DataPath
 from ddpsafe._config.policies import Rendezvous, RetryPolicy
 from ddpsafe._config.problems import (
     Problem,
+    describe_fields,
     raise_config_error,
     require_none,
     show,
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pydantic_settings import PydanticBaseSettingsSource
+
+__tracebackhide__ = True  # pytest shows the line of the caller, not these
 
 _file: ContextVar[ConfigFile | None] = ContextVar("ddpsafe_config_file", default=None)
 """The file that the config being made is read from; pydantic-settings has no argument for it."""
@@ -302,6 +305,9 @@ def _meeting_problems(rendezvous: Rendezvous, nnodes: int) -> list[Problem]:
         why = f"port 0 is another free port on each of nnodes={nnodes} nodes"
         problems.append(Problem(why=why, write=write, where=where))
     return problems
+
+
+describe_fields(LaunchConfig)
 
 
 def refuse_fields(fields: Mapping[str, object], allowed: type, *, why: str, write: str) -> None:

@@ -6,6 +6,7 @@ Validators raise `wrong`; pydantic collects; `problems_of` turns what it found i
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn, get_args, get_origin
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
     Location = tuple[int | str, ...]
+
+__tracebackhide__ = True  # pytest shows the line of the caller, not these
 
 _SHOWN_CHARS: Final = 120
 
@@ -165,9 +168,22 @@ class Part(BaseModel):
         except ValidationError as error:
             raise_config_error(problems_of(error, type(self)))
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Give the docstring what the fields say of themselves."""
+        super().__pydantic_init_subclass__(**kwargs)
+        describe_fields(cls)
+
     # Without this mark pydantic calls `__init__` for a part inside another model too, where the
     # problems have to arrive one by one, with their place in the whole.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+
+def describe_fields(model: type[BaseModel]) -> None:
+    """Let ``help()`` of a model list its fields: name and meaning, as the reference has them."""
+    if model.__doc__ is not None:  # python -OO
+        lines = [f"    {name}: {field.description}" for name, field in model.model_fields.items()]
+        model.__doc__ = "\n".join([inspect.cleandoc(model.__doc__), "", "Attributes:", *lines])
 
 
 def wrong(why: str, *, write: str, is_guess: bool = False) -> PydanticCustomError:

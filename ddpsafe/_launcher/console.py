@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import logging
 import sys
 import threading
 import time
@@ -108,6 +109,7 @@ class Console:
         self._started_s = time.monotonic()
         self._next_line_s = _PLAIN_EVERY_S
         self._live: Live | None = None
+        self._is_silent = show == "none"
         self._tails = [tail for worker in workers for tail in _tails(worker, show)]
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ddpsafe-console", daemon=True)
@@ -149,7 +151,7 @@ class Console:
         """Copy new output; keep the line of the start up to date."""
         if all(worker.joined for worker in self._workers):
             self._clear()
-        else:
+        elif not self._is_silent:
             self._show_waiting()
         for tail in self._tails:
             tail.pump()
@@ -224,3 +226,20 @@ def open_console(
         yield
     finally:
         console.finish()
+
+
+@contextlib.contextmanager
+def quiet_log(show: str) -> Iterator[None]:
+    """Keep ddpsafe's warnings off the console that nothing shall be shown on.
+
+    Python prints the warnings of a program that has set up no logging; where there are handlers,
+    they get them all the same.
+    """
+    handler = logging.NullHandler()
+    logger = logging.getLogger("ddpsafe")
+    if show == "none":
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

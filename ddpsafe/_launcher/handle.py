@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     OnStart = Callable[[Sequence[Worker], SignalInbox], None]
 
 
+__tracebackhide__ = True  # pytest shows the line of the caller, not these
+
+
 class SpawnHandle:
     """What ``spawn(join=False)`` returns, with the methods of torch's ProcessContext.
 

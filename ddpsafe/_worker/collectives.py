@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
 from ddpsafe._errors import ConfigError, Explanation, MismatchError
 
@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
     Reducible = float | torch.Tensor | Mapping[str, float | torch.Tensor]
 
+M = TypeVar("M", bound="nn.Module")
 T = TypeVar("T")
+
+ReduceOp = Literal["sum", "mean", "min", "max", "product"]
+"""What `RankContext.all_reduce` can do with the ranks' values."""
 
 
 def wrap(
@@ -42,19 +46,20 @@ def wrap(
     return nn.parallel.DistributedDataParallel(model, **options)
 
 
-def unwrap(model: nn.Module) -> nn.Module:
+def unwrap(model: M) -> M:
     """Return what is inside DDP and `torch.compile` wrappers."""
     from torch import nn
 
+    found: nn.Module = model
     while True:
         inner: nn.Module | None
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            inner = model.module
+        if isinstance(found, nn.parallel.DistributedDataParallel):
+            inner = found.module
         else:
-            inner = getattr(model, "_orig_mod", None)  # what torch.compile wraps
+            inner = getattr(found, "_orig_mod", None)  # what torch.compile wraps
         if inner is None:
-            return model
-        model = inner
+            return cast("M", found)
+        found = inner
 
 
 def require_group(world: World) -> None:
@@ -83,8 +88,72 @@ def reduce_mean(x: Reducible, weight: float | None, device: torch.device) -> obj
     """Average a number, a tensor or a dict over the ranks; see `RankContext.reduce_mean`."""
     if group_size() == 1:
         return dict(sorted(x.items())) if isinstance(x, Mapping) else x
-    _require_same_form(x, device)
+    _require_same_form(x, device, call="reduce_mean")
     return _mean(x, weight, device)
+
+
+def all_reduce(x: Reducible, op: ReduceOp, device: torch.device) -> object:
+    """Reduce a number, a tensor or a dict over the ranks; see `RankContext.all_reduce`."""
+    if op not in get_args(ReduceOp):
+        what = f"all_reduce(op={op!r}): there is no such operation."
+        names = ", ".join(map(repr, get_args(ReduceOp)))
+        raise ConfigError(Explanation(what, cause="a typing error.", fix=f"write one of {names}."))
+    _require_reducible(x, op)
+    has_float = _require_same_form(x, device, call="all_reduce", op=op)
+    return _reduced(x, op, device, has_float=has_float)
+
+
+def _require_reducible(x: Reducible, op: ReduceOp) -> None:
+    import torch
+
+    for value in x.values() if isinstance(x, Mapping) else [x]:
+        if not isinstance(value, torch.Tensor):
+            continue
+        if value.is_complex():
+            what = "all_reduce: a complex tensor has no order, and backends differ in what they do."
+            fix = "reduce torch.view_as_real(x)."
+        elif op == "mean" and not value.is_floating_point():
+            what = f"all_reduce(op='mean'): the mean of {value.dtype} is not of that dtype."
+            fix = "pass x.double()."
+        else:
+            continue
+        raise ConfigError(Explanation(what, cause="the dtype of a tensor.", fix=fix))
+
+
+def _reduced(x: Reducible, op: ReduceOp, device: torch.device, *, has_float: bool) -> object:
+    import torch
+    import torch.distributed as dist
+
+    if isinstance(x, Mapping):
+        return {key: _reduced(x[key], op, device, has_float=has_float) for key in sorted(x)}
+    if op == "mean":
+        return _mean_of_tensor(x, None, device)
+    is_tensor = isinstance(x, torch.Tensor)
+    values = x.detach() if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=_wide(x))
+    # Wide enough that no partial result overflows or rounds; given back in the caller's dtype. A
+    # number may be 0 on one rank and 0.5 on another, and all ranks have to send one dtype.
+    is_float = values.is_floating_point() or (has_float and _is_number(x))
+    wide = torch.float64 if is_float else torch.int64
+    total = values.to(device=device, dtype=wide, copy=True)
+    if group_size() > 1:
+        dist.all_reduce(total, op=getattr(dist.ReduceOp, op.upper()))
+    if is_tensor:
+        return total.to(device=values.device, dtype=values.dtype)
+    result = total.item()
+    return int(result) if isinstance(x, int) and float(result).is_integer() else result
+
+
+def _wide(x: float) -> torch.dtype:
+    import torch
+
+    return torch.int64 if isinstance(x, int) else torch.float64
+
+
+def _is_number(x: float | torch.Tensor) -> bool:
+    """Tell whether ranks may pass an integer or a float in one place: a number of either kind."""
+    import torch
+
+    return not isinstance(x, torch.Tensor) or x.numel() == 1
 
 
 def _mean(x: Reducible, weight: float | None, device: torch.device) -> object:
@@ -107,7 +176,8 @@ def _mean_of_tensor(x: float | torch.Tensor, weight: float | None, device: torch
     if share:  # the mean of no samples is nan, and counts for nothing
         total[:-1] = values.to(torch.float64).flatten() * share
     total = total.to(device)
-    dist.all_reduce(total)
+    if group_size() > 1:
+        dist.all_reduce(total)
     if total[-1] == 0:
         msg = "reduce_mean: the weights of all ranks sum to zero; pass the number of samples."
         raise ValueError(msg)
@@ -117,34 +187,52 @@ def _mean_of_tensor(x: float | torch.Tensor, weight: float | None, device: torch
     return mean.to(device=values.device, dtype=values.dtype)
 
 
-def _require_same_form(x: Reducible, device: torch.device) -> None:
-    """Compare keys and shapes first: others would be other collectives, a hang or a wrong mean."""
+def _require_same_form(x: Reducible, device: torch.device, *, call: str, op: str = "") -> bool:
+    """Compare keys and shapes first: others would be other collectives, a hang or a wrong mean.
+
+    Returns:
+        Whether a number is a float on some rank.
+    """
     import torch
     import torch.distributed as dist
 
-    form = _form_of(x)
-    digest = zlib.crc32(form.encode())
-    highest = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
+    has_float = any(_is_float(value) for value in (x.values() if isinstance(x, Mapping) else [x]))
+    if group_size() == 1:
+        return has_float
+    form = f"{_form_of(x, with_kind=bool(op))} for {op}" if op else _form_of(x, with_kind=False)
+    digest = zlib.crc32(f"{call} {form}".encode())
+    highest = torch.tensor([digest, -digest, has_float], dtype=torch.int64, device=device)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-    most, least = highest.tolist()
+    most, least, is_float = highest.tolist()
     if most != -least:
-        what = f"reduce_mean: the ranks passed different keys or shapes; this one has {form}."
+        what = f"{call}: the ranks passed different keys or shapes; this one has {form}."
         cause = "the ranks computed different metrics, or one of them is in another collective."
         fix = "pass the same keys and shapes on every rank, in the same order of calls."
         raise MismatchError(Explanation(what, cause=cause, fix=fix))
+    return bool(is_float)
 
 
-def _form_of(x: Reducible) -> str:
+def _is_float(x: float | torch.Tensor) -> bool:
+    import torch
+
+    if isinstance(x, torch.Tensor):
+        return x.numel() == 1 and x.is_floating_point()
+    return isinstance(x, float)
+
+
+def _form_of(x: Reducible, *, with_kind: bool) -> str:
     import torch
 
     if isinstance(x, Mapping):
-        return "{" + ", ".join(f"{str(key)!r}: {_form_of(x[key])}" for key in sorted(x)) + "}"
+        parts = (f"{str(key)!r}: {_form_of(x[key], with_kind=with_kind)}" for key in sorted(x))
+        return "{" + ", ".join(parts) + "}"
     if isinstance(x, torch.Tensor) and x.numel() != 1:
-        return f"shape {list(x.shape)}"
+        kind = " of integers" if with_kind and not x.is_floating_point() else ""
+        return f"shape {list(x.shape)}{kind}"
     return "one number"
 
 
-def gather(obj: T) -> list[T]:
+def all_gather(obj: T) -> list[T]:
     """Return every rank's object, by rank."""
     import torch.distributed as dist
 

@@ -23,11 +23,13 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from ddpsafe._config.durations import DurationLike
+    from ddpsafe._worker.collectives import ReduceOp
     from ddpsafe._worker.control import Control
     from ddpsafe._world import World
     from ddpsafe.data import DataLoader
 
 P = ParamSpec("P")
+M = TypeVar("M", bound="nn.Module")
 T = TypeVar("T")
 X = TypeVar("X", bound="float | torch.Tensor | Mapping[str, float | torch.Tensor]")
 
@@ -97,9 +99,7 @@ class RankContext:
         """True on local rank 0 of each node: the one that prepares the node's disk."""
         return self.local_rank == 0
 
-    def wrap(
-        self, model: nn.Module, *, sync_batchnorm: bool = False, **ddp_kwargs: object
-    ) -> nn.Module:
+    def wrap(self, model: M, *, sync_batchnorm: bool = False, **ddp_kwargs: object) -> M:
         """Move a model to the rank's device and wrap it in DistributedDataParallel.
 
         Args:
@@ -109,14 +109,17 @@ class RankContext:
             **ddp_kwargs: Passed to ``torch.nn.parallel.DistributedDataParallel``.
 
         Returns:
-            The wrapped model; the model itself where it has nothing to train.
+            The wrapped model; the model itself where it has nothing to train. For a type checker
+            it is what `model` is, so that calls are checked; its own methods and attributes
+            are on ``ctx.unwrap(wrapped)``.
         """
         collectives.require_group(self.world)
-        return collectives.wrap(
+        wrapped = collectives.wrap(
             model, self.device, sync_batchnorm=sync_batchnorm, ddp_kwargs=ddp_kwargs
         )
+        return cast("M", wrapped)
 
-    def unwrap(self, model: nn.Module) -> nn.Module:
+    def unwrap(self, model: M) -> M:
         """Return the model inside the DDP wrapper, for saving and for rank-0-only evaluation."""
         return collectives.unwrap(model)
 
@@ -206,23 +209,44 @@ class RankContext:
             The mean, of the type of `x`, the same on every rank.
 
         Raises:
-            ValueError: The ranks passed different keys or shapes, or the weights sum to zero.
+            MismatchError: The ranks passed different keys or shapes.
+            ValueError: The weights sum to zero.
         """
         collectives.require_group(self.world)
         with in_flight.waiting():
             return cast("X", collectives.reduce_mean(x, weight, self.device))
 
-    def gather(self, obj: T) -> list[T]:
+    def all_reduce(self, x: X, op: ReduceOp = "sum") -> X:
+        """Reduce over ranks, never in place; a small all-reduce compares keys and shapes first.
+
+        Args:
+            x: A number, a tensor (any shape; the result keeps its dtype), or a dict of them; keys
+                and shapes are the same on every rank.
+            op: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` or ``"product"``.
+
+        Returns:
+            The result, of the type of `x`, the same on every rank. The mean of integers is a
+            float; a tensor of integers is refused.
+
+        Raises:
+            ConfigError: There is no such operation, or it does not fit the dtype.
+            MismatchError: The ranks passed different keys, shapes or operations.
+        """
+        collectives.require_group(self.world)
+        with in_flight.waiting():
+            return cast("X", collectives.all_reduce(x, op, self.device))
+
+    def all_gather(self, obj: T) -> list[T]:
         """Return every rank's object, by rank, on every rank.
 
         Objects travel by pickle between the ranks, as ``torch.distributed.all_gather_object``
         does it.
         """
         collectives.require_group(self.world)
-        return collectives.gather(obj)
+        return collectives.all_gather(obj)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Return rank `src`'s object on every rank (pickle, as `gather`)."""
+        """Return rank `src`'s object on every rank (pickle, as `all_gather`)."""
         collectives.require_group(self.world)
         return collectives.broadcast(obj, src, self.device)
 

@@ -67,7 +67,7 @@ def run(
         ConfigError: The arguments are wrong, or the mesh lacks the node's rank or the endpoint.
     """
     began = Deadline.after(timeout)
-    say = on_progress or logger.info
+    say = on_progress or logger.debug
     resolved, findings = _resolve(config, fields)
     meets = (resolved.nnodes > 1 and checks != "launch") if mesh is None else mesh
     if meets:
@@ -125,7 +125,7 @@ def examine_nodes(
         backend=backend,
         timeout=timeout,
         local=fingerprint(config),
-        on_progress=logger.info,
+        on_progress=logger.debug,
     )
     return _report(findings, matrix, environment_of(config), began)
 

@@ -44,7 +44,7 @@ def train(ctx: ddpsafe.RankContext, options: Namespace) -> None:
     with Checkpointer(options.out / "checkpoints") as checkpointer:
         if checkpointer.restore(state) is not None:
             state["resumed"] = [*state["resumed"], len(state["history"])]
-        ctx.print(f"ranks {ctx.gather(os.getpid())}, {len(state['history'])} epochs done")
+        ctx.print(f"ranks {ctx.all_gather(os.getpid())}, {len(state['history'])} epochs done")
         progress = tqdm(train_batches.epochs(options.epochs), "epochs", disable=not ctx.is_main)
         for epoch in progress:
             loss = ctx.reduce_mean(train_epoch(model, train_batches, optimizer, ctx.device))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+from torch import nn
 from torch.utils.data import Dataset
 from typing_extensions import assert_type
 
@@ -11,6 +12,14 @@ import ddpsafe
 from ddpsafe import doctor
 from ddpsafe.checkpoint import Checkpointer, PerRank
 from ddpsafe.data import DataLoader
+
+
+class Model(nn.Module):
+    """Stand for a user's model, with a method of its own."""
+
+    def feature_count(self) -> int:
+        """Return a plain number."""
+        return 1
 
 
 class Squares(Dataset[int]):
@@ -23,6 +32,11 @@ def train(ctx: ddpsafe.RankContext, epochs: int, learning_rate: float = 0.1) -> 
     assert_type(ctx.is_main, bool)
     assert_type(ctx.loader(Squares()), DataLoader[int])
     assert_type(ddpsafe.loader(Squares(), train=False), DataLoader[int])
+    assert_type(ctx.unwrap(ctx.wrap(Model())), Model)
+    assert_type(ddpsafe.unwrap(ddpsafe.wrap(Model())).feature_count(), int)
+    assert_type(ctx.all_gather(epochs), list[int])
+    assert_type(ctx.all_reduce({"loss": 0.5}, "max"), dict[str, float])
+    ctx.all_reduce(1, "avg")  # type: ignore[arg-type]  # not an operation
     return learning_rate * epochs / ctx.world_size
 
 
