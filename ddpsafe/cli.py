@@ -24,6 +24,13 @@ node at the same time, and it examines the connections between them too. Under s
 the options about nodes come from the launcher.
 """
 _EXIT_CODES: Final = "exit codes: 0 healthy or warnings only, 1 something failed, 2 wrong usage"
+_EXPLAIN: Final = """\
+Read the logs of a job that failed, of any launcher and any size, and print what went wrong, the
+most likely cause first, with the lines it rests on and what to do. Nothing leaves this machine.
+"""
+_EXPLAIN_EXIT_CODES: Final = (
+    "exit codes: 0 no failure known in the logs, 1 one was found, 2 wrong usage"
+)
 _RUN: Final = """\
 Start the ranks of a script on this host, as torchrun does: each runs the script from its first
 line, with RANK, WORLD_SIZE and the like set, and its init_process_group() meets the others.
@@ -81,6 +88,10 @@ def find_command(name: str) -> Callable[[argparse.Namespace], int]:
         from ddpsafe._commands.config import explain_config
 
         return explain_config
+    if name == "explain":
+        from ddpsafe._commands.explain import explain_logs
+
+        return explain_logs
     from ddpsafe._commands.run import run_ranks
 
     return run_ranks
@@ -96,7 +107,18 @@ def make_parser() -> argparse.ArgumentParser:
     _add_doctor(commands.add_parser, "examine this host, or all nodes of a job")
     _add_config(commands.add_parser, "print the configuration, and where each value comes from")
     _add_run(commands.add_parser, "start the ranks of a script on this host")
+    _add_explain(commands.add_parser, "say what went wrong, from the logs of any launcher")
     return parser
+
+
+def _add_explain(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
+    parser = add("explain", help=about, description=_EXPLAIN, epilog=_EXPLAIN_EXIT_CODES)
+    parser.add_argument(
+        "logs", metavar="LOG", nargs="*", help="files or folders; standard input without any, or -"
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON")
+    form.add_argument("--markdown", action="store_true", help="print a summary for an issue")
 
 
 def _add_doctor(add: Callable[..., argparse.ArgumentParser], about: str) -> None:

@@ -1,0 +1,97 @@
+"""``ddpsafe explain``: what went wrong, from the logs of any launcher."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ddpsafe._explain.logs import Cause, LogReader
+from ddpsafe.cli import HEALTHY, UNHEALTHY, USAGE, complain, say
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator
+
+_SHOWN: Final = 5
+_LOGS: Final = {".log", ".out", ".err", ".txt", ".json", ".stacks", ""}
+_WIDTH: Final = 160
+_AGAIN: Final = {
+    "never": "Starting it again will not help.",
+    "once": "Starting it again may help, once.",
+    "yes": "It can be started again as it is.",
+    "elsewhere": "Start it again on other hardware only.",
+}
+
+
+def explain_logs(options: argparse.Namespace) -> int:
+    """Read logs, and print what they say, best first."""
+    reader = LogReader()
+    if not options.logs or options.logs == ["-"]:
+        if sys.stdin.isatty():
+            complain("reading the log from the terminal; end it with Ctrl-D")
+        reader.read(sys.stdin.buffer)
+    else:
+        try:
+            for path in _files(options.logs):
+                with path.open("rb") as stream:
+                    reader.read(stream)
+        except OSError as error:
+            complain(f"ddpsafe explain: {error.filename} cannot be read: {error.strerror}")
+            return USAGE
+    causes = reader.causes()
+    if options.json:
+        say(json.dumps({"findings": [cause.as_json() for cause in causes]}, ensure_ascii=False))
+    elif options.markdown:
+        say("\n".join(_markdown(causes)))
+    else:
+        say("\n".join(_lines(causes, reader.lines)))
+    return UNHEALTHY if causes else HEALTHY
+
+
+def _files(names: list[str]) -> Iterator[Path]:
+    """Yield the logs; of a folder those that look like one, the run directory of a launch included."""
+    for name in names:
+        path = Path(name)
+        if path.is_dir():
+            inside = (each for each in path.rglob("*") if each.suffix in _LOGS and each.is_file())
+            yield from sorted(inside)
+        else:
+            yield path
+
+
+def _lines(causes: list[Cause], lines: int) -> Iterator[str]:
+    if not causes:
+        yield f"No failure is known in these {lines} lines."
+        yield "Read their end; the first error of all ranks counts, not the last one."
+        return
+    for number, cause in enumerate(causes[:_SHOWN]):
+        rank = "" if cause.rank is None else f" (rank {cause.rank})"
+        if number == 1:
+            yield "Also seen, and less likely the reason:"
+        yield f"{cause.code}{rank}: {cause.cause}"
+        yield f"  What to do: {cause.fix}"
+        yield f"  {_AGAIN[cause.retry]}"
+        for at, text in cause.evidence:
+            yield f"  line {at}: {text[:_WIDTH]}"
+        if cause.count > len(cause.evidence):
+            yield f"  and {cause.count - len(cause.evidence)} more such lines"
+        yield ""
+
+
+def _markdown(causes: list[Cause]) -> Iterator[str]:
+    if not causes:
+        yield "No known failure was found in the log."
+        return
+    yield "| code | rank | cause | what to do |"
+    yield "|---|---|---|---|"
+    for cause in causes[:_SHOWN]:
+        rank = "" if cause.rank is None else str(cause.rank)
+        cells = (cause.code, rank, cause.cause, cause.fix)
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    yield ""
+    yield "```text"
+    for _, text in causes[0].evidence:
+        yield text.replace("```", "'''")
+    yield "```"

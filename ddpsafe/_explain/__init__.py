@@ -1,0 +1,1 @@
+"""Explain any log: `rules` is the catalogue, `logs` reads and ranks."""

@@ -1,0 +1,89 @@
+"""``ddpsafe explain`` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+from ddpsafe._explain.rules import as_page
+
+PAGE: Final = Path(__file__).parents[2] / "docs" / "reference" / "failures.md"
+LOST: Final = "[rank0]: RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:4711\n"
+KILLED: Final = (
+    "E api.py:1002] failed (exitcode: -9) local_rank: 1 (pid: 8091) of binary: python3\n"
+)
+
+
+def explain(*arguments: str, log: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the command with a log on its standard input."""
+    command = [sys.executable, "-m", "ddpsafe", "explain", *arguments]
+    return subprocess.run(command, input=log, capture_output=True, text=True, check=False)
+
+
+def test_json_of_standard_input() -> None:
+    """The findings, best first, with the keys that a program reads."""
+    run = explain("--json", "-", log=LOST + KILLED)
+    findings = json.loads(run.stdout)["findings"]
+    assert run.returncode == 1
+    assert [each["code"] for each in findings] == ["DS-END-sigkill", "DS-PEER-lost"]
+    assert {"code", "cause", "fix", "rank", "evidence", "retry"} <= findings[0].keys()
+    assert findings[0]["rank"] == 1
+    assert findings[0]["evidence"] == [{"line": 2, "text": KILLED.strip()}]
+
+
+def test_a_log_without_a_failure_says_so() -> None:
+    """Exit code 0, and a hint where to look."""
+    run = explain(log="epoch 1 loss 0.3\n")
+    assert run.returncode == 0
+    assert "No failure is known in these 1 lines." in run.stdout
+
+
+def test_files_and_folders_are_read_together(tmp_path: Path) -> None:
+    """One log for each rank, in a folder: the rank that broke comes before the one that lost it."""
+    (tmp_path / "rank-0.err").write_text(LOST, encoding="utf-8")
+    (tmp_path / "rank-1.err").write_text("MemoryError\n", encoding="utf-8")
+    run = explain(str(tmp_path))
+    assert run.stdout.startswith("DS-MEM-alloc")
+    assert "DS-PEER-lost" in run.stdout
+
+
+def test_a_summary_to_paste_is_a_table() -> None:
+    """GitHub renders it."""
+    run = explain("--markdown", log=KILLED)
+    assert run.stdout.startswith("| code | rank | cause | what to do |\n|---|---|---|---|\n")
+
+
+def test_a_missing_file_is_a_usage_error(tmp_path: Path) -> None:
+    """Named, without a traceback."""
+    run = explain(str(tmp_path / "none.log"))
+    assert run.returncode == 2
+    assert "none.log cannot be read: No such file or directory" in run.stderr
+
+
+def test_binary_junk_and_a_line_without_end_are_read(tmp_path: Path) -> None:
+    """Bytes of any kind, and 8 MB without a line break: no traceback, and what follows is found."""
+    junk = (
+        bytes(range(256)) * 200
+        + b"x" * (8 << 20)
+        + b"\nOSError: [Errno 28] No space left on device"
+    )
+    (tmp_path / "junk.log").write_bytes(junk)
+    run = explain("--json", str(tmp_path / "junk.log"))
+    assert [each["code"] for each in json.loads(run.stdout)["findings"]] == ["DS-DISK-full"]
+
+
+def test_the_command_loads_no_torch() -> None:
+    """It answers at once, also where torch is broken."""
+    code = (
+        "import sys, io, ddpsafe.cli; sys.stdin = io.TextIOWrapper(io.BytesIO(b'x'));"
+        "ddpsafe.cli.main(['explain']); sys.exit('torch' in sys.modules or 'pydantic' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_page_is_generated_from_the_catalogue() -> None:
+    """``python -c "from ddpsafe._explain.rules import as_page; print(as_page(), end='')"`` writes it."""
+    assert PAGE.read_text(encoding="utf-8") == as_page()

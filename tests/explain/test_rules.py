@@ -1,0 +1,235 @@
+"""What the catalogue says of a log: the first cause, the rank, and what must never come first."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import pytest
+
+from ddpsafe._explain.logs import explain_text
+from ddpsafe._explain.rules import RULES
+
+ROWS: Final[tuple[tuple[str, str], ...]] = (
+    # rendezvous, ports, names
+    ("DistNetworkError: The server socket has failed to listen on any local network address. port: 29500, useIpv6: true, code: -98, name: EADDRINUSE, message: address already in use", "PORT-taken"),
+    ("OSError: [Errno 98] Address already in use", "PORT-taken"),
+    ("[W socket.cpp:426] [c10d] The server socket has failed to bind to [::]:80 (errno: 13 - Permission denied).", "PORT-privileged"),
+    ("[E socket.cpp:922] [c10d] The client socket has timed out after 600s while trying to connect to (10.0.0.4, 29500).", "RDZV-unreachable"),
+    ("[W socket.cpp:663] [c10d] The client socket has failed to connect to [node-0]:29500 (errno: 111 - Connection refused).", "RDZV-unreachable"),
+    ("[W socket.cpp:426] [c10d] The server socket has failed to bind to 10.1.1.7:29500 (errno: 99 - Cannot assign requested address).", "RDZV-not-own-address"),
+    ("[W socket.cpp:752] [c10d] The IPv6 network addresses of (pytorchjob-master-0, 23456) cannot be retrieved (gai error: -3 - Temporary failure in name resolution).", "NAME-unresolved"),
+    ("socket.gaierror: [Errno -2] Name or service not known", "NAME-unresolved"),
+    ("torch.distributed.DistStoreError: Timed out after 901 seconds waiting for clients. 7/8 clients joined.", "RDZV-missing-rank"),
+    ("RuntimeError: Timed out initializing process group in store based barrier on rank: 3, for key: store_based_barrier_key:1 (world_size=8, worker_count=7, timeout=0:30:00)", "RDZV-missing-rank"),
+    ("RuntimeError: Timed out initializing process group in store based barrier on rank: 0, for key: store_based_barrier_key:1 (world_size=8, worker_count=16, timeout=0:30:00)", "RDZV-stale-file"),
+    ("RuntimeError: [5] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: wait timeout after 600000ms, keys: /default_pg/0//cuda//0", "RDZV-slow-rank-0"),
+    ("ValueError: Error initializing torch.distributed using env:// rendezvous: environment variable WORLD_SIZE expected, but not set", "ENV-missing"),
+    ("    rank = int(os.environ['LOCAL_RANK'])\nKeyError: 'LOCAL_RANK'", "ENV-missing"),
+    ("KeyError: 'SLURM_PROCID'", "ENV-missing"),
+    ("ValueError: Invalid rank 4, rank should be in the interval [0, 3]", "ENV-rank-range"),
+    ("train.py: error: unrecognized arguments: --local_rank=0", "ENV-local-rank"),
+    ("ValueError: trying to initialize the default process group twice!", "PG-twice"),
+    ("RuntimeError: Default process group has not been initialized, please make sure to call init_process_group.", "PG-not-initialized"),
+    ("torch.distributed.elastic.rendezvous.api.RendezvousClosedError", "RDZV-closed"),
+    ("ValueError: port must have value from 0 to 65535 but was 131072.", "ENV-port-range"),
+    # gloo
+    ("RuntimeError: [enforce fail at ../third_party/gloo/gloo/transport/tcp/device.cc:83] ifa != nullptr. Unable to find address for: ens5", "GLOO-interface"),
+    ("RuntimeError: Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair.cc:144] no error", "GLOO-ports-closed"),
+    ("RuntimeError: Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: SO_ERROR: Connection refused, remote=[127.0.1.1]:40001", "GLOO-loopback"),
+    ("[../third_party/gloo/gloo/transport/tcp/pair.cc:799] connect [10.0.0.2]:5123: Connection refused", "GLOO-refused"),
+    ("RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.5]:49182", "PEER-lost"),
+    ("RuntimeError: [gloo/transport/tcp/pair.cc:460] op.preamble.length <= op.nbytes. 8 vs 4", "GLOO-sizes"),
+    ("RuntimeError: [unbound_buffer.cc:81] Timed out waiting 1800000ms for send operation to complete", "HANG-timeout"),
+    ("RuntimeError: No backend type associated with device type cpu", "NCCL-tensor-on-cpu"),
+    # NCCL
+    ("node7:1:9 [0] bootstrap.cc:45 NCCL WARN Bootstrap : no socket interface found", "NCCL-interface"),
+    ("node7:71:71 [0] misc/socket.cc:483 NCCL WARN socketStartConnect: Connect to 10.0.3.4<40217> failed : Connection refused", "NCCL-unreachable"),
+    ("node7:71:71 [0] NCCL INFO misc/socket.cc:567 socketPollConnect: connect returned Connection timed out, retrying (1/34)", "NCCL-unreachable"),
+    ("x:1:1 [0] include/socket.h:390 NCCL WARN Net : Connect to 172.17.0.1<41000> failed : Software caused connection abort", "NCCL-software-abort"),
+    ("ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 50", "NCCL-duplicate-gpu"),
+    ("x:1:1 [3] NCCL WARN Error: failed to extend /dev/shm/nccl-0FxbTx to 9637892 bytes", "NCCL-shm"),
+    ("x:1:1 [0] misc/ibvwrap.cc:252 NCCL WARN Call to ibv_reg_mr failed with error Cannot allocate memory", "NCCL-ib-memlock"),
+    ("x:1:1 [0] misc/ibvwrap.cc:300 NCCL WARN Call to ibv_modify_qp failed with error Connection timed out", "NCCL-ib-route"),
+    ("NET/IB : Got completion from peer 10.0.0.3<3333> with status=12 opcode=0 len=0 vendor err 129", "NCCL-ib-completion"),
+    ("x:1:1 [0] misc/cudawrap.cc:36 NCCL WARN Cuda failure 'CUDA driver version is insufficient for CUDA runtime version'", "NCCL-driver"),
+    ("ImportError: /opt/torch/lib/libtorch_cuda.so: undefined symbol: ncclCommSplit", "NCCL-two-libraries"),
+    ("RuntimeError: Distributed package doesn't have NCCL built in", "NCCL-not-built"),
+    ("RuntimeError: No CUDA GPUs are available", "NCCL-no-gpu"),
+    ("AssertionError: Torch not compiled with CUDA enabled", "NCCL-no-gpu"),
+    ("ValueError: Tensors must be CUDA and dense", "NCCL-tensor-on-cpu"),
+    ("[rank2]:[E ProcessGroupNCCL.cpp:616] [Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=118, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600021 milliseconds before timing out.", "HANG-watchdog"),
+    ("RuntimeError: NCCL error in: ProcessGroupNCCL.cpp:1269, unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.18.5\nncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.\nLast error:\nsocketProgress: Connection closed by remote peer node8<47712>", "PEER-lost"),
+    ("ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.", "PEER-lost"),
+    ("[rank1]: torch.distributed.DistBackendError: NCCL communicator was aborted on rank 1.", "PEER-lost"),
+    # CUDA and hardware
+    ("RuntimeError: CUDA error: invalid device ordinal", "CUDA-ordinal"),
+    ("torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered", "HW-ecc"),
+    ("RuntimeError: CUDA error: uncorrectable NVLink error detected during the execution", "HW-ecc"),
+    ("NVRM: Xid (PCI:0000:3b:00): 48, pid=1234, An uncorrectable double bit error (DBE) has been detected", "HW-ecc"),
+    ("NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', GPU has fallen off the bus.", "HW-gpu-lost"),
+    ("Error 802: system not yet initialized", "HW-fabric-manager"),
+    ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.00 GiB is free.", "CUDA-oom"),
+    ("torch.OutOfMemoryError: CUDA out of memory. GPU 0 has 1 GiB free. Process 4711 has 70.00 GiB memory in use. Process 4712 has 8.00 GiB memory in use.", "CUDA-oom-others"),
+    ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "CUDA-oom"),
+    ("RuntimeError: CUDA error: device-side assert triggered", "CUDA-assert"),
+    ("../aten/src/ATen/native/cuda/Indexing.cu:1289: indexSelectLargeIndex: block: [5,0,0], thread: [0,0,0] Assertion `srcIndex < srcSelectDimSize` failed.", "CUDA-label"),
+    ("RuntimeError: CUDA error: an illegal memory access was encountered", "CUDA-illegal-access"),
+    ("RuntimeError: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", "CUDA-library"),
+    ("NVIDIA H100 80GB HBM3 with CUDA capability sm_90 is not compatible with the current PyTorch installation.", "CUDA-arch"),
+    ("Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 535.154", "NCCL-driver"),
+    ("RuntimeError: CUDA error: all CUDA-capable devices are busy or unavailable", "CUDA-busy"),
+    ("RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cuda:1!", "DATA-devices"),
+    # workers and data
+    ("RuntimeError: DataLoader worker (pid 4021) is killed by signal: Segmentation fault.", "END-sigsegv"),
+    ("RuntimeError: DataLoader worker (pid(s) 1, 2, 3) exited unexpectedly", "DATA-worker-exit"),
+    ("RuntimeError: unable to write to file </torch_81_0>: No space left on device (28)", "DISK-full"),
+    ("OSError: [Errno 24] Too many open files: 'img.png'", "MEM-descriptors"),
+    ("OSError: Can't read data (inflate() failed)\nOSError: Unable to synchronously open object (bad object header version number)", "DATA-forked-handle"),
+    ("sqlite3.ProgrammingError: SQLite objects created in a thread can only be used in that same thread.", "DATA-forked-handle"),
+    ("zipfile.BadZipFile: Bad magic number for file header", "DATA-forked-handle"),
+    ("TypeError: h5py objects cannot be pickled", "MP-unpicklable-handle"),
+    ("TypeError: cannot pickle '_io.BufferedReader' object", "MP-unpicklable-handle"),
+    ("_pickle.PicklingError: Can't pickle <function <lambda> at 0x7f2b>: attribute lookup <lambda> on __main__ failed", "MP-unpicklable-local"),
+    ("AttributeError: Can't get attribute 'Net' on <module '__mp_main__' from 'train.py'>", "MP-notebook"),
+    ("ValueError: num_samples should be a positive integer value, but got num_samples=0", "DATA-empty"),
+    ("FileNotFoundError: [Errno 2] No such file or directory: 'data/train.csv'", "DATA-path"),
+    ("OSError: [Errno 116] Stale file handle: '/data/a.bin'", "DISK-stale"),
+    ("OSError: [Errno 5] Input/output error", "HW-storage-io"),
+    ("PIL.UnidentifiedImageError: cannot identify image file <_io.BytesIO object at 0x7f>", "DATA-corrupt"),
+    ("AssertionError: daemonic processes are not allowed to have children", "MP-daemonic"),
+    ("RuntimeError: context has already been set", "MP-context-set"),
+    # ends
+    ("torch.multiprocessing.spawn.ProcessExitedException: process 3 terminated with signal SIGKILL", "END-sigkill"),
+    ("slurmstepd: error: *** JOB 123 ON node4 CANCELLED AT 2024-01-01T00:00:00 DUE TO TIME LIMIT ***", "END-time-limit"),
+    ("slurmstepd: error: *** JOB 123 ON node4 CANCELLED AT 2024-01-01T00:00:00 DUE TO PREEMPTION ***", "END-preempted"),
+    ("  reason: OOMKilled\n  exitCode: 137", "MEM-host-oom"),
+    ("[ 1234.5] Out of memory: Killed process 4711 (python) total-vm:1kB", "MEM-host-oom"),
+    ("Fatal Python error: Illegal instruction", "END-sigill"),
+    ("OpenBLAS blas_thread_init: pthread_create failed for thread 63 of 64: Resource temporarily unavailable", "ENV-threads"),
+    ("RuntimeError: can't start new thread", "ENV-threads"),
+    # checkpoints
+    ("_pickle.UnpicklingError: invalid load key, 'v'.", "CKPT-lfs"),
+    ("_pickle.UnpicklingError: invalid load key, '<'.", "CKPT-html"),
+    ("EOFError: Ran out of input", "CKPT-truncated"),
+    ("RuntimeError: unexpected EOF, expected 4829 more bytes. The file might be corrupted.", "CKPT-truncated"),
+    ("RuntimeError: basic_ios::clear: iostream error", "CKPT-disk-full"),
+    ("OSError: [Errno 122] Disk quota exceeded", "DISK-full"),
+    ("RuntimeError: Attempting to deserialize object on CUDA device 7 but torch.cuda.device_count() is 1.", "CKPT-device"),
+    ('RuntimeError: Error(s) in loading state_dict for OptimizedModule:\n\tMissing key(s) in state_dict: "_orig_mod.fc.weight".', "CKPT-prefix"),
+    ("ValueError: loaded state dict contains a parameter group that doesn't match the size of optimizer's group", "CKPT-shape"),
+    # DDP
+    ("RuntimeError: Expected to mark a variable ready only once.", "DDP-ready-twice"),
+    ("ValueError: DistributedDataParallel device_ids and output_device arguments only work with single-device/multiple-device GPU modules or CPU modules, but got device_ids [0]", "DDP-device-ids"),
+)  # fmt: skip
+"""A log of one failure, and the code that has to come first."""
+
+
+@pytest.mark.parametrize(("log", "code"), ROWS, ids=[f"{n}-{row[1]}" for n, row in enumerate(ROWS)])
+def test_a_failure_is_known(log: str, code: str) -> None:
+    """Each message of torch, NCCL, gloo, CUDA and the system leads to its mechanism."""
+    causes = explain_text(log)
+    assert [cause.code for cause in causes[:1]] == [f"DS-{code}"]
+    assert causes[0].evidence
+    assert causes[0].fix
+
+
+LAUNCHERS: Final = {
+    "plain": "{}",
+    "torch": "[rank3]: {}",
+    "torchrun": "[default3]:{}",
+    "srun": "3: {}",
+    "mpirun": "[1,3]<stderr>:{}",
+    "compose": "trainer-1  | {}",
+    "ray": "(RayTrainWorker pid=4711, ip=10.0.0.3) {}",
+    "time": "2026-11-22 10:11:12,345 {}",
+    "colour": "\x1b[31m{}\x1b[0m",
+}
+
+
+@pytest.mark.parametrize("prefix", LAUNCHERS.values(), ids=LAUNCHERS.keys())
+def test_prefixes_of_launchers_do_not_hide_a_failure(prefix: str) -> None:
+    """Rank prefixes, timestamps and colours are taken off, and the rank is kept where one stands."""
+    causes = explain_text(prefix.format("OSError: [Errno 28] No space left on device") + "\n")
+    assert [cause.code for cause in causes] == ["DS-DISK-full"]
+    if "3" in prefix and "10.0.0.3" not in prefix and "345" not in prefix and "31m" not in prefix:
+        assert causes[0].rank == 3
+
+
+TRACEBACK: Final = """\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/home/me/train.py", line 31, in train
+[rank1]:     raise ValueError("bad batch")
+[rank1]: ValueError: bad batch
+"""
+PEER: Final = "[rank0]: RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:4711\n"
+SUMMARY: Final = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n"
+
+
+@pytest.mark.parametrize("log", [PEER + TRACEBACK + SUMMARY, TRACEBACK + PEER, SUMMARY + TRACEBACK])
+def test_the_scripts_own_error_comes_before_those_that_follow_from_it(log: str) -> None:
+    """In whichever order they were printed: the exception, its line, its rank; then the lost peers."""
+    first, *others = explain_text(log)
+    assert first.code == "DS-USER-exception"
+    assert first.rank == 1
+    assert "ValueError: bad batch at /home/me/train.py:31 in train" in first.cause
+    assert {each.code for each in others} <= {"DS-PEER-lost", "DS-PEER-childfailed"}
+
+
+NETWORK: Final = re.compile(r"firewall|interface|port", re.IGNORECASE)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "E api.py:1002] failed (exitcode: -9) local_rank: 1 (pid: 8091) of binary: python3",
+        "kernel: Out of memory: Killed process 8091 (python3)",
+        "[rank1]: torch.OutOfMemoryError: CUDA out of memory.",
+        "Fatal Python error: Segmentation fault",
+    ],
+)
+def test_a_peers_death_is_never_blamed_on_the_network(end: str) -> None:
+    """What the survivors say sounds like a network failure; the one that died says why it was not."""
+    causes = explain_text(f"{PEER}{end}\n{PEER}")
+    assert causes[0].code not in {"DS-PEER-lost", "DS-GLOO-refused", "DS-NCCL-unreachable"}
+    assert NETWORK.search(causes[0].cause) is None
+
+
+def test_the_watchdog_names_the_rank_that_is_behind() -> None:
+    """Of ranks that timed out at different numbers, the lowest is the one the others waited for."""
+    line = "[rank{0}]:[E] [Rank {0}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={1}, OpType=ALLREDUCE)\n"
+    log = "".join(line.format(rank, number) for rank, number in ((0, 96), (5, 64), (7, 96)))
+    (cause,) = explain_text(log)
+    assert (cause.code, cause.rank, cause.count) == ("DS-HANG-watchdog", 5, 3)
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        "",
+        "epoch 1 loss 0.31\nepoch 2 loss 0.29\n",
+        "INFO: timeout set to 600 s\nconnecting to 8 ranks\nall ranks joined\n",
+        "val_error: 0.12, test error rate 0.10\n",
+        "Traceback of the stack is turned off\n",
+    ],
+)
+def test_a_log_without_a_failure_has_no_cause(log: str) -> None:
+    """Words that merely look like trouble are no finding."""
+    assert explain_text(log) == []
+
+
+def test_notices_are_named_only_where_there_is_nothing_else() -> None:
+    """The IPv6 warning of every torch job on an IPv4 host does not stand beside a real failure."""
+    notice = "[W socket.cpp:401] [c10d] The server socket cannot be initialized on [::]:29500 (errno: 97 - Address family not supported by protocol).\n"
+    assert [cause.code for cause in explain_text(notice)] == ["DS-NOISE-ipv6"]
+    causes = explain_text(f"{notice}MemoryError\n")
+    assert [cause.code for cause in causes] == ["DS-MEM-alloc"]
+
+
+def test_codes_are_unique_and_every_rule_is_worded() -> None:
+    """A code names one mechanism; cause and fix are sentences."""
+    codes = [rule.code for rule in RULES]
+    assert len(codes) == len(set(codes))
+    for rule in RULES:
+        assert rule.cause.endswith("."), rule.code
+        assert rule.fix[-1] in ".:)", rule.code
