@@ -84,6 +84,10 @@ def find_command(name: str) -> Callable[[argparse.Namespace], int]:
         from ddpsafe._commands.doctor import examine
 
         return examine
+    if name == "checkpoint":
+        from ddpsafe._commands.checkpoint import handle_checkpoints
+
+        return handle_checkpoints
     if name == "config":
         from ddpsafe._commands.config import explain_config
 
@@ -106,6 +110,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_doctor(commands.add_parser, "examine this host, or all nodes of a job")
     _add_config(commands.add_parser, "print the configuration, and where each value comes from")
+    _add_checkpoint(commands.add_parser, "list, verify, compare and import checkpoints")
     _add_run(commands.add_parser, "start the ranks of a script on this host")
     _add_explain(commands.add_parser, "say what went wrong, from the logs of any launcher")
     return parser
@@ -151,6 +156,34 @@ def _add_doctor(add: Callable[..., argparse.ArgumentParser], about: str) -> None
 
 def _add_config(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
     _add_common(add("config", help=about, description=f"{about.capitalize()}."))
+
+
+def _add_checkpoint(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
+    parser = add("checkpoint", help=about, description=f"{about.capitalize()}.")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    place = "a directory that a Checkpointer writes to"
+    which = "a step's folder, or a directory, of which the newest is taken"
+
+    listing = actions.add_parser("ls", help="list the checkpoints of a directory")
+    listing.add_argument("directory", metavar="DIRECTORY", help=place)
+    verifying = actions.add_parser("verify", help="check every byte; ends with 1 if one is damaged")
+    verifying.add_argument("directory", metavar="DIRECTORY", help=place)
+    verifying.add_argument("--step", metavar="N", type=int, help="this one only")
+    comparing = actions.add_parser("diff", help="compare two; ends with 1 if they differ")
+    comparing.add_argument("before", metavar="BEFORE", help=which)
+    comparing.add_argument("after", metavar="AFTER", help=which)
+    importing = actions.add_parser("import", help="make a file of torch.save a checkpoint")
+    importing.add_argument("file", metavar="FILE", help="the file; nothing in it is executed")
+    importing.add_argument("directory", metavar="DIRECTORY", help=place)
+    importing.add_argument("--step", metavar="N", type=int, required=True, help="its step")
+    importing.add_argument(
+        "--name", metavar="NAME", default="model", help="of a lone model's state"
+    )
+    importing.add_argument(
+        "--rename", metavar="OLD=NEW", action="append", default=[], help="another name in the state"
+    )
+    for each in (listing, verifying, comparing, importing):
+        each.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:

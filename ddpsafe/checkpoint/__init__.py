@@ -5,8 +5,8 @@ Errors are in `ddpsafe.checkpoint.errors`. Inside, what a user calls is in `_che
 all ranks use through `_consensus`; at the bottom are `_format`, `_lock`, `_trees` and `_checksums`.
 """
 
-from ddpsafe.checkpoint._checkpointer import Checkpointer, CheckpointInfo
+from ddpsafe.checkpoint._checkpointer import Checkpointer, CheckpointInfo, import_file
 from ddpsafe.checkpoint._directory import Keep
 from ddpsafe.checkpoint._state import PerRank
 
-__all__ = ["CheckpointInfo", "Checkpointer", "Keep", "PerRank"]
+__all__ = ["CheckpointInfo", "Checkpointer", "Keep", "PerRank", "import_file"]

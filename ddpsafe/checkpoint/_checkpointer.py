@@ -16,8 +16,16 @@ from ddpsafe.checkpoint import _directory, _restore, _save
 from ddpsafe.checkpoint._checksums import DamagedFileError
 from ddpsafe.checkpoint._consensus import Message, Ranks
 from ddpsafe.checkpoint._directory import Keep
-from ddpsafe.checkpoint._format import from_json, read_manifest
-from ddpsafe.checkpoint._state import Snapshot, check_names, take_snapshot
+from ddpsafe.checkpoint._format import REPLICATED, OptimizerFacts, from_json, read_manifest
+from ddpsafe.checkpoint._state import (
+    Snapshot,
+    check_names,
+    own_bytes,
+    plain_names,
+    renamed,
+    require_finite,
+    take_snapshot,
+)
 from ddpsafe.checkpoint._trees import HostCopies
 from ddpsafe.checkpoint.errors import (
     CheckpointConfigError,
@@ -235,7 +243,7 @@ class Checkpointer:
 
     def _begin(
         self,
-        state: Mapping[str, Any],
+        state: Mapping[str, Any] | Snapshot,
         step: int,
         metrics: Mapping[str, float] | None,
         metadata: Mapping[str, Any] | None,
@@ -245,8 +253,12 @@ class Checkpointer:
         ranks = self._ranks
         exchange = ranks.begin()
         try:
-            snapshot = take_snapshot(
-                state, unwrap=ranks.unwrap, whole=ranks.is_main, with_rng=self._rng
+            snapshot = (
+                state
+                if isinstance(state, Snapshot)
+                else take_snapshot(
+                    state, unwrap=ranks.unwrap, whole=ranks.is_main, with_rng=self._rng
+                )
             )
             step = self._require_next(step)
             numbers, plain = _require_numbers(metrics), _require_plain(metadata)
@@ -266,6 +278,10 @@ class Checkpointer:
             metadata=plain,
         )
         self._pending = _Pending(step=step, save=_save.Save(request, exchange))
+
+    def _save_snapshot(self, snapshot: Snapshot, step: int, metadata: Mapping[str, Any]) -> None:
+        self._begin(snapshot, step, None, metadata, asynchronous=False)
+        self._finish()
 
     def _copy(self, snapshot: Snapshot) -> Snapshot:
         copied = self._copies.copy({"replicated": snapshot.replicated, "shards": snapshot.shards})
@@ -397,6 +413,93 @@ class Checkpointer:
 
     def _is_saved(self, step: int) -> bool:
         return self._is_ours and step == self._newest
+
+
+def import_file(
+    file: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    step: int,
+    *,
+    name: str = "model",
+    rename: Mapping[str, str] | None = None,
+) -> CheckpointInfo:
+    """Make a file of ``torch.save`` the checkpoint of a step, for `Checkpointer.restore` to load.
+
+    The file holds a dict of states by name, or the state of one model. What DDP and torch.compile put
+    before the names of parameters is left out. Nothing in the file is executed.
+
+    Args:
+        file: The file.
+        directory: Where the checkpoint goes; as for `Checkpointer`.
+        step: Its step.
+        name: What the state is called where the file holds that of one model.
+        rename: Other names for those in the file, such as ``{"state_dict": "model"}``.
+
+    Returns:
+        What is known of the checkpoint.
+
+    Raises:
+        CheckpointConfigError: The file is missing, or holds something else.
+        SaveError: It could not be written.
+    """
+    tree = _read_foreign(file)
+    if tree and all(_is_tensor(value) for value in tree.values()):
+        tree = {name: tree}
+    tree = {(rename or {}).get(key, key): _without_wrappers(value) for key, value in tree.items()}
+    check_names(tree)
+    snapshot = Snapshot(
+        replicated=tree,
+        own=own_bytes({}, None),
+        names=dict.fromkeys(tree, REPLICATED),
+        optimizers={
+            key: OptimizerFacts(kind="", groups=[])
+            for key, value in tree.items()
+            if isinstance(value, dict) and {"state", "param_groups"} <= value.keys()
+        },
+    )
+    with Checkpointer(directory, keep=None) as checkpointer:
+        checkpointer._save_snapshot(snapshot, step, {"imported_from": str(file)})  # noqa: SLF001 - the same module
+        return checkpointer.info(step)
+
+
+def _read_foreign(file: str | os.PathLike[str]) -> dict[Any, Any]:
+    import torch
+
+    problem = "it does not hold a dict"
+    try:
+        tree = torch.load(file, map_location="cpu", weights_only=True)
+        if isinstance(tree, dict):
+            for key in tree:
+                require_finite(tree, str(key))
+            return tree
+    except Exception as exc:  # noqa: BLE001 - torch raises whatever a foreign file leads it to
+        problem = (str(exc).splitlines() or [type(exc).__name__])[0]
+    raise CheckpointConfigError(
+        Explanation(
+            f"{file} cannot be imported: {problem}",
+            cause="it is missing, is not a file of torch.save, or holds types that "
+            "weights_only=True refuses.",
+            fix="load it where you trust it, and save {name: state_dict} again with torch.save.",
+        )
+    )
+
+
+def _is_tensor(value: object) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor)
+
+
+def _without_wrappers(state: Any) -> Any:
+    """Return a model's state without what DDP and torch.compile put before its names."""
+    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
+        return state
+    is_model = bool(state) and all(map(_is_tensor, state.values()))
+    if is_model and all(key.removeprefix("_orig_mod.").startswith("module.") for key in state):
+        state = renamed(
+            state, {key: key.removeprefix("_orig_mod.").removeprefix("module.") for key in state}
+        )
+    return renamed(state, plain_names(state)) if is_model else state
 
 
 class _Schedule:

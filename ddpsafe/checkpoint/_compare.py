@@ -106,11 +106,13 @@ def _require_writable(state: Mapping[str, Any]) -> None:
 
 def tensors_of(tree: Any, name: str) -> Tensors:
     """Return shape and dtype of each tensor of a tree, by its path without the name."""
+    import torch
+
     found = ((path.removeprefix(name), leaf) for path, leaf in leaves(tree, name))
     return {
         path: (_shape(leaf), str(leaf.dtype).removeprefix("torch."))
         for path, leaf in found
-        if hasattr(leaf, "shape")
+        if isinstance(leaf, torch.Tensor)
     }
 
 

@@ -137,7 +137,7 @@ def take_snapshot(
     require_loadable(own)
     return Snapshot(
         replicated=replicated,
-        own=_own_bytes(own, rng_state() if with_rng else None),
+        own=own_bytes(own, rng_state() if with_rng else None),
         shards=_sharded.own_parts(shards),
         sharded=_sharded.describe(shards),
         names=names,
@@ -210,7 +210,12 @@ def named_for(model: nn.Module, saved: Any) -> Any:
     )
 
 
-def _own_bytes(own: dict[str, Any], rng: dict[str, Any] | None) -> bytes:
+def own_bytes(own: dict[str, Any], rng: dict[str, Any] | None) -> bytes:
+    """Return what one rank has of its own as bytes of a torch file.
+
+    Raises:
+        CheckpointConfigError: It is too large to travel over the store.
+    """
     import torch
 
     file = io.BytesIO()

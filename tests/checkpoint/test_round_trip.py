@@ -260,4 +260,10 @@ checkpointer.save({{"x": 2}}, 2)
 def test_namespace_is_found_on_the_package() -> None:
     """``ddpsafe.checkpoint`` needs no import of its own."""
     assert ddpsafe.checkpoint is checkpoint
-    assert checkpoint.__all__ == ["CheckpointInfo", "Checkpointer", "Keep", "PerRank"]
+    assert checkpoint.__all__ == [
+        "CheckpointInfo",
+        "Checkpointer",
+        "Keep",
+        "PerRank",
+        "import_file",
+    ]

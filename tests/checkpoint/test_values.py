@@ -6,6 +6,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -31,8 +32,10 @@ def holding_itself() -> list[Any]:
         (sys.version_info, "sys.version_info"),
         (holding_itself(), "holds itself"),
         (torch.empty(3, device="meta"), "meta device"),
+        (np.float64(0.5), "write value.item()"),
+        (np.zeros(2), "write torch.from_numpy(value)"),
     ],
-    ids=["return type", "struct_time", "version", "recursive", "meta"],
+    ids=["return type", "struct_time", "version", "recursive", "meta", "float64", "array"],
 )
 def test_value_that_could_not_be_loaded_is_refused_by_name(
     tmp_path: Path, value: object, says: str
@@ -65,3 +68,42 @@ def test_sparse_tensor_comes_back(tmp_path: Path, asynchronous: bool) -> None:  
         state["x"] = torch.zeros(3, 3).to_sparse()
         assert checkpointer.restore(state) == 1
     assert torch.equal(state["x"].to_dense(), torch.eye(3))
+
+
+@pytest.mark.parametrize("container", [list, tuple, lambda models: dict(enumerate(models))])
+def test_model_inside_of_a_container_is_told_where_it_belongs(
+    tmp_path: Path, container: Any
+) -> None:
+    """The message names it, and says to give it a name of its own at the top."""
+    models = container([torch.nn.Linear(1, 1)])
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(errors.UnsafeStateError) as caught:
+        checkpointer.save({"models": models}, 1)
+    assert caught.value.paths == ("state['models'][0]",)
+    assert "give it a name at the top of the state" in str(caught.value)
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensor_comes_back(
+    tmp_path: Path,
+    layout: torch.layout,
+    asynchronous: bool,  # noqa: FBT001 - a parameter of a test
+) -> None:
+    """Alone, and inside of a plain value; another one of other lengths is a mismatch."""
+
+    def nested(*lengths: int) -> torch.Tensor:
+        return torch.nested.nested_tensor([torch.rand(n) for n in lengths], layout=layout)
+
+    state: dict[str, Any] = {"x": nested(2, 3), "list": [nested(4, 1)]}
+    whole = [each.clone() for value in (state["x"], *state["list"]) for each in value.unbind()]
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(state, 1, asynchronous=asynchronous)
+        checkpointer.wait()
+        state = {"x": nested(2, 3), "list": None}
+        assert checkpointer.restore(state) == 1
+        with pytest.raises(errors.CheckpointMismatchError):
+            checkpointer.restore({"x": nested(3, 2)})
+    found = [each for value in (state["x"], *state["list"]) for each in value.unbind()]
+    for ours, theirs in zip(found, whole, strict=True):
+        assert torch.equal(ours, theirs)

@@ -1,0 +1,249 @@
+"""``ddpsafe checkpoint``: what checkpoints there are, whether they are whole, and how two differ."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ddpsafe._errors import Explanation
+from ddpsafe.checkpoint import Checkpointer, import_file
+from ddpsafe.checkpoint._checkpointer import read_info
+from ddpsafe.checkpoint._checksums import DamagedFileError
+from ddpsafe.checkpoint._directory import folder_name, list_steps
+from ddpsafe.checkpoint._format import read_manifest
+from ddpsafe.checkpoint._restore import Loaded, load_checkpoint
+from ddpsafe.checkpoint._trees import leaves
+from ddpsafe.checkpoint.errors import CheckpointConfigError, CheckpointError, RestoreError
+from ddpsafe.cli import HEALTHY, UNHEALTHY, USAGE, complain, say
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Sequence
+
+    import torch
+
+SHOWN: Final = 60
+
+
+def handle_checkpoints(options: Namespace) -> int:
+    """Do what is asked for; errors are told as they are, and end with 2."""
+    actions = {"ls": _list, "verify": _verify, "diff": _diff, "import": _import}
+    try:
+        return actions[options.action](options)
+    except CheckpointError as error:
+        complain(_printable(str(error)))
+        return USAGE
+
+
+def _list(options: Namespace) -> int:
+    directory = _directory(options.directory)
+    found: list[dict[str, Any]] = []
+    for step in list_steps(directory):
+        try:
+            found.append(asdict(read_info(directory, step)) | {"damage": None})
+        except RestoreError as error:  # noqa: PERF203 - a damaged one is listed as such
+            found.append({"step": step, "damage": error.explanation.what})
+    if options.json:
+        say(json.dumps(found, indent=2))
+    else:
+        _show(("step", "saved at", "ranks", "MB", "names", "metrics", "metadata"), map(_row, found))
+    return HEALTHY
+
+
+def _row(found: dict[str, Any]) -> tuple[str, ...]:
+    if found["damage"] is not None:
+        return (str(found["step"]), found["damage"], "", "", "", "", "")
+    metrics = ", ".join(f"{name}={value}" for name, value in found["metrics"].items())
+    return (
+        str(found["step"]),
+        found["saved_at"],
+        str(found["world_size"]),
+        f"{found['size_bytes'] / 1e6:.1f}",
+        ", ".join(found["names"]),
+        metrics,
+        json.dumps(found["metadata"]) if found["metadata"] else "",
+    )
+
+
+def _verify(options: Namespace) -> int:
+    directory = _directory(options.directory)
+    steps = list_steps(directory) if options.step is None else [options.step]
+    if not steps:
+        raise _misuse(f"There are no checkpoints in {directory}.")
+    problems = {step: _damage_of(directory, step) for step in steps}
+    if options.json:
+        say(
+            json.dumps(
+                [{"step": step, "damage": each} for step, each in problems.items()], indent=2
+            )
+        )
+    else:
+        rows = ((str(step), "whole" if each is None else each) for step, each in problems.items())
+        _show(("step", "state"), rows)
+    return UNHEALTHY if any(problems.values()) else HEALTHY
+
+
+def _damage_of(directory: Path, step: int) -> str | None:
+    """Check every file, and that what is in them loads; return what is wrong."""
+    folder = directory / folder_name(step)
+    try:
+        manifest = read_manifest(folder)
+        for name in manifest.files:
+            with manifest.open(folder, name) as file:
+                file.check()
+        load_checkpoint(directory, step, rank=0, world_size=1)
+    except (DamagedFileError, OSError, MemoryError, RecursionError) as exc:
+        return str(exc) or type(exc).__name__
+    except CheckpointError as exc:
+        return exc.explanation.what
+    return None
+
+
+def _diff(options: Namespace) -> int:
+    before, after = _load(options.before), _load(options.after)
+    then, now = _leaves_of(before), _leaves_of(after)
+    differences: list[dict[str, str]] = []
+    for path in [*then, *(path for path in now if path not in then)]:
+        if path not in now:
+            differences.append({"path": path, "difference": "only in the first"})
+        elif path not in then:
+            differences.append({"path": path, "difference": "only in the second"})
+        else:
+            said = _difference(_whole(before, then[path]), _whole(after, now[path]))
+            if said:
+                differences.append({"path": path, "difference": said})
+    if options.json:
+        say(
+            json.dumps(
+                {"leaves": len(then.keys() | now.keys()), "differences": differences}, indent=2
+            )
+        )
+    elif differences:
+        _show(("path", "difference"), ((each["path"], each["difference"]) for each in differences))
+    else:
+        say(f"no difference in {len(then)} values")
+    return UNHEALTHY if differences else HEALTHY
+
+
+def _load(place: str) -> Loaded:
+    path = Path(place).absolute()
+    directory, steps = path, list_steps(path)
+    if path.name.startswith("step-"):
+        directory = path.parent
+        steps = [step for step in list_steps(directory) if folder_name(step) == path.name]
+    if not steps:
+        raise _misuse(f"There is no checkpoint at {path}.")
+    try:
+        return load_checkpoint(directory, steps[0], rank=0, world_size=1)
+    except (DamagedFileError, OSError, MemoryError, RecursionError) as exc:
+        raise _misuse(
+            f"The checkpoint of step {steps[0]} in {directory} is damaged: {exc}"
+        ) from exc
+
+
+def _leaves_of(loaded: Loaded) -> dict[str, Any]:
+    own = {f"{name} (rank 0)": value for name, value in (loaded.own or {}).items()}
+    trees = {**loaded.replicated, **own}
+    return {path: leaf for name, tree in trees.items() for path, leaf in leaves(tree, name)}
+
+
+def _whole(loaded: Loaded, leaf: Any) -> Any:
+    saved = loaded.shards.find(leaf)
+    return leaf if saved is None else loaded.shards.read_whole(saved)
+
+
+def _difference(before: Any, after: Any) -> str:
+    import torch
+
+    if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
+        return _difference_of_tensors(before, after)
+    if type(before) is not type(after):
+        return f"{type(before).__name__}, then {type(after).__name__}"
+    if before == after or (before != before and after != after):  # noqa: PLR0124 - NaN
+        return ""
+    return f"{str(before)[:SHOWN]}, then {str(after)[:SHOWN]}"
+
+
+def _difference_of_tensors(before: torch.Tensor, after: torch.Tensor) -> str:
+    import torch
+
+    first, second = _describe(before), _describe(after)
+    if first != second:
+        return f"{first}, then {second}"
+    if before.layout is not torch.strided or before.is_nested or before.is_quantized:
+        return "" if str(before) == str(after) else f"{first}: other values"
+    same = (before == after) | ((before != before) & (after != after))  # noqa: PLR0124 - NaN
+    if bool(same.all()):
+        return ""
+    count = int((~same).sum())
+    change = ""
+    if before.is_floating_point() or before.is_complex():
+        apart = (after.to(torch.complex128) - before.to(torch.complex128)).abs()
+        change = f", by up to {float(apart.nan_to_num().max()):.3g}"
+    return f"{count} of {before.numel()} values differ{change}"
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    shape = "nested" if tensor.is_nested else str(tuple(tensor.shape))
+    return f"{str(tensor.dtype).removeprefix('torch.')} {shape}"
+
+
+def _import(options: Namespace) -> int:
+    rename = {}
+    for each in options.rename:
+        old, separator, new = each.partition("=")
+        if not separator:
+            raise _misuse(f"--rename {each}: it is not OLD=NEW.")
+        rename[old] = new
+    directory = Path(options.directory).absolute()
+    info = import_file(options.file, directory, options.step, name=options.name, rename=rename)
+    if options.json:
+        say(json.dumps(asdict(info), indent=2))
+    else:
+        folder = Checkpointer(directory, access="read").path(info.step)
+        say(_printable(f"{folder}: {', '.join(info.names)}"))
+    return HEALTHY
+
+
+def _directory(place: str) -> Path:
+    path = Path(place).absolute()
+    if not path.is_dir():
+        raise _misuse(f"{path} is not a directory.")
+    return path
+
+
+def _misuse(what: str) -> CheckpointConfigError:
+    return CheckpointConfigError(
+        Explanation(what, fix="give a directory that a Checkpointer has written to.")
+    )
+
+
+def _printable(text: str) -> str:
+    """Show control characters rather than let the terminal obey them: checkpoints are foreign."""
+    return "".join(
+        each
+        if each.isprintable() or each == "\n"
+        else each.encode("unicode_escape").decode("ascii")
+        for each in text
+    )
+
+
+def _show(titles: Sequence[str], rows: Any) -> None:
+    cells = [tuple(_printable(cell) for cell in row) for row in rows]
+    if not sys.stdout.isatty():
+        for row in cells:
+            say("  ".join(cell for cell in row if cell))
+        return
+    table = Table(show_edge=False, pad_edge=False)
+    for title in titles:
+        table.add_column(title)
+    for row in cells:
+        table.add_row(*(Text(cell) for cell in row))
+    Console().print(table)

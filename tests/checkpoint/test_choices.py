@@ -1,0 +1,248 @@
+"""Which checkpoints are saved, kept and restored, and what stands in them beside the state."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from ddpsafe.checkpoint import Checkpointer, Keep, errors
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def five(tmp_path: Path) -> Path:
+    """Return a directory with the checkpoints of steps 1 to 5."""
+    with Checkpointer(tmp_path / "c", keep=None) as checkpointer:
+        for step in range(1, 6):
+            checkpointer.save({"x": step}, step)
+    return tmp_path / "c"
+
+
+def test_chosen_step_is_restored_and_later_ones_are_set_aside(five: Path) -> None:
+    """After a loss spike: the training goes on from there, and saves those steps again."""
+    state = {"x": 0}
+    with Checkpointer(five, keep=None) as checkpointer:
+        assert checkpointer.restore(state, step=3) == 3
+        assert state == {"x": 3}
+        assert checkpointer.steps() == [3, 2, 1]
+        checkpointer.save({"x": 40}, 4)
+        assert checkpointer.restore(state) == 4
+    assert state == {"x": 40}
+    aside = sorted(path.name[:23] for path in five.glob(".aside-*"))
+    assert aside == [".aside-step-00000000000"] * 2
+
+
+def test_reader_restores_a_chosen_step_and_moves_nothing(five: Path) -> None:
+    """An evaluation of an older step is in no one's way."""
+    state = {"x": 0}
+    reader = Checkpointer(five, access="read")
+    assert reader.restore(state, step=2) == 2
+    assert (state, reader.latest()) == ({"x": 2}, 5)
+
+
+def test_chosen_step_that_is_not_there_or_damaged_is_an_error(five: Path) -> None:
+    """Another one is not taken in its place."""
+    reader = Checkpointer(five, access="read")
+    with pytest.raises(errors.MissingCheckpointError, match="of step 9") as missing:
+        reader.restore({"x": 0}, step=9)
+    assert list(missing.value.steps.values()) == [(5, 4, 3, 2, 1)]
+    (reader.path(4) / "state.pt").write_bytes(b"")
+    with (
+        pytest.warns(errors.CheckpointWarning, match="truncated"),
+        pytest.raises(errors.CorruptCheckpointError, match="step 4"),
+    ):
+        reader.restore({"x": 0}, step=4)
+
+
+LOSSES: Any = {5: 0.5, 4: 0.2, 3: None, 2: 0.1, 1: 0.9}
+
+
+@pytest.mark.parametrize(
+    ("keep", "stays"),
+    [
+        (Keep(), [5, 4, 3]),
+        (Keep(newest=1), [5]),
+        (Keep(newest=None), [5, 4, 3, 2, 1]),
+        (Keep(newest=None, best=1, metric="loss"), [5, 4, 3, 2, 1]),
+        (Keep(newest=1, every=2), [5, 4, 2]),
+        (Keep(newest=1, best=1, metric="loss"), [5, 2]),
+        (Keep(newest=1, best=2, metric="loss"), [5, 4, 2]),
+        (Keep(newest=1, best=2, metric="loss", mode="max"), [5, 1]),
+        (Keep(newest=1, best=9, metric="loss"), [5, 4, 2, 1]),
+        (Keep(newest=1, best=1, metric="accuracy"), [5]),
+        (Keep(newest=2, best=1, metric="loss", every=3), [5, 4, 3, 2]),
+    ],
+    ids=str,
+)
+def test_rules_add_up(keep: Keep, stays: list[int]) -> None:
+    """The newest, the best by a metric, and every n-th for ever; NaN is never the best."""
+    steps = [5, 4, 3, 2, 1]
+    doomed = keep.find_doomed(steps, {step: {"loss": loss} for step, loss in LOSSES.items()})
+    assert [step for step in steps if step not in doomed] == stays
+
+
+@pytest.mark.parametrize(
+    ("rules", "says"),
+    [
+        ({"newest": 0}, "newest=0"),
+        ({"every": 0}, "every=0"),
+        ({"best": -1}, "best=-1"),
+        ({"best": 1}, "best= needs metric="),
+        ({"metric": "loss"}, "metric= needs best="),
+        ({"mode": "least"}, "mode='least'"),
+        ({"newest": True}, "newest=True"),
+    ],
+)
+def test_rules_that_keep_nothing_are_refused(rules: dict[str, Any], says: str) -> None:
+    """When they are made, and not when the first checkpoint is gone."""
+    with pytest.raises(errors.CheckpointConfigError, match=says):
+        Keep(**rules)
+
+
+def test_best_is_known_after_a_restart(tmp_path: Path) -> None:
+    """The metrics stand in the checkpoints, so the next job keeps the best of the one before."""
+    rules = Keep(newest=1, best=1, metric="loss")
+    losses = [0.5, 0.1, math.nan, 0.3, 0.2]
+    for step, loss in enumerate(losses):
+        with Checkpointer(tmp_path, keep=rules) as checkpointer:
+            checkpointer.restore({"x": 0})
+            checkpointer.save({"x": step}, step, metrics={"loss": loss})
+    reader = Checkpointer(tmp_path, access="read")
+    assert reader.steps() == [4, 1]
+    assert reader.info(1).metrics == {"loss": 0.1}
+
+
+def test_metadata_comes_back_without_loading_the_state(tmp_path: Path) -> None:
+    """Plain values, as JSON has them; a step that is not there is said to be missing."""
+    metadata = {"run": "a", "git": ["main", 4], "lr": 0.1, "none": None}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save({"x": 1}, 1, metadata=metadata, metrics={"loss": torch.tensor(0.5)})
+        info = checkpointer.info(1)
+        with pytest.raises(errors.MissingCheckpointError):
+            checkpointer.info(2)
+    assert (info.metadata, info.metrics, info.names) == (metadata, {"loss": 0.5}, ("x",))
+    assert (info.step, info.world_size) == (1, 1)
+    assert info.size_bytes > 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"metadata": {"x": print}},
+        {"metadata": {"x": math.nan}},
+        {"metadata": ["x"]},
+        {"metadata": 3},
+        {"metrics": {"loss": "low"}},
+        {"metrics": {1: 2.0}},
+        {"metrics": 0.5},
+    ],
+    ids=str,
+)
+def test_what_is_no_metric_or_metadata_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    """Nothing is saved then."""
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(errors.CheckpointConfigError, match=f"save\\({next(iter(wrong))}"):
+            checkpointer.save({"x": 1}, 1, **wrong)
+        assert checkpointer.latest() is None
+
+
+def test_save_is_due_every_so_many_steps(tmp_path: Path) -> None:
+    """Also where steps are counted by more than one, and after a restart in between."""
+    saved = []
+    for begin in (0, 13):
+        with Checkpointer(tmp_path, keep=None, every=10) as checkpointer:
+            checkpointer.restore({"x": 0})
+            for step in range(begin + 1, 60, 3):
+                if checkpointer.is_due(step):
+                    checkpointer.save({"x": step}, step)
+                    saved.append(step)
+                if begin == 0 and step > 12:
+                    break
+    assert saved == [10, 20, 32, 41, 50]
+
+
+def test_save_is_due_every_so_often(tmp_path: Path) -> None:
+    """At once where the time has passed; never where it has not."""
+    with Checkpointer(tmp_path, every=timedelta(hours=1)) as checkpointer:
+        assert not any(checkpointer.is_due(step) for step in range(100))
+    with Checkpointer(tmp_path, every=timedelta(microseconds=1)) as checkpointer:
+        assert checkpointer.is_due(1)
+
+
+def test_is_due_needs_to_know_how_often(tmp_path: Path) -> None:
+    """It says what to write."""
+    with (
+        Checkpointer(tmp_path) as checkpointer,
+        pytest.raises(errors.CheckpointConfigError, match="every=timedelta"),
+    ):
+        checkpointer.is_due(1)
+    with pytest.raises(errors.CheckpointConfigError, match="every=0"):
+        Checkpointer(tmp_path, every=0)
+
+
+def test_what_does_not_fit_stays_and_is_listed(tmp_path: Path) -> None:
+    """A new head on a trained body: tensors that fit are loaded, the rest is named."""
+    body = torch.nn.Linear(4, 3)
+    saved = torch.nn.Sequential(body, torch.nn.Linear(3, 2))
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save({"model": saved, "epoch": 3}, 1)
+    now = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 9))
+    head = now[1].weight.detach().clone()
+    state: dict[str, Any] = {"model": now, "epoch": 0, "best": 7}
+    reader = Checkpointer(tmp_path, access="read")
+    with pytest.raises(errors.CheckpointMismatchError, match="strict=False"):
+        reader.restore(state)
+    with pytest.warns(errors.CheckpointWarning, match="in part") as warned:
+        assert reader.restore(state, strict=False) == 1
+    assert torch.equal(now[0].weight, body.weight)
+    assert torch.equal(now[1].weight, head)
+    assert (state["epoch"], state["best"]) == (3, 7)
+    text = str(warned[0].message)
+    for path in ("model['1.weight']", "model['1.bias']", "best"):
+        assert f"{path}: " in text
+    assert "model['0.weight']" not in text
+
+
+def test_all_that_fits_is_restored_without_a_warning(tmp_path: Path) -> None:
+    """strict=False is no other way to load what is the same."""
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save({"x": torch.ones(2)}, 1)
+        state = {"x": torch.zeros(2)}
+        assert checkpointer.restore(state, strict=False) == 1
+    assert torch.equal(state["x"], torch.ones(2))
+
+
+class Compiled(torch.nn.Module):
+    """A model whose first layer is compiled, or not."""
+
+    def __init__(self, *, is_compiled: bool) -> None:
+        super().__init__()
+        layer = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+        self.layer = torch.compile(layer) if is_compiled else layer
+        self.head = torch.nn.Linear(3, 1)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, on its import
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("after", [False, True])
+def test_compiled_submodule_is_the_same_model(
+    tmp_path: Path,
+    before: bool,  # noqa: FBT001 - a parameter of a test
+    after: bool,  # noqa: FBT001 - likewise
+) -> None:
+    """Trained without torch.compile and continued with it, or the other way round."""
+    saved, now = Compiled(is_compiled=before), Compiled(is_compiled=after)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save({"model": saved}, 1, asynchronous=before)
+        assert checkpointer.restore({"model": now}) == 1
+        assert "_orig_mod" not in str(
+            torch.load(checkpointer.path(1) / "state.pt", weights_only=True).keys()
+        )
+    for ours, theirs in zip(now.parameters(), saved.parameters(), strict=True):
+        assert torch.equal(ours, theirs)

@@ -1,0 +1,162 @@
+"""The command line and the import: what is there, is it whole, how do two differ, a foreign file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from ddpsafe import cli
+from ddpsafe.checkpoint import Checkpointer, errors, import_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Return a directory with the checkpoints of steps 1 and 2, which differ in two places."""
+    model = torch.nn.Linear(3, 2)
+    with Checkpointer(tmp_path / "c", rng=False) as checkpointer:
+        checkpointer.save({"model": model, "epoch": 1}, 1, metrics={"loss": 0.5})
+        with torch.no_grad():
+            model.weight[0, 0] += 2
+        checkpointer.save({"model": model, "epoch": 2}, 2, metadata={"host": "\x1b[2J"})
+    return tmp_path / "c"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Run a command; return its exit code and what it printed."""
+    code = cli.main(["checkpoint", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_checkpoints_are_listed_newest_first(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With what was saved beside the state; what is damaged is listed as such."""
+    (directory / "step-000000000003").mkdir()
+    code, out, _ = run(capsys, "ls", str(directory), "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert [each["step"] for each in found] == [3, 2, 1]
+    assert "manifest.json is missing" in found[0]["damage"]
+    assert found[1]["metadata"] == {"host": "\x1b[2J"}
+    assert found[2]["metrics"] == {"loss": 0.5}
+    code, out, _ = run(capsys, "ls", str(directory))
+    assert "loss=0.5" in out
+    assert "\x1b" not in out
+
+
+def test_damage_is_found_and_ends_with_1(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every byte of every file is checked."""
+    assert run(capsys, "verify", str(directory)) == (0, "2  whole\n1  whole\n", "")
+    file = directory / "step-000000000002" / "ranks.bin"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    code, out, _ = run(capsys, "verify", str(directory))
+    assert code == 1
+    assert "2  ranks.bin: bytes 0 to" in out
+    assert run(capsys, "verify", str(directory), "--step", "1")[0] == 0
+    assert run(capsys, "verify", str(directory), "--step", "9")[0] == 1
+
+
+def test_two_are_compared_value_by_value(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which values differ, in how many places and by how much; the same ends with 0."""
+    first = str(directory / "step-000000000001")
+    code, out, _ = run(capsys, "diff", first, str(directory), "--json")
+    assert code == 1
+    assert json.loads(out)["differences"] == [
+        {"path": "model['weight']", "difference": "1 of 6 values differ, by up to 2"},
+        {"path": "epoch", "difference": "1, then 2"},
+    ]
+    code, out, _ = run(capsys, "diff", first, first)
+    assert (code, out) == (0, "no difference in 3 values\n")
+
+
+@pytest.mark.parametrize("action", [["ls"], ["verify"], ["diff", "x"]])
+def test_wrong_place_ends_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], action: list[str]
+) -> None:
+    """The message says what is there, without a traceback."""
+    code, out, err = run(capsys, *action, str(tmp_path / "nowhere"))
+    assert (code, out) == (2, "")
+    assert "nowhere" in err or "x" in err
+
+
+def wrapped(model: torch.nn.Module) -> Any:
+    """Return a state as DDP around a compiled model has it."""
+    return {f"_orig_mod.module.{name}": value for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model, _: model.state_dict(),
+        lambda model, _: wrapped(model),
+        lambda model, _: {f"module.{key}": value for key, value in model.state_dict().items()},
+        lambda model, optimizer: {
+            "state_dict": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "epoch": 4,
+        },
+    ],
+    ids=["a model's", "wrapped", "DDP's", "of everything"],
+)
+def test_file_of_torch_save_is_imported(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    make: Callable[[torch.nn.Module, torch.optim.Optimizer], Any],
+) -> None:
+    """And restored like any other checkpoint, optimizer included."""
+    torch.manual_seed(0)
+    model, now = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    optimizer, other = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(now.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    tree = make(model, optimizer)
+    torch.save(tree, tmp_path / "file.pt")
+    place = [str(tmp_path / "file.pt"), str(tmp_path / "c")]
+    code, out, err = run(
+        capsys, "import", *place, "--step", "7", "--rename", "state_dict=model", "--json"
+    )
+    assert (code, err) == (0, "")
+    assert json.loads(out)["metadata"] == {"imported_from": place[0]}
+    state: dict[str, Any] = {"model": now}
+    if "optimizer" in tree:
+        state |= {"optimizer": other, "epoch": 0}
+    with Checkpointer(tmp_path / "c") as checkpointer:
+        assert checkpointer.restore(state) == 7
+        checkpointer.save(state, 8)
+    assert torch.equal(now.weight, model.weight)
+    if "optimizer" in tree:
+        assert state["epoch"] == 4
+        assert torch.equal(
+            other.state[now.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"]
+        )
+
+
+def test_file_that_would_execute_code_is_not_imported(tmp_path: Path) -> None:
+    """It is refused with what to do instead, and so is what is no file of torch.save."""
+
+    class Trap:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path(tmp_path / "executed").touch, ()
+
+    torch.save({"model": Trap()}, tmp_path / "trap.pt")
+    (tmp_path / "text.pt").write_text("hello")
+    torch.save([1], tmp_path / "list.pt")
+    for name in ("trap.pt", "text.pt", "list.pt", "missing.pt"):
+        with pytest.raises(errors.CheckpointConfigError, match="cannot be imported"):
+            import_file(tmp_path / name, tmp_path / "c", 1)
+    assert not (tmp_path / "executed").exists()
+    assert not (tmp_path / "c").exists()
