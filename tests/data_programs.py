@@ -472,3 +472,18 @@ class Droppable(EagerRecords):
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "reader"}
+
+
+def seeded_traces(ctx: Any) -> dict[str, Any]:
+    """Orders and draws of loaders that were given no seed."""
+    orders = [
+        list(data.DistributedSampler(40)),
+        list(data.WeightedSampler([1.0] * 40)),
+        [batch.tolist() for batch in ctx.loader(Numbers(40), batch_size=4)],
+    ]
+    draws = []
+    for workers in (0, 1):
+        sampler = data.DistributedSampler(8)
+        for _, _, drawn in data.DataLoader(Augmented(8), 2, sampler=sampler, num_workers=workers):
+            draws += [float(x) for x in drawn[2]]
+    return {"orders": orders, "draws": draws, "torch": float(torch.rand(()))}

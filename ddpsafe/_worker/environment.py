@@ -169,6 +169,10 @@ def use_device(name: str, *, is_current: bool = True) -> torch.device:
     return device
 
 
+RUN_SEED = "_DDPSAFE_SEED"
+"""The variable that tells `ddpsafe.data`, DataLoader workers included, the seed of the run."""
+
+
 def seed_all(seed: int) -> None:
     """Seed the generators of this rank.
 
@@ -186,6 +190,7 @@ def seed_all(seed: int) -> None:
     from ddpsafe._worker.current import current_world
 
     rank = current_world().rank
+    os.environ[RUN_SEED] = str(seed)  # the orders and workers of ddpsafe.data follow it
     torch.manual_seed(seed)
     random.seed(f"ddpsafe/{seed}/{rank}")
     if "numpy" in sys.modules:

@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 from ddpsafe.data._cursor import AutoEpoch
 from ddpsafe.data._dealing import Cost, bad_balance, check_lengths, deal, item_costs
 from ddpsafe.data._position_sampler import check_epoch, require_int, warn_empty_epoch
-from ddpsafe.data._replica import resolve_replica
+from ddpsafe.data._replica import resolve_replica, run_seed
 from ddpsafe.data._samplers import DistributedSampler
 from ddpsafe.data._state import VERSION, compare_identity, digest, parse_state
 from ddpsafe.data._token_plan import TokenPlan
@@ -45,7 +45,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         num_replicas: Among how many ranks to divide; the world size by default.
         rank: Whose part to read, from 0; this rank by default.
         shuffle: Whether to shuffle, as `DistributedSampler`.
-        seed: The same on every rank.
+        seed: The same on every rank; by default that of ``launch(seed=)``, else 0.
         drop_last: Drop the last global batch if it is smaller.
         algorithm: The shuffle, as in `DistributedSampler`.
         largest_first: Begin each epoch with a batch of the longest samples, so that memory that
@@ -71,7 +71,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         num_replicas: int | None = None,
         rank: int | None = None,
         shuffle: bool = True,
-        seed: int = 0,
+        seed: int | None = None,
         drop_last: bool = False,
         algorithm: Algorithm = "torch",
         largest_first: bool = False,
@@ -83,7 +83,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self.lengths = check_lengths(lengths)
         self.drop_last = drop_last
         self.largest_first = largest_first
-        self.seed = seed
+        self.seed = run_seed() or 0 if seed is None else seed
         self.epoch = 0
         self.fingerprint: str | None = None
         self.dropped_batches = 0
@@ -91,7 +91,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._padded = cost == "padded"
         self._cost_name = cost if isinstance(cost, str) else "callable"
         self._order = DistributedSampler(
-            len(self.lengths), 1, 0, shuffle=shuffle, seed=seed, algorithm=algorithm
+            len(self.lengths), 1, 0, shuffle=shuffle, seed=self.seed, algorithm=algorithm
         )
         self._digest = digest(self._costs.tobytes())
         self._place = Place()
@@ -153,6 +153,13 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         return self._steps_left()
+
+    def steps_of_epoch(self, *, batch_size: int, drop_last: bool) -> int:  # noqa: ARG002 - it batches itself
+        """Return how many batches this rank has in an epoch that is read from its beginning."""
+        place, self._place = self._place, Place()
+        steps = self._steps_left()
+        self._place = place
+        return steps
 
     def _steps_left(self) -> int:
         if self._tokens is None:

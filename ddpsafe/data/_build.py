@@ -6,9 +6,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import IterableDataset
 
+from ddpsafe._errors import Explanation
+from ddpsafe.data._collective import gather_json
 from ddpsafe.data._consistency import check_dataset_consistency, loader_facts
 from ddpsafe.data._loader import DataLoader
+from ddpsafe.data._replica import chosen_seed, run_seed
 from ddpsafe.data._samplers import DistributedSampler, EvalSampler
+from ddpsafe.data.errors import DataConfigError
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -22,7 +26,7 @@ def build_loader(
     batch_size: int | None = 1,
     train: bool = True,
     shuffle: bool | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     check: bool = True,
     **options: Any,
 ) -> DataLoader[T_co]:
@@ -34,7 +38,8 @@ def build_loader(
         train: ``True`` shuffles and gives ranks equally many samples; ``False`` reads each
             sample exactly once, in order, for evaluation (collect with `gather_exact`).
         shuffle: Whether to shuffle for training; yes by default.
-        seed: Of the order and of the workers.
+        seed: Of the order and of the workers; by default that of ``launch(seed=)``, else that
+            of ``torch.manual_seed`` on rank 0 if every rank called it, else 0.
         check: Whether to compare the dataset over the ranks, and to keep its fingerprint in the
             state. Where neither paths nor a fingerprint identify it, 64 of its items are read.
         options: As of `DataLoader`: ``num_workers``, ``collate_fn``, ``batch_sampler``, ...
@@ -44,12 +49,15 @@ def build_loader(
 
     Raises:
         DatasetInconsistencyError: On every rank, if the ranks' datasets or arguments differ.
+        DataConfigError: An argument would have no effect beside another one.
     """
-    given = options.get("sampler") is not None or options.get("batch_sampler") is not None
-    if options.get("batch_sampler") is not None:
-        batch_size = 1
-    if not given and not isinstance(dataset, IterableDataset):
-        options["sampler"] = _sampler(dataset, train=train, shuffle=shuffle, seed=seed)
+    sampler = options.get("sampler")
+    batch_sampler = options.get("batch_sampler")
+    _refuse_ignored(dataset, sampler or batch_sampler, train=train, shuffle=shuffle)
+    if batch_sampler is not None and batch_size != 1:
+        raise _no_effect(f"batch_size={batch_size}", "a batch_sampler makes its own batches")
+    if sampler is None and batch_sampler is None and not isinstance(dataset, IterableDataset):
+        options["sampler"] = _sampler(dataset, train=train, shuffle=shuffle, seed=seed, agree=check)
     loader = DataLoader(dataset, batch_size, seed=seed, **options)
     if check:
         fingerprint = check_dataset_consistency(dataset, facts=loader_facts(loader))
@@ -57,7 +65,39 @@ def build_loader(
     return loader
 
 
-def _sampler(dataset: Any, *, train: bool, shuffle: bool | None, seed: int) -> DistributedSampler:
+def _refuse_ignored(dataset: object, sampler: object, *, train: bool, shuffle: bool | None) -> None:
+    if sampler is not None and shuffle is not None:
+        raise _no_effect(f"shuffle={shuffle}", "the sampler that was given decides the order")
+    if sampler is not None and not train and not isinstance(sampler, EvalSampler):
+        raise _no_effect("train=False", "it makes an EvalSampler, but a sampler was given")
+    if shuffle and not train:
+        raise _no_effect("shuffle=True", "train=False reads in the order of the dataset")
+    if shuffle and isinstance(dataset, IterableDataset):
+        raise _no_effect("shuffle=True", "a stream comes in its own order")
+    if not train and getattr(dataset, "even", None) is not None:
+        raise _no_effect("train=False", "ShardedIterable(even=...) drops or repeats samples")
+
+
+def _no_effect(what: str, why: str) -> DataConfigError:
+    return DataConfigError(
+        Explanation(f"{what} would have no effect.", cause=f"{why}.", fix="leave one of them out.")
+    )
+
+
+def _sampler(
+    dataset: Any, *, train: bool, shuffle: bool | None, seed: int | None, agree: bool
+) -> DistributedSampler:
     if not train:
         return EvalSampler(dataset)
-    return DistributedSampler(dataset, shuffle=shuffle is not False, seed=seed)
+    chosen = _agreed_seed(agree=agree) if seed is None else seed
+    sampler = DistributedSampler(dataset, shuffle=shuffle is not False, seed=chosen)
+    sampler.takes_seed_of_state = seed is None
+    return sampler
+
+
+def _agreed_seed(*, agree: bool) -> int:
+    """Return a seed that is equal on all ranks, which ``torch.manual_seed`` need not be."""
+    if not agree or run_seed() is not None:
+        return run_seed() or 0
+    seeds = gather_json(chosen_seed(), None)
+    return 0 if None in seeds else int(seeds[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import json
 import math
+import traceback
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import Explanation
@@ -12,7 +13,7 @@ from ddpsafe.data._collective import gather_json
 from ddpsafe.data._fingerprint import DatasetView, view_dataset
 from ddpsafe.data._reachable import left_as_it_was
 from ddpsafe.data._sampler_search import find_epoch_holder
-from ddpsafe.data.errors import DatasetInconsistencyError
+from ddpsafe.data.errors import DataConfigError, DatasetInconsistencyError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -50,10 +51,19 @@ def check_dataset_consistency(
     Raises:
         DatasetInconsistencyError: On every rank, naming the ranks that differ (or that could not
             read) and the first item that does.
+        Exception: What the dataset raised, with a note of the index, if no rank could read it.
     """
-    view, report = _examine(dataset, probes, key, facts or {})
+    if key is not None and not hasattr(dataset, "__len__"):
+        raise DataConfigError(
+            Explanation(
+                "key= was given for a dataset without a length.",
+                cause="a key stands for an index, and a stream has none.",
+                fix="leave key= out.",
+            )
+        )
+    view, report, error = _examine(dataset, probes, key, facts or {})
     reports = gather_json(report, group)
-    _refuse_broken(reports)
+    _refuse_broken(reports, error)
     _refuse_differing_facts(reports)
     if len({entry["fingerprint"] for entry in reports}) > 1:
         assert view is not None, "a rank without a view has reported an error"  # noqa: S101 - our own invariant
@@ -91,7 +101,7 @@ def _examine(
     probes: int,
     key: Callable[[int], object] | None,
     facts: Mapping[str, object],
-) -> tuple[DatasetView | None, dict[str, Any]]:
+) -> tuple[DatasetView | None, dict[str, Any], Exception | None]:
     """Read what is compared. An exception is reported: alone, it would leave the others waiting."""
     plain = {name: repr(value) for name, value in facts.items()}
     try:
@@ -99,8 +109,10 @@ def _examine(
             view = view_dataset(dataset, probes=probes, key=key)
             fingerprint = view.fingerprint()
     except Exception as error:  # noqa: BLE001 - raised again on every rank
-        return None, {"error": f"{type(error).__name__}: {error}", "facts": plain}
-    return view, {
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        broken = {"error": f"{type(error).__name__}: {error}", "facts": plain, "traceback": text}
+        return None, broken, error
+    report = {
         "error": None,
         "facts": plain,
         "fingerprint": fingerprint,
@@ -108,10 +120,13 @@ def _examine(
         "kind": view.kind,
         "compared": len(view.indices),
     }
+    return view, report, None
 
 
-def _refuse_broken(reports: list[dict[str, Any]]) -> None:
+def _refuse_broken(reports: list[dict[str, Any]], error: Exception | None) -> None:
     broken = [rank for rank, report in enumerate(reports) if report["error"]]
+    if len(broken) == len(reports) and error is not None:
+        raise error  # an error of the dataset itself: ranks do not differ in it
     if broken:
         raise DatasetInconsistencyError(
             Explanation(
@@ -119,10 +134,13 @@ def _refuse_broken(reports: list[dict[str, Any]]) -> None:
                 f"{reports[broken[0]]['error']}.",
                 cause="a file is missing or damaged there, or the storage is not mounted.",
                 fix="make the data readable on every host before training starts.",
-                details=[f"rank {rank}: {reports[rank]['error']}" for rank in broken[1:]],
+                details=[
+                    *(f"rank {rank}: {reports[rank]['error']}" for rank in broken[1:]),
+                    f"rank {broken[0]}: {reports[broken[0]]['traceback']}",
+                ],
             ),
             ranks=broken,
-        )
+        ) from error
 
 
 def _refuse_differing_facts(reports: list[dict[str, Any]]) -> None:

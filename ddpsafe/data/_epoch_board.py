@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from ddpsafe.data._limits import describe_open_files
+from ddpsafe.data._replica import current_replica
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -173,6 +174,30 @@ class FollowedDataset:
             f"of rank {self._rank}."
         )
         add_note(error, "\n".join([note, *limit_notes(error)]))
+
+
+def name_index(error: BaseException) -> None:
+    """Note which sample was read when an error was raised in this process.
+
+    From the frames of torch's fetcher, so that reading costs nothing more.
+    """
+    trace, index, dataset = error.__traceback__, None, None
+    while trace is not None:
+        frame = trace.tb_frame
+        if frame.f_code.co_filename.endswith("torch/utils/data/_utils/fetch.py"):
+            known = frame.f_locals
+            index = known.get("idx", index)
+            dataset = getattr(known.get("self"), "dataset", dataset)
+            if index is None and frame.f_code.co_name == "fetch":
+                many = known.get("possibly_batched_index")
+                index = many if isinstance(many, int) else None
+        trace = trace.tb_next
+    if index is not None:
+        path = sample_path(dataset, index)
+        rank = current_replica().rank
+        add_note(
+            error, f"While reading index {index}{f' ({path})' if path else ''} in rank {rank}."
+        )
 
 
 def sample_path(dataset: object, index: object) -> str | None:

@@ -13,6 +13,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from ddpsafe.data._epoch_board import add_note, sample_path
+
 _LISTINGS: Final = ("samples", "imgs", "files", "paths")
 _ITEM_BYTES: Final = 8
 
@@ -123,7 +125,14 @@ def _path_of(entry: Any) -> str:
 def _probe(dataset: Any) -> Callable[[int], str]:
     def item(index: int) -> str:
         with _fixed_randomness(index):
-            return stable_text(dataset[index])
+            try:
+                sample = dataset[index]
+            except Exception as error:
+                path = sample_path(dataset, index)
+                where = f"index {index}{f' ({path})' if path else ''}"
+                add_note(error, f"While reading {where} to compare the dataset over the ranks.")
+                raise
+            return stable_text(sample)
 
     return item
 

@@ -6,7 +6,10 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import torch
+
 from ddpsafe._errors import Explanation
+from ddpsafe.data._epoch_board import name_index
 from ddpsafe.data._worker_death import explained
 from ddpsafe.data._worker_watch import watch_workers
 from ddpsafe.data.errors import DataWarning, LateSetEpochError
@@ -31,6 +34,8 @@ class Delivery:
         exhausted: Whether the end was reached.
         superseded: Why the pass must not go on, if another one began or a state was loaded.
         severe: Whether going on would deliver wrong data.
+        in_loop: Whether the pass belongs to a loop over ``loader.epochs()``.
+        complete: Whether an earlier pass of the loop's epoch reached the end, which counts.
     """
 
     epoch: AutoEpoch | None = None
@@ -39,6 +44,8 @@ class Delivery:
     exhausted: bool = False
     superseded: str | None = None
     severe: bool = False
+    in_loop: bool = False
+    complete: bool = False
 
     def supersede(self, why: str, *, severe: bool) -> None:
         """Note that the pass is over, whatever still holds its iterator."""
@@ -56,6 +63,7 @@ class EpochIterator(Generic[T_co]):
         holder: Any,
         board: EpochBoard | None,
         look_at_first: Callable[[object], None] | None = None,
+        draws: torch.Tensor | None = None,
     ) -> None:
         self._inner = inner
         self._delivery = delivery
@@ -63,6 +71,7 @@ class EpochIterator(Generic[T_co]):
         self._board = board
         self._mark = delivery.epoch
         self._look_at_first = look_at_first
+        self._draws = draws
         self.is_told = False  # whether a worker's death has been raised
         watch_workers(self, inner)
 
@@ -74,13 +83,14 @@ class EpochIterator(Generic[T_co]):
         if self._holder.epoch is not self._mark or delivery.superseded is not None:
             self._check_current()
         try:
-            batch = next(self._inner)
+            batch = next(self._inner) if self._draws is None else self._next_with_own_draws()
         except StopIteration:
             delivery.exhausted = True
             raise
         except Exception as error:
             explanation = self.explain(error)
             if explanation is None:
+                name_index(error)
                 raise
             self.is_told = True
             raise explanation from (explanation.__cause__ or error)
@@ -89,6 +99,17 @@ class EpochIterator(Generic[T_co]):
             look, self._look_at_first = self._look_at_first, None
             look(batch)
         return batch
+
+    def _next_with_own_draws(self) -> T_co:
+        """Read with the generator of this rank's data; that of the training stays where it is."""
+        assert self._draws is not None, "asked for with draws only"  # noqa: S101 - our own invariant
+        outer = torch.get_rng_state()
+        torch.set_rng_state(self._draws)
+        try:
+            return next(self._inner)
+        finally:
+            self._draws = torch.get_rng_state()
+            torch.set_rng_state(outer)
 
     def explain(self, error: Exception) -> Exception | None:
         """Return what is known of an error that a worker's death or silence has caused."""

@@ -15,12 +15,18 @@ from ddpsafe.data._epoch_board import EpochBoard, tell_epoch
 from ddpsafe.data._iterable import ShardedIterable
 from ddpsafe.data._iteration import Delivery, EpochIterator, late_set_epoch
 from ddpsafe.data._limits import batches_in_flight, check_shared_memory, warn_of_limits
-from ddpsafe.data._loader_arguments import check_arguments, local_sampler, worker_seed
+from ddpsafe.data._loader_arguments import (
+    check_arguments,
+    local_sampler,
+    pins_memory,
+    worker_seed,
+)
 from ddpsafe.data._loader_state import cursor_of, save_state
 from ddpsafe.data._permutation import derive_keys
 from ddpsafe.data._position_sampler import check_epoch, require_int
 from ddpsafe.data._replica import current_replica
 from ddpsafe.data._sampler_search import (
+    batch_geometry,
     check_population,
     enter_epoch,
     find_epoch_holder,
@@ -40,6 +46,40 @@ if TYPE_CHECKING:
 T_co = TypeVar("T_co", covariant=True)
 
 
+class Epochs:
+    """The epochs that are left of a run: what ``loader.epochs(n)`` returns.
+
+    Attributes:
+        current: The epoch that the loop is in; ``None`` before and after.
+    """
+
+    def __init__(self, loader: DataLoader[Any], num_epochs: int) -> None:
+        self.current: int | None = None
+        self._loader = loader
+        self._stop = num_epochs
+        self._first: int | None = None
+
+    def __len__(self) -> int:
+        first = self._loader.first_epoch_of_loop() if self._first is None else self._first
+        return max(0, self._stop - first)
+
+    def __iter__(self) -> Epochs:
+        return self
+
+    def __next__(self) -> int:
+        if self._first is None:
+            self._first = epoch = self._loader.first_epoch_of_loop()
+        else:
+            epoch = self._stop if self.current is None else self.current + 1
+        if epoch >= self._stop:
+            self.current = None
+            self._loader.leave_loop(self)
+            raise StopIteration
+        self._loader.enter_loop(self, epoch)
+        self.current = epoch
+        return epoch
+
+
 class DataLoader(WorkerLoader[T_co]):
     """torch's `DataLoader` with torch's arguments, safe to use in every rank.
 
@@ -56,8 +96,9 @@ class DataLoader(WorkerLoader[T_co]):
 
     Args:
         dataset: As in torch, and so are all arguments up to `in_order`.
-        seed: Of the workers, and of the order if the loader makes the sampler. By default the
-            sampler's, or 0.
+        pin_memory: By default yes where CUDA is in use.
+        seed: Of the workers, and of the order if the loader makes the sampler. By default that of
+            ``launch(seed=)`` or ``torch.manual_seed``, else the sampler's, else 0.
         worker_safety: What to do if the dataset holds an open handle that workers would share:
             ``"error"``, ``"warn"`` or ``"off"``.
 
@@ -75,7 +116,7 @@ class DataLoader(WorkerLoader[T_co]):
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        pin_memory: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+        pin_memory: bool | None = None,  # noqa: FBT001 - torch's signature
         drop_last: bool = False,  # noqa: FBT001, FBT002 - torch's signature
         timeout: float = 0,
         worker_init_fn: Callable[[int], object] | None = None,
@@ -91,7 +132,7 @@ class DataLoader(WorkerLoader[T_co]):
     ) -> None:
         check_arguments(sampler, batch_sampler, worker_safety)
         if sampler is None and batch_sampler is None and generator is None:
-            sampler, shuffle = local_sampler(dataset, shuffle=shuffle, seed=seed or 0)
+            sampler, shuffle = local_sampler(dataset, shuffle=shuffle, seed=seed)
         super().__init__(
             dataset,
             batch_size,
@@ -100,7 +141,7 @@ class DataLoader(WorkerLoader[T_co]):
             batch_sampler,
             num_workers,
             collate_fn,
-            pin_memory,
+            pins_memory(pin_memory),
             drop_last,
             timeout,
             None,
@@ -129,6 +170,7 @@ class DataLoader(WorkerLoader[T_co]):
         self._delivery = Delivery()
         self._told: list[Any] = []
         self._running: weakref.ref[EpochIterator[T_co]] | None = None
+        self._loop: weakref.ref[Epochs] | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; otherwise each iteration is the next one.
@@ -148,23 +190,52 @@ class DataLoader(WorkerLoader[T_co]):
             raise late_set_epoch(epoch, int(delivery.epoch or 0), 0)
         self._holder.set_epoch(int(epoch))
 
-    def epochs(self, num_epochs: int) -> Iterator[int]:
+    def epochs(self, num_epochs: int) -> Epochs:
         """Loop over the epochs that are left: ``for epoch in loader.epochs(10)``.
+
+        Within the loop every iteration reads the loop's epoch, so that a look at the first batch
+        costs none; an unfinished iteration before the loop does not count either.
 
         Args:
             num_epochs: How many epochs there are in all, those before a resume included.
 
-        Yields:
-            The epoch, from the resumed one (or the next, if iterated before) on.
+        Returns:
+            The epochs, from the resumed one (or the next, if iterated before) on; their number
+            is ``len()`` of it.
         """
-        first = self._next_epoch()
-        for epoch in range(first, require_int(num_epochs, "num_epochs")):
-            self.set_epoch(epoch)
-            yield epoch
+        return Epochs(self, require_int(num_epochs, "num_epochs"))
+
+    def first_epoch_of_loop(self) -> int:
+        """Return where `epochs` begins: a look that was left unfinished before it is no epoch."""
+        delivery = self._delivery
+        if delivery.epoch is not None and not (delivery.exhausted or delivery.in_loop):
+            return self._chosen_epoch(int(delivery.epoch))
+        return self._next_epoch()
+
+    def enter_loop(self, loop: Epochs, epoch: int) -> None:
+        """Read `epoch` in each iteration until `leave_loop`; `epochs` calls it."""
+        self._loop = None
+        self.set_epoch(epoch)
+        self._loop = weakref.ref(loop)
+
+    def leave_loop(self, loop: Epochs) -> None:
+        """Follow the iterations again; `epochs` calls it."""
+        if self._current_loop() is loop:
+            self._loop = None
+
+    def _current_loop(self) -> Epochs | None:
+        return None if self._loop is None else self._loop()  # a loop left with break is gone
+
+    def _chosen_epoch(self, otherwise: int) -> int:
+        epoch = self._holder.epoch
+        return otherwise if isinstance(epoch, AutoEpoch) else int(epoch)
 
     def _next_epoch(self) -> int:
         """Return the epoch that the next iteration reads."""
         epoch = self._holder.epoch
+        loop = self._current_loop()
+        if loop is not None and loop.current is not None:
+            return self._chosen_epoch(loop.current)
         last = self._delivery.epoch
         if not isinstance(epoch, AutoEpoch):
             chosen = _chosen_by_dataset(self._told) if last is not None and epoch == last else None
@@ -174,6 +245,15 @@ class DataLoader(WorkerLoader[T_co]):
             return int(last) + 1 if chosen is None else chosen
         finished = isinstance(self._holder, Cursor) and self._holder.is_finished()
         return int(epoch) + 1 if finished else int(epoch)
+
+    def __len__(self) -> int:
+        """Return how many batches an epoch has; a resumed one delivers fewer of them."""
+        steps = getattr(self._holder, "steps_of_epoch", None)
+        geometry = batch_geometry(self, self._holder) if steps is not None else None
+        if steps is None or geometry is None:
+            return super().__len__()
+        batch_size, drop_last = geometry
+        return int(steps(batch_size=batch_size, drop_last=drop_last))
 
     def __iter__(self) -> _BaseDataLoaderIter:
         refuse_undivided(self)
@@ -186,10 +266,27 @@ class DataLoader(WorkerLoader[T_co]):
         for _ in range(getattr(self._holder, "batches_to_skip", int)()):
             next(inner)
         iterator = EpochIterator(
-            inner, self._delivery, self._holder, self._board, self._first_batch_check()
+            inner,
+            self._delivery,
+            self._holder,
+            self._board,
+            self._first_batch_check(),
+            self._private_draws(epoch),
         )
         self._running = weakref.ref(iterator)
         return iterator  # type: ignore[return-value]  # delegates to torch's iterator
+
+    def _private_draws(self, epoch: int) -> torch.Tensor | None:
+        """Return the state of the generator that samples are read with, where no worker reads.
+
+        ``torch.manual_seed`` and ``launch(seed=)`` seed torch equally on all ranks, so that models
+        agree; augmentations drawn from it would coincide over the ranks.
+        """
+        replica = current_replica()
+        if self.num_workers > 0 or replica.num_replicas == 1:
+            return None
+        key = derive_keys(self._worker_seed, epoch, replica.rank, 0, count=1)[0]
+        return torch.Generator().manual_seed(key >> 1).get_state()
 
     def _first_batch_check(self) -> Callable[[object], None] | None:
         if self._measured or self.num_workers == 0:
@@ -200,8 +297,13 @@ class DataLoader(WorkerLoader[T_co]):
     def _begin_epoch(self) -> AutoEpoch:
         epoch = AutoEpoch(self._next_epoch())
         self._delivery.supersede("another iteration has begun", severe=self.persistent_workers)
+        last = self._delivery
         self._holder = enter_epoch(self._holder, epoch)
-        self._delivery = Delivery(epoch=epoch)
+        in_loop = self._current_loop() is not None
+        self._delivery = Delivery(epoch=epoch, in_loop=in_loop)
+        if in_loop and last.exhausted and last.epoch == epoch:
+            # The loop's epoch is complete: reading on in it moves the position no more.
+            self._delivery.complete = True
         if self.num_workers > 0 and self._board is None:
             self._board = EpochBoard(self.num_workers)
         self._told = tell_epoch(self.dataset, self.collate_fn, epoch=epoch, but=self._holder)

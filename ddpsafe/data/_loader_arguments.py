@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import get_args
 
+import torch
 from torch.utils.data import IterableDataset
 
 from ddpsafe._errors import Explanation
 from ddpsafe.data._position_sampler import require_int
-from ddpsafe.data._replica import current_replica
+from ddpsafe.data._replica import chosen_seed, current_replica
 from ddpsafe.data._samplers import LocalSampler
 from ddpsafe.data._worker_safety import WorkerSafety
 from ddpsafe.data.errors import DataConfigError
@@ -39,18 +40,31 @@ def check_arguments(sampler: object, batch_sampler: object, worker_safety: str) 
 
 
 def local_sampler(
-    dataset: object, *, shuffle: bool | None, seed: int
+    dataset: object, *, shuffle: bool | None, seed: int | None
 ) -> tuple[LocalSampler | None, bool | None]:
     """Make the resumable sampler of a world of one; in larger worlds the caller must give one."""
     sized = hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)
     if not sized or current_replica().num_replicas > 1:
         return None, shuffle
-    return LocalSampler(dataset, shuffle=bool(shuffle), seed=seed), None  # type: ignore[arg-type]  # sized
+    chosen = (chosen_seed() or 0) if seed is None else seed
+    sampler = LocalSampler(dataset, shuffle=bool(shuffle), seed=chosen)  # type: ignore[arg-type]  # sized
+    sampler.takes_seed_of_state = seed is None
+    return sampler, None
 
 
 def worker_seed(seed: int | None, holder: object) -> int:
-    """Return the seed of the workers: the loader's, else the sampler's."""
+    """Return the seed of the workers: the loader's, the one chosen for the run, the sampler's."""
     if seed is not None:
         return require_int(seed, "seed")
+    chosen = chosen_seed()
+    if chosen is not None:
+        return chosen
     inherited = getattr(holder, "seed", 0)
     return inherited if isinstance(inherited, int) else 0
+
+
+def pins_memory(pin_memory: bool | None) -> bool:  # noqa: FBT001 - torch's argument
+    """Return whether batches are pinned: as the caller says, else where CUDA is in use."""
+    if pin_memory is not None:
+        return pin_memory
+    return bool(torch.cuda.is_available() and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch has no types here

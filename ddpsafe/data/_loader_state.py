@@ -33,7 +33,7 @@ def save_state(loader: DataLoader[Any], delivery: Delivery, batches: int | None)
         used, exhausted = 0, False
     else:
         used = _used(delivery, batches)
-        exhausted = delivery.exhausted and used == delivery.batches
+        exhausted = delivery.complete or (delivery.exhausted and used == delivery.batches)
     return cursor.state_after(used, batch_size=batch_size, drop_last=drop_last, exhausted=exhausted)
 
 

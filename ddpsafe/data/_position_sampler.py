@@ -18,7 +18,7 @@ from torch.utils.data import Sampler
 
 from ddpsafe._errors import Explanation
 from ddpsafe.data._cursor import AutoEpoch
-from ddpsafe.data._replica import resolve_replica
+from ddpsafe.data._replica import resolve_replica, run_seed
 from ddpsafe.data._state import VERSION, compare_identity, parse_state
 from ddpsafe.data.errors import DataConfigError, DataWarning, StateMismatchError
 
@@ -79,14 +79,16 @@ class PositionSampler(Sampler[int]):
         *,
         num_replicas: int | None,
         rank: int | None,
-        seed: int,
+        seed: int | None,
         drop_last: bool,
         pad: bool,
     ) -> None:
         replica = resolve_replica(num_replicas, rank)
         self.num_replicas = replica.num_replicas
         self.rank = replica.rank
-        self.seed = require_int(seed, "seed")
+        self.seed = run_seed() or 0 if seed is None else require_int(seed, "seed")
+        # Whether a loader chose the seed, and not the caller: a state then brings its own.
+        self.takes_seed_of_state = False
         self.drop_last = drop_last
         self.pad = pad
         self.epoch = 0
@@ -173,6 +175,13 @@ class PositionSampler(Sampler[int]):
         self._progress = _Progress()
         self._measure()
 
+    def steps_of_epoch(self, *, batch_size: int, drop_last: bool) -> int:
+        """Return how many batches this rank has in an epoch that is read from its beginning."""
+        base, self._base = self._base, 0
+        count = self._count_of(self.rank)
+        self._base = base
+        return count // batch_size if drop_last else -(-count // batch_size)
+
     def _measure(self) -> None:
         self.num_samples = self._count_of(self.rank)
         left = max(0, self.size() - self._base)
@@ -243,6 +252,9 @@ class PositionSampler(Sampler[int]):
             StateMismatchError: It is damaged, or belongs to other data.
         """
         parsed = parse_state(state)
+        saved_seed = parsed["identity"].get("seed")
+        if self.takes_seed_of_state and isinstance(saved_seed, int):
+            self.seed = saved_seed
         compare_identity(
             parsed["identity"], self.identity(), strict=strict, what=type(self).__name__
         )

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Final
 
+import torch
 import torch.distributed as dist
 
 from ddpsafe._errors import Explanation
 from ddpsafe.data.errors import DataConfigError
+
+_LARGEST_SEED: Final = 2**48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +59,24 @@ def resolve_replica(num_replicas: int | None, rank: int | None) -> Replica:
             )
         )
     return replica
+
+
+def run_seed() -> int | None:
+    """Return the seed that ``launch(seed=)`` or `seed_all` gave to all ranks; ``None`` without."""
+    given = os.environ.get("_DDPSAFE_SEED", "")
+    return int(given) if given.isdigit() else None
+
+
+def chosen_seed() -> int | None:
+    """Return the run's seed, else that of ``torch.manual_seed``; ``None`` if none was chosen.
+
+    torch begins each process with 64 random bits, so a seed below 2**48 is one that was chosen.
+    """
+    seed = run_seed()
+    if seed is not None:
+        return seed
+    initial = torch.initial_seed()
+    return initial if initial < _LARGEST_SEED else None
 
 
 def local_world_size() -> int:

@@ -110,7 +110,7 @@ def batch_geometry(loader: DataLoader[Any], cursor: Cursor) -> tuple[int, bool] 
 
 def check_population(loader: DataLoader[Any], cursor: object) -> None:
     """Refuse a sampler that was made for a dataset of another length."""
-    if loader.drop_last and isinstance(cursor, Cursor) and len(loader) == 0:
+    if loader.drop_last and hasattr(cursor, "steps_of_epoch") and len(loader) == 0:
         warnings.warn(
             f"drop_last=True leaves no batch of {loader.batch_size} for this rank: nothing is read.",
             DataWarning,

@@ -37,7 +37,7 @@ class _OrderedSampler(PositionSampler):
         num_replicas: int | None,
         rank: int | None,
         shuffle: bool,
-        seed: int,
+        seed: int | None,
         drop_last: bool,
         pad: bool,
         algorithm: Algorithm,
@@ -154,7 +154,7 @@ class DistributedSampler(_OrderedSampler, TorchDistributedSampler[object]):
         num_replicas: Among how many ranks to divide; the world size by default.
         rank: Whose part to read, from 0; this rank by default.
         shuffle: Whether to shuffle; the order is a function of (seed, epoch).
-        seed: The same on every rank.
+        seed: The same on every rank; by default that of ``launch(seed=)``, else 0 as torch's.
         drop_last: Drop the tail so that all ranks have equally many samples.
         pad: Repeat samples so that all ranks have equally many (torch's way). ``False``
             repeats none: ranks then differ by at most one sample.
@@ -171,7 +171,7 @@ class DistributedSampler(_OrderedSampler, TorchDistributedSampler[object]):
         num_replicas: int | None = None,
         rank: int | None = None,
         shuffle: bool = True,  # noqa: FBT001, FBT002 - torch's signature
-        seed: int = 0,
+        seed: int | None = None,
         drop_last: bool = False,  # noqa: FBT001, FBT002 - torch's signature
         *,
         pad: bool = True,
@@ -226,7 +226,7 @@ class LocalSampler(_OrderedSampler):
     none is there.
     """
 
-    def __init__(self, dataset: Sized, *, shuffle: bool, seed: int) -> None:
+    def __init__(self, dataset: Sized, *, shuffle: bool, seed: int | None) -> None:
         super().__init__(
             dataset,
             num_replicas=1,

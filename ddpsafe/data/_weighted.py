@@ -40,7 +40,7 @@ class WeightedSampler(PositionSampler):
             (detectron2's RepeatFactorTrainingSampler); the epoch's length then varies.
         num_replicas: Among how many ranks to divide; the world size by default.
         rank: Whose part to read, from 0; this rank by default.
-        seed: The same on every rank.
+        seed: The same on every rank; by default that of ``launch(seed=)``, else 0.
         drop_last: Drop the tail so that all ranks have equally many samples.
         pad: Repeat the first draws so that all ranks have equally many.
 
@@ -58,7 +58,7 @@ class WeightedSampler(PositionSampler):
         mode: WeightMode = "iid",
         num_replicas: int | None = None,
         rank: int | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         drop_last: bool = False,
         pad: bool = True,
     ) -> None:

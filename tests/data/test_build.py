@@ -20,8 +20,8 @@ from data_programs import (
 )
 
 import ddpsafe
-from ddpsafe.data import build_loader
-from ddpsafe.data.errors import StateMismatchError
+from ddpsafe.data import DataLoader, DistributedSampler, ShardedIterable, build_loader
+from ddpsafe.data.errors import DataConfigError, StateMismatchError
 
 
 @pytest.mark.parametrize("n", [30, 31])
@@ -102,3 +102,54 @@ def test_look_at_the_data_leaves_nothing_open(tmp_path: Any) -> None:
 def test_stream_has_no_sampler_and_no_items_to_compare() -> None:
     """Nothing is read ahead of the first iteration."""
     assert len(list(build_loader(Stream(), batch_size=5))) == 2
+
+
+class Bug(Numbers):
+    """No sample can be read."""
+
+    def __getitem__(self, index: int) -> int:
+        raise KeyError(index)
+
+
+def test_bug_of_the_dataset_arrives_as_it_was_raised() -> None:
+    """With its type, its traceback, and the index in a note: no rank differs from another in it."""
+    with pytest.raises(KeyError) as caught:
+        build_loader(Bug(40), batch_size=4)
+    assert caught.traceback[-1].name == "__getitem__"
+    notes = getattr(caught.value, "__notes__", caught.value.args)
+    assert "While reading index 0 to compare the dataset" in str(notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"shuffle": True, "train": False}, "shuffle=True would have no effect"),
+        ({"shuffle": False, "sampler": DistributedSampler(40)}, "shuffle=False would have no"),
+        ({"train": False, "sampler": DistributedSampler(40)}, "train=False would have no effect"),
+        ({"batch_size": 8, "batch_sampler": [[1, 2]]}, "batch_size=8 would have no effect"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(options: Any, text: str) -> None:
+    """Instead of being ignored."""
+    with pytest.raises(DataConfigError, match=text):
+        build_loader(Numbers(40), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"shuffle": True}, "shuffle=True would have no effect"),
+        ({"train": False}, "train=False would have no effect"),
+    ],
+)
+def test_stream_refuses_what_it_cannot_obey(options: Any, text: str) -> None:
+    """A stream has no order to shuffle; an evaluation must drop nothing."""
+    with pytest.raises(DataConfigError, match=text):
+        build_loader(ShardedIterable(range(9), even="truncate"), **options)
+
+
+def test_incomplete_batches_of_a_stream_can_be_dropped() -> None:
+    """drop_last=True is the usual setting of a training."""
+    for make in (DataLoader, build_loader):
+        loader = make(ShardedIterable(range(10)), batch_size=4, drop_last=True)
+        assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]

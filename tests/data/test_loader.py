@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import warnings
 from typing import Any
 
@@ -346,3 +347,70 @@ def test_build_loader_makes_what_training_and_evaluation_need() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(read(build_loader(Stream(), batch_size=5))) == 2
+
+
+def test_look_at_a_batch_costs_no_epoch() -> None:
+    """Before the loop, in it, and after its pass: the loop's epoch wins, the position is right."""
+    loader, plain = (DataLoader(Numbers(N), 8, shuffle=True, seed=3) for _ in range(2))
+    expected = [read(plain) for _ in plain.epochs(3)]
+    next(iter(loader))
+    epochs = loader.epochs(3)
+    assert len(epochs) == 3
+    seen = []
+    for epoch in epochs:
+        assert len(next(iter(loader))) == 8
+        assert loader.state_dict()["epoch"] == epoch
+        seen.append(read(loader))
+        next(iter(loader))
+        assert loader.state_dict()["finished"]
+        assert loader.state_dict()["epoch"] == epoch
+    assert seen == expected
+    assert list(loader.epochs(3)) == []
+    assert list(loader.epochs(4)) == [3]
+
+
+def test_look_at_a_resumed_epoch_costs_nothing_either() -> None:
+    """The offset stays for the pass."""
+    loader = DataLoader(Numbers(N), 8, seed=3)
+    for _ in loader.epochs(1):
+        whole = [[int(x) for x in batch] for batch in loader]
+        iterator = iter(loader)
+        break
+    loader = DataLoader(Numbers(N), 8, seed=3)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    resumed = DataLoader(Numbers(N), 8, seed=3)
+    resumed.load_state_dict(state)
+    for epoch in resumed.epochs(1):
+        assert epoch == 0
+        next(iter(resumed))
+        assert [[int(x) for x in batch] for batch in resumed] == whole[1:]
+
+
+def test_loop_that_was_left_holds_the_epoch_no_longer() -> None:
+    """After a break, iterations go on with the next epoch, as documented."""
+    loader = DataLoader(Numbers(N), 8, shuffle=True, seed=3)
+    for _ in loader.epochs(5):
+        read(loader)
+        break
+    read(loader)
+    assert loader.state_dict()["epoch"] == 1
+    assert list(loader.epochs(3)) == [2]
+
+
+class Broken(Numbers):
+    """Has a bug in one sample."""
+
+    def __getitem__(self, index: int) -> int:
+        return undefined_name if index == 13 else index  # type: ignore[name-defined] # noqa: F821
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes since Python 3.11")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_error_of_a_sample_names_its_index(num_workers: int) -> None:
+    """With workers and without."""
+    with pytest.raises(NameError) as caught:
+        read(DataLoader(Broken(N), 8, num_workers=num_workers, seed=0))
+    told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert "While reading index 13" in told

@@ -196,13 +196,13 @@ def test_lookahead_wrapper_says_how_many_batches_were_used() -> None:
         loader.state_dict(batches=5)
 
 
-def test_resumed_length_is_what_remains() -> None:
-    """A progress bar of a resumed epoch ends where the epoch does."""
+def test_length_is_the_epochs_also_after_a_resume() -> None:
+    """A schedule of learning rates computed from it does not depend on where a run was resumed."""
     loader = loaders(N, 2, 8)[0]
     read(loader, 4)
     resumed = loaders(N, 2, 8)[0]
     resumed.load_state_dict(loader.state_dict())
-    assert (len(loader), len(resumed)) == (7, 3)
+    assert (len(loader), len(resumed), len(read(resumed)), len(resumed)) == (7, 7, 3, 7)
 
 
 def test_batch_sampler_around_our_sampler_resumes_too() -> None:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from data_programs import Augmented, ByRng, Numbers, augmentation_traces, run_ranks
+from data_programs import (
+    Augmented,
+    ByRng,
+    Numbers,
+    augmentation_traces,
+    run_ranks,
+    seeded_traces,
+)
 
+import ddpsafe
 from ddpsafe.data import DataLoader, DistributedSampler, sample_rng, seed_worker
 from ddpsafe.data.errors import DataConfigError
 
@@ -105,3 +114,50 @@ def test_sample_rng_has_three_kinds() -> None:
     assert sample_rng(0, 0, 1, "random").random() == sample_rng(0, 0, 1, "random").random()
     with pytest.raises(DataConfigError, match="kind 'jax'"):
         sample_rng(0, 0, 0, "jax")  # type: ignore[call-overload]
+
+
+def order_of(**options: Any) -> list[int]:
+    """Return the order of a loader that was given no seed."""
+    return [int(x) for batch in DataLoader(Numbers(40), 8, shuffle=True, **options) for x in batch]
+
+
+def test_manual_seed_of_torch_reaches_order_and_workers() -> None:
+    """As with torch's loader: another seed, another order and other draws; the same, the same."""
+    orders, draws = [], []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        orders.append(order_of())
+        draws.append(draws_of(DataLoader(Augmented(8), 4, num_workers=1)))
+    assert orders[0] == orders[2] != orders[1]
+    assert draws[0] == draws[2]
+    assert set(draws[0]).isdisjoint(draws[1])
+
+
+def test_state_brings_the_seed_that_nobody_gave() -> None:
+    """A run that is resumed under another torch.manual_seed goes on in its own order."""
+    torch.manual_seed(1)
+    loader = DataLoader(Numbers(40), 8, shuffle=True)
+    iterator = iter(loader)
+    first = [int(x) for x in next(iterator)]
+    state = loader.state_dict()
+    rest = [int(x) for batch in iterator for x in batch]
+    torch.manual_seed(2)
+    resumed = DataLoader(Numbers(40), 8, shuffle=True)
+    resumed.load_state_dict(state)
+    assert [int(x) for batch in resumed for x in batch] == rest
+    assert sorted(first + rest) == list(range(40))
+
+
+def test_seed_of_the_launch_reaches_every_order_and_every_draw() -> None:
+    """Samplers, ctx.loader and workers; draws differ over ranks, also without workers."""
+    values = [
+        ddpsafe.launch(
+            seeded_traces, nproc_per_node=2, backend="gloo", start_method="forkserver", seed=seed
+        ).values
+        for seed in (5, 6)
+    ]
+    for first, second in zip(values[0][0]["orders"], values[1][0]["orders"], strict=True):
+        assert first != second
+    draws = [draw for run in values for rank in (0, 1) for draw in run[rank]["draws"]]
+    assert len(set(draws)) == len(draws)
+    assert all(run[0]["torch"] == run[1]["torch"] for run in values)  # the training's is left alone
