@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from ddpsafe._config import LaunchConfig, SpawnFields, refuse_fields, require_data_paths
-from ddpsafe._errors import DDPSafeError
+from ddpsafe._errors import DDPSafeError, Explanation
 from ddpsafe._launcher.attempt import run_attempt
 from ddpsafe._launcher.calls import Calls
 from ddpsafe._launcher.console import quiet_log
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.plan import LaunchPlan
     from ddpsafe._wire.spec import CallStyle
     from ddpsafe._worker.context import RankContext
+    from ddpsafe._world import World
 
 __tracebackhide__ = True  # pytest shows the line of the caller, not these
 
@@ -237,9 +239,30 @@ def _run_here(
     if world is not None:
         require_ready_node(config, world)
     with attached.process_group(config=config) as context:
+        _warn_of_other_ranks(config, context.world)
         value = fn(context, *args, **kwargs)
     if attached.has_stopped():
         raise attached.stopped_error(context, value)
     return LaunchResult(
         values={context.rank: value}, attempts=context.attempt, run_dir=context.run_dir
     )
+
+
+def _warn_of_other_ranks(config: LaunchConfig, world: World) -> None:
+    """Say that a launch inside of a rank does not get the ranks that it asks for."""
+    if world.rank != 0 and world.started_by != "ddpsafe":  # once is enough
+        return
+    given = {"nproc_per_node": world.local_world_size, "nnodes": world.nnodes}
+    for name, count in given.items():
+        asked = getattr(config, name)
+        if name in config.model_fields_set and isinstance(asked, int) and asked != count:
+            text = Explanation(
+                f"launch({name}={asked}) runs in a rank, which has {name}={count}: it starts no "
+                f"processes, and the function runs once in each of the {world.world_size} ranks "
+                "of the job around it.",
+                cause="a launch in a process that is a rank already, by its variables or because "
+                "ddpsafe started it, joins that job.",
+                fix=f"ask the outer launcher for the ranks and leave {name} out here; or start the "
+                "inner job in a process without RANK, WORLD_SIZE and the like.",
+            )
+            warnings.warn(str(text), RuntimeWarning, stacklevel=4)

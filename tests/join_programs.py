@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import time
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 from crash_programs import die_by_kill
 from exception_programs import raise_own_error
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from training_programs import Fault
 
     from ddpsafe import RankContext
+    from ddpsafe._clock import Deadline
 
 
 class FailsToLoad:
@@ -75,6 +77,30 @@ def join_never(rank: int, world_size: int, folder: Path, timeout_s: float = 60) 
         mark(folder)
         sleep(folder)
     setup(rank, world_size, timeout_s=timeout_s)
+
+
+def note_limits(rank: int, folder: Path, timeout_s: float | None) -> None:
+    """Make a group as scripts do; note its timeout, and how long it would have waited for ranks."""
+    import torch
+    import torch.distributed as dist
+
+    from ddpsafe._worker import process_group
+
+    waited: list[float] = []
+    meet = process_group.meet_everyone
+
+    def note(control: Any, world: Any, *, deadline: Deadline) -> None:
+        waited.append(round(deadline.remaining_s()))
+        meet(control, world, deadline=deadline)
+
+    process_group.meet_everyone = note
+    named = {} if timeout_s is None else {"timeout": timedelta(seconds=timeout_s)}
+    dist.init_process_group(
+        "gloo", init_method="tcp://localhost:1", rank=rank, world_size=1, **named
+    )
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    (folder / "limits").write_text(f"{backend.options._timeout.total_seconds()} {float(waited[0])}")
+    dist.destroy_process_group()
 
 
 def join_late(rank: int, world_size: int, folder: Path, delay_s: float) -> None:

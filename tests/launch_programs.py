@@ -8,6 +8,7 @@ import random
 import socket
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -77,10 +78,14 @@ def meet_another_launch(ctx: RankContext, folder: Path, mine: str, theirs: str) 
     return add_up(ctx, 100 if mine == "first" else 1)
 
 
-def launch_again(ctx: RankContext) -> tuple[int, dict[int, int], float]:
+def launch_again(ctx: RankContext) -> tuple[int, dict[int, int], float, str]:
     """Launch inside the rank, and use the group afterwards."""
-    inner = ddpsafe.launch(pid_of, nproc_per_node=7)
-    return os.getpid(), inner.values, add_up(ctx, 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        inner = ddpsafe.launch(pid_of, nproc_per_node=7)
+        ddpsafe.launch(pid_of, nproc_per_node=ctx.world_size)
+    (warned,) = [str(each.message) for each in caught if each.filename == __file__]
+    return os.getpid(), inner.values, add_up(ctx, 1), warned
 
 
 def pid_of(_ctx: RankContext) -> int:

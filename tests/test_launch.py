@@ -493,9 +493,15 @@ def test_workers_of_a_rank_start_as_those_of_a_script(tmp_path: Path, start_meth
 
 
 def test_a_launch_inside_a_rank_runs_in_that_rank() -> None:
-    """Nothing is spawned, the group is the rank's own, and it is still there afterwards."""
+    """Nothing is spawned, the group is the rank's own, and it is still there afterwards.
+
+    That it asks for other ranks than it gets is said.
+    """
     values = ddpsafe.launch(programs.launch_again, **TWO).values
-    for rank, (pid, inner, total) in values.items():
+    for rank, (pid, inner, total, warned) in values.items():
+        assert warned.startswith(
+            "launch(nproc_per_node=7) runs in a rank, which has nproc_per_node=2"
+        )
         assert inner == {rank: pid}
         assert total == 2.0 + rank
 

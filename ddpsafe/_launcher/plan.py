@@ -93,6 +93,7 @@ def make_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False) -
             rendezvous=config.timeouts.rendezvous,
             collective=config.timeouts.collective,
             barrier=config.timeouts.barrier,
+            chosen=frozenset(config.timeouts.model_fields_set),
         ),
         daemon=daemon,
     )

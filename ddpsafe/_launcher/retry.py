@@ -14,7 +14,7 @@ from tenacity.stop import stop_base
 
 from ddpsafe._clock import Deadline
 from ddpsafe._config.policies import DETERMINISTIC
-from ddpsafe._errors import DDPSafeError, LaunchError, PreflightError
+from ddpsafe._errors import STARTUP_KINDS, DDPSafeError, LaunchError, PreflightError
 from ddpsafe._launcher.signals import Interrupted, open_inbox
 
 if TYPE_CHECKING:
@@ -131,7 +131,9 @@ def _explain_refusal(error: DDPSafeError, policy: RetryPolicy) -> None:
     is_failure = isinstance(error, (LaunchError, PreflightError))
     if not has_asked or not is_failure or _deserves_another(error, policy):
         return
-    if error.kind not in DETERMINISTIC:
+    if error.kind in policy.on:
+        _say_why_not(error, f"the function had begun, and {error.kind!r} is for what fails before.")
+    elif error.kind not in DETERMINISTIC:
         _say_why_not(error, f"RetryPolicy.on does not name the kind {error.kind!r}.")
     elif error.kind == "user-error":
         _say_why_not(error, "RetryPolicy.on names no exception type that this one is of.")
@@ -168,11 +170,16 @@ def _mention_earlier(error: DDPSafeError) -> None:
         error.add_details(*lines, f"Logs: {failures[-1].run_dir}")
 
 
+def _has_begun(error: DDPSafeError) -> bool:
+    """Tell whether the user's function ran on some rank."""
+    outcomes = error.outcomes.values() if isinstance(error, LaunchError) else ()
+    return any(outcome.phase in ("running", "leaving") for outcome in outcomes)
+
+
 def _made_no_step(error: DDPSafeError) -> bool:
     """Tell whether the user's function ran, on some rank, and no rank's optimizer made a step."""
     outcomes = error.outcomes.values() if isinstance(error, LaunchError) else ()
-    ran = any(outcome.phase in ("running", "leaving") for outcome in outcomes)
-    return ran and all(outcome.steps == 0 for outcome in outcomes)
+    return _has_begun(error) and all(outcome.steps == 0 for outcome in outcomes)
 
 
 def _announce(error: DDPSafeError, state: tenacity.RetryCallState, policy: RetryPolicy) -> None:
@@ -196,6 +203,8 @@ def _error_of(state: tenacity.RetryCallState) -> DDPSafeError:
 
 def _deserves_another(exc: BaseException, policy: RetryPolicy) -> bool:
     if not isinstance(exc, (LaunchError, PreflightError)):
+        return False
+    if exc.kind in STARTUP_KINDS and _has_begun(exc):
         return False
     types = tuple(entry for entry in policy.on if isinstance(entry, type))
     return exc.kind in policy.on or isinstance(exc.__cause__, types)

@@ -42,11 +42,14 @@ class RankTimeouts:
         rendezvous: For each step of joining: to reach the store, to meet the others, to make the group.
         collective: Timeout of the process group.
         barrier: How long a rank waits for the others at a named barrier.
+        chosen: Names of those that the user has set. Where a script makes its group itself, the
+            others give way to its own timeouts and to torch's defaults.
     """
 
     rendezvous: timedelta
     collective: timedelta
     barrier: timedelta
+    chosen: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

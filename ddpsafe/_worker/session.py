@@ -40,7 +40,8 @@ def install_hooks(spec: RankSpec) -> None:
         env=os.environ,  # type: ignore[arg-type]  # a mapping of str, which is all it needs
         on_larger_group=lambda: _leave_loopback(spec),
     )
-    torch_hooks.limit_collectives(spec.timeouts.collective)
+    if spec.style == "launch" or "collective" in spec.timeouts.chosen:
+        torch_hooks.limit_collectives(spec.timeouts.collective)
     torch_hooks.before_destroy(in_flight.leaving_group)
     torch_hooks.around_waits(in_flight.waiting)
 
@@ -57,9 +58,11 @@ def _meet(spec: RankSpec, timeout: timedelta | None) -> Store:
     member = current.find_current()
     control = None if member is None else member.control
     limit = spec.timeouts.rendezvous
-    if timeout is not None and timeout != spec.timeouts.collective:  # that one is ours, see above
-        limit = min(timeout, limit)
-    process_group.meet_everyone(control, spec.world, deadline=Deadline.after(limit))
+    if timeout is None or torch_hooks.is_default_timeout(timeout):
+        timeout = torch_hooks.DEFAULT_TIMEOUT
+    if spec.style != "launch" and "rendezvous" not in spec.timeouts.chosen:
+        limit = timeout  # what the user has not set must not end a script that works
+    process_group.meet_everyone(control, spec.world, deadline=Deadline.after(min(timeout, limit)))
     return open_fresh_store(spec)
 
 

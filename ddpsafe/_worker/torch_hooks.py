@@ -15,6 +15,7 @@ import json
 import sys
 import time
 from collections import defaultdict
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qs, urlparse
 
@@ -24,7 +25,6 @@ from ddpsafe._wire.outcome import MAIN_GROUP, UNKNOWN_COLLECTIVE, Collective
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
-    from datetime import timedelta
     from types import ModuleType
 
     from torch.distributed import Store
@@ -48,6 +48,9 @@ _AWAITED: Final = (
     "gather_object",
     "broadcast_object_list",
 )
+
+DEFAULT_TIMEOUT: Final = timedelta(minutes=30)
+"""How long ranks wait for each other in ``init_process_group`` by default, as torch documents it."""
 
 _kept_groups: list[object] = []
 _forgotten: set[tuple[str, str]] = set()
@@ -118,6 +121,13 @@ def limit_collectives(timeout: timedelta) -> None:
         # For NCCL it is None where torch was built without, which torch looks at.
         if getattr(c10d, name, None) is not None:
             setattr(c10d, name, timeout)
+
+
+def is_default_timeout(timeout: timedelta) -> bool:
+    """Tell whether it is what ``init_process_group`` takes where the script names no timeout."""
+    c10d = importlib.import_module("torch.distributed.distributed_c10d")
+    names = ("default_pg_timeout", "default_pg_nccl_timeout")
+    return timeout in (DEFAULT_TIMEOUT, *(getattr(c10d, name, None) for name in names))
 
 
 def before_destroy(hook: Callable[[], object]) -> None:

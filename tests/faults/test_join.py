@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import join_programs as programs
 import pytest
@@ -36,10 +36,11 @@ def test_stuck_before_the_scripts_own_setup(tmp_path: Path, ranks: int) -> None:
         programs.join_never,
         within_s=JOIN_S + HANG_S,
         timeouts={"rendezvous": JOIN_S},
-        retry={"attempts": 1},
+        retry={"no_progress": None},
     )
     assert error.missing_ranks == (1,)
-    assert error.kind == "startup-network"
+    # The function has begun, so that another attempt would do its work a second time.
+    assert (error.kind, error.attempt, error.previous_attempts) == ("hang", 1, ())
     assert require_places(error, [1]) == {1: "sleep"}
 
 
@@ -101,6 +102,28 @@ def test_stuck_in_the_import_of_the_script(tmp_path: Path) -> None:
     assert missing == "(0, 1)"
     assert "did not join within timeouts.rendezvous" in message[0]
     assert any("importing the script" in line for line in message)
+
+
+LIMITS: list[Any] = [
+    pytest.param({}, None, 1800, 1800, id="torch's defaults"),
+    pytest.param({"collective": 7, "rendezvous": 40}, None, 7, 40, id="chosen in the call"),
+    pytest.param({"collective": 7}, None, 7, 1800, id="one of them chosen"),
+    pytest.param({}, 7200, 7200, 7200, id="named by the script"),
+    pytest.param({"collective": 7}, 7200, 7200, 7200, id="named by the script, not the call's"),
+    pytest.param({"attempt": 60}, None, 1800, 1800, id="a short attempt"),
+]
+"""``timeouts=`` of the call, what the script names, the group's timeout, and how long it waits."""
+
+
+@pytest.mark.parametrize(("chosen", "named", "group_s", "join_s"), LIMITS)
+def test_a_scripts_timeouts_are_never_shortened(
+    tmp_path: Path, chosen: dict[str, Any], named: float | None, group_s: float, join_s: float
+) -> None:
+    """Those of `spawn` that nobody has set give way, and those that are set are no longer than they say."""
+    ddpsafe.spawn(
+        programs.note_limits, (tmp_path, named), start_method="forkserver", timeouts=chosen
+    )
+    assert (tmp_path / "limits").read_text() == f"{float(group_s)} {float(join_s)}"
 
 
 @pytest.mark.parametrize("ranks", SIZES)
