@@ -11,6 +11,8 @@ from crash_programs import die_by_kill
 from hang_programs import FOREVER_S
 from training_programs import average_gradients, mark
 
+from ddpsafe.checkpoint import Checkpointer
+
 if TYPE_CHECKING:
     from ddpsafe import RankContext
 
@@ -67,6 +69,22 @@ def step_and_die(ctx: RankContext, folder: Path, optimizer: Any) -> None:
         mark(folder)
         die_by_kill(folder)
     average_gradients()
+
+
+def resume_and_die(ctx: RankContext, folder: Path, optimizer: Any) -> None:
+    """Save each step, and be killed in the seventh."""
+    with (folder / f"ran-{ctx.rank}").open("a") as file:
+        file.write(f"{ctx.attempt}\n")
+    state: dict[str, Any] = {"epoch": 0}
+    with Checkpointer(folder / "checkpoints") as checkpointer:
+        done = checkpointer.restore(state) or 0
+        for step in range(done + 1, 20):
+            optimizer.step()
+            average_gradients()
+            if step == 7 and ctx.rank == 1:
+                mark(folder)
+                die_by_kill(folder)
+            checkpointer.save(state, step)
 
 
 def describe_meeting(ctx: RankContext, folder: Path) -> dict[str, list[str]]:

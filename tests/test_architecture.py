@@ -53,6 +53,10 @@ BETWEEN_SIBLINGS: Final = {
         "ddpsafe._worker.attached",
     ): "who and where the ranks are; late",
     ("ddpsafe.checkpoint._consensus", "ddpsafe._worker.in_flight"): "announces a wait; late",
+    (
+        "ddpsafe.checkpoint._consensus",
+        "ddpsafe._worker.environment",
+    ): "tells how far a rank is; late",
 }
 """Imports of one part of the machinery by another, each with its reason."""
 

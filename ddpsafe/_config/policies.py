@@ -96,7 +96,8 @@ class RetryPolicy(Part):
     # Everything of the attempt before is gone by then, so that the first pause may be short.
     backoff_initial: Wait = Field(
         default=timedelta(milliseconds=250),
-        description="Wait before the second attempt; doubles from one attempt to the next.",
+        description="Wait before the second attempt; doubles from one attempt to the next, and is "
+        "this short again after an attempt that made progress.",
         examples=["1"],
     )
     backoff_max: Wait = Field(
@@ -113,8 +114,9 @@ class RetryPolicy(Part):
 
     no_progress: Annotated[int, BeforeValidator(judge_integer), Field(ge=1)] | None = Field(
         default=2,
-        description="Give up after so many attempts in a row in which your function ran and no "
-        "optimizer made a step. None: whatever they came to.",
+        description="Give up after so many attempts in a row in which your function ran and made no "
+        "progress: no optimizer step, or behind a `Checkpointer` no newer checkpoint and no more "
+        "steps than an attempt before. None: whatever they came to.",
         examples=["2", "None"],
     )
 

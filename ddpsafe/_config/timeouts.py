@@ -39,13 +39,16 @@ class Timeouts(Part):
     )
     rendezvous: Duration = Field(
         default_factory=_at_most(timedelta(minutes=5), "attempt"),
-        description="Until all ranks have joined: RendezvousTimeoutError.",
+        description="Until all ranks have joined: RendezvousTimeoutError. Where a script makes its "
+        "group itself, under `spawn` and `ddpsafe run`, it bounds that only if you set it; else the "
+        "script's own timeout does, or torch's.",
         examples=["300", '"5min"'],
     )
     collective: Duration = Field(
         default_factory=_at_most(timedelta(minutes=10), "attempt"),
-        description="For one collective (all_reduce, …), unless the script names another timeout "
-        "when it makes a group itself: CollectiveTimeoutError.",
+        description="For one collective (all_reduce, …): CollectiveTimeoutError. Where a script makes "
+        "its group itself, what it names counts, then what you set here, then torch's default: "
+        "30 min, with NCCL 10.",
         examples=["600", '"10min"'],
     )
     barrier: Duration = Field(

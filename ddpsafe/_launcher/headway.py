@@ -223,7 +223,7 @@ class ProgressWatch:
         """Tell whether the deadline passed without a sign of headway."""
         if self._longest is None:
             return False
-        seen = [(w.phase, w.steps(), w.returned is None) for w in self._workers]
+        seen = [(w.phase, w.progress(), w.returned is None) for w in self._workers]
         starting = not all(worker.joined for worker in self._workers)  # under a deadline of its own
         if starting or seen != self._seen:
             self._seen = seen

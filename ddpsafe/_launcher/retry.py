@@ -26,6 +26,7 @@ R = TypeVar("R")
 logger = logging.getLogger(__name__)
 _MENTIONED: Final = 3
 _LOOK_EVERY_S: Final = 0.1
+_MAX_DOUBLINGS: Final = 60
 
 
 def run_attempts(
@@ -55,14 +56,15 @@ def run_attempts(
     """
     earlier: list[DDPSafeError] = []
     cancelled = cancelled or Event()
-    progress = _Progress(policy.no_progress)
+    progress = _Progress(policy)
+    jitter = tenacity.wait_random(0, policy.jitter.total_seconds())
 
     def prepare(state: tenacity.RetryCallState) -> None:
         error = _error_of(state)
         earlier.append(error)
         _announce(error, state, policy)
         if _ask(change, error):
-            progress.start_anew()
+            progress.forget()
 
     retrying = tenacity.Retrying(
         stop=tenacity.stop_any(
@@ -71,18 +73,22 @@ def run_attempts(
             progress,
         ),
         sleep=lambda seconds: _pause(timedelta(seconds=seconds), cancelled),
-        wait=tenacity.wait_exponential(
-            multiplier=policy.backoff_initial.total_seconds(),
-            max=policy.backoff_max.total_seconds(),
-        )
-        + tenacity.wait_random(0, policy.jitter.total_seconds()),
+        wait=lambda state: progress.pause_s() + jitter(state),
         retry=tenacity.retry_if_exception(lambda exc: _deserves_another(exc, policy)),
         before_sleep=prepare,
         reraise=True,
     )
     numbers = itertools.count(1)
+
+    def attempt() -> R:
+        try:
+            return run_attempt(next(numbers))
+        except DDPSafeError as error:
+            progress.note(error)
+            raise
+
     try:
-        return retrying(lambda: run_attempt(next(numbers)))
+        return retrying(attempt)
     except DDPSafeError as error:
         # `change` may raise the failure that it was called with.
         error.previous_attempts = tuple(each for each in earlier if each is not error)
@@ -104,25 +110,66 @@ def _pause(wait: timedelta, cancelled: Event) -> None:
         raise Interrupted(inbox.received or signal.SIGINT)
 
 
+_Reached = tuple[int, int]
+"""The last checkpoint, -1 without one, and the optimizer steps behind it: how far an attempt came."""
+
+
 class _Progress(stop_base):
-    """Counts the attempts in a row that came to nothing, and stops when they are too many."""
+    """Which attempts came further than those before: decides about the pauses and about giving up."""
 
-    def __init__(self, longest_row: int | None) -> None:
-        self._longest_row = longest_row
-        self._row = 0
+    def __init__(self, policy: RetryPolicy) -> None:
+        self._policy = policy
+        self._doublings = 0
+        self.forget()
 
-    def __call__(self, retry_state: tenacity.RetryCallState) -> bool:
-        error = _error_of(retry_state)
-        self._row = self._row + 1 if _made_no_step(error) else 0
-        if self._longest_row is None or self._row < self._longest_row:
-            return False
-        why = f"{self._row} attempts in a row made no optimizer step (RetryPolicy.no_progress)."
-        _say_why_not(error, why)
-        return True
-
-    def start_anew(self) -> None:
+    def forget(self) -> None:
         """Forget the attempts so far: the next one is made with other arguments."""
         self._row = 0
+        self._best: _Reached | None = None
+
+    def note(self, error: DDPSafeError) -> None:
+        """Compare a failed attempt with those before it."""
+        reached = _reached(error)
+        # Scripts that resume by themselves do not say where: each step of theirs may be a new one.
+        is_counted = reached is not None and reached[0] >= 0
+        if reached is not None and (self._best is None or reached > self._best or not is_counted):
+            self._best, self._row, self._doublings = reached, 0, 0
+            return
+        self._row = self._row + 1 if _has_begun(error) else 0
+        self._doublings += 1
+
+    def pause_s(self) -> float:
+        """Return how long to wait before the next attempt, in seconds: short again after progress."""
+        initial_s = self._policy.backoff_initial.total_seconds()
+        longest_s = self._policy.backoff_max.total_seconds()
+        doublings = max(0, self._doublings - 1)
+        return min(longest_s, initial_s * 2.0 ** min(doublings, _MAX_DOUBLINGS))
+
+    def __call__(self, retry_state: tenacity.RetryCallState) -> bool:
+        longest_row = self._policy.no_progress
+        if longest_row is None or self._row < longest_row:
+            return False
+        why = f"{self._row} attempts in a row made no optimizer step"
+        if self._best is not None:
+            checkpoint, steps = self._best
+            why = (
+                f"{self._row} attempts in a row came no further than one before: checkpoint "
+                f"{checkpoint} and {steps} optimizer step{'s' * (steps != 1)}"
+            )
+        _say_why_not(_error_of(retry_state), f"{why} (RetryPolicy.no_progress).")
+        return True
+
+
+def _reached(error: DDPSafeError) -> _Reached | None:
+    """Return how far the foremost rank came; ``None`` if no rank made a step or saved a checkpoint."""
+    outcomes = error.outcomes.values() if isinstance(error, LaunchError) else ()
+    ranks = [each.progress for each in outcomes]
+    if not any(each.steps or each.saves for each in ranks):
+        return None
+    return max(
+        (-1 if each.checkpoint is None else each.checkpoint, each.steps_since_checkpoint)
+        for each in ranks
+    )
 
 
 def _explain_refusal(error: DDPSafeError, policy: RetryPolicy) -> None:
@@ -174,12 +221,6 @@ def _has_begun(error: DDPSafeError) -> bool:
     """Tell whether the user's function ran on some rank."""
     outcomes = error.outcomes.values() if isinstance(error, LaunchError) else ()
     return any(outcome.phase in ("running", "leaving") for outcome in outcomes)
-
-
-def _made_no_step(error: DDPSafeError) -> bool:
-    """Tell whether the user's function ran, on some rank, and no rank's optimizer made a step."""
-    outcomes = error.outcomes.values() if isinstance(error, LaunchError) else ()
-    return _has_begun(error) and all(outcome.steps == 0 for outcome in outcomes)
 
 
 def _announce(error: DDPSafeError, state: tenacity.RetryCallState, policy: RetryPolicy) -> None:

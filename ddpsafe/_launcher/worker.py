@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from ddpsafe._wire.outcome import Status
     from ddpsafe._wire.spec import RankSpec
-    from ddpsafe._wire.step_counter import StepCounter
+    from ddpsafe._wire.step_counter import Progress, StepCounter
 
 _POLL_S = 0.5
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
@@ -180,8 +180,8 @@ class Worker:
         """Return what it wrote to stderr."""
         return read_log(self.spec.logs.stderr)
 
-    def steps(self) -> int:
-        """Return how many optimizer steps it has made."""
+    def progress(self) -> Progress:
+        """Return how far it has come."""
         return self._steps.read()
 
     def ask_position(self) -> None:
@@ -236,7 +236,7 @@ class Worker:
             state=self.state,
             stack=self.stack,
             in_collective=self.in_collective,
-            steps=self.steps(),
+            progress=self.progress(),
         )
 
     def _status(self) -> Status:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._errors import (
@@ -27,6 +27,7 @@ from ddpsafe._wire.exceptions import (
     type_name_of,
     where_of,
 )
+from ddpsafe._wire.step_counter import Progress
 from ddpsafe._wire.stop_messages import StopMessage
 
 if TYPE_CHECKING:
@@ -335,7 +336,7 @@ class RankOutcome:
         state: What the system said of the process before it was ended, e.g. ``stopped``.
         stack: Where its main thread was before it was ended: the user's innermost line.
         in_collective: Whether that line waited in a collective; ``None`` where unknown.
-        steps: How many steps its optimizers had made.
+        progress: How far it had come: steps of its optimizers, and checkpoints.
         stdout: Its log of file descriptor 1.
         stderr: Its log of file descriptor 2.
     """
@@ -354,7 +355,7 @@ class RankOutcome:
     state: str = ""
     stack: str = ""
     in_collective: bool | None = None
-    steps: int = 0
+    progress: Progress = field(default=Progress())
     stdout: str | None = None
     stderr: str | None = None
 
@@ -364,6 +365,11 @@ class RankOutcome:
         if self.raised is not None:
             return self.raised.origin
         return "own" if self.native is None else self.native.origin
+
+    @property
+    def steps(self) -> int:
+        """How many steps its optimizers had made."""
+        return self.progress.steps
 
     @property
     def signal_name(self) -> str | None:

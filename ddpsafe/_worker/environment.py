@@ -147,7 +147,8 @@ def count_steps(fd: int, *, after_step: Callable[[], None]) -> None:
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    counter = StepCounter(fd)
+    global _counter  # noqa: PLW0603 - one process is one rank
+    _counter = counter = StepCounter(fd)
     os.close(fd)
     rank_pid = os.getpid()
 
@@ -157,6 +158,15 @@ def count_steps(fd: int, *, after_step: Callable[[], None]) -> None:
             after_step()
 
     register_optimizer_step_post_hook(count)
+
+
+_counter: StepCounter | None = None
+
+
+def note_checkpoint(step: int, *, is_new: bool) -> None:
+    """Let the launcher know how far the rank has come: a retry that comes no further is stopped."""
+    if _counter is not None:
+        _counter.note_checkpoint(step, is_new=is_new)
 
 
 def use_device(name: str, *, is_current: bool = True) -> torch.device:

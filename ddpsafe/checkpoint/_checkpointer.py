@@ -292,7 +292,7 @@ class Checkpointer:
         if pending is None:
             return
         pending.save.finish()
-        self._newest, self._is_ours = pending.step, True
+        self._go_on_from(pending.step, is_new=not self._is_saved(pending.step))
         if self._schedule is not None:
             self._schedule.note_saved()
 
@@ -348,7 +348,7 @@ class Checkpointer:
             )
         )
         if restored is not None:
-            self._newest, self._is_ours = restored, True
+            self._go_on_from(restored, is_new=False)
         return restored
 
     def close(self) -> None:
@@ -410,6 +410,10 @@ class Checkpointer:
         if self._newest is not None and step <= self._newest and not self._is_saved(step):
             raise _step_too_old(step, self._newest, self._directory, is_ours=self._is_ours)
         return step
+
+    def _go_on_from(self, step: int, *, is_new: bool) -> None:
+        self._newest, self._is_ours = step, True
+        self._ranks.note_checkpoint(step, is_new=is_new)
 
     def _is_saved(self, step: int) -> bool:
         return self._is_ours and step == self._newest

@@ -259,6 +259,12 @@ class Ranks:
         """Return the model inside DDP and compile wrappers."""
         return self._context.unwrap(model)
 
+    def note_checkpoint(self, step: int, *, is_new: bool) -> None:
+        """Tell the launcher, where ddpsafe started this rank, which checkpoint it goes on from."""
+        from ddpsafe._worker.environment import note_checkpoint
+
+        note_checkpoint(step, is_new=is_new)
+
     def begin(self) -> Exchange:
         """Begin the next exchange; every rank does, in the same order."""
         return Exchange(self, self._control, f"{self._name}/{next(self._exchanges)}")

@@ -273,3 +273,16 @@ def test_attempts_with_steps_go_on(tmp_path: Path) -> None:
     )
     assert attempts_of(tmp_path) == [1, 2, 3, 4]
     assert [outcome.steps for outcome in error.outcomes.values()] == [3, 3]
+
+
+def test_a_rank_that_dies_at_the_same_step_behind_a_checkpoint_ends_the_loop(
+    tmp_path: Path,
+) -> None:
+    """The second and the third attempt restore step 6 and make step 7, as the first one did."""
+    error = World(folder=tmp_path).launch_fails(
+        *(ddpsafe.RankKilledError, programs.resume_and_die, Optimizer()),
+        retry=RetryPolicy(attempts=9, on={"killed"}, **SOON),
+    )
+    assert attempts_of(tmp_path) == [1, 2, 3]
+    said = "2 attempts in a row came no further than one before: checkpoint 6 and 1 optimizer step"
+    assert said in str(error)

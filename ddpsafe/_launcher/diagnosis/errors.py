@@ -329,7 +329,7 @@ def _kept_waiting(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         logs=ended.run_dir,
     )
     missing = [] if cause.rule.name == "unknown" else [root]
-    kind: FailureKind = _kind_of_join(case) if cls is RendezvousTimeoutError else "hang"
+    kind: FailureKind = _kind_of_join(ended) if cls is RendezvousTimeoutError else "hang"
     facts = ended.timeout_facts(missing, ended.ending.waited_s)
     return cls(message, **facts, kind=kind)
 
@@ -396,12 +396,12 @@ def _not_all_joined(ended: EndedAttempt) -> LaunchError:
         logs=ended.run_dir,
     )
     facts = ended.timeout_facts(missing, ended.ending.waited_s)
-    return RendezvousTimeoutError(message, **facts, kind=_kind_of_join(case))
+    return RendezvousTimeoutError(message, **facts, kind=_kind_of_join(ended))
 
 
-def _kind_of_join(case: Case) -> FailureKind:
+def _kind_of_join(ended: EndedAttempt) -> FailureKind:
     """Tell a start that failed from a function that has begun, which must not run twice unasked."""
-    begun = any(outcome.phase in ("running", "leaving") for outcome in case.outcomes.values())
+    begun = any(outcome.phase in ("running", "leaving") for outcome in ended.outcomes.values())
     return "hang" if begun else "startup-network"
 
 
