@@ -197,8 +197,8 @@ def require_answers(error: LaunchError) -> None:
     lines = str(error).splitlines()
     assert len(lines) <= _SCREEN_LINES, str(error)
     size = len(error.outcomes)
-    assert re.search(rf"rank \d+(, \d+)* \(world_size {size}\)", lines[0]), lines[0]
-    assert re.search(rf"attempt {error.attempt} of \d+, after \d+\.\d s", lines[0]), lines[0]
+    assert re.search(rf"ranks? \d+(, \d+)*( and \d+)? \(world_size {size}\)", lines[0]), lines[0]
+    assert re.search(rf"attempt {error.attempt}( of \d+)?, after \d+\.\d s", lines[0]), lines[0]
     for start in ("Likely cause: ", "What to do: "):
         assert [line for line in lines if line.startswith(f"  {start}")], f"no {start!r} in {error}"
     logs = [line for line in lines if line.startswith("  Logs: ")]

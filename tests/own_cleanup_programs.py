@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import scripts
 from exception_programs import LostSampleError, raise_own_error
-from hang_programs import count_reads, sleep
+from hang_programs import FOREVER_S, count_reads, sleep
 from training_programs import FAULT_STEP, STEPS, average_gradients, cleanup, mark, setup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from ddpsafe import RankContext
@@ -207,3 +207,59 @@ def count_reads_at_an_error(_ctx: RankContext, folder: Path, takes_s: float) -> 
     except LostSampleError:
         cleanup()
         return count_reads(lambda: time.sleep(takes_s))
+
+
+def hang_in_finally(folder: Path) -> None:
+    """Take long to tidy up with an exception on its way, as an upload of logs does."""
+    try:
+        raise_own_error(folder)
+    finally:
+        time.sleep(FOREVER_S)
+
+
+def hang_in_an_except_block_that_raises(folder: Path) -> None:
+    """Do so in an ``except`` that raises again."""
+    try:
+        raise_own_error(folder)
+    except LostSampleError:
+        time.sleep(FOREVER_S)
+        raise
+
+
+@contextlib.contextmanager
+def _slowly_closed() -> Iterator[None]:
+    try:
+        yield
+    finally:
+        time.sleep(FOREVER_S)
+
+
+def hang_at_the_end_of_a_with_block(folder: Path) -> None:
+    """Do so where a context manager ends."""
+    with _slowly_closed():
+        raise_own_error(folder)
+
+
+def hang_in_an_except_block_that_goes_on(folder: Path) -> None:
+    """Work where an expected error is handled, as a rank does that builds a missing cache."""
+    try:
+        raise_own_error(folder)
+    except LostSampleError:
+        time.sleep(FOREVER_S)
+
+
+class _SlowTextError(Exception):
+    """An exception whose text takes long."""
+
+    def __str__(self) -> str:
+        """Hang, as one does that asks a server."""
+        time.sleep(FOREVER_S)
+        return "never"
+
+
+def hang_with_an_error_that_cannot_be_described(_folder: Path) -> None:
+    """Hang with an exception on its way whose text hangs too."""
+    try:
+        raise _SlowTextError
+    finally:
+        time.sleep(FOREVER_S)

@@ -225,7 +225,7 @@ def test_ranks_at_different_barriers_do_not_meet() -> None:
 
 def test_rank_that_took_another_branch_is_blamed(run_dir: Path) -> None:
     """Where nobody catches it, the launch blames rank 0, which returned while others waited for it."""
-    with pytest.raises(ddpsafe.RankLeftEarlyError, match="still waited for it") as caught:
+    with pytest.raises(ddpsafe.RankLeftEarlyError, match="still waiting for it") as caught:
         launch(programs.take_another_branch, timeouts={"barrier": 1}, run_dir=run_dir)
     assert caught.value.rank == 0
 

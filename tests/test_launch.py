@@ -276,7 +276,9 @@ def test_a_result_that_cannot_be_loaded_is_a_failure_of_its_rank_with_all_its_fa
     assert (error.kind, error.attempt, list(error.outcomes)) == ("unpicklable", 1, [0, 1])
     assert isinstance(error.__cause__, LookupError)
     what, *_, logs = str(error).splitlines()
-    assert what.startswith(f"what rank 1 (world_size 2) returned on {error.hostname}, attempt 1 of")
+    assert what.startswith(
+        f"what rank 1 (world_size 2) returned on {error.hostname}, attempt 1, after"
+    )
     assert what.endswith("cannot be loaded here: LookupError: only in its rank")
     assert error.run_dir is not None
     assert logs == f"  Logs: {error.run_dir}"

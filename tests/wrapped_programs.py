@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import os
 import socket
 import struct
@@ -10,13 +9,12 @@ import sys
 import threading
 import time
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from exception_programs import raise_own_error
 from hang_programs import count_reads
-from training_programs import FAULT_STEP, STEPS, average_gradients, mark, train
+from training_programs import FAULT_STEP, STEPS, average_gradients, mark
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,19 +25,9 @@ if TYPE_CHECKING:
     from ddpsafe import RankContext
 
 
-class EpochError(RuntimeError):
-    """What a training framework raises around whatever went wrong."""
-
-
 def exit_with_one() -> None:
     """End the rank as ``except Exception: sys.exit(1)`` does."""
     sys.exit(1)
-
-
-def wrap() -> None:
-    """Raise a more telling error from the one that is being handled."""
-    message = "epoch 0 failed"
-    raise EpochError(message) from sys.exc_info()[1]
 
 
 def let_through() -> None:
@@ -59,17 +47,6 @@ def train_in_try(
             average_gradients()
     except Exception:  # noqa: BLE001 - as it is often written
         handle()
-
-
-def train_in_a_task(ctx: RankContext, folder: Path, fault: Fault) -> None:
-    """Train and raise what comes of it in a group, as a TaskGroup does."""
-    failures: list[Exception] = []
-    try:
-        train(ctx, folder, fault)
-    except Exception as exc:  # noqa: BLE001 - as a TaskGroup does
-        failures.append(exc)
-    if failures:
-        raise builtins.ExceptionGroup("tasks failed", failures)  # type: ignore[attr-defined]
 
 
 def train_in_an_except_block(ctx: RankContext, folder: Path, fault: Fault) -> None:
@@ -125,37 +102,6 @@ def count_reads_of_meetings(ctx: RankContext, _folder: Path) -> int:
     return -1
 
 
-def enter_another_collective_in_an_except_block(ctx: RankContext, folder: Path) -> None:
-    """Come apart where all ranks handle the same expected error."""
-    import torch
-    import torch.distributed as dist
-
-    try:
-        import no_such_module_at_all  # noqa: F401 - it is not there
-    except ImportError:
-        average_gradients()
-        if ctx.rank == 1:
-            mark(folder)
-            dist.broadcast(torch.ones(8), src=0)
-        else:
-            dist.all_gather([torch.ones(8)] * ctx.world_size, torch.ones(8))
-
-
-def wrap_a_mismatch(ctx: RankContext, folder: Path) -> None:
-    """Come apart, and wrap on all ranks what comes of it."""
-    import torch
-    import torch.distributed as dist
-
-    mark(folder)
-    try:
-        if ctx.rank == 0:
-            dist.all_gather([torch.ones(8)] * ctx.world_size, torch.ones(8))
-        else:
-            dist.broadcast(torch.ones(8), src=0)
-    except RuntimeError:
-        wrap()
-
-
 def average_other_metrics_in_finally(ctx: RankContext, folder: Path) -> None:
     """Fail on rank 1, whose `finally` averages other metrics than the others do in their step."""
     if ctx.rank != 1:
@@ -166,22 +112,6 @@ def average_other_metrics_in_finally(ctx: RankContext, folder: Path) -> None:
         raise_own_error(folder)
     finally:
         ctx.reduce_mean({"final": 1.0})
-
-
-def fail_on_most(ctx: RankContext, folder: Path) -> None:
-    """Fail on all ranks but one, in the same place; they meet in their `finally`, the one elsewhere."""
-    import torch
-    import torch.distributed as dist
-
-    average_gradients()
-    if ctx.rank == 0:
-        dist.all_gather([torch.ones(8)] * ctx.world_size, torch.ones(8))
-        return
-    try:
-        mark(folder)
-        raise_own_error(folder)
-    finally:
-        average_gradients()
 
 
 def be_killed_in_an_except_block(ctx: RankContext, folder: Path) -> None:
@@ -213,16 +143,6 @@ def fail_in_the_handler(_folder: Path) -> None:
         _ = {}["label"]
 
 
-class DownloadError(RuntimeError):
-    """An error of a library of the user's."""
-
-
-def fail_with_a_subclass(_folder: Path) -> None:
-    """Fail as a library does that has its errors from RuntimeError."""
-    message = "https://data/shard-7.tar: Connection reset by peer"
-    raise DownloadError(message)
-
-
 def fail_inside_the_model(ctx: RankContext, folder: Path) -> None:
     """Fail on rank 1 in the forward pass, which runs inside of DDP's."""
     import torch
@@ -236,18 +156,6 @@ def fail_inside_the_model(ctx: RankContext, folder: Path) -> None:
     model = torch.nn.Linear(1, 1)
     model.register_forward_pre_hook(serve)
     ctx.wrap(model)(torch.ones(1)).backward()
-
-
-class OddError(Exception):
-    """An error of somebody who thought `__cause__` was free."""
-
-    __cause__ = "quota"  # type: ignore[assignment]
-
-
-def fail_oddly(_folder: Path) -> None:
-    """Raise what has a text for a cause."""
-    message = "disk quota exceeded"
-    raise OddError(message)
 
 
 def meet_in_finally(ctx: RankContext, folder: Path, meet: Callable[[RankContext], object]) -> None:
@@ -305,18 +213,6 @@ def _reset_one(server: socket.socket) -> None:
     connection.recv(10)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
-
-
-def lose_a_pipe(_folder: Path) -> None:
-    """Report a broken pipe of the user's own."""
-    message = "send to worker 3 failed: Broken pipe"
-    raise RuntimeError(message)
-
-
-def wait_for_a_future(_folder: Path) -> None:
-    """Time out in a way that has nothing to do with a connection."""
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(time.sleep, 0.3).result(timeout=0.05)
 
 
 def die_beside_a_rank_that_exits(ctx: RankContext, folder: Path) -> None:

@@ -101,7 +101,7 @@ def run_attempt(
             outcomes={worker.rank: worker.outcome() for worker in workers},
             ending=ending,
             attempt=number,
-            attempts=config.retry.attempts,
+            retry=config.retry,
             run_dir=directory.path,
             oom_kills=evidence.count_oom_kills() - oom_kills_before,
             timeouts=config.timeouts,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._errors import TRY_AGAIN_EXIT_CODE, Explanation, PreemptedError
-from ddpsafe._launcher.diagnosis.messages import listed, positions
+from ddpsafe._errors import TRY_AGAIN_EXIT_CODE, Explanation, PreemptedError, ranks_text
+from ddpsafe._launcher.diagnosis.messages import positions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.stop_request import StopRequest
 
 _CAUSE: Final = (
-    "a scheduler takes the machine back (preemption, time limit, drained node), or somebody sent "
-    "the signal."
+    "a scheduler takes the machine back (preemption, time limit, drained node), or the signal was sent "
+    "by hand."
 )
 
 
@@ -32,12 +32,12 @@ def conclude_stop(
         keeps_logs: Whether the run directory stays.
     """
     late = sorted(set(case.outcomes) - set(values))
-    ranks = f"rank {listed(late or case.outcomes)} (world_size {len(case.outcomes)})"
-    where = f"on {socket.gethostname()}, {case.when}"
+    ranks = f"{ranks_text(late or case.outcomes)} (world_size {len(case.outcomes)})"
+    where = f"on {socket.gethostname()}, {case.when('preempted')}"
     limit_s = request.limit.total_seconds()
     if late:
         what = f"{ranks} did not return within {limit_s:g} s of {request.source()}, {where}."
-        fix = "raise timeouts.stop if saving takes longer; else see where they were."
+        fix = "raise timeouts.stop if saving takes longer, else see where they were."
     else:
         what = f"{ranks} stopped on {request.source()} and returned, {where}."
         fix = f"start the same command again; exit code {TRY_AGAIN_EXIT_CODE} tells a scheduler to do so."
@@ -48,7 +48,7 @@ def conclude_stop(
         values=values,
         unfinished_ranks=late,
         attempt=case.attempt,
-        attempts=case.attempts,
+        attempts=case.retry.attempts,
         outcomes=case.outcomes,
         run_dir=logs,
     )

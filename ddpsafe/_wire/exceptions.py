@@ -9,8 +9,10 @@ in a ``finally`` hides the rank's own error behind such a peer error.
 
 from __future__ import annotations
 
+import ast
 import builtins
 import contextlib
+import linecache
 import signal
 import sysconfig
 import traceback
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 _CUT: Final = " […] "
 _MEETINGS: Final = 3
+_TRY: Final = (ast.Try, getattr(ast, "TryStar", ast.Try))  # except* is of Python 3.11
 _DEEPEST: Final = 4
 _GROUP: Final[Any] = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 on
 
@@ -131,7 +134,7 @@ class Reading:
 def note_met(exc: BaseException) -> None:
     """Count that the rank has met the others while it handled an exception."""
     with contextlib.suppress(Exception):  # it may have no room for a name more
-        exc._ddpsafe_met = _met(exc) + 1  # type: ignore[attr-defined]  # noqa: SLF001 - a mark of ours
+        exc._ddpsafe_met = _met(exc) + 1  # type: ignore[attr-defined]  # noqa: SLF001 - a mark that ddpsafe sets
 
 
 def is_handled(exc: BaseException) -> bool:
@@ -144,6 +147,53 @@ def is_handled(exc: BaseException) -> bool:
 
 def _met(exc: BaseException) -> int:
     return int(getattr(exc, "__dict__", {}).get("_ddpsafe_met", 0))
+
+
+def goes_on(exc: BaseException) -> bool:
+    """Tell whether an exception is in an ``except`` block after which the program goes on.
+
+    Else it is on its way out: in a ``finally``, at the end of a ``with``, or in an ``except`` block
+    whose last statement raises or exits. Python itself does not tell the difference, so the source
+    of the function that handles it is read; without that it counts as on its way.
+
+    Args:
+        exc: An exception that a thread is handling; its traceback begins at the function that does.
+    """
+    tb = exc.__traceback__
+    if tb is None:
+        return False
+    frame = tb.tb_frame
+    # linecache has the cells of a notebook too.
+    source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return False
+    blocks = [
+        (block, is_handler)
+        for node in ast.walk(tree)
+        if isinstance(node, _TRY)
+        for block, is_handler in [
+            *((handler.body, True) for handler in node.handlers),
+            (node.finalbody, False),
+        ]
+        if block and block[0].lineno <= frame.f_lineno <= (block[-1].end_lineno or 0)
+    ]
+    if not blocks:
+        return False
+    block, is_handler = max(blocks, key=lambda pair: pair[0][0].lineno)
+    return is_handler and not _leaves(block[-1])
+
+
+def _leaves(statement: ast.stmt) -> bool:
+    """Tell whether a statement raises, or calls a function that ends the process."""
+    if isinstance(statement, ast.Raise):
+        return True
+    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
+        return False
+    called = statement.value.func
+    name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+    return name in ("exit", "_exit", "quit", "abort")
 
 
 def read_chain(exc: BaseException) -> Reading:
@@ -161,8 +211,9 @@ def _read(exc: BaseException, depth: int = 0) -> Reading:
     for number in reversed(range(len(chain))):
         outer, inner = chain[number], chain[number + 1 : number + 2]
         origin = _origin_of(outer, depth)
-        # Whoever raised it "from None" had decided that what lies beneath does not matter.
-        if inner and origin != "own" and not outer.__suppress_context__:
+        # A script that raises "from None" has decided that what lies beneath does not matter.
+        looks_beneath = isinstance(outer, DDPSafeError) or not outer.__suppress_context__
+        if inner and origin != "own" and looks_beneath:
             return Reading(shown=inner[0], hidden_by=outer, origin=_origin_of(inner[0], depth))
         if origin in ("peer-lost", "timeout"):
             return Reading(shown=exc, origin=origin, is_wrapped=outer is not exc)

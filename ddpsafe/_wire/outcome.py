@@ -19,6 +19,7 @@ from ddpsafe._wire.exceptions import (
     MAX_MESSAGE,
     clip,
     exit_code_of,
+    goes_on,
     is_handled,
     line_of,
     read_chain,
@@ -105,9 +106,11 @@ class Position:
 
     Attributes:
         collectives: The last few of each group, in the order in which they were entered.
+        handling: What the main thread handles in an ``except`` block that goes on, in a line.
     """
 
     collectives: tuple[Collective, ...]
+    handling: str = ""
 
     def in_group(self, group: str) -> Collective | None:
         """Return the last collective in that group."""
@@ -183,7 +186,9 @@ class Raised:
         position: Where the rank was in the sequence of collectives.
         at_ns: Monotonic clock of the host; comparable between the ranks of one host.
         exit_code: Set when the exception was a request to exit.
-        final: False where the exception was only seen in flight, at a teardown or a barrier.
+        final: False where the exception was only seen in flight, at a teardown or a barrier, or when
+            the rank was asked where it is.
+        goes_on: Whether it was then in an ``except`` block after which the program goes on.
         held: What the rank's memory held, where it ran out of it.
         origin: Where the exception comes from, as far as this rank can tell.
         explanation: What an error of ddpsafe's own says, as data.
@@ -204,6 +209,7 @@ class Raised:
     at_ns: int
     exit_code: int | None = None
     final: bool = True
+    goes_on: bool = False
     held: str = ""
     origin: Origin = "own"
     explanation: Explanation | None = None
@@ -260,14 +266,15 @@ class Raised:
             at_ns=at_ns,
             exit_code=code,
             final=final,
+            goes_on=not final and goes_on(exc),
             held=held,
             origin=reading.origin,
             explanation=shown.explanation if isinstance(shown, DDPSafeError) else None,
             kind=_kind_of(shown),
             setting=shown.setting if isinstance(shown, LaunchTimeoutError) else "",
             is_wrapped=reading.is_wrapped,
-            hidden_by="" if reading.hidden_by is None else _in_a_line(reading.hidden_by),
-            handled="" if handled is None else _in_a_line(handled),
+            hidden_by="" if reading.hidden_by is None else in_a_line(reading.hidden_by),
+            handled="" if handled is None else in_a_line(handled),
         )
 
 
@@ -286,7 +293,7 @@ def _kind_of(exc: BaseException) -> FailureKind | None:
     return "user-error" if exc.kind == "config" else exc.kind
 
 
-def _in_a_line(exc: BaseException) -> str:
+def in_a_line(exc: BaseException) -> str:
     """Name an exception with the line that raised it."""
     where = where_of(exc.__traceback__)
     return " ".join(line_of(exc, _MAX_LINE).split()) + (f" at {where}" if where else "")

@@ -11,9 +11,11 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
+from ddpsafe._bounded import BoundedCall
 from ddpsafe._clock import Deadline
 from ddpsafe._wire import payload
 from ddpsafe._wire.channel import (
@@ -24,7 +26,7 @@ from ddpsafe._wire.channel import (
     END_NOW,
     Sender,
 )
-from ddpsafe._wire.exceptions import exit_code_of
+from ddpsafe._wire.exceptions import exit_code_of, goes_on
 from ddpsafe._wire.living_threads import LivingThreads
 from ddpsafe._wire.outcome import (
     Entered,
@@ -32,6 +34,7 @@ from ddpsafe._wire.outcome import (
     Raised,
     Recovered,
     Returned,
+    in_a_line,
 )
 from ddpsafe._wire.spec import unreported_mark
 from ddpsafe._worker import environment, in_flight, lifeline, stopping
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
     Call = tuple[Callable[..., object], tuple[object, ...], dict[str, object]]
 
 _MAX_EXCEPTION_BYTES = 1 << 20
+_DESCRIBE_S = 0.2
 
 
 class Reporter:
@@ -118,9 +122,32 @@ class Reporter:
         self._sender.send(position(asks_events=asks_events))
 
     def position_after(self, show_stacks: Callable[[], None]) -> None:
-        """Show the stacks, and then say in full where this rank is: the attempt is over by now."""
+        """Show the stacks, and then say in full where this rank is: the attempt is over by now.
+
+        An exception that the main thread has on its way is reported before.
+        """
         show_stacks()
-        self.position(asks_events=True)
+        # In a thread of its own: a user's __str__ may hang, and this one watches the launcher.
+        describing = BoundedCall(self._pending_exception, name="ddpsafe-exception")
+        done = describing.wait(_DESCRIBE_S)
+        handling = ""
+        if done:
+            with contextlib.suppress(Exception):  # the position must be told in any case
+                handling = describing.result()
+        self._sender.send(replace(position(asks_events=True), handling=handling))
+
+    def _pending_exception(self) -> str:
+        """Report what the main thread has on its way; return what it handles and goes on, in a line."""
+        # Exceptions themselves from 3.12 on, `sys.exc_info()` of each thread before.
+        threads: dict[int, Any] = sys._current_exceptions()  # noqa: SLF001 - documented, in spite of its name
+        current = threads.get(threading.main_thread().ident or 0)
+        exc = current[1] if isinstance(current, tuple) else current
+        if not isinstance(exc, BaseException) or _is_ours(exc):
+            return ""
+        if goes_on(exc):
+            return in_a_line(exc)
+        self.raised(exc, final=False)
+        return ""
 
     def living_threads(self) -> None:
         """Say which threads keep this process alive."""
@@ -252,6 +279,12 @@ def _without_our_frames(exc: BaseException) -> BaseException:
     while tb is not None and tb.tb_frame.f_globals.get("__name__") == __name__:
         tb = tb.tb_next
     return exc.with_traceback(tb) if tb is not None else exc
+
+
+def _is_ours(exc: BaseException) -> bool:
+    """Tell whether this module handles the exception, which is being reported then."""
+    tb = exc.__traceback__
+    return tb is not None and tb.tb_frame.f_globals.get("__name__") == __name__
 
 
 def _report_and_exit(exc: BaseException, reporter: Reporter) -> NoReturn:

@@ -6,7 +6,7 @@ reported before the wait, and withdrawn when the wait ends well, since a barrier
 block may be meant.
 
 Nothing tells when a destroy in an ``except`` block "ends well": the script may be leaving, or about
-to start anew. So what is reported there is withdrawn at the first sign that the script goes on.
+to begin again. So what is reported there is withdrawn at the first sign that the script goes on.
 
 A script may run as a whole inside ``except ImportError:``. Once it has met the others there a few
 times, it is not told again: each report costs the time to read torch's flight recorder.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize(("ranks", "start_method"), WORLDS)
 def test_in_the_middle_of_training(tmp_path: Path, ranks: int, start_method: str) -> None:
-    """The rank is named, its exception comes through itself, the others only lost it."""
+    """The rank is named, its exception comes through itself, the others failed because of it."""
     world = World(folder=tmp_path, ranks=ranks, start_method=start_method)
     error = world.launch_fails(ddpsafe.RankRaisedError, train, programs.raise_own_error)
     require_rank(error, 1)
@@ -28,7 +28,7 @@ def test_in_the_middle_of_training(tmp_path: Path, ranks: int, start_method: str
     assert f"at {programs.__file__}:" in str(error)
     assert "in raise_own_error" in str(error)
     for rank in set(range(ranks)) - {1}:
-        assert f"  rank {rank} only lost it: " in str(error) or (
+        assert f"  rank {rank} failed because of rank 1: " in str(error) or (
             f"  rank {rank} was stopped by the launcher" in str(error)
         )
 
@@ -80,11 +80,11 @@ def test_while_rank_zero_saves(tmp_path: Path, ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", SIZES)
 def test_on_every_rank(tmp_path: Path, ranks: int) -> None:
-    """The first is blamed; the others are not said to have only lost it."""
+    """The first is blamed; the others are not said to have failed because of it."""
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(ddpsafe.RankRaisedError, programs.raise_on_all)
     require_rank(error, 1)
-    assert "only lost it" not in str(error)
+    assert "failed because of" not in str(error)
     assert "rank 0 also failed: " in str(error)
 
 

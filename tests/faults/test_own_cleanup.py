@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import own_cleanup_programs as programs
 import pytest
 from exception_programs import LostSampleError
-from fault_kit import SIZES, WORLDS, World, require_rank
-from training_programs import Optimizer
+from fault_kit import BY_TIMEOUT, SIZES, WORLDS, World, require_hang, require_rank
+from training_programs import Optimizer, train
 
 import ddpsafe
 
@@ -105,6 +105,45 @@ def test_a_handled_error_is_not_blamed_for_another_ranks_end(tmp_path: Path) -> 
     error = world.launch_fails(ddpsafe.RankRaisedError, programs.fail_beside_a_handled_error)
     require_rank(error, 1)
     assert isinstance(error.__cause__, LostSampleError)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        programs.hang_in_finally,
+        programs.hang_in_an_except_block_that_raises,
+        programs.hang_at_the_end_of_a_with_block,
+    ],
+)
+def test_an_error_on_its_way_is_named_where_the_rank_hangs(
+    tmp_path: Path, fault: Callable[..., Any]
+) -> None:
+    """The rank is asked what it handles, so what looks like a hang is told as the error it is."""
+    error = World(folder=tmp_path).launch_fails(ddpsafe.RankRaisedError, train, fault, **BY_TIMEOUT)
+    require_rank(error, 1)
+    assert isinstance(error.__cause__, LostSampleError)
+    assert "in raise_own_error" in str(error)
+    assert "own_cleanup_programs.py:" in str(error)
+    assert "in an except or a finally" in str(error)
+
+
+def test_a_rank_that_works_on_after_an_error_hangs(tmp_path: Path) -> None:
+    """What it handles there may be expected; it is told beside the line, and is not the reason."""
+    fault = programs.hang_in_an_except_block_that_goes_on
+    error = World(folder=tmp_path).launch_fails(
+        ddpsafe.CollectiveTimeoutError, train, fault, **BY_TIMEOUT
+    )
+    require_hang(error, 1)
+    assert "was handling exception_programs.LostSampleError: " in str(error)
+
+
+def test_an_error_that_cannot_be_described_costs_no_evidence(tmp_path: Path) -> None:
+    """The rank is named with its line, as without the error."""
+    fault = programs.hang_with_an_error_that_cannot_be_described
+    error = World(folder=tmp_path).launch_fails(
+        ddpsafe.CollectiveTimeoutError, train, fault, **BY_TIMEOUT
+    )
+    require_hang(error, 1)
 
 
 def test_cleanup_inside_an_except_block_closes_the_group(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_ranks_at_different_calls_stop_at_the_same_one(
     assert (found["error"], found["kind"], found["attempt"]) == ("PreemptedError", "preempted", 1)
     assert len(found["saved"]) == 4
     assert len(set(found["saved"])) == 1, f"stopped at different steps: {found['saved']}"
-    assert "rank 0, 1, 2, 3 (world_size 4) stopped on SIG" in found["text"]
+    assert "ranks 0, 1, 2 and 3 (world_size 4) stopped on SIG" in found["text"]
     require_in_time(found["took_s"], CRASH_S, found["text"])
 
 
@@ -88,7 +88,7 @@ def test_ranks_that_do_not_return_in_time_are_named_and_ended(
     """Asking is no promise: after `timeouts.stop` they are ended, and the job may start again."""
     found = outcomes["overdue"]
     assert found["error"] == "PreemptedError", found["text"]
-    assert "rank 0, 1 (world_size 2) did not return within 1 s of SIGTERM" in found["text"]
+    assert "ranks 0 and 1 (world_size 2) did not return within 1 s of SIGTERM" in found["text"]
     assert "in ask_and_go_on" in found["text"]
     assert found["took_s"] > 1
     require_in_time(found["took_s"], CRASH_S + 1)

@@ -20,7 +20,7 @@ from typing import Any, Final
 import pytest
 
 import ddpsafe
-from ddpsafe._config import Timeouts
+from ddpsafe._config import RetryPolicy, Timeouts
 from ddpsafe._errors import DDPSafeError, Explanation, FailureKind, MismatchError
 from ddpsafe._launcher.diagnosis.errors import EndedAttempt, conclude
 from ddpsafe._launcher.diagnosis.evidence import read_crash, read_stack
@@ -40,6 +40,16 @@ _STARTED_NS: Final = 1_790_000_000_000_000_000
 
 
 # ---- exceptions, as ranks raise them ----
+
+
+class DownloadError(RuntimeError):
+    """An error of a library of the user's."""
+
+
+class OddError(Exception):
+    """An error whose class uses `__cause__` for a text."""
+
+    __cause__ = "quota"  # type: ignore[assignment]
 
 
 def caught(raiser: Raiser) -> BaseException:
@@ -236,6 +246,7 @@ def raises(
     final: bool = True,
     phase: str = "running",
     met: int = 0,
+    goes_on: bool = False,
 ) -> Facts:
     """Say that a rank raised, or is handling, an exception."""
 
@@ -251,14 +262,23 @@ def raises(
             at_ns=ms * _MS,
             final=final,
         )
+        raised = replace(raised, goes_on=goes_on)
         return {"status": "raised", "raised": raised, "position": position, "phase": phase}
 
     return {"make": facts}
 
 
-def handles(raiser: Raiser, position: Position = NOWHERE, *, ms: int = 0) -> Facts:
+def handles(raiser: Raiser, position: Position = NOWHERE, **how: Any) -> Facts:
     """Say that a rank was seen to handle an exception while it waits for the others."""
-    return raises(raiser, position, ms=ms, final=False) | {"in_collective": True}
+    return raises(raiser, position, final=False, **how) | {"in_collective": True}
+
+
+def hangs_with(raiser: Raiser, position: Position = NOWHERE) -> Facts:
+    """Say that a rank hangs in code of its own with an exception on its way."""
+    return raises(raiser, position, final=False) | {
+        "in_collective": False,
+        "stack": "t.py:9 in upload",
+    }
 
 
 def killed(
@@ -820,6 +840,78 @@ IN_FLIGHT: Final = [
         "killed",
     ),
     row(
+        "hangs in its finally, behind the others",
+        [raises(timed_out, number(3)), hangs_with(own, number(2))],
+        1,
+        "error-where-missed",
+        RAISED,
+        "user-error",
+        says=("label 7", "still handled it at t.py:9 in upload"),
+    ),
+    row(
+        "hangs in its finally, and the recorder is off",
+        [raises(timed_out), hangs_with(own), raises(timed_out)],
+        1,
+        "error-where-missed",
+        RAISED,
+        "user-error",
+    ),
+    row(
+        "hangs in its finally until the attempt's deadline",
+        [waits(number(3)), hangs_with(own, number(2))],
+        1,
+        "error-where-missed",
+        ddpsafe.AttemptTimeoutError,
+        "hang",
+        verdict="attempt",
+        says=("label 7", "was handling ValueError"),
+    ),
+    row(
+        "works in an except block that goes on, behind the others",
+        [
+            raises(timed_out, number(3)),
+            works(replace(number(2), handling="FileNotFoundError: cache")),
+        ],
+        1,
+        "behind",
+        HUNG,
+        "hang",
+        says=("was handling FileNotFoundError: cache",),
+    ),
+    row(
+        "returned early, and the other one waits in an except block that goes on",
+        [returned(number(2, done=True)), handles(own, number(3), goes_on=True)],
+        0,
+        "returned-behind",
+        LEFT,
+        "user-error",
+    ),
+    row(
+        "returned before another one failed, which waits in its finally",
+        [returned(number(2, done=True)), handles(own, number(3))],
+        1,
+        "errors-of-all-others",
+        RAISED,
+        "user-error",
+    ),
+    row(
+        "is suspended, and the other one waits in an except block that goes on",
+        [suspended(number(2)), handles(own, number(3), goes_on=True)],
+        0,
+        "suspended",
+        HUNG,
+        "hang",
+    ),
+    row(
+        "has an own error beneath an error of ddpsafe's that says from None",
+        [raises(timed_out, number(3)), raises(lambda: raise_from_none(own, mismatch), number(2))],
+        1,
+        "error-where-missed",
+        RAISED,
+        "user-error",
+        says=("label 7",),
+    ),
+    row(
         "exits over an error that it has gone on with: only the exit counts",
         [waits(), raises(hiding(own, exiting(1)), met=3)],
         1,
@@ -936,7 +1028,7 @@ PLACES: Final = [
         "behind",
         HUNG,
         "hang",
-        says=("waited for it in all_reduce number 5", "t.py:9 in load"),
+        says=("rank 0 was waiting for it in all_reduce number 5", "t.py:9 in load"),
     ),
     row(
         "hangs before its first collective",
@@ -1088,7 +1180,7 @@ DEADLINES: Final = [
         1,
         "elsewhere",
         LATE,
-        "startup-network",
+        "hang",
     ),
     row(
         "does not come to a barrier",
@@ -1196,6 +1288,12 @@ KINDS: Final = [
         "user-error",
     ),
     of_kind(
+        "an error of a library's in gloo's words",
+        raising(DownloadError("https://data/7.tar: Connection reset by peer")),
+        "user-error",
+    ),
+    of_kind("an error with a text for a cause", raising(OddError("quota")), "user-error"),
+    of_kind(
         "a feature server in the store's words",
         raising(RuntimeError("feature server [10.0.0.5]:443: Socket Timeout")),
         "user-error",
@@ -1234,7 +1332,7 @@ def check(row: Row, folder: Path) -> ddpsafe.LaunchError:
         outcomes=outcomes,
         ending=Ending(verdict=row.verdict, waited_s=9.5),
         attempt=1,
-        attempts=3,
+        retry=RetryPolicy(attempts=3),
         run_dir=folder,
         oom_kills=row.oom_kills,
         timeouts=Timeouts(progress=9, attempt=9),

@@ -24,13 +24,13 @@ from ddpsafe._errors import (
     RankLeftEarlyError,
     RankRaisedError,
     RendezvousTimeoutError,
+    ranks_text,
 )
 from ddpsafe._launcher.diagnosis import messages
 from ddpsafe._launcher.diagnosis.failure_kind import kind_of, wants_busy_port
 from ddpsafe._launcher.diagnosis.messages import (
-    last_complaint,
-    last_words,
-    listed,
+    last_output,
+    last_traceback,
     others,
     positions,
     where,
@@ -43,7 +43,7 @@ from ddpsafe._wire.spec import unreported_mark
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from ddpsafe._config import Timeouts
+    from ddpsafe._config import RetryPolicy, Timeouts
     from ddpsafe._errors import FailureKind
     from ddpsafe._launcher.diagnosis.root_cause import RootCause, RuleName
     from ddpsafe._launcher.supervisor import Ending
@@ -56,7 +56,7 @@ _UNKNOWN_CODE: Final = 255
 _HUNG: Final[dict[RuleName, str]] = {
     "suspended": "is stopped",
     "behind": "is behind",
-    "elsewhere": "was elsewhere",
+    "elsewhere": "was not in the collective of the others",
     "mismatch": "entered another collective than the others",
     "unknown": "timed out in a collective",
 }
@@ -78,7 +78,7 @@ class EndedAttempt:
         outcomes: What became of each rank, by rank.
         ending: Why the watch ended.
         attempt: The attempt, counted from 1.
-        attempts: How many the policy allows.
+        retry: Which failures get another attempt, and how many.
         run_dir: Where the logs are.
         oom_kills: Processes that the kernel killed for memory during the attempt.
         timeouts: The deadlines it had.
@@ -87,15 +87,20 @@ class EndedAttempt:
     outcomes: Mapping[int, RankOutcome]
     ending: Ending
     attempt: int
-    attempts: int
+    retry: RetryPolicy
     run_dir: Path
     oom_kills: int
     timeouts: Timeouts
 
-    @property
-    def when(self) -> str:
-        """Say at which attempt and after how long it ended."""
-        return f"attempt {self.attempt} of {self.attempts}, after {self.ending.waited_s:.1f} s"
+    def when(self, kind: FailureKind) -> str:
+        """Say at which attempt and after how long it ended.
+
+        The number of attempts is told only where a failure of that kind gets more than one.
+        """
+        types = any(isinstance(entry, type) for entry in self.retry.on)
+        counts = self.retry.attempts > 1 and (self.attempt > 1 or kind in self.retry.on or types)
+        number = f"attempt {self.attempt}" + (f" of {self.retry.attempts}" if counts else "")
+        return f"{number}, after {self.ending.waited_s:.1f} s"
 
     def limit(self, field: str) -> str:
         """Name a timeout with its value, as it is written in a configuration."""
@@ -106,9 +111,9 @@ class EndedAttempt:
         """Name a rank with the number of ranks."""
         return f"rank {outcome.rank} (world_size {len(self.outcomes)})"
 
-    def place(self, outcome: RankOutcome) -> str:
+    def place(self, outcome: RankOutcome, kind: FailureKind) -> str:
         """Say where a rank was, what it did, and when it was over."""
-        return f"on {outcome.hostname} while {DOING[outcome.phase]}, {self.when}"
+        return f"on {outcome.hostname} while {DOING[outcome.phase]}, {self.when(kind)}"
 
     def log_of(self, outcome: RankOutcome) -> Path:
         """Return where to read on: what the rank wrote, or the report on all ranks if it is silent."""
@@ -119,7 +124,7 @@ class EndedAttempt:
         """Return what every `LaunchError` carries."""
         return {
             "attempt": self.attempt,
-            "attempts": self.attempts,
+            "attempts": self.retry.attempts,
             "outcomes": self.outcomes,
             "run_dir": self.run_dir,
         }
@@ -166,9 +171,10 @@ def unloadable(ended: EndedAttempt, rank: int, exc: Exception) -> RankFailedErro
     """Return the error of an attempt that ended well, but for a value that cannot be loaded."""
     root = ended.outcomes[rank]
     message = Explanation(
-        f"what {ended.name(root)} returned on {root.hostname}, {ended.when}, cannot be loaded here: "
+        f"what {ended.name(root)} returned on {root.hostname}, {ended.when('unpicklable')}, "
+        "cannot be loaded here: "
         f"{type(exc).__name__}: {clip(str(exc), _MAX_MESSAGE)}",
-        cause="it was made of something that exists in the rank only, such as a process group.",
+        cause="it holds something that exists in the rank only, such as a process group.",
         fix="return plain data: numbers, strings, tensors, state dicts.",
         logs=ended.run_dir,
     )
@@ -199,13 +205,15 @@ def _raised(ended: EndedAttempt, cause: RootCause, raised: Raised) -> LaunchErro
         text = "\n".join([raised.explanation.what, *raised.explanation.details])
         likely, fix = raised.explanation.cause or likely, raised.explanation.fix or fix
     at = [f"at {raised.where}"] if raised.where else []
+    if not raised.final and root.stack and root.in_collective is False:
+        at.append(f"still handled it at {root.stack}, in an except or a finally")
     at += [f"held: {raised.held}"] if raised.held else []
     at += (
         [f"on top of it, in an except or a finally: {raised.hidden_by}"] if raised.hidden_by else []
     )
     said = f": {clip(text, _MAX_MESSAGE)}" if text else "."
     message = Explanation(
-        f"{ended.name(root)} raised {raised.type_name} {ended.place(root)}{said}",
+        f"{ended.name(root)} raised {raised.type_name} {ended.place(root, kind)}{said}",
         cause=likely,
         fix=fix,
         details=[*at, *others(ended.outcomes.values(), cause)],
@@ -224,11 +232,11 @@ def _killed(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     if number == signal.SIGKILL and ended.oom_kills:
         kind, (likely, fix) = "out-of-memory", messages.KILLED_FOR_MEMORY
     message = Explanation(
-        f"{ended.name(root)} was killed by {root.signal_name} {ended.place(root)}.",
+        f"{ended.name(root)} was killed by {root.signal_name} {ended.place(root, kind)}.",
         cause=likely,
         fix=fix.format(host=root.hostname),
         details=[
-            *last_words(root),
+            *last_output(root),
             *others(ended.outcomes.values(), cause),
             *_shapes(ended, number),
         ],
@@ -248,7 +256,7 @@ def _exited(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     root, raised = cause.root, cause.root.raised
     code = root.exit_code or 0
     called = "sys.exit() or os._exit() was called in the rank"
-    fix = "return from the function to end a rank well; raise an exception to end it badly."
+    fix = "return from the function to end a rank with success; raise an exception to report a failure."
     if raised is not None and raised.exit_code is not None:
         code = raised.exit_code
         called = f"{raised.type_name} was raised at {raised.where or 'an unknown line'}"
@@ -256,7 +264,7 @@ def _exited(ended: EndedAttempt, cause: RootCause) -> LaunchError:
             called += f": {clip(raised.message, _MAX_MESSAGE)}"
         if raised.handled:
             called += f", while it handled {raised.handled}"
-            fix = "mend that line; let the exception through, and its traceback is shown."
+            fix = "fix that line; let the exception through, and its traceback is shown."
     elif root.exit_code is None:
         return _vanished(ended, cause)
     elif root.phase == "starting":
@@ -264,15 +272,17 @@ def _exited(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     elif root.stderr is not None and unreported_mark(root.stderr).exists():
         what = "the error below" if code else "the function returned"
         called = f"{what}; the script had closed the pipe on which it is reported (os.closerange?)"
-        fix = "close only what the script has opened; mend the line of the error, if there is one."
+        fix = (
+            "close only what the script has opened, and fix the line of the error if there is one."
+        )
     elif code == _UNKNOWN_CODE:
-        called += ", or Python's fork server, which alone knows how its ranks end, was killed"
+        called += ", or Python's fork server was killed, and with it the exit status of its ranks"
     message = Explanation(
         f"{ended.name(root)} exited with code {code} before its function returned, "
-        f"{ended.place(root)}.",
+        f"{ended.place(root, 'user-error')}.",
         cause=f"{called}.",
         fix=fix,
-        details=[*last_words(root), *others(ended.outcomes.values(), cause)],
+        details=[*last_output(root), *others(ended.outcomes.values(), cause)],
         logs=ended.log_of(root),
     )
     cls = RankLeftEarlyError if code == 0 else RankExitedError
@@ -285,11 +295,12 @@ def _exited(ended: EndedAttempt, cause: RootCause) -> LaunchError:
 def _vanished(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     root = cause.root
     message = Explanation(
-        f"{ended.name(root)} ended before its function returned, {ended.place(root)}; nobody knows how.",
+        f"{ended.name(root)} ended before its function returned, {ended.place(root, 'user-error')}; "
+        "its exit status is unknown.",
         cause="another part of the launching program, a handler of SIGCHLD or os.wait(), took its "
         "exit status.",
         fix="let that part wait for its own children only: os.waitpid(pid, …).",
-        details=[*last_words(root), *others(ended.outcomes.values(), cause)],
+        details=[*last_output(root), *others(ended.outcomes.values(), cause)],
         logs=ended.log_of(root),
     )
     return RankExitedError(message, **ended.rank_facts(root), exit_code=1)
@@ -301,8 +312,8 @@ def _returned(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     waiting = [outcome.rank for outcome in ended.outcomes.values() if outcome.status != "returned"]
     likely, fix = messages.BY_RULE[cause.rule.name]
     message = Explanation(
-        f"{ended.name(root)} returned early on {root.hostname}, {ended.when}: "
-        f"rank {listed(waiting)} still waited for it.",
+        f"{ended.name(root)} returned early on {root.hostname}, {ended.when('user-error')}: "
+        f"{ranks_text(waiting)} {_were(waiting)} still waiting for it.",
         cause=likely,
         fix=fix,
         details=positions(ended.outcomes.values()),
@@ -314,28 +325,35 @@ def _returned(ended: EndedAttempt, cause: RootCause) -> LaunchError:
 def _kept_waiting(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     """Return the error of a wait that timed out, or will: it names whom the others waited for."""
     cls = _class_of_wait(ended)
-    if cause.rule.name == "unknown" and (told := _words_of_barriers(ended)):
+    if cause.rule.name == "unknown" and (told := _barrier_explanations(ended)):
         return _not_all_came(ended, told)
     root = cause.root
     likely, fix = _advice_on_hang(cause)
     at = f" at {where(root)}" if where(root) else ""
     waiting, goal = cause.evidence.find_who_waited(root)
-    awaited = "" if goal is None else f"; rank {listed(waiting)} waited for it in {goal}"
+    awaited = ""
+    if goal is not None:
+        awaited = f"; {ranks_text(waiting)} {_were(waiting)} waiting for it in {goal}"
+    kind: FailureKind = _kind_of_join(ended) if cls is RendezvousTimeoutError else "hang"
     message = Explanation(
-        f"{ended.name(root)} {_HUNG[cause.rule.name]}{at}, on {root.hostname}, {ended.when}{awaited}.",
+        f"{ended.name(root)} {_HUNG[cause.rule.name]}{at}, on {root.hostname}, "
+        f"{ended.when(kind)}{awaited}.",
         cause=likely.format(host=root.hostname),
         fix=fix.format(host=root.hostname, pid=root.pid, setting=cls.setting),
-        details=[*positions(ended.outcomes.values()), *last_complaint(root)],
+        details=[*positions(ended.outcomes.values()), *last_traceback(root)],
         logs=ended.run_dir,
     )
     missing = [] if cause.rule.name == "unknown" else [root]
-    kind: FailureKind = _kind_of_join(ended) if cls is RendezvousTimeoutError else "hang"
     facts = ended.timeout_facts(missing, ended.ending.waited_s)
     return cls(message, **facts, kind=kind)
 
 
-def _words_of_barriers(ended: EndedAttempt) -> list[Explanation]:
-    """Return what the ranks say that waited at one of ddpsafe's barriers without success."""
+def _were(ranks: list[int]) -> str:
+    return "was" if len(ranks) == 1 else "were"
+
+
+def _barrier_explanations(ended: EndedAttempt) -> list[Explanation]:
+    """Return what the ranks report that waited at one of ddpsafe's barriers without success."""
     waited = [
         out.raised for out in ended.outcomes.values() if _has_timed_out(out, BarrierTimeoutError)
     ]
@@ -346,7 +364,7 @@ def _not_all_came(ended: EndedAttempt, told: list[Explanation]) -> LaunchError:
     """Say at which barriers the ranks waited; none of them is known to hang."""
     first, *others = told
     message = Explanation(
-        f"{first.what} ({ended.when})",
+        f"{first.what} ({ended.when('hang')})",
         cause=first.cause,
         fix=first.fix,
         details=[
@@ -366,10 +384,10 @@ def _has_timed_out(outcome: RankOutcome, cls: type[LaunchTimeoutError]) -> bool:
 
 
 def _advice_on_hang(cause: RootCause) -> messages.Advice:
-    root = cause.root
+    root, rule = cause.root, cause.rule.name
     outlived_sigkill = root.status == "stopped" and root.ended_ns is None
     in_kernel = root.state == psutil.STATUS_DISK_SLEEP and outlived_sigkill
-    return messages.IN_KERNEL if in_kernel else messages.BY_RULE[cause.rule.name]
+    return messages.IN_KERNEL if in_kernel else messages.BY_RULE.get(rule, messages.HANDLING)
 
 
 def _class_of_wait(ended: EndedAttempt) -> type[LaunchTimeoutError]:
@@ -385,10 +403,10 @@ def _not_all_joined(ended: EndedAttempt) -> LaunchError:
     early = _find_early(ended)
     # Ranks that have come wait in "joining" for the others: they are not the missing ones.
     missing = early or [out for out in ended.outcomes.values() if out.phase == "joining"]
-    names = listed(outcome.rank for outcome in missing)
+    names = ranks_text(outcome.rank for outcome in missing)
     message = Explanation(
-        f"rank {names} (world_size {len(ended.outcomes)}) did not join within "
-        f"{ended.limit('rendezvous')}, {ended.when}.",
+        f"{names} (world_size {len(ended.outcomes)}) did not join within "
+        f"{ended.limit('rendezvous')}, {ended.when(_kind_of_join(ended))}.",
         cause="slow imports, work at the top of the script, or a rank that hangs before it joins.",
         fix="move heavy work below the main guard or into the function, or raise "
         "timeouts.rendezvous.",
@@ -415,21 +433,22 @@ def _too_long(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     running = [
         outcome for outcome in ended.outcomes.values() if outcome.status in ("running", "stopped")
     ]
-    accused = cause.root if cause.rule.by_place and cause.rule.name != "mismatch" else None
+    accused = None if cause.rule.name in ("mismatch", "unknown") else cause.root
     missing = [accused] if accused is not None else (running or [cause.root])
-    names = listed(outcome.rank for outcome in missing)
+    names = ranks_text(outcome.rank for outcome in missing)
     setting = ended.ending.verdict
-    did = {"attempt": "still ran at the end of", "progress": "made no step within"}[setting]
+    did = {"attempt": "did not end within", "progress": "made no step within"}[setting]
     likely, fix = (
         _advice_on_hang(cause)
         if accused
         else (
-            "the work takes longer than the deadline, or a rank ",
+            "the work takes longer than the deadline, or a rank hangs.",
             f"see where the ranks were; raise timeouts.{setting} if they were at work.",
         )
     )
     message = Explanation(
-        f"rank {names} (world_size {len(ended.outcomes)}) {did} {ended.limit(setting)}, {ended.when}.",
+        f"{names} (world_size {len(ended.outcomes)}) {did} {ended.limit(setting)}, "
+        f"{ended.when('hang')}.",
         cause=likely.format(host=missing[0].hostname),
         fix=fix.format(host=missing[0].hostname, pid=missing[0].pid, setting=setting),
         details=positions(ended.outcomes.values()),

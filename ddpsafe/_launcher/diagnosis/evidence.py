@@ -166,7 +166,7 @@ def _has_answered(worker: Worker, known: Mapping[int, Position | None]) -> bool:
 
 
 def _has_dumped(worker: Worker) -> bool:
-    """Tell whether its stacks can be read, or never will: somebody removed the run directory."""
+    """Tell whether its stacks can be read, or never will, since the run directory was removed."""
     return _ENTRYPOINT in _dump_of(worker) or not Path(worker.spec.logs.stacks).exists()
 
 

@@ -34,14 +34,14 @@ Advice = tuple[str, str]
 BY_KIND: Final[dict[FailureKind, Advice]] = {
     "user-error": (
         "the error above, where its traceback ends.",
-        "mend that line; the other ranks were stopped and need no change.",
+        "fix that line; the other ranks ended only because of it.",
     ),
     "out-of-memory": (
         "the rank asked for more memory than there was.",
         "lower the batch size, num_workers or prefetch_factor, or raise the memory limit.",
     ),
     "network": (
-        "a connection of this rank's own broke; that may pass.",
+        "a connection that this rank had opened itself broke; that may pass.",
         'see which address it talked to; RetryPolicy(on={"network"}) tries again.',
     ),
     "startup-network": (
@@ -50,10 +50,10 @@ BY_KIND: Final[dict[FailureKind, Advice]] = {
     ),
     "port": (
         "another program holds the port the script asks for.",
-        "drop the hard-coded port: the launcher brings its own; or end that program.",
+        "remove the hard-coded port (the launcher chooses one), or end that program.",
     ),
     "peer-lost": (
-        "a peer vanished, and no rank of this launch reported why.",
+        "a peer disconnected, and no rank of this launch reported why.",
         "look at the logs of all ranks, and at dmesg for the out-of-memory killer.",
     ),
     "hang": (
@@ -70,13 +70,13 @@ BY_KIND: Final[dict[FailureKind, Advice]] = {
     ),
     "hardware": (
         "the device itself reported an error.",
-        "take the host out of service and run elsewhere; trying again here will not help.",
+        "take the host out of service and run elsewhere; a retry on it will not help.",
     ),
 }
 
 BY_SIGNAL: Final[dict[int, Advice]] = {
     int(signal.SIGKILL): (
-        "the kernel's out-of-memory killer, a container's memory limit, or somebody's kill -9.",
+        "the kernel's out-of-memory killer, a container's memory limit, or a kill -9 by hand.",
         "see dmesg on {host}; lower num_workers or the batch size, or raise the memory limit.",
     ),
     int(signal.SIGSEGV): (
@@ -89,7 +89,7 @@ BY_SIGNAL: Final[dict[int, Advice]] = {
     ),
     int(signal.SIGABRT): (
         "native code gave up: a failed assertion, or collectives of different sizes under gloo.",
-        "its last words are in the log below; compare the shapes that the ranks pass.",
+        "read the end of the log below; compare the shapes that the ranks pass.",
     ),
 }
 
@@ -99,8 +99,8 @@ KILLED_FOR_MEMORY: Final[Advice] = (
 )
 
 OTHER_SIGNAL: Final[Advice] = (
-    "somebody or something sent it: a scheduler, another user, the script itself.",
-    "find the sender on {host}; ranks are ended by their launcher alone.",
+    "another process sent it: a scheduler, another user, or the script itself.",
+    "find the sender on {host}; ddpsafe itself ended no rank before this.",
 )
 
 _LEFT: Final[Advice] = (
@@ -110,22 +110,22 @@ _LEFT: Final[Advice] = (
 
 BY_RULE: Final[dict[RuleName, Advice]] = {
     "suspended": (
-        "somebody sent SIGSTOP, or a debugger or a container runtime froze the process.",
-        "kill -CONT {pid} would have let it go on; find out who stops processes on {host}.",
+        "SIGSTOP was sent to it, or a debugger or a container runtime froze it.",
+        "kill -CONT {pid} would have resumed it; find out what stops processes on {host}.",
     ),
     "returned-behind": _LEFT,
     "returned": _LEFT,
     "behind": (
-        "the rank hangs or works where it was, or skipped a collective that the others entered.",
+        "the rank hangs or works at its line, or skipped a collective that the others entered.",
         (
-            "see its line below; if it is at work, keep such work away from the others' collectives or "
-            "raise timeouts.{setting}; else let every rank call the same collectives, in the same order."
+            "see its line below. If it works there, move that work away from the others' collectives or "
+            "raise timeouts.{setting}. Else call the same collectives in the same order on every rank."
         ),
     ),
     "elsewhere": (
         "the rank was busy outside of the collective that the others waited in.",
         (
-            "see its line below; keep one rank's long work away from the others' collectives, or raise "
+            "see its line below. Keep long work of one rank away from the others' collectives, or raise "
             "timeouts.{setting}."
         ),
     ),
@@ -134,13 +134,18 @@ BY_RULE: Final[dict[RuleName, Advice]] = {
         "call the same collectives in the same order; use ctx.unwrap(model) on one rank alone.",
     ),
     "unknown": (
-        "every rank only saw another one vanish or hang; none said why.",
+        "every rank only saw another one disconnect or hang, and none reported why.",
         "compare where the ranks were, in the logs.",
     ),
 }
 
+HANDLING: Final[Advice] = (
+    "it was still handling the error in its line below, in an except or a finally.",
+    "fix that error first; then see what takes so long in handling it.",
+)
+
 IN_KERNEL: Final[Advice] = (
-    "a disk, a mount or a device on {host} does not answer; until it does, not even SIGKILL ends it.",
+    "a disk, a mount or a device on {host} does not answer. Until it does, not even SIGKILL ends it.",
     "look at dmesg and the mount on {host}; keep the data where it answers.",
 )
 
@@ -153,10 +158,10 @@ def where(outcome: RankOutcome) -> str:
 
 
 def others(outcomes: Iterable[RankOutcome], cause: RootCause) -> list[str]:
-    """Name the ranks that only lost the one that broke."""
+    """Name the ranks that failed because of the one that broke, or beside it."""
+    because = f"failed because of rank {cause.root.rank}"
     lines = [
-        f"rank {out.rank} {'also failed' if is_own_fault(out) else 'only lost it'}: "
-        f"{_first_line(out)}"
+        f"rank {out.rank} {'also failed' if is_own_fault(out) else because}: {_first_line(out)}"
         for out in cause.collateral[:_SHOWN_RANKS]
     ]
     stopped = [outcome for outcome in outcomes if outcome.status == "stopped"]
@@ -184,13 +189,15 @@ def _position(outcome: RankOutcome) -> str:
     if outcome.state == psutil.STATUS_STOPPED:
         parts.append("is stopped (SIGSTOP)")
     elif outcome.state == psutil.STATUS_DISK_SLEEP:
-        parts.append("waited in the kernel, for a disk or a device")
+        parts.append("was waiting in the kernel for a disk or a device")
     elif outcome.status == "returned":
         parts.append("has returned")
     raised = outcome.raised
     if raised is not None and (not raised.is_peer_error or raised.is_wrapped):
         did = "raised" if raised.final and not raised.hidden_by else "was handling"
         parts.append(f"{did} {_first_line(outcome)}")
+    if outcome.position is not None and outcome.position.handling:
+        parts.append(f"was handling {outcome.position.handling};")
     if text := where(outcome):
         parts.append(f"at {text}")
     last = newest_collective(outcome)
@@ -210,12 +217,7 @@ def _relation(outcome: RankOutcome, *, done: bool) -> str:
     return "after" if done else "in"
 
 
-def listed(ranks: Iterable[int]) -> str:
-    """List ranks for a message."""
-    return ", ".join(map(str, ranks))
-
-
-def last_words(outcome: RankOutcome) -> list[str]:
+def last_output(outcome: RankOutcome) -> list[str]:
     """Show the last lines a rank wrote to stderr, when nothing else says why it ended.
 
     Of the stacks that faulthandler writes at a crash only the user's lines are shown.
@@ -230,7 +232,7 @@ def last_words(outcome: RankOutcome) -> list[str]:
     return ["last lines of its stderr:", *(f"| {line.rstrip()[:160]}" for line in lines)]
 
 
-def last_complaint(outcome: RankOutcome) -> list[str]:
+def last_traceback(outcome: RankOutcome) -> list[str]:
     """Show the end of a traceback that a rank has printed, as of a thread that died, if it hangs."""
     if outcome.stderr is None or outcome.raised is not None:
         return []

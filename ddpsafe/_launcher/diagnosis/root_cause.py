@@ -200,8 +200,12 @@ def _error_where_missed(evidence: Evidence) -> Ranks:
 def _errors_of_all_others(evidence: Evidence) -> Ranks:
     missed = evidence.find_out_of_place()
     others = [out for out in evidence.ranks if out not in missed]
-    all_others = missed and others and all(out in evidence.errors for out in others)
-    return evidence.errors if all_others and not evidence.someone_hangs else ()
+    errors = evidence.errors
+    if _suspended(evidence) or any(out.status == "returned" for out in missed):
+        # Which explains as well why the others wait, unless their errors are on their way out.
+        errors = [out for out in errors if out.raised is None or not out.raised.goes_on]
+    all_others = missed and others and all(out in errors for out in others)
+    return errors if all_others and not evidence.someone_hangs else ()
 
 
 def _error_after_peer_error(evidence: Evidence) -> Ranks:
