@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._config import LaunchConfig
+from ddpsafe._launcher.workers import require_room
 
 if TYPE_CHECKING:
     from ddpsafe._world import World
@@ -24,6 +25,7 @@ def require_ready_host(config: LaunchConfig, *, nproc: int, backend: str) -> Non
     Raises:
         PreflightError: Something was found that will break the launch.
     """
+    require_room(nproc)  # before the checks, which open files too
     if config.preflight == "off":
         return
     from ddpsafe import doctor

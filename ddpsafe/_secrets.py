@@ -11,18 +11,39 @@ HIDDEN: Final = "***"
 
 _SECRET_NAME: Final = re.compile(
     r"SECRET|TOKEN|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|_KEY$|^KEY$|_PAT$"
-    r"|AUTH|COOKIE|_DSN$|WEBHOOK|JWT|_PWD$|_PASS$",
+    r"|AUTH|COOKIE|_DSN$|^DSN$|WEBHOOK|JWT|_PWD$|PASS$|PASSCODE|CONN(?:ECTION)?_?STR(?:ING)?|_SAS$"
+    r"|SIGNING",
     re.IGNORECASE,
 )
 _NO_SECRET_NAME: Final = re.compile(r"_(PATH|FILE|DIR|SOCK)$|^TOKENIZERS_|^XAUTHORITY$")
 """Where a secret lies is none; its directory may stand in a line to copy."""
 
-_OPTION: Final = re.compile(
-    r"(-[\w-]*(?:passw|token|secret|credential|api-?key)[\w-]*[= ]+)\S+", re.IGNORECASE
+_NAMED: Final = (
+    r"account_?key|shared_?access_?(?:key|signature)|access_?key|api[_-]?key|client_?secret|secret"
+    r"|passw(?:or)?d|passphrase|pwd|(?:access_|auth_|refresh_)?token|credentials?|sig|x-amz-\w+"
 )
-"""A secret in the command line of another process."""
+_PARTS: Final = [
+    # Options of a command line, also of another process: --db-password=x, --token x.
+    (r"(-[\w-]*(?:passw|token|secret|credential|api-?key)[\w-]*[= ]+)\S+", r"\1***"),
+    (r"(\bsshpass\s+-p\s*)\S+", r"\1***"),
+    (r"(\s(?:-u|--user)[= ]+[^\s:]+:)\S+", r"\1***"),
+    # Parts of connection strings, queries, JSON: AccountKey=x;  ?sig=x&  "password": "x".
+    (r"(\b(?:password|pwd)\s*=\s*)(?!\*\*\*)[^;\n]+(?=;)", r"\1***"),
+    (rf"(\b(?:{_NAMED})[\"']?\s*[=:]\s*[\"']?)(?!\*\*\*)[^\s;&,\"'}}]+", r"\1***"),
+    (r"(\bauthorization[\"']?\s*[=:]\s*[\"']?(?:\w+\s+)?)(?!\*\*\*)[^\s,\"']+", r"\1***"),
+    (r"(\bbearer\s+)[\w.~+/=-]{8,}", r"\1***"),
+    # User and password of a URL, slashes and at signs included; a port is none: http://host:80/.
+    (r"(?<=://)[^\s/@:]*:(?!\d+(?:/|\Z))[^\s\"'<>]*(?=@)|(?<=://)[^\s/@:]{8,}(?=@)", "***"),
+    # What shows by its shape that it is one.
+    (r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", "***"),
+    (r"\b(?:gh[pousr]_|github_pat_|hf_|sk-|glpat-|xox[abprs]-)[\w-]{16,}", "***"),
+    (r"\b(?:AKIA[0-9A-Z]{16}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)", "***"),
+]
+_PATTERNS: Final = [
+    (re.compile(pattern, re.IGNORECASE | re.DOTALL), shown) for pattern, shown in _PARTS
+]
+"""What is a secret inside of a text, and what is shown instead, in this order."""
 
-_URL_PASSWORD: Final = re.compile(r"(?<=://)[^\s/@:]*:[^\s/@]+(?=@)|(?<=://)[^\s/@:]{8,}(?=@)")
 _SHORTEST_SECRET: Final = 6
 """Shorter values are words such as "1" or "none", and would be struck out of innocent text."""
 
@@ -35,7 +56,14 @@ def is_secret_name(name: str) -> bool:
 
 def hide_value(name: str, value: str) -> str:
     """Return a variable's value as it may be shown."""
-    return HIDDEN if is_secret_name(name) else _URL_PASSWORD.sub(HIDDEN, value)
+    return HIDDEN if is_secret_name(name) else hide_parts(value)
+
+
+def hide_parts(text: str) -> str:
+    """Return a text without what shows by its form that it is a secret."""
+    for pattern, shown in _PATTERNS:
+        text = pattern.sub(shown, text)
+    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +87,7 @@ class Mask:
         """Return `text` without the secrets, passwords in URLs and values of secret options."""
         for secret in self.secrets:
             text = text.replace(secret, HIDDEN)
-        text = _OPTION.sub(rf"\1{HIDDEN}", text)
-        return _URL_PASSWORD.sub(HIDDEN, text)
+        return hide_parts(text)
 
     def value(self, value: object) -> object:
         """Do the same throughout a JSON-like value."""

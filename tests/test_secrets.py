@@ -16,6 +16,12 @@ from ddpsafe._secrets import Mask, hide_value, is_secret_name
         "DB_PASSWORD",
         "SLURM_JWT",
         "SENTRY_DSN",
+        "SSHPASS",
+        "PGPASS",
+        "AZURE_STORAGE_CONNECTION_STRING",
+        "DB_CONN_STR",
+        "BLOB_SAS",
+        "SIGNING_SALT",
     ],
 )
 def test_names_of_secrets_are_recognised(name: str) -> None:
@@ -41,6 +47,22 @@ def test_other_names_are_not(name: str) -> None:
         ("serve --token abc", "serve --token ***"),
         ("the value s3cr3t-long stands here", "the value *** stands here"),
         ("user@host and http://host:80/path", "user@host and http://host:80/path"),
+        ("mongodb://u:pa/ss@h/db", "mongodb://***@h/db"),
+        ("redis://:p@ss@h:6379", "redis://***@h:6379"),
+        ("http://host:80/a@b", "http://host:80/a@b"),
+        (
+            "AccountName=me;AccountKey=abc==;EndpointSuffix=x",
+            "AccountName=me;AccountKey=***;EndpointSuffix=x",
+        ),
+        ("Server=h;Pwd=a b;Uid=u", "Server=h;Pwd=***;Uid=u"),
+        ("https://h/blob?sv=2020&sig=abc%3D&se=1", "https://h/blob?sv=2020&sig=***&se=1"),
+        ('{"password": "abc", "port": 1}', '{"password": "***", "port": 1}'),
+        ("Authorization: Bearer abc.def", "Authorization: Bearer ***"),
+        ("sshpass -p abc ssh host", "sshpass -p *** ssh host"),
+        ("curl -u me:abc http://h", "curl -u me:*** http://h"),
+        ("key hf_" + "a" * 34 + " here", "key *** here"),
+        ("max_tokens=100 tokenizer=bert", "max_tokens=100 tokenizer=bert"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----", "***"),
     ],
 )
 def test_texts_are_struck_out(text: str, shown: str) -> None:

@@ -19,7 +19,7 @@ from ddpsafe._launcher.preempted import conclude_stop
 from ddpsafe._launcher.rendezvous import open_store
 from ddpsafe._launcher.signals import Interrupted, is_order, open_inbox
 from ddpsafe._launcher.supervisor import Watch
-from ddpsafe._launcher.workers import started_workers
+from ddpsafe._launcher.workers import require_room, started_workers
 from ddpsafe._wire import payload
 from ddpsafe._wire.spec import RankSpec
 
@@ -69,6 +69,7 @@ def run_attempt(
         PreflightError: The ranks could not be started.
         Interrupted: Somebody wants the launcher to stop; all ranks have ended.
     """
+    require_room(plan.world_size)
     directory.attempt(number)
     config = plan.config
     oom_kills_before = evidence.count_oom_kills()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import logging
+import os
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Final, TextIO
 from ddpsafe._clock import Deadline
 from ddpsafe._launcher.signals import is_order
 from ddpsafe._launcher.streams import is_terminal, pour, say
+from ddpsafe._wire.spec import open_log
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -70,7 +72,7 @@ class _Tail:
 
     def _read(self) -> bytes:
         try:
-            with self._path.open("rb") as file:
+            with open(open_log(self._path, os.O_RDONLY), "rb") as file:  # noqa: PTH123 - a file descriptor
                 file.seek(self._offset)
                 data = file.read()
         except OSError:  # not there yet, or removed while running

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import psutil
@@ -17,16 +18,36 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class RankProcess:
-    """A rank's process as it can be recognised after its pid is used again.
+class ProcessIdentity:
+    """A process as it can be recognised after its pid is used again.
 
     Attributes:
-        pid: Its process id; also its session id, once it runs.
+        pid: Its process id.
         created_s: When it started, in seconds since the epoch, as psutil reports it.
     """
 
     pid: int
     created_s: float
+
+    def is_alive(self) -> bool:
+        """Tell whether its pid is that of the same process, be it one that waits to be reaped."""
+        with contextlib.suppress(psutil.Error):
+            return bool(psutil.Process(self.pid).create_time() == self.created_s)
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcess(ProcessIdentity):
+    """A rank's process, which leads a session of its own, and what it has left there.
+
+    The kernel gives a number to no new process while a session of that number has members, but at
+    any time after. So once a rank has ended, its session is known by what was in it at its end.
+
+    Attributes:
+        left: What was in its session when it ended; ``None`` while it runs.
+    """
+
+    left: tuple[ProcessIdentity, ...] | None = None
 
     @classmethod
     def of(cls, pid: int) -> RankProcess | None:
@@ -35,6 +56,16 @@ class RankProcess:
             return cls(pid, psutil.Process(pid).create_time())
         except psutil.Error:
             return None
+
+    def ended(self) -> RankProcess:
+        """Describe it after its end, with what is left in its session."""
+        return replace(self, left=tuple(_identities_in_session(self.pid)))
+
+    def owns_session(self) -> bool:
+        """Tell whether a session of its number is still its own, and not a stranger's."""
+        if psutil.pid_exists(self.pid):
+            return self.is_alive()
+        return self.left is None or any(each.is_alive() for each in self.left)
 
 
 def find_members(ranks: Iterable[RankProcess], launch_id: str) -> list[psutil.Process]:
@@ -49,13 +80,19 @@ def find_members(ranks: Iterable[RankProcess], launch_id: str) -> list[psutil.Pr
         launch_id: What `MARKER` says in the environment of this launch's processes.
 
     Returns:
-        Processes of ours, the caller excepted.
+        Processes of this user, the caller excepted.
     """
-    by_pid = {rank.pid: rank for rank in ranks}
+    sessions = {rank.pid for rank in ranks if rank.owns_session()}
     return [
         process
         for process in _processes()
-        if _is_member(process, by_pid, launch_id) and process.pid != os.getpid()
+        if process.pid != os.getpid()
+        and (
+            process.pid in sessions
+            or _session_of(process.pid) in sessions
+            or _is_marked(process, launch_id)
+        )
+        and _is_own_user(process)
     ]
 
 
@@ -67,23 +104,37 @@ def kill_members(
     Args:
         ranks: The ranks.
         launch_id: See `find_members`.
-        within_s: How long to look for new ones, in seconds: what is being killed may fork.
+        within_s: How long to look for new ones, in seconds.
 
     Returns:
         What was killed, children of ours first reaped by their owner.
     """
-    known = list(ranks)
+    # What is being killed may fork, and then nothing that was there at the rank's end is left.
+    known = [replace(rank, left=None) for rank in ranks if rank.owns_session()]
     killed: list[psutil.Process] = []
     ends = time.monotonic() + within_s
     while (members := find_members(known, launch_id)) and time.monotonic() < ends:
         if all(member in killed and is_in_kernel(member.pid) for member in members):
             break  # they go when the disk answers
         for member in members:
-            with contextlib.suppress(psutil.Error):
-                member.kill()
+            _kill(member)
         killed += [member for member in members if member not in killed]
         psutil.wait_procs(members, timeout=0.05)
     return killed
+
+
+def _kill(process: psutil.Process) -> None:
+    """Kill a process that was found, and never another one that has its pid since."""
+    with contextlib.suppress(psutil.Error, OSError):
+        pidfd = open_pidfd(process.pid)
+        if pidfd is None:
+            process.kill()  # psutil looks again whether it is the same one
+            return
+        try:
+            if process.is_running():  # the same process, and the descriptor is its own
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        finally:
+            os.close(pidfd)
 
 
 def open_pidfd(pid: int | None) -> int | None:
@@ -109,13 +160,28 @@ def _processes() -> Iterator[psutil.Process]:
                 yield process
 
 
-def _is_member(process: psutil.Process, by_pid: dict[int, RankProcess], launch_id: str) -> bool:
+def _identities_in_session(session: int) -> Iterator[ProcessIdentity]:
+    for pid in psutil.pids():
+        if pid != session and _session_of(pid) == session:
+            with contextlib.suppress(psutil.Error):
+                yield ProcessIdentity(pid, psutil.Process(pid).create_time())
+
+
+def _session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except OSError:  # it has ended
+        return None
+
+
+def _is_marked(process: psutil.Process, launch_id: str) -> bool:
     with contextlib.suppress(psutil.Error, OSError):
-        rank = by_pid.get(process.pid)
-        if rank is not None:
-            return bool(process.create_time() == rank.created_s)
-        leader = by_pid.get(os.getsid(process.pid))
-        if leader is not None and process.create_time() >= leader.created_s:
-            return True
         return bool(process.environ().get(MARKER) == launch_id)
+    return False
+
+
+def _is_own_user(process: psutil.Process) -> bool:
+    """Tell whether a process is of this user: root may end all others' too, and must not."""
+    with contextlib.suppress(psutil.Error):
+        return bool({os.getuid(), os.geteuid()} & set(process.uids()))
     return False

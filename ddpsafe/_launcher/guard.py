@@ -16,9 +16,10 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Final
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe._launcher.descendants import RankProcess, kill_members
+from ddpsafe._launcher.descendants import ProcessIdentity, RankProcess, kill_members
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -49,8 +50,11 @@ class Guard:
         self._say(json.dumps({"path": path, "launch_id": launch_id}))
 
     def protect(self, rank: RankProcess) -> None:
-        """End this process too, should the launcher vanish."""
-        self._say(json.dumps({"pid": rank.pid, "created_s": rank.created_s}))
+        """End this process and its session too, should the launcher vanish.
+
+        Told again once the rank has ended: its number may become another process's.
+        """
+        self._say(json.dumps({"rank": asdict(rank)}))
 
     def remove_later(self, folder: Path) -> None:
         """Remove a temporary folder too, should the launcher vanish."""
@@ -96,7 +100,7 @@ def watch(launch_id: str) -> None:
     # What is sent to all processes of a job must not end the one that cleans up after them.
     for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)
-    ranks: list[RankProcess] = []
+    ranks: dict[int, RankProcess] = {}
     folders: list[str] = []
     # A process that the launcher has forked off holds the pipe open beyond the launcher's death.
     threading.Thread(
@@ -109,12 +113,18 @@ def watch(launch_id: str) -> None:
         if "folder" in known:
             folders.append(known["folder"])
         else:
-            ranks.append(RankProcess(known["pid"], known["created_s"]))
+            rank = _rank_of(**known["rank"])
+            ranks[rank.pid] = rank
     _clean_up(ranks, folders, launch_id)
 
 
-def _clean_up(ranks: list[RankProcess], folders: list[str], launch_id: str) -> None:
-    kill_members(ranks, launch_id, within_s=_CLEAN_UP_S)
+def _rank_of(pid: int, created_s: float, left: list[dict[str, Any]] | None) -> RankProcess:
+    members = None if left is None else tuple(ProcessIdentity(**each) for each in left)
+    return RankProcess(pid, created_s, members)
+
+
+def _clean_up(ranks: dict[int, RankProcess], folders: list[str], launch_id: str) -> None:
+    kill_members(list(ranks.values()), launch_id, within_s=_CLEAN_UP_S)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
 import shutil
+import stat
 import tempfile
 import time
 from pathlib import Path
@@ -12,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import Explanation, LaunchError, PreflightError
 from ddpsafe._launcher.diagnosis.report import write_report
-from ddpsafe._wire.spec import LogFiles
+from ddpsafe._wire.spec import LogFiles, open_log
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -29,19 +32,31 @@ class RunDirectory:
     Attributes:
         path: The directory.
         is_ours: Whether we made it under the system's temporary directory.
+        owner_uid: Who owns what is made in it: this user, unless the file system gives all files
+            another owner.
         holds_failure: Whether an attempt has failed, and its logs and report are in there.
     """
 
-    def __init__(self, path: Path, *, is_ours: bool) -> None:
+    def __init__(self, path: Path, *, is_ours: bool, owner_uid: int) -> None:
         """Keep the path."""
         self.path = path
         self.is_ours = is_ours
+        self.owner_uid = owner_uid
         self.holds_failure = False
 
     def attempt(self, number: int) -> Path:
-        """Make the directory of an attempt, counted from 1."""
+        """Make the directory of an attempt, counted from 1.
+
+        Raises:
+            PreflightError: It cannot be made, or something is in its place.
+        """
         path = self.path / f"attempt-{number}"
-        path.mkdir(mode=0o700, exist_ok=True)
+        try:
+            path.mkdir(mode=0o700)
+            if path.lstat().st_uid != self.owner_uid:
+                raise PermissionError(errno.EPERM, "another user has replaced it", str(path))
+        except OSError as exc:
+            raise _unusable(path, exc) from exc
         return path
 
     def logs(self, number: int, world: World) -> LogFiles:
@@ -52,6 +67,7 @@ class RunDirectory:
             stderr=f"{stem}.err",
             stacks=f"{stem}.stacks",
             nccl=f"{stem}.nccl",
+            owner_uid=self.owner_uid,
         )
 
     def note_tracebacks(self, outcomes: Iterable[RankOutcome]) -> None:
@@ -61,13 +77,11 @@ class RunDirectory:
         """
         for outcome in outcomes:
             if outcome.raised is not None and outcome.stderr is not None:
-                with (
-                    contextlib.suppress(OSError),
-                    Path(outcome.stderr).open(
-                        "a", encoding="utf-8", errors="backslashreplace"
-                    ) as file,
-                ):
-                    file.write(outcome.raised.traceback)
+                with contextlib.suppress(OSError):
+                    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+                    fd = open_log(outcome.stderr, flags, owner_uid=self.owner_uid)
+                    with open(fd, "a", encoding="utf-8", errors="backslashreplace") as file:  # noqa: PTH123 - a file descriptor
+                        file.write(outcome.raised.traceback)
 
     def report(self, number: int, error: LaunchError) -> None:
         """Write what is known of a failed attempt beside its logs, if the disk takes it."""
@@ -109,20 +123,36 @@ def open_run_directory(wanted: Path | None) -> Iterator[RunDirectory]:
 
 def _make_temporary() -> RunDirectory:
     try:
-        return RunDirectory(Path(tempfile.mkdtemp(prefix="ddpsafe-")), is_ours=True)
+        path = Path(tempfile.mkdtemp(prefix="ddpsafe-"))
+        return RunDirectory(path, is_ours=True, owner_uid=path.lstat().st_uid)
     except OSError as exc:
         raise _unusable(Path(tempfile.gettempdir()), exc) from exc
 
 
 def _make(path: Path) -> RunDirectory:
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
         _set_aside_earlier_attempts(path)
         with tempfile.TemporaryFile(dir=path) as file:
             file.write(bytes(_ROOM_BYTES))  # an empty file fits on a full disk
+            owner_uid = os.fstat(file.fileno()).st_uid
+        _warn_of_other_users(path, path.stat(), owner_uid)
     except OSError as exc:
         raise _unusable(path, exc) from exc
-    return RunDirectory(path, is_ours=False)
+    return RunDirectory(path, is_ours=False, owner_uid=owner_uid)
+
+
+def _warn_of_other_users(path: Path, found: os.stat_result, owner_uid: int) -> None:
+    """Say that others can remove or rename the logs; that they cannot redirect them is seen to."""
+    everybody = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
+    if everybody or found.st_uid not in (owner_uid, 0):
+        logger.warning(
+            "other users can rename or remove what is in the run directory %s (owner uid %d, mode "
+            "%03o); choose one that only you can write to",
+            path,
+            found.st_uid,
+            stat.S_IMODE(found.st_mode),
+        )
 
 
 def _set_aside_earlier_attempts(path: Path) -> None:
@@ -130,10 +160,13 @@ def _set_aside_earlier_attempts(path: Path) -> None:
     earlier = sorted(path.glob("attempt-*"))
     if not earlier:
         return
-    target = path / "earlier" / time.strftime("%Y%m%dT%H%M%S")
+    aside = path / "earlier"
+    if aside.is_symlink():
+        raise OSError(errno.ELOOP, f"{aside} is a symbolic link")
+    target = aside / time.strftime("%Y%m%dT%H%M%S")
     while target.exists():
         target = target.with_name(target.name + "+")
-    target.mkdir(parents=True)
+    target.mkdir(mode=0o700, parents=True)
     for attempt in earlier:
         attempt.rename(target / attempt.name)
 

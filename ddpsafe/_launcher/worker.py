@@ -26,6 +26,7 @@ from ddpsafe._wire.outcome import (
 from ddpsafe._wire.spec import read_log
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from multiprocessing.process import BaseProcess
 
     from ddpsafe._wire.outcome import Status
@@ -65,8 +66,12 @@ class Worker:
         report_fd: int,
         lifeline_fd: int,
         steps: StepCounter,
+        protect: Callable[[RankProcess], None],
     ) -> None:
-        """Own the process, the read end of its report and the write end of its lifeline."""
+        """Own the process, the read end of its report and the write end of its lifeline.
+
+        `protect` is told how the process can be recognised, when it starts and when it has ended.
+        """
         self.spec = spec
         self._steps = steps
         self._lifeline_fd = lifeline_fd
@@ -92,6 +97,9 @@ class Worker:
         self._is_abandoned = False
         self._pidfd = open_pidfd(process.pid)
         self.identity = RankProcess.of(process.pid) if process.pid is not None else None
+        self._protect = protect
+        if self.identity is not None:
+            protect(self.identity)
 
     @property
     def rank(self) -> int:
@@ -206,6 +214,9 @@ class Worker:
         Args:
             seen_ns: When that was seen (monotonic): the same for all that was seen at one look.
         """
+        if self.identity is not None and self.ended_ns is None:
+            self.identity = self.identity.ended()  # before it is reaped, and its pid used again
+            self._protect(self.identity)
         self._process.join(_POLL_S)
         self.take_reports()
         self.ended_ns = seen_ns

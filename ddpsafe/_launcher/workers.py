@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import tempfile
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import Explanation, PreflightError
 from ddpsafe._launcher.worker import Worker
@@ -21,10 +22,16 @@ from ddpsafe._wire.step_counter import StepCounter
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from ddpsafe._launcher.descendants import RankProcess
     from ddpsafe._launcher.guard import Guard
     from ddpsafe._wire.spec import RankSpec
 
     RunRank = Callable[[RankSpec, Inheritance], object]
+
+
+# Measured with 2 and 8 ranks: 16 + 6 for each are just enough.
+_FILES_OF_LAUNCHER: Final = 20
+_FILES_PER_RANK: Final = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +45,40 @@ class PickledCall:
 
     data: bytes
     handles: tuple[object, ...]
+
+
+def require_room(nproc: int) -> None:
+    """Look, before anything starts, whether this process can hold what the ranks need.
+
+    Raises:
+        PreflightError: It may open too few files, or sees no processes.
+    """
+    if sys.platform == "linux" and not Path("/proc/self/stat").exists():
+        what = "/proc is not mounted, so no process that a rank starts could be found and ended."
+        cause = "a container or a chroot without it."
+        raise PreflightError(
+            Explanation(what, cause=cause, fix="mount it:  mount -t proc proc /proc")
+        )
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = limit - _count_open_files(limit)
+    needed = _FILES_OF_LAUNCHER + nproc * _FILES_PER_RANK
+    if limit != resource.RLIM_INFINITY and free < needed:
+        what = (
+            f"{nproc} ranks need {needed} file descriptors in the process that starts them; of its "
+            f"{limit}, {max(free, 0)} are free."
+        )
+        cause = "a low limit (ulimit -n), or files and sockets that this program keeps open."
+        fix = f"raise it with  ulimit -n {max(4096, 2 * (limit + needed))}  or close what is open."
+        raise PreflightError(Explanation(what, cause=cause, fix=fix))
+
+
+def _count_open_files(limit: int) -> int:
+    try:
+        return len(os.listdir("/dev/fd")) - 1  # noqa: PTH208 - without the one that lists
+    except FileNotFoundError:
+        return 0
+    except OSError:  # not one is left to look
+        return limit
 
 
 @contextlib.contextmanager
@@ -83,9 +124,16 @@ def started_workers(
             _flush_own_streams()
             with _translated(workers, len(specs)):
                 workers.append(
-                    _start(context, spec, call_file, call.handles, daemon=daemon, run_rank=run_rank)
+                    _start(
+                        context,
+                        spec,
+                        call_file,
+                        call.handles,
+                        daemon=daemon,
+                        run_rank=run_rank,
+                        protect=guard.protect,
+                    )
                 )
-                _protect(guard, workers[-1])
         yield workers
 
 
@@ -142,6 +190,7 @@ def _start(
     *,
     daemon: bool,
     run_rank: RunRank,
+    protect: Callable[[RankProcess], None],
 ) -> Worker:
     with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as theirs:
         report_read, report_write = os.pipe()
@@ -172,7 +221,12 @@ def _start(
             process.start()
         on_failure.callback(process.kill)
         worker = Worker(
-            spec, process, report_fd=report_read, lifeline_fd=lifeline_write, steps=steps
+            spec,
+            process,
+            report_fd=report_read,
+            lifeline_fd=lifeline_write,
+            steps=steps,
+            protect=protect,
         )
         on_failure.pop_all()
     return worker
@@ -206,11 +260,6 @@ def _search_path_of_text() -> Iterator[None]:
         yield
     finally:
         sys.path = path
-
-
-def _protect(guard: Guard, worker: Worker) -> None:
-    if worker.identity is not None:
-        guard.protect(worker.identity)
 
 
 @contextlib.contextmanager

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import signal
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
@@ -54,12 +57,22 @@ class RankTimeouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogFiles:
-    """Where one rank's file descriptors 1 and 2, its stack dumps and what NCCL_DEBUG shows go."""
+    """Where one rank's output, its stack dumps and what NCCL_DEBUG shows go.
+
+    Attributes:
+        stdout: File for file descriptor 1.
+        stderr: File for file descriptor 2.
+        stacks: File for stack dumps.
+        nccl: File for what NCCL_DEBUG shows.
+        owner_uid: Who owns the directory that they are in: the user of the launcher, unless the file
+            system gives all files another owner.
+    """
 
     stdout: str
     stderr: str
     stacks: str
     nccl: str
+    owner_uid: int
 
 
 def unreported_mark(stderr: Path | str) -> Path:
@@ -67,10 +80,42 @@ def unreported_mark(stderr: Path | str) -> Path:
     return Path(stderr).with_suffix(".unreported")
 
 
+def open_log(path: Path | str, flags: int, *, owner_uid: int | None = None) -> int:
+    """Open a file of an attempt's directory, private if it is new; return the file descriptor.
+
+    Who may write to a directory above can put a link in the place of the attempt's directory, and
+    have a rank write to, or the launcher show, any file of the user's. So no link is followed.
+
+    Args:
+        path: The file.
+        flags: As for `os.open`.
+        owner_uid: Who has to own the directory; ``None`` for anybody.
+
+    Raises:
+        OSError: It cannot be opened, a link is in its place, or the directory is another user's.
+    """
+    parent, name = os.path.split(path)
+    folder = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if owner_uid is not None and os.fstat(folder).st_uid != owner_uid:
+            raise PermissionError(errno.EPERM, "another user owns it", parent)
+        # Without O_NONBLOCK a pipe in the file's place would be waited for.
+        flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        file = os.open(name, flags, 0o600, dir_fd=folder)
+    finally:
+        os.close(folder)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+    os.set_blocking(file, True)
+    return file
+
+
 def read_log(path: Path | str) -> str:
     """Return a file of a rank's, as far as it is text; nothing where it does not exist any more."""
     try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
+        with open(open_log(path, os.O_RDONLY), encoding="utf-8", errors="replace") as file:
+            return file.read()
     except OSError:
         return ""
 

@@ -12,7 +12,6 @@ import threading
 import time
 import traceback
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from ddpsafe._bounded import BoundedCall
@@ -36,7 +35,7 @@ from ddpsafe._wire.outcome import (
     Returned,
     in_a_line,
 )
-from ddpsafe._wire.spec import unreported_mark
+from ddpsafe._wire.spec import open_log, unreported_mark
 from ddpsafe._worker import environment, in_flight, lifeline, stopping
 from ddpsafe._worker.launcher_line import LauncherLine
 from ddpsafe._worker.living_threads import find_living_threads
@@ -112,7 +111,12 @@ class Reporter:
         if self._sender.is_lost:
             with (
                 contextlib.suppress(OSError),
-                Path(self._log).open("a", encoding="utf-8", errors="backslashreplace") as file,
+                open(  # noqa: PTH123 - a file descriptor
+                    open_log(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT),
+                    "a",
+                    encoding="utf-8",
+                    errors="backslashreplace",
+                ) as file,
             ):
                 file.write(f"{text.rstrip()}\n")
                 unreported_mark(self._log).touch()

@@ -8,11 +8,11 @@ import multiprocessing
 import os
 import signal
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, TextIO
 
+from ddpsafe._errors import Explanation, PreflightError
 from ddpsafe._wire.channel import Claim
-from ddpsafe._wire.spec import STACKS_SIGNAL, semaphore_prefix
+from ddpsafe._wire.spec import STACKS_SIGNAL, open_log, semaphore_prefix
 from ddpsafe._wire.step_counter import StepCounter
 
 if TYPE_CHECKING:
@@ -28,14 +28,28 @@ _NEVER_INHERITED: Final = ("TORCHELASTIC_USE_AGENT_STORE",)
 
 
 def capture_output(logs: LogFiles) -> None:
-    """Send file descriptors 1 and 2 to files: what C++ prints is caught too."""
+    """Send file descriptors 1 and 2 to files: what C++ prints is caught too.
+
+    Raises:
+        PreflightError: A file cannot be opened, or is not where the launcher made its directory.
+    """
     for fd, path in ((1, logs.stdout), (2, logs.stderr)):
-        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        target = _open_to_append(path, logs)
         if target != fd:  # the caller may have closed the descriptor: then it is taken already
             os.dup2(target, fd)
             os.close(target)
     sys.stdout = _line_buffered(sys.stdout, 1)
     sys.stderr = _line_buffered(sys.stderr, 2)
+
+
+def _open_to_append(path: str, logs: LogFiles) -> int:
+    try:
+        return open_log(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, owner_uid=logs.owner_uid)
+    except OSError as exc:
+        what = f"the log {path} cannot be opened: {exc.strerror or exc}."
+        cause = "the attempt's directory was removed, or another user put something in its place."
+        fix = "pass run_dir= with a directory that only you can write to."
+        raise PreflightError(Explanation(what, cause=cause, fix=fix)) from exc
 
 
 def _line_buffered(stream: TextIO | None, fd: int) -> TextIO:
@@ -60,7 +74,8 @@ class Stacks:
 
         The other threads run meanwhile, and to read their frames then has crashed ranks.
         """
-        self._file = Path(self._logs.stacks).open("a", encoding="utf-8")  # noqa: SIM115 - open while the rank lives
+        fd = _open_to_append(self._logs.stacks, self._logs)
+        self._file = open(fd, "a", encoding="utf-8")  # noqa: SIM115, PTH123 - open while the rank lives
         self._claim = Claim(self._file.fileno())
         faulthandler.register(STACKS_SIGNAL, file=self._file, all_threads=False)
         faulthandler.enable()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import LaunchTimeoutError, RankFailedError
 from ddpsafe._launcher.diagnosis.messages import where
-from ddpsafe._wire.spec import read_log
+from ddpsafe._wire.spec import open_log, read_log
 
 if TYPE_CHECKING:
     from ddpsafe._errors import LaunchError
@@ -39,7 +39,8 @@ def write_report(error: LaunchError, folder: Path) -> None:
 def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("w", encoding="utf-8", errors="replace") as file:
+        fd = open_log(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        with open(fd, "w", encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - a file descriptor
             file.write(text + "\n")
             file.flush()
             os.fsync(file.fileno())

@@ -1,0 +1,73 @@
+"""Processes whose pid is used again, and what ranks leave running on purpose."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import scripts
+
+from ddpsafe._launcher.descendants import RankProcess, kill_members
+
+if TYPE_CHECKING:
+    from ddpsafe import RankContext
+
+
+def start_services(_ctx: RankContext) -> tuple[int, int]:
+    """Start a service that has taken its leave of the launch, and one that only has a session."""
+    sleep = ["sleep", "300"]
+    kept = subprocess.Popen(["env", "-u", "DDPSAFE_LAUNCH_ID", "setsid", *sleep])
+    ended = subprocess.Popen(["setsid", *sleep])
+    for service in (kept, ended):
+        scripts.wait_until(lambda pid=service.pid: os.getsid(pid) == pid)
+    return kept.pid, ended.pid
+
+
+def reuse_pids() -> dict[str, list[bool]]:
+    """Let a stranger have the pid of a rank that has ended, and sweep.
+
+    Returns:
+        For each way in which the rank's end is known: whether the stranger and its child live on,
+        and the last whether what the rank itself left has been ended.
+    """
+    found = {}
+    for way in ("told", "not told"):
+        rank = subprocess.Popen(["sleep", "300"], start_new_session=True)
+        identity = RankProcess.of(rank.pid)
+        assert identity is not None
+        rank.kill()
+        scripts.wait_until(lambda rank=rank: psutil.Process(rank.pid).status() == "zombie")
+        if way == "told":
+            identity = identity.ended()
+        rank.wait()
+        Path("/proc/sys/kernel/ns_last_pid").write_text(str(rank.pid - 1))
+        stranger = subprocess.Popen(
+            ["sh", "-c", "sleep 300 & wait"], start_new_session=True, env={}, user=65534
+        )
+        assert stranger.pid == rank.pid
+        leader = psutil.Process(stranger.pid)
+        scripts.wait_until(lambda leader=leader: len(leader.children()) == 1)
+        (child,) = leader.children()
+        kill_members([identity], "0" * 32, within_s=0.5)
+        lives = [stranger.poll() is None, child.is_running()]
+        if way == "told":  # and now without the leader of the stranger's session
+            stranger.kill()
+            stranger.wait()
+            kill_members([identity], "0" * 32, within_s=0.5)
+            lives.append(child.is_running())
+        found[way] = lives
+        for process in (stranger.pid, child.pid):
+            if psutil.pid_exists(process):
+                os.kill(process, signal.SIGKILL)
+        stranger.wait()
+    return found
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(reuse_pids()))

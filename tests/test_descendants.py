@@ -1,0 +1,76 @@
+"""What the sweep at the end of a launch ends, and what it must not touch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import descendant_programs as programs
+import psutil
+import pytest
+import scripts
+from fault_kit import is_running
+
+import ddpsafe
+from ddpsafe._launcher.descendants import RankProcess, find_members, kill_members
+from ddpsafe._wire.spec import MARKER
+
+LAUNCH_ID = "5" * 32
+AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+
+
+@AS_ROOT
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare of util-linux")
+def test_a_stranger_who_got_the_pid_of_a_rank_is_left_alone() -> None:
+    """Nor are its children, while it lives and after its end, whoever runs the launcher."""
+    inside = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, programs.__file__]
+    run = subprocess.run(inside, capture_output=True, text=True, check=False, timeout=100)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout) == {"told": [True, True, True], "not told": [True, True]}
+
+
+def test_what_a_rank_left_in_its_session_is_ended_after_its_end() -> None:
+    """It is known by what was there when the rank ended."""
+    rank = subprocess.Popen(["sh", "-c", "sleep 300 & exec sleep 301"], start_new_session=True)
+    identity = RankProcess.of(rank.pid)
+    assert identity is not None
+    scripts.wait_until(lambda: len(psutil.Process(rank.pid).children()) == 1)
+    (child,) = psutil.Process(rank.pid).children()
+    rank.kill()
+    ended = identity.ended()
+    rank.wait()
+    assert [each.pid for each in ended.left or ()] == [child.pid]
+    assert [each.pid for each in find_members([ended], LAUNCH_ID)] == [child.pid]
+    kill_members([ended], LAUNCH_ID, within_s=1)
+    assert not is_running(child.pid)
+    assert find_members([ended], LAUNCH_ID) == []
+
+
+@AS_ROOT
+@pytest.mark.parametrize("user", [0, 65534])
+def test_a_mark_is_heeded_in_processes_of_this_user_only(user: int) -> None:
+    """Root can read everybody's environment, and must end nobody else's processes."""
+    marked = subprocess.Popen(["sleep", "300"], env={MARKER: LAUNCH_ID}, user=user)
+    try:
+        scripts.wait_until(lambda: psutil.Process(marked.pid).name() == "sleep")
+        expected = [marked.pid] if user == 0 else []
+        assert [each.pid for each in find_members([], LAUNCH_ID)] == expected
+    finally:
+        marked.kill()
+        marked.wait()
+
+
+def test_a_service_without_the_mark_and_with_its_own_session_stays() -> None:
+    """``env -u DDPSAFE_LAUNCH_ID setsid`` is how a daemon outlives the launch, as documented."""
+    result = ddpsafe.launch(
+        programs.start_services, nproc_per_node=1, backend="gloo", start_method="forkserver"
+    )
+    kept, ended = result.values[0]
+    try:
+        assert is_running(kept)
+        assert not is_running(ended)
+    finally:
+        psutil.Process(kept).kill()

@@ -1,0 +1,76 @@
+"""A launching process that may hardly open another file: said before anything starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+import scripts
+from fault_kit import require_in_time
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LAUNCH_S = 20.0
+"""How long a script may take that imports torch and cannot launch."""
+
+SCRIPT = """
+import json, os, resource, sys
+import ddpsafe, torch
+from launch_programs import add_up
+
+def outcome(free):
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(256 - len(os.listdir("/dev/fd")) - free)]
+    try:
+        return ddpsafe.launch(
+            add_up, (1,), nproc_per_node=2, backend="gloo", start_method="forkserver", preflight=sys.argv[1]
+        ).values
+    except ddpsafe.DDPSafeError as error:
+        return [type(error).__name__, error.explanation.what]
+    finally:
+        for fd in held:
+            os.close(fd)
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    print(json.dumps([outcome(free) for free in (1, 4, 8, 12, 16, 20, 24, 28, 40)]))
+"""
+
+
+@pytest.mark.parametrize("preflight", ["local", "off"])
+def test_too_few_free_descriptors_are_a_preflight_error_at_once(
+    tmp_path: Path, preflight: str
+) -> None:
+    """At whatever point they would have run out; with as many as it says, the launch works."""
+    script = scripts.write(tmp_path, "script.py", SCRIPT)
+    run = scripts.Script([str(script), preflight], folder=tmp_path).end()
+    outcomes = json.loads(run.lines()[-1])
+    assert outcomes[-1] == {"0": 2.0, "1": 3.0}
+    for outcome in outcomes[:-1]:
+        name, what = outcome
+        assert name == "PreflightError"
+        assert what.startswith("2 ranks need 32 file descriptors"), what
+
+
+def test_a_shell_limit_of_sixteen_files_ends_the_script_at_once(tmp_path: Path) -> None:
+    """``ulimit -n 16``: the error, the status of what no retry helps, and no hang."""
+    source = "import ddpsafe\nfrom launch_programs import add_up\n"
+    source += "if __name__ == '__main__':\n    ddpsafe.launch(add_up, (1,), nproc_per_node=2)\n"
+    script = scripts.write(tmp_path, "script.py", source)
+    began = time.monotonic()
+    run = subprocess.run(
+        ["sh", "-c", f"ulimit -n 16; exec {sys.executable} {script}"],
+        env=scripts.clean_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=scripts.LIMIT_S,
+    )
+    require_in_time(time.monotonic() - began, LAUNCH_S, run.stderr)
+    assert run.returncode == 78, run.stderr
+    assert "file descriptors" in run.stderr
+    assert "ulimit -n" in run.stderr

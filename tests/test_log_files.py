@@ -1,0 +1,132 @@
+"""Files of the run directory: private, and never where a link or another user leads."""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import TYPE_CHECKING
+
+import pytest
+from launch_programs import add_up
+
+import ddpsafe
+from ddpsafe._launcher.run_directory import open_run_directory
+from ddpsafe._wire.spec import open_log, read_log
+from ddpsafe._worker.environment import capture_output
+from ddpsafe._world import World
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WRITE = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    """Return a file that must neither be written to nor shown."""
+    file = tmp_path / "home" / "bashrc"
+    file.parent.mkdir()
+    file.write_text("private")
+    return file
+
+
+@pytest.mark.parametrize("planted", ["link", "dangling link", "pipe", "linked folder"])
+def test_nothing_is_written_or_read_where_something_was_planted(
+    tmp_path: Path, victim: Path, planted: str
+) -> None:
+    """A link in the place of the file or of its folder is refused, and a pipe is not waited for."""
+    folder = tmp_path / "attempt-1"
+    log = folder / "rank-0.out"
+    if planted == "linked folder":
+        folder.symlink_to(victim.parent)
+        (victim.parent / log.name).write_text("private")
+    else:
+        folder.mkdir()
+        if planted == "pipe":
+            os.mkfifo(log)
+        else:
+            log.symlink_to(victim if planted == "link" else victim.parent / "new")
+    with pytest.raises(OSError, match=r"link|regular|Not a directory|No such device"):
+        open_log(log, WRITE)
+    assert read_log(log) == ""
+    assert victim.read_text() == "private"
+    assert sorted(path.name for path in victim.parent.iterdir()) in (
+        ["bashrc"],
+        ["bashrc", "rank-0.out"],
+    )
+
+
+def test_a_new_file_is_private_whatever_the_umask(tmp_path: Path) -> None:
+    """Logs may hold what others must not see."""
+    before = os.umask(0)
+    try:
+        os.close(open_log(tmp_path / "log", WRITE))
+        with open_run_directory(tmp_path / "run") as directory:
+            directory.attempt(1)
+    finally:
+        os.umask(before)
+    found = [tmp_path / "log", tmp_path / "run", tmp_path / "run" / "attempt-1"]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in found] == [0o600, 0o700, 0o700]
+
+
+@pytest.mark.parametrize("by", ["link", "folder of another user"])
+def test_an_attempt_that_was_swapped_is_refused_by_the_rank(
+    tmp_path: Path, victim: Path, by: str
+) -> None:
+    """Whoever may write to the run directory can rename the attempt's; nothing follows them."""
+    world = World.alone()
+    with open_run_directory(tmp_path / "run") as directory:
+        attempt = directory.attempt(1)
+        attempt.rename(attempt.with_name("mine"))
+        if by == "link":
+            attempt.symlink_to(victim.parent)
+            (victim.parent / "rank-0.out").symlink_to(victim)
+        elif os.getuid() != 0:
+            pytest.skip("only root can give a folder away")
+        else:
+            attempt.mkdir()
+            os.chown(attempt, 65534, 65534)
+        with pytest.raises(ddpsafe.PreflightError, match="run_dir=") as caught:
+            capture_output(directory.logs(1, world))
+        assert str(attempt) in caught.value.explanation.what
+    assert victim.read_text() == "private"
+
+
+@pytest.mark.parametrize("name", ["attempt-1", "earlier"])
+def test_a_link_that_was_planted_before_the_launch_leads_nowhere(
+    tmp_path: Path, victim: Path, name: str
+) -> None:
+    """An old attempt is set aside as it is; a link in the place of the folder for them is refused."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "attempt-1").symlink_to(victim.parent)
+    if name == "earlier":
+        (run_dir / "earlier").symlink_to(victim.parent)
+        with (
+            pytest.raises(ddpsafe.PreflightError, match="symbolic link"),
+            open_run_directory(run_dir),
+        ):
+            pass
+    else:
+        options = {"nproc_per_node": 2, "backend": "gloo", "start_method": "forkserver"}
+        result = ddpsafe.launch(add_up, (1,), run_dir=run_dir, **options)
+        assert result.values == {0: 2.0, 1: 3.0}
+        assert not (run_dir / "attempt-1").is_symlink()
+    assert [path.name for path in victim.parent.iterdir()] == ["bashrc"]
+    assert victim.read_text() == "private"
+
+
+@pytest.mark.parametrize(
+    ("mode", "warnings"),
+    [(0o700, 0), (0o755, 0), (0o1777, 0), (0o775, 1), (0o777, 1)],
+)
+def test_a_run_directory_that_others_can_change_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warnings: int
+) -> None:
+    """They could remove the logs, or see the launch fail."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    run_dir.chmod(mode)
+    with open_run_directory(run_dir):
+        pass
+    assert caplog.text.count("other users can rename") == warnings
