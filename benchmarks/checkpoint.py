@@ -1,18 +1,22 @@
-"""Save and restore of a state against plain torch.save and torch.load, and what a save blocks.
+"""Save and restore of a state beside torch.save, torch.distributed.checkpoint and safetensors.
 
-Every measurement is taken several times, the contestants in turns, and the best counts: what else
-the machine does only adds time. "durable" is torch.save followed by fsync of the file: a save of
-ours always brings everything to the disk, torch.save alone leaves it in memory. What is loaded is
-loaded in a new process, as after a failure, from files that the kernel still has in memory.
+Each round takes the contestants in another order, after a sync, so that none is always the first after
+the others have filled the disk's queue. The best of all rounds counts: what else the machine does only
+adds time. All of them bring the file to the disk (fsync), except for "torch.save", which leaves it in
+memory. What is loaded is loaded in a new process, as after a failure, from files that the kernel still
+has in memory. safetensors takes part where it is installed.
 
-Run: python benchmarks/checkpoint.py [--bytes 1073741824] [--folder DIR] [--save FILE]
+Run: python benchmarks/checkpoint.py [--bytes 1073741824] [--tensors 128] [--folder DIR] [--save FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import itertools
 import os
 import platform
+import random
 import shutil
 import subprocess
 import sys
@@ -27,22 +31,23 @@ import torch
 from ddpsafe.checkpoint import Checkpointer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     State = dict[str, torch.Tensor]
 
-TENSORS: Final = 64
 PLAIN: Final = "plain.pt"
+SAFE: Final = "plain.safetensors"
+DCP: Final = "dcp"
 OURS: Final = "ours"
 RATIO: Final = 0.9
 BLOCKING: Final = 1.2
 
 
-def make_state(size_bytes: int) -> State:
-    """Make tensors of random numbers: large ones, and as many small ones, as a network has."""
-    large = size_bytes // 4 // TENSORS
-    state = {f"weight-{number}": torch.randn(large) for number in range(TENSORS)}
-    state |= {f"bias-{number}": torch.randn(256) for number in range(TENSORS)}
+def make_state(size_bytes: int, tensors: int) -> State:
+    """Make tensors of random numbers: half of them large, half small, as a network has."""
+    large = size_bytes // 4 // (tensors // 2)
+    state = {f"weight-{number}": torch.randn(large) for number in range(tensors // 2)}
+    state |= {f"bias-{number}": torch.randn(256) for number in range(tensors // 2)}
     return state
 
 
@@ -53,64 +58,115 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - started_s
 
 
+def sync(path: Path) -> None:
+    """Bring a file to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+
+
 def torch_save(state: State, path: Path, *, durable: bool) -> None:
     """Save as scripts do."""
     torch.save(state, path)
     if durable:
-        fd = os.open(path, os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
+        sync(path)
 
 
-def torch_load(target: State, path: Path) -> None:
-    """Load as scripts do, into tensors that exist."""
-    loaded = torch.load(path, weights_only=True)
+def dcp_save(state: State, folder: Path) -> None:
+    """Save with torch.distributed.checkpoint, which syncs its files by itself."""
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+
+
+def safe_save(state: State, path: Path) -> None:
+    """Save with safetensors."""
+    from safetensors.torch import save_file
+
+    save_file(state, path)
+    sync(path)
+
+
+def copy_into(target: State, loaded: Mapping[str, torch.Tensor]) -> None:
+    """Fill tensors that exist, as load_state_dict does."""
     for name, value in target.items():
         value.copy_(loaded[name])
 
 
-def copy_to_host(state: State) -> State:
-    """Copy a state as scripts do that save in the background."""
-    return {name: value.to("cpu", copy=True) for name, value in state.items()}
+def dcp_load(target: State, folder: Path) -> None:
+    """Load with torch.distributed.checkpoint, in place."""
+    import torch.distributed.checkpoint as dcp
+
+    dcp.load(target, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
 
 
-def measure_saves(state: State, folder: Path, rounds: int) -> Seconds:
+def safe_load(target: State, path: Path) -> None:
+    """Load with safetensors."""
+    from safetensors.torch import load_file
+
+    copy_into(target, load_file(path))
+
+
+def has_safetensors() -> bool:
+    """Tell whether safetensors takes part."""
+    return importlib.util.find_spec("safetensors") is not None
+
+
+def measure_saves(state: State, folder: Path, rounds: int, order: random.Random) -> Seconds:
     """Return what each contestant needs to save; each takes the place of the one before."""
     taken = Seconds()
-    plain = folder / PLAIN
+    steps = itertools.count()
     with Checkpointer(folder / OURS, keep=1, rng=False) as ours:
-        for number in range(rounds):
-            taken.of("torch.save", lambda: torch_save(state, plain, durable=False))
-            os.sync()
-            taken.of("torch.save, durable", lambda: torch_save(state, plain, durable=True))
-            taken.of("save", lambda step=2 * number: ours.save(state, step))
-            taken.of("copy to host", lambda: copy_to_host(state))
-            taken.of(
-                "asynchronous save",
-                lambda step=2 * number + 1: ours.save(state, step, asynchronous=True),
-            )
-            ours.wait()
+
+        def save_asynchronously() -> None:
+            ours.save(state, next(steps), asynchronous=True)
+
+        contestants: dict[str, Callable[[], object]] = {
+            "torch.save": lambda: torch_save(state, folder / "quick.pt", durable=False),
+            "torch.save, durable": lambda: torch_save(state, folder / PLAIN, durable=True),
+            "dcp.save": lambda: dcp_save(state, folder / DCP),
+            "save": lambda: ours.save(state, next(steps)),
+            "copy to host": lambda: {k: v.to("cpu", copy=True) for k, v in state.items()},
+            "asynchronous save": save_asynchronously,
+        }
+        if has_safetensors():
+            contestants["safetensors"] = lambda: safe_save(state, folder / SAFE)
+        for _ in range(rounds):
+            for name in order.sample(list(contestants), len(contestants)):
+                shutil.rmtree(folder / DCP, ignore_errors=True)  # it appends, the others replace
+                os.sync()
+                taken.of(name, contestants[name])
+                ours.wait()
+        dcp_save(state, folder / DCP)
     return taken
 
 
-def measure_loads(size_bytes: int, folder: Path, rounds: int) -> Seconds:
+def measure_loads(arguments: argparse.Namespace, folder: Path, order: random.Random) -> Seconds:
     """Return what each contestant needs to load, in a new process as after a failure."""
     taken = Seconds()
-    for _ in range(rounds):
-        for name in ("torch.load", "restore"):
+    names = ["torch.load", "restore", "dcp.load", *(["safetensors"] if has_safetensors() else [])]
+    for _ in range(arguments.rounds):
+        for name in order.sample(names, len(names)):
             command = [sys.executable, __file__, "--load", name, "--folder", str(folder)]
-            done = subprocess.run(
-                [*command, "--bytes", str(size_bytes)], capture_output=True, text=True, check=True
-            )
-            taken.add(name, float(done.stdout))
+            command += ["--bytes", str(arguments.bytes), "--tensors", str(arguments.tensors)]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            taken.add(f"{name}, load" if name == "safetensors" else name, float(done.stdout))
     return taken
 
 
-def load(name: str, size_bytes: int, folder: Path) -> None:
+def load(arguments: argparse.Namespace) -> None:
     """Load once, into tensors that are there already, and print the seconds."""
-    target: dict[str, Any] = {**make_state(size_bytes)}
-    if name == "torch.load":
-        print(seconds(lambda: torch_load(target, folder / PLAIN)))
+    target: dict[str, Any] = {**make_state(arguments.bytes, arguments.tensors)}
+    folder: Path = arguments.folder
+    ways: dict[str, Callable[[], object]] = {
+        "torch.load": lambda: copy_into(target, torch.load(folder / PLAIN, weights_only=True)),
+        "dcp.load": lambda: dcp_load(target, folder / DCP),
+        "safetensors": lambda: safe_load(target, folder / SAFE),
+    }
+    if arguments.load in ways:
+        import torch.distributed.checkpoint
+
+        print(seconds(ways[arguments.load]))
         return
     with Checkpointer(folder / OURS, keep=1, rng=False) as ours:
         print(seconds(lambda: ours.restore(target)))
@@ -144,12 +200,17 @@ def describe(best: dict[str, float], size_bytes: int) -> str:
         )
 
     blocked = best["asynchronous save"] / best["copy to host"]
+    optional = "safetensors" in best
     lines = [
         "| ours | time | bandwidth | compared with | ratio | target |",
         "|---|---|---|---|---|---|",
         line("save", "torch.save, durable", f"≥ {RATIO}"),
         line("save", "torch.save", "none: it leaves the file in memory"),
+        line("save", "dcp.save", ""),
+        *([line("save", "safetensors", "")] if optional else []),
         line("restore", "torch.load", f"≥ {RATIO}"),
+        line("restore", "dcp.load", ""),
+        *([line("restore", "safetensors, load", "")] if optional else []),
         (
             f"| asynchronous save, until it returns | {best['asynchronous save']:.2f} s | "
             f"{size_bytes / best['asynchronous save'] / 1e9:.2f} GB/s | copy to host "
@@ -159,13 +220,13 @@ def describe(best: dict[str, float], size_bytes: int) -> str:
     return "\n".join(lines)
 
 
-PAGE: Final = """# Checkpoints against torch.save
+PAGE: Final = """# Checkpoints beside torch.save, torch.distributed.checkpoint and safetensors
 
 {table}
 
 {facts}
-Each save takes the place of the one before; each load is the first of a new process.
-`restore` checks every byte against its checksum on the way; `torch.load` checks none.
+Each round takes the contestants in another order, after a sync; each save takes the place of the one before, and each load is the first of a new process.
+`restore` checks every byte against its checksum; the others check none.
 The ratio is the other's time by ours: above 1, ours is faster.
 `python benchmarks/checkpoint.py` repeats it.
 """
@@ -175,25 +236,29 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bytes", type=int, default=2**30)
+    parser.add_argument("--tensors", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seed", type=int, default=0, help="of the order in each round")
     parser.add_argument("--folder", type=Path, help="where to write; a temporary one by default")
-    parser.add_argument("--load", choices=["torch.load", "restore"], help=argparse.SUPPRESS)
+    parser.add_argument("--load", help=argparse.SUPPRESS)
     parser.add_argument("--save", type=Path, help="write the table to this page, too")
     arguments = parser.parse_args()
     if arguments.load:
-        load(arguments.load, arguments.bytes, arguments.folder)
+        load(arguments)
         return
+    order = random.Random(arguments.seed)  # noqa: S311 - repeatable
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=arguments.folder))
     busy = os.getloadavg()[0]
     try:
-        saves = measure_saves(make_state(arguments.bytes), folder, arguments.rounds)
-        loads = measure_loads(arguments.bytes, folder, arguments.rounds)
+        state = make_state(arguments.bytes, arguments.tensors)
+        saves = measure_saves(state, folder, arguments.rounds, order)
+        loads = measure_loads(arguments, folder, order)
     finally:
         shutil.rmtree(folder)
     table = describe(saves.best() | loads.best(), arguments.bytes)
     when = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     facts = (
-        f"{arguments.bytes / 1e9:.2f} GB in {2 * TENSORS} tensors, best of {arguments.rounds}, "
+        f"{arguments.bytes / 1e9:.2f} GB in {arguments.tensors} tensors, best of {arguments.rounds}, "
         f"{when}, torch {torch.__version__}, Python {platform.python_version()}, "
         f"{os.cpu_count()} cores, load average {busy:.1f} at the start."
     )

@@ -325,14 +325,20 @@ def refuse_shards(ctx: ddpsafe.RankContext, directory: Path) -> Any:
     return found["class"], first.tolist()
 
 
-def die_before_the_save(rank: int, directory: Path, port: int, told: Path) -> None:
-    """Be a rank that no launcher supervises; rank 1 is killed, rank 0 tells what it meets."""
+def die_before_the_save(
+    rank: int, directory: Path, port: int, told: Path, victim: int, how: str
+) -> None:
+    """Be a rank that no launcher supervises; the victim ends, the other tells what it meets."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    with ddpsafe.process_group(backend="gloo", seed=0), Checkpointer(directory) as checkpointer:
+    group = ddpsafe.process_group(backend="gloo", seed=0)
+    with group as ctx, Checkpointer(directory) as checkpointer:
         checkpointer.save({"x": 1}, 1)
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+        ctx.barrier()  # all know that it is saved
+        if rank == victim:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError(how)
         begun = time.monotonic()
         found = caught(checkpointer.save, {"x": 2}, 2)
         told.write_text(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,6 @@ import torch
 
 from ddpsafe.checkpoint import Checkpointer, errors
 from ddpsafe.checkpoint._trees import HostCopies
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def holding_itself() -> list[Any]:
@@ -107,3 +105,47 @@ def test_nested_tensor_comes_back(
     found = [each for value in (state["x"], *state["list"]) for each in value.unbind()]
     for ours, theirs in zip(found, whole, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def anonymous_bytes() -> int:
+    """Return how much memory of its own this process has, files that it has mapped left out."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError
+
+
+class Probe:
+    """A state of 64 MB that notes how much memory the process has when it is given back."""
+
+    def __init__(self) -> None:
+        self.value = torch.ones(16 * 2**20)
+        self.seen = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        return {"note": 1}
+
+    def load_state_dict(self, _: dict[str, Any]) -> None:
+        """Note the memory."""
+        self.seen = anonymous_bytes()
+
+
+def test_restore_holds_the_state_once(tmp_path: Path) -> None:
+    """The file is mapped, so that ranks of a node share it; afterwards nothing of it is left."""
+    model = torch.nn.Linear(4096, 4096)  # 64 MB
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.ones(4096)).sum().backward()
+    optimizer.step()
+    probe = Probe()
+    state: dict[str, Any] = {"model": model, "plain": [torch.ones(3)], "probe": probe}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save({**state, "optimizer": optimizer}, 1)
+        before = anonymous_bytes()
+        checkpointer.restore(state)
+        assert probe.seen - before < 32 * 2**20
+        checkpointer.restore({"optimizer": optimizer})
+        (checkpointer.path(1) / "state.pt").unlink()
+    assert "state.pt" not in Path("/proc/self/maps").read_text()
+    assert torch.equal(state["plain"][0], torch.ones(3))
+    optimizer.step()
