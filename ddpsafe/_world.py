@@ -83,6 +83,16 @@ class _Dialect:
 # The first dialect whose marker is set wins: torchrun inside srun is torchrun's.
 # Slurm is trusted only inside a step: a batch script without srun also sees SLURM_PROCID=0 and
 # SLURM_NTASKS=4, though it is one process (measured with Slurm 22.05).
+_BY_HAND: Final = _Dialect(
+    started_by="environment",
+    marker="RANK",
+    rank="RANK",
+    world_size="WORLD_SIZE",
+    local_rank="LOCAL_RANK",
+    local_world_size="LOCAL_WORLD_SIZE",
+    node_rank="NODE_RANK",
+    nnodes=None,
+)
 _DIALECTS: Final = (
     _Dialect(
         started_by="torchrun",
@@ -94,16 +104,7 @@ _DIALECTS: Final = (
         node_rank="GROUP_RANK",
         nnodes="GROUP_WORLD_SIZE",
     ),
-    _Dialect(
-        started_by="environment",
-        marker="RANK",
-        rank="RANK",
-        world_size="WORLD_SIZE",
-        local_rank="LOCAL_RANK",
-        local_world_size="LOCAL_WORLD_SIZE",
-        node_rank="NODE_RANK",
-        nnodes=None,
-    ),
+    _BY_HAND,
     _Dialect(
         started_by="openmpi",
         marker="OMPI_COMM_WORLD_RANK",
@@ -181,10 +182,79 @@ def find_world(env: Mapping[str, str]) -> World | None:
     Raises:
         ConfigError: The variables contradict each other or are incomplete.
     """
+    if _describes_a_node(env):
+        return _node_as_rank(env)
     for dialect in _DIALECTS:
         if dialect.marker in env and not _is_shell_step(dialect, env):
-            return _read(dialect, env)
+            return _read(dialect, _with_local_rank(dialect, env))
     return None
+
+
+# torchrun takes its options from PET_<OPTION>. PyTorchJob, Kubeflow Trainer, Volcano and PAI set them
+# in each pod, some with a RANK and WORLD_SIZE that count pods: they describe a node, not a rank.
+_NODE_VARIABLES: Final = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK")
+
+
+def _describes_a_node(env: Mapping[str, str]) -> bool:
+    """Tell whether the variables are for a torchrun that did not start this process."""
+    by_rank = any(
+        dialect.marker in env and not _is_shell_step(dialect, env)
+        for dialect in _DIALECTS
+        if dialect.started_by != "environment"
+    )
+    return not by_rank and "LOCAL_RANK" not in env and any(n in env for n in _NODE_VARIABLES)
+
+
+def _node_as_rank(env: Mapping[str, str]) -> World | None:
+    """Return the world of a node's variables where each node has one rank, else refuse them.
+
+    Returns:
+        ``None`` where there is one node: a launch can start its ranks.
+    """
+    nnodes, nproc = env.get("PET_NNODES", "1"), env.get("PET_NPROC_PER_NODE", "1")
+    if nnodes in {"1", "1:1"}:
+        is_rank = nproc == "1" and "RANK" in env
+        return _read(_BY_HAND, env) if is_rank else None
+    place = "PET_NODE_RANK" if "PET_NODE_RANK" in env else "RANK"
+    counts_nodes = env.get("WORLD_SIZE", nnodes) == nnodes
+    same_place = "RANK" not in env or env["RANK"] == env.get(place)
+    if (
+        nproc != "1"
+        or not nnodes.isdecimal()
+        or place not in env
+        or not (counts_nodes and same_place)
+    ):
+        shown = ", ".join(
+            f"{name}={env[name]}"
+            for name in (*_NODE_VARIABLES, "RANK", "WORLD_SIZE")
+            if name in env
+        )
+        what = f"{shown} are for torchrun, which has not started this process."
+        cause = (
+            "a pod of Kubernetes (PyTorchJob, Kubeflow Trainer, Volcano, …) that runs "
+            "`python script.py`: the variables describe the pod, not its ranks."
+        )
+        fix = (
+            "run `torchrun script.py` in the pod, which reads PET_*; or ask for one rank in each "
+            "pod (PET_NPROC_PER_NODE=1); or unset PET_* for a job in this pod alone."
+        )
+        raise ConfigError(Explanation(what, cause=cause, fix=fix))
+    one_rank = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return _read(_BY_HAND, {**env, **one_rank, "RANK": env[place], "WORLD_SIZE": nnodes})
+
+
+def _with_local_rank(dialect: _Dialect, env: Mapping[str, str]) -> Mapping[str, str]:
+    """Add what a pod's RANK and WORLD_SIZE leave out: pods are hosts, each with one rank."""
+    by_pod = "KUBERNETES_SERVICE_HOST" in env and not is_loopback(env.get("MASTER_ADDR", ""))
+    is_told = "LOCAL_RANK" in env or "LOCAL_WORLD_SIZE" in env
+    if dialect is not _BY_HAND or not by_pod or is_told:
+        return env
+    return {**env, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether a host, as written, is this very machine."""
+    return host in {"localhost", "::1"} or host.startswith("127.")
 
 
 def _is_shell_step(dialect: _Dialect, env: Mapping[str, str]) -> bool:

@@ -54,6 +54,33 @@ def miss_a_barrier_attached(folder: Path, timeout_s: float) -> str:
         return "left alone"
 
 
+def fail_beside_others(folder: Path, failing: int, others: str) -> str:
+    """Fail on one rank, while the others train with it or have returned already."""
+    import ddpsafe
+
+    def work(ctx: RankContext) -> str:
+        average_gradients()
+        if ctx.rank == failing:
+            scripts.wait_until(lambda: others == "train" or len(list(folder.glob("done-*"))) > 0)
+            msg = "bad batch"
+            raise ValueError(msg)
+        if others == "train":
+            average_gradients()
+        (folder / f"done-{ctx.rank}").touch()
+        return "done"
+
+    return str(ddpsafe.launch(work, backend="gloo", timeouts={"barrier": 20}).values)
+
+
+def say_the_attempt(_folder: Path, counts: list[str]) -> list[int]:
+    """Join with the restart count of this rank's host; return the attempt and everyone's."""
+    import ddpsafe
+
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = counts[int(os.environ["RANK"])]
+    with ddpsafe.process_group("gloo") as ctx:
+        return [ctx.attempt, ddpsafe.current().attempt, *ctx.all_gather(ctx.attempt)]
+
+
 @contextlib.contextmanager
 def _timed(folder: Path) -> Iterator[None]:
     """Write down how long after the fault the block was left."""

@@ -60,19 +60,27 @@ def be_asked_with_a_handler() -> dict[str, Any]:
     return {"answers": answers, "seen": seen, "kept": kept}
 
 
-def go_on_without_one(ways: Mapping[int, str]) -> int:
-    """Let ranks leave, by an error or early, before another is asked to stop."""
-    with ddpsafe.process_group(timeouts=PATIENT) as ctx:
-        ctx.barrier("all are here")
-        way = ways.get(ctx.rank)
-        ctx.stop_requested()
-        if way == "fails":
-            msg = "bad batch"
-            raise ValueError(msg)
-        if way == "returns":
-            return 0
-        time.sleep(0.5)
-        return train(ctx, 0, signal.SIGTERM)
+def go_on_without_one(ways: Mapping[int, str]) -> list[int]:
+    """Let ranks leave, by an error or early, before another is asked to stop.
+
+    Returns:
+        The step at which this rank stopped, and the rank that is named for the failed job.
+    """
+    steps = 0
+    try:
+        with ddpsafe.process_group(timeouts=PATIENT) as ctx:
+            ctx.barrier("all are here")
+            way = ways.get(ctx.rank)
+            ctx.stop_requested()
+            if way == "fails":
+                msg = "bad batch"
+                raise ValueError(msg)
+            if way != "returns":
+                time.sleep(0.5)
+                steps = train(ctx, 0, signal.SIGTERM)
+    except ddpsafe.RankRaisedError as error:
+        return [steps, error.rank]
+    return [steps]
 
 
 def fail_before_a_barrier() -> None:

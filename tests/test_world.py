@@ -398,3 +398,63 @@ def test_product_of_brackets_is_bounded() -> None:
     """Three brackets of a thousand are a billion hosts."""
     with pytest.raises(ValueError, match="100000 hosts"):
         expand_hosts("a[1-1000]b[1-1000]c[1-1000]")
+
+
+PODS: Final = {
+    "Kubeflow Trainer: nodes of eight ranks": {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "8"},
+    "PyTorchJob: RANK counts pods": {
+        "PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "1", "RANK": "1",
+        "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456",
+    },
+    "PyTorchJob: WORLD_SIZE counts ranks, RANK pods": {
+        "PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "RANK": "1", "WORLD_SIZE": "16",
+    },
+    "auto": {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": "0"},
+    "elastic": {"PET_NNODES": "1:4", "PET_RDZV_ENDPOINT": "job-worker-0:29400"},
+    "no rank": {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"},
+    "contradiction": {"PET_NNODES": "2", "PET_NODE_RANK": "0", "RANK": "1", "WORLD_SIZE": "2"},
+    "not a number": {"PET_NNODES": "two", "PET_NODE_RANK": "0"},
+}  # fmt: skip
+"""What operators set in a pod that runs ``python train.py``: variables for a torchrun in it."""
+
+
+@pytest.mark.parametrize("pod", PODS)
+def test_variables_of_a_node_are_not_read_as_those_of_a_rank(pod: str) -> None:
+    """Neither rank 1 of 2 on one host, nor a world of one in each pod."""
+    with pytest.raises(ConfigError, match="PET_"):
+        find_world(PODS[pod] | {"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+    assert places(require_world(PODS[pod] | torchrun())) == (3, 4, 1, 2, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1"},
+        {"PET_NNODES": "2", "PET_NODE_RANK": "1", "RANK": "1", "WORLD_SIZE": "2"},
+        {
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "job-0.svc",
+            "KUBERNETES_SERVICE_HOST": "x",
+        },
+    ],
+)
+def test_pods_with_one_rank_each_are_nodes(env: dict[str, str]) -> None:
+    """Rank 1 of 2 pods is local rank 0 of node 1: the first GPU of its own host."""
+    assert places(require_world(env)) == (1, 2, 0, 1, 1, 2)
+
+
+def test_ranks_within_one_pod_share_a_host() -> None:
+    """LOCAL_RANK, or a loopback MASTER_ADDR, tells them from pods."""
+    pod = {"KUBERNETES_SERVICE_HOST": "x", "RANK": "1", "WORLD_SIZE": "2"}
+    for told in ({"LOCAL_RANK": "1"}, {"MASTER_ADDR": "localhost"}, {"MASTER_ADDR": "127.0.0.1"}):
+        assert places(require_world(pod | told)) == (1, 2, 1, 2, 0, 1)
+
+
+@pytest.mark.parametrize("nproc", ["8", "auto", "gpu"])
+def test_a_single_pod_may_launch_its_ranks(nproc: str) -> None:
+    """One node with several ranks: `launch` starts them, whatever RANK counts."""
+    pod = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": nproc, "RANK": "0", "WORLD_SIZE": "1"}
+    assert find_world(pod) is None
+    assert find_world({"PET_NNODES": "1"}) is None
+    assert places(require_world(pod | {"PET_NPROC_PER_NODE": "1"})) == (0, 1, 0, 1, 0, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ddpsafe._errors import BarrierTimeoutError, Explanation
+from ddpsafe._errors import BarrierTimeoutError, Explanation, RankRaisedError
 
 if TYPE_CHECKING:
     from ddpsafe._clock import Deadline
@@ -43,9 +43,31 @@ def barrier_timeout_error(
     )
 
 
+def peer_failure_line(departure: Departure) -> str:
+    """Say in a line which rank failed first, for a rank that fails because of it."""
+    if departure.origin in ("peer-lost", "timeout"):
+        return f"rank {departure.rank} failed before, because of another rank: {departure.error}"
+    return f"rank {departure.rank} failed first: {departure.error}"
+
+
+def peer_failed_error(context: RankContext, departure: Departure) -> RankRaisedError:
+    """Explain that a rank which has returned belongs to a job that failed."""
+    what = f"{peer_failure_line(departure)} ({context.world} itself had returned)."
+    cause, fix = _after_departure(departure)
+    error = RankRaisedError(
+        Explanation(what, cause=cause, fix=fix),
+        rank=departure.rank,
+        local_rank=0,
+        hostname="",
+        attempt=context.attempt,
+    )
+    error.origin = "peer-lost"
+    return error
+
+
 def _after_departure(departure: Departure) -> tuple[str, str]:
     """Say why a rank that has failed did not come, and where to look."""
-    rank, origin, error = departure
+    rank, origin, error, _ = departure
     if origin not in ("peer-lost", "timeout"):
         cause = f"rank {rank} has failed: {error}"
         fix = f"look at rank {rank}'s own error; this one only follows from it."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import sys
@@ -12,11 +13,15 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._bounded import BoundedCall
 from ddpsafe._clock import Deadline
-from ddpsafe._errors import TRY_AGAIN_EXIT_CODE, Explanation, PreemptedError
+from ddpsafe._errors import TRY_AGAIN_EXIT_CODE, DDPSafeError, Explanation, PreemptedError
 from ddpsafe._wire.exceptions import clip, read_chain, text_of, type_name_of
 from ddpsafe._worker import environment, session, stopping
 from ddpsafe._worker import process_group as groups
-from ddpsafe._worker.absence import barrier_timeout_error
+from ddpsafe._worker.absence import (
+    barrier_timeout_error,
+    peer_failed_error,
+    peer_failure_line,
+)
 from ddpsafe._worker.current import enter, find_current
 from ddpsafe._worker.joining import (
     adopt_group,
@@ -36,7 +41,7 @@ if TYPE_CHECKING:
 
     from ddpsafe._config import GroupFields, LaunchConfig
     from ddpsafe._worker.context import RankContext
-    from ddpsafe._worker.control import Control
+    from ddpsafe._worker.control import Control, Departure
 
 
 def is_rank(env: Mapping[str, str]) -> bool:
@@ -88,6 +93,7 @@ def process_group(
         PreflightError: The port is taken; or the nodes cannot all reach each other, which
             ``preflight="full"`` examines.
         RendezvousTimeoutError: Ranks did not come within ``timeouts.rendezvous``.
+        RankRaisedError: At the end, where this rank has done its part and another one has failed.
     """
     member, opened = _enter(None, None, backend, config, fields)
     try:
@@ -99,6 +105,8 @@ def process_group(
         raise
     _close(member, opened=opened)
 
+
+logger = logging.getLogger(__name__)
 
 _ABANDON_S: Final = 2.0
 _MAX_REASON: Final = 300
@@ -165,17 +173,37 @@ def _abandon(member: RankContext, exc: BaseException) -> None:
     control = member.control
     if control is not None:
         # Bounded: the host of the store may be gone, and its client would wait for it.
-        leaving = partial(_say_goodbye, control, exc)
-        BoundedCall(leaving, name="ddpsafe-leave").wait(_ABANDON_S)
+        leaving = BoundedCall(partial(_say_goodbye, control, exc), name="ddpsafe-leave")
+        if leaving.wait(_ABANDON_S):
+            _note_cause(exc, leaving.result(), member)
     _forget(member)
 
 
-def _say_goodbye(control: Control, exc: BaseException) -> None:
-    control.arrive("leave")
+def _say_goodbye(control: Control, exc: BaseException) -> Departure | None:
+    """Tell the others that this rank fails; return who failed first, if its error is a peer's."""
+    first = None
     if session.find_spec() is None:  # else the launcher knows, and tells the cause by itself
         reading = read_chain(exc)
         error = f"{type_name_of(reading.shown)}: {text_of(reading.shown)}"
-        control.depart(clip(error, _MAX_REASON), reading.origin)
+        is_failure = not (isinstance(exc, SystemExit) and exc.code in {None, 0})
+        with contextlib.suppress(RuntimeError):  # the store is gone, which says something too
+            control.depart(clip(error, _MAX_REASON), reading.origin, is_failure=is_failure)
+        if reading.origin != "own" and not isinstance(exc, DDPSafeError):  # ours have said it
+            first = control.departure()
+    with contextlib.suppress(RuntimeError):
+        control.arrive("leave")  # after the reason: who waits there reads it then
+    return first
+
+
+def _note_cause(exc: BaseException, first: Departure | None, member: RankContext) -> None:
+    """Say beside a peer's error ("Connection closed by peer") which rank failed first, and how."""
+    if first is None or first.rank == member.rank or not first.is_failure:
+        return
+    line = f"ddpsafe: {peer_failure_line(first)} (this is {member.world})"
+    if sys.version_info >= (3, 11):
+        exc.add_note(line)
+    else:
+        logger.error("%s", line)
 
 
 def _enter(
@@ -257,6 +285,9 @@ def _close(member: RankContext, *, opened: bool) -> None:
     _forget(member)
     if stop is not None:
         stop.close()
+    failed = None if member.control is None else member.control.failed_peer
+    if failed is not None and session.find_spec() is None:
+        raise peer_failed_error(member, failed)
 
 
 def has_stopped() -> bool:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ddpsafe._errors import Origin
 
 # How long the rank that serves the store stays for the others to read how a meeting ended.
-_LINGER: Final = timedelta(seconds=2)
+_LINGER: Final = timedelta(seconds=10)
 _DEPARTED: Final = "control/departed"
 
 
@@ -114,11 +114,13 @@ class Departure(NamedTuple):
         rank: Which one.
         origin: Where its error comes from: the rank itself, or another one.
         error: Its error, in a line.
+        is_failure: False for ``sys.exit(0)``, which leaves the others alone but fails nothing.
     """
 
     rank: int
     origin: Origin
     error: str
+    is_failure: bool = True
 
 
 class Control:
@@ -126,6 +128,7 @@ class Control:
 
     Attributes:
         store: The connection, for keys of others than `Control`.
+        failed_peer: Who had failed when the last meeting ended, as far as that is known.
 
     Args:
         store: A store connection of its own: one client serialises its calls, so a long wait
@@ -144,6 +147,7 @@ class Control:
         self._world_size = world_size
         self._served_by_rank_zero = served_by_rank_zero
         self._turns: dict[str, int] = {}
+        self.failed_peer: Departure | None = None
 
     def meet(self, name: str, *, deadline: Deadline, is_last: bool = False) -> list[int]:
         """Wait until every rank has come to the meeting of that name.
@@ -161,14 +165,24 @@ class Control:
             # Failed ranks have come to the last meeting too: the others may work to their ends.
             doors = [f"{meeting}/missing"] if is_last else [f"{meeting}/missing", _DEPARTED]
             missing = self._await_all(meeting, doors, deadline)
+            if is_last:  # read before parting: the store may go right after it
+                self.failed_peer = self._peer_of(self.departure())
             if missing or is_last:
                 self._part(meeting)
         except RuntimeError:
             if not self._served_by_rank_zero or self._rank == 0:
                 raise
-            # The store went with rank 0: it has failed, or left the last meeting since all had come.
-            return [] if is_last else [0]
+            # The store went with rank 0, which stays at the last meeting until all have read its end.
+            if not is_last:
+                return [0]
+            self.failed_peer = self.failed_peer or self.departure()
+            return []
         return missing
+
+    def _peer_of(self, departure: Departure | None) -> Departure | None:
+        if departure is None or departure.rank == self._rank or not departure.is_failure:
+            return None
+        return departure
 
     def arrive(self, name: str) -> str:
         """Come to a meeting without waiting for the others; return its name in the store."""
@@ -191,9 +205,9 @@ class Control:
             for key in ("missing", *map(str, range(self._world_size))):
                 self.store.delete_key(f"{meeting}/{key}")
 
-    def depart(self, error: str, origin: Origin) -> None:
+    def depart(self, error: str, origin: Origin, *, is_failure: bool = True) -> None:
         """Tell whoever waits for this rank, now or later, that it has failed and will not come."""
-        told = json.dumps(Departure(self._rank, origin, error))
+        told = json.dumps(Departure(self._rank, origin, error, is_failure))
         self.store.compare_set(_DEPARTED, "", told)
 
     def departure(self) -> Departure | None:
@@ -202,8 +216,20 @@ class Control:
             if not self.is_set(_DEPARTED):
                 return None
             return Departure(*json.loads(self.store.get(_DEPARTED)))
-        except RuntimeError:  # the store went with rank 0
-            return None
+        except RuntimeError:
+            if not self._served_by_rank_zero or self._rank == 0:
+                return None
+            return Departure(0, "own", "its process ended, and with it the store of the ranks.")
+
+    def raise_to(self, name: str, value: int) -> None:
+        """Let the number of that name be at least `value` on all ranks."""
+        known = ""
+        while not known or int(known) < value:
+            known = self.store.compare_set(f"control/{name}", known, str(value)).decode()
+
+    def number(self, name: str) -> int:
+        """Return what `raise_to` has come to, once all ranks have called it."""
+        return int(self.store.get(f"control/{name}"))
 
     def _await_all(self, meeting: str, doors: list[str], deadline: Deadline) -> list[int]:
         """Wait for the list of missing ranks, which the last to come or to give up writes.

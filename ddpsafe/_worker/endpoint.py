@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ddpsafe._world import World
 
 _PORTS: Final = range(20_000, 30_000)
+_MASTER: Final = ("MASTER_ADDR", "MASTER_PORT")
 _LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 
 
@@ -49,6 +50,15 @@ def find_endpoint(world: World, env: Mapping[str, str]) -> Endpoint:
         ConfigError: Nothing says where.
     """
     is_served = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # A pod with one rank may have torchrun's own variables only.
+    env = {
+        **env,
+        **{
+            name: env[f"PET_{name}"]
+            for name in _MASTER
+            if not env.get(name) and env.get(f"PET_{name}")
+        },
+    }
     host = env.get("MASTER_ADDR") or _guess_host(world, env)
     if env.get("MASTER_PORT"):
         port = require_int(env, "MASTER_PORT", because="MASTER_ADDR")

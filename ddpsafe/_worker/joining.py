@@ -29,7 +29,7 @@ from ddpsafe._worker.current import enter
 from ddpsafe._worker.endpoint import find_endpoint
 from ddpsafe._worker.stop_board import StopBoard
 from ddpsafe._worker.stop_calls import StopCalls
-from ddpsafe._world import World, find_world, loopback_interfaces
+from ddpsafe._world import World, find_world, loopback_interfaces, require_int
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -152,6 +152,9 @@ def _join_job(world: World, config: LaunchConfig) -> RankContext:
     backend, device = agree_on_devices(config.backend, world, control, deadline=deadline)
     if device.type == "cuda":
         interfaces.prefer(_nccl_variables(config, world))
+    if control is not None:
+        # A host that joined later counts fewer restarts (pytorch #108158).
+        control.raise_to("attempt", _own_attempt())
     process_group.open_group(
         store,
         control,
@@ -161,7 +164,9 @@ def _join_job(world: World, config: LaunchConfig) -> RankContext:
         rendezvous=deadline,
         collective=config.timeouts.collective,
     )
-    member = _remember(world, device, backend, control, config=config)
+    attempt = _own_attempt() if control is None else control.number("attempt")
+    member = replace(_remember(world, device, backend, control, config=config), attempt=attempt)
+    enter(member)
     if config.seed is not None:
         environment.seed_all(config.seed)
     return member
@@ -336,8 +341,14 @@ def describe(
         world=world,
         device=device,
         backend=backend,
-        attempt=1 + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        attempt=_own_attempt(),
         run_dir=config.run_dir if config is not None else None,
         barrier_timeout=timeouts.barrier,
         control=control,
     )
+
+
+def _own_attempt() -> int:
+    """Return the attempt that torchrun's agent on this host counts, from 1."""
+    env = {"TORCHELASTIC_RESTART_COUNT": "0", **os.environ}
+    return 1 + require_int(env, "TORCHELASTIC_RESTART_COUNT", because="TORCHELASTIC_RUN_ID")
