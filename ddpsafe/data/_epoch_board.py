@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from ddpsafe.data._limits import describe_open_files
+from ddpsafe.data._replay import Skip
 from ddpsafe.data._replica import current_replica
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from ddpsafe.data._replay import Tracker
 
 _EPOCH: Final = 0
 _OFFSET: Final = 1
@@ -100,8 +103,15 @@ def tell_epoch(*items: object, epoch: int, but: object) -> list[Any]:
 class FollowedDataset:
     """Stands before the user's dataset inside a worker, and follows the board."""
 
-    def __init__(self, dataset: Any, collate_fn: object, board: EpochBoard) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: object,
+        board: EpochBoard,
+        tracker: Tracker | None = None,
+    ) -> None:
         self.dataset = dataset
+        self._tracker = tracker
         self._targets = epoch_targets(dataset, collate_fn)
         self._board = board
         self._epoch = board.epoch()
@@ -115,6 +125,8 @@ class FollowedDataset:
         self._rank = rank
         self._reseed = reseed
         self._epoch = self._board.epoch()
+        if self._tracker is not None and not self._tracker.is_stream:
+            self._tracker.enter(self.dataset)
 
     def _follow(self) -> None:
         epoch = self._board.epoch()
@@ -130,15 +142,19 @@ class FollowedDataset:
         self._follow()
         if hasattr(self.dataset, "seek_consumed"):
             self.dataset.seek_consumed(self._board.offset())
-        return iter(self.dataset)
+        return iter(self.dataset) if self._tracker is None else self._tracker.open(self.dataset)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: Any) -> Any:
+        if index is Skip:
+            return Skip
         return self._read([index])[0]
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
+        if indices and indices[0] is Skip:
+            return [Skip]
         many = getattr(self.dataset, "__getitems__", None)
         return self._read(indices) if many is None else self._read_many(many, indices)
 

@@ -64,6 +64,7 @@ class EpochIterator(Generic[T_co]):
         board: EpochBoard | None,
         look_at_first: Callable[[object], None] | None = None,
         draws: torch.Tensor | None = None,
+        receive: Callable[[Any], Any] | None = None,
     ) -> None:
         self._inner = inner
         self._delivery = delivery
@@ -72,6 +73,7 @@ class EpochIterator(Generic[T_co]):
         self._mark = delivery.epoch
         self._look_at_first = look_at_first
         self._draws = draws
+        self._receive = receive
         self.is_told = False  # whether a worker's death has been raised
         watch_workers(self, inner)
 
@@ -95,6 +97,8 @@ class EpochIterator(Generic[T_co]):
             self.is_told = True
             raise explanation from (explanation.__cause__ or error)
         delivery.batches += 1
+        if self._receive is not None:
+            batch = self._receive(batch)
         if self._look_at_first is not None:
             look, self._look_at_first = self._look_at_first, None
             look(batch)

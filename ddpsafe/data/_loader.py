@@ -21,9 +21,10 @@ from ddpsafe.data._loader_arguments import (
     pins_memory,
     worker_seed,
 )
-from ddpsafe.data._loader_state import cursor_of, save_state
+from ddpsafe.data._loader_state import cursor_of, require_order, save_state
 from ddpsafe.data._permutation import derive_keys
 from ddpsafe.data._position_sampler import check_epoch, require_int
+from ddpsafe.data._replay import Replay, TrackedIndices, is_stateful
 from ddpsafe.data._replica import current_replica
 from ddpsafe.data._sampler_search import (
     batch_geometry,
@@ -171,6 +172,8 @@ class DataLoader(WorkerLoader[T_co]):
         self._told: list[Any] = []
         self._running: weakref.ref[EpochIterator[T_co]] | None = None
         self._loop: weakref.ref[Epochs] | None = None
+        follows_state = is_stateful(dataset) or cursor_of(self) is None
+        self._replay = Replay(self) if follows_state else None
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; otherwise each iteration is the next one.
@@ -243,7 +246,11 @@ class DataLoader(WorkerLoader[T_co]):
         if last is not None:
             chosen = _chosen_by_dataset(self._told)
             return int(last) + 1 if chosen is None else chosen
-        finished = isinstance(self._holder, Cursor) and self._holder.is_finished()
+        finished = (
+            self._replay.finished
+            if self._replay is not None
+            else isinstance(self._holder, Cursor) and self._holder.is_finished()
+        )
         return int(epoch) + 1 if finished else int(epoch)
 
     def __len__(self) -> int:
@@ -261,9 +268,13 @@ class DataLoader(WorkerLoader[T_co]):
         if self._board is not None:
             offset = self._holder.offset() if hasattr(self._holder, "offset") else 0
             self._board.announce(epoch, offset)
+        skipped = 0 if self._replay is None else self._replay.begin_epoch(epoch)
         with self._private_generator(epoch):
             inner = super().__iter__()
         for _ in range(getattr(self._holder, "batches_to_skip", int)()):
+            next(inner)
+        replay = self._replay
+        for _ in range(skipped):
             next(inner)
         iterator = EpochIterator(
             inner,
@@ -272,6 +283,7 @@ class DataLoader(WorkerLoader[T_co]):
             self._board,
             self._first_batch_check(),
             self._private_draws(epoch),
+            None if replay is None else replay.receive,
         )
         self._running = weakref.ref(iterator)
         return iterator  # type: ignore[return-value]  # delegates to torch's iterator
@@ -339,7 +351,7 @@ class DataLoader(WorkerLoader[T_co]):
             DataConfigError: The sampler cannot be resumed, or ``in_order=False``.
             DatasetInconsistencyError: With `compare`, on every rank: a rank is elsewhere.
         """
-        state = save_state(self, self._delivery, batches)
+        state = save_state(self, self._delivery, batches, self._replay)
         if compare:
             compare_states(state)
         return state
@@ -354,10 +366,33 @@ class DataLoader(WorkerLoader[T_co]):
         Raises:
             StateMismatchError: It is damaged, or belongs to other data.
         """
-        cursor_of(self).load_state_dict(state, strict=strict)
+        require_order(self)
+        cursor = cursor_of(self)
+        if self._replay is not None:
+            self._holder = enter_epoch(
+                self._holder, AutoEpoch(self._replay.load(state, strict=strict))
+            )
+            self._end_persistent_workers()
+        elif cursor is not None:
+            cursor.load_state_dict(state, strict=strict)
         self._delivery.supersede("a state was loaded", severe=True)
         self._delivery = Delivery()
         self._running = None
+
+    def _end_persistent_workers(self) -> None:
+        # They hold a dataset that stands somewhere else; new ones receive the state.
+        iterator, self._iterator = self._iterator, None
+        shutdown = getattr(iterator, "_shutdown_workers", None)
+        if shutdown is not None:
+            shutdown()
+
+    @property
+    def _index_sampler(self) -> Any:
+        source = super()._index_sampler
+        replay = self.__dict__.get("_replay")
+        return (
+            source if replay is None or replay.tracker.is_stream else TrackedIndices(replay, source)
+        )
 
     def remember_fingerprint(self, fingerprint: str) -> None:
         """Keep the dataset's fingerprint in the state, so that it is not loaded for other data."""

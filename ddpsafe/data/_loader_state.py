@@ -14,20 +14,28 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from ddpsafe.data._iteration import Delivery
+    from ddpsafe.data._replay import Replay
 
 
-def cursor_of(loader: DataLoader[Any]) -> Cursor:
-    """Return the sampler that knows the position.
-
-    Raises:
-        DataConfigError: None does, or batches cannot be counted.
-    """
-    return _resolve(loader)[0]
+def cursor_of(loader: DataLoader[Any]) -> Cursor | None:
+    """Return the sampler that knows the position and whose batches can be counted."""
+    resolved = _resolve(loader)
+    return None if resolved is None else resolved[0]
 
 
-def save_state(loader: DataLoader[Any], delivery: Delivery, batches: int | None) -> dict[str, Any]:
+def save_state(
+    loader: DataLoader[Any], delivery: Delivery, batches: int | None, replay: Replay | None
+) -> dict[str, Any]:
     """Return the state after the delivered batches, or after the first `batches` of them."""
-    cursor, batch_size, drop_last = _resolve(loader)
+    require_order(loader)
+    resolved = _resolve(loader)
+    if resolved is None or replay is not None:
+        assert replay is not None, "made where no cursor is"  # noqa: S101 - our own invariant
+        used = _used(delivery, batches)
+        finished = delivery.complete or (delivery.exhausted and used == delivery.batches)
+        epoch = find_epoch_holder(loader).epoch if delivery.epoch is None else delivery.epoch
+        return replay.state(int(epoch), used, delivery.batches, finished=finished)
+    cursor, batch_size, drop_last = resolved
     if delivery.epoch is None or cursor.epoch is not delivery.epoch:
         # Nothing was read of the epoch that the cursor stands in.
         used, exhausted = 0, False
@@ -37,18 +45,16 @@ def save_state(loader: DataLoader[Any], delivery: Delivery, batches: int | None)
     return cursor.state_after(used, batch_size=batch_size, drop_last=drop_last, exhausted=exhausted)
 
 
-def _resolve(loader: DataLoader[Any]) -> tuple[Cursor, int, bool]:
+def require_order(loader: DataLoader[Any]) -> None:
+    """Refuse a state of a loader that delivers batches in no order."""
     if not loader.in_order:
         raise _not_resumable("in_order=False delivers batches in no order", "in_order=True")
+
+
+def _resolve(loader: DataLoader[Any]) -> tuple[Cursor, int, bool] | None:
     holder = find_epoch_holder(loader)
     geometry = batch_geometry(loader, holder) if isinstance(holder, Cursor) else None
-    if geometry is None:
-        name = type(loader.sampler).__name__
-        raise _not_resumable(
-            f"the position in a {name} cannot be restored",
-            "sampler=ddpsafe.data.DistributedSampler(dataset), the same order as torch's",
-        )
-    return holder, *geometry
+    return None if geometry is None else (holder, *geometry)
 
 
 def _used(delivery: Delivery, batches: int | None) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from ddpsafe.data._epoch_board import EpochBoard, FollowedDataset, add_note, limit_notes
+from ddpsafe.data._replay import ParcelCollate, Replay, TrackedStream
 from ddpsafe.data._seeding import WorkerInit
 from ddpsafe.data._worker_safety import WorkerSafety, explain_pickling, refuse_unsafe_workers
 
@@ -30,10 +31,12 @@ class WorkerLoader(TorchDataLoader[T_co]):
 
     worker_safety: WorkerSafety
     _board: EpochBoard | None
+    _replay: Replay | None
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         if self.num_workers == 0:
-            return super()._get_iterator()
+            with self._tracked():
+                return super()._get_iterator()
         parts = self._parts_for_workers()
         refuse_unsafe_workers(
             parts, requested=self.multiprocessing_context, safety=self.worker_safety
@@ -65,14 +68,35 @@ class WorkerLoader(TorchDataLoader[T_co]):
         if not isinstance(self.worker_init_fn, WorkerInit) or self._board is None:
             yield
             return
-        dataset = self.dataset
+        dataset, collate_fn = self.dataset, self.collate_fn
+        tracker = None if self._replay is None else self._replay.tracker
         self.worker_init_fn.board = self._board
-        self.__dict__["dataset"] = FollowedDataset(dataset, self.collate_fn, self._board)
+        self.__dict__["dataset"] = FollowedDataset(dataset, collate_fn, self._board, tracker)
+        if tracker is not None and (tracker.is_stream or tracker.is_stateful):
+            self.__dict__["collate_fn"] = ParcelCollate(collate_fn, tracker)
+        try:
+            yield
+        finally:
+            self.__dict__.update(dataset=dataset, collate_fn=collate_fn)
+            self.worker_init_fn.board = None
+
+    @contextlib.contextmanager
+    def _tracked(self) -> Iterator[None]:
+        """Let a dataset that is read without workers begin where its state says."""
+        tracker = None if self._replay is None else self._replay.tracker
+        dataset = self.dataset
+        if tracker is None or not (tracker.is_stream or tracker.is_stateful):
+            yield
+            return
+        if not tracker.is_stream:
+            tracker.enter(dataset)
+            yield
+            return
+        self.__dict__["dataset"] = TrackedStream(dataset, tracker)
         try:
             yield
         finally:
             self.__dict__["dataset"] = dataset
-            self.worker_init_fn.board = None
 
 
 def _may_be_pickling(error: Exception) -> bool:

@@ -1,0 +1,420 @@
+"""The position of a loader whose sampler or dataset is not ddpsafe's: states of its parts, or replay.
+
+A part with ``state_dict()`` and ``load_state_dict()`` (a dataset, its iterator, a sampler, its
+iterator) is asked for its state after each batch that was delivered. A part without is replayed:
+a sampler draws its indices again, from the generators as they were, and they must be the same; a
+stream is read again up to the position. Unlike ddpsafe's own positions, these belong to one rank,
+one world size, one batch size and one number of workers.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import copy
+import itertools
+import zlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
+
+from ddpsafe._errors import Explanation
+from ddpsafe.data._replica import current_replica
+from ddpsafe.data._state import VERSION, compare_identity, parse_state
+from ddpsafe.data.errors import DataConfigError, StateMismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch.utils.data import DataLoader
+
+_REMEMBERED: Final = 64
+
+
+def is_stateful(item: object) -> bool:
+    """Tell whether an object can say where it is, and go there."""
+    return callable(getattr(item, "state_dict", None)) and callable(
+        getattr(item, "load_state_dict", None)
+    )
+
+
+class Skip:
+    """Stands for a sample of a batch that is there to be dropped."""
+
+
+@dataclass(slots=True)
+class Parcel:
+    """A batch on its way from a worker, with where that worker's data stand after it."""
+
+    batch: Any
+    worker: int
+    state: dict[str, Any] | None
+
+    def pin_memory(self, device: Any = None) -> Parcel:
+        """Pin the batch; torch's pinning thread calls it."""
+        from torch.utils.data._utils.pin_memory import pin_memory
+
+        self.batch = pin_memory(self.batch, device)  # type: ignore[no-untyped-call]  # torch has no types here
+        return self
+
+
+class Tracker:
+    """Opens a dataset where a state says, and tells where it stands; in a worker or without."""
+
+    def __init__(self, dataset: Any, batch_size: int | None) -> None:
+        self.is_stream = isinstance(dataset, IterableDataset)
+        self.is_stateful = is_stateful(dataset)
+        self.resume: dict[int, dict[str, Any]] = {}
+        self.first_worker = 0
+        self._batch_size = batch_size
+        self._iterator: Any = None
+        self._dataset: Any = None
+        self._count = 0
+
+    def enter(self, dataset: Any) -> None:
+        """Bring a dataset that is not a stream to its state."""
+        self._dataset = dataset
+        saved = self.resume.pop(_worker(), None)
+        if saved is not None and saved["dataset"] is not None and self.is_stateful:
+            dataset.load_state_dict(saved["dataset"])
+
+    def open(self, dataset: Any) -> Iterator[Any]:
+        """Iterate over a stream, from where its state says."""
+        worker = _worker()
+        saved = self.resume.pop(worker, None)
+        self._dataset, self._count = dataset, 0
+        if saved is not None and saved["dataset"] is not None and self.is_stateful:
+            dataset.load_state_dict(saved["dataset"])
+        self._iterator = iterator = iter(dataset)
+        if saved is not None:
+            self._count = saved["count"]
+            if saved["iterator"] is not None and is_stateful(iterator):
+                if iterator is not dataset:
+                    iterator.load_state_dict(saved["iterator"])
+            elif saved["dataset"] is None:
+                collections.deque(itertools.islice(iterator, self._count), maxlen=0)
+        skipped = (self._batch_size or 1) if worker < self.first_worker else 0
+        self.first_worker = 0
+        return self._counted(iterator, skipped)
+
+    def _counted(self, iterator: Iterator[Any], skipped: int) -> Iterator[Any]:
+        yield from (Skip for _ in range(skipped))
+        while True:  # a for loop would call iter() again, which restarts some
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            self._count += 1
+            yield item
+
+    def state(self) -> dict[str, Any] | None:
+        """Return where the data stand now; ``None`` where there is nothing to tell."""
+        if not self.is_stream and not self.is_stateful:
+            return None
+        iterator, dataset = self._iterator, self._dataset
+        own = iterator if iterator is not dataset and is_stateful(iterator) else None
+        return {
+            "count": self._count,
+            "iterator": None if own is None else copy.deepcopy(own.state_dict()),
+            "dataset": copy.deepcopy(dataset.state_dict()) if self.is_stateful else None,
+        }
+
+
+def _worker() -> int:
+    info = get_worker_info()
+    return 0 if info is None else info.id
+
+
+class TrackedStream(IterableDataset[Any]):
+    """Stands before a stream that is read without workers."""
+
+    def __init__(self, dataset: Any, tracker: Tracker) -> None:
+        self.dataset = dataset
+        self._tracker = tracker
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._tracker.open(self.dataset)
+
+
+class ParcelCollate:
+    """Puts the worker's state beside each batch; the user's function collates."""
+
+    def __init__(self, collate_fn: Callable[[Any], Any], tracker: Tracker) -> None:
+        self._collate_fn = collate_fn
+        self._tracker = tracker
+
+    def __call__(self, samples: Any) -> Parcel:
+        """Collate, in the worker."""
+        if samples is Skip or (isinstance(samples, list) and samples and samples[0] is Skip):
+            return Parcel(None, -1, None)
+        return Parcel(self._collate_fn(samples), _worker(), self._tracker.state())
+
+
+@dataclass(slots=True)
+class _Drawn:
+    """What is known after a batch: a checksum of all indices, the sampler's state, the workers'."""
+
+    checksum: int | None = 0
+    sampler: Any = None
+    workers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    last_worker: int = -1
+
+
+class Replay:
+    """The position of one loader that ddpsafe's samplers do not know."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+        self.tracker = Tracker(loader.dataset, loader.batch_size)
+        self.finished = False
+        self._loaded: dict[str, Any] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._base = 0
+        self._start = _Drawn()
+        self._drawn: collections.deque[_Drawn] = collections.deque()
+        self._delivered: collections.deque[_Drawn] = collections.deque(maxlen=_REMEMBERED)
+        self._random: dict[str, str | None] = {"torch": None, "generator": None}
+        self._pending: dict[str, Any] | None = None
+
+    def begin_epoch(self, epoch: int) -> int:
+        """Prepare a pass; return how many batches come first that are to be dropped."""
+        loaded, self._loaded = self._loaded, None
+        self.finished = False
+        self._begin()
+        self.tracker.resume, self.tracker.first_worker = {}, 0
+        if loaded is None or loaded["epoch"] != epoch or loaded["finished"]:
+            if loaded is not None and loaded["finished"]:
+                _set_generator(self._generator(), loaded["replay"]["generator_after"])
+            return 0
+        saved = loaded["replay"]
+        self._pending = saved
+        self._base = saved["batches"]
+        workers = {int(worker): state for worker, state in saved["workers"].items()}
+        self._start = _Drawn(saved["checksum"], saved["sampler"], workers, saved["last_worker"])
+        self.tracker.resume = dict(workers)
+        count = self._loader.num_workers
+        if count > 1 and (self.tracker.is_stream or self.tracker.is_stateful):
+            self.tracker.first_worker = (saved["last_worker"] + 1) % count
+        return self.tracker.first_worker
+
+    def receive(self, batch: Any) -> Any:
+        """Take a delivered batch; return what the user gets."""
+        last = self._delivered[-1] if self._delivered else self._start
+        drawn = self._drawn.popleft() if self._drawn else copy.copy(last)
+        drawn.workers, drawn.last_worker = last.workers, last.last_worker
+        if type(batch) is Parcel:
+            if batch.state is not None:
+                drawn.workers = {**last.workers, batch.worker: batch.state}
+            drawn.last_worker = batch.worker
+            batch = batch.batch
+        self._delivered.append(drawn)
+        return batch
+
+    def state(self, epoch: int, used: int, delivered: int, *, finished: bool) -> dict[str, Any]:
+        """Return the state after `used` of the `delivered` batches of this pass."""
+        if self._loaded is not None:
+            return copy.deepcopy(self._loaded)
+        back = delivered - used
+        if used and back >= len(self._delivered):
+            raise DataConfigError(
+                Explanation(
+                    f"batches={used}, but only the last {len(self._delivered)} positions are kept.",
+                    cause="the position of a foreign sampler or dataset is its state, not a number.",
+                    fix="save closer to the step that the state is for.",
+                )
+            )
+        at = self._delivered[-1 - back] if used else self._start
+        workers = at.workers
+        if self._loader.num_workers == 0 and delivered:
+            if back and self.tracker.state() is not None:
+                raise DataConfigError(
+                    Explanation(
+                        f"batches={used}, but the dataset stands after batch {delivered}.",
+                        cause="without workers a dataset tells only where it is now.",
+                        fix="save before the next batch is taken, or use num_workers=1.",
+                    )
+                )
+            state = self.tracker.state()
+            workers = {} if state is None else {0: state}
+        replica = current_replica()
+        return {
+            "version": VERSION,
+            "epoch": epoch,
+            "consumed": self._base + used,
+            "finished": finished or self.finished,
+            "world_size": replica.num_replicas,
+            "identity": self._identity(),
+            "replay": {
+                "rank": replica.rank,
+                "batches": self._base + used,
+                "checksum": at.checksum,
+                "sampler": at.sampler,
+                "workers": {str(worker): state for worker, state in workers.items()},
+                "last_worker": at.last_worker,
+                **self._random,
+                "generator_after": _generator_text(self._generator()),
+            },
+        }
+
+    def _identity(self) -> dict[str, object]:
+        loader = self._loader
+        same: dict[str, object] = {
+            "sampler": self._name(),
+            "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
+            "num_replicas": current_replica().num_replicas,
+        }
+        if self.tracker.is_stream or self.tracker.is_stateful:
+            same["num_workers"] = loader.num_workers
+        if not self.tracker.is_stream and hasattr(loader.dataset, "__len__"):
+            same["n"] = len(loader.dataset)
+        return same
+
+    def load(self, state: Mapping[str, Any], *, strict: bool) -> int:
+        """Take a state for the next pass; return its epoch."""
+        parsed = parse_state(state)
+        compare_identity(parsed["identity"], self._identity(), strict=strict, what="loader")
+        saved = parsed.get("replay")
+        if not isinstance(saved, dict):
+            raise StateMismatchError(
+                Explanation(
+                    "The state belongs to a sampler of ddpsafe.data.",
+                    cause="the loader has another sampler now.",
+                    fix="make the loader with the sampler that it had.",
+                )
+            )
+        rank = current_replica().rank
+        if saved["rank"] != rank:
+            if saved["workers"] or saved["sampler"] is not None:
+                raise StateMismatchError(
+                    Explanation(
+                        f"The state is that of rank {saved['rank']}, and this is rank {rank}.",
+                        cause="the dataset or the sampler keeps a state of its own on each rank.",
+                        fix="save loader.state_dict() of every rank, and load each rank's own.",
+                    ),
+                    differences={"rank": (saved["rank"], rank)},
+                )
+            parsed["replay"] = {**saved, "checksum": None}
+        self._loaded, self.finished = copy.deepcopy(parsed), parsed["finished"]
+        return int(parsed["epoch"])
+
+    def _source(self) -> Any:
+        loader = self._loader
+        return (
+            loader.dataset if self.tracker.is_stream else (loader.batch_sampler or loader.sampler)
+        )
+
+    def _name(self) -> str:
+        source = self._source()
+        return type(source.sampler if type(source) is BatchSampler else source).__name__
+
+    def _generator(self) -> torch.Generator | None:
+        source = self._source()
+        found = getattr(source, "generator", None) or getattr(
+            getattr(source, "sampler", None), "generator", None
+        )
+        return found if isinstance(found, torch.Generator) else None
+
+    def indices(self) -> Iterator[Any]:
+        """Draw what the loader reads, noting after each batch where the sampler stands."""
+        # The batch that comes next is the one of the worker after the last: earlier ones pass.
+        nothing = [Skip] if self._loader.batch_sampler is not None else Skip
+        yield from itertools.repeat(nothing, self.tracker.first_worker)
+        source, pending = self._source(), self._pending
+        generator = self._generator()
+        outer = torch.get_rng_state()
+        if pending is None:
+            self._random = {"torch": _text(outer), "generator": _generator_text(generator)}
+        else:
+            self._random = {key: pending[key] for key in ("torch", "generator")}
+            _set_generator(generator, pending["generator"])
+            if pending["torch"] is not None:
+                torch.set_rng_state(_from_text(pending["torch"]))
+        try:
+            batches, owner = _batches(source, None if pending is None else pending["sampler"])
+            checksum: int | None = 0
+            if owner is None:
+                for batch in itertools.islice(batches, self._base):
+                    checksum = zlib.crc32(repr(batch).encode(), checksum or 0)
+                self._check_replay(checksum)
+            else:
+                checksum = self._start.checksum
+            first = next(batches, Skip)
+        finally:
+            if pending is not None:
+                torch.set_rng_state(outer)
+        for batch in itertools.chain([] if first is Skip else [first], batches):
+            checksum = zlib.crc32(repr(batch).encode(), checksum or 0)
+            state = None if owner is None else copy.deepcopy(owner.state_dict())
+            self._drawn.append(_Drawn(checksum, state))
+            yield batch
+
+    def _check_replay(self, checksum: int | None) -> None:
+        expected = self._start.checksum
+        if self._base and expected is not None and checksum != expected:
+            raise StateMismatchError(
+                Explanation(
+                    f"{self._name()} draws other indices than before the state "
+                    f"was saved, so the {self._base} batches that were read are not known.",
+                    cause="its order depends on something that the state does not hold: Python's or "
+                    "numpy's generator, a counter, the time.",
+                    fix="give the sampler state_dict() and load_state_dict(), draw from a "
+                    "torch.Generator, or use ddpsafe.data.DistributedSampler.",
+                )
+            )
+
+
+class TrackedIndices:
+    """What torch's iterator draws from instead of the sampler."""
+
+    def __init__(self, replay: Replay, source: Any) -> None:
+        self._replay = replay
+        self._source = source
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._replay.indices()
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+
+def _batches(source: Any, saved: Any) -> tuple[Iterator[Any], Any]:
+    """Return what a sampler or batch sampler draws from its state on, and what has the state."""
+    plain = type(source) is BatchSampler
+    sampler = source.sampler if plain else source
+    if saved is not None and is_stateful(sampler):
+        sampler.load_state_dict(saved)
+    iterator = iter(sampler)
+    owner = iterator if is_stateful(iterator) else sampler if is_stateful(sampler) else None
+    if saved is not None and is_stateful(iterator) and iterator is not sampler:
+        iterator.load_state_dict(saved)
+    if plain:
+        return _in_batches(iterator, source.batch_size, drop_last=source.drop_last), owner
+    return iterator, owner
+
+
+def _in_batches(indices: Iterator[Any], size: int, *, drop_last: bool) -> Iterator[list[Any]]:
+    # As torch's BatchSampler, which keeps the iterator, and so its state, to itself.
+    while batch := list(itertools.islice(indices, size)):
+        if len(batch) == size or not drop_last:
+            yield batch
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _from_text(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def _generator_text(generator: torch.Generator | None) -> str | None:
+    return None if generator is None else _text(generator.get_state())
+
+
+def _set_generator(generator: torch.Generator | None, text: str | None) -> None:
+    if generator is not None and text is not None:
+        generator.set_state(_from_text(text))

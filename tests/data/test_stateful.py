@@ -1,0 +1,401 @@
+"""Datasets, iterators and samplers with a state of their own resume; others are replayed.
+
+What torchdata's StatefulDataLoader promises of a resume, in tests of our own; where ddpsafe
+promises something else, docs/reference/data.md says what and why.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from data_programs import Numbers
+from torch.utils.data import (
+    BatchSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from ddpsafe.data import DataLoader
+from ddpsafe.data.errors import StateMismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+N = 46
+
+
+def own_part(n: int) -> range:
+    """Return the numbers of this worker, as a stream divides itself."""
+    info = get_worker_info()
+    return range(n) if info is None else range(info.id, n, info.num_workers)
+
+
+class Position:
+    """An iterator with a state, which also draws."""
+
+    def __init__(self, n: int) -> None:
+        self.numbers = own_part(n)
+        self.place = 0
+        self.generator = torch.Generator().manual_seed(5)
+
+    def __iter__(self) -> Position:
+        return self
+
+    def __next__(self) -> int:
+        if self.place >= len(self.numbers):
+            raise StopIteration
+        self.place += 1
+        drawn = int(torch.randint(1000, (), generator=self.generator))
+        return self.numbers[self.place - 1] * 1000 + drawn
+
+    def state_dict(self) -> dict[str, Any]:
+        """Say where it is."""
+        return {"place": self.place, "generator": self.generator.get_state().tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go there."""
+        self.place = state["place"]
+        self.generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
+
+
+class WithIterator(IterableDataset[int]):
+    """A stream whose iterator has the state."""
+
+    def __iter__(self) -> Iterator[int]:
+        return Position(N)
+
+
+class IsIterator(IterableDataset[int]):
+    """A stream that is its own iterator, as old code has it."""
+
+    def __init__(self) -> None:
+        self.position: Position | None = None
+        self.loaded: dict[str, Any] | None = None
+
+    def __iter__(self) -> IsIterator:
+        self.position = Position(N)
+        if self.loaded is not None:
+            self.position.load_state_dict(self.loaded)
+            self.loaded = None
+        return self
+
+    def __next__(self) -> int:
+        assert self.position is not None
+        return next(self.position)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Say where it is."""
+        return {} if self.position is None else self.position.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go there when it is iterated."""
+        self.loaded = dict(state)
+
+
+class ByGenerator(IterableDataset[int]):
+    """A stream by a generator function, with the state in the dataset, as Hugging Face has it."""
+
+    def __init__(self) -> None:
+        self.place = 0
+        self.resume = 0
+
+    def __iter__(self) -> Iterator[int]:
+        first, self.resume = self.resume, 0
+        for self.place, number in enumerate(own_part(N)[first:], first + 1):
+            yield number
+
+    def state_dict(self) -> dict[str, Any]:
+        """Say where it is."""
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go there when it is iterated."""
+        self.resume = state["place"]
+
+
+class WithoutState(IterableDataset[int]):
+    """A stream that is read again up to the position."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from own_part(N)
+
+
+class CountingDataset(Numbers):
+    """A map-style dataset with a state: how often it was read."""
+
+    def __init__(self) -> None:
+        super().__init__(N)
+        self.reads = 0
+
+    def __getitem__(self, index: int) -> int:
+        self.reads += 1
+        return index * 1000 + self.reads
+
+    def state_dict(self) -> dict[str, Any]:
+        """Say how often."""
+        return {"reads": self.reads}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting."""
+        self.reads = state["reads"]
+
+
+class StatefulSampler(Sampler[int]):
+    """An order of its own, with a state."""
+
+    def __init__(self) -> None:
+        self.place = 0
+        self.loaded = False
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.loaded:
+            self.place = 0
+        self.loaded = False
+        while self.place < N:
+            self.place += 1
+            yield (self.place * 7) % N
+
+    def __len__(self) -> int:
+        return N
+
+    def state_dict(self) -> dict[str, Any]:
+        """Say where it is."""
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go there when it is iterated."""
+        self.place = state["place"]
+        self.loaded = True
+
+
+class SamplerOfIterators(Sampler[int]):
+    """A sampler whose iterator has the state."""
+
+    def __iter__(self) -> Iterator[int]:
+        return _Sevens()
+
+    def __len__(self) -> int:
+        return N
+
+
+class _Sevens(Position):
+    def __init__(self) -> None:
+        super().__init__(N)
+
+    def __next__(self) -> int:
+        return (super().__next__() // 1000 * 7) % N
+
+
+class DrawingSampler(Sampler[int]):
+    """Draws its order from torch's global generator, without a state."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(N).tolist()
+
+    def __len__(self) -> int:
+        return N
+
+
+class PairBatches(StatefulSampler):
+    """A batch sampler with a state."""
+
+    def __iter__(self) -> Iterator[Any]:
+        pairs = super().__iter__()
+        for first in pairs:
+            yield [first, next(pairs)]
+
+    def __len__(self) -> int:
+        return N // 2
+
+
+KINDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "iterator with state": lambda: {"dataset": WithIterator(), "batch_size": 4},
+    "dataset that is its iterator": lambda: {"dataset": IsIterator(), "batch_size": 4},
+    "generator with state": lambda: {"dataset": ByGenerator(), "batch_size": 4},
+    "generator with state, no batches": lambda: {"dataset": ByGenerator(), "batch_size": None},
+    "generator with state, drop_last": lambda: {
+        "dataset": ByGenerator(),
+        "batch_size": 4,
+        "drop_last": True,
+    },
+    "generator without state": lambda: {"dataset": WithoutState(), "batch_size": 4},
+    "map dataset with state": lambda: {"dataset": CountingDataset(), "batch_size": 4},
+    "sampler with state": lambda: _sampled(sampler=StatefulSampler()),
+    "sampler whose iterator has the state": lambda: _sampled(sampler=SamplerOfIterators()),
+    "batch sampler with state": lambda: _sampled(batch_sampler=PairBatches()),
+    "batches of a sampler with state": lambda: _sampled(
+        batch_sampler=BatchSampler(StatefulSampler(), 4, drop_last=False)
+    ),
+    "RandomSampler": lambda: _sampled(sampler=RandomSampler(range(N))),
+    "RandomSampler with a generator": lambda: _sampled(
+        sampler=RandomSampler(range(N), generator=torch.Generator().manual_seed(9))
+    ),
+    "WeightedRandomSampler": lambda: _sampled(sampler=WeightedRandomSampler([1.0] * N, N)),
+    "SequentialSampler": lambda: _sampled(sampler=SequentialSampler(range(N))),
+    "sampler that draws, without state": lambda: _sampled(sampler=DrawingSampler()),
+    "list of indices": lambda: _sampled(sampler=list(range(0, N, 2))),
+}
+
+
+def _sampled(**options: Any) -> dict[str, Any]:
+    size = {} if "batch_sampler" in options else {"batch_size": 4}
+    return {"dataset": Numbers(N), **size, **options}
+
+
+def make(kind: str, num_workers: int, **options: Any) -> DataLoader[Any]:
+    """Make the loader of a kind, as a new process would."""
+    context = "fork" if num_workers else None
+    return DataLoader(
+        **KINDS[kind](), num_workers=num_workers, multiprocessing_context=context, **options
+    )
+
+
+def plain(batch: Any) -> Any:
+    """Return a batch as numbers."""
+    return batch.tolist() if isinstance(batch, torch.Tensor) else batch
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rest_of_the_epoch_and_the_next_are_as_without_the_stop(
+    kind: str, num_workers: int
+) -> None:
+    """Saved after none, some and all batches; through JSON where the parts' states allow it."""
+    torch.manual_seed(3)
+    loader = make(kind, num_workers)
+    states, batches = [], []
+    iterator = iter(loader)
+    while True:
+        states.append(json.loads(json.dumps(loader.state_dict())))
+        batch = next(iterator, None)
+        if batch is None:
+            break
+        batches.append(plain(batch))
+    end = json.loads(json.dumps(loader.state_dict()))
+    assert (end["finished"], states[-1]["consumed"]) == (True, len(batches))
+    for stop in (1, 3, len(batches) - 1):
+        resumed = make(kind, num_workers)
+        resumed.load_state_dict(states[stop])
+        assert resumed.state_dict() == states[stop]
+        assert [plain(batch) for batch in resumed] == batches[stop:]
+    assert len(list(resumed)) == len(batches)  # the epoch after it is a whole one
+    after = make(kind, num_workers)
+    after.load_state_dict(end)
+    assert list(after.epochs(1)) == []
+    assert len([plain(batch) for batch in after]) == len(batches)
+
+
+@pytest.mark.parametrize("kind", ["generator with state", "sampler with state", "RandomSampler"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_resumed_twice_loses_and_repeats_nothing(kind: str, num_workers: int) -> None:
+    """A state of a resumed pass counts from the epoch's beginning."""
+    torch.manual_seed(3)
+    whole = [plain(batch) for batch in make(kind, num_workers)]
+    torch.manual_seed(3)
+    seen: list[Any] = []
+    state = None
+    for steps in (2, 3, 100):
+        loader = make(kind, num_workers)
+        if state is not None:
+            loader.load_state_dict(state)
+        seen += [plain(batch) for batch in itertools.islice(loader, steps)]
+        state = loader.state_dict()
+    assert sorted(map(str, seen)) == sorted(map(str, whole)) or kind == "RandomSampler"
+    assert len({number for batch in seen for number in batch}) == N
+
+
+def test_persistent_workers_begin_again_at_the_state() -> None:
+    """They hold a dataset that stands elsewhere, so they are replaced."""
+    loader = make("generator with state", 2, persistent_workers=True)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    rest = [plain(batch) for batch in iterator]
+    loader.load_state_dict(state)
+    assert [plain(batch) for batch in loader] == rest
+
+
+def test_next_epoch_of_a_generator_sampler_goes_on_as_without_the_stop() -> None:
+    """The generator of a RandomSampler is put where the epoch left it."""
+    loader = make("RandomSampler with a generator", 0)
+    first = [plain(batch) for batch in loader]
+    state = loader.state_dict()
+    second = [plain(batch) for batch in loader]
+    resumed = make("RandomSampler with a generator", 0)
+    resumed.load_state_dict(state)
+    assert [plain(batch) for batch in resumed] == second != first
+
+
+def test_position_behind_a_prefetcher_is_found_too() -> None:
+    """batches= says how many were used of those delivered."""
+    loader = make("sampler with state", 2)
+    iterator = iter(loader)
+    batches = [plain(next(iterator)) for _ in range(4)]
+    resumed = make("sampler with state", 2)
+    resumed.load_state_dict(loader.state_dict(batches=3))
+    assert plain(next(iter(resumed))) == batches[3]
+
+
+class Fickle(Sampler[int]):
+    """Draws from Python's own generator, which no state holds."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(N))
+        random.shuffle(order)
+        yield from order
+
+    def __len__(self) -> int:
+        return N
+
+
+def test_sampler_that_cannot_be_replayed_is_named() -> None:
+    """Other indices than before: an error, not lost and repeated samples."""
+    loader = DataLoader(Numbers(N), 4, sampler=Fickle())
+    next(iter(loader))
+    state = loader.state_dict()
+    resumed = DataLoader(Numbers(N), 4, sampler=Fickle())
+    resumed.load_state_dict(state)
+    with pytest.raises(StateMismatchError, match="Fickle draws other indices"):
+        list(resumed)
+
+
+def test_another_number_of_workers_is_refused_where_each_has_a_state() -> None:
+    """And allowed where only the sampler has one."""
+    state = make("generator with state", 2).state_dict()
+    with pytest.raises(StateMismatchError, match="num_workers: saved 2, now 0"):
+        make("generator with state", 0).load_state_dict(state)
+    make("sampler with state", 0).load_state_dict(make("sampler with state", 2).state_dict())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_stream_of_hugging_face_resumes(num_workers: int) -> None:
+    """Its IterableDataset has state_dict(), shuffled and mapped too."""
+    datasets = pytest.importorskip("datasets")
+
+    def stream() -> Any:
+        data = datasets.Dataset.from_dict({"a": list(range(N))})
+        return data.to_iterable_dataset(num_shards=4).map(lambda row: {"a": row["a"] * 2})
+
+    def loader() -> DataLoader[Any]:
+        context = "fork" if num_workers else None
+        return DataLoader(stream(), 4, num_workers=num_workers, multiprocessing_context=context)
+
+    first = loader()
+    iterator = iter(first)
+    for _ in range(3):
+        next(iterator)
+    state = first.state_dict()
+    rest = [batch["a"].tolist() for batch in iterator]
+    resumed = loader()
+    resumed.load_state_dict(state)
+    assert [batch["a"].tolist() for batch in resumed] == rest
