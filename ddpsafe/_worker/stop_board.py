@@ -91,7 +91,7 @@ class StopBoard:
                 if self._is_over.wait(_AGREE_EVERY_S):
                     return
             self._calls.agree(int(self._store.get(_AGREED)))
-        except RuntimeError:  # the store went with rank 0
+        except (RuntimeError, ValueError):  # the store went with rank 0, or a stranger wrote there
             self._calls.give_up()
 
     def _promise(self) -> None:
