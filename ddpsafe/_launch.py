@@ -15,7 +15,7 @@ from ddpsafe._launcher.attempt import run_attempt
 from ddpsafe._launcher.calls import Calls
 from ddpsafe._launcher.console import quiet_log
 from ddpsafe._launcher.daemonic import require_may_have_children
-from ddpsafe._launcher.handle import SpawnHandle
+from ddpsafe._launcher.handle import SpawnHandle, as_torchs
 from ddpsafe._launcher.main_guard import require_main_guard
 from ddpsafe._launcher.plan import make_plan
 from ddpsafe._launcher.presentation import presentable
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from ddpsafe._config import LaunchFields
     from ddpsafe._launcher.calls import OnRetry
-    from ddpsafe._launcher.handle import OnStart
+    from ddpsafe._launcher.handle import GracePeriod, OnStart
     from ddpsafe._launcher.plan import LaunchPlan
     from ddpsafe._wire.spec import CallStyle
     from ddpsafe._worker.context import RankContext
@@ -153,7 +153,8 @@ def spawn(
     Raises:
         ConfigError: As in `launch`.
         PreflightError: As in `launch`.
-        RankFailedError: As in `launch`.
+        RankFailedError: As in `launch`; it is torch's ``ProcessRaisedException`` or
+            ``ProcessExitedException``, too, with their attributes.
         LaunchTimeoutError: As in `launch`.
         PreemptedError: As in `launch`.
     """
@@ -175,7 +176,7 @@ def spawn(
             return None
         return SpawnHandle(partial(_run_plan, plan, calls), daemon=daemon)
     except DDPSafeError as error:
-        raise presentable(error)
+        raise presentable(as_torchs(error))
 
 
 def run_processes(fn: Callable[..., object], args: Sequence[Any], config: LaunchConfig) -> None:
@@ -201,6 +202,7 @@ def _run_plan(
     calls: Calls,
     on_start: OnStart | None = None,
     cancelled: Event | None = None,
+    grace_period: GracePeriod = lambda: None,
 ) -> LaunchResult[Any]:
     attempts = 0
     cancelled = cancelled or Event()
@@ -217,6 +219,7 @@ def _run_plan(
             directory=directory,
             on_start=on_start,
             cancelled=cancelled,
+            grace_period=grace_period,
         )
 
     try:

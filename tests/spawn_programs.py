@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import sys
+import tempfile
 import threading
 from typing import TYPE_CHECKING, Any
 
 import scripts
+
+import ddpsafe
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -169,3 +174,62 @@ def wait_for_ever(rank: int) -> None:
 def note_start_method(rank: int, folder: Path) -> None:
     """Say how this process starts others by default."""
     note(rank, folder, repr(multiprocessing.get_start_method(allow_none=True)))
+
+
+def end_in_a_way(rank: int, fault: str) -> None:
+    """Meet the fault that is said for this rank; stay a moment where there is none."""
+    for part in fault.split(", "):
+        how, _, where = part.split()
+        if where in ("all", str(rank)):
+            if how == "raise":
+                msg = f"from rank {rank}"
+                raise ValueError(msg)
+            if how == "exit":
+                sys.exit(123)
+            if how == "abort":
+                os.abort()
+            return
+    with contextlib.suppress(AssertionError):
+        scripts.wait_until(lambda: False, within_s=1)
+
+
+def put_index(rank: int, queue: Any) -> None:
+    """Say who this is."""
+    queue.put(rank)
+
+
+def spawn_and_die(rank: int, folder: Path, start_method: str) -> None:
+    """Spawn ranks, and die by a signal once they are there."""
+    tempfile.tempdir = str(folder)  # who is killed with its helpers removes nothing
+    handle = ddpsafe.spawn(
+        note_and_wait,
+        (folder,),
+        2,
+        join=False,
+        start_method=start_method,
+        run_dir=folder / "inner",
+    )
+    assert handle is not None
+    scripts.wait_until(lambda: len(list(folder.glob("inner-*"))) == 2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    scripts.wait_until((folder / f"never-{rank}").exists)
+
+
+def note_and_wait(rank: int, folder: Path) -> None:
+    """Say which process this is, and stay."""
+    (folder / f"inner-{rank}.tmp").write_text(str(os.getpid()))
+    (folder / f"inner-{rank}.tmp").rename(folder / f"inner-{rank}")
+    wait_for_ever(rank)
+
+
+def fail_or_finish(rank: int, folder: Path) -> None:
+    """Fail on rank 0, and finish on rank 1 a while after that."""
+    if rank == 0:
+        (folder / "started").touch()
+        scripts.wait_until((folder / "gate").exists)
+        msg = "the first"
+        raise ValueError(msg)
+    scripts.wait_until((folder / "gate").exists)
+    with contextlib.suppress(AssertionError):
+        scripts.wait_until(lambda: False, within_s=3)
+    (folder / "finished").touch()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import ExitStack
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ddpsafe._clock import Deadline
 from ddpsafe._errors import STARTUP_KINDS, RankKilledError
 from ddpsafe._launcher import shutdown
 from ddpsafe._launcher.console import open_console
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
     from ddpsafe._errors import LaunchError
     from ddpsafe._launcher.diagnosis.errors import EndedAttempt
+    from ddpsafe._launcher.handle import GracePeriod
     from ddpsafe._launcher.plan import LaunchPlan
     from ddpsafe._launcher.rendezvous import LauncherStore
     from ddpsafe._launcher.run_directory import RunDirectory
@@ -48,6 +51,7 @@ def run_attempt(
     directory: RunDirectory,
     on_start: Callable[[Sequence[Worker], SignalInbox], None] | None = None,
     cancelled: Event,
+    grace_period: GracePeriod = lambda: None,
 ) -> dict[int, object]:
     """Run all ranks once.
 
@@ -58,6 +62,8 @@ def run_attempt(
         run_rank: What their processes run.
         directory: Where the logs go.
         on_start: Told the workers once all have been started, and how to interrupt them.
+        grace_period: How long the other ranks may go on once one has failed, in seconds; asked by
+            then.
         cancelled: Set when somebody wants the launcher to stop.
 
     Returns:
@@ -97,7 +103,7 @@ def run_attempt(
                 guard.remove_later(folder)
         if on_start is not None:
             on_start(workers, inbox)
-        ending, request = _watch_to_the_end(workers, plan, inbox, end)
+        ending, request = _watch_to_the_end(workers, plan, inbox, end, grace_period)
         case = errors.EndedAttempt(
             outcomes={worker.rank: worker.outcome() for worker in workers},
             ending=ending,
@@ -116,7 +122,8 @@ def _watch_to_the_end(
     workers: Sequence[Worker],
     plan: LaunchPlan,
     inbox: SignalInbox,
-    end: Callable[[Sequence[Worker]], None],
+    end: Callable[..., None],
+    grace_period: GracePeriod,
 ) -> tuple[Ending, StopRequest]:
     timeouts = plan.config.timeouts
     with open_console(workers, plan.console, inbox=inbox, limit=timeouts.attempt):
@@ -124,7 +131,12 @@ def _watch_to_the_end(
         ending = watch.until_end()
         if ending.verdict not in ("done", "signal"):
             evidence.collect(workers)
-        end(workers)
+        given_s = grace_period() if ending.verdict == "failed" else None
+        if given_s is None:
+            end(workers)
+        else:  # as torch's: they may end by themselves, then obey SIGTERM
+            shutdown.await_ends(workers, Deadline.after(timedelta(seconds=given_s)))
+            end(workers, grace=timedelta(seconds=given_s))
     return ending, watch.stop_request
 
 

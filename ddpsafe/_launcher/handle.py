@@ -1,16 +1,26 @@
-"""`SpawnHandle`: ranks that run while the caller does something else."""
+"""What `spawn` gives as torch's does: a handle with its methods, and errors that are torch's, too."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import signal
 import threading
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final, cast
 
-from ddpsafe._errors import DDPSafeError
+from ddpsafe._errors import (
+    DDPSafeError,
+    RankExitedError,
+    RankFailedError,
+    RankKilledError,
+    RankLeftEarlyError,
+    RankRaisedError,
+    portable,
+    rebuild,
+)
 from ddpsafe._launcher.presentation import end_with_the_script, presentable, spare
 from ddpsafe._launcher.streams import say
 
@@ -22,9 +32,76 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.worker import Worker
 
     OnStart = Callable[[Sequence[Worker], SignalInbox], None]
+    GracePeriod = Callable[[], float | None]
 
 
 __tracebackhide__ = True  # pytest shows the line of the caller, not these
+
+
+def as_torchs(error: DDPSafeError) -> DDPSafeError:
+    """Return an error of `spawn` as one that ``except torch.multiprocessing.Process…`` catches, too.
+
+    Its class inherits ddpsafe's and torch's, under ddpsafe's name. A timeout cannot be torch's: it
+    is a `TimeoutError`, which Python does not combine with torch's classes.
+    """
+    if type(error) not in _TORCHS or not isinstance(error, RankFailedError):
+        return error
+    return _rebuild_as_torchs(type(error), error.args, dict(error.__dict__), error.__cause__)
+
+
+_TORCHS: Final[dict[type[DDPSafeError], str]] = {
+    RankRaisedError: "ProcessRaisedException",
+    RankExitedError: "ProcessExitedException",
+    RankKilledError: "ProcessExitedException",
+    RankLeftEarlyError: "ProcessExitedException",
+}
+
+
+@functools.cache
+def _combined(cls: type[RankFailedError]) -> type[RankFailedError]:
+    """Make the class that is both; torch is loaded once ranks have run."""
+    import torch.multiprocessing
+
+    class Both(cls, getattr(torch.multiprocessing, _TORCHS[cls])):  # type: ignore[misc,valid-type]  # made for each pair
+        def __str__(self) -> str:
+            return f"{super().__str__()}\n\n{self.torchs_line}"
+
+        def __reduce__(self) -> tuple[object, ...]:
+            facts = dict(self.__dict__)
+            return (_rebuild_as_torchs, (cls, self.args, facts, portable(self.__cause__)))
+
+        @property
+        def signal(self) -> int:
+            return -int(self.exit_code)  # as `multiprocessing` has it, and torch
+
+    Both.__name__, Both.__qualname__, Both.__module__ = cls.__name__, cls.__qualname__, "ddpsafe"
+    Both.__doc__ = cls.__doc__
+    return Both
+
+
+def _rebuild_as_torchs(
+    cls: type[RankFailedError],
+    args: tuple[object, ...],
+    facts: dict[str, Any],
+    cause: BaseException | None,
+) -> RankFailedError:
+    error: Any = rebuild(_combined(cls), args, facts, cause)  # type: ignore[arg-type]  # a type is hashable
+    error.error_index, error.error_pid = error.rank, error.pid
+    outcome = error.outcomes.get(error.rank)
+    if cls is RankRaisedError:
+        raised = None if outcome is None else outcome.raised
+        head = f"-- Process {error.rank} terminated with the following error:"
+        what = "" if raised is None else ": ".join(filter(None, (raised.type_name, raised.message)))
+        error.torchs_line = f"{head}\n{what}"
+        error.msg = f"\n\n{head}\n{'' if raised is None else raised.traceback}"
+        return cast("RankFailedError", error)
+    error.signal_name = None if outcome is None else outcome.signal_name
+    if cls is RankKilledError:
+        error.exit_code = min(error.exit_code, 128 - error.exit_code)  # -15 for 143, and for -15
+        error.signal_name = error.signal_name or f"<Unknown signal {-error.exit_code}>"
+    how = f"signal {error.signal_name}" if error.signal_name else f"exit code {error.exit_code}"
+    error.torchs_line = error.msg = f"process {error.rank} terminated with {how}"
+    return cast("RankFailedError", error)
 
 
 class SpawnHandle:
@@ -34,11 +111,21 @@ class SpawnHandle:
 
     Attributes:
         processes: The ranks' processes, by rank.
+        sentinels: The rank behind each `BaseProcess.sentinel`, as long as it is not joined.
+        error_files: What each rank has written to stderr, its traceback included, by rank.
     """
 
-    def __init__(self, run: Callable[[OnStart, threading.Event], object], *, daemon: bool) -> None:
+    def __init__(
+        self,
+        run: Callable[[OnStart, threading.Event, GracePeriod], object],
+        *,
+        daemon: bool,
+    ) -> None:
         """Start, and return once every rank's process exists or the start has failed."""
         self.processes: list[BaseProcess] = []
+        self.sentinels: dict[int, int] = {}
+        self.error_files: list[str] = []
+        self._grace_period: float | None = None
         self._pids: list[int] = []
         self._inbox: SignalInbox | None = None
         self._result: Future[None] = Future()
@@ -69,7 +156,8 @@ class SpawnHandle:
 
         Args:
             timeout: How long, in seconds; ``None`` until they have ended.
-            grace_period: Accepted for torch's signature; ``timeouts.grace`` of the launch applies.
+            grace_period: How long the other ranks may go on once one has failed, and again after
+                SIGTERM, in seconds; ``None`` ends them at once, with ``timeouts.grace``.
 
         Returns:
             True when all have ended well, False when the timeout passed first.
@@ -78,7 +166,7 @@ class SpawnHandle:
             LaunchError: A rank failed.
             KeyboardInterrupt: After the ranks have been ended.
         """
-        del grace_period
+        self._grace_period = grace_period
         try:
             self._result.exception(timeout)
         except FutureTimeoutError:
@@ -90,9 +178,10 @@ class SpawnHandle:
         atexit.unregister(self._cancel)
         atexit.unregister(self._tell_failure)
         spare(self._cancel)
+        self.sentinels.clear()
         error = self._result.exception()
         if isinstance(error, DDPSafeError):
-            raise presentable(error)
+            raise presentable(as_torchs(error))
         self._result.result()
         return True
 
@@ -112,6 +201,8 @@ class SpawnHandle:
 
     def _note(self, workers: Sequence[Worker], inbox: SignalInbox) -> None:
         self.processes = [worker.lend_process() for worker in workers]
+        self.sentinels = {process.sentinel: rank for rank, process in enumerate(self.processes)}
+        self.error_files = [worker.spec.logs.stderr for worker in workers]
         self._pids = [worker.pid for worker in workers if worker.pid is not None]
         self._inbox = inbox
         if self._cancelled.is_set():
@@ -120,7 +211,7 @@ class SpawnHandle:
 
     def _watch(self) -> None:
         try:
-            self._run(self._note, self._cancelled)
+            self._run(self._note, self._cancelled, lambda: self._grace_period)
         except BaseException as exc:  # noqa: BLE001 - carried to whoever joins
             self._result.set_exception(exc)
         else:

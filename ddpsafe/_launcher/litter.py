@@ -30,6 +30,8 @@ def remove_semaphores(launch_id: str) -> None:
 
 def find_helpers_folder() -> Path | None:
     """Return the folder in which `multiprocessing` keeps the forkserver's socket, if there is one."""
+    if process.parent_process() is not None:
+        return None  # a process of `multiprocessing`, such as a rank, shares that of its parent
     # Python has no public name for it that does not make one.
     config = getattr(process.current_process(), "_config", {})
     folder = config.get("tempdir")

@@ -83,7 +83,8 @@ class _Uncaught:
                 for cancel in list(_LIVE):
                     cancel()
         if isinstance(raised, DDPSafeError) and raised.exit_code != 1 and not _goes_on():
-            raise SystemExit(raised.exit_code)
+            code = raised.exit_code
+            raise SystemExit(code if code >= 0 else 128 - code)  # torch's is -15 for SIGTERM
 
 
 def _goes_on() -> bool:
