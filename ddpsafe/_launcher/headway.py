@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections import Counter
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import Deadline
+from ddpsafe._launcher.diagnosis.evidence import read_native_error
 from ddpsafe._wire.outcome import MAIN_GROUP, last_in_main
+from ddpsafe._wire.peer_errors import says_that_it_ends
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +29,8 @@ _SHORTEST_LOOK_S: Final = 0.01
 _LOOK_S: Final = 1.0
 _LAST_QUESTION_S: Final = 0.5
 _REPEATS: Final = 2
+_STDERR_S: Final = 0.5
+_OVERLAP: Final = 4096
 _NEVER_S: Final = 3600.0
 
 
@@ -195,6 +202,49 @@ def _wait_for_each_other(mine: Collective | None, theirs: Collective | None) -> 
     if mine is None or mine.number < theirs.number:
         return True
     return mine.number == theirs.number and not mine.done and not mine.may_pair_with(theirs)
+
+
+class StderrWatch:
+    """Notices that NCCL's watchdog has said in a rank that it will end the process.
+
+    Between its message and the abort it waits for the recorder's dump, up to a minute, in which all
+    ranks live and can still be asked where they are.
+    """
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        """Read nothing yet; leave out ranks that are set to go on after an error of NCCL."""
+        self._watched = list(filter(_ends_on_errors, workers))
+        self._read: dict[int, int] = {}
+
+    def interval_s(self) -> float:
+        """Return how often to look, in seconds: it costs a ``stat`` for each rank."""
+        return _STDERR_S if any(map(_may_speak, self._watched)) else _NEVER_S
+
+    def look(self) -> None:
+        """Read what ranks have written since the last look; keep what the watchdog said."""
+        for worker in filter(_may_speak, self._watched):
+            path, read = worker.spec.logs.stderr, self._read.get(worker.rank, 0)
+            with contextlib.suppress(OSError):
+                size = os.stat(path).st_size  # noqa: PTH116 - twice a second for each rank
+                if size > read:
+                    with Path(path).open("rb") as file:
+                        file.seek(max(0, read - _OVERLAP))
+                        said = says_that_it_ends(file.read())
+                    self._read[worker.rank] = size
+                    if said:
+                        worker.native = read_native_error(worker.error_text())
+
+
+def _may_speak(worker: Worker) -> bool:
+    return worker.alive and worker.returned is None and worker.native is None
+
+
+def _ends_on_errors(worker: Worker) -> bool:
+    """Tell whether the watchdog ends the process; else the script handles NCCL's errors itself."""
+    env = {**(worker.spec.inherited_env or os.environ), **worker.spec.env}
+    tears_down = env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") in ("1", "3")
+    raises = env.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("0", "")
+    return tears_down and not raises
 
 
 class ProgressWatch:

@@ -11,8 +11,14 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._clock import Deadline
 from ddpsafe._launcher.farewell import Farewell
-from ddpsafe._launcher.headway import FlightWatch, ProgressWatch, SequenceWatch
+from ddpsafe._launcher.headway import (
+    FlightWatch,
+    ProgressWatch,
+    SequenceWatch,
+    StderrWatch,
+)
 from ddpsafe._launcher.stop_request import StopRequest
+from ddpsafe._wire.outcome import is_peer_origin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -72,6 +78,7 @@ class Watch:
         self.stop_request = StopRequest(workers, inbox, limit=timeouts.stop)
         self._sequence = SequenceWatch(workers)
         self._flight = FlightWatch(workers)
+        self._stderr = StderrWatch(workers)
         self._progress = ProgressWatch(workers, timeouts.progress)
 
     def until_end(self) -> Ending:
@@ -90,6 +97,7 @@ class Watch:
     def _verdict(self) -> Verdict | None:
         """Return the first reason to end the watch, the most telling one first."""
         workers = self._workers
+        self._stderr.look()
         reasons: tuple[tuple[Verdict, Callable[[], bool]], ...] = (
             ("signal", self.stop_request.must_end),
             ("failed", lambda: any(map(has_failed, workers))),
@@ -118,11 +126,12 @@ class Watch:
             deadline = longer if self._only_peer_errors() else settle
             if deadline.expired():
                 return
+            self._stderr.look()
             self._wait(deadline)
 
     def _only_peer_errors(self) -> bool:
-        reports = [worker.raised for worker in self._workers if has_failed(worker)]
-        return all(raised is not None and raised.is_peer_error for raised in reports)
+        failed = [worker for worker in self._workers if has_failed(worker)]
+        return all(map(_blames_a_peer, failed))
 
     def _let_leave(self) -> None:
         """Give ranks that have returned the time to end by themselves; the result stands."""
@@ -149,7 +158,7 @@ class Watch:
                 worker.note_end(seen_ns)
 
     def _longest_s(self) -> float:
-        watches = (self._sequence, self._flight, self._progress)
+        watches = (self._sequence, self._flight, self._progress, self._stderr)
         return min(_IDLE_S, *(watch.interval_s() for watch in watches))
 
 
@@ -157,4 +166,11 @@ def has_failed(worker: Worker) -> bool:
     """Tell whether a rank has reported a failure, or ended without any report."""
     if worker.returned is not None:
         return False
-    return worker.failed or not worker.alive
+    return worker.failed or worker.native is not None or not worker.alive
+
+
+def _blames_a_peer(worker: Worker) -> bool:
+    """Tell whether all that a failed rank has said so far is that another one failed."""
+    if worker.raised is not None:
+        return worker.raised.is_peer_error
+    return worker.native is not None and is_peer_origin(worker.native.origin)

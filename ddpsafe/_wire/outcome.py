@@ -85,9 +85,24 @@ class Collective:
         """Whether every rank has to bring the same shapes, the source of a scatter included."""
         return _OF_MANY_SIZES.search(self.name) is None
 
+    @property
+    def is_queued_ahead(self) -> bool:
+        """Whether its backend returns before it has ended, so that a rank may be ahead of its GPU."""
+        return self.name.startswith("nccl:")
+
+    @property
+    def is_of_watchdog(self) -> bool:
+        """Whether NCCL's watchdog named it, which says ALLREDUCE where recorders say all_reduce."""
+        return self.name.partition(":")[2].isupper()
+
     def may_pair_with(self, other: Collective) -> bool:
-        """Tell whether the two may be one collective of two ranks, as far as is known of both."""
+        """Tell whether the two may be one collective of two ranks, as far as is known of both.
+
+        The names of the watchdog and those of the recorders cannot be compared.
+        """
         if UNKNOWN_COLLECTIVE in (self.name, other.name):
+            return True
+        if self.is_of_watchdog != other.is_of_watchdog:
             return True
         sizes_fit = self.sizes == other.sizes or not self.has_one_size
         return self.name == other.name and sizes_fit
@@ -120,8 +135,28 @@ class Position:
             default=None,
         )
 
+    def reached(self, group: str) -> Collective | None:
+        """Return the collective in that group that the rank is at.
+
+        Under NCCL that is the first that has not ended, which the GPU waits in; what is queued
+        behind it is nowhere yet.
+        """
+        first, last = self.first_incomplete(group), self.in_group(group)
+        return first if first is not None and first.is_queued_ahead else last
+
     def newest(self) -> Collective | None:
-        """Return the last collective that was entered, in whichever group."""
+        """Return the collective that the rank is at, in whichever group.
+
+        Where the GPU waits, it is the oldest that it waits in; else the last that was entered.
+        """
+        groups = {each.group for each in self.collectives}
+        waiting = [
+            each
+            for group in groups
+            if (each := self.first_incomplete(group)) is not None and each.is_queued_ahead
+        ]
+        if waiting:
+            return min(waiting, key=lambda each: (each.entered_ns, each.group != MAIN_GROUP))
         # Of those entered at one time, which old versions of torch do not note, that of all ranks.
         return max(
             self.collectives,
@@ -318,10 +353,12 @@ class NativeError:
     Attributes:
         origin: Whether it blames another rank, and how.
         text: The line.
+        kind: The kind of a failure of its own, where the text tells it.
     """
 
     origin: Origin
     text: str
+    kind: FailureKind | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

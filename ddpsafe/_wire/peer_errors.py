@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 if TYPE_CHECKING:
-    from ddpsafe._errors import FailureKind
+    from ddpsafe._errors import FailureKind, Origin
 
 PeerOrigin = Literal["peer-lost", "timeout"]
 """The origins (`Origin`) that blame another rank: it was lost, or a wait for it timed out."""
@@ -66,29 +66,112 @@ PEER_TEXTS: Final = (
     _peer(r"remote process exited or there was a network error", "peer-lost", "2.x nccl"),
     _peer(r"ncclRemoteError", "peer-lost", "2.x nccl"),
     _peer(r"NCCL communicator was aborted", "peer-lost", "2.x nccl"),
+    _peer(r"NCCL communicator encountered error set by ProcessGroupNCCL", "peer-lost", "2.x nccl"),
+    _peer(r"ncclSystemError.*Connection closed by remote peer", "peer-lost", "nccl 2.18"),
+    _peer(r"socket\w*: Connect to \S+ .*failed|Net : Connect to \S+ failed", "peer-lost", "nccl"),
+    _peer(r"NET/IB ?: Got (?:async|completion).*(?:status=|error )\d+", "peer-lost", "nccl"),
     _peer(r"DistNetworkError|DistStoreError.*(?:closed|reset)", "peer-lost", "2.13 store"),
     _peer(r"Timed out waiting \d+ms for (?:recv|send)", "timeout", "2.13 gloo"),
     _peer(r"Application timeout caused pair closure", "timeout", "2.13 gloo"),
     _peer(r"Socket Timeout|wait timeout after \d+ms", "timeout", "2.13 store"),
     _peer(r"Watchdog caught collective operation timeout", "timeout", "2.x nccl"),
+    _peer(r"timed out in blocking wait", "timeout", "2.x nccl"),
     _peer(r"monitoredBarrier", "timeout", "2.13 gloo"),
 )
 """Exceptions that blame another rank, the first match wins."""
 
-NATIVE_TEXTS: Final[tuple[PeerText, ...]] = ()
-"""What native code writes to stderr before it ends the process with SIGABRT, such as NCCL's watchdog.
+NATIVE_TEXTS: Final = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"raised the following async exception: (?P<error>(?:.*\n?){1,8})",
+        r"(?P<error>Watchdog caught collective operation timeout.*)",
+        r"watchdog thread terminated with exception: (?P<error>(?:.*\n?){1,8})",
+        r"terminate called after throwing .*\s*what\(\): +(?P<error>(?:.*\n?){1,8})",
+        r"(?P<stuck>watchdog got stuck for \d+ seconds.*)",
+        r"(?P<stuck>Terminating the process after attempting to dump debug info, due to .*)",
+    )
+)
+"""What native code, such as NCCL's watchdog, writes to stderr before it ends the process.
 
-A rank that died so failed because of another one, as one that raised a text of `PEER_TEXTS`.
+The first that is found decides: an error of NCCL comes before the timeouts that follow from it.
+``error`` is an exception's text, ``stuck`` says that the watchdog itself waits. torch 2.6 to 2.13.
 """
+
+_ENDING: Final = re.compile(
+    rb"\[E[\d :.]*ProcessGroupNCCL\.cpp:\d+\] \[PG[^\]]*\] +"
+    rb"(?:failure detected by watchdog at work sequence id|"
+    rb"Process group watchdog thread terminated with exception)"
+)
+
+_PLACE: Final = (
+    r"\[PG ID (?P<id>\d+) PG GUID (?P<guid>[^\s(\]]+)(?:\((?P<name>[^)]*)\))? Rank \d+\] +"
+)
+_STATUS: Final = re.compile(
+    _PLACE + r"(?:failure detected by watchdog at work sequence id: (?P<number>\d+) PG status: "
+    r"last enqueued work: (?P<queued>-?\d+), last completed work: (?P<completed>-?\d+)|"
+    r"Received a dump signal .*Last enqueued NCCL work: (?P<queued_by_now>-?\d+), "
+    r"last completed NCCL work: (?P<completed_by_now>-?\d+))"
+)
+_WORK: Final = re.compile(
+    r"operation timeout: WorkNCCL\(SeqNum=(?P<number>\d+), OpType=(?P<op>\w+)"
+    r"(?:, NumelIn=(?P<numel>\d+))?"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeText:
+    """What native code said before it ended its process.
+
+    Attributes:
+        line: The line that says it.
+        origin: Where the failure comes from.
+        kind: Its kind, where it is the rank's own and that is known.
+    """
+
+    line: str
+    origin: Origin
+    kind: FailureKind | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchdogPlace:
+    """Where NCCL's watchdog says that its rank is in one process group.
+
+    Attributes:
+        group: ``default_pg``, or the group's name.
+        number: The first collective that has not ended.
+        queued: The last one that is queued.
+        completed: The last one that has ended; 0 for none.
+        operation: What the first one is, e.g. ``ALLREDUCE``, if that is told.
+        numel: Its number of elements, if that is told.
+    """
+
+    group: str
+    number: int
+    queued: int
+    completed: int
+    operation: str = ""
+    numel: str = ""
+
 
 KIND_TEXTS: Final = (
     _kind(r"^[\w.]+: DataLoader worker \(pid", "killed", "2.13 torch"),
+    _kind(r"ibv_\w+ failed.*Cannot allocate memory|no socket interface found", "network", "nccl"),
     _kind(
-        r"OutOfMemoryError|MemoryError|out of memory|(?:can't|cannot) allocate memory",
+        r"OutOfMemoryError|MemoryError|out of memory|(?:can't|cannot) allocate memory"
+        r"|CU\w+_STATUS_ALLOC_FAILED",
         "out-of-memory",
         "2.13 torch, Python 3.11",
     ),
-    _kind(r"uncorrectable ECC|\bXid\b|fallen off the bus", "hardware", "CUDA 12"),
+    _kind(
+        r"uncorrectable (?:ECC|NVLink)|\bXid\b|fallen off the bus|GPU is lost"
+        r"|CUDA(?: error:)? unknown error|failure 999 'unknown error'|hardware stack error"
+        r"|access of peer GPU memory over nvlink|CUDA-capable devices?(?:\(s\) is/| )are busy"
+        r"|system not yet initialized|No CUDA GPUs are available"
+        r"|Unable to determine the device handle",
+        "hardware",
+        "CUDA 11 to 13, NVML",
+    ),
     _kind(r"EADDRINUSE|Address already in use", "port", "2.13 store, Linux"),
     # A TimeoutError of a socket's: those of futures and of asyncio are the same class.
     _kind(
@@ -105,6 +188,8 @@ KIND_TEXTS: Final = (
 )
 """What kind of failure an exception is, the first match wins."""
 
+_ABORTED_FOR: Final = "Original reason for failure was:"
+
 _OF_A_BACKEND: Final = re.compile(
     r"/gloo/|nccl|c10d|ProcessGroup|(?:Read error|closed by peer) \[", re.IGNORECASE
 )
@@ -113,13 +198,63 @@ _GLOO_SOURCE: Final = re.compile(r"\[\S*/gloo/\S+:\d+\] ")
 
 
 def find_peer_text(line: str) -> PeerText | None:
-    """Return the row that an exception, as "TypeName: message", matches first."""
-    return next((row for row in PEER_TEXTS if row.pattern.search(line)), None)
+    """Return the row that an exception, as "TypeName: message", matches first.
+
+    An aborted communicator of NCCL tells behind it why it was aborted, which may be the rank's own doing.
+    """
+    _, reason, why = line.partition(_ABORTED_FOR)
+    text = why if reason and why.strip() else line
+    return next((row for row in PEER_TEXTS if row.pattern.search(text)), None)
 
 
-def find_native_text(stderr: str) -> PeerText | None:
-    """Return the row that what a rank wrote before it died of SIGABRT matches first."""
-    return next((row for row in NATIVE_TEXTS if row.pattern.search(stderr)), None)
+def find_native_text(stderr: str) -> NativeText | None:
+    """Return what native code said, in what a rank wrote to stderr, before it ended the process."""
+    found = next((match for row in NATIVE_TEXTS if (match := row.search(stderr))), None)
+    if found is None:
+        return None
+    start = stderr.rfind("\n", 0, found.start()) + 1
+    line = stderr[start:].partition("\n")[0].strip()
+    error = found.groupdict().get("error")
+    if error is None:
+        return NativeText(line=line, origin="timeout")
+    peer = find_peer_text(f"DistBackendError: {error}")
+    if peer is not None:
+        return NativeText(line=line, origin=peer.origin)
+    kind = find_kind(f"DistBackendError: {error}")
+    if kind is None and "CUDA error" in error:  # an illegal access, a device-side assert
+        kind = "user-error"
+    return NativeText(line=line, origin="own", kind=kind)
+
+
+def says_that_it_ends(chunk: bytes) -> bool:
+    """Tell whether NCCL's watchdog has said that it is about to end its process.
+
+    Only with the prefix of torch's own log: a script may print the same words.
+    """
+    return _ENDING.search(chunk) is not None
+
+
+def read_places(stderr: str) -> list[WatchdogPlace]:
+    """Return where the watchdog says that its rank is, once for each group."""
+    works = {match["number"]: match for match in _WORK.finditer(stderr)}
+    places: dict[str, WatchdogPlace] = {}
+    for match in _STATUS.finditer(stderr):
+        told = match["number"] is not None
+        completed = max(0, int(match["completed"] if told else match["completed_by_now"]))
+        queued = max(0, int(match["queued"] if told else match["queued_by_now"]))
+        number = int(match["number"]) if told else min(completed + 1, queued)
+        work = works.get(str(number))
+        is_main = match["name"] == "default_pg" or (match["id"], match["guid"]) == ("0", "0")
+        place = WatchdogPlace(
+            group="default_pg" if is_main else match["guid"],
+            number=number,
+            queued=queued,
+            completed=completed,
+            operation="" if work is None else work["op"],
+            numel="" if work is None else work["numel"] or "",
+        )
+        places.setdefault(place.group, place)
+    return list(places.values())
 
 
 def find_kind(line: str) -> FailureKind | None:

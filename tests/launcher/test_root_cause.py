@@ -230,6 +230,36 @@ def number(last: int, name: str = "all_reduce", **how: Any) -> Position:
     return at(*earlier, (last, name), **how)
 
 
+def queued(
+    completed: int, last: int, name: str = "all_reduce", at: int = 0, **how: Any
+) -> Position:
+    """Make a position under NCCL: ended up to one number, queued up to another one.
+
+    Args:
+        completed: The last that has ended.
+        last: The last that is queued.
+        name: What the one numbered `at` is, by default the first that has not ended.
+        at: Which one has that name.
+        **how: Fields of all.
+    """
+    usual: dict[str, Any] = {"group": "default_pg", "sizes": "[[8]]"}
+    return Position(
+        collectives=tuple(
+            Collective(
+                **usual | how,
+                number=each,
+                name=f"nccl:{name if each == (at or completed + 1) else 'all_reduce'}",
+                state="completed" if each <= completed else "queued",
+                entered_ns=_STARTED_NS + each * _MS,
+            )
+            for each in range(max(1, completed - 2), last + 1)
+        )
+    )
+
+
+WATCHDOG: Final = NativeError(origin="timeout", text="Watchdog caught collective operation …")
+
+
 def both(*positions: Position) -> Position:
     """Join positions in several groups."""
     return Position(collectives=tuple(each for one in positions for each in one.collectives))
@@ -921,6 +951,190 @@ IN_FLIGHT: Final = [
     ),
 ]
 
+NCCL: Final = [
+    row(
+        "NCCL: all have queued what does not end, and one is not ahead, for it calls .item()",
+        [waits(queued(117, 121)), *(waits(queued(117, 160)) for _ in range(3))],
+        0,
+        "stuck-on-gpu",
+        HUNG,
+        "hang",
+        facts=(("missing_ranks", ()),),
+        says=("ranks 0, 1, 2 and 3 (world_size 4) all wait in all_reduce number 118", "NVLink"),
+    ),
+    row(
+        "NCCL: one has queued less than all wait in, though others are far ahead",
+        [waits(queued(117, 121)), waits(queued(117, 160)), works(queued(117, 117))],
+        2,
+        "behind",
+        HUNG,
+        "hang",
+        says=("waiting for it in all_reduce number 118",),
+    ),
+    row(
+        "NCCL: one has queued another collective, 42 before its last",
+        [
+            waits(queued(117, 160)),
+            waits(queued(117, 160, "broadcast")),
+            waits(queued(117, 121)),
+        ],
+        1,
+        "mismatch",
+        HUNG,
+        "hang",
+    ),
+    row(
+        "NCCL: the watchdogs of two abort, the third reads from a dead mount",
+        [
+            killed(signal.SIGABRT, queued(117, 160), native=WATCHDOG),
+            works(queued(117, 117)),
+            killed(signal.SIGABRT, queued(117, 121), ms=3, native=WATCHDOG),
+        ],
+        1,
+        "behind",
+        HUNG,
+        "hang",
+    ),
+    row(
+        "NCCL: the watchdogs of two have spoken, and all were ended before the abort",
+        [
+            {**waits(queued(117, 160)), "native": WATCHDOG},
+            works(queued(117, 117)),
+            {**waits(queued(117, 121)), "native": WATCHDOG},
+        ],
+        1,
+        "behind",
+        HUNG,
+        "hang",
+    ),
+    row(
+        "NCCL: a watchdog aborts, the others tell nothing of their collectives",
+        [killed(signal.SIGABRT, native=WATCHDOG, inside=True), works()],
+        1,
+        "elsewhere",
+        HUNG,
+        "hang",
+    ),
+    row(
+        "NCCL: all watchdogs abort, in one collective",
+        [killed(signal.SIGABRT, queued(5, 9), native=WATCHDOG, inside=False) for _ in range(2)],
+        0,
+        "stuck-on-gpu",
+        HUNG,
+        "hang",
+        facts=(("missing_ranks", ()),),
+    ),
+    row(
+        "NCCL: a counter without a name is no other collective",
+        [
+            waits(queued(117, 118)),
+            waits(queued(117, 118, "collective")),
+            works(queued(117, 117)),
+        ],
+        2,
+        "behind",
+        HUNG,
+        "hang",
+    ),
+    row(
+        "NCCL: the watchdog's name is no other collective than the recorder's",
+        [
+            waits(queued(117, 118)),
+            killed(signal.SIGABRT, queued(117, 118, "ALLREDUCE"), native=WATCHDOG),
+            works(queued(117, 117)),
+        ],
+        2,
+        "behind",
+        HUNG,
+        "hang",
+    ),
+    row(
+        "NCCL: two watchdogs name different collectives",
+        [
+            killed(signal.SIGABRT, queued(117, 118, "ALLREDUCE"), native=WATCHDOG),
+            killed(signal.SIGABRT, queued(117, 118, "BROADCAST"), native=WATCHDOG),
+            killed(signal.SIGABRT, queued(117, 118, "ALLREDUCE"), native=WATCHDOG),
+        ],
+        1,
+        "mismatch",
+        HUNG,
+        "hang",
+    ),
+    row(
+        "NCCL: one has returned, the other's GPU waits",
+        [waits(queued(9, 12)), returned(queued(9, 9))],
+        1,
+        "returned-behind",
+        LEFT,
+        "user-error",
+        verdict="left",
+    ),
+    row(
+        "NCCL: a rank raises while the others' GPUs wait for it",
+        [waits(queued(9, 50)), raises(own, queued(9, 9))],
+        1,
+        "ended-by-itself",
+        RAISED,
+        "user-error",
+    ),
+    row(
+        "NCCL: a rank is killed while the others' watchdogs see its connection go",
+        [
+            killed(signal.SIGABRT, queued(9, 50), native=NativeError(origin="peer-lost", text="x")),
+            killed(ms=50),
+        ],
+        1,
+        "ended-by-itself",
+        KILLED,
+        "killed",
+    ),
+    row(
+        "NCCL: a subgroup waits for a rank that all wait for",
+        [
+            waits(both(queued(4, 4), queued(6, 9, group="tp"))),
+            works(both(queued(4, 4), queued(6, 6, group="tp"))),
+            waits(queued(4, 5)),
+        ],
+        1,
+        "behind",
+        HUNG,
+        "hang",
+    ),
+    row(
+        "NCCL: a GPU has an uncorrectable ECC error, which its watchdog sees first",
+        [
+            killed(
+                signal.SIGABRT,
+                queued(9, 50),
+                native=NativeError(origin="own", text="uncorrectable ECC", kind="hardware"),
+            ),
+            killed(signal.SIGABRT, queued(9, 50), ms=-5, native=WATCHDOG),
+        ],
+        0,
+        "ended-by-itself",
+        KILLED,
+        "hardware",
+        says=("take the host out of service",),
+    ),
+    row(
+        "NCCL: an index out of range, which the watchdog sees first",
+        [
+            waits(queued(9, 50)),
+            {
+                **waits(queued(9, 50)),
+                "native": NativeError(
+                    origin="own", text="device-side assert triggered", kind="user-error"
+                ),
+            },
+        ],
+        1,
+        "ended-by-itself",
+        KILLED,
+        "user-error",
+        says=("device-side assert triggered", "CUDA_LAUNCH_BLOCKING=1"),
+    ),
+]
+
 PLACES: Final = [
     row(
         "is stopped by SIGSTOP",
@@ -1317,7 +1531,7 @@ KINDS: Final = [
     ),
 ]
 
-ROWS: Final[list[Any]] = [*ENDED, *WRAPPED, *IN_FLIGHT, *PLACES, *DEADLINES, *KINDS]
+ROWS: Final[list[Any]] = [*ENDED, *WRAPPED, *IN_FLIGHT, *NCCL, *PLACES, *DEADLINES, *KINDS]
 
 
 def outcomes_of(row: Row) -> dict[int, RankOutcome]:

@@ -35,7 +35,7 @@ from ddpsafe._launcher.diagnosis.messages import (
     positions,
     where,
 )
-from ddpsafe._launcher.diagnosis.root_cause import find_root_cause
+from ddpsafe._launcher.diagnosis.root_cause import find_root_cause, newest_collective
 from ddpsafe._wire import payload
 from ddpsafe._wire.exceptions import clip
 from ddpsafe._wire.spec import unreported_mark
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from ddpsafe._wire.outcome import Raised, RankOutcome
 
 _MAX_MESSAGE: Final = 1_000
+_MAX_LINE: Final = 400
 _UNKNOWN_CODE: Final = 255
 """What `multiprocessing` says of a process whose fork server has gone."""
 
@@ -59,6 +60,7 @@ _HUNG: Final[dict[RuleName, str]] = {
     "elsewhere": "was not in the collective of the others",
     "mismatch": "entered another collective than the others",
     "unknown": "timed out in a collective",
+    "stuck-on-gpu": "waits like all other ranks",
 }
 
 DOING: Final = {
@@ -182,7 +184,7 @@ def unloadable(ended: EndedAttempt, rank: int, exc: Exception) -> RankFailedErro
 
 
 def _broke(ended: EndedAttempt, cause: RootCause) -> LaunchError:
-    if cause.root.status == "killed":
+    if cause.root.status == "killed" or cause.root.native is not None:
         return _killed(ended, cause)
     if cause.root.raised is not None and cause.root.raised.exit_code is None:
         raised = cause.root.raised
@@ -231,8 +233,16 @@ def _killed(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     likely, fix = messages.BY_SIGNAL.get(number, messages.OTHER_SIGNAL)
     if number == signal.SIGKILL and ended.oom_kills:
         kind, (likely, fix) = "out-of-memory", messages.KILLED_FOR_MEMORY
+    how = f"killed by {root.signal_name}"
+    if root.native is not None:
+        how, number = f"ended by native code ({root.native.text[:_MAX_LINE]})", signal.SIGABRT
+        if root.native.kind is not None:
+            kind = root.native.kind
+            likely, fix = messages.BY_KIND[kind]
+            if kind == "user-error":
+                likely, fix = messages.ON_THE_GPU
     message = Explanation(
-        f"{ended.name(root)} was killed by {root.signal_name} {ended.place(root, kind)}.",
+        f"{ended.name(root)} was {how} {ended.place(root, kind)}.",
         cause=likely,
         fix=fix.format(host=root.hostname),
         details=[
@@ -329,6 +339,8 @@ def _kept_waiting(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         return _not_all_came(ended, told)
     root = cause.root
     likely, fix = _advice_on_hang(cause)
+    if cause.rule.name == "stuck-on-gpu":
+        return _stuck_on_gpu(ended, cause, cls)
     at = f" at {where(root)}" if where(root) else ""
     waiting, goal = cause.evidence.find_who_waited(root)
     awaited = ""
@@ -350,6 +362,29 @@ def _kept_waiting(ended: EndedAttempt, cause: RootCause) -> LaunchError:
 
 def _were(ranks: list[int]) -> str:
     return "was" if len(ranks) == 1 else "were"
+
+
+def _stuck_on_gpu(
+    ended: EndedAttempt, cause: RootCause, cls: type[LaunchTimeoutError]
+) -> LaunchError:
+    """Return the error of a collective that all its ranks have queued, and that does not end."""
+    ranks = cause.rule.find(cause.evidence)
+    at = {out.rank: each for out in ranks if (each := newest_collective(out)) is not None}
+    started = [rank for rank, each in at.items() if each.state == "started"]
+    queued = [rank for rank in at if rank not in started]
+    details = positions(ended.outcomes.values())
+    if started and queued:  # told with TORCH_NCCL_ENABLE_TIMING=1 only
+        details = [f"on the GPU of {ranks_text(queued)} it has not even started", *details]
+    likely, fix = messages.BY_RULE["stuck-on-gpu"]
+    message = Explanation(
+        f"{ranks_text(out.rank for out in ranks)} (world_size {len(ended.outcomes)}) all wait in "
+        f"{at[ranks[0].rank]}, which does not end, {ended.when('hang')}.",
+        cause=likely,
+        fix=fix.format(host=ranks[0].hostname),
+        details=details,
+        logs=ended.run_dir,
+    )
+    return cls(message, **ended.timeout_facts([], ended.ending.waited_s), kind="hang")
 
 
 def _barrier_explanations(ended: EndedAttempt) -> list[Explanation]:
@@ -433,7 +468,8 @@ def _too_long(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     running = [
         outcome for outcome in ended.outcomes.values() if outcome.status in ("running", "stopped")
     ]
-    accused = None if cause.rule.name in ("mismatch", "unknown") else cause.root
+    blames_one = cause.rule.name not in ("mismatch", "unknown", "stuck-on-gpu")
+    accused = cause.root if blames_one else None
     missing = [accused] if accused is not None else (running or [cause.root])
     names = ranks_text(outcome.rank for outcome in missing)
     setting = ended.ending.verdict

@@ -16,15 +16,15 @@ import psutil
 
 from ddpsafe._clock import Deadline
 from ddpsafe._wire.exceptions import is_library
-from ddpsafe._wire.outcome import NativeError
-from ddpsafe._wire.peer_errors import find_native_text
+from ddpsafe._wire.outcome import UNKNOWN_COLLECTIVE, Collective, NativeError, Position
+from ddpsafe._wire.peer_errors import find_native_text, read_places
 from ddpsafe._wire.spec import STACKS_SIGNAL, read_log
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ddpsafe._launcher.worker import Worker
-    from ddpsafe._wire.outcome import Position
+    from ddpsafe._wire.peer_errors import WatchdogPlace
 
 _ANSWER: Final = timedelta(seconds=0.8)
 _ALL_THREADS: Final = timedelta(seconds=0.4)
@@ -63,12 +63,25 @@ def collect(workers: Sequence[Worker]) -> None:
             stderr = worker.error_text()
             worker.stack, worker.in_collective = read_crash(stderr)
             worker.native = read_native_error(stderr)
+            worker.position = read_position(stderr, worker.position)
     _collect_all_threads([worker for worker in asked if worker.position is not None])
     for worker in asked:
         if not worker.stack:  # its main thread is in the kernel and takes no signal
             worker.stack, worker.in_collective = read_stack(_dump_of(worker))
         if not worker.stack and _is_another_program(worker):
             worker.stack, worker.in_collective = f"exec of {_name_of(worker)}", False
+        _add_what_nccl_tells(worker)
+
+
+def _add_what_nccl_tells(worker: Worker) -> None:
+    """Take the position from the watchdog's words where the recorder tells none.
+
+    A rank whose GPU waits in a collective is in it, wherever its Python is: in ``.item()``, or ahead.
+    """
+    if worker.native is not None and (worker.position is None or not worker.position.collectives):
+        worker.position = read_position(worker.error_text(), worker.position)
+    if _waits_on_its_gpu(worker.position):
+        worker.in_collective = True
 
 
 def _ask(worker: Worker) -> None:
@@ -202,14 +215,49 @@ def read_crash(text: str) -> tuple[str, bool | None]:
 
 
 def read_native_error(stderr: str) -> NativeError | None:
-    """Find what native code wrote before it ended the process, if that blames another rank."""
-    row = find_native_text(stderr)
-    if row is None:
+    """Find what native code wrote before it ended the process."""
+    found = find_native_text(stderr)
+    if found is None:
         return None
-    match = row.pattern.search(stderr)
-    start = 0 if match is None else match.start()
-    line = stderr[stderr.rfind("\n", 0, start) + 1 :].partition("\n")[0]
-    return NativeError(origin=row.origin, text=line.strip())
+    return NativeError(origin=found.origin, text=found.line, kind=found.kind)
+
+
+def read_position(stderr: str, known: Position | None) -> Position | None:
+    """Return where a rank is by its watchdog's words, beside what is known of other groups.
+
+    The recorder of a rank that has ended cannot be asked any more.
+    """
+    told = {place.group: place for place in read_places(stderr)}
+    if not told:
+        return known
+    others = () if known is None else known.collectives
+    kept = [each for each in others if each.group not in told]
+    return Position(
+        collectives=(*kept, *(each for place in told.values() for each in _collectives(place)))
+    )
+
+
+def _collectives(place: WatchdogPlace) -> list[Collective]:
+    numbers = sorted({place.completed, place.number, max(place.number, place.queued)} - {0})
+    return [
+        Collective(
+            group=place.group,
+            number=number,
+            name=f"nccl:{place.operation}"
+            if place.operation and number == place.number
+            else UNKNOWN_COLLECTIVE,
+            sizes=f"[[{place.numel}]]" if place.numel and number == place.number else "",
+            state="completed" if number <= place.completed else "queued",
+            entered_ns=number,  # the watchdog tells no time; their order is enough
+        )
+        for number in numbers
+    ]
+
+
+def _waits_on_its_gpu(position: Position | None) -> bool:
+    """Tell whether NCCL has not ended what the rank has queued: Python may be anywhere meanwhile."""
+    at = None if position is None else position.newest()
+    return at is not None and at.is_queued_ahead and not at.done
 
 
 def _main_thread(dump: str) -> list[re.Match[str]]:

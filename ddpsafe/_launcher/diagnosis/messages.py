@@ -93,6 +93,11 @@ BY_SIGNAL: Final[dict[int, Advice]] = {
     ),
 }
 
+ON_THE_GPU: Final[Advice] = (
+    "a kernel failed on the GPU: an index out of range, a bug in a kernel, or the GPU itself.",
+    "CUDA_LAUNCH_BLOCKING=1 shows the line; look for an Xid in dmesg if it is another one each time.",
+)
+
 KILLED_FOR_MEMORY: Final[Advice] = (
     "the kernel's out-of-memory killer: the cgroup counts a kill during this attempt.",
     "lower num_workers or the batch size, or raise the limit; dmesg on {host} names the process.",
@@ -133,6 +138,13 @@ BY_RULE: Final[dict[RuleName, Advice]] = {
         "other collectives or shapes, or one rank alone in the forward pass of the DDP wrapper.",
         "call the same collectives in the same order; use ctx.unwrap(model) on one rank alone.",
     ),
+    "stuck-on-gpu": (
+        "a GPU or a link between GPUs (NVLink, InfiniBand, the network) does not get on.",
+        (
+            "see dmesg for Xid and `nvidia-smi nvlink -s` on {host}; NCCL_DEBUG=INFO shows the links, "
+            "TORCH_NCCL_ENABLE_TIMING=1 which GPU has not begun."
+        ),
+    ),
     "unknown": (
         "every rank only saw another one disconnect or hang, and none reported why.",
         "compare where the ranks were, in the logs.",
@@ -164,7 +176,8 @@ def others(outcomes: Iterable[RankOutcome], cause: RootCause) -> list[str]:
         f"rank {out.rank} {'also failed' if is_own_fault(out) else because}: {_first_line(out)}"
         for out in cause.collateral[:_SHOWN_RANKS]
     ]
-    stopped = [outcome for outcome in outcomes if outcome.status == "stopped"]
+    named = (cause.root, *cause.collateral)
+    stopped = [out for out in outcomes if out.status == "stopped" and out not in named]
     for outcome in stopped[:_SHOWN_RANKS]:
         at = f" at {outcome.stack}" if outcome.stack else ""
         lines.append(f"rank {outcome.rank} was stopped by the launcher{at}")
@@ -173,6 +186,8 @@ def others(outcomes: Iterable[RankOutcome], cause: RootCause) -> list[str]:
 
 def _first_line(outcome: RankOutcome) -> str:
     raised = outcome.raised
+    if raised is None and outcome.native is not None:
+        return outcome.native.text[:_WIDTH]
     if raised is None:
         return outcome.status if outcome.signal_name is None else f"killed by {outcome.signal_name}"
     text = without_source(f"{raised.type_name}: {raised.message}".splitlines()[0])

@@ -11,21 +11,40 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import psutil
 
-from ddpsafe._wire.outcome import MAIN_GROUP, is_peer_origin, last_in_main
+from ddpsafe._wire.outcome import (
+    MAIN_GROUP,
+    UNKNOWN_COLLECTIVE,
+    Collective,
+    RankOutcome,
+    is_peer_origin,
+    last_in_main,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    from ddpsafe._wire.outcome import Collective, RankOutcome
 
     Ranks = Sequence[RankOutcome]
 
 # Ends that are seen within so much of each other say nothing about which came first.
 _TOGETHER_NS: Final = 50_000_000
+
+
+class Place(NamedTuple):
+    """Where a rank is in one process group.
+
+    Attributes:
+        outcome: The rank.
+        last: The last collective that it has entered there, or queued; ``None`` for none.
+        at: The one that it is at: under NCCL the first that has not ended, else the last.
+    """
+
+    outcome: RankOutcome
+    last: Collective | None
+    at: Collective | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +57,7 @@ class Evidence:
         failed: The ranks that raised, exited or were killed, by rank.
         broke: Those of them that blame no other rank, the likely cause first.
         errors: `broke` without the errors that all ranks handle in the same place.
-        groups: For each process group, the ranks that are in it with the last collective that each
-            has entered there; ``None`` for a rank that has entered none.
+        groups: For each process group, where the ranks that are in it are.
         awaited: The ranks that have not entered a collective that others are in, the most likely
             cause of it first.
         mismatched: The ranks that entered another collective than most under one number.
@@ -51,7 +69,7 @@ class Evidence:
     failed: Ranks
     broke: Ranks
     errors: Ranks
-    groups: Mapping[str, Sequence[tuple[RankOutcome, Collective | None]]]
+    groups: Mapping[str, Sequence[Place]]
     awaited: Ranks
     mismatched: Ranks
     someone_hangs: bool
@@ -60,7 +78,11 @@ class Evidence:
     def of(cls, outcomes: Mapping[int, RankOutcome], *, is_failing: bool = False) -> Evidence:
         """Compute it; see the attributes."""
         ranks = sorted(outcomes.values(), key=lambda outcome: outcome.rank)
-        failed = [out for out in ranks if out.status in ("raised", "killed", "exited")]
+        failed = [
+            out
+            for out in ranks
+            if out.status in ("raised", "killed", "exited") or out.native is not None
+        ]
         broke = _by_likelihood([out for out in failed if is_own_fault(out)])
         groups = _groups(ranks)
         return cls(
@@ -85,11 +107,11 @@ class Evidence:
         Where numbers tell nothing it is the one that ranks are in while `root` is in none.
         """
         pairs = [
-            (out.rank, last)
+            (place.outcome.rank, place.at)
             for members in self.groups.values()
             for mine in _numbers_of(root, members)
-            for out, last in members
-            if last is not None and last.number > mine
+            for place in members
+            if place.at is not None and place.at.number > mine
         ]
         if not pairs and not is_waiting(root):
             pairs = [
@@ -109,6 +131,7 @@ class Evidence:
 
 
 RuleName = Literal[
+    "stuck-on-gpu",
     "stuck-with-error",
     "ended-by-itself",
     "error-beside-crash",
@@ -231,6 +254,16 @@ def _behind(evidence: Evidence) -> Ranks:
     return evidence.awaited[:1]
 
 
+def _stuck_on_gpu(evidence: Evidence) -> Ranks:
+    """Return all ranks of a group that are at one collective which does not end."""
+    for members in evidence.groups.values():
+        at = [place.at for place in members if place.at is not None and not place.at.done]
+        is_same = len({each.number for each in at}) == 1 and at[0].is_queued_ahead
+        if is_same and len(at) == len(members) > 1:
+            return [place.outcome for place in members]
+    return ()
+
+
 def _returned(evidence: Evidence) -> Ranks:
     return [out for out in evidence.ranks if out.status == "returned"]
 
@@ -316,6 +349,15 @@ RULES: Final = (
         sign="has not entered a collective, of any group it is in, that another rank has",
         why="the others wait for it; of several such ranks, it is the one that waits for no other",
         find=_behind,
+        blames="wait",
+        by_place=True,
+    ),
+    Rule(
+        name="stuck-on-gpu",
+        sign="has queued the collective that all other ranks of its group have queued too, and that "
+        "does not end",
+        why="no rank is missing: a GPU, or the link between GPUs, does not get on",
+        find=_stuck_on_gpu,
         blames="wait",
         by_place=True,
     ),
@@ -433,51 +475,44 @@ def _order(outcome: RankOutcome) -> tuple[bool, bool, bool, int, int]:
 # ---- where the ranks are in the sequences of collectives ----
 
 
-def _groups(ranks: Ranks) -> dict[str, list[tuple[RankOutcome, Collective | None]]]:
+def _groups(ranks: Ranks) -> dict[str, list[Place]]:
     """Return the members of each group that a rank has entered a collective in.
 
     Every rank is in the group of all ranks; in another one only those that have entered something.
     """
-    lasts: dict[str, dict[int, Collective]] = defaultdict(dict)
     known = [(out, out.position) for out in ranks if out.position is not None]
-    for out, position in known:
-        for group in {each.group for each in position.collectives}:
+    groups: dict[str, list[Place]] = defaultdict(list)
+    for group in {each.group for _, position in known for each in position.collectives}:
+        for out, position in known:
             last = position.in_group(group)
-            if last is not None:
-                lasts[group][out.rank] = last
-    return {
-        group: [
-            (out, last.get(out.rank)) for out, _ in known if group == MAIN_GROUP or out.rank in last
-        ]
-        for group, last in lasts.items()
-    }
+            if group == MAIN_GROUP or last is not None:
+                groups[group].append(Place(out, last, position.reached(group)))
+    return groups
 
 
 def _number(last: Collective | None) -> int:
     return 0 if last is None else last.number
 
 
-def _numbers_of(
-    outcome: RankOutcome, members: Sequence[tuple[RankOutcome, Collective | None]]
-) -> list[int]:
+def _numbers_of(outcome: RankOutcome, members: Sequence[Place]) -> list[int]:
     """Return how many collectives a rank has entered in a group; nothing if it may be no member."""
-    return [_number(last) for out, last in members if out is outcome]
+    return [_number(place.last) for place in members if place.outcome is outcome]
 
 
-def _find_awaited(
-    groups: Mapping[str, Sequence[tuple[RankOutcome, Collective | None]]],
-) -> Ranks:
+def _find_awaited(groups: Mapping[str, Sequence[Place]]) -> Ranks:
     """Return the ranks that others wait for, the most likely cause of it first.
 
-    That is one that waits for no other itself, as a rank of a smaller group does for another one of
-    it; then the furthest behind in the group of all ranks.
+    That is one that has not entered what another rank is at. Of several it is one that waits for no
+    other itself, as a rank of a smaller group does for another one of it; then the furthest behind
+    in the group of all ranks.
     """
     awaited: dict[int, RankOutcome] = {}
     waiting: set[int] = set()
     for members in groups.values():
-        numbers = [_number(last) for _, last in members]
-        awaited |= {out.rank: out for out, last in members if _number(last) < max(numbers)}
-        waiting |= {out.rank for out, last in members if _number(last) > min(numbers)}
+        most = max(_number(place.at) for place in members)
+        least = min(_number(place.last) for place in members)
+        awaited |= {out.rank: out for out, last, _ in members if _number(last) < most}
+        waiting |= {out.rank for out, _, at in members if _number(at) > least}
 
     def likelihood(outcome: RankOutcome) -> tuple[bool, bool, int, int]:
         number = _number(last_in_main(outcome.position))
@@ -494,18 +529,24 @@ def _find_mismatched(ranks: Ranks) -> Ranks:
     Looked at is the number that the hindmost rank is in: a rank that skips one pairs its next
     with the others' present one, and all go on until two do not fit. Sizes count only while a
     collective is under way, for gather and all-to-all may differ in them and end well.
+
+    Under NCCL a rank is where its GPU waits, however many more it has queued. The counters and the
+    watchdog of NCCL name what they count in another way, or not at all.
     """
     positions = [
-        (out, out.position, last)
+        (out, out.position, at)
         for out in ranks
-        if out.position is not None and (last := last_in_main(out.position)) is not None
+        if out.position is not None and (at := out.position.reached(MAIN_GROUP)) is not None
     ]
-    hindmost = min((last.number for _, _, last in positions), default=0)
+    hindmost = min((at.number for _, _, at in positions), default=0)
     entered = [
         (out, collective)
         for out, position, _ in positions
         if (collective := position.numbered(MAIN_GROUP, hindmost)) is not None
     ]
+    named = [(out, each) for out, each in entered if each.name != UNKNOWN_COLLECTIVE]
+    of_recorder = [(out, each) for out, each in named if not each.is_of_watchdog]
+    entered = of_recorder or named
     under_way = not any(collective.done for _, collective in entered)
     calls = [
         (out, (each.name, each.sizes if under_way and each.has_one_size else ""))
