@@ -5,7 +5,10 @@ torch is told that there are GPUs; NCCL's own texts and recorder dumps are recor
 
 from __future__ import annotations
 
+import ctypes
 import os
+import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import ddpsafe
@@ -141,3 +144,84 @@ def make_a_group_of_members(ctx: ddpsafe.RankContext) -> list[Any]:
         seen += [str(main.bound_device_id), dist.get_world_size(group)]
     main.bound_device_id = None
     return seen
+
+
+def watchdog_words(
+    rank: int, number: int, queued: int, completed: int, op: str = "ALLREDUCE"
+) -> str:
+    """Return what the watchdog of torch 2.6 to 2.13 writes when a collective times out."""
+    head = f"[rank{rank}]:[E1118 20:27:21.426415540 ProcessGroupNCCL.cpp:685] "
+    return (
+        f"{head}[Rank {rank}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={number}, "
+        f"OpType={op}, NumelIn=8, NumelOut=8, Timeout(ms)=3000) ran for 3081 milliseconds before "
+        "timing out.\n"
+        f"{head}[PG ID 0 PG GUID 0(default_pg) Rank {rank}]  failure detected by watchdog at work "
+        f"sequence id: {number} PG status: last enqueued work: {queued}, last completed work: "
+        f"{completed}\n"
+    )
+
+
+def thrown_words(rank: int, error: str) -> str:
+    """Return what the watchdog writes when it ends the process."""
+    said = (
+        f"[PG ID 0 PG GUID 0(default_pg) Rank {rank}] Process group watchdog thread terminated "
+        f"with exception: {error}"
+    )
+    return (
+        f"[rank{rank}]:[E1118 20:27:21.48 ProcessGroupNCCL.cpp:2057] {said}\n"
+        "terminate called after throwing an instance of 'c10::DistBackendError'\n"
+        f"  what():  {said}\n"
+    )
+
+
+def write_to_stderr(text: str) -> None:
+    """Write as C++ does: past Python, to file descriptor 2."""
+    os.write(2, text.encode())
+
+
+def item() -> None:
+    """Wait as ``loss.item()`` does while the GPU waits."""
+    time.sleep(600)
+
+
+def read_next_batch_from_dead_mount() -> None:
+    """Hang in the input pipeline."""
+    time.sleep(600)
+
+
+Words = dict[int, str]
+
+
+def act(rank: int, words: Words, then: str, raises: int | None = None) -> None:
+    """Be a rank under NCCL: the watchdog, in a thread, writes those words, and may abort.
+
+    A rank without words reads the next batch, from a mount that does not answer.
+    """
+    if rank == raises:
+        msg = "label 7 is out of range"
+        raise ValueError(msg)
+    if rank not in words:
+        read_next_batch_from_dead_mount()
+
+    def watchdog() -> None:
+        time.sleep(0.05 * rank)
+        write_to_stderr(words[rank])
+        if then == "abort":
+            ctypes.CDLL(None).abort()
+
+    threading.Thread(target=watchdog, daemon=True).start()
+    item()
+
+
+def print_the_words(rank: int) -> float:
+    """Print what a watchdog says, as a log viewer may, and go on."""
+    write_to_stderr("failure detected by watchdog at work sequence id: 118\n")
+    time.sleep(1.2)
+    return float(rank)
+
+
+def go_on_after(rank: int, folder: Path) -> None:
+    """Handle NCCL's errors in the script: its watchdog speaks, and training goes on."""
+    write_to_stderr(watchdog_words(rank, 118, 160, 117))
+    time.sleep(1.2)
+    (folder / f"rank-{rank}").write_text("went on")

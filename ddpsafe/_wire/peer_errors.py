@@ -67,7 +67,7 @@ PEER_TEXTS: Final = (
     _peer(r"ncclRemoteError", "peer-lost", "2.x nccl"),
     _peer(r"NCCL communicator was aborted", "peer-lost", "2.x nccl"),
     _peer(r"NCCL communicator encountered error set by ProcessGroupNCCL", "peer-lost", "2.x nccl"),
-    _peer(r"ncclSystemError.*Connection closed by remote peer", "peer-lost", "nccl 2.18"),
+    _peer(r"(?s)ncclSystemError.*Connection closed by remote peer", "peer-lost", "nccl 2.18"),
     _peer(r"socket\w*: Connect to \S+ .*failed|Net : Connect to \S+ failed", "peer-lost", "nccl"),
     _peer(r"NET/IB ?: Got (?:async|completion).*(?:status=|error )\d+", "peer-lost", "nccl"),
     _peer(r"DistNetworkError|DistStoreError.*(?:closed|reset)", "peer-lost", "2.13 store"),
