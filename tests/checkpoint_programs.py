@@ -180,6 +180,8 @@ def everything_two_ranks_disagree_on(ctx: ddpsafe.RankContext, base: Path) -> di
         found["lock gone"] = caught(checkpointer.save, state, 3)
         checkpointer.save(state, 3, asynchronous=True)
         found["lock gone, asynchronous"] = caught(checkpointer.wait)
+        with Checkpointer(base / "often", every=timedelta(milliseconds=50)) as often:
+            found["due"] = [often.is_due(step) for step in range(500)]
     found["left"] = sorted(path.name for path in (base / "shared").iterdir())
     return found
 

@@ -144,7 +144,7 @@ class _Lives:
         self._name = name
         self._myself = _Process.myself()
         self._known: dict[int, _Process] = {}
-        self._shown: dict[int, tuple[bytes | None, float]] = {}
+        self._shown: dict[int, tuple[bytes | None, float, float]] = {}
         self._next_look_s = 0.0
         self._stop = threading.Event()
         control.put(f"{name}/process/{rank}", json.dumps(asdict(self._myself)).encode())
@@ -193,12 +193,13 @@ class _Lives:
 
     def _is_silent(self, rank: int, now: float) -> bool:
         shown = _look(self._control, f"{self._name}/beat/{rank}")
-        before, since = self._shown.get(rank, (None, now))
-        # Only what is seen while waiting counts: between two waits no rank looks.
-        if rank not in self._shown or shown != before or now - since > 2 * SILENCE_S:
-            self._shown[rank] = (shown, now)
-            return False
-        return now - since > SILENCE_S
+        before, since_s, looked_s = self._shown.get(rank, (None, now, now))
+        # Only what is seen while looking counts: between two waits, or while this process was
+        # suspended, no rank looks. A rank that never showed anything does not on this network.
+        if shown is None or shown != before or now - looked_s > 2 * BEAT_S:
+            since_s = now
+        self._shown[rank] = (shown, since_s, now)
+        return now - since_s > SILENCE_S
 
 
 def _beat(control: Control, key: str, stop: threading.Event) -> None:

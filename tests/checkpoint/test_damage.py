@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import socket
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -143,6 +145,102 @@ def test_manifest_of_nonsense_is_damage(directory: Path, state: dict[str, Any]) 
     rewrite(directory, lambda content: content.pop("files"))
     with pytest.warns(errors.CheckpointWarning, match="files: Field required"):
         assert restored(directory, state) == 1
+
+
+DEEP: Any = []
+for _ in range(500):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["names"], ["model"]),
+        (["names"], {"model": "elsewhere"}),
+        (["names"], {"model": "sharded", "epoch": "replicated"}),
+        (["files"], {}),
+        (["files", "../../victim"], {"size_bytes": 0, "crc32": []}),
+        (["files", "state.pt", "size_bytes"], -1),
+        (["files", "state.pt", "size_bytes"], "12"),
+        (["files", "state.pt", "size_bytes"], 10**30),
+        (["files", "state.pt", "crc32"], []),
+        (["files", "state.pt", "crc32"], [-1]),
+        (["ranks"], [[0, 10**12]]),
+        (["ranks"], [[-5, 3]]),
+        (["ranks"], []),
+        (["world_size"], 10**12),
+        (["step"], True),
+        (["block_bytes"], 0),
+        (["metadata"], DEEP),
+        (["shards"], {"x": {"dtype": "load", "shape": [1], "pieces": []}}),
+        (["unknown"], 1),
+        ([], []),
+    ],
+    ids=str,
+)
+def test_manifest_with_one_wrong_value_is_damage(
+    directory: Path, state: dict[str, Any], path: list[str], value: object
+) -> None:
+    """Types, signs, counts, names of files: with a right checksum, too."""
+    file = directory / "step-000000000002" / "manifest.json"
+    document = json.loads(file.read_text())
+    *above, last = ["content", *path]
+    place = document
+    for key in above:
+        place = place[key]
+    place[last] = value
+    text = json.dumps(document["content"]).encode()
+    file.write_bytes(b'{"crc32":%d,"content":%s}\n' % (zlib.crc32(text), text))
+    with pytest.warns(errors.CheckpointWarning, match=r"step 2: manifest\.json"):
+        assert restored(directory, state) == 1
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "link to the same", "folder", "socket"])
+@pytest.mark.parametrize("name", ["manifest.json", "state.pt", "ranks.bin"])
+def test_something_else_in_the_place_of_a_file_is_damage(
+    directory: Path, state: dict[str, Any], kind: str, name: str
+) -> None:
+    """A pipe is not waited for, and a link is not followed, even to the file itself."""
+    file = directory / "step-000000000002" / name
+    file.rename(directory / "moved")
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "link":
+        file.symlink_to("/dev/zero")
+    elif kind == "link to the same":
+        file.symlink_to(directory / "moved")
+    elif kind == "folder":
+        file.mkdir()
+    else:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(os.path.relpath(file))
+    with pytest.warns(errors.CheckpointWarning, match=f"step 2: {name}"):
+        assert restored(directory, state) == 1
+
+
+def test_index_of_an_older_format_is_not_unpickled(
+    directory: Path, state: dict[str, Any], tmp_path: Path
+) -> None:
+    """Format 1 kept one beside distributed tensors; such a checkpoint is refused with the reason."""
+    module, name, command = (
+        b"\x8c" + bytes([len(text)]) + text.encode()
+        for text in (
+            "torch.distributed.checkpoint.filesystem",
+            "os.system",
+            f"touch {tmp_path / 'executed'}"[:255],
+        )
+    )
+    folder = directory / "step-000000000002"
+    (folder / "shards").mkdir()
+    (folder / "shards" / ".metadata").write_bytes(
+        b"\x80\x04" + module + name + b"\x93" + command + b"\x85R."
+    )
+    rewrite(
+        directory, lambda content: content.update(version=1, names={"model": "sharded"}, shards={})
+    )
+    with pytest.raises(errors.RestoreError, match="could execute code"):
+        restored(directory, state)
+    assert not (tmp_path / "executed").exists()
 
 
 def test_checkpoint_that_would_execute_code_is_not_loaded(

@@ -7,6 +7,7 @@ import multiprocessing
 import re
 import shutil
 import socket
+import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,8 @@ import pytest
 import torch
 
 import ddpsafe
-from ddpsafe.checkpoint import Checkpointer
+from ddpsafe._worker.control import Control
+from ddpsafe.checkpoint import Checkpointer, _consensus
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -156,6 +158,38 @@ def test_other_number_of_ranks_reads_every_sample_once(tmp_path: Path) -> None:
         assert Counter(read) == Counter(range(24))
     for ours, theirs in zip(ended["parameters"], whole["parameters"], strict=True):
         assert_close(ours, theirs)
+
+
+def test_host_that_shows_nothing_any_more_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank on another host is judged by what it shows, and only while this one looks."""
+    monkeypatch.setattr(_consensus, "SILENCE_S", 0.2)
+    monkeypatch.setattr(_consensus, "_LOOK_S", 0.0)
+    control = Control(torch.distributed.HashStore(), rank=0, world_size=3)
+    lives = _consensus._Lives(control, "here", 0, on_many_hosts=False)
+    there = {"host": "gpu-07", "kernel": "another", "pid": 1, "started": "5"}
+    control.put("here/process/1", json.dumps(there).encode())
+
+    def look(limit_s: float) -> tuple[int, str] | None:
+        ends = time.monotonic() + limit_s
+        while time.monotonic() < ends:
+            lost = lives.find_lost([1, 2], lambda _: False)
+            if lost is not None:
+                return lost
+        return None
+
+    assert look(0.5) is None  # it never showed anything
+    for number in range(20):
+        control.put("here/beat/1", str(number).encode())
+        assert look(0.02) is None
+    assert look(10) == (1, "nothing has come from gpu-07 for 0.2 s.")
+    assert lives.find_lost([1], lambda _: True) is None  # it sent its message before
+
+
+def test_ranks_agree_when_a_save_is_due(disagreement: dict[int, dict[str, Any]]) -> None:
+    """By the clock of rank 0, at steps that it chooses."""
+    assert disagreement[0]["due"] == disagreement[1]["due"]
+    assert any(disagreement[0]["due"])
+    assert not all(disagreement[0]["due"])
 
 
 def assert_close(ours: Any, theirs: Any) -> None:
