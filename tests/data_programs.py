@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset
 
 import ddpsafe
@@ -487,3 +489,26 @@ def seeded_traces(ctx: Any) -> dict[str, Any]:
         for _, _, drawn in data.DataLoader(Augmented(8), 2, sampler=sampler, num_workers=workers):
             draws += [float(x) for x in drawn[2]]
     return {"orders": orders, "draws": draws, "torch": float(torch.rand(()))}
+
+
+class Stuck(Numbers):
+    """One sample of one rank never comes."""
+
+    def __init__(self, n: int, index: int) -> None:
+        super().__init__(n)
+        self.index = index
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.index:
+            threading.Event().wait()
+        return index
+
+
+def wait_for_a_stuck_worker(ctx: Any, kind: str) -> None:
+    """Read with two workers, one of which never answers on rank 1; rank 0 waits for rank 1."""
+    dataset = Stuck(16, 5 if ctx.rank == 1 else -1)
+    make = data.DataLoader if kind == "ddpsafe" else TorchDataLoader
+    sampler = data.DistributedSampler(16, 1, 0, shuffle=False)
+    for _ in make(dataset, 4, sampler=sampler, num_workers=2):
+        pass
+    ctx.barrier()

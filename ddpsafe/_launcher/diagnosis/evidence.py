@@ -38,6 +38,10 @@ _COUNT: Final = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 _COLLECTIVES: Final = "distributed_c10d.py"
 _ENTRYPOINT: Final = "_worker/entrypoint.py"
 
+_DATALOADER: Final = "torch/utils/data/dataloader.py"
+_WORKER_LOOP: Final = "torch/utils/data/_utils/worker.py"
+_QUEUES: Final = "multiprocessing/queues.py"
+
 CRASH: Final = "Fatal Python error:"
 """How faulthandler begins what it writes at a crash."""
 
@@ -70,6 +74,10 @@ def collect(workers: Sequence[Worker]) -> None:
             worker.stack, worker.in_collective = read_stack(_dump_of(worker))
         if not worker.stack and _is_another_program(worker):
             worker.stack, worker.in_collective = f"exec of {_name_of(worker)}", False
+        if _waits_for_data(worker):
+            worker.stack += "".join(
+                f", waiting for {each}" for each in _busy_loader_workers(worker)
+            )
         _add_what_nccl_tells(worker)
 
 
@@ -124,24 +132,65 @@ def _ask_stacks(worker: Worker) -> None:
         tgkill(worker.pid, worker.pid, STACKS_SIGNAL)
 
 
-def _catches_stacks_signal(worker: Worker) -> bool:
+def _waits_for_data(worker: Worker) -> bool:
+    """Tell whether the rank's main thread is in a DataLoader."""
+    return any(frame["file"].endswith(_DATALOADER) for frame in _main_thread(_dump_of(worker)))
+
+
+def _busy_loader_workers(worker: Worker) -> list[str]:
+    """Say of each DataLoader worker that reads or collates what it is and where it does so.
+
+    A forked worker has inherited the rank's handler and the file that it writes to. The workers are
+    asked one after another, so that it is known whose answer each is.
+    """
+    deadline = Deadline.after(_ANSWER)
+    found = []
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(worker.pid).children():
+            frames = _ask_child(worker, child.pid, deadline)
+            ends = [i for i, each in enumerate(frames) if each["file"].endswith(_WORKER_LOOP)]
+            inner = frames[: ends[0]] if ends else []
+            if not inner or any(each["file"].endswith(_QUEUES) for each in inner):
+                continue  # no worker of a DataLoader, or one that waits for an index
+            own = [each for each in inner if not is_library(each["file"])]
+            shown = own[0] if own else inner[0]
+            at = f"{shown['file']}:{shown['line']} in {shown['name']}"
+            found.append(f"{child.name()} (pid {child.pid}) at {at}")
+    return found
+
+
+def _ask_child(worker: Worker, pid: int, deadline: Deadline) -> list[re.Match[str]]:
+    before = len(_dump_of(worker))
+    if not (_catches_stacks_signal(worker, pid) and _holds_stacks(worker, pid)):
+        return []
+    os.kill(pid, STACKS_SIGNAL)
+    answer = ""
+    while _ENTRYPOINT not in answer and not deadline.expired():
+        wait([], _POLL_S)
+        answer = _dump_of(worker)[before:]
+    return _main_thread(answer)
+
+
+def _catches_stacks_signal(worker: Worker, pid: int | None = None) -> bool:
     """Tell whether the rank still has our handler: a program that replaced it by exec has none.
 
     Nor has one that has set all signals to their defaults. Where the system does not say, it has.
     """
     try:
-        status = Path(f"/proc/{worker.pid}/status").read_text(encoding="ascii", errors="replace")
+        status = Path(f"/proc/{pid or worker.pid}/status").read_text(
+            encoding="ascii", errors="replace"
+        )
     except OSError:
         return True
     caught = _CAUGHT.search(status)
     return caught is None or bool(int(caught[1], 16) >> (STACKS_SIGNAL - 1) & 1)
 
 
-def _holds_stacks(worker: Worker) -> bool:
+def _holds_stacks(worker: Worker, pid: int | None = None) -> bool:
     """Tell whether the rank still has the file open: faulthandler writes to its number blindly."""
     path = os.path.realpath(worker.spec.logs.stacks)
     try:
-        links = list(Path(f"/proc/{worker.pid}/fd").iterdir())
+        links = list(Path(f"/proc/{pid or worker.pid}/fd").iterdir())
     except OSError:  # the system does not say
         return True
     return any(_target_of(link).startswith(path) for link in links)
