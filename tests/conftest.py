@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import sys
 import tempfile
 import uuid
@@ -28,7 +29,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse to test the checkout where the installed package was asked for."""
+    """Refuse to test the checkout where the installed package was asked for.
+
+    What tests start inherits ignored signals, as pytest does in the background of a script: they
+    are about a Ctrl-C that arrives.
+    """
+    for signum in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
+        if signal.getsignal(signum) == signal.SIG_IGN:
+            default = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
+            signal.signal(signum, default)
     location = _package_folder()
     if config.getoption("--installed") and not location.is_relative_to(sys.prefix):
         msg = f"ddpsafe would be imported from {location}, not from {sys.prefix}"

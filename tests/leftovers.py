@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
+from ddpsafe._wire.spec import make_launch_id, semaphore_prefix
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -31,11 +33,8 @@ THREADS: Final = ("pytest_timeout", "tqdm_monitor", "QueueFeederThread")
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 
-SHARED: Final = ("sem.ddpsafe*", "torch_*", "psm_*", "ddpsafe*", "nccl-*")
-"""What torch, multiprocessing and NCCL call their shared memory, and ddpsafe its semaphores.
-
-Any other named semaphore may be of another run of tests: multiprocessing calls them all alike.
-"""
+SHARED: Final = ("torch_*", "psm_*", "ddpsafe*", "nccl-*")
+"""What torch, multiprocessing and NCCL call their shared memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +151,13 @@ def shared_memory() -> Iterator[Path]:
     """Find shared memory that may be ours; other programs keep files there too."""
     for pattern in SHARED:
         yield from SHARED_MEMORY.glob(pattern)
+    yield from own_semaphores()
+
+
+def own_semaphores() -> Iterator[Path]:
+    """Find the semaphores of launches of this run: their ids begin with that of its `TMPDIR`."""
+    prefix = semaphore_prefix(make_launch_id()).rpartition("-")[0]
+    yield from SHARED_MEMORY.glob(f"sem.{prefix.removeprefix('/')}-*")
 
 
 def _files_held_by_strangers() -> set[Path]:

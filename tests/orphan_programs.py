@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -48,6 +49,14 @@ def wait_for_go(ctx: RankContext, folder: Path) -> str:
     (folder / f"ready-{ctx.rank}").touch()
     wait_for(folder / "go")
     return "went"
+
+
+def hold_a_semaphore(ctx: RankContext, folder: Path) -> None:
+    """Wait with a lock that has a name, as those have that a spawned process shall get."""
+    lock = multiprocessing.get_context("spawn").Lock()
+    (folder / f"ready-{ctx.rank}").touch()
+    with lock:
+        wait_for(folder / "go")
 
 
 def wait_for(path: Path) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import leftovers
 
+from ddpsafe._wire.spec import make_launch_id, semaphore_prefix
+
 WAIT_FOR_STDIN = "import sys; sys.stdin.read()"
 
 
@@ -74,25 +76,17 @@ def test_helper_processes_of_multiprocessing_are_allowed() -> None:
     assert leftovers.wait_until_gone(before, grace_s=1) == []
 
 
-def test_semaphore_is_a_leftover_unless_another_run_holds_it() -> None:
-    """Runs beside this one make theirs all the time; the maker's map shows no name of it."""
+def test_semaphores_of_another_run_are_not_of_this_one() -> None:
+    """What a killed run of tests has left in /dev/shm fails no test of another one."""
     before = leftovers.Snapshot.take()
-    name = f"ddpsafe-test{os.getpid()}"
-    code = f"""
-import multiprocessing, sys
-multiprocessing.current_process()._config["semprefix"] = "/{name}"
-lock = multiprocessing.get_context("spawn").Lock()
-print(flush=True)
-sys.stdin.read()
-"""
-    maker = [sys.executable, "-c", code]
-    for mark, is_ours in ((os.environ[leftovers.MARK], True), ("another run", False)):
-        # Below a shell, since a child of pytest is its own whatever mark it bears.
-        command = ["sh", "-c", '"$@"; true', "sh", "env", f"{leftovers.MARK}={mark}", *maker]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as shell:
-            assert shell.stdout is not None
-            shell.stdout.readline()
-            found = "\n".join(leftovers.wait_until_gone(before, grace_s=0))
-            shell.communicate()
-        assert (f"file {leftovers.SHARED_MEMORY}/sem.{name}" in found) == is_ours
-    assert leftovers.wait_until_gone(before, grace_s=1) == []
+    stranger = leftovers.SHARED_MEMORY / f"sem.ddpsafe-0123abcd-{os.getpid():08x}-test"
+    name = semaphore_prefix(make_launch_id()).removeprefix("/")
+    own = leftovers.SHARED_MEMORY / f"sem.{name}-test"
+    try:
+        stranger.touch()
+        assert leftovers.wait_until_gone(before, grace_s=0) == []
+        own.touch()
+        assert leftovers.wait_until_gone(before, grace_s=0) == [f"file {own}"]
+    finally:
+        stranger.unlink()
+        own.unlink(missing_ok=True)

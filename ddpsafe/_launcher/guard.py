@@ -124,7 +124,11 @@ def _rank_of(pid: int, created_s: float, left: list[dict[str, Any]] | None) -> R
 
 
 def _clean_up(ranks: dict[int, RankProcess], folders: list[str], launch_id: str) -> None:
+    from ddpsafe._launcher.litter import unlink_semaphores
+
     kill_members(list(ranks.values()), launch_id, within_s=_CLEAN_UP_S)
+    # Whoever killed the launcher's process group has killed Python's resource tracker with it.
+    unlink_semaphores(launch_id)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 

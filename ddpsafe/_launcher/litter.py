@@ -20,12 +20,21 @@ def remove_semaphores(launch_id: str) -> None:
     resource tracker, which lives as long as the launcher's process: too long for one that launches
     again and again.
     """
+    for name in unlink_semaphores(launch_id):
+        # Or it would warn of them, and try to remove them, when this process ends.
+        with contextlib.suppress(OSError):
+            resource_tracker.unregister(name, "semaphore")
+
+
+def unlink_semaphores(launch_id: str) -> list[str]:
+    """Remove the files of a launch's semaphores; return the names they had."""
+    removed = []
     prefix = semaphore_prefix(launch_id)
     for path in _SEMAPHORES.glob(f"sem.{prefix.removeprefix('/')}-*"):
         with contextlib.suppress(OSError):
             path.unlink()
-            # Or it would warn of them, and remove them in vain, when this process ends.
-            resource_tracker.unregister("/" + path.name.removeprefix("sem."), "semaphore")
+            removed.append("/" + path.name.removeprefix("sem."))
+    return removed
 
 
 def find_helpers_folder() -> Path | None:

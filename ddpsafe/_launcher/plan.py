@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import secrets
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from ddpsafe import _gpus
 from ddpsafe._config.backends import require_backend
 from ddpsafe._errors import ConfigError, Explanation
-from ddpsafe._wire.spec import MARKER, RankTimeouts
+from ddpsafe._wire.spec import MARKER, RankTimeouts, make_launch_id
 from ddpsafe._world import World, loopback_interfaces
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ def make_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False) -
         child_start_method=_child_start_method(config, style),
         num_threads=_threads(nproc, config.env),
         console=_resolve_console(config, style),
-        launch_id=secrets.token_hex(16),
+        launch_id=make_launch_id(),
         timeouts=RankTimeouts(
             rendezvous=config.timeouts.rendezvous,
             collective=config.timeouts.collective,

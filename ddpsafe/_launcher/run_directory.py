@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import itertools
 import logging
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -24,6 +27,10 @@ if TYPE_CHECKING:
     from ddpsafe._world import World
 logger = logging.getLogger(__name__)
 _ROOM_BYTES: Final = 64 << 10
+_KEPT_S: Final = 7 * 86_400.0
+_TEMPORARY: Final = re.compile(r"ddpsafe-[a-z0-9_]{8}")
+_MOST_LOOKED_AT: Final = 10_000
+_MOST_REMOVED: Final = 20
 
 
 class RunDirectory:
@@ -109,7 +116,9 @@ def open_run_directory(wanted: Path | None) -> Iterator[RunDirectory]:
     Raises:
         PreflightError: It cannot be made or written to.
     """
+    remove_old_directories(Path(tempfile.gettempdir()))
     directory = _make_temporary() if wanted is None else _make(wanted)
+    in_use = _mark_in_use(directory) if wanted is None else None
     try:
         yield directory
     except BaseException as error:
@@ -118,7 +127,73 @@ def open_run_directory(wanted: Path | None) -> Iterator[RunDirectory]:
         elif not isinstance(error, LaunchError):  # which would name the directory itself
             logger.warning("the logs of the attempts that failed are in %s", directory.path)
         raise
-    directory.discard()
+    else:
+        directory.discard()
+    finally:
+        if in_use is not None:
+            os.close(in_use)
+
+
+def remove_old_directories(parent: Path, *, now_s: float | None = None) -> list[Path]:
+    """Remove what failed launches of this user left in the temporary directory a week ago.
+
+    Only directories with the names that `tempfile` makes for ddpsafe, that nothing has changed for
+    a week, and that no launch still holds; a few of them at each launch.
+
+    Args:
+        parent: The temporary directory.
+        now_s: The time, for tests.
+
+    Returns:
+        What was removed.
+    """
+    removed: list[Path] = []
+    too_old_s = (time.time() if now_s is None else now_s) - _KEPT_S
+    try:
+        with os.scandir(parent) as entries:
+            for entry in itertools.islice(entries, _MOST_LOOKED_AT):
+                if len(removed) < _MOST_REMOVED and _may_be_removed(entry, too_old_s):
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                    removed.append(Path(entry.path))
+    except OSError:
+        pass
+    return removed
+
+
+def _may_be_removed(entry: os.DirEntry[str], too_old_s: float) -> bool:
+    if not _TEMPORARY.fullmatch(entry.name) or not entry.is_dir(follow_symlinks=False):
+        return False
+    try:
+        found = entry.stat(follow_symlinks=False)
+        if found.st_uid != os.geteuid() or found.st_mtime > too_old_s:
+            return False
+        with os.scandir(entry.path) as inside:
+            changed_s = [each.stat(follow_symlinks=False).st_mtime for each in inside]
+        return max(changed_s, default=0) <= too_old_s and not _is_in_use(entry.path)
+    except OSError:
+        return False
+
+
+def _mark_in_use(directory: RunDirectory) -> int | None:
+    """Hold a lock on the directory as long as the launch lives: it may last longer than a week."""
+    try:
+        fd = os.open(directory.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return fd
+
+
+def _is_in_use(path: str) -> bool:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def _make_temporary() -> RunDirectory:

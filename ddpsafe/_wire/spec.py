@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import secrets
 import signal
 import stat
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
@@ -23,13 +25,22 @@ MARKER: Final = "DDPSAFE_LAUNCH_ID"
 """The variable that a rank's processes have, and by which they are found again."""
 
 
-def semaphore_prefix(launch_id: str) -> str:
-    """Return how the names of a launch's semaphores begin; macOS allows them 31 characters.
+def make_launch_id() -> str:
+    """Return a new launch's id: a digest of its temporary directory, and a random part.
 
-    Every user of the host can read the names, so they do not show the id itself.
+    The first tells the launches of one run of tests from those of another on the same host.
+    """
+    place = hashlib.sha256(tempfile.gettempdir().encode(errors="surrogateescape")).hexdigest()
+    return f"{place[:8]}{secrets.token_hex(12)}"
+
+
+def semaphore_prefix(launch_id: str) -> str:
+    """Return how the names of a launch's semaphores begin.
+
+    Every user of the host can read the names, so they do not show the random part of the id.
     """
     digest = hashlib.sha256(launch_id.encode()).hexdigest()
-    return f"/ddpsafe-{digest[:8]}"
+    return f"/ddpsafe-{launch_id[:8]}-{digest[:8]}"
 
 
 CallStyle = Literal["launch", "spawn", "run"]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from typing import TYPE_CHECKING
 
+import leftovers
 import pytest
-from fault_kit import launch_everything, start_script
+import scripts
+from fault_kit import launch_everything, start_script, write_script
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,6 +33,19 @@ def test_by_sigkill(tmp_path: Path, how: str, start_method: str) -> None:
         os.kill(job.pid, signal.SIGKILL)
         assert job.end().code == -signal.SIGKILL
         job.require_all_gone()
+
+
+def test_with_its_whole_process_group(tmp_path: Path) -> None:
+    """Python's resource tracker dies with the launcher; the semaphores of its ranks still go."""
+    statement = "ddpsafe.launch(orphan_programs.hold_a_semaphore, (folder,), **options)"
+    script = write_script(tmp_path, statement)
+    with start_script(tmp_path, command=["setsid", sys.executable, *script]) as job:
+        job.wait_until_up()
+        assert list(leftovers.own_semaphores())
+        os.killpg(job.pid, signal.SIGKILL)
+        assert job.end().code == -signal.SIGKILL
+        job.require_all_gone()
+        scripts.wait_until(lambda: not list(leftovers.own_semaphores()))
 
 
 def test_by_os_exit_in_another_thread(tmp_path: Path) -> None:

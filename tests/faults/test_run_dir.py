@@ -1,13 +1,16 @@
-"""The run directory fails: its disk is full, or somebody removes it while ranks run."""
+"""The run directory fails or grows old: a full disk, one removed while ranks run, one of last week."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
 import subprocess
-from typing import TYPE_CHECKING
+import tempfile
+import time
+from typing import TYPE_CHECKING, Final
 
 import pytest
 import run_dir_programs as programs
@@ -17,6 +20,7 @@ from hang_programs import wait_for_each_other
 from training_programs import FAULT_STEP, return_rank, train
 
 import ddpsafe
+from ddpsafe._launcher.run_directory import open_run_directory, remove_old_directories
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -138,3 +142,64 @@ def test_the_report_of_a_hang_has_the_stacks_of_all_threads(tmp_path: Path) -> N
     assert "in other" in text
     assert "all_reduce number 3 " in text
     shutil.rmtree(tmp_path / "run")
+
+
+WEEK_S: Final = 7 * 86_400.0
+
+
+def test_directories_of_failed_launches_go_after_a_week(tmp_path: Path) -> None:
+    """Only those of this user, by name, untouched for a week, and not held by a launch."""
+    names = {
+        "ddpsafe-a1b2c3_4": True,
+        "ddpsafe-newlogs1": False,
+        "ddpsafe-inuse_12": False,
+        "ddpsafe-results": False,
+        "ddpsafe-A1B2C3D4": False,
+        "other-a1b2c3_4": False,
+        "ddpsafe-store-a1b2c3_4": False,
+    }
+    now_s = time.time()
+    for name in names:
+        attempt = tmp_path / name / "attempt-1"
+        attempt.mkdir(parents=True)
+        (attempt / "rank-0.err").touch()
+        os.utime(attempt, times=(now_s - WEEK_S - 60,) * 2)
+        os.utime(tmp_path / name, times=(now_s - WEEK_S - 60,) * 2)
+    os.utime(tmp_path / "ddpsafe-newlogs1" / "attempt-1")
+    (tmp_path / "ddpsafe-a_link_1").symlink_to(tmp_path / "ddpsafe-results")
+    if os.geteuid() == 0:
+        names["ddpsafe-strange1"] = False
+        (tmp_path / "ddpsafe-strange1").mkdir()
+        os.chown(tmp_path / "ddpsafe-strange1", 65534, 65534)
+        os.utime(tmp_path / "ddpsafe-strange1", times=(0, 0))
+    held = os.open(tmp_path / "ddpsafe-inuse_12", os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_SH)
+    try:
+        removed = remove_old_directories(tmp_path)
+    finally:
+        os.close(held)
+    assert [path.name for path in removed] == [name for name, goes in names.items() if goes]
+    assert all((tmp_path / name).exists() is not goes for name, goes in names.items())
+    assert remove_old_directories(tmp_path, now_s=now_s + 2 * WEEK_S) != []
+
+
+def test_a_launch_removes_and_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next launch does it, and its own directory is not taken from under it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    old = tmp_path / "ddpsafe-a1b2c3_4"
+    old.mkdir()
+    os.utime(old, times=(0, 0))
+    with open_run_directory(None) as directory:
+        assert not old.exists()
+        os.utime(directory.path, times=(0, 0))
+        assert remove_old_directories(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_work_of_one_launch_is_bounded(tmp_path: Path) -> None:
+    """Thousands of old directories do not hold up a start: a few go at each."""
+    for number in range(50):
+        (tmp_path / f"ddpsafe-{number:08d}").mkdir()
+        os.utime(tmp_path / f"ddpsafe-{number:08d}", times=(0, 0))
+    assert len(remove_old_directories(tmp_path)) == 20
+    assert len(list(tmp_path.iterdir())) == 30
