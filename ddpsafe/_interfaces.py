@@ -60,7 +60,12 @@ class Interface:
     def is_candidate(self) -> bool:
         """Tell whether ranks of several hosts could talk on it."""
         usable = self.is_running and bool(self.networks) and not self.is_loopback
-        return usable and not self.name.startswith(_VIRTUAL)
+        return usable and not leads_to_containers(self.name)
+
+
+def leads_to_containers(name: str) -> bool:
+    """Tell by its name whether an interface leads to containers of this host only."""
+    return name.startswith(_VIRTUAL)
 
 
 def is_loopback(address: str) -> bool:

@@ -150,6 +150,7 @@ def _add_doctor(add: Callable[..., argparse.ArgumentParser], about: str) -> None
         default="1min",
         help="for each half; 30, 30s, 2min (%(default)s)",
     )
+    parser.add_argument("--explain", metavar="CODE", help="print the page of a finding, and end")
     parser.add_argument("--html", metavar="FILE", help="write a page with who reaches whom")
     parser.add_argument("--verbose", action="store_true", help="show what is well, too")
 

@@ -76,6 +76,20 @@ def join_and_reduce() -> None:
         print(json.dumps([value.item(), os.environ["GLOO_SOCKET_IFNAME"]]), flush=True)
 
 
+def train() -> None:
+    """Be a rank of a plain job of torch with gloo: no ddpsafe is in it."""
+    import torch
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=json.loads(sys.argv[2])["timeout_s"])
+    dist.init_process_group("gloo", timeout=timeout)
+    values = torch.ones(64 << 10)
+    dist.all_reduce(values)
+    assert bool((values == dist.get_world_size()).all())
+    print("TRAINED", flush=True)
+    dist.destroy_process_group()
+
+
 def launch_fully_examined() -> None:
     """Be a rank of another launcher that asks for the full preflight."""
     import ddpsafe

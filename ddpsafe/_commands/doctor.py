@@ -15,9 +15,11 @@ from ddpsafe._commands.terminal import progress, show_report
 from ddpsafe._config import LaunchConfig
 from ddpsafe._config.durations import parse_duration
 from ddpsafe._config.endpoint import parse_endpoint
+from ddpsafe._config.problems import find_near
 from ddpsafe._errors import ConfigError, DDPSafeError, Explanation
 from ddpsafe._world import find_world
 from ddpsafe.cli import HEALTHY, UNHEALTHY, USAGE, complain, say
+from ddpsafe.doctor._codes import CODES, read_page
 from ddpsafe.doctor._finding import to_copy
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ _LAST_PORT: Final = 65535
 
 def examine(options: Namespace) -> int:
     """Examine as the options say, and show what was found."""
+    if options.explain is not None:
+        return _explain(options.explain)
     try:
         world = _launched()
         if world is not None and world.local_rank > 0:
@@ -50,6 +54,18 @@ def examine(options: Namespace) -> int:
     else:
         show_report(report, verbose=options.verbose)
     return HEALTHY if report.healthy else UNHEALTHY
+
+
+def _explain(code: str) -> int:
+    """Print the page of a finding."""
+    page = read_page(code.upper())
+    if page is None:
+        near = find_near(code.upper(), list(CODES))
+        hint = f" Did you mean {near}?" if near else f" Codes are written as {next(iter(CODES))}."
+        complain(f"--explain: there is no finding {code!r}.{hint}")
+        return USAGE
+    say(page.rstrip())
+    return HEALTHY
 
 
 def _launched() -> World | None:

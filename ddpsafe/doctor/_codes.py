@@ -1,87 +1,90 @@
-"""The code of every finding, with what it asks; each has a page, ``docs/findings/CODE.md``.
+"""The code of every finding, titled by the failure it stands for; each has a page.
 
-A code names a question and stays; the severity of a finding is the answer. Numbers are never
-given twice, not even when a check goes.
+The pages are ``docs/findings/CODE.md``, and go into the wheel. A code stays; the severity of a
+finding says whether the failure is there. Numbers are never given twice, not even when a check goes.
 """
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
 from typing import Final
 
 from ddpsafe.doctor._mesh_codes import TITLES as MESH
 
 ENVIRONMENT: Final = {
-    "DS-ENV-001": "Variables of the launcher are complete and consistent",
-    "DS-ENV-002": "No variables are left over from another launcher",
-    "DS-ENV-003": "MASTER_ADDR is a host that the ranks can reach",
-    "DS-ENV-004": "MASTER_PORT is a usable port",
-    "DS-ENV-005": "Threads of all ranks fit the cores",
-    "DS-ENV-006": "Debugging variables are meant",
-    "DS-ENV-007": "The configuration can be read",
+    "DS-ENV-001": "Variables of the launcher are incomplete or contradict each other",
+    "DS-ENV-002": "Variables are left over from another launcher",
+    "DS-ENV-003": "MASTER_ADDR is not a host that the ranks can reach",
+    "DS-ENV-004": "MASTER_PORT is not a usable port",
+    "DS-ENV-005": "The threads of all ranks exceed the cores",
+    "DS-ENV-006": "A debugging variable slows or breaks the job",
+    "DS-ENV-007": "The configuration cannot be read",
 }
 NAMES: Final = {
-    "DS-NAME-001": "The name of this host leads to an address that others can reach",
-    "DS-NAME-002": "The name of the meeting point resolves",
-    "DS-NAME-003": "The name server answers at once",
+    "DS-NAME-001": "The name of this host leads to an address that others cannot reach",
+    "DS-NAME-002": "The name of the meeting point does not resolve",
+    "DS-NAME-003": "The name server answers late or not at all",
 }
 PORTS: Final = {
-    "DS-PORT-001": "The port of the meeting point is free",
-    "DS-PORT-002": "The port of the meeting point is not one that the system hands out",
-    "DS-PORT-003": "Enough ports are left to hand out",
+    "DS-PORT-001": "The port of the meeting point is taken",
+    "DS-PORT-002": "The port of the meeting point is one that the system hands out",
+    "DS-PORT-003": "Hardly any port is left to hand out",
 }
 NETWORK: Final = {
-    "DS-NET-001": "Interface variables name interfaces of this host",
-    "DS-NET-002": "The chosen interface is up and has an address",
-    "DS-NET-003": "The chosen interface leads to the meeting point",
-    "DS-NET-004": "The MTU is a usual one",
-    "DS-NET-005": "It is clear which interface the ranks talk on",
-    "DS-NET-006": "There is a network besides loopback",
-    "DS-NET-007": "Loopback works",
+    "DS-NET-001": "An interface variable names no interface of this host",
+    "DS-NET-002": "The chosen interface is down or has no address",
+    "DS-NET-003": "The chosen interface does not lead to the meeting point",
+    "DS-NET-004": "The MTU is unusually small",
+    "DS-NET-005": "It is not clear which interface the ranks talk on",
+    "DS-NET-006": "There is no network besides loopback",
+    "DS-NET-007": "Loopback does not work",
 }
 GPUS: Final = {
-    "DS-GPU-001": "torch sees the GPUs of this machine",
-    "DS-GPU-002": "CUDA_VISIBLE_DEVICES names GPUs that exist",
-    "DS-GPU-003": "There are as many GPUs as ranks",
-    "DS-GPU-004": "The driver is new enough for torch",
-    "DS-GPU-005": "The compute mode lets ranks in",
-    "DS-GPU-006": "The memory of the GPUs is free",
-    "DS-GPU-007": "The GPUs have no memory errors",
-    "DS-GPU-008": "GPUs reach each other directly",
-    "DS-GPU-009": "A kernel runs on every GPU",
-    "DS-GPU-010": "NCCL reduces on every GPU",
-    "DS-GPU-011": "A copy from GPU to GPU arrives",
-    "DS-GPU-012": "torch has kernels for these GPUs",
-    "DS-GPU-013": "The driver's own view of the GPUs can be read",
+    "DS-GPU-001": "torch does not see the GPUs of this machine",
+    "DS-GPU-002": "CUDA_VISIBLE_DEVICES names GPUs that do not exist",
+    "DS-GPU-003": "There are fewer GPUs than ranks",
+    "DS-GPU-004": "The driver is too old for torch",
+    "DS-GPU-005": "The compute mode keeps ranks out",
+    "DS-GPU-006": "The memory of a GPU is in use",
+    "DS-GPU-007": "A GPU has memory errors",
+    "DS-GPU-008": "GPUs do not reach each other directly",
+    "DS-GPU-009": "A kernel fails on a GPU",
+    "DS-GPU-010": "NCCL does not reduce on a GPU",
+    "DS-GPU-011": "A copy from GPU to GPU does not arrive",
+    "DS-GPU-012": "torch has no kernels for these GPUs",
+    "DS-GPU-013": "The driver's own view of the GPUs cannot be read",
 }
 VERSIONS: Final = {
-    "DS-VER-001": "torch can be imported",
-    "DS-VER-002": "Python and torch are versions that ddpsafe knows",
-    "DS-VER-003": "There is one NCCL",
-    "DS-VER-004": "Packages fit the torch that is installed",
-    "DS-VER-005": "torch can do what the backend needs",
+    "DS-VER-001": "torch cannot be imported",
+    "DS-VER-002": "Python or torch is a version that ddpsafe does not know",
+    "DS-VER-003": "There is more than one NCCL",
+    "DS-VER-004": "Packages do not fit the torch that is installed",
+    "DS-VER-005": "torch cannot do what the backend needs",
+    "DS-VER-006": "torch.load of this torch can be made to run code",
 }
 LIMITS: Final = {
-    "DS-LIM-001": "Shared memory (/dev/shm) has room",
-    "DS-LIM-002": "Enough files may be open",
-    "DS-LIM-003": "Memory may be locked",
-    "DS-LIM-004": "Enough processes may be started",
-    "DS-LIM-005": "The memory of the container suffices",
-    "DS-LIM-006": "The cores of the container are those that torch counts",
-    "DS-LIM-007": "The container shares what ranks need",
+    "DS-LIM-001": "Shared memory (/dev/shm) has too little room",
+    "DS-LIM-002": "Too few files may be open",
+    "DS-LIM-003": "Too little memory may be locked",
+    "DS-LIM-004": "Too few processes may be started",
+    "DS-LIM-005": "The memory of the container is too small",
+    "DS-LIM-006": "The container has fewer cores than torch counts",
+    "DS-LIM-007": "The container does not share what ranks need",
 }
 PATHS: Final = {
-    "DS-PATH-001": "The data paths are ready",
-    "DS-PATH-002": "The data paths lie on storage that many ranks may read",
-    "DS-PATH-003": "The run directory can be written",
-    "DS-PATH-004": "The run directory has room",
-    "DS-PATH-005": "The run directory takes data fast enough",
-    "DS-PATH-006": "The temporary directory can be used",
+    "DS-PATH-001": "A data path is not ready",
+    "DS-PATH-002": "A data path lies on storage that many ranks overload",
+    "DS-PATH-003": "The run directory cannot be written",
+    "DS-PATH-004": "The run directory has too little room",
+    "DS-PATH-005": "The run directory takes data too slowly",
+    "DS-PATH-006": "The temporary directory cannot be used",
 }
 PROCESSES: Final = {
-    "DS-PROC-001": "A process starts by the start method",
-    "DS-PROC-002": "The job outlives this terminal",
-    "DS-PROC-003": "The clock is right",
-    "DS-PROC-004": "Every check came to its end",
+    "DS-PROC-001": "A process does not start by the start method",
+    "DS-PROC-002": "The job ends with this terminal",
+    "DS-PROC-003": "The clock is wrong",
+    "DS-PROC-004": "A check did not come to its end",
 }
 
 AREAS: Final = (
@@ -101,5 +104,19 @@ CODES: Final = {code: title for area in AREAS for code, title in area.items()}
 
 
 def page_of(code: str) -> str:
-    """Return the page of the documentation that a code leads to, from the checkout's root."""
-    return f"docs/findings/{code}.md"
+    """Return where to read on about a code: a command that works wherever ddpsafe does."""
+    return f"ddpsafe doctor --explain {code}"
+
+
+def read_page(code: str) -> str | None:
+    """Return the page about a code; None where there is none.
+
+    A wheel has the pages beside this file, a checkout in its documentation.
+    """
+    if code not in CODES:
+        return None
+    here = Path(__file__)
+    for folder in (here.with_name("pages"), here.parents[2] / "docs" / "findings"):
+        with contextlib.suppress(OSError):
+            return (folder / f"{code}.md").read_text(encoding="utf-8")
+    return None

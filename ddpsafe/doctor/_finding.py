@@ -49,7 +49,7 @@ class Finding:
 
     @property
     def page(self) -> str:
-        """The page of the documentation on this code, from the root of the repository."""
+        """The command that prints the page of the documentation on this code."""
         return page_of(self.code)
 
     def as_text(self) -> str:

@@ -23,6 +23,9 @@ ANNOUNCES_LOOPBACK: Final = "DS-MESH-020"
 ABSENT_INTERFACE: Final = "DS-MESH-021"
 INTERFACE_DOWN: Final = "DS-MESH-022"
 DIFFERENT_NETWORKS: Final = "DS-MESH-023"
+SAME_ADDRESS: Final = "DS-MESH-024"
+TRANSLATED: Final = "DS-MESH-025"
+VARIABLE_ON_SOME: Final = "DS-MESH-026"
 ALL_OPEN: Final = "DS-MESH-030"
 DROPPED: Final = "DS-MESH-031"
 REFUSED: Final = "DS-MESH-032"
@@ -30,6 +33,8 @@ NO_ROUTE: Final = "DS-MESH-033"
 WRONG_PEER: Final = "DS-MESH-034"
 LARGE_LOST: Final = "DS-MESH-035"
 ONLY_ENDPOINT: Final = "DS-MESH-036"
+LOSSY: Final = "DS-MESH-037"
+OTHER_ROUTE: Final = "DS-MESH-038"
 VERSIONS_DIFFER: Final = "DS-MESH-040"
 ENVIRONMENT_DIFFERS: Final = "DS-MESH-041"
 MTU_DIFFERS: Final = "DS-MESH-042"
@@ -60,6 +65,9 @@ TITLES: Final = {
     ABSENT_INTERFACE: "A host lacks the interface it was told to use",
     INTERFACE_DOWN: "The interface of a host is down",
     DIFFERENT_NETWORKS: "Hosts announce addresses of networks that do not meet",
+    SAME_ADDRESS: "Two hosts have the same address",
+    TRANSLATED: "A host is behind address translation",
+    VARIABLE_ON_SOME: "An interface variable is set on some hosts only",
     ALL_OPEN: "Every host reaches every other",
     DROPPED: "Connections between hosts are dropped",
     REFUSED: "Connections between hosts are refused",
@@ -67,6 +75,8 @@ TITLES: Final = {
     WRONG_PEER: "Somebody else answers in place of a host",
     LARGE_LOST: "Large packets are lost between hosts",
     ONLY_ENDPOINT: "Only the endpoint's port is open",
+    LOSSY: "Packets are lost between hosts",
+    OTHER_ROUTE: "A route leaves by another interface than the one announced",
     VERSIONS_DIFFER: "Versions differ between hosts",
     ENVIRONMENT_DIFFERS: "Environment variables differ between hosts",
     MTU_DIFFERS: "The largest packet differs between hosts",

@@ -16,7 +16,7 @@ from ddpsafe.doctor._examination import examine_host
 from ddpsafe.doctor._finding import failed
 from ddpsafe.doctor._nvml import count_device_nodes
 from ddpsafe.doctor._report import Report, masked, worst_first
-from ddpsafe.doctor._subject import Subject, count_cores, environment_of
+from ddpsafe.doctor._subject import Subject, count_cores, environment_of, find_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ddpsafe.doctor._finding import Finding
     from ddpsafe.doctor._matrix import Matrix
     from ddpsafe.doctor._mesh._store_board import Store
+    from ddpsafe.doctor._subject import Place
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +127,7 @@ def examine_nodes(
         timeout=timeout,
         local=fingerprint(config),
         on_progress=logger.debug,
+        places=_places(config),
     )
     return _report(findings, matrix, environment_of(config), began)
 
@@ -172,6 +174,10 @@ def _nproc(config: LaunchConfig) -> int:
     return (0 if asked == "cpu" else count_device_nodes()) or count_cores()
 
 
+def _places(config: LaunchConfig) -> dict[str, Place]:
+    return {name: find_place(config, name) for name in config.env}
+
+
 def _require_meeting_point(config: LaunchConfig) -> None:
     missing = [
         name
@@ -204,4 +210,5 @@ def _examine_mesh(
         local=fingerprint(config),
         on_progress=say,
         secret=secret,
+        places=_places(config),
     )

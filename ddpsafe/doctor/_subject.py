@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ddpsafe._config.endpoint import Endpoint, parse_endpoint
+from ddpsafe._config.sources import find_variable, read_config_file
+from ddpsafe._errors import ConfigError
+from ddpsafe._interfaces import as_setting
 from ddpsafe.doctor._nvml import count_device_nodes
 
 if TYPE_CHECKING:
@@ -15,6 +19,9 @@ if TYPE_CHECKING:
     from ddpsafe._clock import Deadline
     from ddpsafe._config import LaunchConfig
     from ddpsafe.doctor._torch_probe import TorchProbe
+
+
+PlaceKind = Literal["shell", "variable", "file", "argument"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +74,54 @@ class Subject:
     def wants_gpus(self) -> bool:
         """Whether the job asks for GPUs by name, not only takes them where there are any."""
         return "nccl" in self.config.backend or self.config.nproc_per_node == "gpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a variable of the ranks was set, and how to change it there.
+
+    Attributes:
+        kind: ``shell``: this process has it; ``variable``: a ``DDPSAFE_ENV__*`` variable;
+            ``file``: a TOML file; ``argument``: ``env=`` of the call.
+        where: The variable or the file.
+    """
+
+    kind: PlaceKind = "shell"
+    where: str = ""
+
+    def set_line(self, name: str, value: str) -> str:
+        """Return the line that sets the variable there."""
+        if self.kind == "file":
+            return f"{name} = {json.dumps(value)}    # in [tool.ddpsafe.env] of {self.where}"
+        if self.kind == "argument":
+            return f"env={{{json.dumps(name)}: {json.dumps(value)}}}    # in the call"
+        variable = self.where if self.kind == "variable" else name
+        return f"export {as_setting(variable, value)}"
+
+    def unset_line(self, name: str) -> str:
+        """Return the line that takes it out there."""
+        if self.kind == "file":
+            return f"# delete the line {name} = … in [tool.ddpsafe.env] of {self.where}"
+        if self.kind == "argument":
+            return f"# take {json.dumps(name)} out of env= in the call"
+        return f"unset {self.where if self.kind == 'variable' else name}"
+
+
+def find_place(config: LaunchConfig, name: str) -> Place:
+    """Find where a variable of the ranks was set; what is set nowhere belongs into the shell."""
+    if name not in config.env:
+        return Place()
+    variable = find_variable(("env", name))
+    if variable is not None and os.environ.get(variable) == config.env[name]:
+        return Place(kind="variable", where=variable)
+    try:
+        file = read_config_file()
+    except ConfigError:
+        return Place(kind="argument")
+    table = {} if file is None else file.table.get("env", {})
+    if file is not None and isinstance(table, dict) and table.get(name) == config.env[name]:
+        return Place(kind="file", where=str(file.path))
+    return Place(kind="argument")
 
 
 def environment_of(config: LaunchConfig) -> dict[str, str]:

@@ -82,7 +82,7 @@ def test_failure_ends_with_one_and_prints_cause_fix_and_page(tmp_path: Path) -> 
     assert "failed DS-NET-001: GLOO_SOCKET_IFNAME" in run.out
     assert "  Likely cause: " in run.out
     assert re.search(r"^      export GLOO_SOCKET_IFNAME=\w+$", run.out, re.MULTILINE)
-    assert "  Read on: docs/findings/DS-NET-001.md" in run.out
+    assert "  Read on: ddpsafe doctor --explain DS-NET-001" in run.out
     assert "DS-VER-001" in run.out  # torch is broken, and everything else was looked at
     assert "\x1b[" not in run.out
     assert run.err == ""

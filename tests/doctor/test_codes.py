@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Final
 
 import pytest
 from source_tree import CHECKOUT, PACKAGE, python_files
 
-from ddpsafe.doctor._codes import AREAS, CODES, page_of
+from ddpsafe.cli import main
+from ddpsafe.doctor._codes import AREAS, CODES, read_page
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 PAGES: Final = CHECKOUT / "docs" / "findings"
 CODE: Final = re.compile(r"DS-[A-Z]+-\d{3}")
@@ -37,7 +47,7 @@ def test_every_code_has_its_page_and_every_page_its_code() -> None:
 @pytest.mark.parametrize("code", CODES)
 def test_page_says_cause_confirmation_and_fix(code: str) -> None:
     """Each page has the title of its code and answers the three questions of its reader."""
-    text = (CHECKOUT / page_of(code)).read_text(encoding="utf-8")
+    text = read_page(code) or ""
     assert text.startswith(f"# {code}: {CODES[code]}\n")
     headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
     assert headings == ["Cause", "How to confirm", "Fix"]
@@ -53,3 +63,30 @@ def test_every_code_is_provoked_by_a_test() -> None:
     """What nobody has ever seen found is no check."""
     others = [file for file in python_files(CHECKOUT / "tests") if file != Path(__file__)]
     assert set(CODES) - codes_in(*others) == set()
+
+
+def test_installed_package_has_the_pages_beside_it(tmp_path: Path) -> None:
+    """As the wheel lays them out, away from the checkout, the command prints a page."""
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    for name in wheel["packages"]:
+        shutil.copytree(CHECKOUT / name, tmp_path / name)
+    for source, target in wheel["force-include"].items():
+        shutil.copytree(CHECKOUT / source, tmp_path / target)
+    done = subprocess.run(
+        [sys.executable, "-m", "ddpsafe", "doctor", "--explain", "ds-net-001"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.startswith("# DS-NET-001: An interface variable names no interface")
+    assert "## How to confirm" in done.stdout
+
+
+def test_unknown_code_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    """A typing error is told from a code without a page."""
+    assert main(["doctor", "--explain", "DS-NET-0001"]) == 2
+    assert "DS-NET-001" in capsys.readouterr().err

@@ -82,7 +82,7 @@ def test_launch_that_will_fail_is_refused_with_code_cause_and_fix(
     assert "DS-NET-001: GLOO_SOCKET_IFNAME: got 'ib7'" in message
     assert "Likely cause: " in message
     assert "      export GLOO_SOCKET_IFNAME=" in message
-    assert "docs/findings/DS-NET-001.md" in message
+    assert "ddpsafe doctor --explain DS-NET-001" in message
     assert isinstance(raised.value.report, doctor.Report)
     assert [each.code for each in raised.value.report.failed] == ["DS-NET-001"]
     assert raised.value.exit_code == 78

@@ -89,6 +89,17 @@ def test_old_torch_fails(tmp_path: Path) -> None:
     assert "torch 2.5.1 is older than 2.6" in found.of("DS-VER-002")["fact"]
 
 
+@pytest.mark.parametrize(
+    ("version", "severity"), [("2.9.1", "warning"), ("2.10.0", "ok"), ("2.13.0+cpu", "ok")]
+)
+def test_torch_whose_load_can_be_made_to_run_code_is_a_warning(
+    version: str, severity: str, tmp_path: Path
+) -> None:
+    """`weights_only=True` keeps its promise from 2.10 on."""
+    found = examine("VER", env=other_torch(tmp_path, version=version))
+    assert found.severity("DS-VER-006") == severity
+
+
 def test_two_packages_of_nccl_are_a_warning(tmp_path: Path) -> None:
     """The line to copy takes both out."""
     write_package(tmp_path, "nvidia-nccl-cu12", "2.21.5")

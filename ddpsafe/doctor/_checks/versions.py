@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _PYTHONS: Final = ((3, 10), (3, 14))
 _OLDEST_TORCH: Final = (2, 6)
+_SAFE_LOAD_TORCH: Final = (2, 10)
 _COMPANIONS: Final = ("torchvision", "torchaudio", "torchtext", "triton")
 _EXACT: Final = re.compile(r"^torch\s*\(?==\s*([0-9][0-9a-z.]*)\)?\s*(?:;.*)?$", re.IGNORECASE)
 
@@ -135,6 +136,21 @@ def check_known(subject: Subject) -> Iterator[Finding]:
         yield ok("DS-VER-002", f"Python {platform.python_version()}, torch {torch or 'unknown'}.")
 
 
+def check_load(subject: Subject) -> Iterator[Finding]:
+    """Look whether `weights_only=True` of this torch keeps its promise."""
+    torch = str(ask(subject).get("describe", {}).get("version", ""))
+    numbers = tuple(int(part) for part in re.findall(r"\d+", torch)[:2])
+    if numbers and numbers < _SAFE_LOAD_TORCH:
+        yield warning(
+            "DS-VER-006",
+            f"torch {torch} runs code that a forged file holds, also with weights_only=True.",
+            cause="CVE-2026-24747, repaired in torch 2.10; checkpoints of other people are such files.",
+            fix=to_copy("Install a newer one:", f"{sys.executable} -m pip install 'torch>=2.10'"),
+        )
+    elif numbers:
+        yield ok("DS-VER-006", f"torch {torch}: weights_only=True keeps code from running.")
+
+
 def check_nccl(subject: Subject) -> Iterator[Finding]:
     """Look for more than one NCCL: packages, libraries loaded, and variables that bring another."""
     said = ask(subject).get("describe", {})
@@ -241,6 +257,7 @@ def _unknown_backend(backend: str, unknown: list[str], known: list[str]) -> Find
 CHECKS: Final[tuple[Check, ...]] = (
     check_import,
     check_known,
+    check_load,
     check_nccl,
     check_companions,
     check_backend,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ddpsafe.doctor._finding import Finding
     from ddpsafe.doctor._matrix import Matrix
     from ddpsafe.doctor._mesh._store_board import Store
+    from ddpsafe.doctor._subject import Place
 
     Found = tuple[list[Finding], Matrix]
 
@@ -41,6 +42,7 @@ def examine(  # noqa: PLR0913 - the facts of one job, all by name
     on_progress: Callable[[str], None],
     collective: Literal["run", "skip"] = "run",
     secret: str = "",
+    places: Mapping[str, Place] | None = None,
 ) -> tuple[list[Finding], Matrix]:
     """Examine the connections between the nodes of a job; every node calls it.
 
@@ -57,6 +59,7 @@ def examine(  # noqa: PLR0913 - the facts of one job, all by name
         collective: Whether an all-reduce closes it, where torch is installed and nothing failed.
         secret: What all nodes know and nobody else: who does not know it is not let in, and what
             nodes say is signed with it. Without one, whoever reaches the endpoint may speak.
+        places: Where variables of the ranks were set; those that are missing, in the shell.
 
     Returns:
         What was found, the same on every node that reached the endpoint, and who reaches whom.
@@ -74,6 +77,7 @@ def examine(  # noqa: PLR0913 - the facts of one job, all by name
         say=on_progress,
         collective=collective,
         secret=secret,
+        places=places or {},
     )
     return _complete(meet_at_endpoint(job))
 
@@ -89,6 +93,7 @@ def examine_at_store(  # noqa: PLR0913 - as `examine`
     timeout: timedelta,
     local: Mapping[str, object],
     on_progress: Callable[[str], None],
+    places: Mapping[str, Place] | None = None,
 ) -> tuple[list[Finding], Matrix]:
     """Examine as `examine` does, in nodes that are connected to one store of torch already.
 
@@ -104,6 +109,7 @@ def examine_at_store(  # noqa: PLR0913 - as `examine`
         timeout: As in `examine`.
         local: As in `examine`.
         on_progress: As in `examine`.
+        places: As in `examine`.
 
     Returns:
         As `examine` does.
@@ -121,6 +127,7 @@ def examine_at_store(  # noqa: PLR0913 - as `examine`
         say=on_progress,
         collective="skip",
         at_store=True,
+        places=places or {},
     )
     return _complete(meet_at_store(job, store))
 

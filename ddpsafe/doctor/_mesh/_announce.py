@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._clock import Deadline
 from ddpsafe._interfaces import (
@@ -16,6 +17,7 @@ from ddpsafe._interfaces import (
 )
 from ddpsafe.doctor._mesh._board import bounded
 from ddpsafe.doctor._mesh._messages import Announced, Flaw
+from ddpsafe.doctor._subject import Place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,6 +33,7 @@ async def announce(
     interface: str | None,
     env: Mapping[str, str],
     towards: Sequence[str],
+    places: Mapping[str, Place],
 ) -> Announced:
     """Find the address that the backend would announce on this host.
 
@@ -39,14 +42,29 @@ async def announce(
         interface: ``Rendezvous.interface``: a name, ``"auto"``, or None to leave it to the library.
         env: The environment of the ranks; a variable that the user has set wins.
         towards: Addresses of the endpoint.
+        places: Where variables of the ranks were set.
     """
     interfaces = list_interfaces()
     fallback = find_address_towards(towards) or ""
     library = "NCCL" if "nccl" in backend else "GLOO"
-    variable = f"{library}_SOCKET_IFNAME"
+    variable: Literal["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"] = (
+        "NCCL_SOCKET_IFNAME" if library == "NCCL" else "GLOO_SOCKET_IFNAME"
+    )
     if env.get(variable):
         names = _named(library, env[variable], interfaces)
-        return _of_interfaces(names, interfaces, f"{variable}={env[variable]}", fallback)
+        named = _of_interfaces(names, interfaces, f"{variable}={env[variable]}", fallback)
+        others = {name: value for name, value in env.items() if name != variable}
+        otherwise = await announce(
+            backend=backend, interface=interface, env=others, towards=towards, places=places
+        )
+        place = places.get(variable, Place())
+        return replace(
+            named,
+            variable=variable,
+            place=place.kind,
+            place_where=place.where,
+            otherwise="" if otherwise.flaw else otherwise.address,
+        )
     if interface is not None and (interface != "auto" or not fallback):
         return _of_interfaces([interface], interfaces, f"interface={interface!r}", fallback)
     if interface is not None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 from pydantic import Field, Strict
 
 # pydantic reads annotations when a message is first judged: these must exist at run time.
+from ddpsafe._interfaces import is_loopback
 from ddpsafe.doctor._mesh._endpoint import Obstacle  # noqa: TC001
 from ddpsafe.doctor._mesh._messages import (
     MOST_NODES,
@@ -122,6 +123,16 @@ class Case:
         """Return whom each node was to dial, by node rank."""
         contacts = tuple(node.contact() for node in self.nodes.values())
         return make_plan(contacts, nnodes=self.nnodes, seed=self.seed)
+
+    def is_translated(self) -> bool:
+        """Tell whether nodes reach node rank 0 at an address that it does not have itself."""
+        hub = self.nodes[0]
+        own = {address for table in hub.interfaces.values() for address in table}
+        return any(
+            node.endpoint not in own
+            for node in self.nodes.values()
+            if node.endpoint and node.machine != hub.machine and not is_loopback(node.endpoint)
+        )
 
     def verdicts(self) -> dict[Way, Dialled]:
         """Return every direction between two hosts that both came back."""

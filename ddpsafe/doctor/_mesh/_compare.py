@@ -109,7 +109,8 @@ def judge_facts(case: Case) -> Iterator[Finding]:
         )
     yield from _judge_data(case)
     yield from _judge_config(case)
-    yield from _judge_mtus(case)
+    if all(each.verdict != "large-lost" for each in case.verdicts().values()):
+        yield from _judge_mtus(case)  # beside a hole, its size is the one to take
     yield from _judge_clocks(case)
     yield from _judge_resolvers(case)
 

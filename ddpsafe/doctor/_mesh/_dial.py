@@ -27,29 +27,76 @@ ANSWER_S: Final = 3.0
 """The kernel on the other side accepts at once; its process may wait for a CPU. Should it come
 later still, it says itself that it was dialled."""
 
+SMALLEST_MTU_BYTES: Final = 576
+"""What every host has to take (RFC 791); less is no network's."""
+
 _BULK_S: Final = 2.5
 _LOOK_S: Final = 0.1
 _LOST_AFTER: Final = 3  # retransmissions in a row without a sign of life: 1.4 s
-SMALLER_MTUS_BYTES: Final = (1500, 1400)
-_HEADERS_BYTES: Final = 52  # IPv4, TCP and its timestamps
+_SMALL_WRITES: Final = 12
+_SMALL_BYTES: Final = 64
+_SECOND_CALLS: Final = 2
+_SECOND_AFTER_S: Final = 1.0
+_LOSS_CALLS: Final = 8
+_STEPS: Final = 5
+_SEARCHES: Final = 4
+_HEADERS_BYTES: Final = {4: 40, 6: 60}
+"""IP and TCP. Options of TCP are not added: the kernel takes them out of TCP_MAXSEG itself."""
 
 
-async def dial(source: int, contact: Contact, *, secret: str = "") -> Dialled:
-    """Open a connection to a node as a rank of this host would, and say what became of it."""
+async def dial(
+    source: int, contact: Contact, *, secret: str = "", mtu_bytes: int = 1500
+) -> Dialled:
+    """Open a connection to a node as a rank of this host would, and say what became of it.
+
+    Args:
+        source: Node rank of this host.
+        contact: The other node.
+        secret: What all nodes know; empty where there is none.
+        mtu_bytes: Of the interface that the connection leaves by.
+    """
     started_s = time.monotonic()
     if not contact.address or not contact.port:
         return Dialled(contact.node_rank, "no-route", reason="no-address")
     call = _Call(source=source, contact=contact, secret=secret)
     found = await call.make(mss_bytes=0)
     if found.verdict == "large-lost":
-        for mtu_bytes in SMALLER_MTUS_BYTES:
-            if mtu_bytes >= found.segment_bytes + _HEADERS_BYTES:
-                continue
-            again = await call.make(mss_bytes=mtu_bytes - _HEADERS_BYTES)
-            if again.verdict == "open":
-                found = found._replace(passing_mtu_bytes=mtu_bytes)
-                break
+        found = await _find_passing_mtu(call, found, mtu_bytes)
+    if found.verdict == "open" and found.resent:
+        found = await _measure_loss(call, found)
     return found._replace(took_s=round(time.monotonic() - started_s, 3))
+
+
+async def _find_passing_mtu(call: _Call, lost: Dialled, mtu_bytes: int) -> Dialled:
+    """Find the largest packets that arrive; or that it was mere loss, and large ones do arrive."""
+    family = 6 if ":" in call.contact.address else 4
+    largest = max(mtu_bytes, lost.segment_bytes + _HEADERS_BYTES[family])
+    passing, failing = 0, largest + 1
+    sizes = {largest, min(largest, 1500), 1400, SMALLEST_MTU_BYTES}
+    for _ in range(_SEARCHES):
+        tries = sorted(size for size in sizes if passing < size < failing)
+        calls = [call.make(mss_bytes=size - _HEADERS_BYTES[family]) for size in tries]
+        for size, again in zip(tries, await asyncio.gather(*calls), strict=True):
+            if again.verdict == "open":
+                passing = max(passing, size)
+                if size == largest:
+                    return again
+            else:
+                failing = min(failing, size)
+        if not passing or failing - passing <= _STEPS:
+            break
+        step = max(1, (failing - passing) // (_STEPS + 1))
+        sizes = {passing + step * number for number in range(1, _STEPS + 1)}
+    return lost._replace(passing_mtu_bytes=passing)
+
+
+async def _measure_loss(call: _Call, found: Dialled) -> Dialled:
+    """Send more where something was lost: one packet may have been bad luck."""
+    more = await asyncio.gather(*(call.make(mss_bytes=0) for _ in range(_LOSS_CALLS)))
+    return found._replace(
+        packets=found.packets + sum(each.packets for each in more),
+        resent=found.resent + sum(each.resent for each in more),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,29 +106,54 @@ class _Call:
     secret: str
 
     async def make(self, *, mss_bytes: int) -> Dialled:
+        """Connect and talk; where no answer comes at once, knock again beside it.
+
+        A lost packet is asked for again after 1 s and 3 s only: on a lossy network one connection
+        in twenty would look like one that a firewall drops.
+        """
+        first = asyncio.ensure_future(self._connect(mss_bytes, CONNECT_S))
+        done, _ = await asyncio.wait({first}, timeout=_SECOND_AFTER_S)
+        calls = {first}
+        if not done:
+            left_s = CONNECT_S - _SECOND_AFTER_S
+            again = (self._connect(mss_bytes, left_s) for _ in range(_SECOND_CALLS))
+            calls |= set(map(asyncio.ensure_future, again))
+        connected, failed = await _first_connected(calls)
+        if connected is None:
+            assert failed is not None  # noqa: S101 - one of them has ended
+            return failed
+        try:
+            found = await self._talk(connected, lost_after=_LOST_AFTER if not mss_bytes else 2)
+        except OSError as exc:
+            return self._failed(exc)
+        else:
+            state = find_tcp_state(connected)
+            if state is None:
+                return found
+            return found._replace(packets=state.packets, resent=state.resent)
+        finally:
+            connected.close()
+
+    async def _connect(self, mss_bytes: int, limit_s: float) -> socket.socket | Dialled:
         family = socket.AF_INET6 if ":" in self.contact.address else socket.AF_INET
         connection = socket.socket(family, socket.SOCK_STREAM)
         connection.settimeout(0)
+        loop = asyncio.get_running_loop()
         try:
             if mss_bytes:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, mss_bytes)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return await self._connect_and_talk(connection)
-        finally:
-            connection.close()
-
-    async def _connect_and_talk(self, connection: socket.socket) -> Dialled:
-        loop = asyncio.get_running_loop()
-        try:
-            await asyncio.wait_for(loop.sock_connect(connection, self.contact[1:3]), CONNECT_S)
+            await asyncio.wait_for(loop.sock_connect(connection, self.contact[1:3]), limit_s)
         except (asyncio.TimeoutError, TimeoutError):
+            connection.close()
             return self._unanswered()
         except OSError as exc:
+            connection.close()
             return self._failed(exc)
-        try:
-            return await self._talk(connection)
-        except OSError as exc:
-            return self._failed(exc)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
 
     def _unanswered(self) -> Dialled:
         if is_silent_neighbour(self.contact.address):
@@ -93,7 +165,7 @@ class _Call:
         found = self._verdict("refused" if refused else "no-route")
         return found._replace(error=errno.errorcode.get(exc.errno or 0, ""))
 
-    async def _talk(self, connection: socket.socket) -> Dialled:
+    async def _talk(self, connection: socket.socket, *, lost_after: int) -> Dialled:
         loop = asyncio.get_running_loop()
         challenge = secrets.token_hex(8)
         greeting = _lines.encode({"source": self.source, "challenge": challenge})
@@ -108,7 +180,7 @@ class _Call:
         state = find_tcp_state(connection)
         latency_s = state.round_trip_s if state is not None else None
         started_s = time.monotonic()
-        if await _send_bulk(connection):
+        if await _send_bulk(connection, lost_after):
             took_s = max(1e-6, time.monotonic() - started_s - (latency_s or 0.0))
             return self._verdict("open")._replace(
                 latency_s=latency_s, bandwidth_bytes_per_s=round(BULK_BYTES / took_s)
@@ -129,6 +201,29 @@ class _Call:
         return Dialled(self.contact.node_rank, verdict, reason=reason)
 
 
+async def _first_connected(
+    calls: set[asyncio.Task[socket.socket | Dialled]],
+) -> tuple[socket.socket | None, Dialled | None]:
+    """Wait for the first connection that opens, else for what became of the others."""
+    connected: socket.socket | None = None
+    failed: Dialled | None = None
+    pending = calls
+    while pending and connected is None:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        for each in done:
+            result = each.result()
+            if isinstance(result, Dialled):
+                # What says more than silence counts.
+                failed = result if failed is None or failed.verdict == "dropped" else failed
+            elif connected is None:
+                connected = result
+            else:
+                result.close()
+    for each in pending:
+        each.cancel()
+    return connected, failed
+
+
 async def _read_line(connection: socket.socket, limit_s: float) -> bytes | None:
     """Read up to the end of a line or of the connection; None if neither comes."""
     loop = asyncio.get_running_loop()
@@ -145,7 +240,7 @@ async def _read_line(connection: socket.socket, limit_s: float) -> bytes | None:
     return line
 
 
-async def _send_bulk(connection: socket.socket) -> bool:
+async def _send_bulk(connection: socket.socket, lost_after: int) -> bool:
     """Send more than a packet holds; tell whether the other side got all of it."""
     loop = asyncio.get_running_loop()
     acknowledged = asyncio.ensure_future(_exchange_bulk(loop, connection))
@@ -155,7 +250,7 @@ async def _send_bulk(connection: socket.socket) -> bool:
         if done:
             return acknowledged.result()
         state = find_tcp_state(connection)
-        if state is not None and state.retransmits >= _LOST_AFTER:
+        if state is not None and state.retransmits >= lost_after:
             break
     acknowledged.cancel()
     with contextlib.suppress(asyncio.CancelledError, OSError):
@@ -166,5 +261,9 @@ async def _send_bulk(connection: socket.socket) -> bool:
 
 
 async def _exchange_bulk(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> bool:
-    await loop.sock_sendall(connection, bytes(BULK_BYTES))
+    # Small writes are packets of their own, so that loss shows; of the rest the kernel makes a few
+    # large ones.
+    for _ in range(_SMALL_WRITES):
+        await loop.sock_sendall(connection, bytes(_SMALL_BYTES))
+    await loop.sock_sendall(connection, bytes(BULK_BYTES - _SMALL_WRITES * _SMALL_BYTES))
     return await _read_line(connection, _BULK_S) == _lines.encode({"bytes": BULK_BYTES})

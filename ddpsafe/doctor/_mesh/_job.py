@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._interfaces import LIBRARY_VARIABLES
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from ddpsafe.doctor._mesh._board import Json
+    from ddpsafe.doctor._subject import Place
 
 _NAMES: Final = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE")
 
@@ -40,6 +41,7 @@ class Job:
         collective: Whether an all-reduce closes the examination.
         at_store: Whether ranks of the job meet at its store, and not doctors at the endpoint.
         secret: What all nodes know and nobody else; empty where there is none.
+        places: Where variables of the ranks were set that are not this process's.
     """
 
     nnodes: int
@@ -54,6 +56,7 @@ class Job:
     collective: Literal["run", "skip"]
     at_store: bool = False
     secret: str = ""
+    places: Mapping[str, Place] = field(default_factory=dict)
 
     def greeting(self) -> Greeting:
         """Return how this node introduces itself."""

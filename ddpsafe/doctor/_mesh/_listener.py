@@ -17,7 +17,8 @@ BULK_BYTES: Final = 64 << 10
 
 _LONGEST_LINE_BYTES: Final = 512
 _CONVERSATION_S: Final = 15.0
-_STRANGERS: Final = 64
+_STRANGERS: Final = 256
+"""Also for the connections by which a dialler measures loss and the size of packets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

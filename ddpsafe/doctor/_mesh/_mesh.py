@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import ipaddress
 import logging
 import socket
 import time
@@ -13,13 +14,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import Deadline
-from ddpsafe._interfaces import is_loopback, list_interfaces
+from ddpsafe._interfaces import is_loopback, list_interfaces, source_address
 from ddpsafe.doctor._mesh._advice import find_gates
 from ddpsafe.doctor._mesh._announce import announce
 from ddpsafe.doctor._mesh._board import bounded
-from ddpsafe.doctor._mesh._case import make_plan
+from ddpsafe.doctor._mesh._case import is_closed, make_plan
 from ddpsafe.doctor._mesh._dial import dial
 from ddpsafe.doctor._mesh._host import find_port_range, machine_id
+from ddpsafe.doctor._mesh._kernel import find_route
 from ddpsafe.doctor._mesh._lines import make_nonce
 from ddpsafe.doctor._mesh._listener import Listener
 from ddpsafe.doctor._mesh._messages import (
@@ -29,12 +31,14 @@ from ddpsafe.doctor._mesh._messages import (
     Node,
     NodeReport,
     Roster,
+    Route,
     as_hostname,
     read,
+    require_unicast,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from ddpsafe.doctor._mesh._board import Json
     from ddpsafe.doctor._mesh._job import Job
@@ -59,6 +63,7 @@ class Member:
         self._token = make_nonce()
         self._listener = Listener(token=self._token, secret=job.secret, nnodes=job.nnodes)
         self._machine = machine_id()
+        self._own: Node | None = None
 
     async def introduce(self, towards: Sequence[str]) -> Node:
         """Start to listen where the ranks would; describe this node.
@@ -68,7 +73,11 @@ class Member:
         """
         job = self._job
         announced = await announce(
-            backend=job.backend, interface=job.interface, env=self._env, towards=towards
+            backend=job.backend,
+            interface=job.interface,
+            env=self._env,
+            towards=towards,
+            places=job.places,
         )
         port = 0
         if announced.address:
@@ -76,7 +85,7 @@ class Member:
                 port = await self._listener.open(announced.address)
         interfaces = list_interfaces()
         mtus = [each.mtu_bytes for each in interfaces if each.name == announced.interface]
-        return Node(
+        self._own = Node(
             node_rank=job.node_rank,
             hostname=as_hostname(socket.gethostname()),
             machine=self._machine,
@@ -91,8 +100,11 @@ class Member:
             },
             port_range=find_port_range(),
             has_torch=importlib.util.find_spec("torch") is not None,
+            source=_source_towards(towards),
+            endpoint=_plain(towards[0]) if towards else "",
             facts=_as_facts(job.facts),
         )
+        return self._own
 
     async def probe(self, roster: Roster) -> NodeReport:
         """Dial those whom the plan names; return what became of it."""
@@ -106,7 +118,13 @@ class Member:
                 return Dialled(contact.node_rank, "no-route", reason="no-address")
             async with slots:
                 try:
-                    return await dial(self._job.node_rank, contact, secret=self._job.secret)
+                    own = self._own
+                    return await dial(
+                        self._job.node_rank,
+                        contact,
+                        secret=self._job.secret,
+                        mtu_bytes=own.mtu_bytes if own is not None and own.mtu_bytes else 1500,
+                    )
                 except Exception:  # a direction that fails otherwise must not end the others
                     logger.exception("dialling %s", contact.address)
                     return Dialled(contact.node_rank, "no-route")
@@ -114,17 +132,38 @@ class Member:
         plan = make_plan(roster.contacts, nnodes=roster.nnodes, seed=roster.seed)
         targets = [contacts[rank] for rank in plan[self._job.node_rank] if rank in contacts]
         dialled = tuple(await asyncio.gather(*map(dial_one, targets)))
-        # Asked only where somebody failed: it costs a process, and says where to open the firewall.
         due = {rank for rank, others in plan.items() if self._job.node_rank in others}
         heard = self._listener.received_bytes
         came = {rank for rank, count in heard.items() if count}
+        closed = {each.target for each in dialled if is_closed(each.verdict)} | (due - came)
+        # Asked only where somebody failed: it costs a process, and says where to open the firewall.
+        gates = await asyncio.to_thread(find_gates) if closed else None
         return NodeReport(
             dialled=dialled,
             heard=tuple(sorted(heard)),
-            gates=tuple(await asyncio.to_thread(find_gates)) if due - came else (),
+            gates=tuple(gates or ()),
+            gates_known=gates is not None,
+            routes=tuple(
+                self._other_routes(contacts[rank] for rank in sorted(closed & {*contacts}))
+            ),
             clock_ahead_s=clock_ahead_s,
             resolver_silent_s=await looking_up,
         )
+
+    def _other_routes(self, contacts: Iterable[Contact]) -> Iterator[Route]:
+        """Yield ways to neighbours that leave by another interface than the announced one.
+
+        Neighbours are in the announced network: beyond it, a router decides.
+        """
+        own = self._own
+        if own is None or not own.network:
+            return
+        network = ipaddress.ip_network(own.network)
+        for contact in contacts:
+            near = contact.address and ipaddress.ip_address(contact.address) in network
+            found = find_route(contact.address) if near else None
+            if found is not None and found[0] not in (own.announced.interface, "lo"):
+                yield Route(contact.node_rank, *found)
 
     def _may_dial(self, contact: Contact) -> bool:
         """Tell whether an address is one that a node at another place may have.
@@ -138,6 +177,20 @@ class Member:
     async def close(self) -> None:
         """Stop listening."""
         await self._listener.close()
+
+
+def _source_towards(towards: Sequence[str]) -> str:
+    with contextlib.suppress(OSError):
+        return _plain(source_address(towards[0])) if towards else ""
+    return ""
+
+
+def _plain(address: str) -> str:
+    """Return an address as others accept it, empty where they would not."""
+    try:
+        return str(require_unicast(address.removeprefix("::ffff:")))
+    except ValueError:
+        return ""
 
 
 def _as_facts(fingerprint: Mapping[str, Json]) -> Facts:

@@ -9,16 +9,23 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe.doctor import _mesh_codes as _codes
 from ddpsafe.doctor._finding import Finding, to_copy
-from ddpsafe.doctor._mesh._advice import opening_rules
+from ddpsafe.doctor._mesh._advice import (
+    cloud_lines,
+    describe_gate,
+    find_openings,
+    library_setting,
+)
 from ddpsafe.doctor._mesh._case import as_details, is_closed
+from ddpsafe.doctor._mesh._dial import SMALLEST_MTU_BYTES
 from ddpsafe.doctor._mesh._grouping import group_ways
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from ddpsafe.doctor._mesh._advice import Opening
     from ddpsafe.doctor._mesh._case import Case
     from ddpsafe.doctor._mesh._grouping import Group, Shape, Way
-    from ddpsafe.doctor._mesh._messages import Dialled
+    from ddpsafe.doctor._mesh._messages import Dialled, Route
 
 _CODES: Final = {
     "dropped": _codes.DROPPED,
@@ -27,8 +34,8 @@ _CODES: Final = {
 }
 _FAST_S: Final = 1.0
 _MOST_NAMED: Final = 8
-_SMALLER_MTU_BYTES: Final = 1400
-_USUAL_MTU_BYTES: Final = 1500
+_LOSS: Final = 0.02
+_LEAST_RESENT: Final = 5
 
 
 def judge_mesh(case: Case, excused: Mapping[Way, Dialled]) -> Iterator[Finding]:
@@ -44,12 +51,16 @@ def judge_mesh(case: Case, excused: Mapping[Way, Dialled]) -> Iterator[Finding]:
     closed = {way for way, each in tried.items() if is_closed(each.verdict)}
     strange = {way for way, each in tried.items() if each.verdict == "wrong-peer"}
     lossy = {way for way, each in tried.items() if each.verdict == "large-lost"}
-    for group in group_ways(closed, tried):
+    routed = {way for way in closed if _other_route(case, way) is not None}
+    for group in group_ways(routed, tried):
+        yield _routed(case, group, tried)
+    for group in group_ways(closed - routed, tried):
         yield _closed(case, group, tried)
     for group in group_ways(strange, tried):
         yield _wrong_peer(case, group, tried)
     for group in group_ways(lossy, tried):
         yield _large_lost(case, group, tried)
+    yield from _judge_loss(case, tried)
     if not (closed or strange or lossy or excused):
         yield _all_open(case, tried)
 
@@ -58,13 +69,12 @@ def _closed(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
     found = {way: tried[way] for way in group.ways}
     verdicts = sorted({each.verdict for each in found.values()})
     verb = " or ".join({"no-route": "unreachable"}.get(each, each) for each in verdicts)
-    listeners = sorted({target for _, target in group.ways})
     said = ", ".join(sorted({each.said for each in found.values() if each.said}))
     if group.shape == "everywhere":
         said += f"; port {case.port} of the endpoint is open"
     only_endpoint = group.shape == "everywhere" and not _lacks_a_way(found)
     code = _codes.ONLY_ENDPOINT if only_endpoint else _CODES[verdicts[0]]
-    fix = _wiring(case, found) if _lacks_a_way(found) else _opening(case, group, listeners)
+    fix = _wiring(case, found) if _lacks_a_way(found) else _opening(case, group)
     return Finding(
         code=code,
         severity="failed",
@@ -105,7 +115,9 @@ def _several(case: Case, nodes: tuple[int, ...]) -> str:
     return ", ".join(labels) + (f" and {more} more" if more else "")
 
 
-def _closed_cause(case: Case, group: Group, found: Mapping[Way, Dialled]) -> str:
+def _closed_cause(  # noqa: PLR0911 - one answer for each cause
+    case: Case, group: Group, found: Mapping[Way, Dialled]
+) -> str:
     verdicts = {each.verdict for each in found.values()}
     if any(each.reason == "no-arp" for each in found.values()):
         return (
@@ -120,10 +132,115 @@ def _closed_cause(case: Case, group: Group, found: Mapping[Way, Dialled]) -> str
             "between; the port of the endpoint gets through, so a route exists."
         )
     ports = "gloo and NCCL listen on ports that the system chooses"
+    openings = find_openings(case, found)
+    outgoing = [each for each in openings if each.hook == "output"]
+    way = "drops" if verdicts == {"dropped"} else "rejects"
+    if outgoing:
+        named = ", ".join(f"{each.host} ({_gates(each)})" for each in outgoing)
+        return f"the packet filter of {named} {way} what goes out and is not on its list; {ports}."
     if group.shape == "everywhere":
         return f"only port {case.port} is open between the hosts; {ports}."
-    way = "that drops" if verdicts == {"dropped"} else "that rejects"
+    if openings and all(each.gates for each in openings):
+        named = ", ".join(f"{each.host} ({_gates(each)})" for each in openings)
+        return f"the packet filter of {named} {way} what is not on its list; {ports}."
+    if not openings:
+        return (
+            f"neither host filters packets itself: a firewall or security group between them {way} "
+            f"what is not on its list; {ports}."
+        )
     return f"a firewall or security group {way} what is not on its list, at the listening host or between; {ports}."
+
+
+def _gates(opening: Opening) -> str:
+    return ", ".join(describe_gate(gate) for gate in opening.gates) or "not known"
+
+
+def _other_route(case: Case, way: Way) -> tuple[int, Route] | None:
+    """Return the way that packets of a direction, or their answers, take by another interface."""
+    source, target = way
+    for here, there in ((source, target), (target, source)):
+        for route in case.reports[here].routes:
+            if route.target == there:
+                return here, route
+    return None
+
+
+def _routed(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
+    found = {way: tried[way] for way in group.ways}
+    routes = dict.fromkeys(each for way in sorted(found) if (each := _other_route(case, way)))
+    told, lines = [], []
+    for here, route in routes:
+        node, other = case.nodes[here], case.nodes[route.target]
+        address = other.announced.address
+        told.append(
+            f"what {node} sends to {other} ({address}) leaves by {route.interface}, and it announces "
+            f"{node.announced.address} on {node.announced.interface}"
+        )
+        on = f"    # on {node.hostname}"
+        lines.append(f"ip route get {address}{on}")
+        if route.prefix != node.network:  # a route besides that of the interface itself
+            lines.append(f"ip route del {route.prefix} dev {shlex.quote(route.interface)}{on}")
+        else:
+            place = node.announced.place_of_variable()
+            lines.append(place.set_line(*library_setting(case.backend, route.interface)) + on)
+    return Finding(
+        code=_codes.OTHER_ROUTE,
+        severity="failed",
+        fact=f"{_where(case, group, 'open a connection')}: {'; '.join(told)}.",
+        cause="a route was added by hand, or two interfaces are in one network; the other host drops "
+        "packets that come in by an interface it would not answer on (rp_filter), or never gets them.",
+        fix=to_copy("Take the route out, or announce the interface that it leads by:", *lines),
+        hosts=case.hostnames({here for here, _ in routes}),
+        details={
+            "routes": [
+                {
+                    "source": here,
+                    "target": route.target,
+                    "interface": route.interface,
+                    "prefix": route.prefix,
+                }
+                for here, route in routes
+            ],
+            "directions": as_details(found),
+        },
+    )
+
+
+def _judge_loss(case: Case, tried: Mapping[Way, Dialled]) -> Iterator[Finding]:
+    """Find directions in which packets get lost though connections hold."""
+    lossy = {
+        way: each
+        for way, each in tried.items()
+        if each.verdict == "open"
+        and each.resent >= _LEAST_RESENT
+        and each.resent >= _LOSS * (each.packets + each.resent)
+    }
+    for group in group_ways(lossy, tried):
+        found = [lossy[way] for way in group.ways]
+        sent, resent = (sum(each.packets for each in found), sum(each.resent for each in found))
+        share = 100 * resent / (sent + resent)
+        yield Finding(
+            code=_codes.LOSSY,
+            severity="warning",
+            fact=f"{_where(case, group, 'send without loss')}: {resent} of {sent + resent} packets "
+            f"({share:.0f} %) had to be sent again.",
+            cause="a bad cable or port, an overloaded link, or a limit of packets per second; a job "
+            "runs many times slower, and connections break now and then.",
+            fix=to_copy(
+                "Look for errors and drops of the interface, then at the switch:",
+                *(
+                    f"ip -s link show dev {shlex.quote(case.nodes[node].announced.interface)}"
+                    f"    # on {case.name_of(node)}"
+                    for node in sorted({node for way in group.ways for node in way})[:_MOST_NAMED]
+                ),
+            ),
+            hosts=case.hostnames(group.nodes),
+            details={
+                "sent": sent,
+                "resent": resent,
+                "directions": [list(way) for way in group.ways],
+            },
+        )
 
 
 def _wiring(case: Case, found: Mapping[Way, Dialled]) -> str:
@@ -136,14 +253,15 @@ def _wiring(case: Case, found: Mapping[Way, Dialled]) -> str:
     return to_copy(what, *lines)
 
 
-def _opening(case: Case, group: Group, listeners: list[int]) -> str:
-    lines = []
-    for listener in listeners:
-        sources = [case.nodes[source] for source, target in group.ways if target == listener]
-        gates = case.reports[listener].gates
-        rules = opening_rules(case.nodes[listener], sources, gates)
-        lines += [f"{rule}    # on {case.name_of(listener)}" for rule in rules]
-    what = "Let the hosts of the job in, as root, and run the doctor again:"
+def _opening(case: Case, group: Group) -> str:
+    openings = find_openings(case, group.ways)
+    if not openings:
+        what = "Allow it in the firewall or security group between the hosts:"
+        return to_copy(what, *cloud_lines(case, group.ways)[: 3 * _MOST_NAMED])
+    lines = [f"{rule}    # on {each.host.hostname}" for each in openings for rule in each.rules()]
+    if any(not each.gates for each in openings):
+        lines += cloud_lines(case, group.ways)
+    what = "Let the packets of the job through, as root, and run the doctor again:"
     return to_copy(what, *list(dict.fromkeys(lines))[: 3 * _MOST_NAMED])
 
 
@@ -183,29 +301,36 @@ def _large_lost(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Findi
     found = {way: tried[way] for way in group.ways}
     involved = sorted({node for way in group.ways for node in way})
     mtus = {case.nodes[node].mtu_bytes for node in involved}
-    passing = {each.passing_mtu_bytes for each in found.values()}
-    smaller = min(passing) or (
-        _USUAL_MTU_BYTES if min(mtus) > _USUAL_MTU_BYTES else _SMALLER_MTU_BYTES
-    )
-    proof = f"; with packets of {smaller} bytes they arrive" if min(passing) else ""
+    passing = min(each.passing_mtu_bytes for each in found.values())
     said = max(each.said for each in found.values())
+    lines = [
+        f"ip link set dev {shlex.quote(case.nodes[node].announced.interface)} mtu {passing}"
+        f"    # on {case.name_of(node)}"
+        for node in involved[: 2 * _MOST_NAMED]
+        if case.nodes[node].mtu_bytes > passing
+    ]
+    proof = (
+        f"with packets of {passing} bytes they arrive"
+        if passing
+        else f"nor with packets of {SMALLEST_MTU_BYTES} bytes"
+    )
     return Finding(
         code=_codes.LARGE_LOST,
         severity="failed",
         fact=f"{_where(case, group, 'send more than a packet')}: connections open and small messages "
-        f"pass, 64 KiB do not ({said}){proof}.",
+        f"pass, 64 KiB do not ({said}); {proof}.",
         cause=f"the interfaces send packets of up to {max(mtus)} bytes, something between takes less, "
-        "and the ICMP message that would say so is lost: an MTU hole (jumbo frames, a tunnel, a VPN).",
+        "and the ICMP message that would say so is lost: an MTU hole (jumbo frames, a tunnel, a VPN)."
+        if passing
+        else "a firewall or a proxy ends connections after their first packets; it is not their size.",
         fix=to_copy(
-            "Make the packets smaller on both ends, or repair the switch or tunnel between:",
-            *(
-                f"ip link set dev {shlex.quote(case.nodes[node].announced.interface)} mtu {smaller}"
-                f"    # on {case.name_of(node)}"
-                for node in involved[: 2 * _MOST_NAMED]
-            ),
-        ),
+            "Make the packets smaller on both ends, as root, or repair the switch or tunnel between:",
+            *lines,
+        )
+        if passing
+        else "Look at what inspects the connections between these hosts, and take the job's ports out.",
         hosts=case.hostnames(group.nodes),
-        details={"shape": group.shape, "mtu_bytes": smaller, "directions": as_details(found)},
+        details={"shape": group.shape, "mtu_bytes": passing, "directions": as_details(found)},
     )
 
 

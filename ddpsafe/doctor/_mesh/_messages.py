@@ -19,6 +19,7 @@ from ddpsafe.doctor._finding import printable
 
 # pydantic reads annotations when a message is first judged: these must exist at run time.
 from ddpsafe.doctor._matrix import Verdict  # noqa: TC001
+from ddpsafe.doctor._subject import Place, PlaceKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -205,6 +206,10 @@ class Announced:
         chosen_by: Why this one: a variable with its value, or the host's name.
         flaw: What is wrong with the library's choice, or nothing.
         wanted: What the library would have taken: a name of an interface, or an address.
+        variable: The variable that decided; empty where none did.
+        place: Where it was set.
+        place_where: The variable or the file that set it.
+        otherwise: The address that would be announced without the variable.
     """
 
     address: Address
@@ -212,6 +217,14 @@ class Announced:
     chosen_by: Text
     flaw: Flaw = ""
     wanted: Text = ""
+    variable: Literal["", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"] = ""
+    place: PlaceKind = "shell"
+    place_where: Text = ""
+    otherwise: Address = ""
+
+    def place_of_variable(self) -> Place:
+        """Return where the variable was set, or is to be."""
+        return Place(kind=self.place, where=self.place_where)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,6 +263,8 @@ class Node:
         interfaces: Of every running interface but loopback, its addresses with their networks.
         port_range: First and last of the ports that its system gives to those who ask for any.
         has_torch: Whether torch is installed there.
+        source: The own address from which it reaches the endpoint.
+        endpoint: The address of the endpoint that it dialled or, as node rank 0, that its name has.
         facts: What is compared with the others'.
     """
 
@@ -263,6 +278,8 @@ class Node:
     interfaces: Annotated[dict[InterfaceName, dict[Address, NetworkText]], Field(max_length=1024)]
     port_range: tuple[AnyPort, AnyPort]
     has_torch: bool
+    source: Address = ""
+    endpoint: Address = ""
     facts: Facts = field(default_factory=Facts)
 
     def __post_init__(self) -> None:
@@ -278,7 +295,9 @@ class Node:
                     raise ValueError(f"{address} is not in {network}")
         known = {address for table in self.interfaces.values() for address in table}
         own = self.announced.address
-        if own and own not in known and not ipaddress.ip_address(own).is_loopback:
+        elsewhere = ipaddress.ip_address(own).is_loopback if own else True
+        # An interface that is down is not among those that run.
+        if not elsewhere and own not in known and self.announced.flaw != "not-running":
             raise ValueError(f"{own} is announced and on none of the interfaces")
 
     @property
@@ -388,17 +407,33 @@ class Progress:
 
 
 class Gate(NamedTuple):
-    """A chain of a host's own packet filter through which everything comes in.
+    """A chain of a host's own packet filter that keeps some packets out, or in.
 
     Attributes:
         family: ``inet``, ``ip`` or ``ip6``.
         table: Its table.
         chain: Its name.
+        hook: Whether it filters what comes in, or what goes out.
     """
 
     family: Literal["inet", "ip", "ip6"]
     table: ChainName
     chain: ChainName
+    hook: Literal["input", "output"] = "input"
+
+
+class Route(NamedTuple):
+    """The way that packets to another node take, where it is not by the announced interface.
+
+    Attributes:
+        target: That node.
+        interface: By which they leave.
+        prefix: The network or address that the route is for.
+    """
+
+    target: Rank
+    interface: InterfaceName
+    prefix: NetworkText
 
 
 Reason = Literal["", "no-address", "no-arp", "silent", "late", "hung-up", "other-answer"]
@@ -423,7 +458,10 @@ class Dialled(NamedTuple):
         retransmits: How often in a row the last packet was sent, where large ones were lost.
         segment_bytes: The most the kernel put into one packet, where large ones were lost.
         path_mtu_bytes: What the kernel took the path's MTU for, where large ones were lost.
-        passing_mtu_bytes: An MTU with which the same came through, where large ones were lost.
+        passing_mtu_bytes: The largest MTU with which the same came through, where large ones were
+            lost; 0 where none did.
+        packets: How many were sent, each counted once.
+        resent: How many had to be sent again.
     """
 
     target: Rank
@@ -437,6 +475,8 @@ class Dialled(NamedTuple):
     segment_bytes: Count = 0
     path_mtu_bytes: Count = 0
     passing_mtu_bytes: Count = 0
+    packets: Count = 0
+    resent: Count = 0
 
     @property
     def said(self) -> str:
@@ -469,7 +509,9 @@ class NodeReport:
     Attributes:
         dialled: What became of its connections.
         heard: Who dialled it and was answered, in time or not.
-        gates: Its packet filter's chains for what comes in, where somebody did not come in.
+        gates: Chains of its packet filter that keep packets out or in, where a direction is closed.
+        gates_known: Whether its packet filter could be read: without gates, it filters nothing.
+        routes: Ways to others that leave by another interface than the announced one.
         clock_ahead_s: How much its clock is ahead of node rank 0's.
         resolver_silent_s: How long it waited in vain for the name of node rank 0's address; 0 if
             there was an answer.
@@ -478,6 +520,8 @@ class NodeReport:
     dialled: Annotated[tuple[Dialled, ...], Field(max_length=MOST_NODES)]
     heard: Annotated[tuple[Rank, ...], Field(max_length=MOST_NODES)] = ()
     gates: Annotated[tuple[Gate, ...], Field(max_length=256)] = ()
+    gates_known: bool = False
+    routes: Annotated[tuple[Route, ...], Field(max_length=MOST_NODES)] = ()
     clock_ahead_s: Seconds = 0.0
     resolver_silent_s: Rate = 0.0
 
