@@ -6,6 +6,7 @@ import importlib
 import time
 from typing import TYPE_CHECKING, Any
 
+import scripts
 from training_programs import FAULT_STEP, STEPS, average_gradients, cleanup, mark, setup
 
 if TYPE_CHECKING:
@@ -143,3 +144,28 @@ def _batch() -> Any:
     import torch
 
     return torch.ones(8, 4)
+
+
+def come_after_the_timeout(ctx: RankContext, folder: Path) -> None:
+    """Come to an all-reduce on rank 1 once the others have given up waiting for it."""
+    average_gradients()
+    if ctx.rank == 1:
+        mark(folder)
+        scripts.wait_until((folder / "given-up").exists)
+        average_gradients()
+    try:
+        average_gradients()
+    except RuntimeError:
+        (folder / "given-up").touch()
+        raise
+
+
+def receive_from_each_other(ctx: RankContext, folder: Path) -> None:
+    """Wait on both ranks for the other one's send."""
+    import torch
+    import torch.distributed as dist
+
+    average_gradients()
+    if ctx.rank == 1:
+        mark(folder)
+    dist.recv(torch.ones(8), 1 - ctx.rank)

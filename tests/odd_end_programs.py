@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import stat
@@ -71,6 +72,13 @@ def leave_a_thread(ctx: RankContext, _folder: Path) -> int:
     """Return in rank 1 while a thread that is no daemon sleeps."""
     if ctx.rank == 1:
         threading.Thread(target=_work_on, name="uploader").start()
+    return ctx.rank
+
+
+def leave_an_exit_handler(ctx: RankContext, _folder: Path) -> int:
+    """Return in rank 1 with a function registered that takes long at the exit."""
+    if ctx.rank == 1:
+        atexit.register(time.sleep, 300)
     return ctx.rank
 
 

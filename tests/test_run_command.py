@@ -51,6 +51,25 @@ def test_plain_script_meets_its_ranks_and_sees_its_own_arguments(tmp_path: Path)
     assert said == ["6.0 --lr 1 --help 2\n"] * 2
 
 
+LEAVES_EARLY = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for step in range(5):
+    if os.environ["RANK"] == "1" and step == 2:
+        sys.exit(0)
+    dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_a_script_that_exits_with_0_too_early_is_named_with_the_line(tmp_path: Path) -> None:
+    """The others still wait for it, so the good exit status is where it goes wrong."""
+    scripts.write(tmp_path, "train.py", LEAVES_EARLY)
+    done = run(tmp_path, "--nproc-per-node", "2", "--run-dir", "run", "train.py")
+    assert done.code == 1
+    assert "RankLeftEarlyError: rank 1 (world_size 2) returned early" in done.err
+    assert f"sys.exit(0) was called at {tmp_path / 'train.py'}:5 in <module>" in done.err
+
+
 def test_module_with_launch_inside_attaches(tmp_path: Path) -> None:
     """``launch()`` in a rank starts nothing."""
     scripts.write(tmp_path, "package/train.py", OURS)

@@ -13,6 +13,8 @@ from ddpsafe._config import LaunchConfig
 from ddpsafe._errors import ConfigError, DDPSafeError
 from ddpsafe._launch import run_processes
 from ddpsafe._machine import is_directory_gone
+from ddpsafe._wire.exceptions import where_of
+from ddpsafe._wire.outcome import ScriptExit
 from ddpsafe.cli import HEALTHY, USAGE, complain
 
 if TYPE_CHECKING:
@@ -78,8 +80,18 @@ def _require_module(name: str) -> str:
     return name
 
 
-def run_script(rank: int, target: str, arguments: Sequence[str], as_module: bool) -> None:  # noqa: FBT001 - spawn passes by position
-    """Be one rank: run the script from its first line, as ``python script.py`` would."""
+def run_script(
+    rank: int,
+    target: str,
+    arguments: Sequence[str],
+    as_module: bool,  # noqa: FBT001 - spawn passes by position
+) -> ScriptExit | None:
+    """Be one rank: run the script from its first line, as ``python script.py`` would.
+
+    Returns:
+        Where the script called ``sys.exit(0)``, if it did: that is how a rank ends that the others
+        may still wait for.
+    """
     del rank  # the script reads RANK
     sys.argv = [target, *arguments]
     try:
@@ -92,3 +104,5 @@ def run_script(rank: int, target: str, arguments: Sequence[str], as_module: bool
     except SystemExit as end:
         if end.code not in {None, 0}:
             raise
+        return ScriptExit(where=where_of(end.__traceback__))
+    return None

@@ -79,4 +79,11 @@ class Farewell:
 
 
 def _kept_by(worker: Worker) -> str:
-    return f": it waits for {', '.join(worker.living_threads)}" if worker.living_threads else ""
+    living = worker.living_threads
+    if living is None:
+        return ""
+    if living.places:
+        return f": it waits for {', '.join(living.places)}"
+    return (
+        f": it is still running exit handlers (atexit){f' at {living.main}' if living.main else ''}"
+    )

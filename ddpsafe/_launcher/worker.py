@@ -52,6 +52,8 @@ class Worker:
         state: What the system says of the process, when it was asked.
         stack: The user's innermost line, when it was asked.
         in_collective: Whether it waited in a collective there.
+        point_to_point: Which send or receive it waited in there.
+        in_rpc: Whether `stack` is of a thread that executes a call of another rank.
         native: What native code wrote before it ended the process.
         living_threads: What keeps its process alive, when it was asked.
         stop: What is said about stopping by itself.
@@ -88,8 +90,10 @@ class Worker:
         self.state = ""
         self.stack = ""
         self.in_collective: bool | None = None
+        self.point_to_point = ""
+        self.in_rpc = False
         self.native: NativeError | None = None
-        self.living_threads: tuple[str, ...] = ()
+        self.living_threads: LivingThreads | None = None
         self.stop = StopTalk(self._say)
         self.is_swept = False
         self._process = process
@@ -151,7 +155,7 @@ class Worker:
             elif isinstance(message, Position):
                 self.position = message
             elif isinstance(message, LivingThreads):
-                self.living_threads = message.places
+                self.living_threads = message
             elif isinstance(message, Recovered):
                 self.raised = self.raised if self.failed else None
             elif not isinstance(message, Raised):
@@ -248,6 +252,9 @@ class Worker:
             stack=self.stack,
             in_collective=self.in_collective,
             progress=self.progress(),
+            point_to_point=self.point_to_point,
+            in_rpc=self.in_rpc,
+            exited_at="" if self.returned is None else self.returned.exited_at,
         )
 
     def _status(self) -> Status:

@@ -59,9 +59,35 @@ def where_of(tb: TracebackType | None) -> str:
     return f"{frame.filename}:{frame.lineno} in {frame.name}" if frame else ""
 
 
+_POINT_TO_POINT: Final = {"send": "to", "isend": "to", "recv": "from", "irecv": "from"}
+
+
+def point_to_point_of(tb: TracebackType | None) -> str:
+    """Name the send or the receive of torch that a traceback comes from, with the other rank.
+
+    torch's flight recorder has none of gloo's, so that a rank seems to be in its last collective.
+    """
+    found = ""
+    while tb is not None:
+        code, names = tb.tb_frame.f_code, tb.tb_frame.f_locals
+        if code.co_filename.endswith("distributed_c10d.py") and code.co_name in _POINT_TO_POINT:
+            peer = names.get("dst", names.get("src"))
+            peer = names.get("group_dst", names.get("group_src")) if peer is None else peer
+            to = f" {_POINT_TO_POINT[code.co_name]} rank {peer}" if isinstance(peer, int) else ""
+            found = f"{code.co_name}{to}"
+        tb = tb.tb_next
+    return found
+
+
+def is_point_to_point(function: str) -> bool:
+    """Tell whether a function of torch's is a send or a receive."""
+    return function in _POINT_TO_POINT
+
+
 def is_library(filename: str) -> bool:
     """Tell whether a file belongs to Python, to an installed package or to ddpsafe."""
-    return filename.startswith(("<frozen", _PACKAGE, _STDLIB)) or "site-packages" in filename
+    internal = ("<frozen", "<string>", _PACKAGE, _STDLIB)  # the fork server is a "<string>"
+    return filename.startswith(internal) or "site-packages" in filename
 
 
 _PACKAGE: Final = str(Path(__file__).parents[1])

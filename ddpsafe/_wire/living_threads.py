@@ -10,7 +10,10 @@ class LivingThreads:
     """The answer to `ASK_THREADS`.
 
     Attributes:
-        places: Each thread that keeps the process alive, and where it is.
+        places: Each thread that keeps the process alive, and where it is; none where only the main
+            thread is left, at what is registered with `atexit`.
+        main: The line of the user's that the main thread is at then, if it is at one.
     """
 
     places: tuple[str, ...]
+    main: str = ""

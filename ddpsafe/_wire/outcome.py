@@ -22,6 +22,7 @@ from ddpsafe._wire.exceptions import (
     goes_on,
     is_handled,
     line_of,
+    point_to_point_of,
     read_chain,
     text_of,
     traceback_of,
@@ -200,11 +201,24 @@ class Returned:
         payload: The pickled value.
         position: Where the rank was by then.
         stop_calls: How often it had called `stop_requested`.
+        exited_at: The line of the ``sys.exit(0)`` by which a script under ``ddpsafe run`` ended.
     """
 
     payload: bytes
     position: Position
     stop_calls: int = 0
+    exited_at: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptExit:
+    """What a rank's function returns for a script that called ``sys.exit(0)``.
+
+    Attributes:
+        where: The line that did.
+    """
+
+    where: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +234,7 @@ class Raised:
         where: File, line and function of the innermost frame that is the user's.
         position: Where the rank was in the sequence of collectives.
         at_ns: Monotonic clock of the host; comparable between the ranks of one host.
+        wall_ns: The same moment on the wall clock, as `Collective.entered_ns`; 0 where unknown.
         exit_code: Set when the exception was a request to exit.
         final: False where the exception was only seen in flight, at a teardown or a barrier, or when
             the rank was asked where it is.
@@ -230,6 +245,7 @@ class Raised:
         kind: The kind of failure, where the exception's class tells it.
         setting: The field of `Timeouts` whose deadline passed, if it says that.
         is_wrapped: Whether it was raised while a peer error was handled.
+        point_to_point: Which send or receive it came from, e.g. ``recv from rank 1``.
         hidden_by: The peer error that was raised on top of it and left in its place, in a line.
         handled: What was being handled when the rank asked to exit, in a line.
     """
@@ -242,6 +258,7 @@ class Raised:
     where: str
     position: Position
     at_ns: int
+    wall_ns: int = 0
     exit_code: int | None = None
     final: bool = True
     goes_on: bool = False
@@ -251,6 +268,7 @@ class Raised:
     kind: FailureKind | None = None
     setting: str = ""
     is_wrapped: bool = False
+    point_to_point: str = ""
     hidden_by: str = ""
     handled: str = ""
 
@@ -277,6 +295,7 @@ class Raised:
         pickled: Callable[[BaseException], bytes | None],
         position: Position,
         at_ns: int,
+        wall_ns: int = 0,
         final: bool = True,
         held: str = "",
     ) -> Raised:
@@ -299,6 +318,7 @@ class Raised:
             where=where_of(shown.__traceback__),
             position=position,
             at_ns=at_ns,
+            wall_ns=wall_ns,
             exit_code=code,
             final=final,
             goes_on=not final and goes_on(exc),
@@ -308,6 +328,7 @@ class Raised:
             kind=_kind_of(shown),
             setting=shown.setting if isinstance(shown, LaunchTimeoutError) else "",
             is_wrapped=reading.is_wrapped,
+            point_to_point=point_to_point_of((reading.hidden_by or shown).__traceback__),
             hidden_by="" if reading.hidden_by is None else in_a_line(reading.hidden_by),
             handled="" if handled is None else in_a_line(handled),
         )
@@ -381,6 +402,9 @@ class RankOutcome:
         stack: Where its main thread was before it was ended: the user's innermost line.
         in_collective: Whether that line waited in a collective; ``None`` where unknown.
         progress: How far it had come: steps of its optimizers, and checkpoints.
+        point_to_point: Which send or receive it waited in, e.g. ``recv``.
+        in_rpc: Whether that line is of a thread that executes a call of another rank (RPC).
+        exited_at: The line of the ``sys.exit(0)`` by which it returned, if it did so.
         stdout: Its log of file descriptor 1.
         stderr: Its log of file descriptor 2.
     """
@@ -400,6 +424,9 @@ class RankOutcome:
     stack: str = ""
     in_collective: bool | None = None
     progress: Progress = field(default=Progress())
+    point_to_point: str = ""
+    in_rpc: bool = False
+    exited_at: str = ""
     stdout: str | None = None
     stderr: str | None = None
 
@@ -414,6 +441,11 @@ class RankOutcome:
     def steps(self) -> int:
         """How many steps its optimizers had made."""
         return self.progress.steps
+
+    @property
+    def sends_or_receives(self) -> str:
+        """Which send or receive it waits in, or did until that failed; empty where it is in none."""
+        return self.point_to_point if self.raised is None else self.raised.point_to_point
 
     @property
     def signal_name(self) -> str | None:

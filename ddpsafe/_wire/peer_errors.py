@@ -77,6 +77,8 @@ PEER_TEXTS: Final = (
     _peer(r"Watchdog caught collective operation timeout", "timeout", "2.x nccl"),
     _peer(r"timed out in blocking wait", "timeout", "2.x nccl"),
     _peer(r"monitoredBarrier", "timeout", "2.13 gloo"),
+    _peer(r"RPCErr:\d+:RPC ran for more than set timeout", "timeout", "2.13 rpc"),
+    _peer(r"this error originated at tensorpipe", "peer-lost", "2.13 rpc"),
 )
 """Exceptions that blame another rank, the first match wins."""
 
@@ -190,8 +192,15 @@ KIND_TEXTS: Final = (
 
 _ABORTED_FOR: Final = "Original reason for failure was:"
 
+_FULL_DISK: Final = re.compile(
+    # torch.save: the writer of the archive notices that less was written than it asked for.
+    r"inline_container\.cc.*(?:unexpected pos|file write)|PytorchStreamWriter failed writing"
+    r"|No space left on device|Disk quota exceeded|\bFile too large",
+    re.IGNORECASE | re.DOTALL,
+)
 _OF_A_BACKEND: Final = re.compile(
-    r"/gloo/|nccl|c10d|ProcessGroup|(?:Read error|closed by peer) \[", re.IGNORECASE
+    r"/gloo/|nccl|c10d|ProcessGroup|(?:Read error|closed by peer) \[|originated at tensorpipe|^RuntimeError: RPCErr:",
+    re.IGNORECASE,
 )
 _OF_TORCH: Final = re.compile(r"/torch/(?:distributed/(?!elastic/)|nn/parallel/|autograd/)")
 _GLOO_SOURCE: Final = re.compile(r"\[\S*/gloo/\S+:\d+\] ")
@@ -260,6 +269,11 @@ def read_places(stderr: str) -> list[WatchdogPlace]:
 def find_kind(line: str) -> FailureKind | None:
     """Return the kind that an exception, as "TypeName: message", matches first."""
     return next((row.kind for row in KIND_TEXTS if row.pattern.search(line)), None)
+
+
+def is_full_disk(line: str) -> bool:
+    """Tell whether a file could not be written for lack of room: a disk, a quota, a limit on sizes."""
+    return _FULL_DISK.search(line) is not None
 
 
 def is_of_a_backend(line: str, file: str) -> bool:

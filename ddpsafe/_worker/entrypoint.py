@@ -26,13 +26,13 @@ from ddpsafe._wire.channel import (
     Sender,
 )
 from ddpsafe._wire.exceptions import exit_code_of, goes_on
-from ddpsafe._wire.living_threads import LivingThreads
 from ddpsafe._wire.outcome import (
     Entered,
     Position,
     Raised,
     Recovered,
     Returned,
+    ScriptExit,
     in_a_line,
 )
 from ddpsafe._wire.spec import open_log, unreported_mark
@@ -76,9 +76,15 @@ class Reporter:
 
     def returned(self, value: object, *, stop_calls: int) -> None:
         """Say that the user's function returned; raises where the value cannot travel."""
-        payload_ = _result_bytes(value)
+        exited_at = value.where if isinstance(value, ScriptExit) else ""
+        payload_ = _result_bytes(None if exited_at else value)
         self._sender.send(
-            Returned(payload=payload_, position=position(asks_events=False), stop_calls=stop_calls)
+            Returned(
+                payload=payload_,
+                position=position(asks_events=False),
+                stop_calls=stop_calls,
+                exited_at=exited_at,
+            )
         )
         self._write_down_if_lost("the function has returned, which is lost with the pipe")
         self.phase = "leaving"
@@ -88,7 +94,7 @@ class Reporter:
         if not final and id(exc) in self._told:
             return
         # Before the work of describing it, during which others fail too.
-        at_ns = time.monotonic_ns()
+        at_ns, wall_ns = time.monotonic_ns(), time.time_ns()
         self._told.add(id(exc))
         raised = Raised.from_exception(
             _without_our_frames(exc),
@@ -98,6 +104,7 @@ class Reporter:
             final=final,
             held=describe_memory() if is_out_of_memory(exc) else "",
             at_ns=at_ns,
+            wall_ns=wall_ns,
         )
         self._sender.send(raised)
         if final:
@@ -155,7 +162,7 @@ class Reporter:
 
     def living_threads(self) -> None:
         """Say which threads keep this process alive."""
-        self._sender.send(LivingThreads(places=find_living_threads()))
+        self._sender.send(find_living_threads())
 
     def exception_in_flight(self) -> BaseException | None:
         """Report an exception that the user's ``except`` or ``finally`` is at; return it.
@@ -245,8 +252,9 @@ def _run_user_code(spec: RankSpec, reporter: Reporter, inheritance: Inheritance)
     reporter.enter("running")
     if spec.style == "launch":
         return fn(context, *args, **kwargs)
-    fn(spec.world.local_rank, *args, **kwargs)
-    return None  # mp.spawn drops the value too, which therefore need not be picklable
+    value = fn(spec.world.local_rank, *args, **kwargs)
+    # mp.spawn drops the value too, which therefore need not be picklable.
+    return value if isinstance(value, ScriptExit) else None
 
 
 def _load_call(call: InheritedFd, handles: tuple[object, ...]) -> Call:

@@ -30,3 +30,16 @@ def test_the_launcher_says_which_rank_and_which_thread_it_waits_for(
         assert "in _work_on" in line
         assert "timeouts.shutdown" in line
     assert "so it is ended now" in ends
+
+
+def test_an_exit_handler_that_takes_long_is_told_as_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The main thread waits for no other one; it runs what the script registered with `atexit`."""
+    with caplog.at_level(logging.WARNING):
+        World(folder=tmp_path).launch(
+            programs.leave_an_exit_handler, timeouts={"shutdown": 4, "grace": 1}
+        )
+    waits = next(line for line in caplog.messages if line.startswith("rank "))
+    assert "it is still running exit handlers (atexit)" in waits
+    assert "MainThread" not in waits

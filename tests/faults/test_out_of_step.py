@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import collective_programs as programs
@@ -89,6 +90,28 @@ def test_a_rank_that_hangs_in_a_second_group(tmp_path: Path) -> None:
         within_s=COLLECTIVE_S + HANG_S,
     )
     require_hang(error, 1)
+
+
+def test_a_rank_that_comes_after_the_timeout(tmp_path: Path) -> None:
+    """All ranks are in the same collective by then; it is named, and by how much it was late."""
+    world = World(folder=tmp_path, ranks=3)
+    error = world.launch_fails(
+        ddpsafe.CollectiveTimeoutError, programs.come_after_the_timeout, **BY_TIMEOUT
+    )
+    require_hang(error, 1)
+    assert re.search(r"came \d\.\d s after the others to all_reduce number 2 ", str(error)), error
+
+
+def test_ranks_that_receive_from_each_other(tmp_path: Path) -> None:
+    """They are in no collective: the last one ended well, and is not said to have timed out."""
+    error = World(folder=tmp_path).launch_fails(
+        ddpsafe.CollectiveTimeoutError, programs.receive_from_each_other, **BY_TIMEOUT
+    )
+    assert error.missing_ranks == ()
+    for rank in range(2):
+        line = rf"rank {rank}, .* in recv from rank {1 - rank}, after all_reduce number 1 "
+        assert re.search(line, str(error)), error
+    assert " in all_reduce" not in str(error)
 
 
 def test_a_rank_that_works_alone_after_the_others_have_returned_is_no_failure(

@@ -23,7 +23,13 @@ import ddpsafe
 from ddpsafe._config import RetryPolicy, Timeouts
 from ddpsafe._errors import DDPSafeError, Explanation, FailureKind, MismatchError
 from ddpsafe._launcher.diagnosis.errors import EndedAttempt, conclude
-from ddpsafe._launcher.diagnosis.evidence import read_crash, read_stack
+from ddpsafe._launcher.diagnosis.evidence import (
+    StackReading,
+    is_endless_recursion,
+    read_crash,
+    read_rpc,
+    read_stack,
+)
 from ddpsafe._launcher.diagnosis.root_cause import RULES, find_root_cause
 from ddpsafe._launcher.supervisor import Ending, Verdict
 from ddpsafe._wire.exceptions import note_met
@@ -88,6 +94,29 @@ def closed_by_timeout() -> None:
     """Raise what gloo does on a connection that another one's timeout closed."""
     text = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
     raise RuntimeError(text + "Application timeout caused pair closure")
+
+
+def timed_out_in(call: str, peer: int) -> Raiser:
+    """Return a function that raises a timeout out of torch's send or receive."""
+    name = {"recv": "src", "send": "dst"}[call]
+    code = f"def {call}(tensor, {name}):\n    raised()\n"
+    scope: dict[str, Any] = {"raised": timed_out}
+    exec(compile(code, "/x/torch/distributed/distributed_c10d.py", "exec"), scope)
+    return lambda: scope[call](None, peer)
+
+
+def rpc_eof() -> None:
+    """Raise what RPC does when the callee's process ends."""
+    place = "tensorpipe/transport/shm/connection_impl.cc:259"
+    raise RuntimeError(f"eof (this error originated at {place})")
+
+
+def rpc_timed_out() -> None:
+    """Raise what RPC does when the callee does not answer."""
+    text = (
+        "RPCErr:1:RPC ran for more than set timeout (4000 ms) and will now be marked with an error"
+    )
+    raise RuntimeError(text)
 
 
 def raising(error: BaseException) -> Raiser:
@@ -277,6 +306,7 @@ def raises(
     phase: str = "running",
     met: int = 0,
     goes_on: bool = False,
+    wall_ms: int = 0,
 ) -> Facts:
     """Say that a rank raised, or is handling, an exception."""
 
@@ -290,6 +320,7 @@ def raises(
             pickled=lambda _: None,
             position=position,
             at_ns=ms * _MS,
+            wall_ns=_STARTED_NS + wall_ms * _MS if wall_ms else 0,
             final=final,
         )
         raised = replace(raised, goes_on=goes_on)
@@ -403,6 +434,7 @@ class Row:
         oom_kills: How often the kernel killed for memory.
         facts: Further attributes that the error has.
         says: What stands in its text.
+        says_not: What does not.
     """
 
     name: str
@@ -414,6 +446,7 @@ class Row:
     verdict: Verdict = "failed"
     oom_kills: int = 0
     says: tuple[str, ...] = ()
+    says_not: str = "\0"
     facts: tuple[tuple[str, object], ...] = ()
 
 
@@ -586,6 +619,7 @@ ENDED: Final = [
         EXITED,
         "user-error",
         facts=(("exit_code", 130),),
+        says=("SIGINT was sent to this rank only", "process 101 on here"),
     ),
     row(
         "is killed while another rank's exception was seen in flight",
@@ -1370,6 +1404,168 @@ PLACES: Final = [
     ),
 ]
 
+LATE_RANKS: Final = [
+    row(
+        "comes after the others have given up",
+        [
+            raises(timed_out, number(2), wall_ms=1502),
+            raises(lost_a_peer, number(2, ms=1900), wall_ms=1903),
+            raises(timed_out, number(2), wall_ms=1503),
+        ],
+        1,
+        "late",
+        HUNG,
+        "hang",
+        says=("came 1.9 s after the others to all_reduce number 2",),
+    ),
+    row(
+        "comes after the others have given up and still waits there",
+        [raises(timed_out, number(2), wall_ms=1502), waits(number(2, ms=1600))],
+        1,
+        "late",
+        HUNG,
+        "hang",
+    ),
+    row(
+        "two come late: the last one",
+        [
+            raises(timed_out, number(2), wall_ms=1502),
+            waits(number(2, ms=1100)),
+            waits(number(2, ms=1600)),
+        ],
+        2,
+        "late",
+        HUNG,
+        "hang",
+    ),
+    row(
+        "comes a little later, as ranks always do",
+        [raises(timed_out, number(2), wall_ms=1502), waits(number(2, ms=300))],
+        0,
+        "unknown",
+        HUNG,
+        "hang",
+        facts=(("missing_ranks", ()),),
+    ),
+    row(
+        "comes late while yet another rank has not come at all",
+        [
+            raises(timed_out, number(2), wall_ms=1502),
+            waits(number(2, ms=1400)),
+            works(number(1, done=True)),
+        ],
+        2,
+        "behind",
+        HUNG,
+        "hang",
+    ),
+    row(
+        "comes late to the collective of a smaller group",
+        [
+            raises(timed_out, at((3, "all_reduce"), group="tp"), wall_ms=1502),
+            waits(at((3, "all_reduce"), group="tp", ms=1600)),
+            works(NOWHERE),
+        ],
+        1,
+        "late",
+        HUNG,
+        "hang",
+    ),
+]
+
+POINT_TO_POINT: Final = [
+    row(
+        "two ranks receive from each other",
+        [
+            raises(timed_out_in("recv", 1), number(7, done=True), ms=1),
+            raises(timed_out_in("recv", 0), number(7, done=True), ms=2),
+        ],
+        0,
+        "unknown",
+        HUNG,
+        "hang",
+        facts=(("missing_ranks", ()),),
+        says=("timed out in recv from rank 1", "after all_reduce number 7"),
+        says_not="timed out in all_reduce",
+    ),
+    row(
+        "hangs while others send to it and receive from it",
+        [
+            raises(timed_out_in("recv", 1), number(7, done=True)),
+            works(number(7, done=True)),
+            raises(timed_out_in("send", 1), number(7, done=True)),
+        ],
+        1,
+        "elsewhere",
+        HUNG,
+        "hang",
+        says=("rank 2, at", "timed out in send to rank 1"),
+        says_not="waiting for it in all_reduce",
+    ),
+    row(
+        "is in a receive while the others are in the next collective",
+        [
+            {**waits(number(7, done=True)), "point_to_point": "recv"},
+            raises(timed_out, number(8)),
+        ],
+        0,
+        "behind",
+        HUNG,
+        "hang",
+        says=("rank 0, at t.py:1 in f, in recv, after all_reduce number 7",),
+    ),
+    row(
+        "is killed while another one calls it by RPC",
+        [raises(rpc_eof, ms=1), killed(ms=40)],
+        1,
+        "ended-by-itself",
+        KILLED,
+        "killed",
+        says=("rank 0 failed because of rank 1: RuntimeError: eof",),
+    ),
+    row(
+        "hangs in a call of another rank",
+        [
+            raises(rpc_timed_out, number(3, done=True)),
+            {**works(number(3, done=True)), "in_rpc": True},
+        ],
+        1,
+        "in-rpc",
+        HUNG,
+        "hang",
+        says=("was executing a call of another rank at t.py:9 in load",),
+    ),
+    row(
+        "is killed after a connection of the script's own to it broke",
+        [raises(raising(ConnectionResetError(104, "reset by peer")), ms=1), killed(ms=900)],
+        1,
+        "ended-by-itself",
+        KILLED,
+        "killed",
+    ),
+    row(
+        "loses a connection of its own while another rank crashes in a collective",
+        [
+            raises(raising(ConnectionResetError(104, "reset by peer")), ms=1),
+            killed(signal.SIGSEGV, number(2), inside=True, ms=30),
+        ],
+        0,
+        "ended-by-itself",
+        RAISED,
+        "network",
+    ),
+    row(
+        "called sys.exit(0) under ddpsafe run while others wait",
+        [waits(number(6)), {**returned(number(4, done=True)), "exited_at": "train.py:7 in main"}],
+        1,
+        "returned-behind",
+        LEFT,
+        "user-error",
+        verdict="left",
+        says=("sys.exit(0) was called at train.py:7 in main",),
+    ),
+]
+
 DEADLINES: Final = [
     row(
         "does not join",
@@ -1449,10 +1645,12 @@ DEADLINES: Final = [
 ]
 
 
-def of_kind(name: str, raiser: Raiser, kind: FailureKind, phase: str = "running") -> Row:
+def of_kind(
+    name: str, raiser: Raiser, kind: FailureKind, phase: str = "running", *says: str
+) -> Row:
     """Make the row of a world whose rank 1 raises."""
     ranks = [waits(), raises(raiser, phase=phase)]
-    return row(name, ranks, 1, "ended-by-itself", RAISED, kind)
+    return row(name, ranks, 1, "ended-by-itself", RAISED, kind, says=says)
 
 
 def timed_out_like(text: str, cls: type[OSError] = TimeoutError) -> Raiser:
@@ -1491,6 +1689,22 @@ KINDS: Final = [
     of_kind("a socket", timed_out_like("timed out"), "network"),
     of_kind("a read", timed_out_like("The read operation timed out"), "network"),
     of_kind("a future", timed_out_like(""), "user-error"),
+    of_kind(
+        "a full disk in torch.save",
+        raising(
+            RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534")
+        ),
+        "user-error",
+        "running",
+        "no room to write",
+    ),
+    of_kind(
+        "a full disk in a file of the script's",
+        raising(OSError(errno.ENOSPC, "No space left on device")),
+        "user-error",
+        "running",
+        "no room to write",
+    ),
     of_kind(
         "a download that breaks in gloo's words",
         raising(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")),
@@ -1531,7 +1745,17 @@ KINDS: Final = [
     ),
 ]
 
-ROWS: Final[list[Any]] = [*ENDED, *WRAPPED, *IN_FLIGHT, *NCCL, *PLACES, *DEADLINES, *KINDS]
+ROWS: Final[list[Any]] = [
+    *ENDED,
+    *WRAPPED,
+    *IN_FLIGHT,
+    *NCCL,
+    *PLACES,
+    *LATE_RANKS,
+    *POINT_TO_POINT,
+    *DEADLINES,
+    *KINDS,
+]
 
 
 def outcomes_of(row: Row) -> dict[int, RankOutcome]:
@@ -1576,6 +1800,7 @@ def test_what_is_concluded(row: Row, tmp_path: Path) -> None:
     text = str(check(row, tmp_path))
     for said in row.says:
         assert said in text
+    assert row.says_not not in text
 
 
 def test_no_wording_of_ddpsafe_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1666,20 +1891,61 @@ Current thread 0x00007e (most recent call first):
 
 
 @pytest.mark.parametrize(
-    ("dump", "stack", "in_collective"),
+    ("dump", "place"),
     [
-        (CRASHED_IN_GLOO, "/home/me/train.py:31 in train", True),
+        (CRASHED_IN_GLOO, StackReading(stack="/home/me/train.py:31 in train", in_collective=True)),
         (
             CRASHED_IN_GLOO.replace("distributed_c10d.py", "nn.py"),
-            "/home/me/train.py:31 in train",
-            False,
+            StackReading(stack="/home/me/train.py:31 in train", in_collective=False),
         ),
-        ("starting\nno crash at all\n", "", None),
+        (
+            CRASHED_IN_GLOO.replace("in all_reduce", "in recv"),
+            StackReading(
+                stack="/home/me/train.py:31 in train", in_collective=True, point_to_point="recv"
+            ),
+        ),
+        ("starting\nno crash at all\n", StackReading()),
     ],
 )
-def test_where_a_rank_crashed(dump: str, stack: str, in_collective: bool | None) -> None:  # noqa: FBT001 - a row's value
+def test_where_a_rank_crashed(dump: str, place: StackReading) -> None:
     """A crash inside a collective may come of a peer; one in the user's own code does not."""
-    assert read_crash(dump) == (stack, in_collective)
+    assert read_crash(dump) == place
+
+
+ENTRYPOINT: Final = (
+    '  File "/x/site-packages/ddpsafe/_worker/entrypoint.py", line 140 in run_rank\n'
+)
+
+SERVES_RPC: Final = f"""\
+Thread 0x00007f (most recent call first):
+  File "/home/me/train.py", line 9 in slow_call
+  File "/x/site-packages/torch/distributed/rpc/internal.py", line 231 in _run_function
+
+Thread 0x00007e (most recent call first):
+  File "/x/site-packages/torch/distributed/rpc/api.py", line 96 in shutdown
+  File "/home/me/train.py", line 31 in train
+{ENTRYPOINT}"""
+
+
+def test_where_a_call_of_another_rank_is_executed() -> None:
+    """While the main thread waits for the end of all calls, it is the thread of the call that hangs."""
+    assert read_rpc(SERVES_RPC) == StackReading(
+        stack="/home/me/train.py:9 in slow_call", in_collective=False, in_rpc=True
+    )
+    assert read_rpc(SERVES_RPC.replace("rpc/api.py", "nn.py")) is None
+
+
+def test_endless_recursion_is_told_from_a_crash_of_native_code() -> None:
+    """It ends in SIGSEGV as well, and its hundred frames are of one function or of a few."""
+    frame = '  File "/home/me/train.py", line 3 in again\n'
+    crash = (
+        "Fatal Python error: Segmentation fault\n\nCurrent thread 0x00 (most recent call first):\n"
+    )
+    assert is_endless_recursion(crash + frame * 100 + "  ...\n")
+    assert not is_endless_recursion(CRASHED_IN_GLOO)
+    assert not is_endless_recursion(
+        crash + "".join(frame.replace("again", f"f{number}") for number in range(100))
+    )
 
 
 def test_a_backward_pass_is_neither_in_a_collective_nor_out_of_it() -> None:
@@ -1687,4 +1953,4 @@ def test_a_backward_pass_is_neither_in_a_collective_nor_out_of_it() -> None:
     dump = CRASHED_IN_GLOO.partition("error:")[2].replace(
         "torch/distributed/distributed_c10d.py", "torch/autograd/graph.py"
     )
-    assert read_stack(dump) == ("/home/me/train.py:31 in train", None)
+    assert read_stack(dump) == StackReading(stack="/home/me/train.py:31 in train")

@@ -3,8 +3,8 @@
 Data flows one way, and each module imports only those before it::
 
     evidence      ranks that are alive are asked where they are; logs are read
-    root_cause    outcomes -> Evidence -> RULES -> the rank that broke
     failure_kind  what kind of failure an exception is
+    root_cause    outcomes -> Evidence -> RULES -> the rank that broke
     messages      texts: causes, advice, lines for each rank
     errors        all of it -> one LaunchError
     report        the error -> report.txt and report.json

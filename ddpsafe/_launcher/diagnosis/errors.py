@@ -27,7 +27,8 @@ from ddpsafe._errors import (
     ranks_text,
 )
 from ddpsafe._launcher.diagnosis import messages
-from ddpsafe._launcher.diagnosis.failure_kind import kind_of, wants_busy_port
+from ddpsafe._launcher.diagnosis.evidence import is_endless_recursion
+from ddpsafe._launcher.diagnosis.failure_kind import find_topic, kind_of
 from ddpsafe._launcher.diagnosis.messages import (
     last_output,
     last_traceback,
@@ -38,7 +39,7 @@ from ddpsafe._launcher.diagnosis.messages import (
 from ddpsafe._launcher.diagnosis.root_cause import find_root_cause, newest_collective
 from ddpsafe._wire import payload
 from ddpsafe._wire.exceptions import clip
-from ddpsafe._wire.spec import unreported_mark
+from ddpsafe._wire.spec import read_log, unreported_mark
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -59,6 +60,7 @@ _HUNG: Final[dict[RuleName, str]] = {
     "behind": "is behind",
     "elsewhere": "was not in the collective of the others",
     "mismatch": "entered another collective than the others",
+    "in-rpc": "was executing a call of another rank",
     "unknown": "timed out in a collective",
     "stuck-on-gpu": "waits like all other ranks",
 }
@@ -200,8 +202,10 @@ def _lost_a_peer_only(cause: RootCause) -> bool:
 
 def _raised(ended: EndedAttempt, cause: RootCause, raised: Raised) -> LaunchError:
     root, kind = cause.root, kind_of(raised)
-    topic: FailureKind = "port" if wants_busy_port(raised) else kind
-    likely, fix = messages.BY_KIND.get(topic, messages.BY_KIND["user-error"])
+    topic = find_topic(raised)
+    likely, fix = messages.BY_KIND.get(kind, messages.BY_KIND["user-error"])
+    if topic is not None:
+        likely, fix = messages.BY_TOPIC[topic]
     text = raised.message
     if raised.explanation is not None:  # an error of ddpsafe's own brings its advice along
         text = "\n".join([raised.explanation.what, *raised.explanation.details])
@@ -233,6 +237,8 @@ def _killed(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     likely, fix = messages.BY_SIGNAL.get(number, messages.OTHER_SIGNAL)
     if number == signal.SIGKILL and ended.oom_kills:
         kind, (likely, fix) = "out-of-memory", messages.KILLED_FOR_MEMORY
+    if root.stderr is not None and is_endless_recursion(read_log(root.stderr)):
+        likely, fix = messages.RECURSION
     how = f"killed by {root.signal_name}"
     if root.native is not None:
         how, number = f"ended by native code ({root.native.text[:_MAX_LINE]})", signal.SIGABRT
@@ -287,10 +293,15 @@ def _exited(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         )
     elif code == _UNKNOWN_CODE:
         called += ", or Python's fork server was killed, and with it the exit status of its ranks"
+    likely = f"{called}."
+    if code == 128 + signal.SIGINT and raised is not None and not raised.handled:
+        likely, fix = messages.INTERRUPTED
+        at = f" at {raised.where}" if raised.where else ""
+        likely, fix = likely.format(at=at), fix.format(pid=root.pid, host=root.hostname)
     message = Explanation(
         f"{ended.name(root)} exited with code {code} before its function returned, "
         f"{ended.place(root, 'user-error')}.",
-        cause=f"{called}.",
+        cause=likely,
         fix=fix,
         details=[*last_output(root), *others(ended.outcomes.values(), cause)],
         logs=ended.log_of(root),
@@ -321,6 +332,8 @@ def _returned(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     root = cause.root
     waiting = [outcome.rank for outcome in ended.outcomes.values() if outcome.status != "returned"]
     likely, fix = messages.BY_RULE[cause.rule.name]
+    if root.exited_at:
+        likely = f"sys.exit(0) was called at {root.exited_at} while the other ranks had work left."
     message = Explanation(
         f"{ended.name(root)} returned early on {root.hostname}, {ended.when('user-error')}: "
         f"{ranks_text(waiting)} {_were(waiting)} still waiting for it.",
@@ -343,13 +356,18 @@ def _kept_waiting(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         return _stuck_on_gpu(ended, cause, cls)
     at = f" at {where(root)}" if where(root) else ""
     waiting, goal = cause.evidence.find_who_waited(root)
+    did = _HUNG.get(cause.rule.name, "")
+    if cause.rule.name == "unknown" and root.sends_or_receives:
+        did = f"timed out in {root.sends_or_receives}"
+    if cause.rule.name == "late":
+        delay_s = next(delay_s for out, delay_s in cause.evidence.late if out is root)
+        did = f"came {delay_s:.1f} s after the others to {newest_collective(root)}"
     awaited = ""
     if goal is not None:
         awaited = f"; {ranks_text(waiting)} {_were(waiting)} waiting for it in {goal}"
     kind: FailureKind = _kind_of_join(ended) if cls is RendezvousTimeoutError else "hang"
     message = Explanation(
-        f"{ended.name(root)} {_HUNG[cause.rule.name]}{at}, on {root.hostname}, "
-        f"{ended.when(kind)}{awaited}.",
+        f"{ended.name(root)} {did}{at}, on {root.hostname}, {ended.when(kind)}{awaited}.",
         cause=likely.format(host=root.hostname),
         fix=fix.format(host=root.hostname, pid=root.pid, setting=cls.setting),
         details=[*positions(ended.outcomes.values()), *last_traceback(root)],

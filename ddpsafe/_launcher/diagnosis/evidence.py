@@ -7,6 +7,7 @@ import ctypes
 import os
 import re
 import signal
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 import psutil
 
 from ddpsafe._clock import Deadline
-from ddpsafe._wire.exceptions import is_library
+from ddpsafe._wire.exceptions import is_library, is_point_to_point
 from ddpsafe._wire.outcome import UNKNOWN_COLLECTIVE, Collective, NativeError, Position
 from ddpsafe._wire.peer_errors import find_native_text, read_places
 from ddpsafe._wire.spec import STACKS_SIGNAL, read_log
@@ -36,6 +37,10 @@ _CGROUPS: Final = Path("/sys/fs/cgroup")
 _MEMBERSHIPS: Final = Path("/proc/self/cgroup")
 _COUNT: Final = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 _COLLECTIVES: Final = "distributed_c10d.py"
+_RPC: Final = "/torch/distributed/rpc/"
+_RPC_CALLEE: Final = "/torch/distributed/rpc/internal.py"
+_MOST_FRAMES: Final = 100
+_FEW_FUNCTIONS: Final = 5
 _ENTRYPOINT: Final = "_worker/entrypoint.py"
 
 _DATALOADER: Final = "torch/utils/data/dataloader.py"
@@ -44,6 +49,23 @@ _QUEUES: Final = "multiprocessing/queues.py"
 
 CRASH: Final = "Fatal Python error:"
 """How faulthandler begins what it writes at a crash."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackReading:
+    """Where a rank is in the code, read from a dump of its stacks.
+
+    Attributes:
+        stack: The innermost line that is the user's (``path:line in function``); empty if unknown.
+        in_collective: Whether the thread waits in a collective; ``None`` where unknown.
+        point_to_point: The send or the receive that it waits in.
+        in_rpc: Whether the line is of a thread that executes a call of another rank.
+    """
+
+    stack: str = ""
+    in_collective: bool | None = None
+    point_to_point: str = ""
+    in_rpc: bool = False
 
 
 def collect(workers: Sequence[Worker]) -> None:
@@ -59,21 +81,20 @@ def collect(workers: Sequence[Worker]) -> None:
         _ask(worker)
     _await_answers(asked, known, Deadline.after(_ANSWER))
     for worker in asked:
-        worker.stack, worker.in_collective = read_stack(_dump_of(worker))
+        _note(worker, read_stack(_dump_of(worker)))
         if worker.raised is None and worker.position is known[worker.rank]:
             worker.position = None  # an old answer would make a rank look behind that is not
-    for worker in workers:
-        if worker.crashed:
-            stderr = worker.error_text()
-            worker.stack, worker.in_collective = read_crash(stderr)
-            worker.native = read_native_error(stderr)
-            worker.position = read_position(stderr, worker.position)
+    for worker in filter(lambda each: each.crashed, workers):
+        _note_crash(worker)
     _collect_all_threads([worker for worker in asked if worker.position is not None])
     for worker in asked:
-        if not worker.stack:  # its main thread is in the kernel and takes no signal
-            worker.stack, worker.in_collective = read_stack(_dump_of(worker))
+        place = read_rpc(_dump_of(worker))
+        if place is not None:
+            _note(worker, place)
+        elif not worker.stack:  # its main thread is in the kernel and takes no signal
+            _note(worker, read_stack(_dump_of(worker)))
         if not worker.stack and _is_another_program(worker):
-            worker.stack, worker.in_collective = f"exec of {_name_of(worker)}", False
+            _note(worker, StackReading(stack=f"exec of {_name_of(worker)}", in_collective=False))
         if _waits_for_data(worker):
             worker.stack += "".join(
                 f", waiting for {each}" for each in _busy_loader_workers(worker)
@@ -90,6 +111,18 @@ def _add_what_nccl_tells(worker: Worker) -> None:
         worker.position = read_position(worker.error_text(), worker.position)
     if _waits_on_its_gpu(worker.position):
         worker.in_collective = True
+
+
+def _note_crash(worker: Worker) -> None:
+    stderr = worker.error_text()
+    _note(worker, read_crash(stderr))
+    worker.native = read_native_error(stderr)
+    worker.position = read_position(stderr, worker.position)
+
+
+def _note(worker: Worker, place: StackReading) -> None:
+    worker.stack, worker.in_collective = place.stack, place.in_collective
+    worker.point_to_point, worker.in_rpc = place.point_to_point, place.in_rpc
 
 
 def _ask(worker: Worker) -> None:
@@ -236,31 +269,63 @@ def _dump_of(worker: Worker) -> str:
     return read_log(worker.spec.logs.stacks)
 
 
-def read_stack(dump: str) -> tuple[str, bool | None]:
-    """Read a dump of faulthandler.
+def read_stack(dump: str) -> StackReading:
+    """Read where the main thread is.
 
     Args:
-        dump: Its text, all threads, the innermost frame of each first.
-
-    Returns:
-        The innermost line of the main thread that is the user's (``path:line in function``), and
-        whether the thread waits in a collective; nothing and ``None`` where there is no dump.
+        dump: What faulthandler wrote, the innermost frame of each thread first.
     """
     frames = _main_thread(dump)
     if not frames:
-        return "", None
-    own = [frame for frame in frames if not is_library(frame["file"])]
-    shown = own[0] if own else frames[0]
-    where = f"{shown['file']}:{shown['line']} in {shown['name']}"
+        return StackReading()
+    where = _line_of(frames)
     if _BACKWARD.search(frames[0]["file"]):  # it computes, or waits for a bucket of gradients
-        return where, None
-    return where, any(_COLLECTIVES in frame["file"] for frame in frames)
+        return StackReading(stack=where)
+    calls = [frame["name"] for frame in frames if _COLLECTIVES in frame["file"]]
+    waits_for_one = next((name for name in calls if is_point_to_point(name)), "")
+    return StackReading(stack=where, in_collective=bool(calls), point_to_point=waits_for_one)
 
 
-def read_crash(text: str) -> tuple[str, bool | None]:
+def read_rpc(dump: str) -> StackReading | None:
+    """Read where a call of another rank (RPC) is executed, if the main thread only waits for RPCs."""
+    main = _main_thread(dump)
+    if not any(_RPC in frame["file"] for frame in main):
+        return None
+    threads = [_frames_of(text) for text in _threads_of(dump)]
+    serving = [
+        frames
+        for frames in threads
+        if any(_RPC_CALLEE in frame["file"] for frame in frames)
+        and any(not is_library(frame["file"]) for frame in frames)
+    ]
+    return (
+        StackReading(stack=_line_of(serving[-1]), in_collective=False, in_rpc=True)
+        if serving
+        else None
+    )
+
+
+def _line_of(frames: list[re.Match[str]]) -> str:
+    """Name the innermost line that is the user's, else the innermost one."""
+    shown = next((frame for frame in frames if not is_library(frame["file"])), frames[0])
+    return f"{shown['file']}:{shown['line']} in {shown['name']}"
+
+
+def read_crash(text: str) -> StackReading:
     """Read what faulthandler wrote to stderr when the process crashed; see `read_stack`."""
     _, crash, dump = text.partition(CRASH)
-    return read_stack(dump) if crash else ("", None)
+    return read_stack(dump) if crash else StackReading()
+
+
+def is_endless_recursion(text: str) -> bool:
+    """Tell whether a process crashed because Python functions called each other without an end.
+
+    faulthandler writes at most 100 frames; it is as many, of very few functions.
+    """
+    _, _, dump = text.partition(CRASH)
+    frames = _main_thread(dump) or max(map(_frames_of, _threads_of(dump)), key=len, default=[])
+    functions = {(frame["file"], frame["name"]) for frame in frames}
+    return len(frames) >= _MOST_FRAMES and len(functions) <= _FEW_FUNCTIONS
 
 
 def read_native_error(stderr: str) -> NativeError | None:
@@ -311,11 +376,17 @@ def _waits_on_its_gpu(position: Position | None) -> bool:
 
 def _main_thread(dump: str) -> list[re.Match[str]]:
     """Return the frames of the thread that runs the rank, from the last dump in the text."""
-    threads = re.split(r"^(?:Current thread|Thread) .*$", dump, flags=re.MULTILINE)
+    threads = _threads_of(dump)
     mine = [thread for thread in threads if _ENTRYPOINT in thread and "in run_rank" in thread]
-    if not mine:
-        return []
-    return [match for line in mine[-1].splitlines() if (match := _FRAME.match(line))]
+    return _frames_of(mine[-1]) if mine else []
+
+
+def _threads_of(dump: str) -> list[str]:
+    return re.split(r"^(?:Current thread|Thread) .*$", dump, flags=re.MULTILINE)
+
+
+def _frames_of(thread: str) -> list[re.Match[str]]:
+    return [match for line in thread.splitlines() if (match := _FRAME.match(line))]
 
 
 def count_oom_kills() -> int:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from ddpsafe._wire.peer_errors import find_kind
+from ddpsafe._wire.peer_errors import find_kind, is_full_disk
 
 if TYPE_CHECKING:
     from ddpsafe._errors import FailureKind
     from ddpsafe._wire.outcome import Raised
 
 
-def wants_busy_port(raised: Raised) -> bool:
-    """Tell whether a port is taken, whatever kind of failure that makes."""
-    return find_kind(_line_of(raised)) == "port"
+Topic = Literal["port", "disk"]
+"""What an exception is about, where there is advice for it, whatever kind of failure that makes."""
+
+
+def find_topic(raised: Raised) -> Topic | None:
+    """Return what the exception is about, if there is advice for just that."""
+    if raised.explanation is not None:  # it brings its advice along
+        return None
+    line = _line_of(raised)
+    if find_kind(line) == "port":
+        return "port"
+    return "disk" if is_full_disk(line) else None
 
 
 def kind_of(raised: Raised) -> FailureKind:

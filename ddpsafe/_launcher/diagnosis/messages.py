@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ddpsafe._errors import FailureKind
+    from ddpsafe._launcher.diagnosis.failure_kind import Topic
     from ddpsafe._launcher.diagnosis.root_cause import RootCause, RuleName
     from ddpsafe._wire.outcome import RankOutcome
 
@@ -98,6 +99,24 @@ ON_THE_GPU: Final[Advice] = (
     "CUDA_LAUNCH_BLOCKING=1 shows the line; look for an Xid in dmesg if it is another one each time.",
 )
 
+BY_TOPIC: Final[dict[Topic, Advice]] = {
+    "port": BY_KIND["port"],
+    "disk": (
+        "no room to write: the disk, a quota, or a limit on the size of files (ulimit -f) is full.",
+        "make room or write elsewhere (df -h, quota, ulimit -f); what was written is incomplete.",
+    ),
+}
+
+INTERRUPTED: Final[Advice] = (
+    "SIGINT was sent to this rank only, or its code raised KeyboardInterrupt{at}.",
+    "find what signals process {pid} on {host}; Ctrl-C goes to the launcher, which ends all ranks.",
+)
+
+RECURSION: Final[Advice] = (
+    "endless recursion: the stack at the crash is one function, or a few, again and again.",
+    "end the recursion of the function in the log below, or make it a loop.",
+)
+
 KILLED_FOR_MEMORY: Final[Advice] = (
     "the kernel's out-of-memory killer: the cgroup counts a kill during this attempt.",
     "lower num_workers or the batch size, or raise the limit; dmesg on {host} names the process.",
@@ -126,6 +145,14 @@ BY_RULE: Final[dict[RuleName, Advice]] = {
             "see its line below. If it works there, move that work away from the others' collectives or "
             "raise timeouts.{setting}. Else call the same collectives in the same order on every rank."
         ),
+    ),
+    "late": (
+        "the rank worked longer than the others wait: loading, evaluating or saving, on one rank.",
+        "divide that work among the ranks, or raise timeouts.{setting} above the time it takes.",
+    ),
+    "in-rpc": (
+        "the call that it executes for another rank (RPC) hangs or takes long.",
+        "see its line below; raise the rpc_timeout of init_rpc if the call takes that long.",
     ),
     "elsewhere": (
         "the rank was busy outside of the collective that the others waited in.",
@@ -206,7 +233,9 @@ def _position(outcome: RankOutcome) -> str:
     elif outcome.state == psutil.STATUS_DISK_SLEEP:
         parts.append("was waiting in the kernel for a disk or a device")
     elif outcome.status == "returned":
-        parts.append("has returned")
+        parts.append(
+            f"called sys.exit(0) at {outcome.exited_at}" if outcome.exited_at else "has returned"
+        )
     raised = outcome.raised
     if raised is not None and (not raised.is_peer_error or raised.is_wrapped):
         did = "raised" if raised.final and not raised.hidden_by else "was handling"
@@ -216,7 +245,10 @@ def _position(outcome: RankOutcome) -> str:
     if text := where(outcome):
         parts.append(f"at {text}")
     last = newest_collective(outcome)
-    if last is not None:
+    if outcome.sends_or_receives:
+        parts.append(f"{_relation(outcome, done=False)} {outcome.sends_or_receives}")
+        parts += [f"after {last}"] if last is not None else []
+    elif last is not None:
         parts.append(f"{_relation(outcome, done=last.done)} {last}")
     return ", ".join(parts)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import psutil
 
+from ddpsafe._launcher.diagnosis.failure_kind import kind_of
 from ddpsafe._wire.outcome import (
     MAIN_GROUP,
     UNKNOWN_COLLECTIVE,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 # Ends that are seen within so much of each other say nothing about which came first.
 _TOGETHER_NS: Final = 50_000_000
+_OF_A_CONNECTION: Final = ("network", "startup-network")
 
 
 class Place(NamedTuple):
@@ -61,6 +63,8 @@ class Evidence:
         awaited: The ranks that have not entered a collective that others are in, the most likely
             cause of it first.
         mismatched: The ranks that entered another collective than most under one number.
+        late: The ranks that came much later than others to a collective in which a wait timed out,
+            the last one first, each with how much later in seconds.
         someone_hangs: Whether a rank is at work, or nowhere, while others wait.
     """
 
@@ -72,6 +76,7 @@ class Evidence:
     groups: Mapping[str, Sequence[Place]]
     awaited: Ranks
     mismatched: Ranks
+    late: Sequence[tuple[RankOutcome, float]]
     someone_hangs: bool
 
     @classmethod
@@ -94,6 +99,7 @@ class Evidence:
             groups=groups,
             awaited=_find_awaited(groups),
             mismatched=_find_mismatched(ranks),
+            late=_find_late(groups),
             someone_hangs=any(out.raised is None and out.in_collective is False for out in ranks),
         )
 
@@ -104,20 +110,26 @@ class Evidence:
     def find_who_waited(self, root: RankOutcome) -> tuple[list[int], Collective | None]:
         """Return the ranks that waited for `root` in one collective, and which one that is.
 
-        Where numbers tell nothing it is the one that ranks are in while `root` is in none.
+        Where numbers tell nothing it is the one that ranks are in while `root` is in none. Ranks
+        in a send or a receive are in no collective.
         """
         pairs = [
             (place.outcome.rank, place.at)
             for members in self.groups.values()
             for mine in _numbers_of(root, members)
             for place in members
-            if place.at is not None and place.at.number > mine
+            if place.at is not None
+            and place.at.number > mine
+            and not place.outcome.sends_or_receives
         ]
         if not pairs and not is_waiting(root):
             pairs = [
                 (out.rank, last)
                 for out in self.ranks
-                if out.rank != root.rank and is_waiting(out) and (last := newest_collective(out))
+                if out.rank != root.rank
+                and is_waiting(out)
+                and not out.sends_or_receives
+                and (last := newest_collective(out))
             ]
             if len({each.group for _, each in pairs}) > 1:  # each waits in a group of its own
                 pairs = []
@@ -142,7 +154,9 @@ RuleName = Literal[
     "returned-behind",
     "mismatch",
     "behind",
+    "late",
     "returned",
+    "in-rpc",
     "elsewhere",
     "unknown",
 ]
@@ -254,6 +268,15 @@ def _behind(evidence: Evidence) -> Ranks:
     return evidence.awaited[:1]
 
 
+def _late(evidence: Evidence) -> Ranks:
+    return [out for out, _ in evidence.late]
+
+
+def _in_rpc(evidence: Evidence) -> Ranks:
+    someone_waits = any(is_peer_origin(out.origin) for out in evidence.ranks)
+    return [out for out in evidence.ranks if out.in_rpc] if someone_waits else ()
+
+
 def _stuck_on_gpu(evidence: Evidence) -> Ranks:
     """Return all ranks of a group that are at one collective which does not end."""
     for members in evidence.groups.values():
@@ -288,7 +311,8 @@ RULES: Final = (
         name="ended-by-itself",
         sign="was killed, exited, or raised an error of its own",
         why="it broke; a kill comes before an exit without a report within 50 ms, for the kernel "
-        "closes a process' connections before its end can be seen",
+        "closes a process' connections before its end can be seen, and before any broken connection "
+        "of another rank",
         find=_ended_by_itself,
     ),
     Rule(
@@ -353,6 +377,15 @@ RULES: Final = (
         by_place=True,
     ),
     Rule(
+        name="late",
+        sign="entered the collective in which others timed out later than they did, by more than half "
+        "of the time that they waited",
+        why="it was at work for longer than the others wait",
+        find=_late,
+        blames="wait",
+        by_place=True,
+    ),
+    Rule(
         name="stuck-on-gpu",
         sign="has queued the collective that all other ranks of its group have queued too, and that "
         "does not end",
@@ -367,6 +400,14 @@ RULES: Final = (
         why="it left early, where the recorder tells nothing",
         find=_returned,
         blames="return",
+        by_place=True,
+    ),
+    Rule(
+        name="in-rpc",
+        sign="executes a call that came by RPC, while another rank's wait failed",
+        why="its main thread waits for the end of all calls, so this one is what takes long",
+        find=_in_rpc,
+        blames="wait",
         by_place=True,
     ),
     Rule(
@@ -438,10 +479,14 @@ def _by_likelihood(broke: Ranks) -> Ranks:
     """Sort ranks that failed, the likely cause first.
 
     A rank that exits without a report may do so because it lost another one, whose end the kernel
-    shows a moment later: its connections are closed before its end can be seen.
+    shows a moment later: its connections are closed before its end can be seen. A broken connection
+    of the script's own may have led to a rank that was killed, in whatever order they are seen.
     """
     in_order = sorted(broke, key=_order)
     first = in_order[:1]
+    if first and first[0].raised is not None and kind_of(first[0].raised) in _OF_A_CONNECTION:
+        killed = [out for out in in_order if out.status == "killed" and not _crashed_inside(out)]
+        return sorted(in_order, key=lambda outcome: outcome not in killed)
     if first and first[0].status == "exited":
         until_ns = (first[0].ended_ns or 0) + _TOGETHER_NS
         killed = [out for out in in_order if _was_killed_by(out, until_ns)]
@@ -519,6 +564,41 @@ def _find_awaited(groups: Mapping[str, Sequence[Place]]) -> Ranks:
         return (outcome.rank in waiting, is_waiting(outcome), number, outcome.rank)
 
     return sorted(awaited.values(), key=likelihood)
+
+
+def _find_late(groups: Mapping[str, Sequence[Place]]) -> list[tuple[RankOutcome, float]]:
+    """Return the ranks that came too late to the last collective of a group, and by how much.
+
+    How long the others wait is not known here, for scripts set timeouts of their own; what is known
+    is when the first one gave up.
+    """
+    found: list[tuple[RankOutcome, float]] = []
+    for members in groups.values():
+        number = max(_number(place.at) for place in members)
+        there = [
+            (place.outcome, place.at)
+            for place in members
+            if place.at is not None
+            and place.at.number == number
+            and not place.outcome.sends_or_receives
+        ]
+        if not there or len(there) < len(members):  # some have not come at all
+            continue
+        first_ns = min(at.entered_ns for _, at in there)
+        gave_up_ns = [
+            out.raised.wall_ns
+            for out, _ in there
+            if out.raised is not None and out.raised.origin == "timeout" and out.raised.wall_ns
+        ]
+        if not first_ns or not gave_up_ns:
+            continue
+        patience_ns = min(gave_up_ns) - first_ns
+        found += [
+            (out, (at.entered_ns - first_ns) / 1e9)
+            for out, at in there
+            if at.entered_ns - first_ns > patience_ns / 2
+        ]
+    return sorted(found, key=lambda pair: -pair[1])
 
 
 def _find_mismatched(ranks: Ranks) -> Ranks:

@@ -1,0 +1,39 @@
+"""Ranks that call each other by torch's RPC: the caller is not blamed for the rank that it called."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import rpc_programs as programs
+from fault_kit import HANG_S, World, require_hang, require_rank
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RPC_S = 2.0
+"""Timeout of the calls."""
+
+
+@pytest.mark.parametrize("attempt", range(4))
+def test_a_rank_that_is_killed_in_a_call(tmp_path: Path, attempt: int) -> None:
+    """The caller's error is often seen before the kill; the kill is what is told."""
+    del attempt
+    error = World(folder=tmp_path).spawn_fails(
+        ddpsafe.RankKilledError, programs.call_the_other_rank, programs.be_killed, 60.0
+    )
+    require_rank(error, 1)
+
+
+def test_a_rank_that_hangs_in_a_call(tmp_path: Path) -> None:
+    """The line is that of the call, though the main thread waits for the end of all calls."""
+    error = World(folder=tmp_path).spawn_fails(
+        ddpsafe.CollectiveTimeoutError,
+        *(programs.call_the_other_rank, programs.hang, RPC_S),
+        within_s=RPC_S + HANG_S,
+    )
+    require_hang(error, 1)
+    assert "was executing a call of another rank at " in str(error)
+    assert " in hang, " in str(error)
