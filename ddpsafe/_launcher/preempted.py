@@ -21,19 +21,19 @@ _CAUSE: Final = (
 
 
 def conclude_stop(
-    case: EndedAttempt, request: StopRequest, values: Mapping[int, object], *, keeps_logs: bool
+    ended: EndedAttempt, request: StopRequest, values: Mapping[int, object], *, keeps_logs: bool
 ) -> PreemptedError:
     """Say who has stopped, who has not, and how the job goes on.
 
     Args:
-        case: What is known of the attempt.
+        ended: What is known of the attempt.
         request: The request.
         values: What ranks returned, by rank.
         keeps_logs: Whether the run directory stays.
     """
-    late = sorted(set(case.outcomes) - set(values))
-    ranks = f"{ranks_text(late or case.outcomes)} (world_size {len(case.outcomes)})"
-    where = f"on {socket.gethostname()}, {case.when('preempted')}"
+    late = sorted(set(ended.outcomes) - set(values))
+    ranks = f"{ranks_text(late or ended.outcomes)} (world_size {len(ended.outcomes)})"
+    where = f"on {socket.gethostname()}, {ended.when('preempted')}"
     limit_s = request.limit.total_seconds()
     if late:
         what = f"{ranks} did not return within {limit_s:g} s of {request.source()}, {where}."
@@ -41,14 +41,14 @@ def conclude_stop(
     else:
         what = f"{ranks} stopped on {request.source()} and returned, {where}."
         fix = f"start the same command again; exit code {TRY_AGAIN_EXIT_CODE} tells a scheduler to do so."
-    details = positions(case.outcomes.values()) if late else []
-    logs = case.run_dir if late or keeps_logs else None
+    details = positions(ended.outcomes.values()) if late else []
+    logs = ended.run_dir if late or keeps_logs else None
     return PreemptedError(
         Explanation(what, cause=_CAUSE, fix=fix, details=details, logs=logs),
         values=values,
         unfinished_ranks=late,
-        attempt=case.attempt,
-        attempts=case.retry.attempts,
-        outcomes=case.outcomes,
+        attempt=ended.attempt,
+        attempts=ended.retry.attempts,
+        outcomes=ended.outcomes,
         run_dir=logs,
     )

@@ -35,7 +35,7 @@ Verdict = Literal[
 
 _IDLE_S: Final = 5.0
 # How long evidence may take to arrive after the first failure: the rank that broke often
-# reports after the ranks that only lost it. Longer while only such ranks have reported.
+# reports after the ranks that failed because of it. Longer while only such ranks have reported.
 _SETTLE: Final = timedelta(seconds=0.3)
 _SETTLE_SECONDARY: Final = timedelta(seconds=1)
 

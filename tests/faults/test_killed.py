@@ -131,4 +131,4 @@ def test_the_fork_server_itself(tmp_path: Path) -> None:
     run = run_script(tmp_path, statements)
     assert run.code == 0, run.err
     assert run.out.startswith("255 rank ")
-    assert "fork server, which alone knows how its ranks end, was killed" in run.out
+    assert "fork server was killed, and with it the exit status of its ranks" in run.out

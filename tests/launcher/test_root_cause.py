@@ -105,6 +105,14 @@ def timed_out_in(call: str, peer: int) -> Raiser:
     return lambda: scope[call](None, peer)
 
 
+def waits_for_a_file() -> None:
+    """Raise what a store of files does, out of the making of a group."""
+    code = "def new_group():\n    raise RuntimeError('Wait timeout')\n"
+    scope: dict[str, Any] = {}
+    exec(compile(code, "/x/torch/distributed/distributed_c10d.py", "exec"), scope)
+    scope["new_group"]()
+
+
 def rpc_eof() -> None:
     """Raise what RPC does when the callee's process ends."""
     place = "tensorpipe/transport/shm/connection_impl.cc:259"
@@ -1321,6 +1329,19 @@ PLACES: Final = [
         "elsewhere",
         HUNG,
         "hang",
+    ),
+    row(
+        "makes a group alone, at a store of files",
+        [
+            raises(waits_for_a_file, number(1, done=True)),
+            raises(timed_out, number(2)),
+            raises(timed_out, number(2)),
+        ],
+        0,
+        "behind",
+        HUNG,
+        "hang",
+        says=("ranks 1 and 2 were waiting for it in all_reduce number 2",),
     ),
     row(
         "hangs in the kernel, where not even SIGKILL ends it",
