@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import io
 import os
 import sys
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,6 +36,41 @@ _RUN: Final = """\
 Start the ranks of a script on this host, as torchrun does: each runs the script from its first
 line, with RANK, WORLD_SIZE and the like set, and its init_process_group() meets the others.
 """
+_RUN_EPILOG: Final = """\
+Takes torchrun's command lines on one node; what has no effect here is said in a note.
+exit codes: 0, the failing rank's own, 128 + signal, 78 another attempt cannot help, 2 wrong usage
+"""
+_RUN_OPTIONS: Final = (
+    ("--nproc-per-node", "N", 'ranks: a number, "gpu", "cpu" or "auto"'),
+    ("--run-dir --log-dir", "DIR", "where logs and reports go"),
+    ("--console", "WHOSE", "auto, rank-zero, all, tagged or none"),
+    ("--start-method", "HOW", "spawn or forkserver"),
+    ("--max-restarts", "N", "attempts after the first one, where another one can help"),
+    ("--shutdown-timeout", "S", "seconds between SIGTERM and SIGKILL"),
+    ("--nnodes", "N", "1, for this command starts the ranks of one node"),
+    ("--node-rank", "I", "0"),
+    ("-t --tee", "STD", "as torchrun: show every rank's output, each line with its rank"),
+    ("-r --redirects", "STD", "as torchrun: 3 shows nothing on the console"),
+    ("--local-ranks-filter", "RANKS", "as torchrun: 0 shows rank 0's output"),
+)
+TORCHRUN_NOTED: Final = {
+    "--rdzv-backend": "the ranks of one node meet at a place that only they can reach",
+    "--rdzv-endpoint": "the ranks of one node meet at a place that only they can reach",
+    "--rdzv-id": "each launch has an id of its own",
+    "--rdzv-conf": "timeouts.rendezvous of the configuration bounds the start",
+    "--master-addr": "the ranks of one node meet at a place that only they can reach",
+    "--master-port": "a free port is taken",
+    "--local-addr": "the ranks of one node talk on the loopback interface",
+    "--monitor-interval": "the end of a rank is seen at once",
+    "--event-log-handler": "RUN_DIR has a report of each attempt that failed",
+    "--role": "ranks have no roles",
+    "--numa-binding": "ranks are not bound to cores; numactl can do that",
+    "--signals-to-handle": "SIGINT, SIGTERM, SIGHUP and SIGUSR1 are handled",
+    "--duplicate-stdout-filters": "RUN_DIR has the whole output of each rank",
+    "--duplicate-stderr-filters": "RUN_DIR has the whole output of each rank",
+    "--logs-specs": "RUN_DIR has the output of each rank",
+}
+"""torchrun's options that have no effect here, and why none is needed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,7 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _make_printable()
     try:
         try:
-            options = make_parser().parse_args(arguments)
+            options, unknown = make_parser().parse_known_args(arguments)
+            if unknown:
+                _refuse(options, unknown)
             return find_command(options.command)(options)
         finally:
             if sys.stdout is not None:  # None where the caller has closed it
@@ -128,6 +166,7 @@ def _add_explain(add: Callable[..., argparse.ArgumentParser], about: str) -> Non
 
 def _add_doctor(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
     parser = add("doctor", help=about, description=_DOCTOR, epilog=_EXIT_CODES)
+    parser.set_defaults(parser=parser)
     nodes = parser.add_argument_group("nodes")
     nodes.add_argument("--nnodes", metavar="N", help="number of nodes")
     nodes.add_argument("--node-rank", metavar="I", help="this node, from 0")
@@ -156,7 +195,9 @@ def _add_doctor(add: Callable[..., argparse.ArgumentParser], about: str) -> None
 
 
 def _add_config(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
-    _add_common(add("config", help=about, description=f"{about.capitalize()}."))
+    parser = add("config", help=about, description=f"{about.capitalize()}.")
+    parser.set_defaults(parser=parser)
+    _add_common(parser)
 
 
 def _add_checkpoint(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
@@ -199,19 +240,45 @@ def _add_config_file(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_run(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
-    parser = add("run", help=about, description=_RUN)
-    parser.add_argument("--nproc-per-node", metavar="N", help='a number, "gpu", "cpu" or "auto"')
-    parser.add_argument("--run-dir", metavar="DIR", help="where logs and reports go")
-    parser.add_argument("--console", metavar="WHOSE", help="auto, rank-zero, all, tagged or none")
-    parser.add_argument("--start-method", metavar="HOW", help="spawn or forkserver")
+    # Else an option of the script that begins as two of these do would be called ambiguous.
+    parser = add("run", help=about, description=_RUN, epilog=_RUN_EPILOG, allow_abbrev=False)
+    parser.set_defaults(parser=parser)
+    for names, metavar, text in _RUN_OPTIONS:
+        _add_both(parser, names, metavar=metavar, help=text)
     _add_config_file(parser)
     parser.add_argument(
         "-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m"
     )
+    _add_both(parser, "--no-python", action="store_true", help="SCRIPT is a program, not Python")
+    _add_both(parser, "--standalone", action="store_true", help="one node; always so")
+    _add_both(parser, "--run-path", action="store_true", help=argparse.SUPPRESS)  # always so
+    for names in TORCHRUN_NOTED:
+        _add_both(parser, names, metavar="VALUE", help=argparse.SUPPRESS)
+    _add_both(parser, "--virtual-local-rank", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("script", metavar="SCRIPT", help="the script of each rank")
     parser.add_argument(
         "arguments", metavar="…", nargs=argparse.REMAINDER, help="arguments of the script"
     )
+
+
+def _add_both(parser: argparse.ArgumentParser, names: str, **how: Any) -> None:
+    """Add an option with hyphens and with underscores, as torchrun has each."""
+    given = names.split()
+    spellings = [*given, *(f"--{name[2:].replace('-', '_')}" for name in given if name[1] == "-")]
+    parser.add_argument(*dict.fromkeys(spellings), **how)
+
+
+def _refuse(options: argparse.Namespace, unknown: Sequence[str]) -> None:
+    """Say what is wrong with the usage of that command, and which option may be meant."""
+    parser: argparse.ArgumentParser = options.parser
+    option = next((each for each in unknown if each.startswith("-")), unknown[0])
+    name = option.partition("=")[0]
+    known = [each for action in parser._actions for each in action.option_strings]  # noqa: SLF001 - no public name
+    near = difflib.get_close_matches(name, known, n=1)
+    text = f"there is no option {name}" + (f"; {near[0]}, if that is what you mean" if near else "")
+    if options.command == "run":
+        text += ". Options of the script stand behind it."
+    parser.error(text)
 
 
 def say(text: str) -> None:

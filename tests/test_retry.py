@@ -94,6 +94,7 @@ def test_a_loop_that_gets_no_further_is_stopped(
         run_attempts(policy, attempt)
     assert numbers == list(range(1, made + 1))
     assert ("Not retried: " in str(caught.value)) == (made < ATTEMPTS)
+    assert "checkpoint -1" not in str(caught.value)
 
 
 PAUSES: Final = [

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import scripts
+
+from ddpsafe._commands.run import read_options
+from ddpsafe._config.policies import DETERMINISTIC
+from ddpsafe._errors import FAILURE_KINDS
+from ddpsafe.cli import main, make_parser
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -129,3 +135,113 @@ def test_workers_of_a_script_start_as_under_torchrun(tmp_path: Path, start_metho
     scripts.write(tmp_path, "train.py", UNGUARDED)
     done = run(tmp_path, "--nproc-per-node", "2", "--start-method", start_method, "train.py")
     assert done.lines() == ["28.0 None"]
+
+
+# As their authors publish them, behind "torchrun".
+PUBLIC: list[Any] = [
+    ("--standalone --nproc_per_node=4 train.py config/train_gpt2.py", {"nproc_per_node": "4"}, 0),
+    ("--standalone --nnodes=1 --nproc-per-node=2 main.py 50 10", {"nproc_per_node": "2"}, 0),
+    ("--nproc_per_node 8 main.py --model deit_tiny --batch-size 256", {"nproc_per_node": "8"}, 0),
+    ("--nproc_per_node=8 --master_port=29501 main_pretrain.py --epochs 800", {}, 1),
+    ("--nnodes=1 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=localhost:0 t.py", {}, 2),
+    ("--nnodes 1 --nproc_per_node 4 examples/finetuning.py --use_peft", {}, 0),
+    (
+        "--nnodes=1 --node_rank=0 --nproc_per_node=8 --master_addr=127.0.0.1 --master_port=2950 f.py",
+        {},
+        2,
+    ),
+    ("--nproc_per_node=gpu -m package.train --fp16", {"nproc_per_node": "gpu"}, 0),
+    ("--nproc-per-node auto --no-python bash run.sh --local", {"nproc_per_node": "auto"}, 0),
+    ("--standalone --nproc_per_node=1 -m torchtune.run --config x.yaml", {}, 0),
+    (
+        "--nnodes=1:1 --nproc_per_node=8 --max_restarts=3 --rdzv_id=7 --rdzv_backend=c10d t.py",
+        {"retry": {"attempts": 4, "on": frozenset(FAILURE_KINDS - DETERMINISTIC)}},
+        2,
+    ),
+    (
+        "--nproc-per-node=8 --local-ranks-filter 0 --role rank --tee 3 -m torchtitan.train",
+        {"console": "rank-zero"},
+        1,
+    ),
+    ("--nproc_per_node=2 --tee 3 --log_dir logs train.py", {"console": "tagged"}, 0),
+    ("--nproc_per_node=2 -r 3 -t 0 train.py", {"console": "none"}, 0),
+    ("--nproc_per_node=2 --redirects 0:3 train.py", {}, 1),
+    ("--start_method=forkserver --nproc_per_node=2 t.py", {"start_method": "forkserver"}, 0),
+    ("--monitor_interval=5 --nproc_per_node=4 train.py --lr=1e-3", {"nproc_per_node": "4"}, 1),
+    ("--rdzv-conf timeout=600,join_timeout=60 --nproc_per_node=4 train.py", {}, 1),
+    ("--run-path --nproc_per_node=2 /abs/train.py", {}, 0),
+    (
+        "--shutdown-timeout=60 --signals-to-handle SIGTERM,SIGUSR1 train.py",
+        {"timeouts": {"grace": 60, "shutdown": 120}},
+        1,
+    ),
+    ("--virtual-local-rank --numa-binding node --nproc_per_node=2 train.py", {}, 2),
+    ("train.py --nproc_per_node 3 --standalone", {}, 0),
+]
+"""What stands behind torchrun, the fields of the configuration that it means, and how many notes."""
+
+
+@pytest.mark.parametrize(("line", "fields", "notes"), PUBLIC)
+def test_torchruns_command_lines_are_taken(line: str, fields: dict[str, Any], notes: int) -> None:
+    """With what has no effect said in a note, and the script's own options left alone."""
+    options = make_parser().parse_args(["run", *line.split()])
+    read, said = read_options(options)
+    assert {name: read.get(name) for name in fields} == fields
+    assert len(said) == notes
+    assert options.script not in ("1", "3")
+    assert line.endswith(" ".join([options.script, *options.arguments]))
+
+
+REFUSED: list[Any] = [
+    ("--nnodes=2 --nproc_per_node=8 train.py", "--nnodes=2: ddpsafe run starts the ranks of one"),
+    ("--nnodes=1:4 train.py", "start it with torchrun as it is"),
+    ("--node_rank=1 train.py", "--node-rank=1"),
+    ("--max-restarts=often train.py", "--max-restarts=often is not a whole number"),
+    ("--start-method fork train.py", "inherits CUDA"),
+    ("--nproc_per_node=many train.py", "nproc_per_node"),
+    ("--nproc-per-nod 2 train.py", "there is no option --nproc-per-nod; --nproc-per-node, if"),
+    ("--no-python -m train", "exclude each other"),
+    ("--no-python ./no-such-program", "There is no program './no-such-program'"),
+]
+"""Command lines, and what is said of them."""
+
+
+@pytest.mark.parametrize(("line", "said"), REFUSED)
+def test_what_this_command_cannot_do_is_refused_with_the_reason(
+    tmp_path: Path, line: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """It is wrong usage, and nothing is started."""
+    monkeypatch.chdir(tmp_path)
+    scripts.write(tmp_path, "train.py", "raise SystemExit(9)")
+    try:
+        code = main(["run", *line.split()])
+    except SystemExit as end:
+        code = cast("int", end.code)
+    assert code == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+REAL: list[Any] = [
+    ["--standalone", "--nnodes=1", "--nproc_per_node=2", "--max_restarts=0", "train.py"],
+    ["--nproc-per-node=2", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "-m", "train"],
+    ["--nproc_per_node", "2", "--master_port=29500", "--no-python", sys.executable, "train.py"],
+]
+
+
+@pytest.mark.parametrize("line", REAL, ids=["script", "module", "program"])
+def test_torchruns_command_lines_start_ranks(tmp_path: Path, line: list[str]) -> None:
+    """The ranks of a script, a module and any other program meet."""
+    scripts.write(tmp_path, "train.py", PLAIN)
+    scripts.write(tmp_path, "beside.py", "SCALE = 3")
+    done = run(tmp_path, *line, "--lr", "1")
+    assert done.code == 0, done.err
+    said = [(tmp_path / f"said-{rank}").read_text(encoding="utf-8") for rank in range(2)]
+    assert said == ["6.0 --lr 1 2\n"] * 2
+
+
+def test_the_end_of_a_program_is_that_of_its_rank(tmp_path: Path) -> None:
+    """Its exit code, or its signal."""
+    for command, code in (("exit 7", 7), ("kill -9 $$", 137)):
+        kept = str(tmp_path / command.split()[0])
+        options = ("--nproc-per-node", "1", "--run-dir", kept, "--no-python")
+        assert run(tmp_path, *options, "sh", "-c", command).code == code

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
 import runpy
+import shutil
+import signal
+import subprocess
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ddpsafe._config import LaunchConfig
-from ddpsafe._errors import ConfigError, DDPSafeError
+from ddpsafe._config.policies import DETERMINISTIC
+from ddpsafe._errors import FAILURE_KINDS, ConfigError, DDPSafeError, Explanation
 from ddpsafe._launch import run_processes
 from ddpsafe._machine import is_directory_gone
 from ddpsafe._wire.exceptions import where_of
 from ddpsafe._wire.outcome import ScriptExit
-from ddpsafe.cli import HEALTHY, USAGE, complain
+from ddpsafe.cli import HEALTHY, TORCHRUN_NOTED, USAGE, complain
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -24,30 +30,127 @@ if TYPE_CHECKING:
 
 def run_ranks(options: Namespace) -> int:
     """Start the ranks and wait for them; the exit code is that of the error, if there is one."""
-    names = ("nproc_per_node", "run_dir", "console", "start_method")
-    fields: dict[str, Any] = {
-        name: value for name in names if (value := getattr(options, name)) is not None
-    }
     try:
         _require_directory()
-        if "run_dir" in fields:
-            fields["run_dir"] = Path(fields["run_dir"]).absolute()
+        fields, notes = read_options(options)
         config = (
             LaunchConfig.from_toml(options.config, **fields)
             if options.config
             else LaunchConfig(**fields)
         )
-        target = (_require_module if options.module else _require_script)(options.script)
+        target = _require_target(options)
     except ConfigError as error:
         complain(str(error))
         return USAGE
+    for note in notes:
+        complain(f"ddpsafe run: {note}")
     try:
-        run_processes(run_script, (target, tuple(options.arguments), options.module), config)
+        run_processes(run_script, (target, tuple(options.arguments), _kind_of(options)), config)
     except DDPSafeError as error:
         # As Python would print it, the rank's own exception first; the frames of ours say nothing.
         complain("".join(traceback.format_exception(error.with_traceback(None))).rstrip())
         return error.exit_code
     return HEALTHY
+
+
+def read_options(options: Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Return fields of `LaunchConfig`, and notes about what torchrun would do and this does not.
+
+    Raises:
+        ConfigError: It is for several nodes, or not a number where one is needed.
+    """
+    _require_one_node(options)
+    names = ("nproc_per_node", "run_dir", "console", "start_method")
+    fields: dict[str, Any] = {
+        name: value for name in names if (value := getattr(options, name)) is not None
+    }
+    if "run_dir" in fields:
+        fields["run_dir"] = Path(fields["run_dir"]).absolute()
+    if options.max_restarts is not None:
+        restarts = _number(options, "max_restarts")
+        fields["retry"] = {"attempts": restarts + 1, "on": FAILURE_KINDS - DETERMINISTIC}
+    if options.shutdown_timeout is not None:
+        grace = _number(options, "shutdown_timeout")
+        fields["timeouts"] = {"grace": grace, "shutdown": max(30, 2 * grace)}
+    console, notes = _read_streams(options)
+    if console is not None:
+        fields.setdefault("console", console)
+    for name, why in TORCHRUN_NOTED.items():
+        if getattr(options, name[2:].replace("-", "_")) is not None:
+            notes.append(f"{name} has no effect: {why}.")
+    if options.virtual_local_rank:
+        notes.append("--virtual-local-rank has no effect: LOCAL_RANK counts from 0 as always.")
+    return fields, notes
+
+
+def _read_streams(options: Namespace) -> tuple[str | None, list[str]]:
+    """Return whose output the console shows; files have the output of every rank in any case."""
+    tee, redirects, ranks = options.tee, options.redirects, options.local_ranks_filter
+    if ranks is not None and ranks != "":
+        if ranks == "0":
+            return "rank-zero", []
+        return "tagged", ["--local-ranks-filter: the console shows every rank, or rank 0 alone."]
+    if tee not in (None, "0"):
+        exact = [] if tee == "3" else ["--tee: both streams of every rank are shown."]
+        return "tagged", exact
+    if redirects == "3":
+        return "none", []
+    if redirects not in (None, "0"):
+        return None, ["--redirects: the console shows both streams or none; files have both."]
+    return None, []
+
+
+def _require_one_node(options: Namespace) -> None:
+    nnodes, node_rank = options.nnodes, options.node_rank
+    if nnodes in (None, "1", "1:1") and node_rank in (None, "0"):
+        return
+    given = f"--nnodes={nnodes}" if nnodes not in (None, "1", "1:1") else f"--node-rank={node_rank}"
+    raise ConfigError(
+        Explanation(
+            f"{given}: ddpsafe run starts the ranks of one node.",
+            cause="several nodes need a launcher on each of them.",
+            fix="start it with torchrun as it is; ddpsafe.launch(), process_group() and setup() "
+            "join the ranks that torchrun has started.",
+        )
+    )
+
+
+def _number(options: Namespace, name: str) -> int:
+    text = str(getattr(options, name))
+    if not text.isdecimal():
+        option = f"--{name.replace('_', '-')}"
+        raise ConfigError(Explanation(f"{option}={text} is not a whole number from 0 on."))
+    return int(text)
+
+
+Kind = Literal["script", "module", "program"]
+
+
+def _kind_of(options: Namespace) -> Kind:
+    if options.module:
+        return "module"
+    return "program" if options.no_python and not options.run_path else "script"
+
+
+def _require_target(options: Namespace) -> str:
+    if options.module and options.no_python:
+        message = "--module and --no-python exclude each other."
+        raise ConfigError(message)
+    kind = _kind_of(options)
+    if kind == "module":
+        return _require_module(options.script)
+    return (
+        _require_program(options.script) if kind == "program" else _require_script(options.script)
+    )
+
+
+def _require_program(name: str) -> str:
+    if shutil.which(name) is None:
+        message = (
+            f"There is no program {name!r} to be run; a file needs a path and to be executable."
+        )
+        raise ConfigError(message)
+    return name
 
 
 def _require_directory() -> None:
@@ -84,7 +187,7 @@ def run_script(
     rank: int,
     target: str,
     arguments: Sequence[str],
-    as_module: bool,  # noqa: FBT001 - spawn passes by position
+    kind: Kind,
 ) -> ScriptExit | None:
     """Be one rank: run the script from its first line, as ``python script.py`` would.
 
@@ -93,9 +196,12 @@ def run_script(
         may still wait for.
     """
     del rank  # the script reads RANK
+    if kind == "program":
+        _run_program([target, *arguments])
+        return None
     sys.argv = [target, *arguments]
     try:
-        if as_module:
+        if kind == "module":
             sys.path.insert(0, str(Path.cwd()))
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
@@ -106,3 +212,14 @@ def run_script(
             raise
         return ScriptExit(where=where_of(end.__traceback__))
     return None
+
+
+def _run_program(command: Sequence[str]) -> None:
+    """Run a program to its end, and end as it does."""
+    code = subprocess.run(command, check=False).returncode  # noqa: S603 - the user's own
+    if code < 0:
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    if code:
+        raise SystemExit(code)

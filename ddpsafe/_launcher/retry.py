@@ -118,7 +118,7 @@ class _Progress(stop_base):
     """Which attempts came further than those before: decides about the pauses and about giving up."""
 
     def __init__(self, policy: RetryPolicy) -> None:
-        self._policy = policy
+        self.policy = policy
         self._doublings = 0
         self.forget()
 
@@ -140,17 +140,17 @@ class _Progress(stop_base):
 
     def pause_s(self) -> float:
         """Return how long to wait before the next attempt, in seconds: short again after progress."""
-        initial_s = self._policy.backoff_initial.total_seconds()
-        longest_s = self._policy.backoff_max.total_seconds()
+        initial_s = self.policy.backoff_initial.total_seconds()
+        longest_s = self.policy.backoff_max.total_seconds()
         doublings = max(0, self._doublings - 1)
         return min(longest_s, initial_s * 2.0 ** min(doublings, _MAX_DOUBLINGS))
 
     def __call__(self, retry_state: tenacity.RetryCallState) -> bool:
-        longest_row = self._policy.no_progress
+        longest_row = self.policy.no_progress
         if longest_row is None or self._row < longest_row:
             return False
         why = f"{self._row} attempts in a row made no optimizer step"
-        if self._best is not None:
+        if self._best is not None and self._best[0] >= 0:
             checkpoint, steps = self._best
             why = (
                 f"{self._row} attempts in a row came no further than one before: checkpoint "
