@@ -7,18 +7,21 @@ launcher tell each other what they see, because each may be shown other GPUs: al
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import ConfigError, Explanation, ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
+    from ddpsafe._clock import Deadline
     from ddpsafe._world import World
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
@@ -272,3 +275,63 @@ def nccl_variables(
             dumps[: 1 if version >= (2, 10) else 2], f"{folder}/nccl_trace_rank_"
         )
     return {name: text for name, text in wanted.items() if name not in given}
+
+
+def wait_for_memory(pids: Collection[int], deadline: Deadline) -> bool:
+    """Wait until the driver lists none of these processes any more, where it can be asked.
+
+    A killed process is gone before the driver has given back much memory, or memory that others
+    had mapped; the next attempt would run out of it.
+
+    Returns:
+        Whether it lists none.
+    """
+    while pids and _find_users(pids):
+        if deadline.expired():
+            return False
+        time.sleep(min(_LOOK_S, deadline.remaining_s()))
+    return True
+
+
+def read_errors() -> list[str]:
+    """Say which GPUs of this host have counted errors that only a reset or a repair removes."""
+    found = []
+    with contextlib.suppress(Exception), _nvml() as nvml:
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            said = []
+            with contextlib.suppress(Exception):  # not every GPU counts
+                kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+                count = int(nvml.nvmlDeviceGetTotalEccErrors(handle, kind, since))
+                said += [f"{count} uncorrectable ECC errors since the last reset"] if count else []
+            with contextlib.suppress(Exception):
+                _, _, is_pending, has_failed = nvml.nvmlDeviceGetRemappedRows(handle)
+                said += ["a row waits for a reset to be remapped"] if is_pending else []
+                said += ["a row could not be remapped"] if has_failed else []
+            if said:
+                found.append(f"the driver says of GPU {index}: {'; '.join(said)}")
+    return found
+
+
+_LOOK_S: Final = 0.2
+
+
+def _find_users(pids: Collection[int]) -> set[int]:
+    """Return which of these processes the driver lists on a GPU; none where it cannot be asked."""
+    users: set[int] = set()
+    with contextlib.suppress(Exception), _nvml() as nvml:
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            users |= {each.pid for each in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+    return users & set(pids)
+
+
+@contextlib.contextmanager
+def _nvml() -> Iterator[Any]:
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()

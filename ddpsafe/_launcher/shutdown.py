@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from ddpsafe import _gpus
 from ddpsafe._clock import Deadline
 from ddpsafe._launcher.descendants import is_in_kernel, kill_members
 from ddpsafe._launcher.litter import remove_semaphores
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _KILL_WAIT = timedelta(seconds=5)
+# The driver gives memory back as the process ends: kernels that spin, pinned and shared memory.
+_KILL_WAIT_ON_GPU = timedelta(seconds=60)
+_MEMORY_WAIT = timedelta(seconds=30)
 _LOOK = timedelta(seconds=1)
 _LEFTOVERS_S = 1.0
 _LONGEST_WAIT_S = 60.0  # poll takes at most 24 days, a deadline may be never
@@ -54,9 +58,23 @@ def end_workers(workers: Sequence[Worker], *, grace: timedelta, launch_id: str) 
     leftovers = kill_members(identities, launch_id, within_s=_LEFTOVERS_S)
     if leftovers:
         logger.info("ended %d processes that ranks had left behind", len(leftovers))
+    _wait_for_gpus(workers)
     remove_semaphores(launch_id)
     for worker in workers:
         worker.is_swept = True
+
+
+def _wait_for_gpus(workers: Sequence[Worker]) -> None:
+    """Wait until the driver has given back what ranks that were ended had on their GPUs."""
+    pids = [each.pid for each in workers if each.spec.device != "cpu" and each.exitcode != 0]
+    waiting = Deadline.after(_MEMORY_WAIT)
+    is_free = _gpus.wait_for_memory([pid for pid in pids if pid is not None], waiting)
+    if not is_free or waiting.waited_s() > _LOOK.total_seconds():
+        logger.warning(
+            "waited %.1f s for the memory of GPUs, which the driver has %s",
+            waiting.waited_s(),
+            "given back" if is_free else "not given back: the next attempt may run out of it",
+        )
 
 
 def _end(workers: Sequence[Worker], signum: signal.Signals, deadline: Deadline) -> None:
@@ -76,7 +94,8 @@ def _end(workers: Sequence[Worker], signum: signal.Signals, deadline: Deadline) 
 
 def _kill(workers: Sequence[Worker]) -> None:
     """Send SIGKILL; wait long for those that have much memory to give back, not for a disk."""
-    deadline = Deadline.after(_KILL_WAIT)
+    on_gpu = any(worker.alive and worker.spec.device != "cpu" for worker in workers)
+    deadline = Deadline.after(_KILL_WAIT_ON_GPU if on_gpu else _KILL_WAIT)
     _end(workers, signal.SIGKILL, Deadline.after(_LOOK))
     if not all(_waits_in_kernel(worker) for worker in workers if worker.alive):
         await_ends(workers, deadline)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 
+from ddpsafe import _gpus
 from ddpsafe._config.durations import show_duration
 from ddpsafe._errors import (
     AttemptTimeoutError,
@@ -214,6 +215,7 @@ def _raised(ended: EndedAttempt, cause: RootCause, raised: Raised) -> LaunchErro
     if not raised.final and root.stack and root.in_collective is False:
         at.append(f"still handled it at {root.stack}, in an except or a finally")
     at += [f"held: {raised.held}"] if raised.held else []
+    at += _gpus.read_errors() if kind == "hardware" else []
     at += (
         [f"on top of it, in an except or a finally: {raised.hidden_by}"] if raised.hidden_by else []
     )
@@ -390,7 +392,7 @@ def _stuck_on_gpu(
     at = {out.rank: each for out in ranks if (each := newest_collective(out)) is not None}
     started = [rank for rank, each in at.items() if each.state == "started"]
     queued = [rank for rank in at if rank not in started]
-    details = positions(ended.outcomes.values())
+    details = [*positions(ended.outcomes.values()), *_gpus.read_errors()]
     if started and queued:  # told with TORCH_NCCL_ENABLE_TIMING=1 only
         details = [f"on the GPU of {ranks_text(queued)} it has not even started", *details]
     likely, fix = messages.BY_RULE["stuck-on-gpu"]

@@ -1,0 +1,83 @@
+"""What the driver is asked through nvidia-ml-py when ranks were ended, with a driver acted out."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ddpsafe import _gpus
+from ddpsafe._clock import Deadline
+
+
+class Driver(ModuleType):
+    """nvidia-ml-py for a host of two GPUs; lists processes for so many looks."""
+
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
+    NVML_VOLATILE_ECC = 0
+
+    def __init__(self, pids: list[int], looks: int = 10**9) -> None:
+        """Hold the memory of those processes."""
+        super().__init__("pynvml")
+        self.pids, self.looks, self.ecc, self.rows = pids, looks, [0, 0], [(0, 0, 0, 0)] * 2
+
+    def nvmlInit(self) -> None:  # noqa: N802 - as NVIDIA names it
+        """Begin."""
+        self.looks -= 1
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        """End."""
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        """Count."""
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        """Find."""
+        return index
+
+    def nvmlDeviceGetComputeRunningProcesses(self, index: int) -> list[Any]:  # noqa: N802
+        """List the processes on the second GPU."""
+        listed = self.pids if index == 1 and self.looks >= 0 else []
+        return [SimpleNamespace(pid=pid) for pid in listed]
+
+    def nvmlDeviceGetTotalEccErrors(self, index: int, *_: int) -> int:  # noqa: N802
+        """Count errors."""
+        return self.ecc[index]
+
+    def nvmlDeviceGetRemappedRows(self, index: int) -> tuple[int, ...]:  # noqa: N802
+        """Tell of rows."""
+        return self.rows[index]
+
+
+@pytest.mark.parametrize(
+    ("driver", "pids", "is_free"),
+    [
+        (Driver([7, 8]), [7], False),
+        (Driver([7, 8]), [9], True),
+        (Driver([7], looks=2), [7], True),
+        (Driver([7]), [], True),
+        (None, [7], True),  # nvidia-ml-py is not installed
+    ],
+)
+def test_next_attempt_waits_until_the_driver_has_given_memory_back(
+    monkeypatch: pytest.MonkeyPatch, driver: Driver | None, pids: list[int], *, is_free: bool
+) -> None:
+    """As long as it lists a process that has ended, but not longer than the deadline."""
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    waiting = Deadline.after(timedelta(seconds=1))
+    assert _gpus.wait_for_memory(pids, waiting) is is_free
+    assert waiting.waited_s() < 10
+
+
+def test_errors_that_the_driver_has_counted_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uncorrectable errors and rows that wait for a reset; a healthy GPU is not mentioned."""
+    driver = Driver([])
+    driver.ecc[1], driver.rows[1] = 2, (0, 1, 1, 0)
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    (line,) = _gpus.read_errors()
+    assert line.startswith("the driver says of GPU 1: 2 uncorrectable ECC errors since the last")
+    assert line.endswith("a row waits for a reset to be remapped")
