@@ -82,7 +82,7 @@ def be_one_of_two(rank: int, program: Program, folder: Path) -> None:
         os.environ["NCCL_HOSTID"] = f"ddpsafe-test-{rank}"
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", rank=rank, world_size=2)
-    # The launcher gives no GPU to ranks that outnumber the GPUs; the script knows better here.
+    # The rank's own by its local rank, unless the script says otherwise: both may be on the first.
     ctx = dataclasses.replace(ddpsafe.current(), device=device, backend="nccl")
     found = program(ctx)
     dist.destroy_process_group()

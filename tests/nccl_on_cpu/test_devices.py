@@ -153,6 +153,14 @@ def test_launch_plans_a_gpu_for_each_rank(
     assert plan(monkeypatch, gpus, **fields) == expected
 
 
+def test_switch_of_the_gpu_tests_lets_two_ranks_share_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For ddpsafe's own tests only: on a machine of one GPU, `launch` itself runs two ranks."""
+    monkeypatch.setenv(_gpus.SHARING, "1")
+    assert plan(monkeypatch, 1, nproc_per_node=2, backend="nccl") == (2, "nccl", ("cuda:0",) * 2)
+    agreed = _gpus.assign(ranks("a", "a"))
+    assert (agreed.backend, agreed.indexes) == ("nccl", (0, 0))
+
+
 @pytest.mark.parametrize("backend", ["auto", "nccl"])
 @pytest.mark.parametrize(("gpus", "asked"), [(7, 8), (1, 2)])
 def test_fewer_gpus_than_ranks_is_an_error_that_names_both_numbers(

@@ -1,0 +1,280 @@
+"""What two ranks do to each other under NCCL; run by gpu/test_faults.py and gpu/test_devices.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    import torch
+
+    from ddpsafe import RankContext
+
+SPIN_CYCLES = 10**12
+"""Minutes of a kernel that does nothing."""
+
+
+def reduce_once(ctx: RankContext, size: int = 8) -> torch.Tensor:
+    """Queue one all_reduce; return what it will be."""
+    import torch
+    import torch.distributed as dist
+
+    value = torch.ones(size, device=ctx.device)
+    dist.all_reduce(value)
+    return value
+
+
+def numbers_of_collectives(ctx: RankContext) -> list[tuple[int, str]]:
+    """Reduce three times; return what the recorders tell, in full and by counters."""
+    import torch
+
+    from ddpsafe._worker.torch_hooks import read_flight_recorders
+
+    for _ in range(3):
+        reduce_once(ctx)
+    torch.cuda.synchronize()
+    time.sleep(0.5)  # the watchdog looks ten times a second
+    full = read_flight_recorders(asks_events=True)
+    counted = read_flight_recorders(asks_events=False)
+    return [(each.number, each.state) for each in (full[-1], counted[-1])]
+
+
+def sleep_before_all_reduce(ctx: RankContext) -> None:
+    """Rank 1 never comes; rank 0 waits in ``.item()``."""
+    reduce_once(ctx).sum().item()
+    if ctx.rank == 1:
+        time.sleep(600)  # stuck here
+    reduce_once(ctx).sum().item()
+
+
+def spin_first(ctx: RankContext) -> None:
+    """Rank 1's GPU is busy for minutes; both have queued the collective."""
+    import torch
+
+    reduce_once(ctx).sum().item()
+    if ctx.rank == 1:
+        torch.cuda._sleep(SPIN_CYCLES)  # type: ignore[no-untyped-call]
+    reduce_once(ctx).sum().item()
+
+
+def run_ahead_then_miss(ctx: RankContext) -> None:
+    """Rank 0 looks at each result, rank 1 queues 40, then rank 1 hangs."""
+    for _ in range(40):
+        value = reduce_once(ctx)
+        if ctx.rank == 0:
+            value.sum().item()
+    if ctx.rank == 1:
+        time.sleep(600)  # stuck here
+    reduce_once(ctx).sum().item()
+
+
+def differ_then_run_ahead(ctx: RankContext) -> None:
+    """The fourth collective differs, and both queue 40 more."""
+    import torch
+    import torch.distributed as dist
+
+    for _ in range(3):
+        reduce_once(ctx)
+    value = torch.ones(8, device=ctx.device)
+    if ctx.rank == 1:
+        dist.broadcast(value, 0)
+    else:
+        dist.all_reduce(value)
+    for _ in range(40):
+        reduce_once(ctx)
+    torch.cuda.synchronize()
+
+
+def return_early(ctx: RankContext) -> None:
+    """Rank 1 has one batch less."""
+    for _ in range(2 - ctx.rank):
+        reduce_once(ctx).sum().item()
+
+
+def raise_while_the_other_spins(ctx: RankContext) -> None:
+    """Rank 1 raises; rank 0's GPU waits for it."""
+    reduce_once(ctx).sum().item()
+    if ctx.rank == 1:
+        time.sleep(0.5)
+        msg = "label 7 is out of range"
+        raise ValueError(msg)
+    reduce_once(ctx).sum().item()
+
+
+def die_while_spinning(ctx: RankContext) -> None:
+    """Both GPUs are busy; rank 1 is killed."""
+    import torch
+
+    reduce_once(ctx).sum().item()
+    torch.cuda._sleep(SPIN_CYCLES)  # type: ignore[no-untyped-call]
+    if ctx.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    torch.cuda.synchronize()
+
+
+def take_most_and_die_once(ctx: RankContext) -> int:
+    """Take a third of the GPU each, and be killed in the first attempt."""
+    import torch
+
+    _, total = torch.cuda.mem_get_info()
+    kept = torch.empty(int(total * 0.35), dtype=torch.uint8, device=ctx.device)
+    reduce_once(ctx).sum().item()
+    if ctx.rank == 1 and ctx.attempt == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    reduce_once(ctx).sum().item()
+    return kept.numel()
+
+
+def index_out_of_range(ctx: RankContext) -> None:
+    """Rank 1 asks for a row that is not there, in a kernel."""
+    import torch
+
+    reduce_once(ctx).sum().item()
+    if ctx.rank == 1:
+        table = torch.ones(4, 4, device=ctx.device)
+        table[torch.tensor([9], device=ctx.device)].sum()
+        time.sleep(5)  # the watchdog sees it first
+    reduce_once(ctx).sum().item()
+
+
+def allocate_too_much(ctx: RankContext) -> None:
+    """Ask for a tebibyte."""
+    import torch
+
+    reduce_once(ctx).sum().item()
+    if ctx.rank == 1:
+        torch.empty(1 << 40, dtype=torch.uint8, device=ctx.device)
+    reduce_once(ctx).sum().item()
+
+
+def die_of_sigterm(ctx: RankContext) -> None:
+    """Train; rank 0 is sent SIGTERM while the main thread is in ``.item()`` most of the time."""
+    if ctx.rank == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+    while True:
+        reduce_once(ctx).sum().item()
+
+
+def look_before_cuda(rank: int, folder: Path) -> None:
+    """Choose the GPU with a variable of one's own, as spawn's functions may."""
+    import torch
+
+    before = torch.cuda.is_initialized()
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    made = torch.ones(1, device="cuda:0").device
+    (folder / f"rank-{rank}").write_text(f"{before} {made} {torch.cuda.device_count()}")
+
+
+def compute_on_the_cpu(rank: int, folder: Path) -> None:
+    """Use gloo only; say whether a GPU was opened."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    opened = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.exists()]
+    on_gpu = any(name.startswith("/dev/nvidia") for name in opened)
+    (folder / f"rank-{rank}").write_text(str(on_gpu))
+    dist.destroy_process_group()
+
+
+def compute(ctx: RankContext) -> tuple[str, float]:
+    """Compute something on the rank's device."""
+    import torch
+
+    return str(ctx.device), float(torch.ones(3, device=ctx.device).sum())
+
+
+def load_batches(ctx: RankContext) -> dict[str, Any]:
+    """Load with worker processes after CUDA is up."""
+    import torch
+
+    data = torch.utils.data.TensorDataset(torch.arange(64.0))
+    loader = ctx.loader(data, batch_size=4, num_workers=2)
+    batches = [batch[0] for batch in loader]
+    return {
+        "pinned": batches[0].is_pinned(),
+        "sum": sum(float(batch.to(ctx.device, non_blocking=True).sum()) for batch in batches),
+    }
+
+
+def copy_then_change(ctx: RankContext) -> bool:
+    """Copy a state for an asynchronous save from a side stream, and change it at once."""
+    import torch
+
+    from ddpsafe.checkpoint._trees import HostCopies
+
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        weights = torch.ones(1 << 24, device=ctx.device)
+        copied = HostCopies().copy({"w": weights})
+        weights.zero_()
+    torch.cuda.synchronize()
+    return bool((copied["w"] == 1).all())
+
+
+def say_devices_in_use(ctx: RankContext, folder: str) -> list[int]:
+    """Load a state that rank 0 has saved on its GPU; say on which GPUs this rank has memory."""
+    import torch
+
+    path = Path(folder) / "state.pt"
+    if ctx.rank == 0:
+        torch.save({"w": torch.ones(4, device=ctx.device)}, path)
+    ctx.barrier()
+    model = torch.nn.Linear(4, 1).to(ctx.device)
+    state = torch.load(path, map_location="cpu")
+    model.weight.data.copy_(state["w"])
+    return [
+        index for index in range(torch.cuda.device_count()) if torch.cuda.memory_allocated(index)
+    ]
+
+
+def replay_a_graph(ctx: RankContext) -> float:
+    """Capture a graph while the lifeline's thread is asked where the rank is, then replay it."""
+    import threading
+
+    import torch
+
+    from ddpsafe._worker.torch_hooks import read_flight_recorders
+
+    reduce_once(ctx).sum().item()
+    ends = threading.Event()
+
+    def ask() -> None:
+        while not ends.is_set():
+            read_flight_recorders(asks_events=False)
+            read_flight_recorders(asks_events=True)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    value = torch.zeros(4, device=ctx.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        value += 1
+    ends.set()
+    asking.join()
+    for _ in range(5):
+        graph.replay()
+    reduce_once(ctx).sum().item()
+    return value[0].item()
+
+
+def leave_with_things_alive(ctx: RankContext) -> None:
+    """Return with a live graph, pinned memory and a loader."""
+    import torch
+
+    keep = [torch.empty(1 << 20).pin_memory(), torch.cuda.CUDAGraph()]
+    with torch.cuda.graph(keep[1]):  # type: ignore[arg-type]
+        torch.ones(4, device=ctx.device)
+    sys.modules["__kept__"] = keep  # type: ignore[assignment]
+    reduce_once(ctx)
+
+
+def join_as_told() -> str:
+    """Be a rank of another launcher, which shows each rank what it may use."""
+    with ddpsafe.process_group(timeouts={"rendezvous": 30}) as ctx:
+        return f"{ctx.device} {float(reduce_once(ctx).sum())}"
