@@ -89,25 +89,28 @@ def test_others_end_in_time_when_node_rank_zero_is_lost(make_hosts: MakeHosts, e
 
 
 def test_doubled_node_rank_is_named_with_both_hosts(make_hosts: MakeHosts) -> None:
-    """The second one is sent away at once; the first one's examination goes on without the third."""
+    """It is the one who is missing: all end soon after it was sent away, not at the timeout."""
     network = make_hosts(3)
-    first = [start_one(network[index], network, timeout_s=5) for index in (0, 1)]
+    first = [start_one(network[index], network, timeout_s=50) for index in (0, 1)]
     wait_for_line(first[0], "2 of 3 nodes have come")
     (sent_away,) = examine(network, hosts=[2], each={2: {"node_rank": 1}})
     assert sent_away.codes() == ["DS-MESH-002"]
     assert "h1 (pid" in sent_away.one("DS-MESH-002")["fact"]
-    report = agree([read_one(each) for each in first])
-    assert report.codes() == ["DS-MESH-001", "DS-MESH-002"]
+    told = [read_one(each) for each in first]
+    report = agree(told)
+    assert report.codes() == ["DS-MESH-002"]
     assert report.one("DS-MESH-002")["hosts"] == ["h2", "h1"]
+    assert max(each.took_s for each in told) < 40
 
 
 def test_second_node_rank_zero_is_told_where_the_first_is(make_hosts: MakeHosts) -> None:
     """It listens on a host that nobody comes to: it looks where the endpoint leads."""
     network = make_hosts(2)
-    first, second = examine(network, timeout_s=1.5, each={1: {"node_rank": 0}})
-    assert second.codes() == ["DS-MESH-001", "DS-MESH-002"]
+    first, second = examine(network, timeout_s=50, each={1: {"node_rank": 0}})
+    assert second.codes() == ["DS-MESH-002"]
     assert "so is h0" in second.one("DS-MESH-002")["fact"]
-    assert first.codes() == ["DS-MESH-001", "DS-MESH-002"]
+    assert first.codes() == ["DS-MESH-002"]
+    assert max(first.took_s, second.took_s) < 40
     assert first.one("DS-MESH-002")["hosts"] == ["h1", "h0"]
 
 
@@ -115,11 +118,12 @@ def test_node_of_another_job_is_told_so(make_hosts: MakeHosts) -> None:
     """Two jobs on one port never mix: neither by size nor by what the launcher calls them."""
     network = make_hosts(3)
     others = {1: {"nnodes": 5}, 2: {"env": {"SLURM_JOB_ID": "8"}}}
-    host, *strangers = examine(network, timeout_s=2, each=others)
+    host, *strangers = examine(network, timeout_s=50, each=others)
+    assert host.took_s < 40
     for stranger in strangers:
         assert stranger.codes() == ["DS-MESH-013"]
         assert "on h0" in stranger.one("DS-MESH-013")["fact"]
-    assert host.codes() == ["DS-MESH-001", "DS-MESH-013", "DS-MESH-013"]
+    assert host.codes() == ["DS-MESH-013", "DS-MESH-013"]
 
 
 def test_taken_port_is_named_with_its_owner(make_hosts: MakeHosts) -> None:

@@ -283,3 +283,29 @@ pathlib.Path("{tmp_path}/found.json").write_text(json.dumps(found))
     assert found["env"]["NCCL_IB_HCA"] == "mlx5"
     assert "correct-horse" not in text
     assert "battery" not in text
+
+
+@pytest.mark.parametrize(
+    ("place", "line"),
+    [
+        ("argument", 'env={"GLOO_SOCKET_IFNAME": '),
+        ("shell", "export GLOO_SOCKET_IFNAME="),
+        ("variable", "export DDPSAFE_ENV__GLOO_SOCKET_IFNAME="),
+        ("file", "GLOO_SOCKET_IFNAME = "),
+    ],
+)
+def test_fix_is_for_the_place_where_the_variable_was_set(
+    place: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An export does nothing where env= or the file wins over the shell."""
+    name, wrong = "GLOO_SOCKET_IFNAME", "no-such0"
+    monkeypatch.chdir(tmp_path)
+    if place == "file":
+        table = f'[tool.ddpsafe.env]\n{name} = "{wrong}"\n'
+        (tmp_path / "pyproject.toml").write_text(table, encoding="utf-8")
+    elif place != "argument":
+        monkeypatch.setenv(name if place == "shell" else f"DDPSAFE_ENV__{name}", wrong)
+    fields: Any = {"env": {name: wrong}} if place == "argument" else {}
+    report = doctor.run(checks={"NET"}, backend="gloo", **fields)
+    (found,) = [each for each in report.failed if each.code == "DS-NET-001"]
+    assert any(each.startswith(line) for each in lines_to_copy({"fix": found.fix})), found.fix

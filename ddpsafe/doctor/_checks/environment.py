@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from ddpsafe._errors import ConfigError
 from ddpsafe._world import find_world
 from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
-from ddpsafe.doctor._subject import count_cores
+from ddpsafe.doctor._subject import count_cores, find_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,12 +94,13 @@ def check_threads(subject: Subject) -> Iterator[Finding]:
         )
         return
     # OpenMP takes a list too, one number for each level of nesting.
+    place = find_place(subject.config, "OMP_NUM_THREADS")
     first = text.split(",")[0].strip()
     threads = int(first) if first.isdecimal() else 0
     fix = to_copy(
         "Let the launch choose, or choose:",
-        "unset OMP_NUM_THREADS",
-        f"export OMP_NUM_THREADS={fitting}",
+        place.unset_line("OMP_NUM_THREADS"),
+        place.set_line("OMP_NUM_THREADS", str(fitting)),
     )
     if threads < 1:
         cause = "a typing error; libraries read it in different ways, some take all cores."
@@ -131,7 +132,9 @@ def check_debugging(subject: Subject) -> Iterator[Finding]:
             "DS-ENV-006",
             f"{name}={subject.env[name]!r} slows the job down: {why}.",
             cause="it was set to find a fault, and is still there.",
-            fix=to_copy("If the fault is found:", f"unset {name}"),
+            fix=to_copy(
+                "If the fault is found:", find_place(subject.config, name).unset_line(name)
+            ),
         )
     for name, new in old.items():
         yield warning(
@@ -152,7 +155,12 @@ def _debug_level(subject: Subject) -> Iterator[Finding]:
         "DS-ENV-006",
         f"TORCH_DISTRIBUTED_DEBUG={level!r} is no level; torch ends every rank that reads it.",
         cause="a typing error; the levels are OFF, INFO and DETAIL.",
-        fix=to_copy("Write a level, or unset it:", "export TORCH_DISTRIBUTED_DEBUG=INFO"),
+        fix=to_copy(
+            "Write a level, or take it out:",
+            find_place(subject.config, "TORCH_DISTRIBUTED_DEBUG").set_line(
+                "TORCH_DISTRIBUTED_DEBUG", "INFO"
+            ),
+        ),
     )
 
 

@@ -12,8 +12,9 @@ from ddpsafe._config.interfaces import (
     check_interfaces,
 )
 from ddpsafe._config.problems import find_near
-from ddpsafe._interfaces import as_setting, expand_nccl, interface_variables, list_interfaces
+from ddpsafe._interfaces import expand_nccl, interface_variables, list_interfaces
 from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._subject import find_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,12 +95,13 @@ def _exports(subject: Subject, variable: str) -> list[str]:
     names = [each.name for each in list_interfaces() if each.is_candidate]
     usable = names or [each.name for each in list_interfaces() if each.is_running]
     setting = variable if variable in {GLOO, NCCL} else "DDPSAFE_RENDEZVOUS__INTERFACE"
+    place = find_place(subject.config, setting)
     if not usable:
-        return [f"unset {setting}"]
+        return [place.unset_line(setting)]
     wrong = subject.env.get(variable) or subject.config.rendezvous.interface or ""
     near = find_near(wrong.lstrip("^=").partition(",")[0], usable)
     name = near or usable[0]
-    return [f"export {as_setting(setting, interface_variables(name).get(setting, name))}"]
+    return [place.set_line(setting, interface_variables(name).get(setting, name))]
 
 
 def check_state(subject: Subject) -> Iterator[Finding]:

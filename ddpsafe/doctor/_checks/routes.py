@@ -17,6 +17,7 @@ from ddpsafe._interfaces import (
 from ddpsafe.doctor._checks.interfaces import chosen_names
 from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
 from ddpsafe.doctor._host import addresses_of
+from ddpsafe.doctor._subject import find_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,7 +72,11 @@ def _compare(subject: Subject, target: str, way: Interface | None) -> Finding:
         cause="a second network, which all hosts need to share, or a name copied from another host.",
         fix=to_copy(
             f"Unless every host has {name} in one network:",
-            *(f"export {as_setting(*each)}" for each in settings.items() if each[0] in by),
+            *(
+                find_place(subject.config, name).set_line(name, value)
+                for name, value in settings.items()
+                if name in by
+            ),
             *([f"--interface {way.name}"] if "rendezvous.interface" in by else []),
         ),
         route_interface=way.name,

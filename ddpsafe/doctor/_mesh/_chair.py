@@ -16,6 +16,7 @@ from ddpsafe.doctor._mesh._dial import ANSWER_S, CONNECT_S
 from ddpsafe.doctor._mesh._messages import Node, NodeReport, Progress, Roster, read, write
 from ddpsafe.doctor._mesh._names import find_node_names
 from ddpsafe.doctor._mesh._plan import EVERY_PAIR
+from ddpsafe.doctor._mesh._roll_findings import count_sent_away
 from ddpsafe.doctor._mesh._verdict import judge, judge_without_all_reduce, make_matrix
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ MESH: Final = timedelta(seconds=CONNECT_S + ANSWER_S + 8.0)
 """For nodes whose connection stands and who are merely slow; a lost one is noticed in 3 s."""
 
 _TICK_S: Final = 0.5
+_PATIENCE_S: Final = 2.0
 _MOST_NAMED: Final = 8
 
 
@@ -71,16 +73,36 @@ class Chair:
         deadline = Deadline.after(self._job.timeout)
         others = range(1, self._job.nnodes)
         ticking = asyncio.ensure_future(self._tick(deadline))
+        coming = asyncio.ensure_future(
+            gather(self._board, "hello", others, deadline=deadline, on_change=self._note_missing)
+        )
+        watching = asyncio.ensure_future(self._wait_until_explained())
         try:
-            said = await gather(
-                self._board, "hello", others, deadline=deadline, on_change=self._note_missing
-            )
+            await asyncio.wait({coming, watching}, return_when=asyncio.FIRST_COMPLETED)
+            said = coming.result() if coming.done() else await self._board.get("hello")
         finally:
-            ticking.cancel()
+            for each in (ticking, coming, watching):
+                each.cancel()
         if self._entrance is not None:
             self._entrance.close_roll()
         nodes = {0: own, **self._readable(Node, "hello", said)}
         return dict(sorted(nodes.items())), deadline.waited_s()
+
+    async def _wait_until_explained(self) -> None:
+        """Wait until those who were sent away are all who are missing: nobody else will come.
+
+        A moment is left for those who come all the same, or come again with the right arguments.
+        """
+        entrance = self._entrance
+        while (  # noqa: ASYNC110 - the two are told by different tasks
+            entrance is None
+            or not self._missing
+            or not (
+                entrance.leads_to()[1] or count_sent_away(entrance.rejected()) >= len(self._missing)
+            )
+        ):
+            await asyncio.sleep(_TICK_S)
+        await asyncio.sleep(_PATIENCE_S)
 
     def _note_missing(self, missing: Collection[int]) -> None:
         self._missing = missing

@@ -10,7 +10,7 @@ from ddpsafe.doctor import _mesh_codes as _codes
 from ddpsafe.doctor._finding import Finding, to_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from ddpsafe.doctor._mesh._case import Case
     from ddpsafe.doctor._mesh._endpoint import Obstacle
@@ -23,7 +23,8 @@ def judge_roll(case: Case) -> Iterator[Finding]:
         node for node in range(case.nnodes) if node not in case.nodes and node not in case.garbled
     ]
     lost = [node for node in case.nodes if node not in case.reports]
-    if missing:
+    # Those who were sent away are the missing ones: that they "have not come" would be wrong.
+    if len(missing) > count_sent_away(case.rejected) and not case.other_hub:
         yield _missing(case, missing)
     for node in lost:
         if node not in case.garbled:
@@ -41,6 +42,17 @@ def judge_roll(case: Case) -> Iterator[Finding]:
         yield _leads_elsewhere(case, case.obstacle)
     if case.other_hub:
         yield _other_hub(case)
+
+
+def count_sent_away(rejected: Iterable[Rejected]) -> int:
+    """Count the processes that came with arguments that do not fit this job."""
+    return len(
+        {
+            (each.greeting.hostname, each.greeting.pid)
+            for each in rejected
+            if each.reason in ("doubled", "other-job")
+        }
+    )
 
 
 def _missing(case: Case, missing: list[int]) -> Finding:
