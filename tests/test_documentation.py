@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -78,3 +80,76 @@ def test_every_promise_names_a_test_that_exists() -> None:
         named = re.findall(r"`(tests/[^`]+)`", row)
         assert named, row
         assert [name for name in named if not (CHECKOUT / name).exists()] == []
+
+
+TUTORIALS: Final = sorted((CHECKOUT / "docs" / "tutorial").glob("*.md"))
+INCLUDE: Final = re.compile(
+    r"^```{literalinclude} (?P<file>\S+)\n(?P<options>(?::.*\n)*)```$", re.MULTILINE
+)
+
+
+def included(page: Path) -> str:
+    """Return the code that a page includes from files, and fail where a marker is not in them."""
+    shown = []
+    for block in INCLUDE.finditer(page.read_text(encoding="utf-8")):
+        text = (page.parent / block["file"]).read_text(encoding="utf-8")
+        options = dict(re.findall(r"^:([\w-]+): (.*)$", block["options"], re.MULTILINE))
+        start = text.index(options["start-at"])
+        end = options.get("end-before")
+        shown.append(text[start : text.index(end, start) if end else None])
+    return "\n".join(shown)
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_tutorial_explains_what_its_script_has(page: Path) -> None:
+    """A list item that begins with a name explains a name of the script that is shown."""
+    assert included(page)
+    files = [block["file"] for block in INCLUDE.finditer(page.read_text(encoding="utf-8"))]
+    code = "".join((page.parent / file).read_text(encoding="utf-8") for file in files)
+    names = re.findall(r"^- `([\w.]+)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert names
+    assert [name for name in names if name not in code] == []
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_tutorial_explains_every_call_of_ddpsafe(page: Path) -> None:
+    """What the code of a tutorial takes from ddpsafe, some tutorial has a word on."""
+    words = "".join(each.read_text(encoding="utf-8") for each in TUTORIALS)
+    used = set(re.findall(r"\bctx\.([a-z_]+)\(|\b(Checkpointer|gather_exact)\b", included(page)))
+    assert [name for pair in used for name in pair if name and name not in words] == []
+
+
+def test_tutorial_shows_what_its_commands_print(tmp_path: Path) -> None:
+    """The lines of the first run are those of the script, and breaking it ends as the page says."""
+    pytest.importorskip("sklearn", reason="the examples need the extra: ddpsafe[examples]")
+    page = (CHECKOUT / "docs" / "tutorial" / "first-run.md").read_text(encoding="utf-8")
+    folder = tmp_path / "digits"
+    shutil.copytree(CHECKOUT / "examples" / "digits", folder, ignore=shutil.ignore_patterns("out"))
+    script = folder / "train.py"
+    command = [sys.executable, str(script), "--epochs", "1", "--nproc-per-node", "2"]
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False
+        )
+
+    first = run()
+    assert first.returncode == 0, first.stderr
+    shown = re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0]
+    numbers = re.compile(r"\d+(?:\.\d+)?")
+    assert numbers.sub("N", first.stdout.replace(str(tmp_path), "…/examples")) == numbers.sub(
+        "N", shown
+    )
+    line = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0]
+    place = "        for epoch in progress:\n"
+    text = script.read_text(encoding="utf-8")
+    assert text.count(place) == 1
+    script.write_text(text.replace(place, textwrap.indent(line, " " * 8) + place))
+    command += ["--out", str(tmp_path / "out")]
+    broken = run()
+    assert broken.returncode == 1
+    told = broken.stderr.partition("RankRaisedError: ")[2]
+    assert told.startswith("rank 1 (world_size 2) raised ValueError ")
+    assert ": this rank has seen enough" in told.splitlines()[0]
+    assert "Logs: " in told
+    shutil.rmtree(Path(re.findall(r"Logs: (\S+?/ddpsafe-\w+)", told)[0]))
