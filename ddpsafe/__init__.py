@@ -50,7 +50,6 @@ if TYPE_CHECKING:
         barrier as barrier,
         broadcast as broadcast,
         is_main as is_main,
-        loader as loader,
         print as print,  # noqa: A004 - the name of RankContext.print
         rank_zero_first as rank_zero_first,
         reduce_mean as reduce_mean,
@@ -111,7 +110,6 @@ _HOMES: Final = {
         "barrier",
         "broadcast",
         "is_main",
-        "loader",
         "print",
         "rank_zero_first",
         "reduce_mean",

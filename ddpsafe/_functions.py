@@ -14,11 +14,9 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
-    from torch.utils.data import Dataset
 
     from ddpsafe._config.durations import DurationLike
     from ddpsafe._worker.collectives import ReduceOp
-    from ddpsafe.data import DataLoader
 
 
 P = ParamSpec("P")
@@ -32,7 +30,6 @@ __all__ = [
     "barrier",
     "broadcast",
     "is_main",
-    "loader",
     "print",
     "rank_zero_first",
     "reduce_mean",
@@ -102,13 +99,6 @@ def all_gather(obj: T) -> list[T]:
 def broadcast(obj: T, src: int = 0) -> T:
     """Do what `RankContext.broadcast` does."""
     return current().broadcast(obj, src)
-
-
-def loader(
-    dataset: Dataset[T], *, batch_size: int | None = 1, train: bool = True, **options: Any
-) -> DataLoader[T]:
-    """Do what `RankContext.loader` does."""
-    return current().loader(dataset, batch_size=batch_size, train=train, **options)
 
 
 def stop_requested() -> bool:

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 import ddpsafe
 from ddpsafe import data
+from ddpsafe.data._build import build_loader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -278,9 +279,7 @@ def augmentation_traces(ctx: ddpsafe.RankContext) -> Any:  # noqa: ARG001 - a ra
 def _augmentation_trace(*, persistent: bool) -> Any:
     torch.manual_seed(42)
     random.seed(42)
-    loader = data.build_loader(
-        Augmented(24), batch_size=4, num_workers=2, persistent_workers=persistent
-    )
+    loader = build_loader(Augmented(24), batch_size=4, num_workers=2, persistent_workers=persistent)
     return [_plain(loader) for _ in loader.epochs(2)]
 
 
@@ -345,7 +344,7 @@ def save_and_stop(
     options: dict[str, Any],
 ) -> Any:
     """Read `steps` batches from where `state` was saved; return what was read, and the state."""
-    loader = data.build_loader(Numbers(101), check=False, **options)
+    loader = build_loader(Numbers(101), check=False, **options)
     if state is not None:
         loader.load_state_dict(state)
     seen: list[list[int]] = []
@@ -362,7 +361,7 @@ def loaders_of_context(ctx: ddpsafe.RankContext, n: int) -> Any:
     """Train and evaluate with ``ctx.loader``; return what was read, and the gathered results."""
     train = ctx.loader(Numbers(n), batch_size=4, num_workers=1, seed=5)
     read = [[int(x) for batch in train for x in batch] for _ in train.epochs(2)]
-    evaluation = ddpsafe.loader(Numbers(n), batch_size=4, train=False)
+    evaluation = ctx.loader(Numbers(n), batch_size=4, train=False)
     outputs = torch.tensor([3 * int(x) for batch in evaluation for x in batch])
     gathered = data.gather_exact(outputs, evaluation.sampler, n=n)  # type: ignore[arg-type]  # indices
     assert gathered is not None

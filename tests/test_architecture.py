@@ -42,7 +42,7 @@ UPWARD_FOR_TYPES: Final = {
 """Imports under TYPE_CHECKING that point up. Siblings may name each other's types freely."""
 
 BETWEEN_SIBLINGS: Final = {
-    ("ddpsafe._worker.context", "ddpsafe.data"): "ctx.loader makes the rank's loader; late",
+    ("ddpsafe._worker.context", "ddpsafe.data._build"): "ctx.loader makes the rank's loader; late",
     (
         "ddpsafe._worker.readiness",
         "ddpsafe.doctor._runner",

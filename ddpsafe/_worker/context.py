@@ -259,9 +259,10 @@ class RankContext:
             dataset: The same on every rank, or every rank raises.
             batch_size: Samples per batch of one rank.
             train: ``True`` shuffles; ``False`` reads each sample exactly once, for evaluation.
-            **options: As of ``ddpsafe.data.build_loader``, and so of torch's ``DataLoader``.
+            **options: ``shuffle``, ``seed``, ``check`` (compare the dataset over the ranks, keep its
+                fingerprint in the state), and those of `ddpsafe.data.DataLoader`.
         """
-        from ddpsafe.data import build_loader
+        from ddpsafe.data._build import build_loader
 
         collectives.require_group(self.world)
         return build_loader(dataset, batch_size=batch_size, train=train, **options)

@@ -248,7 +248,7 @@ def _run_user_code(spec: RankSpec, reporter: Reporter, inheritance: Inheritance)
     fn, args, kwargs = _load_call(inheritance.call, inheritance.handles)
     context = session.join(spec, device, on_phase=reporter.enter)
     if spec.seed is not None:
-        environment.seed_all(spec.seed)
+        environment.seed_run(spec.seed)
     reporter.enter("running")
     if spec.style == "launch":
         return fn(context, *args, **kwargs)

@@ -198,6 +198,12 @@ RUN_SEED = "_DDPSAFE_SEED"
 """The variable that tells `ddpsafe.data`, DataLoader workers included, the seed of the run."""
 
 
+def seed_run(seed: int) -> None:
+    """Seed this rank with the seed of the launch, which orders and workers of the data follow."""
+    os.environ[RUN_SEED] = str(seed)
+    seed_all(seed)
+
+
 def seed_all(seed: int) -> None:
     """Seed the generators of this rank.
 
@@ -215,7 +221,6 @@ def seed_all(seed: int) -> None:
     from ddpsafe._worker.current import current_world
 
     rank = current_world().rank
-    os.environ[RUN_SEED] = str(seed)  # the orders and workers of ddpsafe.data follow it
     torch.manual_seed(seed)
     random.seed(f"ddpsafe/{seed}/{rank}")
     if "numpy" in sys.modules:

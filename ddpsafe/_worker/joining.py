@@ -168,7 +168,7 @@ def _join_job(world: World, config: LaunchConfig) -> RankContext:
     member = replace(_remember(world, device, backend, control, config=config), attempt=attempt)
     enter(member)
     if config.seed is not None:
-        environment.seed_all(config.seed)
+        environment.seed_run(config.seed)
     return member
 
 

@@ -5,7 +5,6 @@ Importing it imports torch; ``import ddpsafe`` alone does not. Errors are in
 """
 
 from ddpsafe.data._balanced import BalancedBatchSampler
-from ddpsafe.data._build import build_loader
 from ddpsafe.data._consistency import check_dataset_consistency
 from ddpsafe.data._even_steps import EvenSteps, even_steps
 from ddpsafe.data._files import sorted_files
@@ -31,7 +30,6 @@ __all__ = [
     "ShardedIterable",
     "WeightedSampler",
     "WorkerHazard",
-    "build_loader",
     "check_dataset_consistency",
     "check_worker_safety",
     "even_steps",

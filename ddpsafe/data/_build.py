@@ -97,7 +97,7 @@ def _sampler(
 
 def _agreed_seed(*, agree: bool) -> int:
     """Return a seed that is equal on all ranks, which ``torch.manual_seed`` need not be."""
-    if not agree or run_seed() is not None:
+    if not agree:
         return run_seed() or 0
     seeds = gather_json(chosen_seed(), None)
     return 0 if None in seeds else int(seeds[0])

@@ -293,7 +293,7 @@ class Replay:
                     Explanation(
                         f"The state is that of rank {saved['rank']}, and this is rank {rank}.",
                         cause="the dataset or the sampler keeps a state of its own on each rank.",
-                        fix="save loader.state_dict() of every rank, and load each rank's own.",
+                        fix="save it on every rank: ddpsafe.checkpoint.PerRank(loader) in a Checkpointer.",
                     ),
                     differences={"rank": (saved["rank"], rank)},
                 )

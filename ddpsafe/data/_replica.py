@@ -62,21 +62,18 @@ def resolve_replica(num_replicas: int | None, rank: int | None) -> Replica:
 
 
 def run_seed() -> int | None:
-    """Return the seed that ``launch(seed=)`` or `seed_all` gave to all ranks; ``None`` without."""
+    """Return the seed that ``launch(seed=)`` gave to all ranks; ``None`` without."""
     given = os.environ.get("_DDPSAFE_SEED", "")
     return int(given) if given.isdigit() else None
 
 
 def chosen_seed() -> int | None:
-    """Return the run's seed, else that of ``torch.manual_seed``; ``None`` if none was chosen.
+    """Return the seed of ``torch.manual_seed``, else the run's; ``None`` if none was chosen.
 
     torch begins each process with 64 random bits, so a seed below 2**48 is one that was chosen.
     """
-    seed = run_seed()
-    if seed is not None:
-        return seed
-    initial = torch.initial_seed()
-    return initial if initial < _LARGEST_SEED else None
+    initial = torch.initial_seed()  # launch(seed=) has set it too
+    return initial if initial < _LARGEST_SEED else run_seed()
 
 
 def local_world_size() -> int:

@@ -19,8 +19,8 @@ from data_programs import (
     write_records,
 )
 
-import ddpsafe
-from ddpsafe.data import DataLoader, DistributedSampler, ShardedIterable, build_loader
+from ddpsafe.data import DataLoader, DistributedSampler, ShardedIterable
+from ddpsafe.data._build import build_loader
 from ddpsafe.data.errors import DataConfigError, StateMismatchError
 
 
@@ -38,11 +38,11 @@ def test_context_makes_the_loaders_of_training_and_evaluation(n: int) -> None:
         assert values[rank][2] == values[0][2]
 
 
-def test_without_ranks_the_package_makes_the_same_loader() -> None:
+def test_world_of_one_reads_everything() -> None:
     """A script runs alone without a line changed."""
-    loader = ddpsafe.loader(Numbers(10), batch_size=4, seed=1)
+    loader = build_loader(Numbers(10), batch_size=4, seed=1)
     assert sorted(int(x) for batch in loader for x in batch) == list(range(10))
-    evaluation = ddpsafe.loader(Numbers(10), batch_size=4, train=False)
+    evaluation = build_loader(Numbers(10), batch_size=4, train=False)
     assert [int(x) for batch in evaluation for x in batch] == list(range(10))
 
 

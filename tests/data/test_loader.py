@@ -19,7 +19,8 @@ from torch.utils.data import (
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
-from ddpsafe.data import DataLoader, DistributedSampler, build_loader
+from ddpsafe.data import DataLoader, DistributedSampler
+from ddpsafe.data._build import build_loader
 from ddpsafe.data.errors import DataConfigError, DataWarning, LateSetEpochError
 
 N = 40
@@ -337,7 +338,7 @@ def test_torchs_distributed_sampler_resumes_under_the_same_world() -> None:
     assert resumed.state_dict()["epoch"] == 2
 
 
-def test_build_loader_makes_what_training_and_evaluation_need() -> None:
+def test_one_call_makes_what_training_and_evaluation_need() -> None:
     """One call; evaluation is in order."""
     train = build_loader(Numbers(N), batch_size=8, seed=3)
     assert sorted(x for batch in read(train) for x in batch) == list(range(N))

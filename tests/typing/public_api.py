@@ -31,7 +31,7 @@ def train(ctx: ddpsafe.RankContext, epochs: int, learning_rate: float = 0.1) -> 
     assert_type(ctx.rank, int)
     assert_type(ctx.is_main, bool)
     assert_type(ctx.loader(Squares()), DataLoader[int])
-    assert_type(ddpsafe.loader(Squares(), train=False), DataLoader[int])
+    assert_type(ctx.loader(Squares(), train=False), DataLoader[int])
     assert_type(ctx.unwrap(ctx.wrap(Model())), Model)
     assert_type(ddpsafe.unwrap(ddpsafe.wrap(Model())).feature_count(), int)
     assert_type(ctx.all_gather(epochs), list[int])
