@@ -17,6 +17,7 @@ import psutil
 import pytest
 import scripts
 import spawn_programs as programs
+import torch
 import torch.multiprocessing as mp
 
 import ddpsafe
@@ -191,3 +192,17 @@ def test_a_signal_to_a_rank_is_a_process_exited_exception(run_dir: Path) -> None
     with pytest.raises(mp.ProcessExitedException) as caught:
         handle.join()
     assert caught.value.exit_code == -signal.SIGTERM
+
+
+@METHODS
+def test_tensors_in_the_arguments_are_shared_as_by_torch(start_method: str) -> None:
+    """What the ranks write the caller sees, in a tensor, in a view of it and in a module."""
+    plain, base, model = torch.zeros(2), torch.zeros(4), torch.nn.Linear(1, 2, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    many = [torch.zeros(1) for _ in range(300)]  # more than a fork server takes descriptors
+    arguments = (plain, base[2:], model, many)
+    ddpsafe.spawn(programs.write_to_tensors, arguments, 2, start_method=start_method)
+    assert plain.tolist() == [1, 2]
+    assert base.tolist() == [0, 0, 1, 2]
+    assert model.weight.flatten().tolist() == [1, 2]
+    assert plain.is_shared()

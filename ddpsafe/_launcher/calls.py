@@ -44,7 +44,7 @@ class Calls:
 
     def _pickled(self, args: Sequence[Any]) -> PickledCall:
         _require_call(self._fn, args)
-        pickled = _pickle(self._fn, args, self._kwargs)
+        pickled = _pickle(self._fn, args, self._kwargs, self._style)
         _require_fitting(self._fn, args, self._kwargs, self._style)
         return pickled
 
@@ -85,10 +85,12 @@ def _require_fitting(
 
 
 def _pickle(
-    fn: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]
+    fn: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], style: CallStyle
 ) -> PickledCall:
     try:
-        data, handles = payload.dumps_call((fn, tuple(args), dict(kwargs)))
+        # Scripts for torch's spawn may write to a tensor and read it in the caller.
+        call = (fn, tuple(args), dict(kwargs))
+        data, handles = payload.dumps_call(call, shares_tensors=style == "spawn")
     except Exception as exc:
         raise _cannot_travel(fn, args, kwargs, exc) from exc
     return PickledCall(data=data, handles=handles)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _INHERITED_MODULES: Final = ("multiprocessing.", "torch.multiprocessing.")
 _CTYPES: Final = (ctypes.Array, ctypes.Structure, ctypes.Union, *ctypes.c_int.__bases__)
+_MOST_SHARED: Final = 200
 _SEARCHED_LEVELS: Final = 64
 """Deeper, the search would meet Python's recursion limit, and nobody would read the path."""
 
@@ -41,12 +42,17 @@ class CannotTravelError(pickle.PicklingError):
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships no types
     """cloudpickle, but by name where possible, and strict about what must stay."""
 
-    def __init__(self, file: io.BytesIO, handles: list[object] | None) -> None:
+    def __init__(
+        self, file: io.BytesIO, handles: list[object] | None, *, shares_tensors: bool = False
+    ) -> None:
         super().__init__(file)
         self._handles = handles
+        self._shares_tensors = shares_tensors
 
     def reducer_override(self, obj: Any) -> object:
         _require_portable(obj)
+        if self._shares_tensors and self._handles is not None and _is_tensor(obj):
+            _share(obj, len(self._handles))
         if self._handles is not None and _is_inherited_only(obj):
             self._handles.append(obj)
             return (_handle, (len(self._handles) - 1,))
@@ -67,11 +73,23 @@ class _ResultPickler(_Pickler):
         return super().reducer_override(obj)
 
 
-def dumps_call(call: object) -> tuple[bytes, tuple[object, ...]]:
+def _share(tensor: Any, handles: int) -> None:
+    """Move a tensor of the CPU into shared memory, as torch's own pickler does.
+
+    A fork server takes 256 descriptors for one process, of which a few are others: a large model
+    goes on as a copy from there.
+    """
+    plain = tensor.layout is sys.modules["torch"].strided and tensor.device.type == "cpu"
+    if plain and handles < _MOST_SHARED and tensor.untyped_storage().nbytes():
+        tensor.share_memory_()
+
+
+def dumps_call(call: object, *, shares_tensors: bool = False) -> tuple[bytes, tuple[object, ...]]:
     """Pickle what a rank shall run.
 
     Args:
         call: The function and its arguments.
+        shares_tensors: Whether the ranks get the memory of tensors on the CPU, not copies of it.
 
     Returns:
         The bytes, and the objects that have to be inherited beside them.
@@ -81,7 +99,7 @@ def dumps_call(call: object) -> tuple[bytes, tuple[object, ...]]:
     """
     handles: list[object] = []
     with io.BytesIO() as file:
-        _Pickler(file, handles).dump(call)
+        _Pickler(file, handles, shares_tensors=shares_tensors).dump(call)
         return file.getvalue(), tuple(handles)
 
 
