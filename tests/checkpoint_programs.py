@@ -328,15 +328,15 @@ def refuse_shards(ctx: ddpsafe.RankContext, directory: Path) -> Any:
 
 
 def die_before_the_save(
-    rank: int, directory: Path, port: int, told: Path, victim: int, how: str
+    rank: int, directory: Path, port: int, told: Path, victim: int, how: str, ready: Any
 ) -> None:
     """Be a rank that no launcher supervises; the victim ends, the other tells what it meets."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     group = ddpsafe.process_group(backend="gloo", seed=0)
-    with group as ctx, Checkpointer(directory) as checkpointer:
+    with group, Checkpointer(directory) as checkpointer:
         checkpointer.save({"x": 1}, 1)
-        ctx.barrier()  # all know that it is saved
+        ready.wait()  # all know that it is saved
         if rank == victim:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from ddpsafe._clock import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from ddpsafe._errors import Origin
@@ -262,12 +262,20 @@ class Control:
             meeting, (rank for rank in range(self._world_size) if self._came(meeting, rank))
         )
 
-    def _stay_for(self, meeting: str, ranks: Iterable[int]) -> None:
-        """Wait, where the store goes with this rank, until those ranks have read it."""
+    def _stay_for(
+        self,
+        meeting: str,
+        ranks: Iterable[int],
+        is_lost: Callable[[int], bool] = lambda _: False,
+    ) -> None:
+        """Wait, where the store goes with this rank, until those ranks have read it, or have ended."""
         if self._served_by_rank_zero and self._rank == 0:
             linger = Deadline.after(_LINGER)
             for rank in ranks:
-                self.wait_for(f"{meeting}/seen/{rank}", deadline=linger)
+                for pause_s in linger.pauses_s():
+                    if self.is_set(f"{meeting}/seen/{rank}") or is_lost(rank):
+                        break
+                    time.sleep(pause_s)
 
     def publish(self, name: str, error: str | None) -> None:
         """Tell the others how the step of that name ended here: with which error, if with one."""
@@ -304,9 +312,14 @@ class Control:
         """Say that this rank has taken what it was told under a key."""
         self.store.set(f"control/{key}/seen/{self._rank}", "yes")
 
-    def stay(self, key: str) -> None:
-        """Wait, for a moment and only where the store goes with this rank, until all have."""
-        self._stay_for(f"control/{key}", range(1, self._world_size))
+    def stay(self, key: str, is_lost: Callable[[int], bool] = lambda _: False) -> None:
+        """Wait, for a moment and only where the store goes with this rank, until all have.
+
+        Args:
+            key: What they were told under.
+            is_lost: Tells whether a rank has ended, and is not waited for.
+        """
+        self._stay_for(f"control/{key}", range(1, self._world_size), is_lost)
 
     def drop(self, key: str) -> None:
         """Remove what `put` left, once everyone has taken it."""

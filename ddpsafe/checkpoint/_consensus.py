@@ -287,6 +287,10 @@ class Ranks:
         """Return one of the ranks that has ended and has not come, and how it shows, if one has."""
         return None if self._lives is None else self._lives.find_lost(ranks, has_come)
 
+    def has_ended(self, rank: int) -> bool:
+        """Tell whether a rank is known to have ended."""
+        return self.find_lost([rank], lambda _: False) is not None
+
     def close(self) -> None:
         """Show the others no sign of life any more."""
         if self._lives is not None:
@@ -406,7 +410,7 @@ class Exchange:
         self._control.put(f"{self._name}/answer", message.dumps())
         self._ranks.read_keys.append(f"{self._name}/answer")
         if error is not None:  # it may end this rank, and under torchrun the store with it
-            self._control.stay(self._name)
+            self._control.stay(self._name, self._ranks.has_ended)
 
     def fail(self, error: BaseException) -> None:
         """Say, on any rank, that nothing will come of this exchange."""
