@@ -5,6 +5,8 @@ from __future__ import annotations
 import resource
 import sys
 
+from ddpsafe._wire.peer_errors import find_kind
+
 _GIB = 1 << 30
 
 
@@ -12,8 +14,9 @@ def is_out_of_memory(exc: BaseException) -> bool:
     """Tell whether the exception says that memory ran out, on the host or on a GPU."""
     if isinstance(exc, MemoryError) or type(exc).__name__ == "OutOfMemoryError":
         return True
-    # torch's allocator of host memory has no class of its own.
-    return type(exc) is RuntimeError and "can't allocate memory" in str(exc)
+    # torch's allocator of host memory, CUDA's own errors and NCCL's have no class for it.
+    line = f"{type(exc).__name__}: {exc}"
+    return isinstance(exc, RuntimeError) and find_kind(line) == "out-of-memory"
 
 
 def describe_memory() -> str:
