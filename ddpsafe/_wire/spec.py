@@ -30,7 +30,11 @@ def make_launch_id() -> str:
 
     The first tells the launches of one run of tests from those of another on the same host.
     """
-    place = hashlib.sha256(tempfile.gettempdir().encode(errors="surrogateescape")).hexdigest()
+    try:
+        folder = tempfile.gettempdir()
+    except OSError:  # there is none, or no descriptor left to try one: said before anything starts
+        folder = ""
+    place = hashlib.sha256(folder.encode(errors="surrogateescape")).hexdigest()
     return f"{place[:8]}{secrets.token_hex(12)}"
 
 
