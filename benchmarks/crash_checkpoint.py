@@ -160,7 +160,7 @@ def preloaded() -> Any:
     """Return the fork server, which has imported what takes long: a life lasts half a second."""
     context = multiprocessing.get_context("forkserver")
     # The first optimizer of a process imports torch._dynamo, which takes two seconds.
-    late = ["torch._dynamo", "ddpsafe.data", "ddpsafe.checkpoint", "ddpsafe._worker.attached"]
+    late = ["torch._dynamo", "ddpsafe.data", "ddpsafe.checkpoint", "ddpsafe._worker.join.attached"]
     context.set_forkserver_preload(["torch", "ddpsafe._worker.preload", *late])
     return context
 

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
         launch as launch,
         spawn as spawn,
     )
-    from ddpsafe._worker.attached import (
+    from ddpsafe._worker.join.attached import (
         cleanup as cleanup,
         current as current,
         process_group as process_group,
@@ -119,7 +119,7 @@ _HOMES: Final = {
         "wrap",
     ),
     "ddpsafe._launch": ("LaunchResult", "launch", "spawn"),
-    "ddpsafe._worker.attached": ("cleanup", "current", "process_group", "setup"),
+    "ddpsafe._worker.join.attached": ("cleanup", "current", "process_group", "setup"),
     "ddpsafe._worker.context": ("RankContext",),
 }
 _NAMESPACES: Final = ("checkpoint", "data", "doctor")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from ddpsafe._wire.outcome import RankOutcome
+    from ddpsafe._wire.messages import RankOutcome
 
 E = TypeVar("E", bound=BaseException)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ParamSpec, TextIO, TypeVar, overload
 
-from ddpsafe._worker.attached import current
 from ddpsafe._worker.collectives import unwrap
 from ddpsafe._worker.environment import seed_all
+from ddpsafe._worker.join.attached import current
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

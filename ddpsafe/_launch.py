@@ -12,19 +12,16 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 from ddpsafe._config import LaunchConfig, SpawnFields, refuse_fields, require_data_paths
 from ddpsafe._errors import DDPSafeError, Explanation
 from ddpsafe._launcher.attempt import run_attempt
-from ddpsafe._launcher.calls import Calls
-from ddpsafe._launcher.console import quiet_log
-from ddpsafe._launcher.daemonic import require_may_have_children
 from ddpsafe._launcher.handle import SpawnHandle, as_torchs
-from ddpsafe._launcher.main_guard import require_main_guard
-from ddpsafe._launcher.plan import make_plan
-from ddpsafe._launcher.presentation import presentable
+from ddpsafe._launcher.plan import Calls, make_plan, require_main_guard, require_may_have_children
 from ddpsafe._launcher.retry import run_attempts
 from ddpsafe._launcher.run_directory import open_run_directory
-from ddpsafe._launcher.signals import Interrupted, interrupts_kept, pass_on
+from ddpsafe._launcher.uncaught import presentable
+from ddpsafe._launcher.watch.console import quiet_log
+from ddpsafe._launcher.watch.signals import Interrupted, interrupts_kept, pass_on
 from ddpsafe._preflight import require_ready_host, require_ready_node
-from ddpsafe._worker import attached
 from ddpsafe._worker.entrypoint import run_rank
+from ddpsafe._worker.join import attached
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -33,9 +30,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ddpsafe._config import LaunchFields
-    from ddpsafe._launcher.calls import OnRetry
     from ddpsafe._launcher.handle import GracePeriod, OnStart
-    from ddpsafe._launcher.plan import LaunchPlan
+    from ddpsafe._launcher.plan import LaunchPlan, OnRetry
     from ddpsafe._wire.spec import CallStyle
     from ddpsafe._worker.context import RankContext
     from ddpsafe._world import World

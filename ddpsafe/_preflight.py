@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._config import LaunchConfig
-from ddpsafe._launcher.workers import require_room
+from ddpsafe._launcher.processes.start import require_room
 
 if TYPE_CHECKING:
     from ddpsafe._world import World
@@ -54,8 +54,8 @@ def require_ready_node(config: LaunchConfig, world: World) -> None:
     if config.preflight == "off":
         return
     from ddpsafe import doctor
-    from ddpsafe._worker.endpoint import find_endpoint
-    from ddpsafe._worker.meeting import has_met
+    from ddpsafe._worker.join.endpoint import find_endpoint
+    from ddpsafe._worker.join.store import has_met
     from ddpsafe.doctor._verdict import require_healthy
 
     asked = LaunchConfig.resolve(config, nproc_per_node=world.local_world_size)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import psutil
 import scripts
 
-from ddpsafe._launcher.descendants import RankProcess, kill_members
+from ddpsafe._launcher.processes.descendants import RankProcess, kill_members
 
 if TYPE_CHECKING:
     from ddpsafe import RankContext

@@ -52,13 +52,13 @@ def _set_clock(ahead_s: float) -> None:
 def choose_interface() -> None:
     """Choose an interface as a rank does, and print the variables that came of it."""
     from ddpsafe._clock import Deadline
-    from ddpsafe._worker import interfaces
-    from ddpsafe._worker.endpoint import Endpoint
+    from ddpsafe._worker.join import network
+    from ddpsafe._worker.join.endpoint import Endpoint
 
     asked = json.loads(sys.argv[2])
     endpoint = Endpoint(host=asked["host"], port=29500, is_served=False, is_on_this_host=False)
     deadline = Deadline.after(timedelta(seconds=10))
-    interfaces.choose(asked["interface"], endpoint, deadline=deadline)
+    network.choose(asked["interface"], endpoint, deadline=deadline)
     print(json.dumps({k: v for k, v in os.environ.items() if k.endswith("_SOCKET_IFNAME")}))
 
 

@@ -16,7 +16,7 @@ import forked_ranks
 import psutil
 
 import ddpsafe
-from ddpsafe._launcher.worker import Worker
+from ddpsafe._launcher.processes.rank_process import Worker
 
 if TYPE_CHECKING:
     from ddpsafe import RankContext

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,22 +38,25 @@ LAUNCH: Final = {"_launch", "_functions", "_preflight"}  # what __init__ offers,
 ENTRY_POINTS: Final = {"", "__main__", "_commands", "cli", "pytest_plugin", "testing"}
 
 UPWARD_FOR_TYPES: Final = {
-    ("ddpsafe._errors", "ddpsafe._wire.outcome"): "LaunchError.outcomes holds them; nothing runs",
+    ("ddpsafe._errors", "ddpsafe._wire.messages"): "LaunchError.outcomes holds them; nothing runs",
 }
 """Imports under TYPE_CHECKING that point up. Siblings may name each other's types freely."""
 
 BETWEEN_SIBLINGS: Final = {
     ("ddpsafe._worker.context", "ddpsafe.data._build"): "ctx.loader makes the rank's loader; late",
     (
-        "ddpsafe._worker.readiness",
+        "ddpsafe._worker.join.network",
         "ddpsafe.doctor._runner",
     ): "nodes are examined over a store; late",
-    ("ddpsafe._worker.readiness", "ddpsafe.doctor._verdict"): "as above",
+    ("ddpsafe._worker.join.network", "ddpsafe.doctor._verdict"): "as above",
     (
         "ddpsafe.checkpoint._consensus",
-        "ddpsafe._worker.attached",
+        "ddpsafe._worker.join.attached",
     ): "who and where the ranks are; late",
-    ("ddpsafe.checkpoint._consensus", "ddpsafe._worker.in_flight"): "announces a wait; late",
+    (
+        "ddpsafe.checkpoint._consensus",
+        "ddpsafe._worker.pending_exception",
+    ): "announces a wait; late",
     (
         "ddpsafe.checkpoint._consensus",
         "ddpsafe._worker.environment",
@@ -152,6 +156,51 @@ def test_exceptions_of_imports_are_still_there() -> None:
     assert UPWARD_FOR_TYPES.keys() <= existing
     late = {(each.module, each.target) for each in own_imports() if each.late}
     assert BETWEEN_SIBLINGS.keys() <= late
+
+
+ORDERED: Final = [
+    path.parent
+    for path in MODULES
+    if path.name == "__init__.py"
+    and "imports only those before it::" in path.read_text(encoding="utf-8")
+]
+
+
+@pytest.mark.parametrize("folder", ORDERED, ids=lambda folder: folder.name)
+def test_modules_of_a_folder_import_those_before_them(folder: Path) -> None:
+    """The order in the docstring of the folder names all its modules, and holds."""
+    text = (folder / "__init__.py").read_text(encoding="utf-8")
+    order = re.findall(r"^    (\w+)  ", text.partition("those before it::")[2], re.MULTILINE)
+    stems = [file.stem for file in folder.glob("*.py") if file.stem != "__init__"]
+    assert sorted(order) == sorted(stems)
+    package = module_of(folder / "__init__.py")
+    backward = [
+        str(each)
+        for each in own_imports()
+        if each.module.rpartition(".")[0] == each.target.rpartition(".")[0] == package
+        and not each.for_types
+        and order.index(each.module.rpartition(".")[2])
+        < order.index(each.target.rpartition(".")[2])
+    ]
+    assert backward == []
+
+
+LAUNCHER_ORDER: Final = ("processes", "diagnosis", "watch", "attempt")
+
+
+def test_parts_of_the_launcher_import_those_below_them() -> None:
+    """Attempt > watch > diagnosis > processes: what watches may diagnose, and not the other way."""
+    upward = [
+        str(each)
+        for each in own_imports()
+        if each.module.startswith("ddpsafe._launcher.")
+        and each.target.startswith("ddpsafe._launcher.")
+        and not each.for_types
+        and (mine := each.module.split(".")[2]) in LAUNCHER_ORDER
+        and (theirs := each.target.split(".")[2]) in LAUNCHER_ORDER
+        and LAUNCHER_ORDER.index(mine) < LAUNCHER_ORDER.index(theirs)
+    ]
+    assert upward == []
 
 
 def _listed(path: Path) -> str:

@@ -18,8 +18,8 @@ from forked_ranks import by_hand, free_port
 
 import ddpsafe
 from ddpsafe._clock import Deadline
-from ddpsafe._worker.endpoint import Endpoint, find_endpoint
-from ddpsafe._worker.generation import agree_on_generation
+from ddpsafe._worker.join.endpoint import Endpoint, find_endpoint
+from ddpsafe._worker.join.store import agree_on_generation
 from ddpsafe._world import find_world
 
 if TYPE_CHECKING:

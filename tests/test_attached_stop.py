@@ -16,8 +16,8 @@ import scripts
 from forked_ranks import by_hand, free_port
 
 import ddpsafe
-from ddpsafe._worker.stop_board import StopBoard
-from ddpsafe._worker.stop_calls import NoAgreementError, StopCalls
+from ddpsafe._worker.stop.agreement import NoAgreementError, StopCalls
+from ddpsafe._worker.stop.transports import StopBoard
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -100,8 +100,8 @@ def test_signal_that_nobody_has_answered_ends_the_process_after_all(tmp_path: Pa
     """SIGTERM that comes after the last call is not swallowed; SIGUSR1, a warning, is over."""
     source = """
         import os, signal, sys
-        from ddpsafe._worker.stop_calls import StopCalls
-        from ddpsafe._worker.stopping import Nobody, Stopping
+        from ddpsafe._worker.stop.agreement import StopCalls
+        from ddpsafe._worker.stop.agreement import Nobody, Stopping
 
         calls = StopCalls()
         stopping = Stopping(calls, Nobody(calls))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ddpsafe._wire.channel import Receiver, Sender
-from ddpsafe._wire.outcome import Entered, Position, Recovered, Returned
+from ddpsafe._wire.messages import Entered, Position, Recovered, Returned
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

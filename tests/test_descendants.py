@@ -15,7 +15,7 @@ import scripts
 from fault_kit import is_running
 
 import ddpsafe
-from ddpsafe._launcher.descendants import RankProcess, find_members, kill_members
+from ddpsafe._launcher.processes.descendants import RankProcess, find_members, kill_members
 from ddpsafe._wire.spec import MARKER
 
 LAUNCH_ID = "5" * 32

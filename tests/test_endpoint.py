@@ -17,7 +17,7 @@ from ddpsafe._config.interfaces import (
     check_interfaces,
     find_shape_problem,
 )
-from ddpsafe._interfaces import Interface, expand_nccl, list_names
+from ddpsafe._host import Interface, expand_nccl, list_names
 
 EXISTING = ["lo", "eth0", "eth1", "docker0"]
 

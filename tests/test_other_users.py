@@ -21,7 +21,7 @@ import scripts
 
 import ddpsafe
 from ddpsafe._clock import Deadline
-from ddpsafe._worker.control import Control, FolderStore
+from ddpsafe._worker.store_sync import Control, FolderStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -10,11 +10,11 @@ import pytest
 import ddpsafe
 from ddpsafe import RetryPolicy
 from ddpsafe._launcher.retry import _Progress, run_attempts
-from ddpsafe._wire.outcome import RankOutcome
-from ddpsafe._wire.step_counter import Progress
+from ddpsafe._wire.channel import Progress
+from ddpsafe._wire.messages import RankOutcome
 
 if TYPE_CHECKING:
-    from ddpsafe._wire.outcome import Phase
+    from ddpsafe._wire.messages import Phase
 
 ATTEMPTS: Final = 9
 SOON: Final[dict[str, Any]] = {"backoff_initial": 0, "backoff_max": 0, "jitter": 0}

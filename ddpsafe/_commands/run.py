@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from ddpsafe._config import LaunchConfig
 from ddpsafe._config.policies import DETERMINISTIC
 from ddpsafe._errors import FAILURE_KINDS, ConfigError, DDPSafeError, Explanation
+from ddpsafe._host import is_directory_gone
 from ddpsafe._launch import run_processes
-from ddpsafe._machine import is_directory_gone
 from ddpsafe._wire.exceptions import where_of
-from ddpsafe._wire.outcome import ScriptExit
+from ddpsafe._wire.messages import ScriptExit
 from ddpsafe.cli import HEALTHY, TORCHRUN_NOTED, USAGE, complain
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._config.endpoint import find_address
 from ddpsafe._config.problems import Problem, find_near, show
-from ddpsafe._interfaces import expand_nccl, list_names
+from ddpsafe._host import expand_nccl, list_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import tenacity
 
-from ddpsafe._bounded import BoundedCall
-from ddpsafe._clock import Deadline
+from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._config.mounts import find_mount_point
 from ddpsafe._errors import Explanation, PreflightError
 

@@ -4,42 +4,90 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import Deadline
-from ddpsafe._errors import STARTUP_KINDS, RankKilledError
-from ddpsafe._launcher import shutdown
-from ddpsafe._launcher.console import open_console
+from ddpsafe._errors import (
+    STARTUP_KINDS,
+    TRY_AGAIN_EXIT_CODE,
+    Explanation,
+    PreemptedError,
+    RankKilledError,
+    ranks_text,
+)
 from ddpsafe._launcher.diagnosis import errors, evidence
-from ddpsafe._launcher.guard import posted_guard
-from ddpsafe._launcher.litter import find_helpers_folder
+from ddpsafe._launcher.diagnosis.messages import positions
 from ddpsafe._launcher.plan import rank_env
-from ddpsafe._launcher.preempted import conclude_stop
-from ddpsafe._launcher.rendezvous import open_store
-from ddpsafe._launcher.signals import Interrupted, is_order, open_inbox
-from ddpsafe._launcher.supervisor import Watch
-from ddpsafe._launcher.workers import require_room, started_workers
+from ddpsafe._launcher.processes import shutdown
+from ddpsafe._launcher.processes.reaper import posted_guard
+from ddpsafe._launcher.processes.shutdown import find_helpers_folder
+from ddpsafe._launcher.processes.start import require_room, started_workers
+from ddpsafe._launcher.processes.store import open_store
+from ddpsafe._launcher.watch.console import open_console
+from ddpsafe._launcher.watch.signals import Interrupted, is_order, open_inbox
+from ddpsafe._launcher.watch.supervisor import Watch
 from ddpsafe._wire import payload
 from ddpsafe._wire.spec import RankSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from threading import Event
 
     from ddpsafe._errors import LaunchError
     from ddpsafe._launcher.diagnosis.errors import EndedAttempt
     from ddpsafe._launcher.handle import GracePeriod
     from ddpsafe._launcher.plan import LaunchPlan
-    from ddpsafe._launcher.rendezvous import LauncherStore
+    from ddpsafe._launcher.processes.rank_process import Worker
+    from ddpsafe._launcher.processes.start import PickledCall, RunRank
+    from ddpsafe._launcher.processes.store import LauncherStore
     from ddpsafe._launcher.run_directory import RunDirectory
-    from ddpsafe._launcher.signals import SignalInbox
-    from ddpsafe._launcher.stop_request import StopRequest
-    from ddpsafe._launcher.supervisor import Ending
-    from ddpsafe._launcher.worker import Worker
-    from ddpsafe._launcher.workers import PickledCall, RunRank
+    from ddpsafe._launcher.watch.preemption import StopRequest
+    from ddpsafe._launcher.watch.signals import SignalInbox
+    from ddpsafe._launcher.watch.supervisor import Ending
+
+
+_CAUSE: Final = (
+    "a scheduler takes the machine back (preemption, time limit, drained node), or the signal was sent "
+    "by hand."
+)
+
+
+def conclude_stop(
+    ended: EndedAttempt, request: StopRequest, values: Mapping[int, object], *, keeps_logs: bool
+) -> PreemptedError:
+    """Say who has stopped, who has not, and how the job goes on.
+
+    Args:
+        ended: What is known of the attempt.
+        request: The request.
+        values: What ranks returned, by rank.
+        keeps_logs: Whether the run directory stays.
+    """
+    late = sorted(set(ended.outcomes) - set(values))
+    ranks = f"{ranks_text(late or ended.outcomes)} (world_size {len(ended.outcomes)})"
+    where = f"on {socket.gethostname()}, {ended.when('preempted')}"
+    limit_s = request.limit.total_seconds()
+    if late:
+        what = f"{ranks} did not return within {limit_s:g} s of {request.source()}, {where}."
+        fix = "raise timeouts.stop if saving takes longer, else see where they were."
+    else:
+        what = f"{ranks} stopped on {request.source()} and returned, {where}."
+        fix = f"start the same command again; exit code {TRY_AGAIN_EXIT_CODE} tells a scheduler to do so."
+    details = positions(ended.outcomes.values()) if late else []
+    logs = ended.run_dir if late or keeps_logs else None
+    return PreemptedError(
+        Explanation(what, cause=_CAUSE, fix=fix, details=details, logs=logs),
+        values=values,
+        unfinished_ranks=late,
+        attempt=ended.attempt,
+        attempts=ended.retry.attempts,
+        outcomes=ended.outcomes,
+        run_dir=logs,
+    )
 
 
 def run_attempt(

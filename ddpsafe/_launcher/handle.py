@@ -21,15 +21,15 @@ from ddpsafe._errors import (
     portable,
     rebuild,
 )
-from ddpsafe._launcher.presentation import end_with_the_script, presentable, spare
-from ddpsafe._launcher.streams import say
+from ddpsafe._launcher.uncaught import end_with_the_script, presentable, spare
+from ddpsafe._launcher.watch.streams import say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.process import BaseProcess
 
-    from ddpsafe._launcher.signals import SignalInbox
-    from ddpsafe._launcher.worker import Worker
+    from ddpsafe._launcher.processes.rank_process import Worker
+    from ddpsafe._launcher.watch.signals import SignalInbox
 
     OnStart = Callable[[Sequence[Worker], SignalInbox], None]
     GracePeriod = Callable[[], float | None]

@@ -2,24 +2,194 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import multiprocessing
 import os
+import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe import _gpus
 from ddpsafe._config.backends import require_backend
 from ddpsafe._errors import ConfigError, Explanation
+from ddpsafe._launcher.processes.start import PickledCall
+from ddpsafe._wire import payload
+from ddpsafe._wire.payload import main_is_importable
 from ddpsafe._wire.spec import MARKER, RankTimeouts, make_launch_id
 from ddpsafe._world import World, loopback_interfaces
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+    from types import FrameType
 
     from ddpsafe._config import LaunchConfig
+    from ddpsafe._errors import DDPSafeError
     from ddpsafe._wire.spec import CallStyle, LogFiles
+
+    OnRetry = Callable[[DDPSafeError], Sequence[Any] | None]
+
+
+def require_may_have_children() -> None:
+    """Refuse a launch from a daemonic process, in which Python starts no other process.
+
+    Raises:
+        ConfigError: This process is daemonic.
+    """
+    process = multiprocessing.current_process()
+    if process.daemon:
+        raise ConfigError(
+            Explanation(
+                f"{process.name} is a daemonic process, which may not have children: no rank can "
+                "be started from it.",
+                cause="it is a worker of multiprocessing.Pool or of a DataLoader, or was started "
+                "with daemon=True.",
+                fix="launch from the main process, start this one with daemon=False, or use "
+                "concurrent.futures.ProcessPoolExecutor in place of the Pool.",
+            )
+        )
+
+
+def require_main_guard() -> None:
+    """Refuse a launch that every new process would repeat while it imports the script.
+
+    Raises:
+        ConfigError: The call stands at the top level of the main script, outside any ``if``; or
+            this process is itself importing the main script of its parent.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise _missing("this process was started by another launch and imports its script.")
+    frame = _top_level_frame() if main_is_importable() else None
+    if frame is None:
+        return
+    path, line = frame.f_code.co_filename, frame.f_lineno
+    if not _is_under_an_if(path, line):
+        raise _missing(f"{path}:{line} launches at the top level of the script.")
+
+
+def _top_level_frame() -> FrameType | None:
+    """Find the frame of the main script's top level, if the launch was called from there."""
+    main = vars(sys.modules["__main__"])
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - inspect.stack reads all sources
+    while frame is not None:
+        if frame.f_globals is main and frame.f_code.co_name == "<module>":
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _is_under_an_if(path: str, line: int) -> bool:
+    try:
+        tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return True  # no source to judge by
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    around = [node for node in statements if node.lineno <= line <= (node.end_lineno or line)]
+    return not around or any(isinstance(node, ast.If) for node in around)
+
+
+def _missing(what: str) -> ConfigError:
+    cause = "every rank imports the script, and would launch again while it does."
+    fix = 'put the call under  if __name__ == "__main__":  at the end of the script.'
+    return ConfigError(Explanation(what, cause=cause, fix=fix))
+
+
+class Calls:
+    """The call that ranks make, which a retry may change; pickled before any process starts."""
+
+    def __init__(
+        self,
+        fn: Callable[..., object],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        on_retry: OnRetry | None,
+        *,
+        style: CallStyle,
+    ) -> None:
+        self._fn, self._kwargs, self._on_retry = fn, kwargs, on_retry
+        self._style: CallStyle = style
+        self.current = self._pickled(args)
+
+    def change(self, failure: DDPSafeError) -> bool:
+        """Ask for other arguments; tell whether there are any."""
+        args = None if self._on_retry is None else self._on_retry(failure)
+        if args is not None:
+            self.current = self._pickled(args)
+        return args is not None
+
+    def _pickled(self, args: Sequence[Any]) -> PickledCall:
+        _require_call(self._fn, args)
+        pickled = _pickle(self._fn, args, self._kwargs, self._style)
+        _require_fitting(self._fn, args, self._kwargs, self._style)
+        return pickled
+
+
+def _require_call(fn: object, args: object) -> None:
+    if not callable(fn):
+        what = f"{fn!r} is not callable."
+        cause = "the function was called instead of being passed."
+        raise ConfigError(Explanation(what, cause=cause, fix="write launch(train, args=(…,))."))
+    if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
+        what = f"args={args!r} is no tuple of the function's arguments."
+        cause = "a single argument was passed by itself."
+        raise ConfigError(Explanation(what, cause=cause, fix="write args=(value,) with a comma."))
+
+
+def _require_fitting(
+    fn: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], style: CallStyle
+) -> None:
+    """Refuse arguments that the function cannot take, the context or rank in front included."""
+    if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
+        what = f"{getattr(fn, '__qualname__', repr(fn))} is an async function or a generator."
+        cause = "calling it only makes an object; nothing of its body would run."
+        fix = "pass a plain function; inside, asyncio.run(…) or a loop runs the other one."
+        raise ConfigError(Explanation(what, cause=cause, fix=fix))
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # a builtin that does not say
+        return
+    try:
+        signature.bind(None, *args, **kwargs)
+    except TypeError as exc:
+        name = getattr(fn, "__qualname__", repr(fn))
+        first, other = ("the context", "spawn") if style == "launch" else ("the rank", "launch")
+        what = f"{name}{signature} cannot be called with {first} and {len(args)} arguments: {exc}."
+        cause = f"{style} passes {first} first, then args."
+        fix = f"add a first parameter for {first}, check args=…, or use ddpsafe.{other}."
+        raise ConfigError(Explanation(what, cause=cause, fix=fix)) from None
+
+
+def _pickle(
+    fn: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], style: CallStyle
+) -> PickledCall:
+    try:
+        # Scripts for torch's spawn may write to a tensor and read it in the caller.
+        call = (fn, tuple(args), dict(kwargs))
+        data, handles = payload.dumps_call(call, shares_tensors=style == "spawn")
+    except Exception as exc:
+        raise _cannot_travel(fn, args, kwargs, exc) from exc
+    return PickledCall(data=data, handles=handles)
+
+
+def _cannot_travel(
+    fn: object, args: Sequence[Any], kwargs: Mapping[str, Any], exc: Exception
+) -> ConfigError:
+    name = getattr(fn, "__qualname__", repr(fn))
+    for part, path in ((args, "args"), (kwargs, "kwargs"), (fn, name)):
+        found = payload.find_unpicklable(part, path)
+        if found is not None:
+            path, exc = found[0], found[1]  # type: ignore[assignment]  # noqa: PLW2901
+            break
+    else:
+        path = name
+    what = f"{path} cannot be sent to another process: {exc}"
+    cause = "open files, locks, sockets, generators and GPU tensors belong to one process."
+    fix = "pass what it is made from (a path, a seed) and make it inside the function."
+    return ConfigError(Explanation(what, cause=cause, fix=fix))
+
 
 LOOPBACK: Final = "127.0.0.1"
 

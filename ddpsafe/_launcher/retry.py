@@ -15,7 +15,7 @@ from tenacity.stop import stop_base
 from ddpsafe._clock import Deadline
 from ddpsafe._config.policies import DETERMINISTIC
 from ddpsafe._errors import STARTUP_KINDS, DDPSafeError, LaunchError, PreflightError
-from ddpsafe._launcher.signals import Interrupted, open_inbox
+from ddpsafe._launcher.watch.signals import Interrupted, open_inbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable

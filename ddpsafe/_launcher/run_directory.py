@@ -23,7 +23,7 @@ from ddpsafe._wire.spec import LogFiles, open_log
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from ddpsafe._wire.outcome import RankOutcome
+    from ddpsafe._wire.messages import RankOutcome
     from ddpsafe._world import World
 logger = logging.getLogger(__name__)
 _ROOM_BYTES: Final = 64 << 10

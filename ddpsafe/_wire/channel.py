@@ -7,6 +7,7 @@ middle of a large result would stop its launcher too. Here the launcher reads wh
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import pickle
 import struct
@@ -16,10 +17,73 @@ from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from ddpsafe._wire.living_threads import LivingThreads
-    from ddpsafe._wire.outcome import Message
+    from ddpsafe._wire.messages import Message
 
-    Report = Message | LivingThreads
+
+_NUMBERS: Final = struct.Struct("<QQqQ")
+_NO_CHECKPOINT: Final = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a rank has come in one attempt.
+
+    Attributes:
+        steps: Optimizer steps of this attempt.
+        saves: Checkpoints that it has saved in this attempt.
+        checkpoint: Step number of the last one that it has restored or saved; ``None`` without one.
+        steps_at_checkpoint: What `steps` was by then.
+    """
+
+    steps: int = 0
+    saves: int = 0
+    checkpoint: int | None = None
+    steps_at_checkpoint: int = 0
+
+    @property
+    def steps_since_checkpoint(self) -> int:
+        """Optimizer steps behind the last checkpoint."""
+        return self.steps - self.steps_at_checkpoint
+
+
+class StepCounter:
+    """The progress of one rank, in memory that both processes map.
+
+    Args:
+        fd: A file that begins with `EMPTY`; mapped here, closed by its owner.
+    """
+
+    EMPTY: Final = _NUMBERS.pack(0, 0, _NO_CHECKPOINT, 0)
+    """What a new file has to contain."""
+
+    def __init__(self, fd: int) -> None:
+        """Map the file."""
+        self._memory = mmap.mmap(fd, _NUMBERS.size)
+
+    def count(self) -> None:
+        """Count one optimizer step; costs a fraction of a microsecond."""
+        steps, *others = _NUMBERS.unpack_from(self._memory)
+        _NUMBERS.pack_into(self._memory, 0, steps + 1, *others)
+
+    def note_checkpoint(self, step: int, *, is_new: bool) -> None:
+        """Note that the rank goes on from a checkpoint: it has restored it, or saved a new one."""
+        steps, saves, _, _ = _NUMBERS.unpack_from(self._memory)
+        _NUMBERS.pack_into(self._memory, 0, steps, saves + is_new, step, steps)
+
+    def read(self) -> Progress:
+        """Return how far the rank has come."""
+        steps, saves, checkpoint, steps_at_checkpoint = _NUMBERS.unpack_from(self._memory)
+        return Progress(
+            steps=steps,
+            saves=saves,
+            checkpoint=None if checkpoint == _NO_CHECKPOINT else checkpoint,
+            steps_at_checkpoint=steps_at_checkpoint,
+        )
+
+    def close(self) -> None:
+        """Unmap."""
+        self._memory.close()
+
 
 _HEADER: Final = struct.Struct("<Q")
 _CHUNK: Final = 1 << 20
@@ -122,7 +186,7 @@ class Sender:
         """Tell whether this process is the rank, and not a fork of it."""
         return os.getpid() == self._pid
 
-    def send(self, message: Report) -> None:
+    def send(self, message: Message) -> None:
         """Write one message.
 
         A launcher that is gone is no error here: the lifeline ends the rank. Nothing can follow a
@@ -165,14 +229,14 @@ class Receiver:
         """Return the descriptor to wait on."""
         return self._fd
 
-    def receive(self) -> list[Report]:
+    def receive(self) -> list[Message]:
         """Read what has arrived, without waiting.
 
         Returns:
             The messages that are complete; the rest is kept for the next call.
         """
         self._fill()
-        messages: list[Report] = []
+        messages: list[Message] = []
         while (body := self._next_body()) is not None:
             # The peer is our own child on an anonymous pipe, not a network peer.
             messages.append(pickle.loads(body))  # noqa: S301 - see above

@@ -1,1 +1,18 @@
-"""Runs in each rank: from the first line of the new process to its report and exit."""
+"""Runs in each rank.
+
+::
+
+    entrypoint         a rank from its first line to its report
+    environment        variables, streams and device of the rank
+    session            the state of the rank that its launcher made
+    context            `RankContext`, what the user's function sees
+    collectives        reduce, gather and broadcast
+    process_group      `init_process_group` under a deadline, and its end
+    store_sync         barriers and messages over the store
+    torch_hooks        every private name of torch, guarded
+    pending_exception  exceptions that are being handled when a rank begins to wait
+    lifeline           the pipe to the launcher, and the thread that answers it
+    preload            what the fork server loads once
+    join/              ranks that another launcher has started
+    stop/              the agreement to stop
+"""

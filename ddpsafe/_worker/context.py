@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ParamSpec, TextIO, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TextIO, TypeVar, cast, overload
 
 from ddpsafe._clock import Deadline
-from ddpsafe._worker import collectives, in_flight, stopping
-from ddpsafe._worker.absence import barrier_timeout_error
-from ddpsafe._worker.following import following
-from ddpsafe._worker.stop_calls import NoAgreementError
+from ddpsafe._errors import BarrierTimeoutError, Explanation, RankRaisedError
+from ddpsafe._wire.exceptions import clip, text_of
+from ddpsafe._worker import collectives, pending_exception
+from ddpsafe._worker.stop import agreement
+from ddpsafe._worker.stop.agreement import NoAgreementError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
     from datetime import timedelta
     from pathlib import Path
@@ -24,9 +26,126 @@ if TYPE_CHECKING:
 
     from ddpsafe._config.durations import DurationLike
     from ddpsafe._worker.collectives import ReduceOp
-    from ddpsafe._worker.control import Control
+    from ddpsafe._worker.store_sync import Control, Departure
     from ddpsafe._world import World
     from ddpsafe.data import DataLoader
+
+
+def barrier_timeout_error(
+    context: RankContext, label: str, missing: list[int], deadline: Deadline
+) -> BarrierTimeoutError:
+    """Word the error of a wait that ended without all ranks.
+
+    Args:
+        context: The rank that waited.
+        label: What the ranks met for.
+        missing: The ranks that did not come.
+        deadline: How long it was waited.
+    """
+    waited_s = deadline.waited_s()
+    names = ", ".join(map(str, missing))
+    what = (
+        f"{context.world} waited {waited_s:.1f} s at the barrier {label!r} "
+        f"in attempt {context.attempt}: rank {names} did not come."
+    )
+    departure = None if context.control is None else context.control.departure()
+    if departure is None:
+        cause = f"rank {names} is slower, hangs, or took another branch of the script."
+        fix = "let every rank call the same barriers in the same order, or raise timeouts.barrier."
+    else:
+        cause, fix = _after_departure(departure)
+    return BarrierTimeoutError(
+        Explanation(what, cause=cause, fix=fix),
+        waited_s=waited_s,
+        missing_ranks=missing,
+        attempt=context.attempt,
+    )
+
+
+def peer_failure_line(departure: Departure) -> str:
+    """Say in a line which rank failed first, for a rank that fails because of it."""
+    if departure.origin in ("peer-lost", "timeout"):
+        return f"rank {departure.rank} failed before, because of another rank: {departure.error}"
+    return f"rank {departure.rank} failed first: {departure.error}"
+
+
+def peer_failed_error(context: RankContext, departure: Departure) -> RankRaisedError:
+    """Explain that a rank which has returned belongs to a job that failed."""
+    what = f"{peer_failure_line(departure)} ({context.world} itself had returned)."
+    cause, fix = _after_departure(departure)
+    error = RankRaisedError(
+        Explanation(what, cause=cause, fix=fix),
+        rank=departure.rank,
+        local_rank=0,
+        hostname="",
+        attempt=context.attempt,
+    )
+    error.origin = "peer-lost"
+    return error
+
+
+def _after_departure(departure: Departure) -> tuple[str, str]:
+    """Say why a rank that has failed did not come, and where to look."""
+    rank, origin, error, _ = departure
+    if origin not in ("peer-lost", "timeout"):
+        cause = f"rank {rank} has failed: {error}"
+        fix = f"look at rank {rank}'s own error; this one only follows from it."
+        return cause, fix
+    # A rank that is killed tells nobody: the first to tell is one that was in touch with it.
+    what = "lost" if origin == "peer-lost" else "waited in vain for"
+    cause = f"rank {rank} has failed as well, since it {what} another rank: {error}"
+    fix = "find the rank whose output ends without such an error; the others only follow from it."
+    return cause, fix
+
+
+_MAX_MESSAGE: Final = 1_000
+
+
+@contextlib.contextmanager
+def following(context: RankContext, *, local: bool) -> Iterator[None]:
+    """Run the body in the leading rank first; see `RankContext.rank_zero_first`."""
+    control = context.control
+    if control is None:
+        collectives.require_group(context.world)
+        yield
+        return
+    name = f"rank-zero-first/{context.node_rank if local else 'all'}"
+    leads = context.is_local_main if local else context.is_main
+    if not leads:
+        # torchrun, Slurm's default and we number ranks node by node.
+        leader = context.rank - context.local_rank if local else 0
+        _await_leader(context, control, name, leader)
+        yield
+        return
+    try:
+        yield
+    except BaseException as exc:
+        control.publish(name, f"{type(exc).__name__}: {clip(text_of(exc), _MAX_MESSAGE)}")
+        raise
+    control.publish(name, None)
+
+
+def _await_leader(context: RankContext, control: Control, name: str, leader: int) -> None:
+    deadline = Deadline.after(context.barrier_timeout)
+    came, failure = control.verdict(name, deadline=deadline)
+    if not came:
+        raise barrier_timeout_error(context, "rank_zero_first", [leader], deadline)
+    if failure is not None:
+        failed = failure.rank
+        what = (
+            f"rank {failed} failed in rank_zero_first: {failure.error} (seen by {context.world})."
+        )
+        fix = f"see the error of rank {failed} itself; this rank only waited for it."
+        error = RankRaisedError(
+            Explanation(what, cause=f"the error of rank {failed} above.", fix=fix),
+            rank=failed,
+            local_rank=0,
+            hostname="",
+            attempt=context.attempt,
+        )
+        error.origin = "peer-lost"
+        raise error
+
 
 P = ParamSpec("P")
 M = TypeVar("M", bound="nn.Module")
@@ -141,7 +260,7 @@ class RankContext:
             return
         deadline = Deadline.after(limit)
         label = name or "barrier"
-        with in_flight.waiting():
+        with pending_exception.waiting():
             missing = self.control.meet(f"barrier/{label}", deadline=deadline)
         if missing:
             raise barrier_timeout_error(self, label, missing, deadline)
@@ -213,7 +332,7 @@ class RankContext:
             ValueError: The weights sum to zero.
         """
         collectives.require_group(self.world)
-        with in_flight.waiting():
+        with pending_exception.waiting():
             return cast("X", collectives.reduce_mean(x, weight, self.device))
 
     def all_reduce(self, x: X, op: ReduceOp = "sum") -> X:
@@ -233,7 +352,7 @@ class RankContext:
             MismatchError: The ranks passed different keys, shapes or operations.
         """
         collectives.require_group(self.world)
-        with in_flight.waiting():
+        with pending_exception.waiting():
             return cast("X", collectives.all_reduce(x, op, self.device))
 
     def all_gather(self, obj: T) -> list[T]:
@@ -280,7 +399,7 @@ class RankContext:
             BarrierTimeoutError: A request came, and some ranks could not be asked for their part.
         """
         collectives.require_group(self.world)
-        stop = stopping.find_current()
+        stop = agreement.find_current()
         if stop is None:
             return False
         try:

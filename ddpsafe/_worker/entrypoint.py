@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import resource
 import sys
 import threading
 import time
@@ -14,8 +15,7 @@ import traceback
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from ddpsafe._bounded import BoundedCall
-from ddpsafe._clock import Deadline
+from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._wire import payload
 from ddpsafe._wire.channel import (
     ASK_POSITION,
@@ -25,9 +25,10 @@ from ddpsafe._wire.channel import (
     END_NOW,
     Sender,
 )
-from ddpsafe._wire.exceptions import exit_code_of, goes_on
-from ddpsafe._wire.outcome import (
+from ddpsafe._wire.exceptions import exit_code_of, goes_on, is_library
+from ddpsafe._wire.messages import (
     Entered,
+    LivingThreads,
     Position,
     Raised,
     Recovered,
@@ -35,21 +36,77 @@ from ddpsafe._wire.outcome import (
     ScriptExit,
     in_a_line,
 )
+from ddpsafe._wire.peer_errors import find_kind
 from ddpsafe._wire.spec import open_log, unreported_mark
-from ddpsafe._worker import environment, in_flight, lifeline, stopping
-from ddpsafe._worker.launcher_line import LauncherLine
-from ddpsafe._worker.living_threads import find_living_threads
-from ddpsafe._worker.memory import describe_memory, is_out_of_memory
-from ddpsafe._worker.stop_calls import StopCalls
+from ddpsafe._worker import environment, lifeline, pending_exception
+from ddpsafe._worker.stop import agreement
+from ddpsafe._worker.stop.agreement import StopCalls
+from ddpsafe._worker.stop.transports import LauncherLine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import FrameType
 
     from ddpsafe._wire.channel import Inheritance, InheritedFd
-    from ddpsafe._wire.outcome import Phase
+    from ddpsafe._wire.messages import Phase
     from ddpsafe._wire.spec import RankSpec
 
     Call = tuple[Callable[..., object], tuple[object, ...], dict[str, object]]
+
+
+_GIB = 1 << 30
+
+
+def is_out_of_memory(exc: BaseException) -> bool:
+    """Tell whether the exception says that memory ran out, on the host or on a GPU."""
+    if isinstance(exc, MemoryError) or type(exc).__name__ == "OutOfMemoryError":
+        return True
+    # torch's allocator of host memory, CUDA's own errors and NCCL's have no class for it.
+    line = f"{type(exc).__name__}: {exc}"
+    return isinstance(exc, RuntimeError) and find_kind(line) == "out-of-memory"
+
+
+def describe_memory() -> str:
+    """Say what this process holds, on the host and on its GPU if it uses one."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
+    parts = [f"{peak / _GIB:.2f} GiB of host memory at its peak"]
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        held = f"{allocated / _GIB:.2f} GiB in tensors of {reserved / _GIB:.2f} GiB reserved"
+        parts.append(f"{held} on the GPU")
+    return "; ".join(parts)
+
+
+def find_living_threads() -> LivingThreads:
+    """Name each thread that Python waits for at its end, with its place.
+
+    Without one it is the main thread that has not come to the end, as in a function that is
+    registered with `atexit`.
+    """
+    main = threading.main_thread()
+    kept = [each for each in threading.enumerate() if each is not main and not each.daemon]
+    frames = sys._current_frames()  # noqa: SLF001 - documented, in spite of its name
+    if not kept:
+        return LivingThreads(places=(), main=_place_of(main, frames, is_main=True))
+    places = [(each.name, _place_of(each, frames, is_main=False)) for each in kept]
+    return LivingThreads(
+        places=tuple(
+            f"thread {name!r}" + (f" at {place}" if place else "") for name, place in places
+        )
+    )
+
+
+def _place_of(thread: threading.Thread, frames: dict[int, FrameType], *, is_main: bool) -> str:
+    """Return the innermost line that a thread is at: one of the user's, of the main thread only such."""
+    frame = frames.get(thread.ident or 0)
+    stack = traceback.extract_stack(frame) if frame is not None else []
+    own = [each for each in stack if not is_library(each.filename)]
+    shown = own or ([] if is_main else stack)
+    return f"{shown[-1].filename}:{shown[-1].lineno} in {shown[-1].name}" if shown else ""
+
 
 _MAX_EXCEPTION_BYTES = 1 << 20
 _DESCRIBE_S = 0.2
@@ -200,8 +257,8 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
     sender = Sender(inheritance.report.fd)
     reporter = Reporter(sender, spec.logs.stderr)
     line = LauncherLine(sender, StopCalls())
-    stop = stopping.Stopping(line.calls, line)
-    stopping.enter(stop)
+    stop = agreement.Stopping(line.calls, line)
+    agreement.enter(stop)
     stacks = environment.Stacks(spec.logs)
     lifeline.tie_to_launcher(
         inheritance.lifeline.fd,
@@ -238,10 +295,10 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
 def _run_user_code(spec: RankSpec, reporter: Reporter, inheritance: Inheritance) -> object:
     from ddpsafe._worker import session
 
-    in_flight.tell(reporter)
+    pending_exception.tell(reporter)
     session.install_hooks(spec)
     environment.use_threads(spec.num_threads)
-    environment.count_steps(inheritance.steps.fd, after_step=in_flight.after_step)
+    environment.count_steps(inheritance.steps.fd, after_step=pending_exception.after_step)
     # What unpickling the arguments does on "cuda" is done on the rank's GPU, not on the first one.
     # In spawn style the script may still choose its GPUs, or fork, as with mp.spawn.
     device = environment.use_device(spec.device, is_current=spec.style == "launch")

@@ -11,9 +11,8 @@ import sys
 from typing import TYPE_CHECKING, Final, TextIO
 
 from ddpsafe._errors import Explanation, PreflightError
-from ddpsafe._wire.channel import Claim
+from ddpsafe._wire.channel import Claim, StepCounter
 from ddpsafe._wire.spec import STACKS_SIGNAL, open_log, semaphore_prefix
-from ddpsafe._wire.step_counter import StepCounter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -218,7 +217,7 @@ def seed_all(seed: int) -> None:
 
     import torch
 
-    from ddpsafe._worker.current import current_world
+    from ddpsafe._worker.session import current_world
 
     rank = current_world().rank
     torch.manual_seed(seed)

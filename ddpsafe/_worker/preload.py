@@ -8,20 +8,10 @@ import os
 import signal
 
 from ddpsafe._wire import payload
-from ddpsafe._worker import (
-    context,
-    control,
-    current,
-    entrypoint,
-    process_group,
-    session,
-    torch_hooks,
-)
+from ddpsafe._worker import context, entrypoint, process_group, session, torch_hooks
 
 __all__ = [
     "context",
-    "control",
-    "current",
     "entrypoint",
     "payload",
     "process_group",

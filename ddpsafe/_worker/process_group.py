@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ddpsafe._errors import Explanation, RendezvousTimeoutError
-from ddpsafe._worker import in_flight
+from ddpsafe._worker import pending_exception
 from ddpsafe._worker.torch_hooks import DRAIN_S, forget_collectives, let_members_make_groups
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from ddpsafe._clock import Deadline
-    from ddpsafe._worker.control import Control
+    from ddpsafe._worker.store_sync import Control
     from ddpsafe._world import World
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def meet_everyone(control: Control | None, world: World, *, deadline: Deadline) 
     if missing:
         raise not_joined(world, missing, deadline)
     forget_collectives()
-    in_flight.going_on()
+    pending_exception.going_on()
 
 
 def not_joined(world: World, missing: list[int], deadline: Deadline) -> RendezvousTimeoutError:

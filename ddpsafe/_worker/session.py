@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpsafe._clock import Deadline
-from ddpsafe._worker import context, current, in_flight, process_group, torch_hooks
-from ddpsafe._worker.control import Control, FolderStore
-from ddpsafe._world import loopback_interfaces
+from ddpsafe._worker import context, pending_exception, process_group, torch_hooks
+from ddpsafe._worker.store_sync import Control, FolderStore
+from ddpsafe._world import World, find_world, loopback_interfaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,8 +19,32 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
-    from ddpsafe._wire.outcome import Phase
+    from ddpsafe._wire.messages import Phase
     from ddpsafe._wire.spec import RankSpec
+    from ddpsafe._worker.context import RankContext
+
+
+_current: RankContext | None = None
+
+
+def enter(context: RankContext | None) -> RankContext | None:
+    """Make a context the current one; return the one before, to be restored."""
+    global _current
+    before, _current = _current, context
+    return before
+
+
+def find_current() -> RankContext | None:
+    """Return the context of this rank, or ``None`` outside of one."""
+    return _current
+
+
+def current_world() -> World:
+    """Return this process' place: of the context, else of the environment, else alone."""
+    if _current is not None:
+        return _current.world
+    return find_world(os.environ) or World.alone()
+
 
 _spec: RankSpec | None = None
 
@@ -42,8 +66,8 @@ def install_hooks(spec: RankSpec) -> None:
     )
     if spec.style == "launch" or "collective" in spec.timeouts.chosen:
         torch_hooks.limit_collectives(spec.timeouts.collective)
-    torch_hooks.before_destroy(in_flight.leaving_group)
-    torch_hooks.around_waits(in_flight.waiting)
+    torch_hooks.before_destroy(pending_exception.leaving_group)
+    torch_hooks.around_waits(pending_exception.waiting)
 
 
 def _leave_loopback(spec: RankSpec) -> None:
@@ -55,7 +79,7 @@ def _leave_loopback(spec: RankSpec) -> None:
 
 def _meet(spec: RankSpec, timeout: timedelta | None) -> Store:
     """Wait for all ranks before the script's own group is made: gloo and NCCL would name nobody."""
-    member = current.find_current()
+    member = find_current()
     control = None if member is None else member.control
     limit = spec.timeouts.rendezvous
     if timeout is None or torch_hooks.is_default_timeout(timeout):
@@ -89,7 +113,7 @@ def join(
         barrier_timeout=spec.timeouts.barrier,
         control=control,
     )
-    current.enter(member)
+    enter(member)
     return member
 
 
@@ -116,7 +140,7 @@ def leave(deadline: Deadline) -> None:
     """
     import torch.distributed as dist
 
-    member = current.enter(None)
+    member = enter(None)
     control = None if member is None else member.control
     if dist.is_initialized():
         process_group.close_group(control, deadline=deadline)

@@ -19,8 +19,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qs, urlparse
 
-from ddpsafe._bounded import BoundedCall
-from ddpsafe._wire.outcome import MAIN_GROUP, UNKNOWN_COLLECTIVE, Collective
+from ddpsafe._clock import BoundedCall
+from ddpsafe._wire.messages import MAIN_GROUP, UNKNOWN_COLLECTIVE, Collective
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

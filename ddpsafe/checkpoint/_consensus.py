@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import Explanation
-from ddpsafe._machine import boot_id
+from ddpsafe._host import boot_id
 from ddpsafe.checkpoint import errors
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ddpsafe._worker.context import RankContext
-    from ddpsafe._worker.control import Control
+    from ddpsafe._worker.store_sync import Control
 
     Judge = Callable[[dict[int, "Message"]], dict[str, Any]]
     Absent = Callable[["Absence"], errors.CheckpointError]
@@ -231,7 +231,7 @@ class Ranks:
     """
 
     def __init__(self, timeout: timedelta) -> None:
-        from ddpsafe._worker.attached import current
+        from ddpsafe._worker.join.attached import current
 
         self._context: RankContext = current()
         self._control: Control | None = self._context.control
@@ -426,11 +426,11 @@ class Exchange:
             CheckpointError: Rank 0 announced that it, or another rank, failed; or it has ended, or
                 did not answer in time.
         """
-        from ddpsafe._worker import in_flight
+        from ddpsafe._worker import pending_exception
 
         assert self._control is not None  # noqa: S101 - a rank other than 0 has peers
         answer = f"{self._name}/answer"
-        with in_flight.waiting():
+        with pending_exception.waiting():
             try:
                 raw, lost = self._wait(answer, [0], deadline, self._has_answered)
             except RuntimeError as exc:  # torch's, for a store that does not answer

@@ -29,7 +29,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import Explanation
-from ddpsafe._machine import boot_id
+from ddpsafe._host import boot_id
 from ddpsafe.checkpoint.errors import DirectoryError, DirectoryLockedError
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe._bounded import BoundedCall
+from ddpsafe._clock import BoundedCall
 from ddpsafe._errors import Explanation, ranks_text
 from ddpsafe.checkpoint import _directory, _sharded
 from ddpsafe.checkpoint._checksums import ChecksumWriter

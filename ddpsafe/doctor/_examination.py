@@ -7,8 +7,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._bounded import BoundedCall
-from ddpsafe._clock import Deadline
+from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe.doctor._checks import all_checks, launch_checks
 from ddpsafe.doctor._finding import warning

@@ -12,8 +12,8 @@ from importlib import metadata
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._bounded import BoundedCall
-from ddpsafe._interfaces import Interface, list_interfaces
+from ddpsafe._clock import BoundedCall
+from ddpsafe._host import Interface, list_interfaces
 from ddpsafe._secrets import Mask, hide_value
 from ddpsafe.doctor._checks.data_storage import find_storage
 from ddpsafe.doctor._checks.processes import clock_is_synchronised

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddpsafe._bounded import BoundedCall
+from ddpsafe._clock import BoundedCall
 from ddpsafe._config.endpoint import find_address, resolve_host
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from ddpsafe._config.endpoint import Endpoint, parse_endpoint
 from ddpsafe._config.sources import find_variable, read_config_file
 from ddpsafe._errors import ConfigError
-from ddpsafe._interfaces import as_setting
+from ddpsafe._host import as_setting
 from ddpsafe.doctor._nvml import count_device_nodes
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import ddpsafe
-from ddpsafe._worker.control import Control
+from ddpsafe._worker.store_sync import Control
 from ddpsafe.checkpoint import Checkpointer, _consensus
 
 if TYPE_CHECKING:

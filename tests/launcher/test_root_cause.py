@@ -31,9 +31,9 @@ from ddpsafe._launcher.diagnosis.evidence import (
     read_stack,
 )
 from ddpsafe._launcher.diagnosis.root_cause import RULES, find_root_cause
-from ddpsafe._launcher.supervisor import Ending, Verdict
+from ddpsafe._launcher.watch.supervisor import Ending, Verdict
 from ddpsafe._wire.exceptions import note_met
-from ddpsafe._wire.outcome import Collective, NativeError, Position, Raised, RankOutcome
+from ddpsafe._wire.messages import Collective, NativeError, Position, Raised, RankOutcome
 from ddpsafe._wire.payload import CannotTravelError
 from ddpsafe.checkpoint.errors import NoSpaceError
 from ddpsafe.data.errors import WorkerDiedError

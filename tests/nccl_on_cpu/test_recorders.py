@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 import torch.distributed
 
-from ddpsafe._wire.outcome import MAIN_GROUP, Position
+from ddpsafe._wire.messages import MAIN_GROUP, Position
 from ddpsafe._worker import torch_hooks
 from ddpsafe._worker.torch_hooks import forget_collectives, read_flight_recorders
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ddpsafe._launcher.diagnosis.evidence import read_native_error, read_position
-from ddpsafe._wire.outcome import MAIN_GROUP
+from ddpsafe._wire.messages import MAIN_GROUP
 from ddpsafe._wire.peer_errors import (
     WatchdogPlace,
     find_kind,

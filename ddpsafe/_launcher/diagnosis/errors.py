@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from ddpsafe._config import RetryPolicy, Timeouts
     from ddpsafe._errors import FailureKind
     from ddpsafe._launcher.diagnosis.root_cause import RootCause, RuleName
-    from ddpsafe._launcher.supervisor import Ending
-    from ddpsafe._wire.outcome import Raised, RankOutcome
+    from ddpsafe._launcher.watch.supervisor import Ending
+    from ddpsafe._wire.messages import Raised, RankOutcome
 
 _MAX_MESSAGE: Final = 1_000
 _MAX_LINE: Final = 400

@@ -17,14 +17,14 @@ import psutil
 
 from ddpsafe._clock import Deadline
 from ddpsafe._wire.exceptions import is_library, is_point_to_point
-from ddpsafe._wire.outcome import UNKNOWN_COLLECTIVE, Collective, NativeError, Position
+from ddpsafe._wire.messages import UNKNOWN_COLLECTIVE, Collective, NativeError, Position
 from ddpsafe._wire.peer_errors import find_native_text, read_places
 from ddpsafe._wire.spec import STACKS_SIGNAL, read_log
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ddpsafe._launcher.worker import Worker
+    from ddpsafe._launcher.processes.rank_process import Worker
     from ddpsafe._wire.peer_errors import WatchdogPlace
 
 _ANSWER: Final = timedelta(seconds=0.8)

@@ -8,7 +8,7 @@ from ddpsafe._wire.peer_errors import find_kind, is_full_disk
 
 if TYPE_CHECKING:
     from ddpsafe._errors import FailureKind
-    from ddpsafe._wire.outcome import Raised
+    from ddpsafe._wire.messages import Raised
 
 
 Topic = Literal["port", "disk"]

@@ -11,7 +11,7 @@ import psutil
 from ddpsafe._launcher.diagnosis.evidence import CRASH
 from ddpsafe._launcher.diagnosis.root_cause import is_own_fault, newest_collective
 from ddpsafe._wire.exceptions import is_library
-from ddpsafe._wire.outcome import is_peer_origin
+from ddpsafe._wire.messages import is_peer_origin
 from ddpsafe._wire.peer_errors import without_source
 from ddpsafe._wire.spec import read_log
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ddpsafe._errors import FailureKind
     from ddpsafe._launcher.diagnosis.failure_kind import Topic
     from ddpsafe._launcher.diagnosis.root_cause import RootCause, RuleName
-    from ddpsafe._wire.outcome import RankOutcome
+    from ddpsafe._wire.messages import RankOutcome
 
 _LAST_LINES: Final = 8
 _LAST_COMPLAINT: Final = 4

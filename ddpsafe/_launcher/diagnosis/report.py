@@ -14,7 +14,7 @@ from ddpsafe._wire.spec import open_log, read_log
 
 if TYPE_CHECKING:
     from ddpsafe._errors import LaunchError
-    from ddpsafe._wire.outcome import RankOutcome
+    from ddpsafe._wire.messages import RankOutcome
 
 SCHEMA: Final = 1
 """Raised when a field of the JSON changes its meaning; new fields do not raise it."""

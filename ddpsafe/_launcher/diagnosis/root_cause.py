@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 import psutil
 
 from ddpsafe._launcher.diagnosis.failure_kind import kind_of
-from ddpsafe._wire.outcome import (
+from ddpsafe._wire.messages import (
     MAIN_GROUP,
     UNKNOWN_COLLECTIVE,
     Collective,

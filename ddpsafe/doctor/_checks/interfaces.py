@@ -12,14 +12,14 @@ from ddpsafe._config.interfaces import (
     check_interfaces,
 )
 from ddpsafe._config.problems import find_near
-from ddpsafe._interfaces import expand_nccl, interface_variables, list_interfaces
+from ddpsafe._host import expand_nccl, interface_variables, list_interfaces
 from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
 from ddpsafe.doctor._subject import find_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ddpsafe._interfaces import Interface
+    from ddpsafe._host import Interface
     from ddpsafe.doctor._checks import Check
     from ddpsafe.doctor._subject import Subject
 

@@ -7,9 +7,9 @@ import socket
 import time
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._bounded import BoundedCall
+from ddpsafe._clock import BoundedCall
 from ddpsafe._config.endpoint import find_address
-from ddpsafe._interfaces import list_interfaces
+from ddpsafe._host import list_interfaces
 from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
 from ddpsafe.doctor._host import addresses_of
 

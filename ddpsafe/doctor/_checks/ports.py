@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
-from ddpsafe._interfaces import list_interfaces
+from ddpsafe._host import list_interfaces
 from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
 from ddpsafe.doctor._host import addresses_of
 

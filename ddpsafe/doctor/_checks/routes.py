@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._config.interfaces import GLOO, NCCL
-from ddpsafe._interfaces import (
+from ddpsafe._host import (
     as_setting,
     find_interface_of,
     interface_variables,
@@ -22,7 +22,7 @@ from ddpsafe.doctor._subject import find_place
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ddpsafe._interfaces import Interface
+    from ddpsafe._host import Interface
     from ddpsafe.doctor._checks import Check
     from ddpsafe.doctor._subject import Subject
 

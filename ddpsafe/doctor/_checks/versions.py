@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._config.backends import find_unknown, suggest
-from ddpsafe._machine import is_directory_gone
+from ddpsafe._host import is_directory_gone
 from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import asyncio
 import json
 from typing import TYPE_CHECKING, Any, Literal
 
-from ddpsafe._bounded import BoundedCall
+from ddpsafe._clock import BoundedCall
 from ddpsafe.doctor._mesh._examination import meet_at_endpoint, meet_at_store
 from ddpsafe.doctor._mesh._job import Job
 

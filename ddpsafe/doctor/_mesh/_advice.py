@@ -11,12 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ddpsafe._interfaces import (
-    LIBRARY_VARIABLES,
-    as_setting,
-    interface_variables,
-    leads_to_containers,
-)
+from ddpsafe._host import LIBRARY_VARIABLES, as_setting, interface_variables, leads_to_containers
 from ddpsafe.doctor._mesh._messages import Gate
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import Deadline
-from ddpsafe._interfaces import interface_variables
+from ddpsafe._host import interface_variables
 from ddpsafe.doctor import _mesh_codes as _codes
 from ddpsafe.doctor._finding import Finding, printable
 from ddpsafe.doctor._mesh._board import wait_for

@@ -8,13 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._clock import Deadline
-from ddpsafe._interfaces import (
-    Interface,
-    expand_nccl,
-    find_address_towards,
-    is_loopback,
-    list_interfaces,
-)
+from ddpsafe._host import Interface, expand_nccl, find_address_towards, is_loopback, list_interfaces
 from ddpsafe.doctor._mesh._board import bounded
 from ddpsafe.doctor._mesh._messages import Announced, Flaw
 from ddpsafe.doctor._subject import Place

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, TypeVar
 
-from ddpsafe._bounded import BoundedCall
+from ddpsafe._clock import BoundedCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping

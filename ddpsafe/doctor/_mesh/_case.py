@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 from pydantic import Field, Strict
 
 # pydantic reads annotations when a message is first judged: these must exist at run time.
-from ddpsafe._interfaces import is_loopback
+from ddpsafe._host import is_loopback
 from ddpsafe.doctor._mesh._endpoint import Obstacle  # noqa: TC001
 from ddpsafe.doctor._mesh._messages import (
     MOST_NODES,

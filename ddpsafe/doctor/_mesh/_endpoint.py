@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 from pydantic import Field
 
 from ddpsafe._clock import Deadline
-from ddpsafe._interfaces import is_loopback
+from ddpsafe._host import is_loopback
 from ddpsafe.doctor._mesh import _lines
 from ddpsafe.doctor._mesh._board import bounded
 from ddpsafe.doctor._mesh._guest import Guest

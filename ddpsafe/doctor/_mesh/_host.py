@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from ddpsafe._machine import boot_id
+from ddpsafe._host import boot_id
 
 _PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _USUAL_PORTS: Final = (32768, 60999)

@@ -8,7 +8,7 @@ import socket
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
-from ddpsafe._interfaces import LIBRARY_VARIABLES
+from ddpsafe._host import LIBRARY_VARIABLES
 from ddpsafe.doctor._finding import printable
 from ddpsafe.doctor._matrix import Matrix
 from ddpsafe.doctor._mesh import _lines

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import Deadline
-from ddpsafe._interfaces import is_loopback, list_interfaces, source_address
+from ddpsafe._host import is_loopback, list_interfaces, source_address
 from ddpsafe.doctor._mesh._advice import find_gates
 from ddpsafe.doctor._mesh._announce import announce
 from ddpsafe.doctor._mesh._board import bounded

@@ -1,0 +1,205 @@
+"""Facts of this machine: interfaces and their addresses, cores, the boot."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import shlex
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+def boot_id() -> str:
+    """Return what the kernel drew when it started; the host's name where it does not say."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def is_directory_gone() -> bool:
+    """Tell whether the current directory of this process has been removed."""
+    try:
+        os.getcwd()  # noqa: PTH109 - asked for its error only
+    except FileNotFoundError:
+        return True
+    return False
+
+
+LIBRARY_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+"""What gloo, NCCL and TensorPipe read the name of their interface from."""
+
+_DISCARD_PORT: Final = 9
+_SOMEWHERE: Final = "198.51.100.1"
+"""An address of RFC 5737 that belongs to nobody; only the route to it is asked for."""
+
+
+_VIRTUAL: Final = ("docker", "veth", "br-", "virbr", "cni", "flannel", "cali", "podman", "lxc")
+"""Starts of the names of interfaces that lead to containers of this host only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interface:
+    """One network interface.
+
+    Attributes:
+        name: As ``ip link`` shows it.
+        networks: Its addresses with their networks, in the kernel's order; link-local ones are
+            left out, nobody can connect to them by name.
+        mtu_bytes: The largest packet it sends.
+        is_running: Whether it is up and has a carrier.
+    """
+
+    name: str
+    networks: tuple[ipaddress.IPv4Interface | ipaddress.IPv6Interface, ...]
+    mtu_bytes: int
+    is_running: bool
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Its addresses, IPv4 first."""
+        return tuple(str(each.ip) for each in self.networks)
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """The network of each address, e.g. ``10.77.0.0/24``."""
+        return tuple(str(each.network) for each in self.networks)
+
+    @property
+    def is_loopback(self) -> bool:
+        """Tell whether it leads to this host alone."""
+        return self.name == "lo" or any(each.ip.is_loopback for each in self.networks)
+
+    @property
+    def is_candidate(self) -> bool:
+        """Tell whether ranks of several hosts could talk on it."""
+        usable = self.is_running and bool(self.networks) and not self.is_loopback
+        return usable and not leads_to_containers(self.name)
+
+
+def leads_to_containers(name: str) -> bool:
+    """Tell by its name whether an interface leads to containers of this host only."""
+    return name.startswith(_VIRTUAL)
+
+
+def is_loopback(address: str) -> bool:
+    """Tell whether an address, as numbers, is this host's own and nobody else's."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def list_names() -> list[str]:
+    """Return the names of this host's interfaces, in the order of the kernel's numbers."""
+    return [name for _, name in socket.if_nameindex()]
+
+
+def list_interfaces() -> list[Interface]:
+    """Return the interfaces of this host, in the order of the kernel's numbers."""
+    import psutil
+
+    addresses, states = psutil.net_if_addrs(), psutil.net_if_stats()
+    found = []
+    for name in list_names():
+        own = [
+            _with_prefix(each.address, each.netmask)
+            for each in addresses.get(name, [])
+            if each.family in (socket.AF_INET, socket.AF_INET6) and "%" not in each.address
+        ]
+        state = states.get(name)
+        found.append(
+            Interface(
+                name=name,
+                networks=tuple(each for each in own if not each.ip.is_link_local),
+                mtu_bytes=state.mtu if state else 0,
+                is_running=bool(state and state.isup),
+            )
+        )
+    return found
+
+
+def _with_prefix(
+    address: str, netmask: str | None
+) -> ipaddress.IPv4Interface | ipaddress.IPv6Interface:
+    if netmask is None:
+        return ipaddress.ip_interface(address)
+    bits = int(ipaddress.ip_address(netmask)).bit_count()
+    return ipaddress.ip_interface(f"{address}/{bits}")
+
+
+def expand_nccl(value: str, names: Iterable[str]) -> list[str]:
+    """Return the interfaces that a value of ``NCCL_SOCKET_IFNAME`` selects out of `names`."""
+    excluded = value.startswith("^")
+    value = value.removeprefix("^")
+    exact = value.startswith("=")
+    items = tuple(value.removeprefix("=").split(","))
+    return [
+        name
+        for name in names
+        if (name in items if exact else name.startswith(items)) is not excluded
+    ]
+
+
+def find_address_towards(addresses: Iterable[str]) -> str | None:
+    """Return the own address from which this host would talk to the first reachable of others.
+
+    Nothing is sent: connecting a UDP socket only asks the kernel for the route.
+
+    Args:
+        addresses: Addresses of the other host, as numbers. One of this host's own, or none with
+            a route, stands for "anywhere": then the default route decides, else the first
+            interface that is up, those of containers last.
+
+    Returns:
+        The address as numbers, never loopback; None where this host has no other.
+    """
+    for address in (*addresses, _SOMEWHERE):
+        with contextlib.suppress(OSError):  # no route, or no such family here
+            own = source_address(address)
+            if not is_loopback(own):
+                return own
+    running = [each for each in list_interfaces() if each.is_running and not each.is_loopback]
+    running.sort(key=lambda each: not each.is_candidate)
+    return next((address for each in running for address in each.addresses), None)
+
+
+def source_address(target: str, port: int = _DISCARD_PORT) -> str:
+    """Return the own address from which packets to `target` leave; nothing is sent.
+
+    Raises:
+        OSError: There is no route to it.
+    """
+    family = socket.AF_INET6 if ":" in target else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((target, port))
+        return str(probe.getsockname()[0])
+
+
+def find_interface_of(address: str) -> Interface | None:
+    """Return the interface that has an address."""
+    return next((each for each in list_interfaces() if address in each.addresses), None)
+
+
+def as_setting(variable: str, value: str) -> str:
+    """Return the assignment to copy into a shell; zsh would expand a ``=`` that begins a value."""
+    quoted = shlex.quote(value)
+    quoted = f"'{value}'" if value.startswith("=") and quoted == value else quoted
+    return f"{variable}={quoted}"
+
+
+def interface_variables(name: str) -> dict[str, str]:
+    """Return the variables that keep gloo, NCCL and TensorPipe on one interface.
+
+    NCCL takes prefixes: without ``=``, eth1 would stand for eth10 as well.
+    """
+    return dict(zip(LIBRARY_VARIABLES, (name, f"={name}", name), strict=True))

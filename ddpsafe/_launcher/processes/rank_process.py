@@ -1,0 +1,353 @@
+"""One rank as the launcher sees it: its process, its reports, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.process
+import os
+import signal
+import socket
+from typing import TYPE_CHECKING
+
+from ddpsafe._launcher.processes.descendants import RankProcess, open_pidfd
+from ddpsafe._wire.channel import (
+    ASK_POSITION,
+    ASK_STACKS,
+    ASK_STOP,
+    ASK_THREADS,
+    CALL_NUMBER,
+    END_NOW,
+    STOP_AT,
+    Receiver,
+)
+from ddpsafe._wire.messages import (
+    AskedToStop,
+    Entered,
+    HeedsStop,
+    LivingThreads,
+    NativeError,
+    Phase,
+    Position,
+    Raised,
+    RankOutcome,
+    Recovered,
+    Returned,
+    StopMessage,
+    StopPromise,
+)
+from ddpsafe._wire.spec import read_log
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.process import BaseProcess
+
+    from ddpsafe._wire.channel import Progress, StepCounter
+    from ddpsafe._wire.messages import Status
+    from ddpsafe._wire.spec import RankSpec
+
+
+class StopTalk:
+    """The launcher's side of it, for one rank.
+
+    Attributes:
+        heeds: Whether the rank's function asks now and then if it should stop.
+        asked_by: The signal that asked the rank itself to stop.
+        obeys: Whether its function has been told to stop.
+        promise: The first call of `stop_requested` that it has not answered; ``None`` if unknown yet.
+    """
+
+    def __init__(self, say: Callable[[bytes], None]) -> None:
+        """Talk through `say`, which drops the words if nobody listens."""
+        self._say = say
+        self._has_returned = False
+        self.heeds = False
+        self.asked_by: str | None = None
+        self.obeys = False
+        self.promise: int | None = None
+
+    def note(self, message: StopMessage) -> None:
+        """Take a message of the rank."""
+        if isinstance(message, HeedsStop):
+            self.heeds = True
+        elif isinstance(message, AskedToStop):
+            self.asked_by = message.signal_name
+        elif not isinstance(message, StopPromise):
+            self.obeys = True
+        elif not self._has_returned:
+            self.promise = message.call
+
+    def note_return(self, calls: int) -> None:
+        """Take note that its function has returned, after so many calls: there will be no more."""
+        self._has_returned = True
+        self.promise = calls + 1
+
+    def ask(self) -> None:
+        """Tell it that the job has been asked to stop; see `RankContext.stop_requested`."""
+        self._say(ASK_STOP)
+
+    def stop_at(self, call: int) -> None:
+        """Tell it the call of `stop_requested` from which on the answer is yes."""
+        self._say(STOP_AT + CALL_NUMBER.pack(call))
+
+    def announce_end(self) -> None:
+        """Tell it that the SIGTERM to come is no request."""
+        self._say(END_NOW)
+
+
+_POLL_S = 0.5
+_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
+
+
+class Worker:
+    """One rank as the launcher sees it.
+
+    Attributes:
+        spec: What it was told.
+        phase: The last phase it reported.
+        returned: Its report of success, if it came.
+        raised: Its report of an exception, in flight or final.
+        failed: Whether an exception ended its function.
+        ended_ns: When its end was seen (monotonic).
+        told_to_end: Whether the launcher has begun to end it.
+        position: The last it said about where it is in the sequence of collectives.
+        state: What the system says of the process, when it was asked.
+        stack: The user's innermost line, when it was asked.
+        in_collective: Whether it waited in a collective there.
+        point_to_point: Which send or receive it waited in there.
+        in_rpc: Whether `stack` is of a thread that executes a call of another rank.
+        native: What native code wrote before it ended the process.
+        living_threads: What keeps its process alive, when it was asked.
+        stop: What is said about stopping by itself.
+        is_swept: Whether it has been ended with everything it started.
+    """
+
+    def __init__(
+        self,
+        spec: RankSpec,
+        process: BaseProcess,
+        *,
+        report_fd: int,
+        lifeline_fd: int,
+        steps: StepCounter,
+        protect: Callable[[RankProcess], None],
+    ) -> None:
+        """Own the process, the read end of its report and the write end of its lifeline.
+
+        `protect` is told how the process can be recognised, when it starts and when it has ended.
+        """
+        self.spec = spec
+        self._steps = steps
+        self._lifeline_fd = lifeline_fd
+        os.set_blocking(lifeline_fd, False)
+        self.receiver = Receiver(report_fd)
+        self.phase: Phase = "starting"
+        self.returned: Returned | None = None
+        self.raised: Raised | None = None
+        self.failed = False
+        self.ended_ns: int | None = None
+        self.told_to_end = False
+        self._teardown_ns: int | None = None
+        self.position: Position | None = None
+        self.state = ""
+        self.stack = ""
+        self.in_collective: bool | None = None
+        self.point_to_point = ""
+        self.in_rpc = False
+        self.native: NativeError | None = None
+        self.living_threads: LivingThreads | None = None
+        self.stop = StopTalk(self._say)
+        self.is_swept = False
+        self._process = process
+        self._is_lent = False
+        self._is_abandoned = False
+        self._pidfd = open_pidfd(process.pid)
+        self.identity = RankProcess.of(process.pid) if process.pid is not None else None
+        self._protect = protect
+        if self.identity is not None:
+            protect(self.identity)
+
+    @property
+    def rank(self) -> int:
+        """Its rank."""
+        return self.spec.world.rank
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id."""
+        return self._process.pid
+
+    def lend_process(self) -> BaseProcess:
+        """Return the `multiprocessing` process, whose exit status can be read ever after."""
+        self._is_lent = True
+        return self._process
+
+    @property
+    def exitcode(self) -> int | None:
+        """Exit status as `multiprocessing` gives it; ``None`` while it runs."""
+        return self._process.exitcode
+
+    @property
+    def alive(self) -> bool:
+        """Whether its end has not been seen yet, and is still waited for."""
+        return self.ended_ns is None and not self._is_abandoned
+
+    @property
+    def joined(self) -> bool:
+        """Whether it got as far as the user's function."""
+        return self.phase in ("running", "leaving")
+
+    def end_handle(self) -> int:
+        """Return a descriptor that becomes readable when the process ends.
+
+        The sentinel of `multiprocessing` is a pipe, which a forked DataLoader worker keeps open
+        beyond the rank's death; a pidfd is not fooled.
+        """
+        return self._process.sentinel if self._pidfd is None else self._pidfd
+
+    def take_reports(self) -> None:
+        """Read what the rank has sent."""
+        for message in self.receiver.receive():
+            if isinstance(message, Entered):
+                self.phase = message.phase
+            elif isinstance(message, Returned):
+                self.returned, self.phase = message, "leaving"
+                self.position = message.position
+                self.stop.note_return(message.stop_calls)
+            elif isinstance(message, Position):
+                self.position = message
+            elif isinstance(message, LivingThreads):
+                self.living_threads = message
+            elif isinstance(message, Recovered):
+                self.raised = self.raised if self.failed else None
+            elif not isinstance(message, Raised):
+                self.stop.note(message)
+            elif not self._is_our_doing(message):
+                self._take_exception(message)
+
+    def _is_our_doing(self, raised: Raised) -> bool:
+        """Tell whether ranks were being ended by then: all that is lost after that is our doing."""
+        return self._teardown_ns is not None and raised.at_ns > self._teardown_ns
+
+    def _take_exception(self, raised: Raised) -> None:
+        """Take the first one, or the one that ended the rank, unless that is but an echo.
+
+        What a ``finally: dist.barrier()`` raises hides the exception that led there.
+        """
+        self.failed = self.failed or raised.final
+        earlier = self.raised
+        hides = earlier is not None and not earlier.is_peer_error and raised.is_peer_error
+        if earlier is None or (raised.final and not hides):
+            self.raised, self.position = raised, raised.position
+
+    def note_teardown(self, at_ns: int) -> None:
+        """Record that ranks are being ended from now on (monotonic)."""
+        self.take_reports()
+        self._teardown_ns = at_ns
+
+    @property
+    def crashed(self) -> bool:
+        """Whether a signal that a program brings upon itself ended it."""
+        return self.exitcode is not None and -self.exitcode in _CRASHES
+
+    def error_text(self) -> str:
+        """Return what it wrote to stderr."""
+        return read_log(self.spec.logs.stderr)
+
+    def progress(self) -> Progress:
+        """Return how far it has come."""
+        return self._steps.read()
+
+    def ask_position(self) -> None:
+        """Ask where it is; the answer is a report. A rank that holds the GIL cannot answer."""
+        self._say(ASK_POSITION)
+
+    def ask_stacks(self) -> None:
+        """Ask it to write down what all its threads do, and then where it is."""
+        self._say(ASK_STACKS)
+
+    def ask_threads(self) -> None:
+        """Ask what keeps its process alive; the answer is a report."""
+        self._say(ASK_THREADS)
+
+    def _say(self, word: bytes) -> None:
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            os.write(self._lifeline_fd, word)
+
+    def note_end(self, seen_ns: int) -> None:
+        """Record that the process has ended, with the last it had to say.
+
+        Args:
+            seen_ns: When that was seen (monotonic): the same for all that was seen at one look.
+        """
+        if self.identity is not None and self.ended_ns is None:
+            self.identity = self.identity.ended()  # before it is reaped, and its pid used again
+            self._protect(self.identity)
+        self._process.join(_POLL_S)
+        self.take_reports()
+        self.ended_ns = seen_ns
+
+    def abandon(self) -> None:
+        """Wait no more for a process that nothing ends; nor may the interpreter when it exits."""
+        self._is_abandoned = True
+        multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]  # noqa: SLF001 - else it is joined at exit
+
+    def outcome(self) -> RankOutcome:
+        """Say what became of it."""
+        logs = self.spec.logs
+        status = self._status()
+        return RankOutcome(
+            rank=self.rank,
+            local_rank=self.spec.world.local_rank,
+            pid=self.pid,
+            hostname=socket.gethostname(),
+            status=status,
+            phase=self.raised.phase if self.raised else self.phase,
+            exit_code=self.exitcode,
+            raised=None if status == "killed" else self.raised,
+            native=self.native,
+            ended_ns=self.ended_ns,
+            stdout=logs.stdout,
+            stderr=logs.stderr,
+            position=self.position,
+            state=self.state,
+            stack=self.stack,
+            in_collective=self.in_collective,
+            progress=self.progress(),
+            point_to_point=self.point_to_point,
+            in_rpc=self.in_rpc,
+            exited_at="" if self.returned is None else self.returned.exited_at,
+        )
+
+    def _status(self) -> Status:
+        if self.returned is not None:
+            return "returned"
+        if self.raised is not None and not self._was_killed_meanwhile():
+            return "raised"
+        if self.told_to_end:
+            return "stopped"
+        if self.alive:
+            return "running"
+        return "killed" if (self.exitcode or 0) < 0 else "exited"
+
+    def _was_killed_meanwhile(self) -> bool:
+        """Tell whether somebody killed it while an exception was in flight, which may be handled."""
+        by_a_signal = self.exitcode is not None and self.exitcode < 0 and not self.crashed
+        return by_a_signal and not self.failed and not self.told_to_end
+
+    def signal(self, signum: int) -> None:
+        """Send a signal, if the process has not been reaped."""
+        if self.pid is not None and self.exitcode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signum)
+
+    def close(self) -> None:
+        """Release descriptors; the process must have ended."""
+        self.receiver.close()
+        self._steps.close()
+        os.close(self._lifeline_fd)
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+        if not self._is_lent:
+            with contextlib.suppress(ValueError):  # still running, in spite of SIGKILL
+                self._process.close()

@@ -1,0 +1,141 @@
+"""A small process that outlives the launcher for as long as it takes to clean up after it.
+
+A launcher that is killed by SIGKILL can do nothing, and a rank killed with it cannot end what it
+started. The guard learns the ranks' pids on a pipe; when the pipe ends without a good-bye, it ends
+them and all that descends from them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
+
+from ddpsafe._launcher.processes.descendants import ProcessIdentity, RankProcess, kill_members
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+_PROGRAM: Final = (
+    "import json, sys; first = json.loads(sys.stdin.readline()); sys.path[:] = first['path']; "
+    "from ddpsafe._launcher.processes.reaper import watch; watch(first['launch_id'])"
+)
+_GOODBYE: Final = "goodbye"
+_CLEAN_UP_S: Final = 5.0
+_LOOK_EVERY_S: Final = 0.25
+
+
+class Guard:
+    """The launcher's end of the guard process."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        """Own the process."""
+        self._process = process
+
+    def teach(self, launch_id: str) -> None:
+        """Say where the code lies and whose processes to look for."""
+        entries: list[object] = list(
+            sys.path
+        )  # a Path among them is common; Python ignores it, too
+        path = [entry for entry in entries if isinstance(entry, str)]
+        self._say(json.dumps({"path": path, "launch_id": launch_id}))
+
+    def protect(self, rank: RankProcess) -> None:
+        """End this process and its session too, should the launcher vanish.
+
+        Told again once the rank has ended: its number may become another process's.
+        """
+        self._say(json.dumps({"rank": asdict(rank)}))
+
+    def remove_later(self, folder: Path) -> None:
+        """Remove a temporary folder too, should the launcher vanish."""
+        self._say(json.dumps({"folder": str(folder)}))
+
+    def dismiss(self) -> None:
+        """End the guard: the launcher has cleaned up itself."""
+        self._say(_GOODBYE)
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None  # noqa: S101 - opened with a pipe
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    def _say(self, line: str) -> None:
+        assert self._process.stdin is not None  # noqa: S101 - opened with a pipe
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+
+
+@contextlib.contextmanager
+def posted_guard(launch_id: str) -> Iterator[Guard]:
+    """Keep a guard while ranks run. Its own session keeps the terminal's signals away from it."""
+    process = subprocess.Popen(  # noqa: S603 - our own interpreter and program
+        [sys.executable, "-I", "-S", "-c", _PROGRAM],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    guard = Guard(process)
+    try:
+        guard.teach(launch_id)
+        yield guard
+    finally:
+        guard.dismiss()
+
+
+def watch(launch_id: str) -> None:
+    """Be the guard: read pids and folders until the launcher says good-bye or is gone."""
+    # What is sent to all processes of a job must not end the one that cleans up after them.
+    for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
+        signal.signal(signum, signal.SIG_IGN)
+    ranks: dict[int, RankProcess] = {}
+    folders: list[str] = []
+    # A process that the launcher has forked off holds the pipe open beyond the launcher's death.
+    threading.Thread(
+        target=_await_orphanage, args=(lambda: _clean_up(ranks, folders, launch_id),), daemon=True
+    ).start()
+    for line in sys.stdin:
+        if line.strip() == _GOODBYE:
+            return
+        known = json.loads(line)
+        if "folder" in known:
+            folders.append(known["folder"])
+        else:
+            rank = _rank_of(**known["rank"])
+            ranks[rank.pid] = rank
+    _clean_up(ranks, folders, launch_id)
+
+
+def _rank_of(pid: int, created_s: float, left: list[dict[str, Any]] | None) -> RankProcess:
+    members = None if left is None else tuple(ProcessIdentity(**each) for each in left)
+    return RankProcess(pid, created_s, members)
+
+
+def _clean_up(ranks: dict[int, RankProcess], folders: list[str], launch_id: str) -> None:
+    from ddpsafe._launcher.processes.shutdown import unlink_semaphores
+
+    kill_members(list(ranks.values()), launch_id, within_s=_CLEAN_UP_S)
+    # Whoever killed the launcher's process group has killed Python's resource tracker with it.
+    unlink_semaphores(launch_id)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _await_orphanage(clean_up: Callable[[], None]) -> None:
+    launcher = os.getppid()
+    while os.getppid() == launcher:
+        time.sleep(_LOOK_EVERY_S)
+    clean_up()
+    os._exit(0)

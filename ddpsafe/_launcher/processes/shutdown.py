@@ -1,0 +1,183 @@
+"""Ending ranks: SIGTERM, grace, SIGKILL, the whole tree, always reaped, always bounded."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import signal
+import time
+from datetime import timedelta
+from multiprocessing import process, resource_tracker
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import psutil
+
+from ddpsafe import _gpus
+from ddpsafe._clock import Deadline
+from ddpsafe._launcher.processes.descendants import is_in_kernel, kill_members
+from ddpsafe._wire.spec import semaphore_prefix
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ddpsafe._launcher.processes.rank_process import Worker
+
+
+logger = logging.getLogger(__name__)
+
+_SEMAPHORES: Final = Path("/dev/shm")  # noqa: S108 - where glibc keeps them, on Linux
+
+
+def remove_semaphores(launch_id: str) -> None:
+    """Remove the named semaphores of a launch whose ranks have all ended; on Linux only.
+
+    Queues and events of a DataLoader are such semaphores. A rank that is killed leaves them to the
+    resource tracker, which lives as long as the launcher's process: too long for one that launches
+    again and again.
+    """
+    for name in unlink_semaphores(launch_id):
+        # Or it would warn of them, and try to remove them, when this process ends.
+        with contextlib.suppress(OSError):
+            resource_tracker.unregister(name, "semaphore")
+
+
+def unlink_semaphores(launch_id: str) -> list[str]:
+    """Remove the files of a launch's semaphores; return the names they had."""
+    removed = []
+    prefix = semaphore_prefix(launch_id)
+    for path in _SEMAPHORES.glob(f"sem.{prefix.removeprefix('/')}-*"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+            removed.append("/" + path.name.removeprefix("sem."))
+    return removed
+
+
+def find_helpers_folder() -> Path | None:
+    """Return the folder in which `multiprocessing` keeps the forkserver's socket, if there is one."""
+    if process.parent_process() is not None:
+        return None  # a process of `multiprocessing`, such as a rank, shares that of its parent
+    # Python has no public name for it that does not make one.
+    config = getattr(process.current_process(), "_config", {})
+    folder = config.get("tempdir")
+    return None if folder is None else Path(folder)
+
+
+def remove_helpers_folder() -> None:
+    """Remove that folder: a process that is ended by a signal does not do so itself."""
+    folder = find_helpers_folder()
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+_KILL_WAIT = timedelta(seconds=5)
+# The driver gives memory back as the process ends: kernels that spin, pinned and shared memory.
+_KILL_WAIT_ON_GPU = timedelta(seconds=60)
+_MEMORY_WAIT = timedelta(seconds=30)
+_LOOK = timedelta(seconds=1)
+_LEFTOVERS_S = 1.0
+_LONGEST_WAIT_S = 60.0  # poll takes at most 24 days, a deadline may be never
+
+
+def end_workers(workers: Sequence[Worker], *, grace: timedelta, launch_id: str) -> None:
+    """End the ranks that are left and everything they started.
+
+    Args:
+        workers: The ranks of the attempt.
+        grace: How long a rank may take to obey SIGTERM.
+        launch_id: Marks the processes of this launch.
+    """
+    if workers and all(worker.is_swept for worker in workers):
+        return
+    started_ns = time.monotonic_ns()
+    for worker in workers:
+        worker.note_teardown(started_ns)
+    _end(workers, signal.SIGTERM, Deadline.after(grace))
+    stubborn = [worker.rank for worker in workers if worker.alive]
+    if stubborn:
+        logger.warning(
+            "rank %s ignored SIGTERM for %.1f s; sending SIGKILL",
+            ", ".join(map(str, stubborn)),
+            grace.total_seconds(),
+        )
+    _kill(workers)
+    _abandon_immortal(workers)
+    identities = [worker.identity for worker in workers if worker.identity is not None]
+    leftovers = kill_members(identities, launch_id, within_s=_LEFTOVERS_S)
+    if leftovers:
+        logger.info("ended %d processes that ranks had left behind", len(leftovers))
+    _wait_for_gpus(workers)
+    remove_semaphores(launch_id)
+    for worker in workers:
+        worker.is_swept = True
+
+
+def _wait_for_gpus(workers: Sequence[Worker]) -> None:
+    """Wait until the driver has given back what ranks that were ended had on their GPUs."""
+    pids = [each.pid for each in workers if each.spec.device != "cpu" and each.exitcode != 0]
+    waiting = Deadline.after(_MEMORY_WAIT)
+    is_free = _gpus.wait_for_memory([pid for pid in pids if pid is not None], waiting)
+    if not is_free or waiting.waited_s() > _LOOK.total_seconds():
+        logger.warning(
+            "waited %.1f s for the memory of GPUs, which the driver has %s",
+            waiting.waited_s(),
+            "given back" if is_free else "not given back: the next attempt may run out of it",
+        )
+
+
+def _end(workers: Sequence[Worker], signum: signal.Signals, deadline: Deadline) -> None:
+    seen_ns = time.monotonic_ns()
+    for worker in workers:
+        if worker.alive and wait([worker.end_handle()], 0):
+            worker.note_end(seen_ns)  # it ended by itself: that is evidence, and not our doing
+    for worker in workers:
+        if worker.alive:
+            worker.told_to_end = True
+            if worker.stop.heeds and signum == signal.SIGTERM:
+                worker.stop.announce_end()
+            worker.signal(signum)
+            worker.signal(signal.SIGCONT)  # a suspended process obeys nothing but SIGKILL
+    await_ends(workers, deadline)
+
+
+def _kill(workers: Sequence[Worker]) -> None:
+    """Send SIGKILL; wait long for those that have much memory to give back, not for a disk."""
+    on_gpu = any(worker.alive and worker.spec.device != "cpu" for worker in workers)
+    deadline = Deadline.after(_KILL_WAIT_ON_GPU if on_gpu else _KILL_WAIT)
+    _end(workers, signal.SIGKILL, Deadline.after(_LOOK))
+    if not all(_waits_in_kernel(worker) for worker in workers if worker.alive):
+        await_ends(workers, deadline)
+
+
+def _waits_in_kernel(worker: Worker) -> bool:
+    """Tell whether it waits for a disk or a device, as it did when its state was asked."""
+    return worker.state == psutil.STATUS_DISK_SLEEP and is_in_kernel(worker.pid)
+
+
+def await_ends(workers: Sequence[Worker], deadline: Deadline) -> None:
+    """Wait until all have ended or the deadline has passed, draining their reports."""
+    while alive := [worker for worker in workers if worker.alive]:
+        handles = [worker.end_handle() for worker in alive]
+        handles += [worker.receiver.fileno() for worker in alive if not worker.receiver.closed]
+        wait(handles, min(deadline.remaining_s(), _LONGEST_WAIT_S))
+        seen_ns = time.monotonic_ns()
+        for worker in alive:
+            worker.take_reports()
+            if wait([worker.end_handle()], 0):
+                worker.note_end(seen_ns)
+        if deadline.expired():
+            return
+
+
+def _abandon_immortal(workers: Sequence[Worker]) -> None:
+    immortal = [worker for worker in workers if worker.alive]
+    for worker in immortal:
+        logger.error(
+            "rank %d (pid %s) does not end on SIGKILL: it waits inside the kernel, for a disk "
+            "or a device",
+            worker.rank,
+            worker.pid,
+        )
+        worker.abandon()

@@ -1,0 +1,299 @@
+"""The processes of one attempt: all of them or none, owned until they are reaped."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import tempfile
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ddpsafe._errors import Explanation, PreflightError
+from ddpsafe._launcher.processes.rank_process import Worker
+from ddpsafe._wire.channel import Inheritance, InheritedFd, StepCounter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ddpsafe._launcher.processes.descendants import RankProcess
+    from ddpsafe._launcher.processes.reaper import Guard
+    from ddpsafe._wire.spec import RankSpec
+
+    RunRank = Callable[[RankSpec, Inheritance], object]
+
+
+# Measured with 2 and 8 ranks: 16 + 6 for each are just enough.
+_FILES_OF_LAUNCHER: Final = 20
+_FILES_PER_RANK: Final = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PickledCall:
+    """The user's function and arguments, pickled before anything starts.
+
+    Attributes:
+        data: The bytes.
+        handles: What has to be inherited beside them.
+    """
+
+    data: bytes
+    handles: tuple[object, ...]
+
+
+def require_room(nproc: int) -> None:
+    """Look, before anything starts, whether this process can hold what the ranks need.
+
+    Raises:
+        PreflightError: It may open too few files, or sees no processes.
+    """
+    if sys.platform == "linux" and not Path("/proc/self/stat").exists():
+        what = "/proc is not mounted, so no process that a rank starts could be found and ended."
+        cause = "a container or a chroot without it."
+        raise PreflightError(
+            Explanation(what, cause=cause, fix="mount it:  mount -t proc proc /proc")
+        )
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = limit - _count_open_files(limit)
+    needed = _FILES_OF_LAUNCHER + nproc * _FILES_PER_RANK
+    if limit != resource.RLIM_INFINITY and free < needed:
+        what = (
+            f"{nproc} ranks need {needed} file descriptors in the process that starts them; of its "
+            f"{limit}, {max(free, 0)} are free."
+        )
+        cause = "a low limit (ulimit -n), or files and sockets that this program keeps open."
+        fix = f"raise it with  ulimit -n {max(4096, 2 * (limit + needed))}  or close what is open."
+        raise PreflightError(Explanation(what, cause=cause, fix=fix))
+
+
+def _count_open_files(limit: int) -> int:
+    try:
+        return len(os.listdir("/dev/fd")) - 1  # noqa: PTH208 - without the one that lists
+    except FileNotFoundError:
+        return 0
+    except OSError:  # not one is left to look
+        return limit
+
+
+@contextlib.contextmanager
+def started_workers(
+    specs: Sequence[RankSpec],
+    call: PickledCall,
+    *,
+    start_method: str,
+    expects_restarts: bool,
+    daemon: bool,
+    run_rank: RunRank,
+    guard: Guard,
+    end: Callable[[Sequence[Worker]], None],
+) -> Iterator[list[Worker]]:
+    """Start one process for each spec; leaving ends and reaps every one that is left.
+
+    `torch.multiprocessing.start_processes` gives every rank the same arguments, so each would hold
+    the others' pipes, and it forgets those it started when a later start fails. So each process
+    is started by itself here, through the same `multiprocessing` context.
+
+    Args:
+        specs: The ranks, by rank.
+        call: What they run.
+        start_method: ``spawn`` or ``forkserver``.
+        expects_restarts: Whether the user asked for more attempts after a failure in training.
+        daemon: See `LaunchPlan`.
+        run_rank: What each process runs; imported by name there.
+        guard: Ends them should this process be killed.
+        end: Ends and reaps workers.
+
+    Raises:
+        PreflightError: The system would not start another process.
+    """
+    context = _context(start_method, expects_restarts=expects_restarts)
+    workers: list[Worker] = []
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: _close_all(workers))
+        stack.callback(lambda: end(workers))
+        _start_tracker()
+        with _translated(workers, len(specs)):
+            call_file = stack.enter_context(_unnamed_file(call.data))
+        for spec in specs:
+            _flush_own_streams()
+            with _translated(workers, len(specs)):
+                workers.append(
+                    _start(
+                        context,
+                        spec,
+                        call_file,
+                        call.handles,
+                        daemon=daemon,
+                        run_rank=run_rank,
+                        protect=guard.protect,
+                    )
+                )
+        yield workers
+
+
+@contextlib.contextmanager
+def _translated(workers: Sequence[Worker], wanted: int) -> Iterator[None]:
+    """Word what the system refuses."""
+    try:
+        yield
+    except (OSError, EOFError) as exc:
+        raise _not_started(len(workers), wanted, exc) from exc
+
+
+def _flush_own_streams() -> None:
+    """Write what this program has printed, before `multiprocessing` does it in the start of a rank.
+
+    What goes wrong there, as in ``python train.py | head -1``, is no matter of the rank: it is
+    raised as by any ``print``. A stream that is closed or missing is none of ours either way.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError):
+            stream.flush()
+
+
+def _start_tracker() -> None:
+    """Start Python's resource tracker deaf to SIGUSR1, which a scheduler sends to whole groups.
+
+    It ignores Ctrl-C and SIGTERM by itself.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _context(start_method: str, *, expects_restarts: bool) -> Any:
+    """Return the context; the forkserver loads torch once, for all ranks it will ever fork.
+
+    DistributedDataParallel imports torch._dynamo when it is made, a second of work for each rank.
+    Loading that too delays the first start, and pays as soon as ranks are started again.
+    """
+    context = multiprocessing.get_context(start_method)
+    if start_method == "forkserver":
+        modules = ["ddpsafe._worker.preload", "torch"]
+        context.set_forkserver_preload([*modules, *(["torch._dynamo"] * expects_restarts)])
+    return context
+
+
+def _start(
+    context: Any,
+    spec: RankSpec,
+    call_file: int,
+    handles: tuple[object, ...],
+    *,
+    daemon: bool,
+    run_rank: RunRank,
+    protect: Callable[[RankProcess], None],
+) -> Worker:
+    with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as theirs:
+        report_read, report_write = os.pipe()
+        on_failure.callback(os.close, report_read)
+        theirs.callback(os.close, report_write)
+        lifeline_read, lifeline_write = os.pipe()
+        on_failure.callback(os.close, lifeline_write)
+        theirs.callback(os.close, lifeline_read)
+        step_file = theirs.enter_context(_unnamed_file(StepCounter.EMPTY))
+        process = context.Process(
+            target=run_rank,
+            args=(
+                spec,
+                Inheritance(
+                    report=InheritedFd(report_write),
+                    lifeline=InheritedFd(lifeline_read),
+                    call=InheritedFd(call_file),
+                    steps=InheritedFd(step_file),
+                    handles=handles,
+                ),
+            ),
+            name=f"ddpsafe-rank-{spec.world.rank}",
+            daemon=daemon,
+        )
+        steps = StepCounter(step_file)
+        on_failure.callback(steps.close)
+        with _main_only_if_it_exists(), _search_path_of_text():
+            process.start()
+        on_failure.callback(process.kill)
+        worker = Worker(
+            spec,
+            process,
+            report_fd=report_read,
+            lifeline_fd=lifeline_write,
+            steps=steps,
+            protect=protect,
+        )
+        on_failure.pop_all()
+    return worker
+
+
+@contextlib.contextmanager
+def _main_only_if_it_exists() -> Iterator[None]:
+    """Keep ranks from importing ``<stdin>``, which Python calls the file of ``python -``."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if file is None or Path(file).exists():
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = file
+
+
+@contextlib.contextmanager
+def _search_path_of_text() -> Iterator[None]:
+    """Keep `Path` objects from the fork server, which is told ``sys.path`` as Python source.
+
+    The interpreter skips what is not text there, so nothing is lost.
+    """
+    path = sys.path
+    entries: list[object] = [*path]
+    sys.path = [entry for entry in entries if isinstance(entry, str)]
+    try:
+        yield
+    finally:
+        sys.path = path
+
+
+@contextlib.contextmanager
+def _unnamed_file(data: bytes) -> Iterator[int]:
+    """Hold the call, or a step counter, in a file without a name.
+
+    Through the process' own pipe it would go rank by rank, each start waiting until that rank has
+    imported the script.
+    """
+    with tempfile.TemporaryFile(prefix="ddpsafe-") as file:
+        file.write(data)
+        file.flush()
+        yield file.fileno()
+
+
+def _close_all(workers: Sequence[Worker]) -> None:
+    for worker in workers:
+        worker.close()
+
+
+def _not_started(started: int, wanted: int, exc: OSError | EOFError) -> PreflightError:
+    said = str(exc) or type(exc).__name__
+    what = f"rank {started} of {wanted} (counted from 0) could not be started: {said}."
+    if isinstance(exc, (EOFError, ConnectionError, ChildProcessError)):
+        cause = (
+            "Python's fork server has ended: it was killed, or this process is a fork of its owner."
+        )
+        fix = 'see what stderr says above; take start_method="spawn", which needs no server.'
+        return PreflightError(Explanation(what, cause=cause, fix=fix))
+    if str(exc) == "AF_UNIX path too long":  # Python's own words; there is no errno with them
+        cause = (
+            f"the fork server's socket lies below {tempfile.gettempdir()}, too long for a socket."
+        )
+        fix = 'set TMPDIR to a short path, such as /tmp, or take start_method="spawn".'
+        return PreflightError(Explanation(what, cause=cause, fix=fix))
+    cause = "a limit of this machine: processes (ulimit -u), open files (ulimit -n), memory, disk."
+    fix = "raise the limit, or start fewer ranks. The ranks started before were ended."
+    return PreflightError(Explanation(what, cause=cause, fix=fix))

@@ -1,0 +1,314 @@
+"""Whether ranks get on: hangs that can be told before any collective times out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ddpsafe._clock import Deadline
+from ddpsafe._launcher.diagnosis.evidence import read_native_error
+from ddpsafe._wire.messages import MAIN_GROUP, last_in_main
+from ddpsafe._wire.peer_errors import says_that_it_ends
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ddpsafe._launcher.processes.rank_process import Worker
+    from ddpsafe._wire.messages import Collective, Position
+
+_ASK_RETURNED_S: Final = 0.5
+_ASK_IN_FLIGHT_S: Final = 0.25
+_GROWTH: Final = 1.25
+_LONGEST_PAUSE_S: Final = 5.0
+_SHORTEST_LOOK_S: Final = 0.01
+_LOOK_S: Final = 1.0
+_LAST_QUESTION_S: Final = 0.5
+_REPEATS: Final = 2
+_STDERR_S: Final = 0.5
+_OVERLAP: Final = 4096
+_NEVER_S: Final = 3600.0
+
+
+class _Questions:
+    """When to ask the ranks again where they are: soon at first, then ever more rarely.
+
+    To answer, a rank reads all of torch's flight recorder, which may stop its training for a third
+    of a second.
+    """
+
+    def __init__(self, first_s: float) -> None:
+        """Ask at the first look, then after so many seconds."""
+        self._first_s = first_s
+        self.start_anew()
+
+    def start_anew(self) -> None:
+        """Ask at the next look: there is news."""
+        self._next_s = 0.0
+        self._pause_s = self._first_s
+
+    def are_due(self) -> bool:
+        """Tell whether to ask now; if so, the next time is later."""
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            return False
+        self._next_s = now_s + self._pause_s
+        self._pause_s = min(self._pause_s * _GROWTH, _LONGEST_PAUSE_S)
+        return True
+
+    def interval_s(self) -> float:
+        """Return how long there is nothing to ask, in seconds."""
+        return max(_SHORTEST_LOOK_S, self._next_s - time.monotonic())
+
+
+class SequenceWatch:
+    """Notices that a rank has returned while another waits in a collective that needs it.
+
+    A rank that has returned will enter no further collective; another rank that stays in a later
+    one of the group of all ranks waits for ever, so there is no timeout to wait for.
+    """
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        """Ask nobody until a rank has returned."""
+        self._workers = workers
+        self._questions = _Questions(_ASK_RETURNED_S)
+        self._returned = 0
+        self._waiting: dict[int, Collective] = {}
+        self._answers: dict[int, Position | None] = {}
+
+    def interval_s(self) -> float:
+        """Return how often to look, in seconds."""
+        return self._questions.interval_s() if self._is_needed() else _NEVER_S
+
+    def somebody_left(self) -> bool:
+        """Tell whether a rank waits, by two answers in a row, for one that has returned."""
+        if not self._is_needed():
+            return False
+        self._note_returns()
+        if not self._questions.are_due():
+            return False
+        waiting = self._who_waits()
+        answers = {worker.rank: worker.position for worker in self._workers}
+        # An answer that has been looked at before says nothing about now.
+        fresh = {rank for rank in waiting if answers[rank] is not self._answers.get(rank)}
+        same = {rank for rank in fresh if self._waiting.get(rank) == waiting[rank]}
+        self._waiting, self._answers = waiting, answers
+        for worker in self._workers:
+            if worker.alive and worker.returned is None:
+                worker.ask_position()
+        return bool(same)
+
+    def _is_needed(self) -> bool:
+        returned = [worker.returned is not None for worker in self._workers]
+        return any(returned) and not all(returned)
+
+    def _note_returns(self) -> None:
+        returned = sum(worker.returned is not None for worker in self._workers)
+        if returned != self._returned:
+            self._returned = returned
+            self._questions.start_anew()
+
+    def _who_waits(self) -> dict[int, Collective]:
+        ends = [
+            _number(worker.returned.position)
+            for worker in self._workers
+            if worker.returned is not None
+        ]
+        return {
+            worker.rank: last
+            for worker in self._workers
+            if worker.returned is None
+            and (last := last_in_main(worker.position)) is not None
+            and not last.done
+            and last.number > min(ends)
+        }
+
+
+def _number(position: Position) -> int:
+    last = last_in_main(position)
+    return 0 if last is None else last.number
+
+
+class FlightWatch:
+    """Notices that a rank with an exception in flight waits for ranks that wait for it elsewhere.
+
+    Neither ``except: dist.barrier()`` nor the all-reduce that the others are in would end before
+    its timeout, though everything is known.
+    """
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        """Ask nobody until an exception has been seen in flight."""
+        self._workers = workers
+        self._questions = _Questions(_ASK_IN_FLIGHT_S)
+        self._answers: dict[int, Position | None] = {}
+        self._repeats: Counter[int] = Counter()
+        self._failing: set[int] = set()
+
+    def interval_s(self) -> float:
+        """Return how often to look, in seconds."""
+        needed = any(map(_has_exception_in_flight, self._workers))
+        return self._questions.interval_s() if needed else _NEVER_S
+
+    def stuck(self) -> bool:
+        """Tell whether such a rank and one that waits for it stay where they are."""
+        failing = {worker.rank for worker in self._workers if _has_exception_in_flight(worker)}
+        new, self._failing = failing - self._failing, failing
+        if new:
+            self._questions.start_anew()
+        if not failing or not self._questions.are_due():
+            return False
+        for worker in self._workers:
+            if worker.alive and worker.returned is None:
+                self._compare(worker, is_new=worker.rank in new)
+                worker.ask_position()
+        staying = {rank for rank, repeats in self._repeats.items() if repeats >= _REPEATS}
+        places = {rank: self._answers[rank] for rank in staying}
+        return any(
+            _wait_for_each_other(last_in_main(places[mine]), last_in_main(theirs))
+            for mine in failing & staying
+            for theirs in places.values()
+            if not _is_in_a_subgroup(places[mine])
+        )
+
+    def _compare(self, worker: Worker, *, is_new: bool) -> None:
+        """Count how often a rank has answered that it is where it was."""
+        before, now = self._answers.get(worker.rank), worker.position
+        if is_new or last_in_main(before) != last_in_main(now):
+            self._repeats[worker.rank] = 0
+        elif now is not before:  # not merely the answer that we know
+            self._repeats[worker.rank] += 1
+        self._answers[worker.rank] = now
+
+
+def _has_exception_in_flight(worker: Worker) -> bool:
+    is_running = worker.alive and worker.returned is None
+    return is_running and worker.raised is not None and not worker.failed
+
+
+def _is_in_a_subgroup(position: Position | None) -> bool:
+    """Tell whether a rank waits for some ranks only, which may be at work and come in time."""
+    newest = None if position is None else position.newest()
+    return newest is not None and newest.group != MAIN_GROUP and not newest.done
+
+
+def _wait_for_each_other(mine: Collective | None, theirs: Collective | None) -> bool:
+    """Tell whether another rank waits in a collective that this one is not in."""
+    if theirs is None or theirs.done:
+        return False
+    if mine is None or mine.number < theirs.number:
+        return True
+    return mine.number == theirs.number and not mine.done and not mine.may_pair_with(theirs)
+
+
+class StderrWatch:
+    """Notices that NCCL's watchdog has said in a rank that it will end the process.
+
+    Between its message and the abort it waits for the recorder's dump, up to a minute, in which all
+    ranks live and can still be asked where they are.
+    """
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        """Read nothing yet; leave out ranks that are set to go on after an error of NCCL."""
+        self._watched = list(filter(_ends_on_errors, workers))
+        self._read: dict[int, int] = {}
+
+    def interval_s(self) -> float:
+        """Return how often to look, in seconds: it costs a ``stat`` for each rank."""
+        return _STDERR_S if any(map(_may_speak, self._watched)) else _NEVER_S
+
+    def look(self) -> None:
+        """Read what ranks have written since the last look; keep what the watchdog said."""
+        for worker in filter(_may_speak, self._watched):
+            path, read = worker.spec.logs.stderr, self._read.get(worker.rank, 0)
+            with contextlib.suppress(OSError):
+                size = os.stat(path).st_size  # noqa: PTH116 - twice a second for each rank
+                if size > read:
+                    with Path(path).open("rb") as file:
+                        file.seek(max(0, read - _OVERLAP))
+                        said = says_that_it_ends(file.read())
+                    self._read[worker.rank] = size
+                    if said:
+                        worker.native = read_native_error(worker.error_text())
+
+
+def _may_speak(worker: Worker) -> bool:
+    return worker.alive and worker.returned is None and worker.native is None
+
+
+def _ends_on_errors(worker: Worker) -> bool:
+    """Tell whether the watchdog ends the process; else the script handles NCCL's errors itself."""
+    env = {**(worker.spec.inherited_env or os.environ), **worker.spec.env}
+    tears_down = env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") in ("1", "3")
+    raises = env.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("0", "")
+    return tears_down and not raises
+
+
+class ProgressWatch:
+    """Notices that no rank has made a step, or entered a collective, for too long.
+
+    Steps are seen without asking. Only where there has been none for half of the time are the ranks
+    asked for their last collective, then when half of the rest has passed, and so on.
+    """
+
+    def __init__(self, workers: Sequence[Worker], longest: timedelta | None) -> None:
+        """Start the clock; ``None`` never stalls."""
+        self._workers = workers
+        self._longest = longest
+        self._seen: object = None
+        self._entered_ns = 0
+        self._renew(longest)
+
+    def interval_s(self) -> float:
+        """Return how often to look, in seconds."""
+        if self._longest is None:
+            return _NEVER_S
+        until_question_s = self._deadline.remaining_s() - self._ask_at_s
+        return min(_LOOK_S, max(0.0, until_question_s) + _SHORTEST_LOOK_S)
+
+    def stalled(self) -> bool:
+        """Tell whether the deadline passed without a sign of headway."""
+        if self._longest is None:
+            return False
+        seen = [(w.phase, w.progress(), w.returned is None) for w in self._workers]
+        starting = not all(worker.joined for worker in self._workers)  # under a deadline of its own
+        if starting or seen != self._seen:
+            self._seen = seen
+            self._renew(self._longest)
+        self._note_collectives(self._longest)
+        self._ask_if_late()
+        return self._deadline.expired()
+
+    def _renew(self, wait: timedelta | None) -> None:
+        self._deadline = Deadline.after(wait)
+        self._ask_at_s = self._deadline.remaining_s() / 2
+
+    def _note_collectives(self, longest: timedelta) -> None:
+        """Count the time from the last collective that a rank has entered, if that gives more.
+
+        Each is counted once: should the wall clock be set back, it lies in the future for long.
+        """
+        entered_ns = _last_entered_ns(self._workers)
+        if entered_ns == self._entered_ns:
+            return
+        self._entered_ns = entered_ns
+        ago = timedelta(seconds=max(0, time.time_ns() - entered_ns) / 1e9)
+        if longest - ago > timedelta(seconds=self._deadline.remaining_s()):
+            self._renew(longest - ago)
+
+    def _ask_if_late(self) -> None:
+        left_s = self._deadline.remaining_s()
+        if left_s > self._ask_at_s:
+            return
+        self._ask_at_s = left_s / 2 if left_s > _LAST_QUESTION_S else 0.0
+        for worker in self._workers:
+            if worker.alive and worker.joined:
+                worker.ask_position()
+
+
+def _last_entered_ns(workers: Sequence[Worker]) -> int:
+    positions = [worker.position for worker in workers if worker.position is not None]
+    return max((each.entered_ns for at in positions for each in at.collectives), default=0)

@@ -1,0 +1,109 @@
+"""A request to stop: passed on to the ranks, agreed on between them, and waited for with patience."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from typing import TYPE_CHECKING
+
+from ddpsafe._clock import Deadline
+from ddpsafe._launcher.watch.signals import is_order
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import timedelta
+
+    from ddpsafe._launcher.processes.rank_process import Worker
+    from ddpsafe._launcher.watch.signals import SignalInbox
+
+logger = logging.getLogger(__name__)
+
+
+class StopRequest:
+    """The request of one attempt, once it has come: to the launcher, or to one of the ranks.
+
+    It is waited for only where a rank has asked at least once whether it should stop: a training
+    that never asks is ended as soon as the launcher is told to go.
+
+    Attributes:
+        limit: How long ranks may take to save and return.
+        deadline: When patience is over; ``None`` until there is something to wait for.
+    """
+
+    def __init__(self, workers: Sequence[Worker], inbox: SignalInbox, *, limit: timedelta) -> None:
+        """Wait for a request.
+
+        Args:
+            workers: The ranks.
+            inbox: Signals to the launcher.
+            limit: How long ranks may take to save and return.
+        """
+        self._workers = workers
+        self._inbox = inbox
+        self.limit = limit
+        self._is_agreed = False
+        self._is_kept = False
+        self.deadline: Deadline | None = None
+
+    def must_end(self) -> bool:
+        """Tell whether the ranks have to be ended now; see to it that they stop by themselves."""
+        if not self._has_come():
+            return False
+        if self._inbox.received == signal.SIGINT or self._inbox.insists:
+            return True
+        if self.deadline is None:
+            if not any(worker.stop.heeds for worker in self._workers):
+                return self._nobody_listens()
+            self._begin()
+        if not self._is_agreed:
+            self._agree()
+        return False
+
+    def is_overdue(self) -> bool:
+        """Tell whether patience with the ranks is over."""
+        return self.deadline is not None and self.deadline.expired()
+
+    def source(self) -> str:
+        """Say which signal it was, and to whom."""
+        if self._inbox.received is not None:
+            return f"{self._inbox.received.name} to the launcher"
+        asked = [worker for worker in self._workers if worker.stop.asked_by is not None]
+        return ", ".join(f"{worker.stop.asked_by} to rank {worker.rank}" for worker in asked)
+
+    def _has_come(self) -> bool:
+        if self._inbox.received is not None:
+            return True
+        return any(worker.stop.asked_by is not None for worker in self._workers)
+
+    def _nobody_listens(self) -> bool:
+        """Tell whether to end ranks that have not asked yet; a mere warning can wait until they do."""
+        ordered = is_order(self._inbox.received)
+        if ordered:
+            logger.warning(
+                "%s: no rank has called stop_requested() yet, so all are ended", self.source()
+            )
+        elif not self._is_kept:
+            logger.warning(
+                "%s: kept until a rank calls stop_requested(), which none has yet", self.source()
+            )
+            self._is_kept = True
+        return ordered
+
+    def _begin(self) -> None:
+        self.deadline = Deadline.after(self.limit)
+        for worker in self._workers:
+            worker.stop.ask()
+        logger.warning(
+            "%s: the ranks are asked to save and return, within %.0f s (timeouts.stop)",
+            self.source(),
+            self.limit.total_seconds(),
+        )
+
+    def _agree(self) -> None:
+        """Let all ranks stop at the first call that none of them has answered."""
+        promises = [worker.stop.promise for worker in self._workers]
+        known = [promise for promise in promises if promise is not None]
+        if len(known) == len(promises):
+            for worker in self._workers:
+                worker.stop.stop_at(max(known))
+            self._is_agreed = True

@@ -1,0 +1,167 @@
+"""Signals to the launcher while ranks run: noticed in the wait, handed back afterwards."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from ddpsafe._launcher.processes.shutdown import remove_helpers_folder
+from ddpsafe._launcher.watch.streams import say
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_TAKEN: Final = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+    signal.SIGUSR1: signal.SIG_DFL,
+}
+# A request that is sent to a process group, or forwarded by a wrapper, may arrive twice.
+_ECHO_S: Final = 1.0
+_LONGEST_END_S: Final = 60.0
+
+
+class SignalInbox:
+    """The signal that arrived, and a descriptor that wakes a wait up.
+
+    Attributes:
+        received: The signal that says most: SIGINT, else one that wants the process to go, else
+            SIGUSR1, which is a warning; ``None`` until one arrives.
+        insists: Whether somebody does not want to wait for the ranks: Ctrl-C, or a second SIGTERM.
+            Slurm sends two by itself, so inside a Slurm job the second one says nothing.
+        closed: Set when the ranks have ended.
+    """
+
+    def __init__(self, read_fd: int, write_fd: int) -> None:
+        """Own nothing: `open_inbox` closes the pipe."""
+        self._read_fd = read_fd
+        self._write_fd = write_fd
+        self.closed = threading.Event()
+        self.received: signal.Signals | None = None
+        self.insists = False
+        self._told_to_go_s: float | None = None
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait on."""
+        return self._read_fd
+
+    def cancel(self) -> None:
+        """Ask the launch of another thread to end, and wait until it has: the interpreter ends."""
+        self.put(signal.SIGINT, None)
+        self.closed.wait(_LONGEST_END_S)
+
+    def put(self, signum: int, frame: object) -> None:
+        """Be the handler."""
+        del frame
+        if signum == signal.SIGINT:
+            self.received, self.insists = signal.SIGINT, True
+        elif signum == signal.SIGUSR1:
+            self.received = self.received or signal.SIGUSR1
+        else:
+            self._note_order(signal.Signals(signum))
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._write_fd, b"!")
+
+    def _note_order(self, signum: signal.Signals) -> None:
+        """Note SIGTERM or SIGHUP, and whether somebody repeats it."""
+        now_s = time.monotonic()
+        if self._told_to_go_s is None:
+            self._told_to_go_s = now_s
+        elif now_s - self._told_to_go_s > _ECHO_S and "SLURM_JOB_ID" not in os.environ:
+            self.insists = True
+        if not is_order(self.received):
+            self.received = signum
+
+
+def is_order(received: signal.Signals | None) -> bool:
+    """Tell whether a signal wants the process to go; SIGUSR1 only warns that one may come."""
+    return received not in (None, signal.SIGUSR1)
+
+
+@contextlib.contextmanager
+def open_inbox() -> Iterator[SignalInbox]:
+    """Take over the signals that would end this process, where nobody else has.
+
+    An ignored signal stays ignored (nohup ignores SIGHUP), a handler of the user's stays in place.
+    Outside the main thread Python allows no handlers; the main thread's own apply then. But when the
+    interpreter ends before the launch, in a daemon thread, it is ended too: the ranks would be waited
+    for by `multiprocessing`, and the frozen thread could not end them.
+    """
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
+    inbox = SignalInbox(read_fd, write_fd)
+    before: dict[signal.Signals, Any] = {}
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for signum, default in _TAKEN.items():
+                if _ends_us(signal.getsignal(signum), default):
+                    before[signum] = signal.signal(signum, inbox.put)
+            if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+                # The kernel would reap the ranks itself, and nobody would learn how they ended.
+                before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        else:
+            atexit.register(inbox.cancel)
+        yield inbox
+    finally:
+        atexit.unregister(inbox.cancel)
+        inbox.closed.set()
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+        os.close(read_fd)
+        os.close(write_fd)
+
+
+def _ends_us(handler: object, default: object) -> bool:
+    """Tell whether nobody but Python itself wants to know of a signal.
+
+    ``asyncio.run`` cancels its task on the first SIGINT, which a task that is blocked in a launch
+    would not notice; what `pass_on` raises ends it as well.
+    """
+    function = getattr(handler, "func", None)  # of a functools.partial
+    return handler == default or getattr(function, "__module__", None) == "asyncio.runners"
+
+
+@contextlib.contextmanager
+def interrupts_kept() -> Iterator[None]:
+    """Keep a Ctrl-C that arrives meanwhile: torch's import sometimes swallows it.
+
+    Raises:
+        KeyboardInterrupt: At the end, if one came.
+    """
+    with open_inbox() as inbox:
+        yield
+    if inbox.received is not None:
+        pass_on(inbox.received)
+
+
+class Interrupted(BaseException):
+    """A signal ended the launch; on its way to where everything of the launch is gone.
+
+    Attributes:
+        signum: The signal.
+    """
+
+    def __init__(self, signum: signal.Signals) -> None:
+        """Keep the signal."""
+        super().__init__(signum)
+        self.signum = signum
+
+
+def pass_on(received: signal.Signals) -> None:
+    """Do what the signal would have done without us, now that nothing of the launch is left.
+
+    Raises:
+        KeyboardInterrupt: For SIGINT; any other signal ends the process.
+    """
+    if threading.current_thread() is threading.main_thread():
+        say(f"{received.name}; no rank is left running")
+    if received == signal.SIGINT:
+        raise KeyboardInterrupt from None
+    remove_helpers_folder()
+    signal.raise_signal(received)

@@ -1,0 +1,497 @@
+"""What a rank reports while it lives, what it is asked, and what the launcher concludes about it."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import signal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal
+
+from ddpsafe._errors import (
+    DDPSafeError,
+    Explanation,
+    FailureKind,
+    LaunchTimeoutError,
+    Origin,
+)
+from ddpsafe._wire.channel import Progress
+from ddpsafe._wire.exceptions import (
+    MAX_MESSAGE,
+    clip,
+    exit_code_of,
+    goes_on,
+    is_handled,
+    line_of,
+    point_to_point_of,
+    read_chain,
+    text_of,
+    traceback_of,
+    type_name_of,
+    where_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LivingThreads:
+    """The answer to `ASK_THREADS`.
+
+    Attributes:
+        places: Each thread that keeps the process alive, and where it is; none where only the main
+            thread is left, at what is registered with `atexit`.
+        main: The line of the user's that the main thread is at then, if it is at one.
+    """
+
+    places: tuple[str, ...]
+    main: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeedsStop:
+    """The user's function has called `stop_requested`, so asking it to stop has a point."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedToStop:
+    """The rank itself has been sent a signal that asks it to stop."""
+
+    signal_name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopPromise:
+    """The rank answers no call of `stop_requested` from that number on before it knows more."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stops:
+    """A call of `stop_requested` has been answered with yes."""
+
+
+StopMessage = HeedsStop | AskedToStop | StopPromise | Stops
+
+Phase = Literal["starting", "loading", "joining", "running", "leaving"]
+"""Process started > unpickling > rendezvous > the user's function > after its report."""
+
+_OF_MANY_SIZES: Final = re.compile(r":(?:gather|scatter|all_?to_?all)")
+
+CollectiveState = Literal["queued", "started", "completed"]
+"""``queued``: the call has returned, and the GPU comes to it. ``started``: it runs, or waits for
+other ranks; what gloo has entered is that at once."""
+
+UNKNOWN_COLLECTIVE: Final = "nccl:collective"
+"""Stands for one whose name NCCL's counters do not tell."""
+
+MAIN_GROUP: Final = "default_pg"
+"""What torch calls the group of all ranks."""
+
+_MAX_TRACEBACK: Final = 64_000
+_MAX_LINE: Final = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """A collective that a rank has entered in a process group.
+
+    Attributes:
+        group: ``default_pg``, or the name of another group, which is the same on all its ranks.
+        number: Its count in that group, from 1; equal numbers belong together.
+        name: What it does, e.g. ``gloo:all_reduce``.
+        sizes: Shapes of its inputs, e.g. ``[[3, 4]]`` for one.
+        state: How far it is. NCCL's calls return as soon as they are queued for the GPU, and so a
+            rank may have queued many that wait for one.
+        entered_ns: When it was entered, on the wall clock; torch notes no other.
+    """
+
+    group: str
+    number: int
+    name: str
+    sizes: str
+    state: CollectiveState
+    entered_ns: int
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self.state == "completed"
+
+    @property
+    def has_one_size(self) -> bool:
+        """Whether every rank has to bring the same shapes, the source of a scatter included."""
+        return _OF_MANY_SIZES.search(self.name) is None
+
+    @property
+    def is_queued_ahead(self) -> bool:
+        """Whether its backend returns before it has ended, so that a rank may be ahead of its GPU."""
+        return self.name.startswith("nccl:")
+
+    @property
+    def is_of_watchdog(self) -> bool:
+        """Whether NCCL's watchdog named it, which says ALLREDUCE where recorders say all_reduce."""
+        return self.name.partition(":")[2].isupper()
+
+    def may_pair_with(self, other: Collective) -> bool:
+        """Tell whether the two may be one collective of two ranks, as far as is known of both.
+
+        The names of the watchdog and those of the recorders cannot be compared.
+        """
+        if UNKNOWN_COLLECTIVE in (self.name, other.name):
+            return True
+        if self.is_of_watchdog != other.is_of_watchdog:
+            return True
+        sizes_fit = self.sizes == other.sizes or not self.has_one_size
+        return self.name == other.name and sizes_fit
+
+    def __str__(self) -> str:
+        """Name it as a reader would look for it."""
+        shapes = self.sizes[1:-1]  # of a list of lists
+        of = f" of shape{'s' * (shapes.count('[') > 1)} {shapes}" if shapes else ""
+        group = "" if self.group == MAIN_GROUP else f" of group {self.group!r}"
+        return f"{self.name.partition(':')[2] or self.name} number {self.number}{group}{of}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where a rank is in the sequence of collectives; sent when asked and at its end.
+
+    Attributes:
+        collectives: The last few of each group, in the order in which they were entered.
+        handling: What the main thread handles in an ``except`` block that goes on, in a line.
+    """
+
+    collectives: tuple[Collective, ...]
+    handling: str = ""
+
+    def in_group(self, group: str) -> Collective | None:
+        """Return the last collective in that group."""
+        return max(
+            (each for each in self.collectives if each.group == group),
+            key=lambda each: each.number,
+            default=None,
+        )
+
+    def reached(self, group: str) -> Collective | None:
+        """Return the collective in that group that the rank is at.
+
+        Under NCCL that is the first that has not ended, which the GPU waits in; what is queued
+        behind it is nowhere yet.
+        """
+        first, last = self.first_incomplete(group), self.in_group(group)
+        return first if first is not None and first.is_queued_ahead else last
+
+    def newest(self) -> Collective | None:
+        """Return the collective that the rank is at, in whichever group.
+
+        Where the GPU waits, it is the oldest that it waits in; else the last that was entered.
+        """
+        groups = {each.group for each in self.collectives}
+        waiting = [
+            each
+            for group in groups
+            if (each := self.first_incomplete(group)) is not None and each.is_queued_ahead
+        ]
+        if waiting:
+            return min(waiting, key=lambda each: (each.entered_ns, each.group != MAIN_GROUP))
+        # Of those entered at one time, which old versions of torch do not note, that of all ranks.
+        return max(
+            self.collectives,
+            key=lambda each: (each.entered_ns, each.group == MAIN_GROUP, each.number),
+            default=None,
+        )
+
+    def first_incomplete(self, group: str) -> Collective | None:
+        """Return the first collective in that group that has not ended: the GPU is at that one."""
+        return min(
+            (each for each in self.collectives if each.group == group and not each.done),
+            key=lambda each: each.number,
+            default=None,
+        )
+
+    def numbered(self, group: str, number: int) -> Collective | None:
+        """Return the collective of that number in that group, if it is among the last few."""
+        wanted = (group, number)
+        return next(
+            (each for each in self.collectives if (each.group, each.number) == wanted), None
+        )
+
+
+def last_in_main(position: Position | None) -> Collective | None:
+    """Return the last collective in the group of all ranks, where that is known."""
+    return None if position is None else position.in_group(MAIN_GROUP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entered:
+    """The rank entered a phase."""
+
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Returned:
+    """The user's function returned; sent before any teardown.
+
+    Attributes:
+        payload: The pickled value.
+        position: Where the rank was by then.
+        stop_calls: How often it had called `stop_requested`.
+        exited_at: The line of the ``sys.exit(0)`` by which a script under ``ddpsafe run`` ended.
+    """
+
+    payload: bytes
+    position: Position
+    stop_calls: int = 0
+    exited_at: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptExit:
+    """What a rank's function returns for a script that called ``sys.exit(0)``.
+
+    Attributes:
+        where: The line that did.
+    """
+
+    where: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raised:
+    """An exception left the user's function, or is about to; sent before any teardown.
+
+    Attributes:
+        type_name: Qualified name of the exception's type.
+        message: ``str()`` of the exception, shortened.
+        traceback: The formatted traceback with its chain, shortened.
+        payload: The pickled exception, or ``None`` where it cannot travel.
+        phase: Where the rank was.
+        where: File, line and function of the innermost frame that is the user's.
+        position: Where the rank was in the sequence of collectives.
+        at_ns: Monotonic clock of the host; comparable between the ranks of one host.
+        wall_ns: The same moment on the wall clock, as `Collective.entered_ns`; 0 where unknown.
+        exit_code: Set when the exception was a request to exit.
+        final: False where the exception was only seen in flight, at a teardown or a barrier, or when
+            the rank was asked where it is.
+        goes_on: Whether it was then in an ``except`` block after which the program goes on.
+        held: What the rank's memory held, where it ran out of it.
+        origin: Where the exception comes from, as far as this rank can tell.
+        explanation: What an error of ddpsafe's own says, as data.
+        kind: The kind of failure, where the exception's class tells it.
+        setting: The field of `Timeouts` whose deadline passed, if it says that.
+        is_wrapped: Whether it was raised while a peer error was handled.
+        point_to_point: Which send or receive it came from, e.g. ``recv from rank 1``.
+        hidden_by: The peer error that was raised on top of it and left in its place, in a line.
+        handled: What was being handled when the rank asked to exit, in a line.
+    """
+
+    type_name: str
+    message: str
+    traceback: str
+    payload: bytes | None
+    phase: Phase
+    where: str
+    position: Position
+    at_ns: int
+    wall_ns: int = 0
+    exit_code: int | None = None
+    final: bool = True
+    goes_on: bool = False
+    held: str = ""
+    origin: Origin = "own"
+    explanation: Explanation | None = None
+    kind: FailureKind | None = None
+    setting: str = ""
+    is_wrapped: bool = False
+    point_to_point: str = ""
+    hidden_by: str = ""
+    handled: str = ""
+
+    @property
+    def is_peer_error(self) -> bool:
+        """Whether the rank failed because of another one: it lost it, or waited for it too long."""
+        return is_peer_origin(self.origin)
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether this ended the rank by its own doing.
+
+        What was seen in flight may have been handled; one that came in a meeting with ranks that
+        were elsewhere may be theirs.
+        """
+        return self.final and not self.hidden_by and self.origin != "mismatch"
+
+    @classmethod
+    def from_exception(
+        cls,
+        exc: BaseException,
+        *,
+        phase: Phase,
+        pickled: Callable[[BaseException], bytes | None],
+        position: Position,
+        at_ns: int,
+        wall_ns: int = 0,
+        final: bool = True,
+        held: str = "",
+    ) -> Raised:
+        """Describe an exception in plain text; never raises itself."""
+        reading = read_chain(exc)
+        shown = reading.shown
+        name, message = type_name_of(shown), clip(text_of(shown), MAX_MESSAGE)
+        code = exit_code_of(shown)
+        handled = None if code is None else shown.__cause__
+        if code is not None and not shown.__suppress_context__:
+            handled = shown.__context__
+        if handled is not None and is_handled(handled):
+            handled = None
+        return cls(
+            type_name=name,
+            message=message,
+            traceback=clip(traceback_of(exc), _MAX_TRACEBACK),
+            payload=pickled(shown),
+            phase=phase,
+            where=where_of(shown.__traceback__),
+            position=position,
+            at_ns=at_ns,
+            wall_ns=wall_ns,
+            exit_code=code,
+            final=final,
+            goes_on=not final and goes_on(exc),
+            held=held,
+            origin=reading.origin,
+            explanation=shown.explanation if isinstance(shown, DDPSafeError) else None,
+            kind=_kind_of(shown),
+            setting=shown.setting if isinstance(shown, LaunchTimeoutError) else "",
+            is_wrapped=reading.is_wrapped,
+            point_to_point=point_to_point_of((reading.hidden_by or shown).__traceback__),
+            hidden_by="" if reading.hidden_by is None else in_a_line(reading.hidden_by),
+            handled="" if handled is None else in_a_line(handled),
+        )
+
+
+def is_peer_origin(origin: Origin) -> bool:
+    """Tell whether a failure of that origin follows from another rank's."""
+    return origin in ("peer-lost", "timeout")
+
+
+def _kind_of(exc: BaseException) -> FailureKind | None:
+    """Return the kind that the class of an exception tells; the texts of others are read later."""
+    if isinstance(exc, pickle.PicklingError):
+        return "unpicklable"
+    if not isinstance(exc, DDPSafeError):
+        return None
+    # "config" says that nothing was started, which is not so in a rank.
+    return "user-error" if exc.kind == "config" else exc.kind
+
+
+def in_a_line(exc: BaseException) -> str:
+    """Name an exception with the line that raised it."""
+    where = where_of(exc.__traceback__)
+    return " ".join(line_of(exc, _MAX_LINE).split()) + (f" at {where}" if where else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """The exception that was seen in flight did not end the rank."""
+
+
+Message = Entered | Position | Returned | Raised | Recovered | StopMessage | LivingThreads
+
+
+Status = Literal["returned", "raised", "exited", "killed", "stopped", "running"]
+"""``stopped``: ended by the launcher, so it says nothing about the rank itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeError:
+    """What native code, such as NCCL's watchdog, wrote to stderr before it ended its process.
+
+    Attributes:
+        origin: Whether it blames another rank, and how.
+        text: The line.
+        kind: The kind of a failure of its own, where the text tells it.
+    """
+
+    origin: Origin
+    text: str
+    kind: FailureKind | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOutcome:
+    """What became of one rank.
+
+    Attributes:
+        rank: The rank.
+        local_rank: Its index on its host.
+        pid: Its process id; ``None`` if it never started.
+        hostname: Its host.
+        status: In a word.
+        phase: How far it came.
+        exit_code: Exit status as `multiprocessing` gives it (negative: a signal).
+        raised: What it raised, if it did.
+        native: What native code wrote before it ended the process, if that blames another rank.
+        ended_ns: When the launcher saw its end (monotonic).
+        position: Where it was in the sequence of collectives, where that is known.
+        state: What the system said of the process before it was ended, e.g. ``stopped``.
+        stack: Where its main thread was before it was ended: the user's innermost line.
+        in_collective: Whether that line waited in a collective; ``None`` where unknown.
+        progress: How far it had come: steps of its optimizers, and checkpoints.
+        point_to_point: Which send or receive it waited in, e.g. ``recv``.
+        in_rpc: Whether that line is of a thread that executes a call of another rank (RPC).
+        exited_at: The line of the ``sys.exit(0)`` by which it returned, if it did so.
+        stdout: Its log of file descriptor 1.
+        stderr: Its log of file descriptor 2.
+    """
+
+    rank: int
+    local_rank: int
+    pid: int | None
+    hostname: str
+    status: Status
+    phase: Phase
+    exit_code: int | None
+    raised: Raised | None = None
+    native: NativeError | None = None
+    ended_ns: int | None = None
+    position: Position | None = None
+    state: str = ""
+    stack: str = ""
+    in_collective: bool | None = None
+    progress: Progress = field(default=Progress())
+    point_to_point: str = ""
+    in_rpc: bool = False
+    exited_at: str = ""
+    stdout: str | None = None
+    stderr: str | None = None
+
+    @property
+    def origin(self) -> Origin:
+        """Where its failure comes from, as far as the rank itself could tell."""
+        if self.raised is not None:
+            return self.raised.origin
+        return "own" if self.native is None else self.native.origin
+
+    @property
+    def steps(self) -> int:
+        """How many steps its optimizers had made."""
+        return self.progress.steps
+
+    @property
+    def sends_or_receives(self) -> str:
+        """Which send or receive it waits in, or did until that failed; empty where it is in none."""
+        return self.point_to_point if self.raised is None else self.raised.point_to_point
+
+    @property
+    def signal_name(self) -> str | None:
+        """Name of the signal that ended it, e.g. ``SIGKILL``."""
+        if self.exit_code is None or self.exit_code >= 0:
+            return None
+        try:
+            return signal.Signals(-self.exit_code).name
+        except ValueError:
+            return f"signal {-self.exit_code}"

@@ -1,0 +1,318 @@
+"""`process_group`, `setup`, `cleanup`: in a rank that something else started, or in none."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import warnings
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from ddpsafe._clock import BoundedCall, Deadline
+from ddpsafe._errors import TRY_AGAIN_EXIT_CODE, DDPSafeError, Explanation, PreemptedError
+from ddpsafe._wire.exceptions import clip, read_chain, text_of, type_name_of
+from ddpsafe._worker import environment, session
+from ddpsafe._worker import process_group as groups
+from ddpsafe._worker.context import barrier_timeout_error, peer_failed_error, peer_failure_line
+from ddpsafe._worker.join.joining import (
+    adopt_group,
+    as_in_script,
+    describe,
+    device_of_script,
+    join_job,
+    join_launch,
+    place_of,
+)
+from ddpsafe._worker.session import enter, find_current
+from ddpsafe._worker.stop import agreement
+from ddpsafe._world import World, find_world
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from typing_extensions import Unpack
+
+    from ddpsafe._config import GroupFields, LaunchConfig
+    from ddpsafe._worker.context import RankContext
+    from ddpsafe._worker.store_sync import Control, Departure
+
+
+def is_rank(env: Mapping[str, str]) -> bool:
+    """Tell whether some launcher, ours included, has started this process as a rank.
+
+    A Slurm step of a single task is none: ``srun python train.py`` only runs a program on a node of
+    the allocation, where it may start ranks of its own.
+    """
+    if session.find_spec() is not None:
+        return True
+    world = find_world(env)
+    return world is not None and (world.started_by, world.world_size) != ("slurm", 1)
+
+
+def find_place(env: Mapping[str, str]) -> World | None:
+    """Return the place that an outer launcher gave this rank.
+
+    Returns:
+        ``None`` in a rank of `launch` or `spawn`, whose launcher has looked already, and alone.
+    """
+    return None if session.find_spec() is not None else find_world(env)
+
+
+@contextlib.contextmanager
+def process_group(
+    backend: str = "auto",
+    *,
+    config: LaunchConfig | None = None,
+    **fields: Unpack[GroupFields],
+) -> Iterator[RankContext]:
+    """Be a member of the process group while the context is open.
+
+    Works under torchrun, srun, mpirun, in a rank of `launch` or `spawn`, in a process whose
+    ``RANK`` and ``WORLD_SIZE`` somebody set, and alone, where it needs no port. A group that
+    exists already is adopted and left alone.
+
+    Args:
+        backend: Backend for torch; ``auto`` takes nccl where every rank has a GPU, else gloo.
+        config: Timeouts, seed and variables; without one, from environment and file.
+        **fields: Fields of `LaunchConfig` that win over it: `timeouts`, `rendezvous`, `env`,
+            `seed`, `preflight`, `data_paths` and `run_dir`. The others are about starting ranks.
+
+    Yields:
+        This rank's context.
+
+    Raises:
+        ConfigError: The launcher's variables are incomplete or contradict each other, or the
+            store belongs to another job.
+        PreflightError: The port is taken; or the nodes cannot all reach each other, which
+            ``preflight="full"`` examines.
+        RendezvousTimeoutError: Ranks did not come within ``timeouts.rendezvous``.
+        RankRaisedError: At the end, where this rank has done its part and another one has failed.
+    """
+    member, opened = _enter(None, None, backend, config, fields)
+    try:
+        yield member
+    except BaseException as exc:
+        # No barrier and no destroy on a failing path: the peers would wait for each other.
+        if opened:
+            _abandon(member, exc)
+        raise
+    _close(member, opened=opened)
+
+
+logger = logging.getLogger(__name__)
+
+_ABANDON_S: Final = 2.0
+_MAX_REASON: Final = 300
+
+_opened: RankContext | None = None
+_handled_at_setup: BaseException | None = None
+_joined_with: LaunchConfig | None = None
+
+
+def setup(
+    rank: int | None = None,
+    world_size: int | None = None,
+    backend: str | None = None,
+    *,
+    config: LaunchConfig | None = None,
+    **fields: Unpack[GroupFields],
+) -> RankContext:
+    """Join the process group: the hand-written ``setup(rank, world_size)``, made safe.
+
+    Args:
+        rank: This rank; by default what the launcher says.
+        world_size: Number of ranks; by default what the launcher says.
+        backend: Backend for torch; chosen as in `process_group` by default.
+        config: As in `process_group`.
+        **fields: As in `process_group`.
+
+    Returns:
+        This rank's context.
+
+    Raises:
+        ConfigError: As in `process_group`; also if only one of `rank` and `world_size` is given.
+        PreflightError: As in `process_group`.
+        RendezvousTimeoutError: As in `process_group`.
+    """
+    global _opened, _handled_at_setup
+    member, opened = _enter(rank, world_size, backend or "auto", config, fields)
+    if opened:
+        _opened, _handled_at_setup = member, sys.exc_info()[1]
+    return member
+
+
+def cleanup() -> None:
+    """Leave the process group that `setup` joined; harmless when called twice or without it.
+
+    While an exception is on its way, as in ``finally: cleanup()``, it waits for nobody.
+    """
+    global _opened
+    member, _opened = _opened, None
+    if member is None:
+        return
+    exc = sys.exc_info()[1]
+    if exc is None or exc is _handled_at_setup:
+        _close(member, opened=True)
+    else:
+        _abandon(member, exc)
+
+
+def _abandon(member: RankContext, exc: BaseException) -> None:
+    """Leave on a failing path, so that nobody waits for this rank: not at the end, not before."""
+    stop = _own_stopping()
+    if stop is not None:
+        stop.leave()
+        stop.signals.close()
+    control = member.control
+    if control is not None:
+        # Bounded: the host of the store may be gone, and its client would wait for it.
+        leaving = BoundedCall(partial(_say_goodbye, control, exc), name="ddpsafe-leave")
+        if leaving.wait(_ABANDON_S):
+            _note_cause(exc, leaving.result(), member)
+    _forget(member)
+
+
+def _say_goodbye(control: Control, exc: BaseException) -> Departure | None:
+    """Tell the others that this rank fails; return who failed first, if its error is a peer's."""
+    first = None
+    if session.find_spec() is None:  # else the launcher knows, and tells the cause by itself
+        reading = read_chain(exc)
+        error = f"{type_name_of(reading.shown)}: {text_of(reading.shown)}"
+        is_failure = not (isinstance(exc, SystemExit) and exc.code in {None, 0})
+        with contextlib.suppress(RuntimeError):  # the store is gone, which says something too
+            control.depart(clip(error, _MAX_REASON), reading.origin, is_failure=is_failure)
+        if reading.origin != "own" and not isinstance(exc, DDPSafeError):  # ours have said it
+            first = control.departure()
+    with contextlib.suppress(RuntimeError):
+        control.arrive("leave")  # after the reason: who waits there reads it then
+    return first
+
+
+def _note_cause(exc: BaseException, first: Departure | None, member: RankContext) -> None:
+    """Say beside a peer's error ("Connection closed by peer") which rank failed first, and how."""
+    if first is None or first.rank == member.rank or not first.is_failure:
+        return
+    line = f"ddpsafe: {peer_failure_line(first)} (this is {member.world})"
+    if sys.version_info >= (3, 11):
+        exc.add_note(line)
+    else:
+        logger.error("%s", line)
+
+
+def _enter(
+    rank: int | None,
+    world_size: int | None,
+    backend: str,
+    config: LaunchConfig | None,
+    fields: GroupFields,
+) -> tuple[RankContext, bool]:
+    """Return the context, and whether the group is ours to close."""
+    global _joined_with  # noqa: PLW0603 - the process has one group
+    import torch.distributed as dist
+
+    current = find_current()
+    is_joined = dist.is_initialized()
+    asks_for_this_launch = current is not None and world_size in (None, current.world_size)
+    in_launch = current is not None and asks_for_this_launch and session.find_spec() is not None
+    if not fields and is_joined:
+        return current or adopt_group(), False
+    if not fields and current is not None and in_launch:
+        return join_launch(current, backend), True
+    from ddpsafe._config import GroupFields, LaunchConfig, refuse_fields, require_data_paths
+
+    refuse_fields(
+        fields,
+        GroupFields,
+        why="process_group() and setup() join ranks that are started already",
+        write="nothing; leave it out, or pass it to launch() or spawn()",
+    )
+    asked = {**fields, "backend": backend} if backend != "auto" else dict(fields)
+    resolved = LaunchConfig.resolve(config, **asked)  # type: ignore[arg-type] # judged there
+    if is_joined:
+        if resolved != _joined_with:  # a second setup() of the same script asks for the same
+            _warn_of_late(fields, "the process group exists already")
+        return current or adopt_group(), False
+    if current is not None and in_launch:
+        _warn_of_late(fields, "the launch that started this rank has decided it")
+        return join_launch(current, backend), True
+    require_data_paths(resolved.data_paths)
+    member = join_job(place_of(rank, world_size), resolved)
+    _joined_with = resolved
+    return member, True
+
+
+def _warn_of_late(fields: GroupFields, why: str) -> None:
+    """Warn of fields that come too late; under another launcher the same script needs them."""
+    names = ", ".join(f"{name}=…" for name in fields)
+    warnings.warn(f"{names} has no effect here: {why}.", RuntimeWarning, stacklevel=4)
+
+
+def current() -> RankContext:
+    """Return this rank's context, anywhere in the rank.
+
+    Outside of one, it describes the process as the launcher's variables do, alone by default.
+    """
+    import torch.distributed as dist
+
+    member = find_current()
+    if member is not None:
+        return as_in_script(member)
+    if dist.is_available() and dist.is_initialized():
+        return adopt_group()
+    place = find_world(os.environ) or World.alone()
+    return describe(place, device_of_script(place), "none", None)
+
+
+def _close(member: RankContext, *, opened: bool) -> None:
+    if not opened:
+        return
+    deadline = Deadline.after(member.barrier_timeout)
+    stop = _own_stopping()
+    if stop is not None:
+        stop.leave()
+    missing = groups.close_group(member.control, deadline=deadline)
+    if missing:
+        if stop is not None:
+            stop.signals.close()
+        raise barrier_timeout_error(member, "the end of the process group", missing, deadline)
+    _forget(member)
+    if stop is not None:
+        stop.close()
+    failed = None if member.control is None else member.control.failed_peer
+    if failed is not None and session.find_spec() is None:
+        raise peer_failed_error(member, failed)
+
+
+def has_stopped() -> bool:
+    """Tell whether this rank's last group was asked to stop, and it has seen it."""
+    stop = agreement.find_current()
+    return stop is not None and stop.answered
+
+
+def stopped_error(member: RankContext, value: object) -> PreemptedError:
+    """Word the end of `launch` in a rank of another launcher that was asked to stop."""
+    what = (
+        f"{member.world} stopped because the job was asked to, and returned, "
+        f"on {socket.gethostname()}, attempt {member.attempt}."
+    )
+    cause = "a scheduler takes the machine back (preemption, time limit, drained node)."
+    fix = (
+        f"start the same command again; exit code {TRY_AGAIN_EXIT_CODE} tells a scheduler to do so."
+    )
+    return PreemptedError(
+        Explanation(what, cause=cause, fix=fix), values={member.rank: value}, attempt=member.attempt
+    )
+
+
+def _forget(member: RankContext) -> None:
+    if session.find_spec() is None and find_current() is member:
+        enter(None)
+        environment.give_back()
+
+
+def _own_stopping() -> agreement.Stopping | None:
+    """Return this rank's part in stopping, where no launcher of ours has one too."""
+    return agreement.find_current() if session.find_spec() is None else None

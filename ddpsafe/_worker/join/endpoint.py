@@ -1,0 +1,180 @@
+"""Where ranks that another launcher started meet."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ddpsafe._errors import ConfigError, Explanation
+from ddpsafe._world import expand_hosts, require_int
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.distributed import Store
+
+    from ddpsafe._world import World
+
+
+# What tells one job from another on the same address and port.
+_JOB_VARIABLES: Final = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_orte_jobid")
+
+
+def identity_of(env: Mapping[str, str]) -> dict[str, list[str]]:
+    """Collect what all ranks of one job share, and ranks of another job do not.
+
+    Returns:
+        For each sign of a job, where it can be compared (empty: everywhere) and its value.
+    """
+    known = {name: ["", env[name]] for name in _JOB_VARIABLES if name in env}
+    run_id = env.get("TORCHELASTIC_RUN_ID", "none")
+    if run_id != "none":
+        known["TORCHELASTIC_RUN_ID"] = ["", run_id]
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        known["parent process"] = [f"{socket.gethostname()} {_pid_namespace()}", str(parent.pid)]
+    return known
+
+
+def _pid_namespace() -> str:
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def publish_job(store: Store, env: Mapping[str, str]) -> None:
+    """Say, as rank 0, which job this is."""
+    store.set("job", json.dumps(identity_of(env)))
+
+
+def require_same_job(store: Store, place: str, world: World, env: Mapping[str, str]) -> None:
+    """Refuse the store of another job, and a rank that somebody else has taken.
+
+    Two jobs on one hard-coded port otherwise join each other and reduce each other's gradients
+    (measured on hand-written scripts: 4 of 8 simultaneous starts).
+
+    Args:
+        store: The store; rank 0 has published its job there.
+        place: Where it is, for the message.
+        world: This rank's place.
+        env: The environment.
+
+    Raises:
+        ConfigError: The store belongs to another job, or the rank is taken.
+    """
+    mine = identity_of(env)
+    theirs: dict[str, list[str]] = json.loads(store.get("job"))
+    shared = mine.keys() & theirs.keys()
+    differing = [
+        name
+        for name in sorted(shared)
+        if mine[name][0] == theirs[name][0] and mine[name][1] != theirs[name][1]
+    ]
+    if differing or (mine and theirs and not shared):
+        raise _another_job(place, world, ", ".join(differing or sorted(theirs)) + " differs")
+    if store.add(f"claim/{world.rank}", 1) != 1:
+        raise _another_job(place, world, f"rank {world.rank} has joined there already")
+
+
+def _another_job(place: str, world: World, evidence: str) -> ConfigError:
+    what = f"{world} reached the store of another job at {place} ({evidence})."
+    cause = "two jobs use the same MASTER_ADDR and MASTER_PORT; they would mix their gradients."
+    fix = "give each job its own MASTER_PORT, or let ddpsafe.launch or spawn choose it."
+    return ConfigError(Explanation(what, cause=cause, fix=fix))
+
+
+_PORTS: Final = range(20_000, 30_000)
+_MASTER: Final = ("MASTER_ADDR", "MASTER_PORT")
+_LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where the store is.
+
+    Attributes:
+        host: Address or name.
+        port: Port.
+        is_served: Whether somebody else (torchrun's agent) serves it already.
+        is_on_this_host: Whether all ranks are certainly on this host: the launcher says so, or the
+            address is loopback. ``RANK`` and ``WORLD_SIZE`` set by hand do not say it.
+    """
+
+    host: str
+    port: int
+    is_served: bool
+    is_on_this_host: bool
+
+    def __str__(self) -> str:
+        """Spell it host:port."""
+        return f"{self.host}:{self.port}"
+
+
+def find_endpoint(world: World, env: Mapping[str, str]) -> Endpoint:
+    """Find where to meet: from MASTER_ADDR and MASTER_PORT, else from the launcher's variables.
+
+    Raises:
+        ConfigError: Nothing says where.
+    """
+    is_served = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # A pod with one rank may have torchrun's own variables only.
+    env = {
+        **env,
+        **{
+            name: env[f"PET_{name}"]
+            for name in _MASTER
+            if not env.get(name) and env.get(f"PET_{name}")
+        },
+    }
+    host = env.get("MASTER_ADDR") or _guess_host(world, env)
+    if env.get("MASTER_PORT"):
+        port = require_int(env, "MASTER_PORT", because="MASTER_ADDR")
+    else:
+        port = _guess_port(world, env)
+    if not 0 < port < 1 << 16:
+        what = f"MASTER_PORT={port} is not a port."
+        cause = "a typing error; ports end at 65535."
+        raise ConfigError(Explanation(what, cause=cause, fix="use a free port from 1024 to 65535."))
+    told = world.nnodes == 1 and world.started_by != "environment"
+    return Endpoint(
+        host=host,
+        port=port,
+        is_served=is_served,
+        is_on_this_host=told or host in _LOOPBACK,
+    )
+
+
+def _guess_host(world: World, env: Mapping[str, str]) -> str:
+    if world.started_by == "slurm" and "SLURM_STEP_NODELIST" in env:
+        try:
+            return expand_hosts(env["SLURM_STEP_NODELIST"])[0]
+        except ValueError as exc:
+            what = f"SLURM_STEP_NODELIST does not say where rank 0 runs: {exc}."
+            fix = "export MASTER_ADDR=<host of rank 0> and MASTER_PORT=<a free port there>."
+            raise ConfigError(
+                Explanation(what, cause="variables changed by hand.", fix=fix)
+            ) from exc
+    if world.local_world_size == world.world_size:
+        return "127.0.0.1"
+    what = f"MASTER_ADDR is not set, and {world} spans {world.nnodes} nodes."
+    cause = f"{world.started_by} does not say where rank 0 runs."
+    fix = "export MASTER_ADDR=<host of rank 0> and MASTER_PORT=<a free port there>."
+    raise ConfigError(Explanation(what, cause=cause, fix=fix))
+
+
+def _guess_port(world: World, env: Mapping[str, str]) -> int:
+    """Derive a port that all ranks of the job agree on and other jobs hardly share."""
+    job = identity_of(env)
+    if not job:
+        what = f"MASTER_PORT is not set ({world}, started by {world.started_by})."
+        cause = "RANK and WORLD_SIZE are set by hand, MASTER_PORT was forgotten."
+        fix = "export MASTER_PORT=<a free port on the host of rank 0>, the same for all ranks."
+        raise ConfigError(Explanation(what, cause=cause, fix=fix))
+    digest = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).digest()
+    return _PORTS[int.from_bytes(digest[:4], "big") % len(_PORTS)]

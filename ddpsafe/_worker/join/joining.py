@@ -1,0 +1,348 @@
+"""How a process becomes a rank: from a launcher's variables, a launch of ours, or a group."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import warnings
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ddpsafe import _gpus
+from ddpsafe._clock import Deadline
+from ddpsafe._config.backends import require_backend
+from ddpsafe._errors import ConfigError, Explanation
+from ddpsafe._worker import environment, process_group, session, torch_hooks
+from ddpsafe._worker.context import RankContext
+from ddpsafe._worker.join import network
+from ddpsafe._worker.join.endpoint import find_endpoint
+from ddpsafe._worker.join.store import open_stores
+from ddpsafe._worker.session import enter
+from ddpsafe._worker.stop import agreement
+from ddpsafe._worker.stop.agreement import StopCalls
+from ddpsafe._worker.stop.transports import StopBoard
+from ddpsafe._worker.store_sync import Control
+from ddpsafe._world import World, find_world, loopback_interfaces, require_int
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    from torch.distributed import Store
+
+    from ddpsafe._config import LaunchConfig
+
+
+_joined: RankContext | None = None
+"""The member whose group `join_launch` has made, not the script."""
+
+
+def place_of(rank: int | None, world_size: int | None) -> World:
+    """Return this rank's place, from the arguments or from the launcher's variables.
+
+    Raises:
+        ConfigError: Only one of the two is given, or the place is impossible.
+    """
+    if rank is None and world_size is None:
+        return find_world(os.environ) or _alone(os.environ)
+    if rank is None or world_size is None:
+        what = f"setup(rank={rank}, world_size={world_size}) says only half of it."
+        fix = "pass both, or neither to take them from the launcher."
+        raise ConfigError(Explanation(what, cause="an argument was forgotten.", fix=fix))
+    told = find_world(os.environ)
+    if told is not None and (told.rank, told.world_size) == (rank, world_size):
+        return told
+    spoken = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    given = find_world({**_local_variables(os.environ), **spoken})
+    assert given is not None  # noqa: S101 - RANK is set
+    return given
+
+
+def _alone(env: Mapping[str, str]) -> World:
+    """Return a world of one; say so where a Slurm job of several tasks forgot its srun."""
+    tasks = env.get("SLURM_NTASKS", "1")
+    if tasks != "1":
+        what = f"this process is alone, though its Slurm job has {tasks} tasks (SLURM_NTASKS)."
+        cause = "it runs in the batch script or in a shell of salloc, not in a step."
+        fix = "start it with srun; or `unset SLURM_NTASKS` if one process is what you want."
+        text = Explanation(what, cause=cause, fix=fix)
+        warnings.warn(str(text), RuntimeWarning, stacklevel=2)
+    return World.alone()
+
+
+def _local_variables(env: Mapping[str, str]) -> dict[str, str]:
+    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
+    return {name: env[name] for name in names if name in env}
+
+
+def adopt_group() -> RankContext:
+    """Describe a group that somebody else has made (Accelerate, Fabric, the script itself)."""
+    import torch.distributed as dist
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    place = find_world(os.environ)
+    if place is None or (place.rank, place.world_size) != (rank, world_size):
+        place = place_of(rank, world_size)
+    store = torch_hooks.default_store()
+    control = None
+    if store is not None and world_size > 1:
+        private = dist.PrefixStore("ddpsafe/adopted", store)
+        control = Control(private, rank=rank, world_size=world_size)
+    backend = dist.get_backend()
+    return _remember(place, device_of_script(place), backend, control)
+
+
+def join_launch(current: RankContext, backend: str) -> RankContext:
+    """Make the group of a rank that `spawn` started, at the launcher's store."""
+    global _joined  # noqa: PLW0603 - one process is one rank
+    spec = session.find_spec()
+    assert spec is not None  # noqa: S101 - checked by the caller
+    deadline = Deadline.after(spec.timeouts.rendezvous)
+    chosen, device = agree_on_devices(backend, current.world, current.control, deadline=deadline)
+    session.open_group(spec, current.control, backend=chosen, device=device)
+    _joined = member = replace(current, backend=chosen, device=device)
+    enter(member)
+    return member
+
+
+def join_job(world: World, config: LaunchConfig) -> RankContext:
+    """Make the group of ranks that another launcher has started, or of a world of one."""
+    try:
+        return _join_job(world, config)
+    except BaseException:
+        # The next try, maybe with another address, would take them for the user's own choice.
+        environment.give_back()
+        raise
+
+
+def _join_job(world: World, config: LaunchConfig) -> RankContext:
+    from torch.distributed import HashStore
+
+    environment.borrow(config.env)
+    endpoint = find_endpoint(world, os.environ) if world.world_size > 1 else None
+    if endpoint is None or endpoint.is_on_this_host:
+        network.prefer(loopback_interfaces())
+    deadline = Deadline.after(config.timeouts.rendezvous)
+    if config.backend != "auto":
+        require_backend(config.backend)
+    control = None
+    store: Store = HashStore()
+    if endpoint is not None:
+        store, control = open_stores(endpoint, world, os.environ, deadline=deadline)
+        if world.nnodes > 1 and config.preflight == "full":
+            network.require_connected_nodes(
+                config,
+                world,
+                endpoint,
+                store,
+                control,
+                backend=_likely_backend(config.backend),
+                deadline=deadline,
+            )
+            deadline = Deadline.after(config.timeouts.rendezvous)  # all have come by now
+        if not endpoint.is_on_this_host:
+            network.choose(config.rendezvous.interface, endpoint, deadline=deadline)
+    backend, device = agree_on_devices(config.backend, world, control, deadline=deadline)
+    if device.type == "cuda":
+        network.prefer(_nccl_variables(config, world))
+    if control is not None:
+        # A host that joined later counts fewer restarts (pytorch #108158).
+        control.raise_to("attempt", _own_attempt())
+    process_group.open_group(
+        store,
+        control,
+        world=world,
+        backend=backend,
+        device=device,
+        rendezvous=deadline,
+        collective=config.timeouts.collective,
+    )
+    attempt = _own_attempt() if control is None else control.number("attempt")
+    member = replace(_remember(world, device, backend, control, config=config), attempt=attempt)
+    enter(member)
+    if config.seed is not None:
+        environment.seed_run(config.seed)
+    return member
+
+
+def _nccl_variables(config: LaunchConfig, world: World) -> dict[str, str]:
+    import torch
+
+    folder = config.run_dir
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    return _gpus.nccl_variables(
+        os.environ,
+        torch.__version__,
+        debug_file=None if folder is None else f"{folder}/rank-{world.rank}.nccl",
+        folder=None if folder is None else str(folder),
+    )
+
+
+def _likely_backend(asked: str) -> str:
+    """Return what "auto" comes to unless the ranks find that it cannot."""
+    import torch
+
+    if asked != "auto":
+        return asked
+    return "nccl" if torch.cuda.device_count() else "gloo"
+
+
+def agree_on_devices(
+    asked: str, world: World, control: Control | None, *, deadline: Deadline
+) -> tuple[str, torch.device]:
+    """Agree with all ranks on the backend and on who uses which GPU; make this rank's the current one.
+
+    Ranks that went by what they see themselves would make one group with two backends where a
+    host has lost a GPU, and two of them could take one GPU.
+
+    Args:
+        asked: The backend, or ``auto``: nccl where ranks have GPUs.
+        world: This rank's place.
+        control: Line to the other ranks; ``None`` in a world of one.
+        deadline: When to give up.
+
+    Raises:
+        ConfigError: torch does not know the backend, or there is not a GPU for every rank.
+        RendezvousTimeoutError: Some ranks did not come.
+    """
+    if asked != "auto":
+        require_backend(asked)
+    mine = _gpus.VisibleGpus.here(world, asked)
+    if control is None:
+        agreed = _gpus.assign([replace(mine, rank=0)])
+        index = agreed.indexes[0] if agreed.indexes else None
+        return agreed.backend, _use(index)
+    control.put(f"gpus/{world.rank}", json.dumps(dataclasses.asdict(mine)).encode())
+    missing = control.meet("gpus", deadline=deadline)
+    if missing:
+        raise process_group.not_joined(world, missing, deadline)
+    if world.rank == 0:
+        agreed = _assign_for_all(world, control, deadline)
+    else:
+        data = control.take("gpus/agreed", deadline=deadline)
+        if data is None:
+            raise process_group.not_joined(world, [0], deadline)
+        answer = json.loads(data)
+        control.acknowledge("gpus/agreed")
+        if "refused" in answer:
+            raise ConfigError(Explanation(**answer["refused"]))
+        agreed = _gpus.Assignment(backend=answer["backend"], indexes=tuple(answer["indexes"]))
+    return agreed.backend, _use(agreed.indexes[world.rank] if agreed.indexes else None)
+
+
+def _assign_for_all(world: World, control: Control, deadline: Deadline) -> _gpus.Assignment:
+    """Decide, in rank 0, and tell the others, a refusal too."""
+    told = [control.take(f"gpus/{rank}", deadline=deadline) for rank in range(world.world_size)]
+    facts = [json.loads(data) for data in told if data is not None]
+    ranks = [_gpus.VisibleGpus(**{**fact, "uuids": tuple(fact["uuids"])}) for fact in facts]
+    try:
+        agreed = _gpus.assign(ranks)
+    except ConfigError as error:
+        text = error.explanation
+        refused = {"what": text.what, "cause": text.cause, "fix": text.fix}
+        control.put("gpus/agreed", json.dumps({"refused": refused}).encode())
+        control.stay("gpus/agreed")
+        raise
+    control.put("gpus/agreed", json.dumps(dataclasses.asdict(agreed)).encode())
+    return agreed
+
+
+def _use(index: int | None) -> torch.device:
+    return environment.use_device("cpu" if index is None else f"cuda:{index}")
+
+
+def as_in_script(member: RankContext) -> RankContext:
+    """Describe a rank of `spawn` as its script has made it: it chooses backend and device."""
+    import torch
+    import torch.distributed as dist
+
+    spec = session.find_spec()
+    if spec is None or spec.style == "launch" or member is _joined:
+        return member
+    device, backend = member.device, member.backend
+    if dist.is_initialized():
+        device, backend = device_of_script(member.world), dist.get_backend()
+    elif device.type == "cuda" and torch.cuda.device_count() == 1:  # of those that are visible
+        device = torch.device("cuda", 0)
+    if (device, backend) != (member.device, member.backend):
+        member = replace(member, device=device, backend=backend)
+        enter(member)
+    return member
+
+
+def device_of_script(world: World) -> torch.device:
+    """Return the device of a rank whose script has made its group, if it has one; changes nothing.
+
+    A current device other than the first is the script's choice; the first may be none at all.
+    """
+    import torch
+    import torch.distributed as dist
+
+    has_group = dist.is_available() and dist.is_initialized()
+    gpus = torch.cuda.device_count()
+    if not has_group or not gpus:
+        return torch.device("cpu")
+    backends = dict(each.partition(":")[::2] for each in dist.get_backend_config().split(","))
+    if backends.get("cuda") != "nccl":
+        return torch.device("cpu")
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    if bound is not None:
+        return torch.device(bound)
+    chosen = torch.cuda.current_device() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]  # torch
+    if chosen == 0 and world.local_rank < gpus:
+        chosen = world.local_rank
+    return torch.device("cuda", chosen)
+
+
+def _remember(
+    world: World,
+    device: torch.device,
+    backend: str,
+    control: Control | None,
+    *,
+    config: LaunchConfig | None = None,
+) -> RankContext:
+    member = describe(world, device, backend, control, config=config)
+    enter(member)
+    agreement.enter(_stopping_of(member))
+    return member
+
+
+def _stopping_of(member: RankContext) -> agreement.Stopping:
+    calls = StopCalls()
+    control = member.control
+    if control is None:
+        return agreement.Stopping(calls, agreement.Nobody(calls))
+    board = StopBoard(control.store, rank=member.rank, world_size=member.world_size, calls=calls)
+    return agreement.Stopping(calls, board, limit=member.barrier_timeout)
+
+
+def describe(
+    world: World,
+    device: torch.device,
+    backend: str,
+    control: Control | None,
+    *,
+    config: LaunchConfig | None = None,
+) -> RankContext:
+    """Build the context of a rank that no launcher of ours has started."""
+    from ddpsafe._config import Timeouts
+
+    timeouts = config.timeouts if config is not None else Timeouts()
+    return RankContext(
+        world=world,
+        device=device,
+        backend=backend,
+        attempt=_own_attempt(),
+        run_dir=config.run_dir if config is not None else None,
+        barrier_timeout=timeouts.barrier,
+        control=control,
+    )
+
+
+def _own_attempt() -> int:
+    """Return the attempt that torchrun's agent on this host counts, from 1."""
+    env = {"TORCHELASTIC_RESTART_COUNT": "0", **os.environ}
+    return 1 + require_int(env, "TORCHELASTIC_RESTART_COUNT", because="TORCHELASTIC_RUN_ID")

@@ -1,0 +1,219 @@
+"""Which interface a rank talks on, and whether the nodes reach each other."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from ddpsafe._clock import BoundedCall, Deadline
+from ddpsafe._errors import ConfigError, Explanation, PreflightError
+from ddpsafe._host import find_address_towards, find_interface_of, interface_variables, list_names
+from ddpsafe._worker import environment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch.distributed import Store
+
+    from ddpsafe._config import LaunchConfig
+    from ddpsafe._worker.join.endpoint import Endpoint
+    from ddpsafe._worker.store_sync import Control
+    from ddpsafe._world import World
+
+
+logger = logging.getLogger(__name__)
+
+_RESOLVE: Final = timedelta(seconds=5)
+
+
+def prefer(variables: Mapping[str, str]) -> None:
+    """Set variables that the user has not set, for as long as the process group lives."""
+    environment.borrow({name: text for name, text in variables.items() if name not in os.environ})
+
+
+def choose(asked: str | None, endpoint: Endpoint, *, deadline: Deadline) -> None:
+    """Keep gloo, NCCL and TensorPipe on one interface, as far as the user has not said otherwise.
+
+    Args:
+        asked: ``Rendezvous.interface``: a name, ``"auto"``, or None to leave it to the libraries.
+        endpoint: Where rank 0 is; its name has been resolved before.
+        deadline: When to stop waiting for a name server all the same.
+
+    Raises:
+        ConfigError: The interface that was asked for is not there.
+    """
+    if asked is None:
+        return
+    name = _find_way(endpoint, deadline) if asked == "auto" else _require(asked)
+    if name is None:
+        logger.warning("no interface leads to %s: gloo and NCCL choose by themselves", endpoint)
+        return
+    prefer(interface_variables(name))
+
+
+def _require(name: str) -> str:
+    existing = list_names()
+    if name in existing:
+        return name
+    what = f"rendezvous.interface={name!r}: {socket.gethostname()} has no such interface."
+    cause = "names of interfaces differ from host to host."
+    fix = f'write interface="auto", or one of {", ".join(existing)}.'
+    raise ConfigError(Explanation(what, cause=cause, fix=fix))
+
+
+def _find_way(endpoint: Endpoint, deadline: Deadline) -> str | None:
+    lookup = BoundedCall(
+        lambda: socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM),
+        name="ddpsafe-resolve",
+    )
+    addresses: list[str] = []
+    if lookup.wait(Deadline.after(_RESOLVE).earlier(deadline).remaining_s()):
+        try:
+            addresses = [str(entry[4][0]) for entry in lookup.result()]
+        except OSError:  # an address that this host cannot look up: the default route decides
+            addresses = []
+    own = find_address_towards(addresses)
+    interface = None if own is None else find_interface_of(own)
+    return None if interface is None else interface.name
+
+
+_KEY: Final = "preflight"
+
+_VERDICT: Final = timedelta(seconds=45)
+"""How long the examination may take once all nodes have come: dialling, judging, and slack."""
+
+_examined: set[Endpoint] = set()
+
+
+def require_connected_nodes(
+    config: LaunchConfig,
+    world: World,
+    endpoint: Endpoint,
+    store: Store,
+    control: Control,
+    *,
+    backend: str,
+    deadline: Deadline,
+) -> None:
+    """Examine the connections between the nodes, over the store at which their ranks have met.
+
+    The first rank of each node does it, and tells the others of its node how it ended. A second
+    group of the same process is not examined again.
+
+    Args:
+        config: What was asked for.
+        world: This rank's place.
+        endpoint: Where the store is.
+        store: The store; nothing else uses its keys yet.
+        control: This rank's line to the others.
+        backend: The backend of the group to come.
+        deadline: How long to wait for nodes that have not come.
+
+    Raises:
+        PreflightError: Some connections will break the job; its report is with the first rank of
+            each node.
+    """
+    if endpoint in _examined:
+        return
+    try:
+        if world.local_rank == 0:
+            examine = partial(
+                _examine, config, world, endpoint, store, backend=backend, deadline=deadline
+            )
+            _lead(world, control, examine)
+        else:
+            _follow(world, control, deadline)
+    finally:
+        if world.rank != 0:
+            with _gone_store():
+                control.acknowledge(_KEY)
+    _examined.add(endpoint)
+
+
+def _lead(world: World, control: Control, examine: Callable[[], None]) -> None:
+    """Examine, and tell the other ranks of this node how it ended, whatever that is."""
+    try:
+        examine()
+    except BaseException as error:
+        _tell(world, control, f"{type(error).__name__}: {error}".partition("\n")[0])
+        if world.rank == 0:  # the store may go with it
+            control.stay(_KEY)
+        raise
+    _tell(world, control, "")
+
+
+def _examine(
+    config: LaunchConfig,
+    world: World,
+    endpoint: Endpoint,
+    store: Store,
+    *,
+    backend: str,
+    deadline: Deadline,
+) -> None:
+    from torch.distributed import PrefixStore
+
+    from ddpsafe.doctor._runner import examine_nodes
+    from ddpsafe.doctor._verdict import require_healthy
+
+    board = PrefixStore(_KEY, store)
+    _claim_node(world, board)
+    report = examine_nodes(
+        board,
+        config,
+        nnodes=world.nnodes,
+        node_rank=world.node_rank,
+        endpoint=str(endpoint),
+        backend=backend,
+        timeout=timedelta(seconds=deadline.remaining_s()),
+    )
+    require_healthy(
+        report,
+        who="the nodes of this job are",
+        outcome="no process group was made",
+        speaks=world.node_rank == 0,
+    )
+
+
+def _claim_node(world: World, board: Store) -> None:
+    """Make sure that nobody else speaks for this node.
+
+    Raises:
+        PreflightError: The launcher told no node ranks, and what was made of the ranks is wrong.
+    """
+    if board.add(f"claims/{world.node_rank}", 1) > 1:
+        what = f"{world} is not the only rank that takes itself for the first of node {world.node_rank}."
+        cause = "the launcher tells no node ranks, and does not fill one node after the other."
+        fix = "set NODE_RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, or start with mpirun --map-by slot."
+        raise PreflightError(Explanation(what, cause=cause, fix=fix))
+
+
+def _own_key(world: World) -> str:
+    return f"{_KEY}/{world.node_rank}"
+
+
+def _tell(world: World, control: Control, found: str) -> None:
+    with _gone_store():
+        control.put(_own_key(world), found.encode())
+
+
+def _gone_store() -> contextlib.suppress:
+    """Be around talk that is in vain where rank 0 has gone and the store with it."""
+    return contextlib.suppress(RuntimeError)
+
+
+def _follow(world: World, control: Control, deadline: Deadline) -> None:
+    """Wait for the verdict; where none comes, the group names who has not come."""
+    waiting = Deadline.after(timedelta(seconds=deadline.remaining_s()) + _VERDICT)
+    found: bytes | None = b"the store went before there was a verdict."
+    with _gone_store():
+        found = control.take(_own_key(world), deadline=waiting)
+    if found:
+        cause = "the first rank of this node has examined the nodes, and raises what it found."
+        fix = "see the error of that rank."
+        raise PreflightError(Explanation(f"{world}: {found.decode()}", cause=cause, fix=fix))

@@ -1,0 +1,325 @@
+"""The store at which ranks of another launcher meet: reached in bounded time, or explained."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import socket
+import time
+import uuid
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+import psutil
+import tenacity
+
+from ddpsafe._clock import BoundedCall, Deadline
+from ddpsafe._errors import Explanation, PreflightError, RendezvousTimeoutError
+from ddpsafe._worker.join.endpoint import publish_job, require_same_job
+from ddpsafe._worker.process_group import not_joined
+from ddpsafe._worker.store_sync import Control
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.distributed import Store, TCPStore
+
+    from ddpsafe._worker.join.endpoint import Endpoint
+    from ddpsafe._world import World
+
+
+def agree_on_generation(store: Store, world: World, *, deadline: Deadline) -> tuple[str, list[int]]:
+    """Learn the name of this generation of ranks.
+
+    Args:
+        store: A store whose keys may be those of earlier generations.
+        world: This rank's place.
+        deadline: When to give up.
+
+    Returns:
+        The name, new in this store, and the ranks that have not come: all that rank 0 misses, or
+        rank 0 itself.
+    """
+    if world.rank == 0:
+        name = uuid.uuid4().hex
+        return name, _welcome(store, world, name, deadline)
+    greeting = uuid.uuid4().hex
+    store.set(f"hello/{world.rank}", greeting)
+    control = Control(store, rank=world.rank, world_size=world.world_size)
+    if not control.wait_for(f"welcome/{greeting}", deadline=deadline):
+        return "", [0]
+    name = store.get(f"welcome/{greeting}").decode()
+    store.set(f"seen/{greeting}", name)
+    return name, []
+
+
+def _welcome(store: Store, world: World, name: str, deadline: Deadline) -> list[int]:
+    """Answer greetings until every rank has seen this generation's name.
+
+    A greeting may be that of a dead rank, which has seen the name of its own generation only.
+    """
+    outside = set(range(1, world.world_size))
+    answered: set[str] = set()
+    for pause_s in deadline.pauses_s():
+        for rank in sorted(outside):
+            greeting = _read(store, f"hello/{rank}")
+            if greeting is None:
+                continue
+            if greeting not in answered:
+                answered.add(greeting)
+                store.set(f"welcome/{greeting}", name)
+            elif _read(store, f"seen/{greeting}") == name:
+                outside.remove(rank)
+        if not outside:
+            break
+        time.sleep(pause_s)
+    return sorted(outside)
+
+
+def _read(store: Store, key: str) -> str | None:
+    return store.get(key).decode() if store.check([key]) else None
+
+
+_PROBE_S: Final = 2.0
+_LONGEST_S: Final = 86_400.0
+_BACKLOG: Final = 1024
+# A pod's or a node's name may appear in DNS a little later than the pod itself.
+_NAME_WAIT: Final = timedelta(seconds=10)
+
+_groups = itertools.count()
+_generations: dict[Endpoint, str] = {}
+_stores: dict[tuple[Endpoint, int, int], TCPStore] = {}
+
+
+def open_stores(
+    endpoint: Endpoint, world: World, env: Mapping[str, str], *, deadline: Deadline
+) -> tuple[Store, Control]:
+    """Connect to the job's store, serving it where this is rank 0's task.
+
+    The connection stays for the life of the process: a second group on the same port would
+    otherwise race with the end of the first one's server.
+
+    Args:
+        endpoint: Where.
+        world: This rank's place.
+        env: The environment.
+        deadline: When to give up.
+
+    Returns:
+        The process group's store and the ranks' control line, with keys that no earlier group of
+        this job has used.
+
+    Raises:
+        PreflightError: The port is taken, or the host cannot be reached or resolved.
+        RendezvousTimeoutError: Nobody serves the store.
+        ConfigError: The store is another job's.
+    """
+    from torch.distributed import PrefixStore
+
+    require_name(endpoint, world, deadline=Deadline.after(_NAME_WAIT).earlier(deadline))
+    serves = world.rank == 0 and not endpoint.is_served
+    group_client = _connection(endpoint, world, deadline, serves=serves, line=0)
+    control_client = _connection(endpoint, world, deadline, serves=False, line=1)
+    prefix = f"ddpsafe/{_generation(endpoint, control_client, world, deadline)}/{next(_groups)}"
+    store = PrefixStore(prefix, group_client)
+    control = Control(
+        PrefixStore(prefix, control_client),
+        rank=world.rank,
+        world_size=world.world_size,
+        served_by_rank_zero=not endpoint.is_served,
+    )
+    if world.rank == 0:
+        publish_job(store, env)
+    elif not control.wait_for("job", deadline=deadline):
+        raise _nobody_serves(endpoint, world, "rank 0 does not speak there", deadline)
+    require_same_job(store, str(endpoint), world, env)
+    return store, control
+
+
+def has_met(endpoint: Endpoint) -> bool:
+    """Tell whether this process has connected to the store there before."""
+    return any(where == endpoint for where, _, _ in _stores)
+
+
+def _generation(endpoint: Endpoint, client: TCPStore, world: World, deadline: Deadline) -> str:
+    """Name what tells this start of the ranks from earlier ones at the same store, if there may be.
+
+    Raises:
+        RendezvousTimeoutError: Ranks did not come.
+    """
+    from torch.distributed import PrefixStore
+
+    if not endpoint.is_served:
+        return "group"  # the store is as young as rank 0
+    if endpoint not in _generations:
+        store = PrefixStore("ddpsafe/generation", client)
+        name, missing = agree_on_generation(store, world, deadline=deadline)
+        if missing:
+            raise not_joined(world, missing, deadline)
+        _generations[endpoint] = name
+    return _generations[endpoint]
+
+
+def require_name(endpoint: Endpoint, world: World, *, deadline: Deadline) -> None:
+    """Wait until the host's name resolves; a resolver without a server may hang for ever.
+
+    Raises:
+        PreflightError: It does not by then.
+    """
+    retrying = tenacity.Retrying(
+        stop=lambda _: deadline.expired(),
+        wait=tenacity.wait_fixed(0.5),
+        retry=tenacity.retry_if_exception_type(OSError),
+        reraise=True,
+    )
+    lookup = BoundedCall(
+        lambda: retrying(socket.getaddrinfo, endpoint.host, endpoint.port), name="ddpsafe-resolve"
+    )
+    if not lookup.wait(deadline.remaining_s() + 1.0):
+        raise _unresolved(endpoint, world, "no name server answers", deadline)
+    try:
+        lookup.result()
+    except (OSError, UnicodeError) as exc:
+        raise _unresolved(endpoint, world, str(exc), deadline) from exc
+
+
+def _connection(
+    endpoint: Endpoint, world: World, deadline: Deadline, *, serves: bool, line: int
+) -> TCPStore:
+    key = (endpoint, world.world_size, line)
+    if key not in _stores:
+        if not serves:
+            _await_listener(endpoint, world, deadline)
+        _stores[key] = _connect(endpoint, world, deadline, serves=serves)
+    return _stores[key]
+
+
+def _connect(endpoint: Endpoint, world: World, deadline: Deadline, *, serves: bool) -> TCPStore:
+    """Make the store in bounded time: torch's handshake with a stranger has no timeout."""
+    import torch
+    from torch.distributed import TCPStore
+    from torch.torch_version import TorchVersion
+
+    timeout = timedelta(seconds=max(1.0, min(deadline.remaining_s(), _LONGEST_S)))
+    listening = _listen(endpoint, world).detach() if serves else None
+
+    # Up to torch 2.7 the server that is the default, libuv's, takes no listening socket.
+    server = {} if TorchVersion(torch.__version__) >= "2.8" else {"use_libuv": False}
+    making = BoundedCall(
+        lambda: TCPStore(
+            endpoint.host,
+            endpoint.port,
+            is_master=serves,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listening,
+            **server,
+        ),
+        name="ddpsafe-store",
+    )
+    if not making.wait(deadline.remaining_s()):
+        raise _stranger(endpoint, world, deadline)
+    try:
+        return making.result()
+    except RuntimeError as exc:
+        raise _nobody_serves(endpoint, world, str(exc).splitlines()[0], deadline) from exc
+
+
+def _listen(endpoint: Endpoint, world: World) -> socket.socket:
+    """Take the port; on one node only at the address of MASTER_ADDR, not on every interface."""
+    try:
+        if not endpoint.is_on_this_host:
+            return _listen_everywhere(endpoint.port)
+        found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = found[0]
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    except OSError as exc:
+        raise _cannot_serve(endpoint, world, exc) from exc
+
+
+def _listen_everywhere(port: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+        )
+    return socket.create_server(("", port), backlog=_BACKLOG)
+
+
+def _await_listener(endpoint: Endpoint, world: World, deadline: Deadline) -> None:
+    """Connect with a plain socket first: torch's client takes 8 s to report a closed port."""
+    retrying = tenacity.Retrying(
+        stop=lambda _: deadline.expired(),
+        wait=tenacity.wait_exponential(multiplier=0.02, max=0.5),
+        retry=tenacity.retry_if_exception_type(OSError),
+        reraise=True,
+    )
+    try:
+        retrying(_probe, endpoint, deadline)
+    except TimeoutError as exc:
+        dropped = f"a firewall drops what is sent to {endpoint}, or the host is down"
+        raise _nobody_serves(endpoint, world, dropped, deadline) from exc
+    except OSError as exc:
+        raise _nobody_serves(endpoint, world, str(exc.strerror or exc), deadline) from exc
+
+
+def _probe(endpoint: Endpoint, deadline: Deadline) -> None:
+    wait_s = max(0.05, min(_PROBE_S, deadline.remaining_s()))
+    socket.create_connection((endpoint.host, endpoint.port), timeout=wait_s).close()
+
+
+def _unresolved(endpoint: Endpoint, world: World, why: str, deadline: Deadline) -> PreflightError:
+    here = socket.gethostname()
+    what = f"{world} on {here} cannot resolve {endpoint.host} after {deadline.waited_s():.1f} s: "
+    cause = "MASTER_ADDR is misspelled, or this host's DNS and /etc/hosts do not know the name."
+    fix = f"check with  getent hosts {endpoint.host}  on {here}; an IP address works too."
+    return PreflightError(Explanation(what + why, cause=cause, fix=fix), kind="startup-network")
+
+
+def _nobody_serves(
+    endpoint: Endpoint, world: World, why: str, deadline: Deadline
+) -> RendezvousTimeoutError:
+    waited_s = deadline.waited_s()
+    here = socket.gethostname()
+    what = f"{world} on {here} found no store at {endpoint} within {waited_s:.1f} s: {why}."
+    cause = "rank 0 has not started or died; or MASTER_ADDR or MASTER_PORT names another place."
+    fix = f"check rank 0's log, then, on {here}:  nc -vz {endpoint.host} {endpoint.port}"
+    return RendezvousTimeoutError(
+        Explanation(what, cause=cause, fix=fix),
+        waited_s=waited_s,
+        missing_ranks=[0],
+        kind="startup-network",
+    )
+
+
+def _stranger(endpoint: Endpoint, world: World, deadline: Deadline) -> PreflightError:
+    what = (
+        f"{world}: something listens at {endpoint}, but it is no store of torch"
+        f"{_owner(endpoint)}; waited {deadline.waited_s():.1f} s."
+    )
+    cause = "another program has the port, and rank 0 could not take it."
+    fix = "choose another MASTER_PORT for this job, or end the program that holds it."
+    return PreflightError(Explanation(what, cause=cause, fix=fix), kind="port")
+
+
+def _cannot_serve(endpoint: Endpoint, world: World, exc: OSError) -> PreflightError:
+    if exc.errno == errno.EADDRINUSE:
+        what = f"{world} cannot serve the store at {endpoint}: the port is taken{_owner(endpoint)}."
+        cause = "another job on this host uses the same MASTER_PORT, or a former one still runs."
+        fix = "choose another MASTER_PORT for this job, or end the process that holds it."
+        return PreflightError(Explanation(what, cause=cause, fix=fix), kind="port")
+    what = f"{world} cannot serve the store at {endpoint}: {exc.strerror or exc}."
+    cause = "MASTER_ADDR is no address of this host, or its name resolves to another one."
+    fix = "set MASTER_ADDR to an address of the host on which rank 0 runs (see `ip addr`)."
+    return PreflightError(Explanation(what, cause=cause, fix=fix), kind="startup-network")
+
+
+def _owner(endpoint: Endpoint) -> str:
+    """Name the process that listens on a port, where we may see it."""
+    try:
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and endpoint.port in connection.laddr:
+                name = psutil.Process(connection.pid).name() if connection.pid else "?"
+                return f" by {name} (pid {connection.pid})"
+    except psutil.Error:
+        pass
+    return ""
