@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 import ddpsafe
 from ddpsafe import data
-from ddpsafe.data._build import build_loader
+from ddpsafe.data._loader.build import build_loader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -43,7 +43,10 @@ UPWARD_FOR_TYPES: Final = {
 """Imports under TYPE_CHECKING that point up. Siblings may name each other's types freely."""
 
 BETWEEN_SIBLINGS: Final = {
-    ("ddpsafe._worker.context", "ddpsafe.data._build"): "ctx.loader makes the rank's loader; late",
+    (
+        "ddpsafe._worker.context",
+        "ddpsafe.data._loader.build",
+    ): "ctx.loader makes the rank's loader; late",
     (
         "ddpsafe._worker.join.network",
         "ddpsafe.doctor._runner",
@@ -66,6 +69,8 @@ BETWEEN_SIBLINGS: Final = {
 
 TORCH_AT_IMPORT: Final[dict[str, str]] = {
     "data": "subclasses torch's samplers and loader; loaded when ddpsafe.data is first used",
+    "data/_loader": "as above",
+    "data/_samplers": "as above",
 }
 """Files, or folders, that import torch when they are imported, each with its reason."""
 

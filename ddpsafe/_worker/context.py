@@ -381,7 +381,7 @@ class RankContext:
             **options: ``shuffle``, ``seed``, ``check`` (compare the dataset over the ranks, keep its
                 fingerprint in the state), and those of `ddpsafe.data.DataLoader`.
         """
-        from ddpsafe.data._build import build_loader
+        from ddpsafe.data._loader.build import build_loader
 
         collectives.require_group(self.world)
         return build_loader(dataset, batch_size=batch_size, train=train, **options)

@@ -10,10 +10,15 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast, get_args
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ddpsafe._errors import Explanation
-from ddpsafe.data._cursor import AutoEpoch
-from ddpsafe.data._position_sampler import check_epoch, warn_empty_epoch
 from ddpsafe.data._replica import resolve_replica
-from ddpsafe.data._state import VERSION, compare_identity, parse_state
+from ddpsafe.data._samplers.base import (
+    VERSION,
+    AutoEpoch,
+    check_epoch,
+    compare_identity,
+    parse_state,
+    warn_empty_epoch,
+)
 from ddpsafe.data.errors import DataConfigError, DataWarning, UnevenStepsError
 
 if TYPE_CHECKING:

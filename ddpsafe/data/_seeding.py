@@ -12,15 +12,15 @@ import torch
 from torch.utils.data import get_worker_info
 
 from ddpsafe._errors import Explanation
-from ddpsafe.data._epoch_board import FollowedDataset
-from ddpsafe.data._permutation import MASK64, derive_keys
+from ddpsafe.data._loader.epochs import FollowedDataset
 from ddpsafe.data._replica import current_replica, has_group
+from ddpsafe.data._samplers.permutation import MASK64, derive_keys
 from ddpsafe.data.errors import DataConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ddpsafe.data._epoch_board import EpochBoard
+    from ddpsafe.data._loader.epochs import EpochBoard
 
 RngKind = Literal["torch", "numpy", "random"]
 

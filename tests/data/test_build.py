@@ -20,7 +20,7 @@ from data_programs import (
 )
 
 from ddpsafe.data import DataLoader, DistributedSampler, ShardedIterable
-from ddpsafe.data._build import build_loader
+from ddpsafe.data._loader.build import build_loader
 from ddpsafe.data.errors import DataConfigError, StateMismatchError
 
 

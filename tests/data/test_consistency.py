@@ -12,7 +12,7 @@ import torch
 from data_programs import Numbers, consistency, run_ranks
 
 from ddpsafe.data import check_dataset_consistency
-from ddpsafe.data._fingerprint import stable_text
+from ddpsafe.data._consistency import stable_text
 
 
 def test_same_data_below_different_mount_points_agree() -> None:

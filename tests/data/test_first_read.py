@@ -21,7 +21,7 @@ from torch.utils.data import ConcatDataset, Subset
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from ddpsafe.data import DataLoader, check_dataset_consistency, check_worker_safety
-from ddpsafe.data._reachable import left_as_it_was
+from ddpsafe.data._loader.reachable import left_as_it_was
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

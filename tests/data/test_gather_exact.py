@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpsafe.data import EvalSampler, gather_exact
-from ddpsafe.data._gather_exact import _check_cover
+from ddpsafe.data._evaluation import _check_cover
 from ddpsafe.data.errors import DataConfigError, IncompleteGatherError
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from ddpsafe.data import DataLoader, DistributedSampler
-from ddpsafe.data._build import build_loader
+from ddpsafe.data._loader.build import build_loader
 from ddpsafe.data.errors import DataConfigError, DataWarning, LateSetEpochError
 
 N = 40

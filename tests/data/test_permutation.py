@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpsafe.data import DistributedSampler, WeightedSampler
-from ddpsafe.data._permutation import (
+from ddpsafe.data._samplers.permutation import (
     FeistelPermutation,
     derive_keys,
     open_permutation,

@@ -8,10 +8,10 @@ import torch
 from torch.utils.data import IterableDataset
 
 from ddpsafe._errors import Explanation
-from ddpsafe.data._position_sampler import require_int
+from ddpsafe.data._loader.worker_safety import WorkerSafety
 from ddpsafe.data._replica import chosen_seed, current_replica
-from ddpsafe.data._samplers import LocalSampler
-from ddpsafe.data._worker_safety import WorkerSafety
+from ddpsafe.data._samplers.base import require_int
+from ddpsafe.data._samplers.ordered import LocalSampler
 from ddpsafe.data.errors import DataConfigError
 
 

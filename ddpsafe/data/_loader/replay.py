@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
 
 from ddpsafe._errors import Explanation
 from ddpsafe.data._replica import current_replica
-from ddpsafe.data._state import VERSION, compare_identity, parse_state
+from ddpsafe.data._samplers.base import VERSION, compare_identity, parse_state
 from ddpsafe.data.errors import DataConfigError, StateMismatchError
 
 if TYPE_CHECKING:

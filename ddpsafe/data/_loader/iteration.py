@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from ddpsafe._errors import Explanation
-from ddpsafe.data._epoch_board import name_index
-from ddpsafe.data._worker_death import explained
-from ddpsafe.data._worker_watch import watch_workers
+from ddpsafe.data._loader.epochs import name_index
+from ddpsafe.data._loader.worker_death import explained, watch_workers
 from ddpsafe.data.errors import DataWarning, LateSetEpochError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ddpsafe.data._cursor import AutoEpoch
-    from ddpsafe.data._epoch_board import EpochBoard
+    from ddpsafe.data._loader.epochs import EpochBoard
+    from ddpsafe.data._samplers.base import AutoEpoch
 
 T_co = TypeVar("T_co", covariant=True)
 

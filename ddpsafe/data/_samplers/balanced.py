@@ -9,21 +9,35 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Sampler
 
-from ddpsafe.data._cursor import AutoEpoch
-from ddpsafe.data._dealing import Cost, bad_balance, check_lengths, deal, item_costs
-from ddpsafe.data._position_sampler import check_epoch, require_int, warn_empty_epoch
 from ddpsafe.data._replica import resolve_replica, run_seed
-from ddpsafe.data._samplers import DistributedSampler
-from ddpsafe.data._state import VERSION, compare_identity, digest, parse_state
-from ddpsafe.data._token_plan import TokenPlan
-from ddpsafe.data._window_plan import Place, WindowPlan
+from ddpsafe.data._samplers.base import (
+    VERSION,
+    AutoEpoch,
+    check_epoch,
+    compare_identity,
+    digest,
+    parse_state,
+    require_int,
+    warn_empty_epoch,
+)
+from ddpsafe.data._samplers.ordered import DistributedSampler
+from ddpsafe.data._samplers.plans import (
+    Cost,
+    Place,
+    TokenPlan,
+    WindowPlan,
+    bad_balance,
+    check_lengths,
+    deal,
+    item_costs,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from ddpsafe.data._samplers import Algorithm
+    from ddpsafe.data._samplers.ordered import Algorithm
 
 logger = logging.getLogger(__name__)
 

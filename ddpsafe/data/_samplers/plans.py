@@ -1,26 +1,159 @@
-"""Which samples make up each global batch when lengths are balanced, and how to resume that.
-
-The global order is cut into windows of `window` global batches. Within a window samples are
-sorted by length, cut into global batches, and these shuffled. A resume in the middle of a window
-with another global batch size must know what the old plan had delivered of it: the position
-therefore keeps the window's start and, for each size it was planned with, how many batches
-were delivered. Window 0 leaves every global batch as `DistributedSampler` has it.
-"""
+"""Which samples make up each global batch when lengths are balanced: by tokens, or in windows."""
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
-from ddpsafe.data._permutation import random_order
-from ddpsafe.data.errors import StateMismatchError
+from ddpsafe._errors import Explanation
+from ddpsafe.data._samplers.permutation import random_order
+from ddpsafe.data.errors import DataConfigError, StateMismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
+
+
+Cost = Literal["sum", "padded"] | Callable[[float], float]
+"""What a batch costs: the sum of its lengths, its longest times its size, or the sum of a
+function of each length (e.g. its square, for attention)."""
+
+
+def deal(costs: NDArray[np.float64], num_replicas: int, *, padded: bool) -> list[NDArray[np.int64]]:
+    """Divide a global batch so that ranks have equal counts and similar costs.
+
+    Longest processing time first (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969),
+    with each rank closed when it has its share. Where batches are padded, balance cannot
+    shorten the step (the longest sample is somewhere), so neighbours in length stay together.
+
+    Args:
+        costs: Shape (g,), float64; g is a multiple of `num_replicas`.
+        num_replicas: Over how many ranks.
+        padded: Whether a batch costs its longest sample times its size.
+
+    Returns:
+        For each rank the places of its samples in the batch, shape (g / num_replicas,), int64.
+    """
+    share = len(costs) // num_replicas
+    order = np.argsort(-costs, kind="stable")
+    if padded or num_replicas == 1:
+        return [np.sort(order[r * share : (r + 1) * share]) for r in range(num_replicas)]
+    hands: list[list[int]] = [[] for _ in range(num_replicas)]
+    loads = [(0.0, rank) for rank in range(num_replicas)]
+    for place in order.tolist():
+        load, rank = heapq.heappop(loads)
+        hands[rank].append(place)
+        if len(hands[rank]) < share:
+            heapq.heappush(loads, (load + float(costs[place]), rank))
+    return [np.sort(np.asarray(hand, dtype=np.int64)) for hand in hands]
+
+
+def check_lengths(lengths: Sequence[float] | NDArray[Any]) -> NDArray[np.float64]:
+    """Return the lengths as shape (n,), float64, or raise naming the first bad one."""
+    detach = getattr(lengths, "detach", None)
+    plain = lengths if detach is None else detach().cpu().numpy()
+    values = np.asarray(plain, dtype=np.float64)
+    if values.ndim != 1 or len(values) == 0:
+        raise bad_balance(
+            f"lengths must have the shape (n,) with n >= 1, not {values.shape}",
+            "pass one length for each sample",
+        )
+    bad = np.flatnonzero(~np.isfinite(values) | (values < 0))
+    if len(bad):
+        raise bad_balance(
+            f"{len(bad)} lengths are negative or not finite, the first is "
+            f"lengths[{bad[0]}] = {values[bad[0]]}",
+            "pass finite lengths of zero or more",
+        )
+    return values
+
+
+def item_costs(lengths: NDArray[np.float64], cost: Cost) -> NDArray[np.float64]:
+    """Return what each sample costs: shape (n,), float64."""
+    if callable(cost):
+        return check_lengths([cost(float(length)) for length in lengths])
+    if cost not in {"sum", "padded"}:
+        raise bad_balance(f"cost cannot be {cost!r}", "choose 'sum', 'padded' or a function")
+    return lengths
+
+
+def bad_balance(what: str, fix: str) -> DataConfigError:
+    """Word a refused argument of `BalancedBatchSampler`."""
+    return DataConfigError(
+        Explanation(
+            f"BalancedBatchSampler: {what}.", cause="the arguments do not fit.", fix=f"{fix}."
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenPlan:
+    """How a global order is cut into batches of at most `max_tokens`.
+
+    Attributes:
+        max_tokens: What a batch may cost.
+        batch_size: How many samples it may hold.
+        window: How many samples are sorted by length together; 0 keeps the order.
+        padded: Whether a batch costs its longest sample times its size.
+        largest_first: Whether the most expensive batch comes first.
+    """
+
+    max_tokens: float
+    batch_size: int
+    window: int
+    padded: bool
+    largest_first: bool = False
+
+    def check(self, lengths: NDArray[np.float64]) -> None:
+        """Refuse samples that fit into no batch."""
+        longest = int(np.argmax(lengths))
+        if lengths[longest] > self.max_tokens:
+            raise bad_balance(
+                f"lengths[{longest}] = {lengths[longest]:g} is more than max_tokens = "
+                f"{self.max_tokens:g}",
+                "raise max_tokens, or leave such samples out of the dataset",
+            )
+
+    def batches(
+        self, order: NDArray[np.int64], lengths: NDArray[np.float64], words: tuple[int, int]
+    ) -> list[list[int]]:
+        """Return all batches of an epoch, as lists of dataset indices."""
+        size = self.window or len(order)
+        found: list[list[int]] = []
+        for first in range(0, len(order), size):
+            items = order[first : first + size]
+            if self.window:
+                items = items[np.argsort(-lengths[items], kind="stable")]
+            filled = self._fill(items.tolist(), lengths[items].tolist())
+            shuffled = random_order(len(filled), (*words, first)) if self.window else ()
+            found += [filled[i] for i in shuffled] if self.window else filled
+        if self.largest_first:
+            costs = [self._cost_of(lengths[batch]) for batch in found]
+            found.insert(0, found.pop(int(np.argmax(costs))))
+        return found
+
+    def _cost_of(self, lengths: NDArray[np.float64]) -> float:
+        return float(lengths.max() * len(lengths) if self.padded else lengths.sum())
+
+    def _fill(self, items: list[int], lengths: list[float]) -> list[list[int]]:
+        batches: list[list[int]] = []
+        total = longest = 0.0
+        for item, length in zip(items, lengths, strict=True):
+            longest = max(longest, length)
+            count = len(batches[-1]) + 1 if batches else 1
+            cost = longest * count if self.padded else total + length
+            if not batches or cost > self.max_tokens or count > self.batch_size:
+                batches.append([item])
+                total, longest = length, length
+            else:
+                batches[-1].append(item)
+                total += length
+        return batches
 
 
 _FIRST: Final = (0, 0)

@@ -29,7 +29,7 @@ import torch
 import torch.multiprocessing as mp
 
 from ddpsafe._errors import Explanation
-from ddpsafe.data._reachable import is_standard_stream, parts_of, reachable
+from ddpsafe.data._loader.reachable import is_standard_stream, parts_of, reachable
 from ddpsafe.data.errors import DataWarning, UnsafeWorkersError
 
 if TYPE_CHECKING:

@@ -289,7 +289,7 @@ def _library_folders() -> tuple[str, ...]:
         for key, path in sysconfig.get_paths().items()
         if key in {"stdlib", "platstdlib", "purelib", "platlib"}
     ]
-    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120 - strings are compared
+    own = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120 - strings are compared
     folders = {*paths, *map(os.path.realpath, paths), own}
     return tuple(os.path.join(folder, "") for folder in folders)  # noqa: PTH118 - strings are compared
 

@@ -10,31 +10,25 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ddpsafe.data._consistency import compare_states
-from ddpsafe.data._cursor import AutoEpoch, Cursor
-from ddpsafe.data._epoch_board import EpochBoard, tell_epoch
 from ddpsafe.data._iterable import ShardedIterable
-from ddpsafe.data._iteration import Delivery, EpochIterator, late_set_epoch
-from ddpsafe.data._limits import batches_in_flight, check_shared_memory, warn_of_limits
-from ddpsafe.data._loader_arguments import (
-    check_arguments,
-    local_sampler,
-    pins_memory,
-    worker_seed,
-)
-from ddpsafe.data._loader_state import cursor_of, require_order, save_state
-from ddpsafe.data._permutation import derive_keys
-from ddpsafe.data._position_sampler import check_epoch, require_int
-from ddpsafe.data._replay import Replay, TrackedIndices, is_stateful
-from ddpsafe.data._replica import current_replica
-from ddpsafe.data._sampler_search import (
+from ddpsafe.data._loader.arguments import check_arguments, local_sampler, pins_memory, worker_seed
+from ddpsafe.data._loader.epochs import EpochBoard, tell_epoch
+from ddpsafe.data._loader.iteration import Delivery, EpochIterator, late_set_epoch
+from ddpsafe.data._loader.limits import batches_in_flight, check_shared_memory, warn_of_limits
+from ddpsafe.data._loader.position import cursor_of, require_order, save_state
+from ddpsafe.data._loader.replay import Replay, TrackedIndices, is_stateful
+from ddpsafe.data._loader.sampler_search import (
     batch_geometry,
     check_population,
     enter_epoch,
     find_epoch_holder,
     refuse_undivided,
 )
+from ddpsafe.data._loader.workers import WorkerLoader
+from ddpsafe.data._replica import current_replica
+from ddpsafe.data._samplers.base import AutoEpoch, Cursor, check_epoch, require_int
+from ddpsafe.data._samplers.permutation import derive_keys
 from ddpsafe.data._seeding import WorkerInit
-from ddpsafe.data._worker_loader import WorkerLoader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -42,7 +36,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset, Sampler
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-    from ddpsafe.data._worker_safety import WorkerSafety
+    from ddpsafe.data._loader.worker_safety import WorkerSafety
 
 T_co = TypeVar("T_co", covariant=True)
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from ddpsafe.data._limits import describe_open_files
-from ddpsafe.data._replay import Skip
+from ddpsafe.data._loader.limits import describe_open_files
+from ddpsafe.data._loader.replay import Skip
 from ddpsafe.data._replica import current_replica
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ddpsafe.data._replay import Tracker
+    from ddpsafe.data._loader.replay import Tracker
 
 _EPOCH: Final = 0
 _OFFSET: Final = 1

@@ -15,9 +15,9 @@ from torch.utils.data import (
 )
 
 from ddpsafe._errors import Explanation
-from ddpsafe.data._cursor import Cursor
 from ddpsafe.data._replica import Replica, resolve_replica
-from ddpsafe.data._samplers import LocalSampler
+from ddpsafe.data._samplers.base import Cursor
+from ddpsafe.data._samplers.ordered import LocalSampler
 from ddpsafe.data.errors import (
     DataConfigError,
     DatasetChangedError,

@@ -8,9 +8,8 @@ import numpy as np
 import torch
 
 from ddpsafe._errors import Explanation
-from ddpsafe.data._permutation import derive_keys, open_permutation, uniform_at
-from ddpsafe.data._position_sampler import PositionSampler, require_int
-from ddpsafe.data._state import digest
+from ddpsafe.data._samplers.base import PositionSampler, digest, require_int
+from ddpsafe.data._samplers.permutation import derive_keys, open_permutation, uniform_at
 from ddpsafe.data.errors import DataConfigError
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ddpsafe.data._position_sampler import Lookup
+    from ddpsafe.data._samplers.base import Lookup
 
 WeightMode = Literal["iid", "repeat"]
 _SHOWN: int = 3

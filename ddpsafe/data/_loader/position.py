@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ddpsafe._errors import Explanation
-from ddpsafe.data._cursor import Cursor
-from ddpsafe.data._position_sampler import require_int
-from ddpsafe.data._sampler_search import batch_geometry, find_epoch_holder
+from ddpsafe.data._loader.sampler_search import batch_geometry, find_epoch_holder
+from ddpsafe.data._samplers.base import Cursor, require_int
 from ddpsafe.data.errors import DataConfigError
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from ddpsafe.data._iteration import Delivery
-    from ddpsafe.data._replay import Replay
+    from ddpsafe.data._loader.iteration import Delivery
+    from ddpsafe.data._loader.replay import Replay
 
 
 def cursor_of(loader: DataLoader[Any]) -> Cursor | None:

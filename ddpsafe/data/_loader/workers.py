@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from ddpsafe.data._epoch_board import EpochBoard, FollowedDataset, add_note, limit_notes
-from ddpsafe.data._replay import ParcelCollate, Replay, TrackedStream
+from ddpsafe.data._loader.epochs import EpochBoard, FollowedDataset, add_note, limit_notes
+from ddpsafe.data._loader.replay import ParcelCollate, Replay, TrackedStream
+from ddpsafe.data._loader.worker_safety import WorkerSafety, explain_pickling, refuse_unsafe_workers
 from ddpsafe.data._seeding import WorkerInit
-from ddpsafe.data._worker_safety import WorkerSafety, explain_pickling, refuse_unsafe_workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,14 +9,14 @@ import torch
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from ddpsafe._errors import Explanation
-from ddpsafe.data._permutation import open_permutation
-from ddpsafe.data._position_sampler import PositionSampler, require_int
+from ddpsafe.data._samplers.base import PositionSampler, require_int
+from ddpsafe.data._samplers.permutation import open_permutation
 from ddpsafe.data.errors import DataConfigError, DatasetChangedError, DataWarning
 
 if TYPE_CHECKING:
     from collections.abc import Sized
 
-    from ddpsafe.data._position_sampler import Lookup
+    from ddpsafe.data._samplers.base import Lookup
 
 Algorithm = Literal["torch", "feistel-v1"]
 """How an epoch is shuffled: torch's order, or a frozen one that needs no memory."""

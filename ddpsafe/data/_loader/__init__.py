@@ -1,0 +1,18 @@
+"""torch's DataLoader for ranks, its workers, and what they may not share.
+
+Each module imports only those before it::
+
+    limits          limits of the machine that workers would run into
+    reachable       what a worker would receive with a dataset
+    replay          positions of samplers and datasets that are not ddpsafe's
+    sampler_search  which sampler divides the data, and which knows the position
+    epochs          how workers that outlive an epoch learn of the next one
+    position        which batches count as read
+    worker_safety   handles that must not cross into a worker
+    arguments       what a loader was given, checked and completed
+    worker_death    a dead or hanging worker, by name, line and reason
+    workers         how worker processes are started and seeded
+    iteration       one pass over a loader
+    loader          `DataLoader`
+    build           `ctx.loader`: sampler, seeds, workers and check in one call
+"""
