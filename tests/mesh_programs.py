@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ddpsafe import RankContext
-    from ddpsafe.doctor._finding import Finding
-    from ddpsafe.doctor._matrix import Matrix
+    from ddpsafe.doctor._report import Finding, Matrix
 
 
 def examine() -> None:

@@ -49,9 +49,9 @@ BETWEEN_SIBLINGS: Final = {
     ): "ctx.loader makes the rank's loader; late",
     (
         "ddpsafe._worker.join.network",
-        "ddpsafe.doctor._runner",
+        "ddpsafe.doctor._run",
     ): "nodes are examined over a store; late",
-    ("ddpsafe._worker.join.network", "ddpsafe.doctor._verdict"): "as above",
+    ("ddpsafe._worker.join.network", "ddpsafe.doctor._preflight"): "as above",
     (
         "ddpsafe.checkpoint._consensus",
         "ddpsafe._worker.join.attached",

@@ -48,7 +48,7 @@ ALLOWED: Final = {
     ("_commands/terminal.py", "checking "): "to be carried as data by the doctor",
     ("doctor/_checks/gpu_health.py", "not installed"): "to be carried as data by the doctor",
     ("doctor/_checks/interfaces.py", " Write "): "to be carried as data by the doctor",
-    ("doctor/_mesh/_case.py", "node rank"): "to be carried as data by the doctor",
+    ("doctor/_mesh/findings/results.py", "node rank"): "to be carried as data by the doctor",
 }
 """File and text of matches that are no message's, or will not be for long, each with its reason."""
 

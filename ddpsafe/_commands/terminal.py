@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ddpsafe.cli import complain, say
-from ddpsafe.doctor._finding import printable
+from ddpsafe.doctor._report import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -14,7 +14,7 @@ import pytest
 from source_tree import CHECKOUT, PACKAGE, python_files
 
 from ddpsafe.cli import main
-from ddpsafe.doctor._codes import AREAS, CODES, read_page
+from ddpsafe.doctor._codes import AREAS, CODES, MESH, read_page
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -54,9 +54,12 @@ def test_page_says_cause_confirmation_and_fix(code: str) -> None:
 
 
 def test_every_code_is_given_by_a_check() -> None:
-    """No code is promised that nothing finds, and none is found that is not promised."""
+    """No code is promised that nothing finds, and none is found that is not promised.
+
+    Those between nodes have constants; test_mesh_pages.py holds that each is used.
+    """
     sources = [file for file in python_files(PACKAGE) if file != REGISTRY]
-    assert codes_in(*sources) == set(CODES)
+    assert codes_in(*sources) | MESH.keys() == set(CODES)
 
 
 def test_every_code_is_provoked_by_a_test() -> None:

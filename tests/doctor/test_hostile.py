@@ -18,13 +18,10 @@ import scripts
 
 from ddpsafe._clock import Deadline
 from ddpsafe.doctor import Direction, Finding, Matrix, Report, _mesh
-from ddpsafe.doctor._mesh import _lines
-from ddpsafe.doctor._mesh._board import gather, wait_for
-from ddpsafe.doctor._mesh._case import Case, pack, unpack
-from ddpsafe.doctor._mesh._endpoint import reach_hub
-from ddpsafe.doctor._mesh._guest import Guest
-from ddpsafe.doctor._mesh._hub import Hub
-from ddpsafe.doctor._mesh._messages import (
+from ddpsafe.doctor._mesh import protocol
+from ddpsafe.doctor._mesh.findings.all import judge, make_matrix
+from ddpsafe.doctor._mesh.findings.results import Case, pack, unpack
+from ddpsafe.doctor._mesh.messages import (
     Announced,
     Contact,
     Dialled,
@@ -38,7 +35,9 @@ from ddpsafe.doctor._mesh._messages import (
     read,
     write,
 )
-from ddpsafe.doctor._mesh._verdict import judge, make_matrix
+from ddpsafe.doctor._mesh.reach import reach_hub
+from ddpsafe.doctor._mesh.server import Guest, Hub
+from ddpsafe.doctor._mesh.transport import gather, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -325,7 +324,7 @@ def test_guest_that_says_garbage_is_a_finding(hello: object) -> None:
 
     async def come() -> None:
         greeting = Greeting(
-            version=_lines.VERSION,
+            version=protocol.VERSION,
             nnodes=2,
             node_rank=1,
             hostname="evil",
@@ -364,7 +363,7 @@ def test_hub_that_says_garbage_is_a_finding(topic: str, value: object) -> None:
 
     async def serve() -> None:
         own = Greeting(
-            version=_lines.VERSION,
+            version=protocol.VERSION,
             nnodes=2,
             node_rank=0,
             hostname="evil",
@@ -404,8 +403,8 @@ def test_service_on_loopback_is_not_dialled_for_another_host() -> None:
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        from ddpsafe.doctor._mesh._job import Job
-        from ddpsafe.doctor._mesh._mesh import Member
+        from ddpsafe.doctor._mesh.job import Job
+        from ddpsafe.doctor._mesh.node import Member
 
         job = Job(
             nnodes=2,

@@ -11,12 +11,11 @@ from datetime import timedelta
 import pytest
 
 from ddpsafe._clock import Deadline
-from ddpsafe.doctor._mesh import _lines
-from ddpsafe.doctor._mesh._board import BoardLostError, gather, wait_for
-from ddpsafe.doctor._mesh._endpoint import Obstacle, reach_hub
-from ddpsafe.doctor._mesh._guest import Guest
-from ddpsafe.doctor._mesh._hub import Hub
-from ddpsafe.doctor._mesh._messages import Greeting, read
+from ddpsafe.doctor._mesh import protocol
+from ddpsafe.doctor._mesh.messages import Greeting, read
+from ddpsafe.doctor._mesh.reach import Obstacle, reach_hub
+from ddpsafe.doctor._mesh.server import Guest, Hub
+from ddpsafe.doctor._mesh.transport import BoardLostError, gather, wait_for
 
 SOON = timedelta(seconds=5)
 
@@ -24,7 +23,7 @@ SOON = timedelta(seconds=5)
 def greeting(node_rank: int, **changed: object) -> Greeting:
     """Return the greeting of a node of a job of three."""
     known = {"nnodes": 3, "hostname": f"h{node_rank}", "pid": 1, "job": "", "challenge": "c"}
-    return read(Greeting, {"version": _lines.VERSION, "node_rank": node_rank, **known, **changed})
+    return read(Greeting, {"version": protocol.VERSION, "node_rank": node_rank, **known, **changed})
 
 
 def free_port() -> int:
@@ -84,7 +83,7 @@ def test_nodes_and_hub_read_each_other_and_nobody_else() -> None:
         b'{"version": 99}\n',
         b'{"version": 2, "nnodes": "many"}\n',
         b"[" * 100_000 + b"\n",
-        b"x" * (_lines.LONGEST_FROM_NODE_BYTES + 2),
+        b"x" * (protocol.LONGEST_FROM_NODE_BYTES + 2),
         b"",
     ],
     ids=lambda said: repr(said[:20]),
@@ -213,7 +212,7 @@ def test_node_that_leaves_and_comes_back_before_the_roster_is_let_in() -> None:
 
 def test_message_is_one_line_and_survives_the_way() -> None:
     """Line breaks in a value do not end a message."""
-    line = _lines.encode({"topic": "x", "value": "two\nlines"})
+    line = protocol.encode({"topic": "x", "value": "two\nlines"})
     assert line.count(b"\n") == 1
     assert json.loads(line) == {"topic": "x", "value": "two\nlines"}
 
@@ -273,7 +272,7 @@ def test_address_with_most_strangers_makes_room() -> None:
     """A place is never taken from an address that has few."""
 
     async def wait() -> None:
-        crowd = _lines.Visitors(most=4, per_address=10)
+        crowd = protocol.Visitors(most=4, per_address=10)
         many = [asyncio.create_task(asyncio.sleep(60)) for _ in range(4)]
         one = asyncio.create_task(asyncio.sleep(60))
         crowd.admit(one, "10.0.0.1")

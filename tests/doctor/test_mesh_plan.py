@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ddpsafe.doctor._mesh._grouping import Group, group_ways
-from ddpsafe.doctor._mesh._plan import EVERY_PAIR, plan_targets
+from ddpsafe.doctor._mesh.findings.connections import Group, group_ways
+from ddpsafe.doctor._mesh.pairs import EVERY_PAIR, plan_targets
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ import pytest
 from ddpsafe.doctor import Direction, Matrix, Report
 
 if TYPE_CHECKING:
-    from ddpsafe.doctor._matrix import Verdict
+    from ddpsafe.doctor._report import Verdict
 
 SVG: Final = "{http://www.w3.org/2000/svg}"
 

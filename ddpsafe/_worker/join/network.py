@@ -158,8 +158,8 @@ def _examine(
 ) -> None:
     from torch.distributed import PrefixStore
 
-    from ddpsafe.doctor._runner import examine_nodes
-    from ddpsafe.doctor._verdict import require_healthy
+    from ddpsafe.doctor._preflight import require_healthy
+    from ddpsafe.doctor._run import examine_nodes
 
     board = PrefixStore(_KEY, store)
     _claim_node(world, board)

@@ -6,15 +6,15 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe.doctor._cgroups import read_limits, whole_cores
-from ddpsafe.doctor._finding import Finding, ok, to_copy, warning
-from ddpsafe.doctor._subject import count_cores
+from ddpsafe.doctor._context import count_cores
+from ddpsafe.doctor._report import Finding, ok, to_copy, warning
+from ddpsafe.doctor._system.cgroups import read_limits, whole_cores
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from ddpsafe.doctor._checks import Check
-    from ddpsafe.doctor._subject import Subject
+    from ddpsafe.doctor._context import Subject
 
 _MARKS: Final = {
     "Docker": Path("/.dockerenv"),

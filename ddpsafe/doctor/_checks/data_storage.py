@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Final
 import psutil
 
 from ddpsafe._config.mounts import find_mount_point
-from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._report import Finding, failed, ok, to_copy, warning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from ddpsafe.doctor._checks import Check
-    from ddpsafe.doctor._subject import Subject
+    from ddpsafe.doctor._context import Subject
 
 _PATIENCE: Final = timedelta(seconds=3)
 _NETWORK: Final = frozenset(

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import ConfigError
 from ddpsafe._world import find_world
-from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
-from ddpsafe.doctor._subject import count_cores, find_place
+from ddpsafe.doctor._context import count_cores, find_place
+from ddpsafe.doctor._report import Finding, failed, ok, to_copy, warning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ddpsafe.doctor._checks import Check
-    from ddpsafe.doctor._subject import Subject
+    from ddpsafe.doctor._context import Subject
 
 _PLACE: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK")
 _DEBUG_LEVELS: Final = frozenset({"OFF", "INFO", "DETAIL"})

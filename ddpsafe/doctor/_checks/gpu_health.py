@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 import psutil
 
 from ddpsafe.doctor._checks.versions import ask
-from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
-from ddpsafe.doctor._nvml import (
+from ddpsafe.doctor._report import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._system.nvidia import (
     Health,
     count_device_nodes,
     find_problem,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ddpsafe.doctor._checks import Check
-    from ddpsafe.doctor._subject import Subject
+    from ddpsafe.doctor._context import Subject
 
 _GIB: Final = 1 << 30
 _PROHIBITED: Final = 2

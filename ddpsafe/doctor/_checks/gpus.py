@@ -7,14 +7,14 @@ import sys
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe.doctor._checks.versions import ask
-from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
-from ddpsafe.doctor._nvml import count_device_nodes, read_driver
+from ddpsafe.doctor._report import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._system.nvidia import count_device_nodes, read_driver
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ddpsafe.doctor._checks import Check
-    from ddpsafe.doctor._subject import Subject
+    from ddpsafe.doctor._context import Subject
 
 _STAGES: Final = {
     "list_devices": ("DS-GPU-001", "counting the GPUs"),

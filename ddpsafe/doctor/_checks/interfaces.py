@@ -13,15 +13,15 @@ from ddpsafe._config.interfaces import (
 )
 from ddpsafe._config.problems import find_near
 from ddpsafe._host import expand_nccl, interface_variables, list_interfaces
-from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
-from ddpsafe.doctor._subject import find_place
+from ddpsafe.doctor._context import find_place
+from ddpsafe.doctor._report import Finding, failed, ok, to_copy, warning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ddpsafe._host import Interface
     from ddpsafe.doctor._checks import Check
-    from ddpsafe.doctor._subject import Subject
+    from ddpsafe.doctor._context import Subject
 
 _LOOPBACK: Final = "127.0.0.1"
 _PATIENCE_S: Final = 1.0

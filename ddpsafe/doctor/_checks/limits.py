@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
-from ddpsafe.doctor._cgroups import read_limits
-from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._report import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._system.cgroups import read_limits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ddpsafe.doctor._checks import Check
-    from ddpsafe.doctor._subject import Subject
+    from ddpsafe.doctor._context import Subject
 
 _MIB: Final = 1 << 20
 _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - it is the subject

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Final
 from pydantic import ValidationError
 
 from ddpsafe._config.endpoint import DEFAULT_PORT, parse_endpoint
-from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._report import Finding, failed, ok, to_copy, warning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ddpsafe.doctor._checks import Check
-    from ddpsafe.doctor._subject import Subject
+    from ddpsafe.doctor._context import Subject
 
 _PORTS: Final = range(1024, 65536)
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Final
 from ddpsafe._clock import BoundedCall
 from ddpsafe._config.endpoint import find_address
 from ddpsafe._host import list_interfaces
-from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
-from ddpsafe.doctor._host import addresses_of
+from ddpsafe.doctor._report import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._system.tcp import addresses_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ddpsafe.doctor._checks import Check
-    from ddpsafe.doctor._subject import Subject
+    from ddpsafe.doctor._context import Subject
 
 _PATIENCE_S: Final = 3.0
 _SLOW_S: Final = 1.0

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Final
 import psutil
 
 from ddpsafe._host import list_interfaces
-from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
-from ddpsafe.doctor._host import addresses_of
+from ddpsafe.doctor._report import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._system.tcp import addresses_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ddpsafe._config.endpoint import Endpoint
     from ddpsafe.doctor._checks import Check
-    from ddpsafe.doctor._subject import Subject
+    from ddpsafe.doctor._context import Subject
 
 _RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _PATIENCE_S: Final = 2.0

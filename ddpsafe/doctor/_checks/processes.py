@@ -14,14 +14,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
-from ddpsafe.doctor._torch_probe import find_safe_directory
+from ddpsafe.doctor._report import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._system.torch_probe import find_safe_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ddpsafe.doctor._checks import Check
-    from ddpsafe.doctor._subject import Subject
+    from ddpsafe.doctor._context import Subject
 
 _PATIENCE_S: Final = 8.0
 # What the spawn method does, without the main script: an interpreter, and a lock in shared memory.

@@ -15,16 +15,16 @@ from ddpsafe._host import (
     source_address,
 )
 from ddpsafe.doctor._checks.interfaces import chosen_names
-from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
-from ddpsafe.doctor._host import addresses_of
-from ddpsafe.doctor._subject import find_place
+from ddpsafe.doctor._context import find_place
+from ddpsafe.doctor._report import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._system.tcp import addresses_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ddpsafe._host import Interface
     from ddpsafe.doctor._checks import Check
-    from ddpsafe.doctor._subject import Subject
+    from ddpsafe.doctor._context import Subject
 
 _PATIENCE_S: Final = 2.0
 _SMALLEST_MTU: Final = 1280

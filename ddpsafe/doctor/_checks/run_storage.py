@@ -9,13 +9,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._report import Finding, failed, ok, to_copy, warning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ddpsafe.doctor._checks import Check
-    from ddpsafe.doctor._subject import Subject
+    from ddpsafe.doctor._context import Subject
 
 _MIB: Final = 1 << 20
 _ROOM_BYTES: Final = 1024 * _MIB

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._config.backends import find_unknown, suggest
 from ddpsafe._host import is_directory_gone
-from ddpsafe.doctor._finding import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._report import Finding, failed, ok, to_copy, warning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ddpsafe.doctor._checks import Check
-    from ddpsafe.doctor._subject import Subject
+    from ddpsafe.doctor._context import Subject
 
 _PYTHONS: Final = ((3, 10), (3, 14))
 _OLDEST_TORCH: Final = (2, 6)

@@ -13,17 +13,16 @@ import json
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddpsafe._clock import BoundedCall
-from ddpsafe.doctor._mesh._examination import meet_at_endpoint, meet_at_store
-from ddpsafe.doctor._mesh._job import Job
+from ddpsafe.doctor._mesh.examination import meet_at_endpoint, meet_at_store
+from ddpsafe.doctor._mesh.job import Job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
     from datetime import timedelta
 
-    from ddpsafe.doctor._finding import Finding
-    from ddpsafe.doctor._matrix import Matrix
-    from ddpsafe.doctor._mesh._store_board import Store
-    from ddpsafe.doctor._subject import Place
+    from ddpsafe.doctor._context import Place
+    from ddpsafe.doctor._mesh.transport import Store
+    from ddpsafe.doctor._report import Finding, Matrix
 
     Found = tuple[list[Finding], Matrix]
 

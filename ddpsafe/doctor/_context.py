@@ -1,0 +1,136 @@
+"""What is examined: this host, as the ranks of one job would find it."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from ddpsafe._config.endpoint import Endpoint, parse_endpoint
+from ddpsafe._config.sources import find_variable, read_config_file
+from ddpsafe._errors import ConfigError
+from ddpsafe._host import as_setting
+from ddpsafe.doctor._system.nvidia import count_device_nodes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ddpsafe._clock import Deadline
+    from ddpsafe._config import LaunchConfig
+    from ddpsafe.doctor._system.torch_probe import TorchProbe
+
+
+PlaceKind = Literal["shell", "variable", "file", "argument"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What the checks look at.
+
+    Attributes:
+        config: What the job asks for.
+        env: The variables its ranks would have: those of this process, and the config's on top.
+        nproc: Ranks on this node, as far as is known without torch.
+        at_launch: Whether a launch waits: limits are then those that break it, not those that
+            a careful user would like to know.
+        deadline: When the examination ends.
+        probe: What torch says in a process of its own; ``None`` where nobody asked.
+    """
+
+    config: LaunchConfig
+    env: Mapping[str, str]
+    nproc: int
+    at_launch: bool
+    deadline: Deadline
+    probe: TorchProbe | None = None
+
+    @property
+    def nnodes(self) -> int:
+        """Number of nodes of the job."""
+        return self.config.nnodes
+
+    @property
+    def endpoint(self) -> Endpoint | None:
+        """Where the nodes meet: the config's endpoint, else MASTER_ADDR and MASTER_PORT."""
+        if self.config.rendezvous.endpoint is not None:
+            return self.config.rendezvous.parsed()
+        host, port = self.env.get("MASTER_ADDR"), self.env.get("MASTER_PORT")
+        if not host or not port:
+            return None
+        try:
+            return parse_endpoint(f"{host}:{port}")
+        except ValueError:  # DS-ENV-003 and DS-ENV-004 say why
+            return None
+
+    @property
+    def backend(self) -> str:
+        """The backend, "auto" decided by whether the driver has made devices."""
+        if self.config.backend != "auto":
+            return self.config.backend
+        return "nccl" if count_device_nodes() and self.config.nproc_per_node != "cpu" else "gloo"
+
+    @property
+    def wants_gpus(self) -> bool:
+        """Whether the job asks for GPUs by name, not only takes them where there are any."""
+        return "nccl" in self.config.backend or self.config.nproc_per_node == "gpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a variable of the ranks was set, and how to change it there.
+
+    Attributes:
+        kind: ``shell``: this process has it; ``variable``: a ``DDPSAFE_ENV__*`` variable;
+            ``file``: a TOML file; ``argument``: ``env=`` of the call.
+        where: The variable or the file.
+    """
+
+    kind: PlaceKind = "shell"
+    where: str = ""
+
+    def set_line(self, name: str, value: str) -> str:
+        """Return the line that sets the variable there."""
+        if self.kind == "file":
+            return f"{name} = {json.dumps(value)}    # in [tool.ddpsafe.env] of {self.where}"
+        if self.kind == "argument":
+            return f"env={{{json.dumps(name)}: {json.dumps(value)}}}    # in the call"
+        variable = self.where if self.kind == "variable" else name
+        return f"export {as_setting(variable, value)}"
+
+    def unset_line(self, name: str) -> str:
+        """Return the line that takes it out there."""
+        if self.kind == "file":
+            return f"# delete the line {name} = … in [tool.ddpsafe.env] of {self.where}"
+        if self.kind == "argument":
+            return f"# take {json.dumps(name)} out of env= in the call"
+        return f"unset {self.where if self.kind == 'variable' else name}"
+
+
+def find_place(config: LaunchConfig, name: str) -> Place:
+    """Find where a variable of the ranks was set; what is set nowhere belongs into the shell."""
+    if name not in config.env:
+        return Place()
+    variable = find_variable(("env", name))
+    if variable is not None and os.environ.get(variable) == config.env[name]:
+        return Place(kind="variable", where=variable)
+    try:
+        file = read_config_file()
+    except ConfigError:
+        return Place(kind="argument")
+    table = {} if file is None else file.table.get("env", {})
+    if file is not None and isinstance(table, dict) and table.get(name) == config.env[name]:
+        return Place(kind="file", where=str(file.path))
+    return Place(kind="argument")
+
+
+def environment_of(config: LaunchConfig) -> dict[str, str]:
+    """Return the variables that the ranks of a config would have."""
+    return {**os.environ, **config.env}
+
+
+def count_cores() -> int:
+    """Return the cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

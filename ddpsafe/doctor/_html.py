@@ -1,0 +1,174 @@
+"""The report as one HTML file: who reaches whom, and what was found. It loads and runs nothing.
+
+Hosts and programs elsewhere have a part in what a report says: the template escapes all of it, and
+the page forbids the browser to run or to load anything.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from ddpsafe.doctor._report import printable
+
+if TYPE_CHECKING:
+    from ddpsafe.doctor._report import Direction, Matrix, Report
+
+_MEANING: Final = {
+    "open": ("", "open"),
+    "dropped": ("D", "dropped: no answer, packets vanish"),
+    "refused": ("R", "refused: answered with a reset"),
+    "no-route": ("N", "no route: the network says that it cannot be reached"),
+    "wrong-peer": ("W", "wrong peer: a proxy or another job answers"),
+    "large-lost": ("L", "large packets are lost: an MTU hole"),
+    "absent": ("A", "absent: the host never came, or died"),
+}
+"""Verdict to the letter in its cell, as colours are not for everybody, and to its meaning."""
+
+_CELL: Final = 22
+_SMALL_CELL: Final = 13
+_MANY: Final = 24
+_TOP: Final = 26
+
+_STYLE: Final = """
+:root { color-scheme: light dark; --text: #1c2024; --back: #ffffff; --line: #d0d5db; --dim: #5b6470;
+  --open: #b7e2c3; --dropped: #c2362b; --refused: #e07b00; --no-route: #8e3bb5;
+  --wrong-peer: #c2187a; --large-lost: #2f6fd0; --absent: #6b7280; --self: #e9ecef; }
+@media (prefers-color-scheme: dark) { :root { --text: #e6e9ec; --back: #14171a; --line: #3a4149;
+  --dim: #9aa4af; --open: #1f5b36; --dropped: #f0685c; --refused: #f2a13c; --no-route: #c98be6;
+  --wrong-peer: #f078b6; --large-lost: #78a9f5; --absent: #9aa4af; --self: #23282d; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back);
+  max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+.scroll { overflow-x: auto; }
+svg { display: block; } svg text { fill: var(--text); font: 12px system-ui, sans-serif; }
+svg .letter { fill: var(--back); font-weight: 700; text-anchor: middle; }
+svg .name { text-anchor: end; } svg .column { text-anchor: middle; fill: var(--dim); }
+svg .small { font-size: 10px; }
+.legend { display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; list-style: none; padding: 0; }
+.legend b { display: inline-block; width: 1.3em; text-align: center; border-radius: 3px;
+  margin-right: .4em; color: var(--back); }
+article { border-left: 4px solid var(--line); padding: .1rem 0 .1rem 1rem; margin: 1rem 0; }
+article.failed { border-color: var(--dropped); } article.warning { border-color: var(--refused); }
+article.ok { border-color: var(--open); }
+pre { background: var(--self); padding: .6rem .8rem; overflow-x: auto; border-radius: 4px; }
+.dim { color: var(--dim); }
+"""
+
+
+_PAGE: Final = """\
+<!doctype html><html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>ddpsafe doctor on {{ report.hostname | shown }}</title>
+<style>{{ style }}</style></head><body>
+<h1>ddpsafe doctor on {{ report.hostname | shown }}</h1>
+<p>{{ report.failed | length }} failed, {{ report.warnings | length }} warnings, after {{ "%.1f" | format(report.took_s) }} s.</p>
+{% macro article(finding) %}
+{% set lines = finding.fix.split("\n") %}
+<article class="{{ finding.severity }}">
+<p><b>{{ finding.code | shown }}</b>{% if finding.hosts %} on {{ finding.hosts | join(", ") | shown }}{% endif %}: {{ finding.fact | shown }}</p>
+{% if finding.cause %}
+<p>Likely cause: {{ finding.cause | shown }}</p><p>What to do: {{ lines[0] | shown }}</p>
+{% endif %}
+{% if lines[1:] %}<pre>{% for line in lines[1:] %}{{ line.strip() | shown }}
+{% endfor %}</pre>{% endif %}
+{% if finding.cause %}<p class="dim">Read on: {{ finding.page | shown }}</p>{% endif %}
+</article>
+{% endmacro %}
+{% if matrix %}
+<h2>Who reaches whom</h2>
+<p>Each row dials, each column listens. Point at a cell to read it.</p>
+<ul class="legend">
+{% for each in matrix.legend %}<li><b style="background:var(--{{ each.verdict }})">{{ each.letter or "\u00a0" }}</b>{{ each.meaning }}</li>
+{% endfor %}</ul><div class="scroll">
+<svg width="{{ matrix.width }}" height="{{ matrix.height }}" viewBox="0 0 {{ matrix.width }} {{ matrix.height }}" role="img" aria-label="Who reaches whom">
+{% for each in matrix.axis %}<text class="name{{ matrix.small }}" x="{{ matrix.left - 8 }}" y="{{ each.y + 4 }}">{{ each.label | shown }}</text>
+{% if each.column_x is not none %}<text class="column{{ matrix.small }}" x="{{ each.column_x }}" y="{{ matrix.top - 8 }}">{{ each.node }}</text>{% endif %}
+<rect x="{{ each.own_x }}" y="{{ each.own_y }}" width="{{ matrix.size }}" height="{{ matrix.size }}" fill="var(--self)"/>
+{% endfor %}
+{% for each in matrix.cells %}<g><title>{{ each.title | shown }}</title><rect x="{{ each.x }}" y="{{ each.y }}" width="{{ matrix.size }}" height="{{ matrix.size }}" rx="2" fill="var(--{{ each.verdict }})"/>
+{% if each.letter %}<text class="letter{{ matrix.small }}" x="{{ each.x + matrix.size / 2 }}" y="{{ each.y + matrix.size / 2 + 4 }}">{{ each.letter }}</text>{% endif %}</g>
+{% endfor %}</svg></div>
+{% endif %}
+<h2>What was found</h2>
+{% for finding in report.failed + report.warnings %}{{ article(finding) }}{% endfor %}
+<details><summary>{{ passed | length }} passed</summary>
+{% for finding in passed %}{{ article(finding) }}{% endfor %}
+</details>
+</body></html>
+"""
+
+
+def draw(report: Report) -> str:
+    """Return the page of a report."""
+    import jinja2
+    from markupsafe import Markup
+
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.filters["shown"] = printable
+    return environment.from_string(_PAGE).render(
+        report=report,
+        matrix=None if report.matrix is None else _layout(report.matrix),
+        passed=[each for each in report.findings if each.severity == "ok"],
+        style=Markup(_STYLE),  # noqa: S704 - the constant above,
+    )
+
+
+def _layout(matrix: Matrix) -> dict[str, Any]:
+    """Return where everything of the matrix stands."""
+    count = len(matrix.hostnames)
+    cell = _SMALL_CELL if count > _MANY else _CELL
+    labels = [f"{node}  {name}" for node, name in enumerate(matrix.hostnames)]
+    left = 14 + 7 * max(map(len, labels), default=0)
+    seen = {each.verdict for each in matrix.directions}
+    return {
+        "width": left + count * cell + 4,
+        "height": _TOP + count * cell + 4,
+        "left": left,
+        "top": _TOP,
+        "size": cell - 2,
+        "small": " small" if cell == _SMALL_CELL else "",
+        "legend": [
+            {"verdict": verdict, "letter": letter, "meaning": meaning}
+            for verdict, (letter, meaning) in _MEANING.items()
+            if verdict in seen
+        ],
+        "axis": [
+            {
+                "node": node,
+                "label": label,
+                "y": _TOP + node * cell + cell // 2,
+                # In narrow columns every fourth number has room.
+                "column_x": left + node * cell + cell // 2
+                if cell == _CELL or node % 4 == 0
+                else None,
+                "own_x": left + node * cell + 1,
+                "own_y": _TOP + node * cell + 1,
+            }
+            for node, label in enumerate(labels)
+        ],
+        "cells": [
+            {
+                "x": left + each.target * cell + 1,
+                "y": _TOP + each.source * cell + 1,
+                "verdict": each.verdict,
+                "letter": _MEANING[each.verdict][0],
+                "title": _tooltip(matrix, each),
+            }
+            for each in matrix.directions
+        ],
+    }
+
+
+def _tooltip(matrix: Matrix, direction: Direction) -> str:
+    meaning = _MEANING[direction.verdict][1]
+    parts = [
+        f"{matrix.hostnames[direction.source]} → {matrix.hostnames[direction.target]}: {meaning}"
+    ]
+    if direction.latency_s is not None:
+        parts.append(f"{direction.latency_s * 1000:.2f} ms")
+    if direction.bandwidth_bytes_per_s is not None:
+        parts.append(f"{direction.bandwidth_bytes_per_s / 1e6:.0f} MB/s")
+    if direction.said:
+        parts.append(direction.said)
+    return ", ".join(parts)

@@ -1,0 +1,272 @@
+"""Node rank 0's part: calls the roll, hears everybody, and comes to the verdict all nodes read."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
+
+import psutil
+
+from ddpsafe._clock import Deadline
+from ddpsafe.doctor._mesh import all_reduce
+from ddpsafe.doctor._mesh.findings.all import judge, judge_without_all_reduce, make_matrix
+from ddpsafe.doctor._mesh.findings.attendance import count_sent_away
+from ddpsafe.doctor._mesh.findings.results import Case, pack
+from ddpsafe.doctor._mesh.job import find_node_names
+from ddpsafe.doctor._mesh.messages import Node, NodeReport, Progress, Roster, read, write
+from ddpsafe.doctor._mesh.pairs import EVERY_PAIR
+from ddpsafe.doctor._mesh.probe import ANSWER_S, CONNECT_S
+from ddpsafe.doctor._mesh.reach import Obstacle, find_hub_answer
+from ddpsafe.doctor._mesh.server import Hub
+from ddpsafe.doctor._mesh.transport import gather
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from ddpsafe.doctor._mesh.job import Job
+    from ddpsafe.doctor._mesh.messages import Answer, Rejected
+    from ddpsafe.doctor._mesh.node import Member
+    from ddpsafe.doctor._mesh.transport import Board, Json
+    from ddpsafe.doctor._report import Finding, Matrix
+
+
+_LOOK: Final = timedelta(seconds=4)
+_PAUSE_S: Final = 0.5
+
+
+class Entrance:
+    """Node rank 0's door.
+
+    Args:
+        job: What is examined.
+    """
+
+    def __init__(self, job: Job) -> None:
+        """Keep it shut."""
+        self._job = job
+        self._greeting = job.greeting()
+        self.hub = Hub(self._greeting, secret=job.secret)
+        self._leads_to: Answer | Obstacle | None = None
+        self._looking: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Listen, and see whether the endpoint leads here.
+
+        Raises:
+            OSError: The port cannot be had.
+        """
+        await self.hub.open(self._job.port)
+        self._looking = asyncio.create_task(self._look())
+
+    def rejected(self) -> Sequence[Rejected]:
+        """Return who was sent away."""
+        return self.hub.rejected
+
+    def close_roll(self) -> None:
+        """Let nobody in from now on."""
+        self.hub.close_roll()
+
+    def leads_to(self) -> tuple[Obstacle | None, str]:
+        """Return where the endpoint leads if not here: what is there, or which other node rank 0."""
+        found = self._leads_to
+        if found is None:  # a name server that does not answer; DS-MESH-046 says so
+            return None, ""
+        if isinstance(found, Obstacle):
+            return found, ""
+        return None, found.hostname if found.nonce != self.hub.nonce else ""
+
+    async def _look(self) -> None:
+        """Look until somebody answers: the host that the endpoint names may be late."""
+        job = self._job
+        while True:
+            deadline = Deadline.after(_LOOK)
+            self._leads_to = await find_hub_answer(
+                job.host, job.port, self._greeting, secret=job.secret, deadline=deadline
+            )
+            if not isinstance(self._leads_to, Obstacle):
+                return
+            await asyncio.sleep(_PAUSE_S)
+
+    async def close(self) -> None:
+        """Let everybody read what was said, then stop."""
+        if self._looking is not None:
+            self._looking.cancel()
+        await self.hub.close()
+
+
+def owner_of(port: int) -> str:
+    """Name the process that listens on a port, where this one may see it."""
+    try:
+        for connection in psutil.net_connections("tcp"):
+            local = connection.laddr
+            if connection.status == psutil.CONN_LISTEN and local and local.port == port:
+                name = psutil.Process(connection.pid).name() if connection.pid else "?"
+                return f"; {name} (pid {connection.pid}) on {socket.gethostname()} has it"
+    except psutil.Error:
+        pass
+    return ""
+
+
+T = TypeVar("T")
+
+MESH: Final = timedelta(seconds=CONNECT_S + ANSWER_S + 8.0)
+"""For nodes whose connection stands and who are merely slow; a lost one is noticed in 3 s."""
+
+_TICK_S: Final = 0.5
+_PATIENCE_S: Final = 2.0
+_MOST_NAMED: Final = 8
+
+
+class Chair:
+    """Node rank 0 of one examination.
+
+    Args:
+        job: What is examined.
+        board: Where the others are heard.
+        member: This node's part in the mesh.
+        entrance: The door at the endpoint; None where the nodes meet at a store.
+    """
+
+    def __init__(
+        self, job: Job, board: Board, member: Member, *, entrance: Entrance | None = None
+    ) -> None:
+        """Start with nobody."""
+        self._job, self._board, self._member = job, board, member
+        self._entrance = entrance
+        self._names = find_node_names(job.nnodes)
+        self._missing: Collection[int] = ()
+        self._garbled: dict[int, Literal["hello", "mesh", "reduced"]] = {}
+
+    async def preside(self, own: Node) -> tuple[list[Finding], Matrix]:
+        """Take the examination to its end; publish the verdict and return it."""
+        nodes, waited_s = await self._call_roll(own)
+        case = await self._hear(nodes, await self._publish_roster(nodes), waited_s)
+        failures = any(each.severity == "failed" for each in judge_without_all_reduce(case))
+        reduced = await all_reduce.preside(self._job, self._board, case, found_failures=failures)
+        case = replace(case, all_reduce=reduced)
+        await self._board.put("case", pack(_without_tokens(case)))
+        return judge(case), make_matrix(case)
+
+    async def _call_roll(self, own: Node) -> tuple[dict[int, Node], float]:
+        deadline = Deadline.after(self._job.timeout)
+        others = range(1, self._job.nnodes)
+        ticking = asyncio.ensure_future(self._tick(deadline))
+        coming = asyncio.ensure_future(
+            gather(self._board, "hello", others, deadline=deadline, on_change=self._note_missing)
+        )
+        watching = asyncio.ensure_future(self._wait_until_explained())
+        try:
+            await asyncio.wait({coming, watching}, return_when=asyncio.FIRST_COMPLETED)
+            said = coming.result() if coming.done() else await self._board.get("hello")
+        finally:
+            for each in (ticking, coming, watching):
+                each.cancel()
+        if self._entrance is not None:
+            self._entrance.close_roll()
+        nodes = {0: own, **self._readable(Node, "hello", said)}
+        return dict(sorted(nodes.items())), deadline.waited_s()
+
+    async def _wait_until_explained(self) -> None:
+        """Wait until those who were sent away are all who are missing: nobody else will come.
+
+        A moment is left for those who come all the same, or come again with the right arguments.
+        """
+        entrance = self._entrance
+        while (  # noqa: ASYNC110 - the two are told by different tasks
+            entrance is None
+            or not self._missing
+            or not (
+                entrance.leads_to()[1] or count_sent_away(entrance.rejected()) >= len(self._missing)
+            )
+        ):
+            await asyncio.sleep(_TICK_S)
+        await asyncio.sleep(_PATIENCE_S)
+
+    def _note_missing(self, missing: Collection[int]) -> None:
+        self._missing = missing
+
+    async def _tick(self, deadline: Deadline) -> None:
+        """Say now and then, here and on every node that has come, who is waited for."""
+        while True:
+            await asyncio.sleep(_TICK_S)
+            missing = tuple(sorted(self._missing))[:_MOST_NAMED]
+            progress = Progress(
+                came=self._job.nnodes - len(self._missing),
+                nnodes=self._job.nnodes,
+                missing=missing,
+                names={rank: self._names[rank] for rank in missing if rank in self._names},
+                waited_s=deadline.waited_s(),
+                total_s=deadline.ends_s - deadline.started_s,
+            )
+            self._job.say(str(progress))
+            await self._board.put("progress", write(progress))
+
+    async def _publish_roster(self, nodes: Mapping[int, Node]) -> Roster:
+        roster = Roster(
+            nnodes=self._job.nnodes,
+            contacts=tuple(node.contact() for node in nodes.values()),
+            seed=time.time_ns(),
+            clock_s=time.time(),
+        )
+        self._job.say(f"{len(nodes)} nodes: trying every connection")
+        await self._board.put("roster", write(roster))
+        return roster
+
+    async def _hear(self, nodes: dict[int, Node], roster: Roster, waited_s: float) -> Case:
+        deadline = Deadline.after(MESH)
+        own = asyncio.ensure_future(self._member.probe(roster))
+        others = [rank for rank in nodes if rank != 0]
+        said = await gather(self._board, "mesh", others, deadline=deadline)
+        reports = {0: await own, **self._readable(NodeReport, "mesh", said)}
+        only_closed = self._job.nnodes > EVERY_PAIR
+        if only_closed:
+            reports = {rank: _only_closed(each) for rank, each in reports.items()}
+        entrance = self._entrance
+        obstacle, other_hub = (None, "") if entrance is None else entrance.leads_to()
+        return Case(
+            nnodes=self._job.nnodes,
+            backend=self._job.backend,
+            host=self._job.host,
+            port=self._job.port,
+            nodes=nodes,
+            reports=dict(sorted(reports.items())),
+            names=self._names,
+            garbled=dict(self._garbled),
+            seed=roster.seed,
+            only_closed=only_closed,
+            waited_s=waited_s,
+            rejected=() if entrance is None else tuple(entrance.rejected()),
+            obstacle=obstacle,
+            other_hub=other_hub,
+            at_store=self._job.at_store,
+        )
+
+    def _readable(
+        self, kind: type[T], topic: Literal["hello", "mesh"], said: Mapping[int, Json]
+    ) -> dict[int, T]:
+        """Read messages; who says what makes no sense is noted, and has said nothing."""
+        found = {}
+        for rank, value in said.items():
+            try:
+                message = read(kind, value)
+            except ValueError:
+                message = None
+            if message is None or (isinstance(message, Node) and message.node_rank != rank):
+                self._garbled[rank] = topic
+            else:
+                found[rank] = message
+        return found
+
+
+def _only_closed(report: NodeReport) -> NodeReport:
+    """Leave out what is open: it goes to every node, and there would be too much of it."""
+    return replace(report, dialled=tuple(each for each in report.dialled if each.verdict != "open"))
+
+
+def _without_tokens(case: Case) -> Case:
+    nodes = {rank: replace(node, token="") for rank, node in case.nodes.items()}
+    return replace(case, nodes=nodes)

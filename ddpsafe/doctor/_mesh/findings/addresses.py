@@ -1,0 +1,341 @@
+"""The verdict on the addresses that hosts would announce, before anybody dials them."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING
+
+from ddpsafe.doctor import _codes
+from ddpsafe.doctor._mesh.findings.fixes import (
+    common_networks,
+    export_line,
+    interface_in,
+    library_setting,
+    meeting_lines,
+)
+from ddpsafe.doctor._mesh.findings.results import as_details, is_closed
+from ddpsafe.doctor._report import Finding, to_copy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from ddpsafe.doctor._mesh.findings.connections import Way
+    from ddpsafe.doctor._mesh.findings.results import Case
+    from ddpsafe.doctor._mesh.messages import Dialled, Node
+
+
+def judge_addresses(case: Case) -> Iterator[Finding]:
+    """Judge what each host would announce."""
+    nodes = list(case.nodes.values())
+    apart = len({node.machine for node in nodes}) > 1
+    looping = [
+        node
+        for node in nodes
+        if apart and node.announced.flaw in ("loopback", "unresolved", "silent-resolver")
+    ]
+    by_flaw: dict[str, list[Node]] = defaultdict(list)
+    for node in looping:
+        by_flaw[node.announced.flaw].append(node)
+    for flawed in by_flaw.values():
+        yield _loopback(case, flawed)
+    absent = [node for node in nodes if node.announced.flaw == "absent-interface"]
+    if absent:
+        yield _absent(case, absent)
+    for node in nodes:
+        if node.announced.flaw == "not-running":
+            yield _not_running(case, node)
+    doubled = find_doubled(case)
+    if doubled and not (absent or looping):
+        yield _translated(case) if case.is_translated() else _same_address(case, doubled)
+    yield from _judge_variable(case)
+
+
+def find_doubled(case: Case) -> dict[str, list[int]]:
+    """Return announced addresses that another host has too, with the node ranks of all who do."""
+    holders: dict[str, set[int]] = defaultdict(set)
+    for rank, node in case.nodes.items():
+        for table in node.interfaces.values():
+            for address in table:
+                holders[address].add(rank)
+    announced = {node.announced.address for node in case.nodes.values()} - {""}
+    return {
+        address: sorted(holders[address])
+        for address in sorted(announced)
+        if len({case.nodes[rank].machine for rank in holders[address]}) > 1
+    }
+
+
+def excuse_ways(case: Case) -> dict[Way, Dialled]:
+    """Return closed directions that follow from what `judge_addresses` finds."""
+    flawed = {rank for rank, node in case.nodes.items() if node.announced.flaw}
+    stopped = {rank for rank, node in case.nodes.items() if node.announced.flaw == "not-running"}
+    doubled = {rank for ranks in find_doubled(case).values() for rank in ranks}
+    return {
+        way: each
+        for way, each in case.verdicts().items()
+        if (each.verdict == "no-route" and flawed & {*way})
+        or (is_closed(each.verdict) and stopped & {*way})
+        or (each.verdict != "open" and doubled & {*way})
+    }
+
+
+def judge_networks(case: Case, excused: dict[Way, Dialled]) -> Iterator[Finding]:
+    """Find hosts that announce addresses in networks between which nothing is open.
+
+    Directions that this explains are added to `excused`.
+    """
+    nodes = case.nodes
+    translated = case.is_translated()
+    shared = common_networks(list(nodes.values()))
+    found = {
+        way: each
+        for way, each in case.verdicts().items()
+        if way not in excused
+        and is_closed(each.verdict)
+        and nodes[way[0]].network != nodes[way[1]].network
+        and (each.error == "ENETUNREACH" or shared or translated)
+    }
+    if not found:
+        return
+    # The way back is closed for the same reason, whatever it looks like from there.
+    back = {(target, source) for source, target in found}
+    closed = {way: each for way, each in case.verdicts().items() if is_closed(each.verdict)}
+    found |= {way: closed[way] for way in back if way in closed}
+    excused.update(found)
+    yield _translated(case) if translated and not shared else _different_networks(case, found)
+
+
+def _same_address(case: Case, doubled: Mapping[str, list[int]]) -> Finding:
+    told = "; ".join(
+        f"{address}: {', '.join(map(case.label, ranks))}" for address, ranks in doubled.items()
+    )
+    involved = sorted({rank for ranks in doubled.values() for rank in ranks})
+    odd = [case.nodes[rank] for rank in involved if case.nodes[rank].announced.address in doubled]
+    spare = [
+        f"ip addr del {_with_prefix(node, address)} dev {shlex.quote(name)}    # on {node.hostname}"
+        for address, ranks in doubled.items()
+        for node in (case.nodes[rank] for rank in ranks)
+        for name, table in node.interfaces.items()
+        if address in table and node.announced.address != address
+    ]
+    meeting = meeting_lines(case, odd)
+    local = "it belongs to a bridge or an interface that every host has for itself, as docker0."
+    if spare:
+        what, lines = "Take the address from the host that does not need it, as root:", spare
+        cause = "an address was given twice, by hand or by two sources of configuration."
+    elif meeting is not None:
+        what, lines = meeting
+        cause = local
+    else:
+        cause = "an address was given twice, by hand or by two sources of configuration."
+        what = "Give one of them another address; look where it comes from:"
+        lines = [f"ip -br address    # on {case.name_of(rank)}" for rank in involved]
+    return Finding(
+        code=_codes.SAME_ADDRESS,
+        severity="failed",
+        fact=f"Hosts have the same address, and what is sent to one arrives at another: {told}.",
+        cause=cause,
+        fix=to_copy(what, *lines),
+        hosts=case.hostnames(involved),
+        details={"addresses": {address: [*ranks] for address, ranks in doubled.items()}},
+    )
+
+
+def _with_prefix(node: Node, address: str) -> str:
+    network = next(table[address] for table in node.interfaces.values() if address in table)
+    return f"{address}/{network.partition('/')[2]}"
+
+
+def _translated(case: Case) -> Finding:
+    hub = case.nodes[0]
+    outside = sorted(
+        {node.endpoint for node in case.nodes.values() if node.endpoint} - {hub.announced.address}
+    )
+    listed = ", ".join(f"{node} {node.announced.address}" for node in case.nodes.values())
+    return Finding(
+        code=_codes.TRANSLATED,
+        severity="failed",
+        fact=f"The others reach {hub} at {', '.join(outside)}, which no interface of it has: the "
+        f"address is translated on the way. The ranks would announce {listed}.",
+        cause="gloo and NCCL announce the addresses of a host's own interfaces, and these lead nowhere "
+        "from the other network: hosts of two clouds or sites, or containers with networks of their own.",
+        fix=to_copy(
+            "Join the networks by a VPN or by peering, or give the hosts an interface in one network; "
+            "a container gets the network of its host with:",
+            "docker run --network=host …",
+        ),
+        hosts=case.hostnames(case.nodes),
+        details={
+            "endpoint": outside,
+            "networks": {n.hostname: n.network for n in case.nodes.values()},
+        },
+    )
+
+
+def _judge_variable(case: Case) -> Iterator[Finding]:
+    """Find an interface variable that reached some hosts only, whatever it does today."""
+    having = {rank for rank, node in case.nodes.items() if node.announced.variable}
+    without = sorted(case.nodes.keys() - having)
+    if not having or not without or any(node.announced.flaw for node in case.nodes.values()):
+        return
+    if any(is_closed(each.verdict) for each in case.verdicts().values()):
+        return  # what is closed says it, with the lines that repair it
+    name = case.nodes[min(having)].announced.variable
+    networks = {rank: node.network for rank, node in case.nodes.items()}
+    apart = len(set(networks.values())) > 1
+    meeting = meeting_lines(case, [case.nodes[rank] for rank in without])
+    listed = ", ".join(
+        f"{case.label(rank)} {case.nodes[rank].announced.address} on "
+        f"{case.nodes[rank].announced.interface}"
+        for rank in without
+    )
+    yield Finding(
+        code=_codes.VARIABLE_ON_SOME,
+        severity="warning",
+        fact=f"{name} is set on {', '.join(map(case.label, sorted(having)))} and not on the others, "
+        f"which announce: {listed}.",
+        cause="the variable was exported in one shell, or the launcher does not pass it on"
+        + ("; a part of the job runs over another network, or not at all." if apart else "."),
+        fix=_set_where_missing(case, name, without, having)
+        if meeting is None or not apart
+        else to_copy(meeting[0], *meeting[1]),
+        hosts=case.hostnames(without),
+        details={"variable": name, "networks": {case.name_of(r): n for r, n in networks.items()}},
+    )
+
+
+def _set_where_missing(case: Case, name: str, without: list[int], having: set[int]) -> str:
+    chosen = case.nodes[min(having)]
+    lines = []
+    for rank in without:
+        node = case.nodes[rank]
+        interface = interface_in(node, chosen.network) or node.announced.interface
+        _, value = library_setting(case.backend, interface)
+        line = node.announced.place_of_variable().set_line(name, value)
+        lines.append(f"{line}    # on {node.hostname}")
+    return to_copy("Set it on every host, or on none:", *lines)
+
+
+def _loopback(case: Case, nodes: list[Node]) -> Finding:
+    announced = nodes[0].announced
+    usual = announced.flaw == "loopback"
+    named = ", ".join(f"{node}: {node.announced.wanted}" for node in nodes)
+    many = "each of them" if len(nodes) > 1 else "it"
+    cause = (
+        "/etc/hosts gives the host's own name a loopback address, as Debian and Ubuntu do."
+        if usual
+        else f"{announced.chosen_by} does not resolve there, and gloo then takes loopback."
+    )
+    settings = {
+        node.node_rank: node.announced.place_of_variable().set_line(
+            *library_setting(case.backend, node.announced.interface)
+        )
+        for node in nodes
+    }
+    alike = len(set(settings.values())) == 1 and len(nodes) > 1
+    on_all = alike and len(nodes) == len(case.nodes)
+    lines = (
+        [f"{settings[nodes[0].node_rank]}    # on {'every host' if on_all else 'these hosts'}"]
+        if alike
+        else [f"{settings[node.node_rank]}    # on {node.hostname}" for node in nodes]
+    )
+    return Finding(
+        code=_codes.ANNOUNCES_LOOPBACK,
+        severity="failed",
+        fact=f"Ranks would announce an address that leads every other host to itself ({named}; "
+        f"{announced.chosen_by}).",
+        cause=cause,
+        fix=to_copy(
+            f'Name the interface on {many} (or write Rendezvous(interface="auto")), or give the name '
+            "its address in /etc/hosts:",
+            *lines,
+        ),
+        hosts=case.hostnames(node.node_rank for node in nodes),
+        details={
+            "announced": {node.hostname: node.announced.wanted for node in nodes},
+            "usable": {node.hostname: node.announced.address for node in nodes},
+        },
+    )
+
+
+def _absent(case: Case, odd: list[Node]) -> Finding:
+    meeting = meeting_lines(case, odd)
+    if meeting is None:
+        what = "Choose by host; no network joins all of them:"
+        lines = [
+            node.announced.place_of_variable().set_line(
+                *library_setting(case.backend, node.announced.interface)
+            )
+            + f"    # on {node.hostname}"
+            for node in odd
+        ]
+        meeting = what, lines
+    told = "; ".join(
+        f"{node} has no interface {node.announced.wanted} with an address "
+        f"({node.announced.chosen_by}), it has {_listed(node) or 'none but loopback'}"
+        for node in odd
+    )
+    return Finding(
+        code=_codes.ABSENT_INTERFACE,
+        severity="failed",
+        fact=f"{told}.",
+        cause="names of interfaces differ from host to host, and the variable is the same on all, or "
+        "it was meant for another host.",
+        fix=to_copy(meeting[0], *meeting[1]),
+        hosts=case.hostnames(node.node_rank for node in odd),
+        details={
+            "wanted": {node.hostname: node.announced.wanted for node in odd},
+            "interfaces": {node.hostname: dict(node.interfaces) for node in odd},
+        },
+    )
+
+
+def _listed(node: Node) -> str:
+    return ", ".join(f"{name} ({', '.join(table)})" for name, table in node.interfaces.items())
+
+
+def _not_running(case: Case, node: Node) -> Finding:
+    announced = node.announced
+    others = {name: table for name, table in node.interfaces.items() if name != announced.interface}
+    lines = [f"ip link show {shlex.quote(announced.interface)}    # on {node.hostname}"]
+    lines += [f"{export_line(case.backend, name)}    # on {node.hostname}" for name in others]
+    return Finding(
+        code=_codes.INTERFACE_DOWN,
+        severity="failed",
+        fact=f"Interface {announced.interface} of {node} ({announced.address}, "
+        f"{announced.chosen_by}) is down or has no carrier.",
+        cause="the cable, the switch port or the driver; or the interface was never brought up.",
+        fix=to_copy("Bring it up, or take another one:", *lines),
+        hosts=(node.hostname,),
+        details={"interface": announced.interface, "address": announced.address},
+    )
+
+
+def _different_networks(case: Case, found: dict[Way, Dialled]) -> Finding:
+    involved = sorted({node for way in found for node in way})
+    nodes = [case.nodes[each] for each in sorted(case.nodes)]
+    usual, _ = Counter(node.network for node in nodes).most_common(1)[0]
+    odd = [node for node in nodes if node.network != usual]
+    listed = "; ".join(
+        f"{node} {node.announced.address} on {node.announced.interface}" for node in odd
+    )
+    meeting = meeting_lines(case, odd)
+    return Finding(
+        code=_codes.DIFFERENT_NETWORKS,
+        severity="failed",
+        fact=f"The hosts announce addresses of networks that do not meet: {listed}; the others are "
+        f"in {usual or 'no network'}.",
+        cause="each host chose by its own name or by the order of its interfaces "
+        f"({', '.join(sorted({node.announced.chosen_by for node in odd}))}).",
+        fix=to_copy(meeting[0], *meeting[1])
+        if meeting is not None
+        else f"No network has all hosts: give {', '.join(n.hostname for n in odd)} a route to {usual}, "
+        "or an interface in it.",
+        hosts=case.hostnames(node.node_rank for node in odd),
+        details={
+            "networks": {node.hostname: node.network for node in nodes},
+            "hosts": list(case.hostnames(involved)),
+            "directions": as_details(found),
+        },
+    )

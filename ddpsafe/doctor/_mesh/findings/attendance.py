@@ -1,0 +1,400 @@
+"""Who has not come to the roll-call, who came twice, and what was in the way."""
+
+from __future__ import annotations
+
+import errno
+import shlex
+import socket
+from typing import TYPE_CHECKING, Final
+
+from ddpsafe.doctor import _codes
+from ddpsafe.doctor._report import Finding, to_copy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from ddpsafe.doctor._mesh.findings.results import Case
+    from ddpsafe.doctor._mesh.messages import Rejected
+    from ddpsafe.doctor._mesh.reach import Obstacle
+
+
+def judge_obstacle(
+    obstacle: Obstacle, *, host: str, port: int, node_rank: int, nnodes: int
+) -> Finding:
+    """Word what kept this node from node rank 0."""
+    here = f"{socket.gethostname()} (node rank {node_rank} of {nnodes})"
+    if obstacle.trouble == "late":
+        return late(f"{here} came to {host}:{port}", waited="the others had stopped waiting")
+    if obstacle.trouble == "secret":
+        return no_secret(f"{here} came to {host}:{port}", hosts=(socket.gethostname(), host))
+    code, word = _WORDS[obstacle.trouble]
+    what, cause, fix = word(obstacle, host, port)
+    waited = f" ({obstacle.waited_s:.1f} s)" if obstacle.waited_s else ""
+    return Finding(
+        code=code,
+        severity="failed",
+        fact=f"{here} {what}{waited}.",
+        cause=cause,
+        fix=fix,
+        hosts=(socket.gethostname(), host),
+        details={
+            "endpoint": f"{host}:{port}",
+            "addresses": list(obstacle.addresses),
+            "trouble": obstacle.trouble,
+            "said": obstacle.said,
+            "waited_s": round(obstacle.waited_s, 1),
+        },
+    )
+
+
+def describe_trouble(obstacle: Obstacle, *, host: str, port: int) -> str:
+    """Say in a line, while it is still tried, what is in the way."""
+    seconds = f"{obstacle.waited_s:.0f} s"
+    return (
+        f"waiting for node rank 0 at {host}:{port}: {obstacle.trouble} ({obstacle.said}), {seconds}"
+    )
+
+
+_Words = tuple[str, str, str]
+
+
+def _dropped(obstacle: Obstacle, host: str, port: int) -> _Words:
+    addresses = ", ".join(obstacle.addresses)
+    return (
+        f"gets no answer from {host}:{port} ({addresses}): packets vanish",
+        f"a firewall or security group drops port {port} on {host} or on the way, or the host is off.",
+        to_copy(
+            f"Open the port on {host}, as root:",
+            f"iptables -I INPUT -p tcp --dport {port} -j ACCEPT",
+            f"firewall-cmd --permanent --add-port={port}/tcp && firewall-cmd --reload",
+            f"# in a cloud: an inbound rule of the security group, TCP {port}",
+        ),
+    )
+
+
+def _refused(obstacle: Obstacle, host: str, port: int) -> _Words:
+    addresses = ", ".join(obstacle.addresses)
+    return (
+        f"is refused by {host}:{port} ({addresses})",
+        f"the doctor does not run on {host} yet, its port is another one, or a firewall there rejects.",
+        to_copy(
+            f"Look on {host} whether it listens; if it does, open the port:",
+            f"ss -ltn 'sport = :{port}'",
+            f"iptables -I INPUT -p tcp --dport {port} -j ACCEPT",
+        ),
+    )
+
+
+def _no_route(obstacle: Obstacle, host: str, port: int) -> _Words:
+    addresses = ", ".join(obstacle.addresses)
+    first = obstacle.addresses[0] if obstacle.addresses else host
+    return (
+        f"has no way to {host}:{port} ({addresses}): {obstacle.said}",
+        'no route leads there, the host is off, or a firewall answers "prohibited".',
+        to_copy(
+            "Compare, and name an address of node rank 0 in a network of this host:",
+            shlex.join(["ip", "route", "get", first]),
+            f"ip -br address    # on {host}",
+        ),
+    )
+
+
+def _unresolved(obstacle: Obstacle, host: str, _port: int) -> _Words:
+    silent = obstacle.trouble == "silent-resolver"
+    return (
+        f"cannot resolve {host}: {obstacle.said}",
+        "the name server of /etc/resolv.conf does not answer."
+        if silent
+        else "neither /etc/hosts nor DNS of this host knows the name.",
+        to_copy(
+            "Name the address of node rank 0 in --rdzv-endpoint, or add a line to /etc/hosts; look up:",
+            shlex.join(["getent", "hosts", host]),
+        ),
+    )
+
+
+def _loopback(obstacle: Obstacle, host: str, port: int) -> _Words:
+    addresses = ", ".join(obstacle.addresses)
+    return (
+        f"is led to itself by {host}:{port} ({addresses})",
+        f"the /etc/hosts of this host gives {host} a loopback address.",
+        to_copy(
+            "Correct that line, or name the address in --rdzv-endpoint; look up:",
+            shlex.join(["getent", "hosts", host]),
+        ),
+    )
+
+
+def _stranger(obstacle: Obstacle, host: str, port: int) -> _Words:
+    return (
+        f"is let in at {host}:{port}, but who answers is no doctor: {obstacle.said}",
+        "another program has the port, or a proxy between the hosts accepts every connection.",
+        to_copy(
+            f"Choose another port, or look on {host} who listens:",
+            f"ss -ltnp 'sport = :{port}'",
+        ),
+    )
+
+
+def _other_job(obstacle: Obstacle, host: str, port: int) -> _Words:
+    return (
+        f"found another job at {host}:{port}, on {obstacle.holder}: {obstacle.said}",
+        "another job uses this endpoint, or --nnodes differs from host to host.",
+        "Give each job its own port, and the same --nnodes to all nodes of one.",
+    )
+
+
+def _doubled(obstacle: Obstacle, host: str, port: int) -> _Words:
+    return (
+        f"was sent away from {host}:{port}: its node rank is taken by {obstacle.holder}",
+        "two hosts were started with the same --node-rank, or a former run goes on.",
+        "Give each host its own --node-rank, counted from 0.",
+    )
+
+
+_WORDS: Final[dict[str, tuple[str, Callable[[Obstacle, str, int], _Words]]]] = {
+    "dropped": (_codes.ENDPOINT_DROPPED, _dropped),
+    "refused": (_codes.ENDPOINT_REFUSED, _refused),
+    "no-route": (_codes.ENDPOINT_NO_ROUTE, _no_route),
+    "unresolved": (_codes.ENDPOINT_UNRESOLVED, _unresolved),
+    "silent-resolver": (_codes.ENDPOINT_UNRESOLVED, _unresolved),
+    "loopback": (_codes.ENDPOINT_LOOPBACK, _loopback),
+    "stranger": (_codes.STRANGER, _stranger),
+    "other-job": (_codes.OTHER_JOB, _other_job),
+    "doubled": (_codes.DOUBLED, _doubled),
+}
+
+
+def judge_roll(case: Case) -> Iterator[Finding]:
+    """Judge who came, as node rank 0 saw it."""
+    missing = [
+        node for node in range(case.nnodes) if node not in case.nodes and node not in case.garbled
+    ]
+    lost = [node for node in case.nodes if node not in case.reports]
+    # Those who were sent away are the missing ones: that they "have not come" would be wrong.
+    if len(missing) > count_sent_away(case.rejected) and not case.other_hub:
+        yield _missing(case, missing)
+    for node in lost:
+        if node not in case.garbled:
+            yield _lost(case, node)
+    if case.garbled:
+        yield _garbled(case)
+    seen = set()
+    for each in case.rejected:
+        key = (each.reason, each.greeting.hostname, each.greeting.node_rank)
+        if key not in seen:
+            seen.add(key)
+            yield _rejected(case, each)
+    # Behind address translation node rank 0 often cannot reach itself by the outer address.
+    if case.obstacle is not None and not case.is_translated():
+        yield _leads_elsewhere(case, case.obstacle)
+    if case.other_hub:
+        yield _other_hub(case)
+
+
+def count_sent_away(rejected: Iterable[Rejected]) -> int:
+    """Count the processes that came with arguments that do not fit this job."""
+    return len(
+        {
+            (each.greeting.hostname, each.greeting.pid)
+            for each in rejected
+            if each.reason in ("doubled", "other-job")
+        }
+    )
+
+
+def _missing(case: Case, missing: list[int]) -> Finding:
+    labels = ", ".join(case.label(node) for node in missing)
+    came = len(case.nodes)
+    return Finding(
+        code=_codes.MISSING,
+        severity="failed",
+        fact=f"{came} of {case.nnodes} nodes came within {case.waited_s:.1f} s; not yet: {labels}.",
+        cause="the first rank there was not started, has failed, or is slow to start."
+        if case.at_store
+        else "the doctor was not started there, it waits for another endpoint, or it cannot reach "
+        "this one: what it prints there says which.",
+        fix="Look at the log of the ranks there." if case.at_store else _start_there(case, missing),
+        hosts=case.hostnames(missing),
+        details={"missing_node_ranks": missing, "waited_s": round(case.waited_s, 1)},
+    )
+
+
+def _start_there(case: Case, missing: list[int]) -> str:
+    return to_copy(
+        "Start it there and look at what it says:",
+        *(
+            f"ddpsafe doctor --nnodes {case.nnodes} --node-rank {node} "
+            f"--rdzv-endpoint {shlex.quote(f'{case.host}:{case.port}')}"
+            for node in missing[:4]
+        ),
+    )
+
+
+def _lost(case: Case, node: int) -> Finding:
+    return Finding(
+        code=_codes.LOST,
+        severity="failed",
+        fact=f"{case.label(node)} came to the roll-call and was lost during the check.",
+        cause=f"the {_process(at_store=case.at_store)} there was ended, or the host went down or off "
+        "the network.",
+        fix=to_copy(
+            f"Look whether the host lives and what its {_process(at_store=case.at_store)} printed last:",
+            shlex.join(["ping", "-c", "3", case.nodes[node].announced.address]),
+        ),
+        hosts=case.hostnames([node]),
+        details={"node_rank": node},
+    )
+
+
+def _rejected(case: Case, each: Rejected) -> Finding:
+    who, rank = each.greeting.hostname, each.greeting.node_rank
+    if each.reason == "doubled":
+        return _finding_of_doubled(who, rank, each, case.nnodes)
+    if each.reason == "secret":
+        return no_secret(f"{who} (node rank {rank}) came", hosts=(who,))
+    if each.reason == "late":
+        return late(f"{who} (node rank {rank}) came", waited="the others had stopped waiting")
+    return Finding(
+        code=_codes.OTHER_JOB,
+        severity="failed",
+        fact=f"{who} came as node rank {rank} of {each.greeting.nnodes}"
+        f" (job {each.greeting.job or 'without a name'}); this job has {case.nnodes} nodes.",
+        cause="another job uses this endpoint, or --nnodes differs from host to host.",
+        fix=f"Start it on {who} with --nnodes {case.nnodes}, or give the other job a port of its own.",
+        hosts=(who,),
+        details={"nnodes_there": each.greeting.nnodes, "nnodes_here": case.nnodes},
+    )
+
+
+def _finding_of_doubled(who: str, rank: int, each: Rejected, nnodes: int) -> Finding:
+    return Finding(
+        code=_codes.DOUBLED,
+        severity="failed",
+        fact=f"{who} came as node rank {rank}, which {each.holder} "
+        f"(pid {each.holder_pid}) has already.",
+        cause="two hosts were started with the same --node-rank, or a former run goes on.",
+        fix=f"Give each of the {nnodes} hosts its own --node-rank, 0 to {nnodes - 1}.",
+        hosts=(who, each.holder),
+        details={"node_rank": rank},
+    )
+
+
+def late(who: str, *, waited: str) -> Finding:
+    """Word that a node came after the roll-call."""
+    return Finding(
+        code=_codes.LATE,
+        severity="failed",
+        fact=f"{who} after {waited}.",
+        cause="it was started later than the doctor waits.",
+        fix="Start all nodes again, at about the same time, or give the doctor a longer --timeout.",
+    )
+
+
+def _process(*, at_store: bool) -> str:
+    return "first rank" if at_store else "doctor"
+
+
+def hub_lost(host: str, why: str, *, at_store: bool) -> Finding:
+    """Word that node rank 0 went away during the check."""
+    process = _process(at_store=at_store)
+    return Finding(
+        code=_codes.HUB_LOST,
+        severity="failed",
+        fact=f"{host} (node rank 0) was lost during the check: {why}.",
+        cause=f"the {process} there was ended, or the host went down or off the network.",
+        fix=f"Look at what the {process} on {host} printed last, and start it on all nodes again.",
+        hosts=(host,),
+        details={"node_rank": 0, "said": why},
+    )
+
+
+def cannot_serve(exc: OSError, *, port: int, owner: str) -> Finding:
+    """Word that node rank 0 cannot listen on the endpoint's port."""
+    taken = exc.errno == errno.EADDRINUSE
+    return Finding(
+        code=_codes.CANNOT_SERVE,
+        severity="failed",
+        fact=f"Node rank 0 cannot listen on port {port}: {exc.strerror or exc}{owner}.",
+        cause="another job or a former run has the port."
+        if taken
+        else "this process may not use the port.",
+        fix=to_copy(
+            "Choose another port for all nodes, or end what holds it:",
+            f"ss -ltnp 'sport = :{port}'",
+        ),
+        details={"port": port, "error": errno.errorcode.get(exc.errno or 0, str(exc))},
+    )
+
+
+def _leads_elsewhere(case: Case, obstacle: Obstacle) -> Finding:
+    addresses = ", ".join(obstacle.addresses) or "no address"
+    own = case.nodes[0].hostname
+    complete = len(case.nodes) == case.nnodes
+    return Finding(
+        code=_codes.CANNOT_SERVE,
+        severity="warning" if complete else "failed",
+        fact=f"{case.host}:{case.port} ({addresses}) does not lead to {own}, which is node rank 0: "
+        f"{obstacle.trouble} ({obstacle.said}).",
+        cause="--node-rank 0 was given to another host than the one the endpoint names.",
+        fix=f"Start node rank 0 on {case.host}, or name {own} in --rdzv-endpoint.",
+        hosts=(own,),
+        details={"addresses": list(obstacle.addresses), "trouble": obstacle.trouble},
+    )
+
+
+def _other_hub(case: Case) -> Finding:
+    own = case.nodes[0].hostname
+    return Finding(
+        code=_codes.DOUBLED,
+        severity="failed",
+        fact=f"{own} is node rank 0, and so is {case.other_hub}, to which {case.host}:{case.port} "
+        "leads.",
+        cause="two hosts were started with --node-rank 0.",
+        fix="Give each host its own --node-rank; 0 belongs to the host that the endpoint names.",
+        hosts=(case.other_hub,),
+        details={"node_rank": 0},
+    )
+
+
+def _garbled(case: Case) -> Finding:
+    topics = {"hello": "who it is", "mesh": "what it dialled", "reduced": "the all-reduce"}
+    named = ", ".join(
+        f"{case.label(rank)} about {topics[topic]}" for rank, topic in sorted(case.garbled.items())
+    )
+    return Finding(
+        code=_codes.GARBLED,
+        severity="failed",
+        fact=f"What a node said cannot be what the doctor says: {named}.",
+        cause="another version of ddpsafe runs there, or another program has taken the node's place.",
+        fix="Start the same version of ddpsafe on every host; where others can reach the endpoint, "
+        "give all nodes one --secret-file.",
+        hosts=case.hostnames(case.garbled),
+        details={"topics": {case.name_of(rank): topic for rank, topic in case.garbled.items()}},
+    )
+
+
+def hub_garbled(host: str, why: str) -> Finding:
+    """Word that what node rank 0 says makes no sense."""
+    return Finding(
+        code=_codes.GARBLED,
+        severity="failed",
+        fact=f"What {host} (node rank 0) said cannot be what the doctor says: {why}.",
+        cause="another version of ddpsafe runs there, or another program has taken its place.",
+        fix="Start the same version of ddpsafe on every host; where others can reach the endpoint, "
+        "give all nodes one --secret-file.",
+        hosts=(host,),
+        details={"node_rank": 0},
+    )
+
+
+def no_secret(who: str, *, hosts: tuple[str, ...] = ()) -> Finding:
+    """Word that a node does not have the secret of the others."""
+    return Finding(
+        code=_codes.WITHOUT_SECRET,
+        severity="failed",
+        fact=f"{who} without the secret of the others.",
+        cause="--secret-file or DDPSAFE_DOCTOR_SECRET is missing on one of them, or differs.",
+        fix="Give every node the same file: `ddpsafe doctor --secret-file FILE …`.",
+        hosts=hosts,
+    )

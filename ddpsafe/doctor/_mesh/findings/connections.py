@@ -1,0 +1,469 @@
+"""What is closed between hosts, towards whom, why, and what opens it."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+import statistics
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+from ddpsafe.doctor import _codes
+from ddpsafe.doctor._mesh.findings.fixes import (
+    cloud_lines,
+    describe_gate,
+    find_openings,
+    library_setting,
+)
+from ddpsafe.doctor._mesh.findings.results import as_details, is_closed
+from ddpsafe.doctor._mesh.probe import SMALLEST_MTU_BYTES
+from ddpsafe.doctor._report import Finding, to_copy
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping
+
+    from ddpsafe.doctor._mesh.findings.fixes import Opening
+    from ddpsafe.doctor._mesh.findings.results import Case
+    from ddpsafe.doctor._mesh.messages import Dialled, Route
+
+
+Way = tuple[int, int]
+"""One direction: the node rank that dials, and the one that listens."""
+
+Shape = Literal["everywhere", "split", "around", "to", "from", "pair", "one-way"]
+
+_EVIDENCE: Final = 2
+"""So many directions must agree before a host is blamed and not a pair."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Directions with one explanation.
+
+    Attributes:
+        shape: ``everywhere``: nothing is open; ``split``: two sides that do not reach each other;
+            ``around``: nothing to and from these hosts; ``to``, ``from``: only that; ``pair``:
+            both directions between two; ``one-way``: one of them.
+        nodes: The hosts that explain it; for ``split`` the smaller side; for ``pair`` and
+            ``one-way`` the one that dials, then the one that listens.
+        ways: The directions.
+    """
+
+    shape: Shape
+    nodes: tuple[int, ...]
+    ways: tuple[Way, ...]
+
+
+def group_ways(blocked: Collection[Way], tried: Collection[Way]) -> list[Group]:
+    """Explain blocked directions with as few hosts as possible.
+
+    Args:
+        blocked: The directions that failed, all in a like manner.
+        tried: All directions that were tried, these included.
+    """
+    left = set(blocked)
+    if not left:
+        return []
+    nodes = {node for way in tried for node in way}
+    if left == set(tried):
+        return [Group(shape="everywhere", nodes=tuple(sorted(nodes)), ways=tuple(sorted(left)))]
+    opened = set(tried) - left
+    groups = _find_split(left, opened, nodes)
+    for group in groups:
+        left.difference_update(group.ways)
+    shapes: tuple[Shape, ...] = ("around", "to", "from")
+    for shape in shapes:
+        found = _find_hosts(shape, left, opened)
+        if found is not None:
+            groups.append(found)
+            left.difference_update(found.ways)
+    return [*groups, *_pairs(left)]
+
+
+def _find_split(blocked: set[Way], opened: set[Way], nodes: set[int]) -> list[Group]:
+    """Find two sides, each of several hosts that reach each other, with nothing open between."""
+    sides = sorted(_sides(opened, nodes), key=len)
+    if len(sides) != 2 or len(sides[0]) < _EVIDENCE:  # noqa: PLR2004 - two sides are a split
+        return []
+    smaller = sides[0]
+    across = [way for way in blocked if (way[0] in smaller) is not (way[1] in smaller)]
+    return [Group(shape="split", nodes=tuple(sorted(smaller)), ways=tuple(sorted(across)))]
+
+
+def _sides(opened: Iterable[Way], nodes: set[int]) -> list[set[int]]:
+    neighbours: dict[int, set[int]] = defaultdict(set)
+    for source, target in opened:
+        neighbours[source].add(target)
+        neighbours[target].add(source)
+    sides, unseen = [], set(nodes)
+    while unseen:
+        side, front = set(), [unseen.pop()]
+        while front:
+            node = front.pop()
+            side.add(node)
+            front += neighbours[node] - side
+        unseen -= side
+        sides.append(side)
+    return sides
+
+
+def _find_hosts(shape: Shape, blocked: set[Way], opened: set[Way]) -> Group | None:
+    """Find hosts of which every direction of a kind is blocked."""
+    ends = {"around": (0, 1), "to": (1,)}.get(shape, (0,))
+    open_at = {way[end] for way in opened for end in ends}
+    counts: dict[int, int] = defaultdict(int)
+    for way in blocked:
+        for end in ends:
+            counts[way[end]] += 1
+    needed = _EVIDENCE * len(ends)
+    found = {node for node, count in counts.items() if count >= needed and node not in open_at}
+    if not found:
+        return None
+    ways = tuple(sorted(way for way in blocked if any(way[end] in found for end in ends)))
+    return Group(shape=shape, nodes=tuple(sorted(found)), ways=ways)
+
+
+def _pairs(blocked: set[Way]) -> list[Group]:
+    groups = []
+    for source, target in sorted(blocked):
+        both = (target, source) in blocked
+        if both and source > target:
+            continue
+        ways: tuple[Way, ...] = (
+            ((source, target), (target, source)) if both else ((source, target),)
+        )
+        shape: Shape = "pair" if both else "one-way"
+        groups.append(Group(shape=shape, nodes=(source, target), ways=ways))
+    return groups
+
+
+_CODES: Final = {
+    "dropped": _codes.DROPPED,
+    "refused": _codes.REFUSED,
+    "no-route": _codes.NO_ROUTE,
+}
+_FAST_S: Final = 1.0
+_MOST_NAMED: Final = 8
+_LOSS: Final = 0.02
+_LEAST_RESENT: Final = 5
+
+
+def judge_mesh(case: Case, excused: Mapping[Way, Dialled]) -> Iterator[Finding]:
+    """Judge what was dialled.
+
+    Args:
+        case: Everything that is known.
+        excused: Directions that another finding explains already.
+    """
+    tried = {way: each for way, each in case.verdicts().items() if way not in excused}
+    if not tried:
+        return
+    closed = {way for way, each in tried.items() if is_closed(each.verdict)}
+    strange = {way for way, each in tried.items() if each.verdict == "wrong-peer"}
+    lossy = {way for way, each in tried.items() if each.verdict == "large-lost"}
+    routed = {way for way in closed if _other_route(case, way) is not None}
+    for group in group_ways(routed, tried):
+        yield _routed(case, group, tried)
+    for group in group_ways(closed - routed, tried):
+        yield _closed(case, group, tried)
+    for group in group_ways(strange, tried):
+        yield _wrong_peer(case, group, tried)
+    for group in group_ways(lossy, tried):
+        yield _large_lost(case, group, tried)
+    yield from _judge_loss(case, tried)
+    if not (closed or strange or lossy or excused):
+        yield _all_open(case, tried)
+
+
+def _closed(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
+    found = {way: tried[way] for way in group.ways}
+    verdicts = sorted({each.verdict for each in found.values()})
+    verb = " or ".join({"no-route": "unreachable"}.get(each, each) for each in verdicts)
+    said = ", ".join(sorted({each.said for each in found.values() if each.said}))
+    if group.shape == "everywhere":
+        said += f"; port {case.port} of the endpoint is open"
+    only_endpoint = group.shape == "everywhere" and not _lacks_a_way(found)
+    code = _codes.ONLY_ENDPOINT if only_endpoint else _CODES[verdicts[0]]
+    fix = _wiring(case, found) if _lacks_a_way(found) else _opening(case, group)
+    return Finding(
+        code=code,
+        severity="failed",
+        fact=f"{_where(case, group, 'open a connection')}: {verb} ({said}).",
+        cause=_closed_cause(case, group, found),
+        fix=fix,
+        hosts=case.hostnames(group.nodes),
+        details={"shape": group.shape, "directions": as_details(found)},
+    )
+
+
+def _lacks_a_way(found: Mapping[Way, Dialled]) -> bool:
+    """Tell whether packets do not even get to where a firewall could answer."""
+    return any(each.reason == "no-arp" or each.error == "ENETUNREACH" for each in found.values())
+
+
+def _where(case: Case, group: Group, doing: str) -> str:
+    """Say, in one sentence, which directions are meant."""
+    names = _several(case, group.nodes)
+    others = _several(case, tuple(sorted(set(itertools.chain(*group.ways)) - set(group.nodes))))
+    first, last = case.label(group.nodes[0]), case.label(group.nodes[-1])
+    sentences: dict[Shape, str] = {
+        "everywhere": f"No host can {doing} to any other: "
+        f"all {len(group.ways)} directions between {names}",
+        "split": f"{names} on one side and {others} on the other cannot {doing} to each other",
+        "around": f"Nobody can {doing} to {names}, and from there to nobody",
+        "to": f"Nobody can {doing} TO {names}",
+        "from": f"{names} cannot {doing} to anybody",
+        "pair": f"{first} and {last} cannot {doing} to each other",
+        "one-way": f"{first} cannot {doing} to {last}; the other direction works",
+    }
+    return sentences[group.shape]
+
+
+def _several(case: Case, nodes: tuple[int, ...]) -> str:
+    labels = [case.label(node) for node in nodes[:_MOST_NAMED]]
+    more = len(nodes) - len(labels)
+    return ", ".join(labels) + (f" and {more} more" if more else "")
+
+
+def _closed_cause(  # noqa: PLR0911 - one answer for each cause
+    case: Case, group: Group, found: Mapping[Way, Dialled]
+) -> str:
+    verdicts = {each.verdict for each in found.values()}
+    if any(each.reason == "no-arp" for each in found.values()):
+        return (
+            "the host does not even answer on its own wire: a cable, a switch port or a VLAN. "
+            "No firewall does that."
+        )
+    if any(each.error == "ENETUNREACH" for each in found.values()):
+        return "the dialling host has no route to that network."
+    if verdicts == {"no-route"} and all(each.took_s < _FAST_S for each in found.values()):
+        return (
+            'a firewall that answers "prohibited" (firewalld does), on the listening host or '
+            "between; the port of the endpoint gets through, so a route exists."
+        )
+    ports = "gloo and NCCL listen on ports that the system chooses"
+    openings = find_openings(case, found)
+    outgoing = [each for each in openings if each.hook == "output"]
+    way = "drops" if verdicts == {"dropped"} else "rejects"
+    if outgoing:
+        named = ", ".join(f"{each.host} ({_gates(each)})" for each in outgoing)
+        return f"the packet filter of {named} {way} what goes out and is not on its list; {ports}."
+    if group.shape == "everywhere":
+        return f"only port {case.port} is open between the hosts; {ports}."
+    if openings and all(each.gates for each in openings):
+        named = ", ".join(f"{each.host} ({_gates(each)})" for each in openings)
+        return f"the packet filter of {named} {way} what is not on its list; {ports}."
+    if not openings:
+        return (
+            f"neither host filters packets itself: a firewall or security group between them {way} "
+            f"what is not on its list; {ports}."
+        )
+    return f"a firewall or security group {way} what is not on its list, at the listening host or between; {ports}."
+
+
+def _gates(opening: Opening) -> str:
+    return ", ".join(describe_gate(gate) for gate in opening.gates) or "not known"
+
+
+def _other_route(case: Case, way: Way) -> tuple[int, Route] | None:
+    """Return the way that packets of a direction, or their answers, take by another interface."""
+    source, target = way
+    for here, there in ((source, target), (target, source)):
+        for route in case.reports[here].routes:
+            if route.target == there:
+                return here, route
+    return None
+
+
+def _routed(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
+    found = {way: tried[way] for way in group.ways}
+    routes = dict.fromkeys(each for way in sorted(found) if (each := _other_route(case, way)))
+    told, lines = [], []
+    for here, route in routes:
+        node, other = case.nodes[here], case.nodes[route.target]
+        address = other.announced.address
+        told.append(
+            f"what {node} sends to {other} ({address}) leaves by {route.interface}, and it announces "
+            f"{node.announced.address} on {node.announced.interface}"
+        )
+        on = f"    # on {node.hostname}"
+        lines.append(f"ip route get {address}{on}")
+        if route.prefix != node.network:  # a route besides that of the interface itself
+            lines.append(f"ip route del {route.prefix} dev {shlex.quote(route.interface)}{on}")
+        else:
+            place = node.announced.place_of_variable()
+            lines.append(place.set_line(*library_setting(case.backend, route.interface)) + on)
+    return Finding(
+        code=_codes.OTHER_ROUTE,
+        severity="failed",
+        fact=f"{_where(case, group, 'open a connection')}: {'; '.join(told)}.",
+        cause="a route was added by hand, or two interfaces are in one network; the other host drops "
+        "packets that come in by an interface it would not answer on (rp_filter), or never gets them.",
+        fix=to_copy("Take the route out, or announce the interface that it leads by:", *lines),
+        hosts=case.hostnames({here for here, _ in routes}),
+        details={
+            "routes": [
+                {
+                    "source": here,
+                    "target": route.target,
+                    "interface": route.interface,
+                    "prefix": route.prefix,
+                }
+                for here, route in routes
+            ],
+            "directions": as_details(found),
+        },
+    )
+
+
+def _judge_loss(case: Case, tried: Mapping[Way, Dialled]) -> Iterator[Finding]:
+    """Find directions in which packets get lost though connections hold."""
+    lossy = {
+        way: each
+        for way, each in tried.items()
+        if each.verdict == "open"
+        and each.resent >= _LEAST_RESENT
+        and each.resent >= _LOSS * (each.packets + each.resent)
+    }
+    for group in group_ways(lossy, tried):
+        found = [lossy[way] for way in group.ways]
+        sent, resent = (sum(each.packets for each in found), sum(each.resent for each in found))
+        share = 100 * resent / (sent + resent)
+        yield Finding(
+            code=_codes.LOSSY,
+            severity="warning",
+            fact=f"{_where(case, group, 'send without loss')}: {resent} of {sent + resent} packets "
+            f"({share:.0f} %) had to be sent again.",
+            cause="a bad cable or port, an overloaded link, or a limit of packets per second; a job "
+            "runs many times slower, and connections break now and then.",
+            fix=to_copy(
+                "Look for errors and drops of the interface, then at the switch:",
+                *(
+                    f"ip -s link show dev {shlex.quote(case.nodes[node].announced.interface)}"
+                    f"    # on {case.name_of(node)}"
+                    for node in sorted({node for way in group.ways for node in way})[:_MOST_NAMED]
+                ),
+            ),
+            hosts=case.hostnames(group.nodes),
+            details={
+                "sent": sent,
+                "resent": resent,
+                "directions": [list(way) for way in group.ways],
+            },
+        )
+
+
+def _wiring(case: Case, found: Mapping[Way, Dialled]) -> str:
+    lines = []
+    for source, target in sorted(found)[:_MOST_NAMED]:
+        address = case.nodes[target].announced.address
+        lines.append(f"ip route get {address}    # on {case.name_of(source)}")
+        lines.append(f"ip neigh show {address}    # on {case.name_of(source)}")
+    what = "Repair the cable, the switch port, the VLAN or the route, or choose another interface:"
+    return to_copy(what, *lines)
+
+
+def _opening(case: Case, group: Group) -> str:
+    openings = find_openings(case, group.ways)
+    if not openings:
+        what = "Allow it in the firewall or security group between the hosts:"
+        return to_copy(what, *cloud_lines(case, group.ways)[: 3 * _MOST_NAMED])
+    lines = [f"{rule}    # on {each.host.hostname}" for each in openings for rule in each.rules()]
+    if any(not each.gates for each in openings):
+        lines += cloud_lines(case, group.ways)
+    what = "Let the packets of the job through, as root, and run the doctor again:"
+    return to_copy(what, *list(dict.fromkeys(lines))[: 3 * _MOST_NAMED])
+
+
+def _wrong_peer(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
+    found = {way: tried[way] for way in group.ways}
+    said = ", ".join(sorted({each.said for each in found.values()}))
+    listeners = {target for _, target in group.ways}
+    addresses = sorted({case.nodes[each].announced.address for each in listeners})
+    return Finding(
+        code=_codes.WRONG_PEER,
+        severity="failed",
+        fact=f"{_where(case, group, 'talk')}: somebody else takes the connection ({said}).",
+        cause="a transparent proxy or a service mesh between the hosts accepts every connection, or "
+        "two hosts have the same address.",
+        fix=to_copy(
+            "Take the job's ports out of the proxy (Istio: the annotations below on every pod), or "
+            "look for a second host with the address:",
+            f'traffic.sidecar.istio.io/excludeInboundPorts: "{_range(case, listeners)}"',
+            f'traffic.sidecar.istio.io/excludeOutboundPorts: "{_range(case, listeners)}"',
+            *(
+                f"arping -D -c 3 {address}    # on another host"
+                for address in addresses[:_MOST_NAMED]
+            ),
+        ),
+        hosts=case.hostnames(group.nodes),
+        details={"shape": group.shape, "directions": as_details(found)},
+    )
+
+
+def _range(case: Case, listeners: set[int]) -> str:
+    first = min(case.nodes[each].port_range[0] for each in listeners)
+    last = max(case.nodes[each].port_range[1] for each in listeners)
+    return f"{first}-{last}"
+
+
+def _large_lost(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
+    found = {way: tried[way] for way in group.ways}
+    involved = sorted({node for way in group.ways for node in way})
+    mtus = {case.nodes[node].mtu_bytes for node in involved}
+    passing = min(each.passing_mtu_bytes for each in found.values())
+    said = max(each.said for each in found.values())
+    lines = [
+        f"ip link set dev {shlex.quote(case.nodes[node].announced.interface)} mtu {passing}"
+        f"    # on {case.name_of(node)}"
+        for node in involved[: 2 * _MOST_NAMED]
+        if case.nodes[node].mtu_bytes > passing
+    ]
+    proof = (
+        f"with packets of {passing} bytes they arrive"
+        if passing
+        else f"nor with packets of {SMALLEST_MTU_BYTES} bytes"
+    )
+    return Finding(
+        code=_codes.LARGE_LOST,
+        severity="failed",
+        fact=f"{_where(case, group, 'send more than a packet')}: connections open and small messages "
+        f"pass, 64 KiB do not ({said}); {proof}.",
+        cause=f"the interfaces send packets of up to {max(mtus)} bytes, something between takes less, "
+        "and the ICMP message that would say so is lost: an MTU hole (jumbo frames, a tunnel, a VPN)."
+        if passing
+        else "a firewall or a proxy ends connections after their first packets; it is not their size.",
+        fix=to_copy(
+            "Make the packets smaller on both ends, as root, or repair the switch or tunnel between:",
+            *lines,
+        )
+        if passing
+        else "Look at what inspects the connections between these hosts, and take the job's ports out.",
+        hosts=case.hostnames(group.nodes),
+        details={"shape": group.shape, "mtu_bytes": passing, "directions": as_details(found)},
+    )
+
+
+def _all_open(case: Case, tried: Mapping[Way, Dialled]) -> Finding:
+    latencies = [each.latency_s for each in tried.values() if each.latency_s is not None]
+    rates = [
+        each.bandwidth_bytes_per_s
+        for each in tried.values()
+        if each.bandwidth_bytes_per_s is not None
+    ]
+    details: dict[str, object] = {"directions": len(tried)}
+    numbers = ""
+    if latencies and rates:
+        usual_rate = statistics.median(rates)
+        details |= {"slowest_round_trip_s": max(latencies), "usual_bytes_per_s": usual_rate}
+        numbers = (
+            f"; round trips take {min(latencies) * 1e3:.2f} to {max(latencies) * 1e3:.2f} ms, "
+            f"short bursts go at about {usual_rate / 1e6:.0f} MB/s"
+        )
+    return Finding(
+        code=_codes.ALL_OPEN,
+        severity="ok",
+        fact=f"All {len(tried)} directions between {len(case.reports)} hosts are open{numbers}.",
+        details=details,
+    )

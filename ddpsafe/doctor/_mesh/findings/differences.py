@@ -1,0 +1,266 @@
+"""What should be the same on every host, compared; the odd one out is named."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from ddpsafe.doctor import _codes
+from ddpsafe.doctor._report import Finding, to_copy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from ddpsafe.doctor._mesh.findings.results import Case
+    from ddpsafe.doctor._mesh.messages import Node
+    from ddpsafe.doctor._mesh.transport import Json
+    from ddpsafe.doctor._report import Severity
+
+_ABSENT: Final = "(none)"
+_LONGEST_SHOWN: Final = 60
+_CLOCK_S: Final = 5.0
+_MANY_ODD: Final = 8
+_NOT_BY_PIP: Final = ("driver", "python", "platform", "nccl")
+_OWN_TO_A_HOST: Final = (
+    "_IFNAME",
+    "CUDA_VISIBLE_DEVICES",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_ERROR_FILE",
+    "_HCA",
+    "TORCH_DISTRIBUTED_ERROR_FILE",
+)
+"""Variables that may well differ: by their ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One fact that is not the same everywhere.
+
+    Attributes:
+        name: The fact.
+        usual: What most hosts have.
+        odd: What the others have, by node rank.
+    """
+
+    name: str
+    usual: str
+    odd: Mapping[int, str]
+
+
+def find_differences(nodes: Mapping[int, Node], section: str) -> list[Difference]:
+    """Compare one section of the hosts' facts, name by name."""
+    tables = {rank: _table(getattr(node.facts, section), section) for rank, node in nodes.items()}
+    names = sorted({name for table in tables.values() for name in table})
+    found = []
+    for name in names:
+        values = {rank: table.get(name, _ABSENT) for rank, table in tables.items()}
+        # Equally many: what the lower ranks have is called usual.
+        usual, _ = Counter(values[rank] for rank in sorted(values)).most_common(1)[0]
+        odd = {rank: value for rank, value in values.items() if value != usual}
+        if odd:
+            found.append(Difference(name=name, usual=usual, odd=odd))
+    return found
+
+
+def _table(value: Json, section: str) -> dict[str, str]:
+    if not isinstance(value, dict):
+        return {section: _as_text(value)} if value is not None else {}
+    return {
+        name: _as_text(each) for name, each in value.items() if not name.endswith(_OWN_TO_A_HOST)
+    }
+
+
+def _as_text(value: Json) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
+def _show(text: str) -> str:
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
+
+
+def judge_facts(case: Case) -> Iterator[Finding]:
+    """Judge the differences between the hosts' fingerprints."""
+    if len(case.nodes) < 2:  # noqa: PLR2004 - one host does not differ
+        return
+    versions = find_differences(case.nodes, "versions") + find_differences(case.nodes, "driver")
+    if versions:
+        yield _different(
+            case,
+            versions,
+            code=_codes.VERSIONS_DIFFER,
+            severity="failed" if _breaks(versions) else "warning",
+            cause="the hosts have different environments: another virtual environment, image or driver.",
+            fix="Install the same on every host, e.g. from one lock file; on the odd host:",
+            line=_install_line,
+        )
+    variables = find_differences(case.nodes, "env")
+    if variables:
+        yield _different(
+            case,
+            variables,
+            code=_codes.ENVIRONMENT_DIFFERS,
+            severity="warning",
+            cause="a variable was set in one shell, or in a start-up file of one host.",
+            fix="Set it the same on every host; on the odd host:",
+            line=_shell_line,
+        )
+    yield from _judge_data(case)
+    yield from _judge_config(case)
+    if all(each.verdict != "large-lost" for each in case.verdicts().values()):
+        yield from _judge_mtus(case)  # beside a hole, its size is the one to take
+    yield from _judge_clocks(case)
+    yield from _judge_resolvers(case)
+
+
+def _breaks(versions: list[Difference]) -> bool:
+    """Tell whether ranks of these versions will not understand each other."""
+    return any(each.name in ("torch", "nccl", "ddpsafe") for each in versions)
+
+
+def _install_line(each: Difference) -> str:
+    if each.name in _NOT_BY_PIP or each.usual == _ABSENT:
+        return f"# {each.name}: {_show(each.usual)}"
+    # A local version, as in 2.13.0+cpu, stands on an index of its own.
+    version, _, local = each.usual.partition("+")
+    index = ["--index-url", f"https://download.pytorch.org/whl/{local}"] if local else []
+    return shlex.join(["pip", "install", f"{each.name}=={version}", *index])
+
+
+def _shell_line(each: Difference) -> str:
+    if each.usual == _ABSENT:
+        return f"unset {each.name}"
+    return f"export {each.name}={shlex.quote(each.usual)}"
+
+
+def _different(
+    case: Case,
+    differences: list[Difference],
+    *,
+    code: str,
+    severity: Severity,
+    cause: str,
+    fix: str,
+    line: Callable[[Difference], str] | None = None,
+) -> Finding:
+    told = []
+    for each in differences[:_MANY_ODD]:
+        odd = ", ".join(
+            f"{case.name_of(rank)} has {_show(value)}" for rank, value in each.odd.items()
+        )
+        told.append(f"{each.name} is {_show(each.usual)}, {odd}")
+    lines = [line(each) for each in differences[:_MANY_ODD]] if line else []
+    ranks = {rank for each in differences for rank in each.odd}
+    return Finding(
+        code=code,
+        severity=severity,
+        fact=f"{_codes.MESH[code]}: {'; '.join(told)}.",
+        cause=cause,
+        fix=to_copy(fix, *lines) if lines else fix,
+        hosts=case.hostnames(ranks),
+        details={
+            "table": {
+                each.name: {
+                    "usual": each.usual,
+                    "odd": {case.name_of(rank): value for rank, value in each.odd.items()},
+                }
+                for each in differences
+            }
+        },
+    )
+
+
+def _judge_data(case: Case) -> Iterator[Finding]:
+    differences = find_differences(case.nodes, "data_paths")
+    if differences:
+        yield _different(
+            case,
+            differences,
+            code=_codes.DATA_DIFFER,
+            severity="failed",
+            cause="a copy is incomplete or old, or a mount is missing and shows the empty folder below.",
+            fix="Compare the folder with a host that has it right; on the odd host:",
+            line=lambda each: f"# {each.name}: findmnt -T its path",
+        )
+
+
+def _judge_config(case: Case) -> Iterator[Finding]:
+    differences = find_differences(case.nodes, "config")
+    if differences:
+        yield _different(
+            case,
+            differences,
+            code=_codes.FACTS_DIFFER,
+            severity="failed",
+            cause="the job was started with other arguments on one host.",
+            fix="Start it with the same arguments on every host.",
+        )
+
+
+def _judge_mtus(case: Case) -> Iterator[Finding]:
+    mtus = {rank: node.mtu_bytes for rank, node in case.nodes.items() if node.mtu_bytes}
+    if len(set(mtus.values())) < 2:  # noqa: PLR2004 - one value is no difference
+        return
+    usual, _ = Counter(mtus.values()).most_common(1)[0]
+    odd = {rank: mtu for rank, mtu in mtus.items() if mtu != usual}
+    named = ", ".join(f"{case.label(rank)} sends up to {mtu}" for rank, mtu in odd.items())
+    yield Finding(
+        code=_codes.MTU_DIFFERS,
+        severity="warning",
+        fact=f"The interfaces of most hosts send packets of up to {usual} bytes, but {named}.",
+        cause="jumbo frames are configured on some hosts only; TCP copes, other protocols may not.",
+        fix=to_copy(
+            "Make them equal:",
+            *(
+                f"ip link set dev {shlex.quote(case.nodes[rank].announced.interface)} mtu {usual}"
+                f"    # on {case.name_of(rank)}"
+                for rank in odd
+            ),
+        ),
+        hosts=case.hostnames(odd),
+        details={"mtu_bytes": {case.name_of(rank): mtu for rank, mtu in mtus.items()}},
+    )
+
+
+def _judge_clocks(case: Case) -> Iterator[Finding]:
+    ahead = {rank: each.clock_ahead_s for rank, each in case.reports.items()}
+    middle = sorted(ahead.values())[len(ahead) // 2] if ahead else 0.0
+    odd = {rank: by - middle for rank, by in ahead.items() if abs(by - middle) > _CLOCK_S}
+    if odd:
+        named = ", ".join(f"{case.label(rank)} by {by:+.0f} s" for rank, by in odd.items())
+        yield Finding(
+            code=_codes.CLOCKS_DIFFER,
+            severity="warning",
+            fact=f"Clocks are off: {named}.",
+            cause="no time service runs there; logs and file times of the hosts will not compare.",
+            fix=to_copy("Start it:", "timedatectl set-ntp true"),
+            hosts=case.hostnames(odd),
+            details={"ahead_s": {case.name_of(rank): round(by, 1) for rank, by in odd.items()}},
+        )
+
+
+def _judge_resolvers(case: Case) -> Iterator[Finding]:
+    silent = {
+        rank: each.resolver_silent_s
+        for rank, each in case.reports.items()
+        if each.resolver_silent_s
+    }
+    if silent:
+        named = ", ".join(map(case.label, silent))
+        longest = max(silent.values())
+        yield Finding(
+            code=_codes.SILENT_RESOLVER,
+            severity="warning",
+            fact=f"No name server answers on {named}: looking up the name of an address of this job "
+            f"took more than {longest:.1f} s.",
+            cause="/etc/resolv.conf names a server that is down or firewalled; torch looks up every "
+            "host that connects to its store, which adds 10 to 20 s to each start.",
+            fix=to_copy(
+                "Correct the server, or make the wait short, on these hosts:",
+                "echo 'options timeout:1 attempts:1' >> /etc/resolv.conf",
+            ),
+            hosts=case.hostnames(silent),
+            details={"waited_s": round(longest, 1)},
+        )

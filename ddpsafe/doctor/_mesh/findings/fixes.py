@@ -1,0 +1,308 @@
+"""Lines to copy: rules that open a firewall, variables that choose an interface, an MTU."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import shutil
+import subprocess
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from ddpsafe._host import LIBRARY_VARIABLES, as_setting, interface_variables, leads_to_containers
+from ddpsafe.doctor._mesh.messages import Gate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from ddpsafe.doctor._context import Place
+    from ddpsafe.doctor._mesh.findings.connections import Way
+    from ddpsafe.doctor._mesh.findings.results import Case
+    from ddpsafe.doctor._mesh.messages import Node
+
+Hook = Literal["input", "output"]
+
+_NFT_S: Final = 2.0
+_FAMILIES: Final = ("inet", "ip", "ip6")
+_OLD_TABLES: Final = Path("/proc/net/ip_tables_names")
+
+
+def find_gates() -> list[Gate] | None:
+    """Return where this host filters what comes in or goes out; None where that cannot be read."""
+    nft = shutil.which("nft") or shutil.which("nft", path="/usr/sbin:/sbin")
+    if nft is None:
+        return None if _has_old_tables() is not False else []
+    try:
+        asked = subprocess.run(  # noqa: S603 - a fixed command, found on the system's path
+            [nft, "-j", "list", "ruleset"], capture_output=True, timeout=_NFT_S, check=True
+        )
+        listed = json.loads(asked.stdout).get("nftables", [])
+        gates = [*_filtering(listed)]
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
+        return None
+    return gates if gates or _has_old_tables() is False else None
+
+
+def _has_old_tables() -> bool | None:
+    """Tell whether iptables filters without nft's knowledge; None where nobody says."""
+    try:
+        return bool(_OLD_TABLES.read_text().strip())
+    except FileNotFoundError:  # the module is not loaded
+        return False
+    except OSError:
+        return None
+
+
+def _filtering(listed: list[dict[str, Any]]) -> Iterator[Gate]:
+    """Yield the base chains in which a packet may end, by their policy or by a rule."""
+    dropping: set[tuple[str, str, str]] = set()
+    jumps: dict[tuple[str, str, str], set[tuple[str, str, str]]] = defaultdict(set)
+    for rule in (each["rule"] for each in listed if "rule" in each):
+        key = (rule["family"], rule["table"], rule["chain"])
+        for part in rule["expr"]:
+            if {"drop", "reject"} & part.keys():
+                dropping.add(key)
+            if part.get("xt", {}).get("name") in ("DROP", "REJECT"):
+                dropping.add(key)
+            for verb in ("jump", "goto"):
+                if verb in part:
+                    jumps[key].add((*key[:2], part[verb]["target"]))
+    while more := {key for key, targets in jumps.items() if targets & dropping} - dropping:
+        dropping |= more
+    for chain in (each["chain"] for each in listed if "chain" in each):
+        key = (chain["family"], chain["table"], chain["name"])
+        filters = chain.get("hook") in ("input", "output") and chain.get("type") == "filter"
+        if filters and key[0] in _FAMILIES and (chain.get("policy") == "drop" or key in dropping):
+            yield Gate(*key, chain["hook"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """What is to be let through a host's packet filter.
+
+    Attributes:
+        host: Whose filter.
+        hook: In, or out.
+        replies: Whether it is the answers of the connections that do not get through.
+        peers: Whom they are with.
+        gates: Its chains; empty where they are not known.
+    """
+
+    host: Node
+    hook: Literal["input", "output"]
+    replies: bool
+    peers: tuple[Node, ...]
+    gates: tuple[Gate, ...]
+
+    def rules(self) -> list[str]:
+        """Return the commands, one for each chain."""
+        # Answers leave from the ports that listen, and come in at those that have dialled.
+        listener = self.peers[0] if self.hook == "output" and not self.replies else self.host
+        first, last = listener.port_range
+        origin = _origin(self.peers, self.host)
+        side = "sport" if self.hook == "output" and self.replies else "dport"
+        if not self.gates:
+            unknown = [_iptables(origin, first, last, self.hook, side)]
+            return [*unknown, f"{_firewalld(origin, first, last)}    # with firewalld"]
+        return [_rule(gate, origin, first, last, side) for gate in self.gates]
+
+
+def find_openings(case: Case, ways: Iterable[Way]) -> list[Opening]:
+    """Find the packet filters that closed directions may have ended in.
+
+    Args:
+        case: Everything that is known.
+        ways: The directions.
+
+    Returns:
+        What to open; nothing where both hosts of every direction certainly filter nothing.
+    """
+    found: dict[tuple[int, Hook, bool], list[int]] = {}
+    for source, target in ways:
+        places: list[tuple[int, Hook, bool, int]] = [
+            (target, "input", False, source),
+            (source, "output", False, target),
+        ]
+        replies: list[tuple[int, Hook, bool, int]] = [
+            (source, "input", True, target),
+            (target, "output", True, source),
+        ]
+        chosen = [each for each in places if _gates_of(case, each[0], each[1])]
+        chosen = chosen or [each for each in replies if _gates_of(case, each[0], each[1])]
+        if not chosen and not case.reports[target].gates_known:
+            chosen = [places[0]]
+        for host, hook, is_reply, peer in chosen:
+            peers = found.setdefault((host, hook, is_reply), [])
+            if peer not in peers:
+                peers.append(peer)
+    return [
+        Opening(
+            host=case.nodes[host],
+            hook=hook,
+            replies=is_reply,
+            peers=tuple(case.nodes[peer] for peer in sorted(peers)),
+            gates=_gates_of(case, host, hook),
+        )
+        for (host, hook, is_reply), peers in sorted(found.items())
+    ]
+
+
+def _gates_of(case: Case, node_rank: int, hook: Hook) -> tuple[Gate, ...]:
+    return tuple(gate for gate in case.reports[node_rank].gates if gate.hook == hook)
+
+
+def describe_gate(gate: Gate) -> str:
+    """Name a chain."""
+    return f"{gate.family} {gate.table} {gate.chain}"
+
+
+def _rule(gate: Gate, origin: str, first: int, last: int, side: str = "dport") -> str:
+    if gate.table == "firewalld" and gate.hook == "input":
+        return _firewalld(origin, first, last)
+    if gate.chain in ("INPUT", "OUTPUT") and gate.family != "inet":
+        return _iptables(origin, first, last, gate.hook, side)
+    family = "ip6" if ":" in origin else "ip"
+    peer = "saddr" if gate.hook == "input" else "daddr"
+    return f"nft insert rule {describe_gate(gate)} {family} {peer} {origin} tcp {side} {first}-{last} accept"
+
+
+def _iptables(origin: str, first: int, last: int, hook: Hook = "input", side: str = "dport") -> str:
+    command = "ip6tables" if ":" in origin else "iptables"
+    origin = origin.strip("{ }").replace(", ", ",")
+    chain, flag = ("INPUT", "-s") if hook == "input" else ("OUTPUT", "-d")
+    return f"{command} -I {chain} -p tcp {flag} {origin} --{side} {first}:{last} -j ACCEPT"
+
+
+def _firewalld(origin: str, first: int, last: int) -> str:
+    family = "ipv6" if ":" in origin else "ipv4"
+    rules = " ".join(
+        f'--add-rich-rule=\'rule family="{family}" source address="{each}" '
+        f'port port="{first}-{last}" protocol="tcp" accept\''
+        for each in origin.strip("{ }").split(", ")
+    )
+    return f"firewall-cmd --permanent {rules} && firewall-cmd --reload"
+
+
+def cloud_lines(case: Case, ways: Iterable[Way]) -> list[str]:
+    """Return what to allow between hosts where neither of them filters."""
+    by_target: dict[int, list[Node]] = defaultdict(list)
+    for source, target in sorted(ways):
+        by_target[target].append(case.nodes[source])
+    return [
+        f"# a rule for what comes in to {case.name_of(target)}: TCP "
+        f"{case.nodes[target].port_range[0]}-{case.nodes[target].port_range[1]} "
+        f"from {_origin(sources, case.nodes[target])}"
+        for target, sources in by_target.items()
+    ]
+
+
+def _origin(sources: Sequence[Node], target: Node) -> str:
+    """Return the network that all sources are in, else their addresses."""
+    networks = {node.network for node in sources}
+    if networks == {target.network} and target.network:
+        return target.network
+    addresses = sorted({node.announced.address for node in sources})
+    return addresses[0] if len(addresses) == 1 else f"{{ {', '.join(addresses)} }}"
+
+
+def export_line(backend: str, interface: str) -> str:
+    """Return the line that makes the library behind a backend take an interface."""
+    library, value = library_setting(backend, interface)
+    return f"export {as_setting(library, value)}"
+
+
+def library_setting(backend: str, interface: str) -> tuple[str, str]:
+    """Return the variable of the library behind a backend, and its value for an interface."""
+    library = LIBRARY_VARIABLES[1] if "nccl" in backend else LIBRARY_VARIABLES[0]
+    return library, interface_variables(interface)[library]
+
+
+def common_networks(nodes: Sequence[Node]) -> list[str]:
+    """Return the networks that join all hosts, the one that leads to the endpoint first.
+
+    Every host has an address of its own in it: a bridge to a host's own containers has the same
+    network, and mostly the same address, on every host, and joins none of them.
+    """
+    tables = [_networks_of(node) for node in nodes]
+    found = set.intersection(*map(set, tables)) if tables else set()
+    joining = []
+    for network in found:
+        owners = {
+            (address, node.machine)
+            for node, table in zip(nodes, tables, strict=True)
+            for address in table[network]
+        }
+        if len({address for address, _ in owners}) == len(owners):
+            joining.append(network)
+    return sorted(joining, key=lambda network: (-_leading_there(nodes, network), network))
+
+
+def _networks_of(node: Node) -> dict[str, list[str]]:
+    """Return the networks that a host could meet others in, with its addresses there."""
+    networks: dict[str, list[str]] = defaultdict(list)
+    for name, table in node.interfaces.items():
+        if not leads_to_containers(name):
+            for address, network in table.items():
+                networks[network].append(address)
+    return networks
+
+
+def _leading_there(nodes: Sequence[Node], network: str) -> int:
+    """Count the hosts that reach the endpoint from an address in a network: there it carries."""
+    return sum(node.source in _networks_of(node)[network] for node in nodes)
+
+
+def interface_in(node: Node, network: str) -> str | None:
+    """Return the interface of a host that leads to a network."""
+    for name, table in node.interfaces.items():
+        if network in table.values() and not leads_to_containers(name):
+            return name
+    return None
+
+
+def meeting_lines(case: Case, odd: Sequence[Node]) -> tuple[str, list[str]] | None:
+    """Return what makes hosts announce addresses of one network: a sentence, and lines for each.
+
+    Args:
+        case: Everything that is known.
+        odd: The hosts that announce something of no use.
+
+    Returns:
+        None where no network joins all hosts.
+    """
+    nodes = [case.nodes[rank] for rank in sorted(case.nodes)]
+    fine = {node.network for node in nodes if node not in odd}
+    if len(fine) == 1 and all(_is_in(node.announced.otherwise, *fine) for node in odd):
+        lines = [
+            f"{_place_of(node).unset_line(node.announced.variable)}    # on {node.hostname}"
+            for node in odd
+        ]
+        return (
+            "Without the variable the library chooses the network of the others; take it out:",
+            lines,
+        )
+    shared = common_networks(nodes)
+    if not shared:
+        return None
+    settings = {
+        node.node_rank: _place_of(node).set_line(
+            *library_setting(case.backend, interface_in(node, shared[0]) or "")
+        )
+        for node in nodes
+    }
+    what = f"Take the network that joins all hosts, {shared[0]}:"
+    if len(set(settings.values())) == 1:
+        return what, [f"{settings[nodes[0].node_rank]}    # on every host"]
+    return what, [f"{settings[node.node_rank]}    # on {node.hostname}" for node in nodes]
+
+
+def _place_of(node: Node) -> Place:
+    return node.announced.place_of_variable()
+
+
+def _is_in(address: str, network: str) -> bool:
+    return bool(address and network) and ipaddress.ip_address(address) in ipaddress.ip_network(
+        network
+    )

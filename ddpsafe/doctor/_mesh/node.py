@@ -1,0 +1,405 @@
+"""One node's part in the mesh: its address, its listener, whom it dials, what became of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import ipaddress
+import logging
+import os
+import socket
+import time
+from dataclasses import fields, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+from ddpsafe._clock import Deadline
+from ddpsafe._host import (
+    Interface,
+    boot_id,
+    expand_nccl,
+    find_address_towards,
+    is_loopback,
+    list_interfaces,
+    source_address,
+)
+from ddpsafe.doctor._context import Place
+from ddpsafe.doctor._mesh.findings.fixes import find_gates
+from ddpsafe.doctor._mesh.findings.results import is_closed, make_plan
+from ddpsafe.doctor._mesh.messages import (
+    Announced,
+    Contact,
+    Dialled,
+    Facts,
+    Flaw,
+    Node,
+    NodeReport,
+    Roster,
+    Route,
+    as_hostname,
+    read,
+    require_unicast,
+)
+from ddpsafe.doctor._mesh.probe import Listener, dial
+from ddpsafe.doctor._mesh.protocol import make_nonce
+from ddpsafe.doctor._mesh.transport import bounded
+from ddpsafe.doctor._system.tcp import find_route
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from ddpsafe.doctor._mesh.job import Job
+    from ddpsafe.doctor._mesh.transport import Json
+
+
+logger = logging.getLogger(__name__)
+
+_PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_USUAL_PORTS: Final = (32768, 60999)
+
+
+def find_port_range() -> tuple[int, int]:
+    """Return the ports that this system hands out to who asks for any."""
+    try:
+        first, last = _PORTS.read_text().split()
+        return int(first), int(last)
+    except (OSError, ValueError):
+        return _USUAL_PORTS
+
+
+def machine_id() -> str:
+    """Return what two nodes share if they are on one host and in one network namespace."""
+    try:
+        network = Path("/proc/self/ns/net").stat().st_ino
+    except OSError:  # two ranks of one launcher, at least, are told to be on one host
+        network = os.getppid()
+    return f"{boot_id()} {network}"
+
+
+_RESOLVE: Final = timedelta(seconds=2)
+_NCCL_ORDER: Final = ("ib", "^docker,lo,virbr", "docker", "lo")
+"""In which order NCCL looks for an interface of its own (findInterfaces in its socket code)."""
+
+
+async def announce(
+    *,
+    backend: str,
+    interface: str | None,
+    env: Mapping[str, str],
+    towards: Sequence[str],
+    places: Mapping[str, Place],
+) -> Announced:
+    """Find the address that the backend would announce on this host.
+
+    Args:
+        backend: For torch; what contains ``nccl`` follows NCCL's rules, all else gloo's.
+        interface: ``Rendezvous.interface``: a name, ``"auto"``, or None to leave it to the library.
+        env: The environment of the ranks; a variable that the user has set wins.
+        towards: Addresses of the endpoint.
+        places: Where variables of the ranks were set.
+    """
+    interfaces = list_interfaces()
+    fallback = find_address_towards(towards) or ""
+    library = "NCCL" if "nccl" in backend else "GLOO"
+    variable: Literal["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"] = (
+        "NCCL_SOCKET_IFNAME" if library == "NCCL" else "GLOO_SOCKET_IFNAME"
+    )
+    if env.get(variable):
+        names = _named(library, env[variable], interfaces)
+        named = _of_interfaces(names, interfaces, f"{variable}={env[variable]}", fallback)
+        others = {name: value for name, value in env.items() if name != variable}
+        otherwise = await announce(
+            backend=backend, interface=interface, env=others, towards=towards, places=places
+        )
+        place = places.get(variable, Place())
+        return replace(
+            named,
+            variable=variable,
+            place=place.kind,
+            place_where=place.where,
+            otherwise="" if otherwise.flaw else otherwise.address,
+        )
+    if interface is not None and (interface != "auto" or not fallback):
+        return _of_interfaces([interface], interfaces, f"interface={interface!r}", fallback)
+    if interface is not None:
+        return _of_address(fallback, interfaces, "the route to the endpoint", fallback)
+    if library == "NCCL":
+        names = _nccl_choice(interfaces)
+        return _of_interfaces(names, interfaces, "NCCL's own choice", fallback)
+    return await _of_hostname(interfaces, fallback)
+
+
+def _named(library: str, value: str, interfaces: Sequence[Interface]) -> list[str]:
+    if library == "GLOO":
+        return value.split(",")
+    return expand_nccl(value, [each.name for each in interfaces]) or [value]
+
+
+def _nccl_choice(interfaces: Sequence[Interface]) -> list[str]:
+    usable = [each.name for each in interfaces if each.addresses and each.is_running]
+    for value in _NCCL_ORDER:
+        names = expand_nccl(value, usable)
+        if names:
+            return names
+    return []
+
+
+def _of_interfaces(
+    names: Sequence[str], interfaces: Sequence[Interface], chosen_by: str, fallback: str
+) -> Announced:
+    by_name = {each.name: each for each in interfaces}
+    name = names[0] if names else ""
+    found = by_name.get(name)
+    if found is None or not found.addresses:
+        flawed = _of_address(fallback, interfaces, chosen_by, fallback)
+        return Announced(
+            address=fallback,
+            interface=flawed.interface,
+            chosen_by=chosen_by,
+            flaw="absent-interface",
+            wanted=name or "any interface",
+        )
+    return _of_address(found.addresses[0], interfaces, chosen_by, fallback)
+
+
+def _of_address(
+    address: str, interfaces: Sequence[Interface], chosen_by: str, fallback: str
+) -> Announced:
+    owner = _owner(interfaces, address)
+    if address and is_loopback(address) and fallback:
+        usable = _owner_name(interfaces, fallback)
+        return Announced(
+            address=fallback, interface=usable, chosen_by=chosen_by, flaw="loopback", wanted=address
+        )
+    stopped = owner is not None and not owner.is_running
+    return Announced(
+        address=address,
+        interface=owner.name if owner else "",
+        chosen_by=chosen_by,
+        flaw="not-running" if stopped else "",
+        wanted=owner.name if owner is not None and stopped else "",
+    )
+
+
+async def _of_hostname(interfaces: Sequence[Interface], fallback: str) -> Announced:
+    """Do as gloo does: the first address of the host's own name that this host can bind."""
+    hostname = socket.gethostname()
+    chosen_by = f"the host's name {hostname}"
+    flaw: Flaw = "unresolved"
+    try:
+        found = await bounded(
+            lambda: socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM),
+            deadline=Deadline.after(_RESOLVE),
+            name="ddpsafe-own-name",
+        )
+    except TimeoutError:
+        found, flaw = [], "silent-resolver"
+    except (OSError, UnicodeError):
+        found = []
+    for family, _, _, _, address in found:
+        if _can_bind(family, str(address[0])):
+            return _of_address(str(address[0]), interfaces, chosen_by, fallback)
+    usable = _owner_name(interfaces, fallback)
+    return Announced(
+        address=fallback, interface=usable, chosen_by=chosen_by, flaw=flaw, wanted="127.0.0.1"
+    )
+
+
+def _owner(interfaces: Sequence[Interface], address: str) -> Interface | None:
+    return next((each for each in interfaces if address in each.addresses), None)
+
+
+def _owner_name(interfaces: Sequence[Interface], address: str) -> str:
+    owner = _owner(interfaces, address)
+    return "" if owner is None else owner.name
+
+
+def _can_bind(family: int, address: str) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as trial:
+            trial.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+_AT_A_TIME: Final = 256
+_RESOLVER: Final = timedelta(seconds=2)
+
+
+class Member:
+    """This node's part.
+
+    Args:
+        job: What is examined.
+        env: The environment that the ranks will have.
+    """
+
+    def __init__(self, job: Job, env: Mapping[str, str]) -> None:
+        """Listen nowhere yet."""
+        self._job, self._env = job, env
+        self._token = make_nonce()
+        self._listener = Listener(token=self._token, secret=job.secret, nnodes=job.nnodes)
+        self._machine = machine_id()
+        self._own: Node | None = None
+
+    async def introduce(self, towards: Sequence[str]) -> Node:
+        """Start to listen where the ranks would; describe this node.
+
+        Args:
+            towards: Addresses of the endpoint.
+        """
+        job = self._job
+        announced = await announce(
+            backend=job.backend,
+            interface=job.interface,
+            env=self._env,
+            towards=towards,
+            places=job.places,
+        )
+        port = 0
+        if announced.address:
+            with contextlib.suppress(OSError):  # the address went in this very moment
+                port = await self._listener.open(announced.address)
+        interfaces = list_interfaces()
+        mtus = [each.mtu_bytes for each in interfaces if each.name == announced.interface]
+        self._own = Node(
+            node_rank=job.node_rank,
+            hostname=as_hostname(socket.gethostname()),
+            machine=self._machine,
+            announced=announced,
+            port=port,
+            token=self._token,
+            mtu_bytes=mtus[0] if mtus else 0,
+            interfaces={
+                each.name: dict(zip(each.addresses, each.prefixes, strict=True))
+                for each in interfaces
+                if each.is_running and each.addresses and not each.is_loopback
+            },
+            port_range=find_port_range(),
+            has_torch=importlib.util.find_spec("torch") is not None,
+            source=_source_towards(towards),
+            endpoint=_plain(towards[0]) if towards else "",
+            facts=_as_facts(job.facts),
+        )
+        return self._own
+
+    async def probe(self, roster: Roster) -> NodeReport:
+        """Dial those whom the plan names; return what became of it."""
+        clock_ahead_s = time.time() - roster.clock_s
+        contacts = {contact.node_rank: contact for contact in roster.contacts}
+        looking_up = asyncio.ensure_future(_wait_for_resolver(contacts[0].address))
+        slots = asyncio.Semaphore(_AT_A_TIME)
+
+        async def dial_one(contact: Contact) -> Dialled:
+            if not self._may_dial(contact):
+                return Dialled(contact.node_rank, "no-route", reason="no-address")
+            async with slots:
+                try:
+                    own = self._own
+                    return await dial(
+                        self._job.node_rank,
+                        contact,
+                        secret=self._job.secret,
+                        mtu_bytes=own.mtu_bytes if own is not None and own.mtu_bytes else 1500,
+                    )
+                except Exception:  # a direction that fails otherwise must not end the others
+                    logger.exception("dialling %s", contact.address)
+                    return Dialled(contact.node_rank, "no-route")
+
+        plan = make_plan(roster.contacts, nnodes=roster.nnodes, seed=roster.seed)
+        targets = [contacts[rank] for rank in plan[self._job.node_rank] if rank in contacts]
+        dialled = tuple(await asyncio.gather(*map(dial_one, targets)))
+        due = {rank for rank, others in plan.items() if self._job.node_rank in others}
+        heard = self._listener.received_bytes
+        came = {rank for rank, count in heard.items() if count}
+        closed = {each.target for each in dialled if is_closed(each.verdict)} | (due - came)
+        # Asked only where somebody failed: it costs a process, and says where to open the firewall.
+        gates = await asyncio.to_thread(find_gates) if closed else None
+        return NodeReport(
+            dialled=dialled,
+            heard=tuple(sorted(heard)),
+            gates=tuple(gates or ()),
+            gates_known=gates is not None,
+            routes=tuple(
+                self._other_routes(contacts[rank] for rank in sorted(closed & {*contacts}))
+            ),
+            clock_ahead_s=clock_ahead_s,
+            resolver_silent_s=await looking_up,
+        )
+
+    def _other_routes(self, contacts: Iterable[Contact]) -> Iterator[Route]:
+        """Yield ways to neighbours that leave by another interface than the announced one.
+
+        Neighbours are in the announced network: beyond it, a router decides.
+        """
+        own = self._own
+        if own is None or not own.network:
+            return
+        network = ipaddress.ip_network(own.network)
+        for contact in contacts:
+            near = contact.address and ipaddress.ip_address(contact.address) in network
+            found = find_route(contact.address) if near else None
+            if found is not None and found[0] not in (own.announced.interface, "lo"):
+                yield Route(contact.node_rank, *found)
+
+    def _may_dial(self, contact: Contact) -> bool:
+        """Tell whether an address is one that a node at another place may have.
+
+        A service that listens on loopback trusts this host, and may not be dialled for others.
+        """
+        if not contact.address or contact.node_rank == self._job.node_rank:
+            return False
+        return not is_loopback(contact.address) or contact.machine == self._machine
+
+    async def close(self) -> None:
+        """Stop listening."""
+        await self._listener.close()
+
+
+def _source_towards(towards: Sequence[str]) -> str:
+    with contextlib.suppress(OSError):
+        return _plain(source_address(towards[0])) if towards else ""
+    return ""
+
+
+def _plain(address: str) -> str:
+    """Return an address as others accept it, empty where they would not."""
+    try:
+        return str(require_unicast(address.removeprefix("::ffff:")))
+    except ValueError:
+        return ""
+
+
+def _as_facts(fingerprint: Mapping[str, Json]) -> Facts:
+    """Return the sections of a fingerprint that nodes compare; what others would refuse is left out."""
+    sections: dict[str, object] = {}
+    for section in fields(Facts):
+        value = fingerprint.get(section.name)
+        if value is not None:
+            try:
+                read(Facts, {section.name: value})
+            except ValueError:
+                logger.warning("The %s of this host are not compared.", section.name)
+            else:
+                sections[section.name] = value
+    return read(Facts, sections)
+
+
+async def _wait_for_resolver(address: str) -> float:
+    """Look an address up as torch's store does for every client; return how long in vain."""
+    mapped = address if ":" in address else f"::ffff:{address}"
+    deadline = Deadline.after(_RESOLVER)
+    try:
+        await bounded(
+            lambda: socket.getnameinfo((mapped, 0, 0, 0), socket.NI_NUMERICSERV),
+            deadline=deadline,
+            name="ddpsafe-reverse",
+        )
+    except TimeoutError:
+        return deadline.waited_s()
+    except OSError:  # no such family, or the server says that there is no name: an answer too
+        return 0.0
+    return 0.0

@@ -1,0 +1,372 @@
+"""One connection between two hosts, both ends: who answers, and whether 64 KiB arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from ddpsafe.doctor._mesh import protocol
+from ddpsafe.doctor._mesh.messages import Contact, Dialled, Hex, Rank, read
+from ddpsafe.doctor._system.tcp import find_tcp_state, is_silent_neighbour
+
+if TYPE_CHECKING:
+    from ddpsafe.doctor._mesh.messages import Reason
+    from ddpsafe.doctor._report import Verdict
+
+
+BULK_BYTES: Final = 64 << 10
+"""What each dialler sends: more than any packet, less than any buffer."""
+
+_LONGEST_LINE_BYTES: Final = 512
+_CONVERSATION_S: Final = 15.0
+_STRANGERS: Final = 256
+"""Also for the connections by which a dialler measures loss and the size of packets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What who dials says first.
+
+    Attributes:
+        source: Its node rank.
+        challenge: What only the node that was dialled can answer.
+    """
+
+    source: Rank
+    challenge: Hex
+
+
+class Listener:
+    """Answers the other nodes on one ephemeral port.
+
+    Args:
+        token: What proves that it is this node.
+        secret: What all nodes know; empty where there is none.
+        nnodes: How many nodes there are.
+    """
+
+    def __init__(self, *, token: str, secret: str, nnodes: int) -> None:
+        """Start with nobody heard."""
+        self.received_bytes: dict[int, int] = {}
+        self._token, self._secret = token, secret
+        self._expected = range(nnodes)
+        self._visitors = protocol.Visitors(
+            most=nnodes * 2 + _STRANGERS, per_address=nnodes * 2 + _STRANGERS
+        )
+        self._conversations: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    async def open(self, address: str) -> int:
+        """Listen on an address, on a port the system chooses; return it.
+
+        Raises:
+            OSError: The address is not this host's.
+        """
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listening = socket.create_server((address, 0), family=family, backlog=1024)
+        self._server = await asyncio.start_server(
+            self._receive, sock=listening, limit=_LONGEST_LINE_BYTES
+        )
+        return int(listening.getsockname()[1])
+
+    async def close(self) -> None:
+        """Stop."""
+        if self._server is not None:
+            self._server.close()
+        for conversation in self._conversations:
+            conversation.cancel()
+
+    async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - asyncio runs every connection as a task
+        self._conversations.add(task)
+        self._visitors.admit(task, str((writer.get_extra_info("peername") or ("",))[0]))
+        try:
+            await asyncio.wait_for(self._converse(reader, writer), _CONVERSATION_S)
+        except (OSError, ValueError, asyncio.TimeoutError, asyncio.IncompleteReadError):
+            pass
+        except asyncio.CancelledError:  # by close() or to make room; Python < 3.12 would report it
+            pass
+        finally:
+            self._conversations.discard(task)
+            self._visitors.forget(task)
+            writer.close()
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # A line without end is a ValueError, what is no call is one too.
+        call = read(Call, json.loads(await reader.readline() or "null"))
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - as above
+        self._visitors.forget(task)
+        if call.source not in self._expected:
+            return
+        self.received_bytes.setdefault(call.source, 0)
+        proof = protocol.prove(call.challenge, self._secret + self._token)
+        writer.write(protocol.encode({"answer": proof}))
+        received = 0
+        while received < BULK_BYTES:
+            chunk = await reader.read(BULK_BYTES)
+            if not chunk:
+                return
+            received += len(chunk)
+            self.received_bytes[call.source] = max(received, self.received_bytes[call.source])
+        writer.write(protocol.encode({"bytes": received}))
+        with contextlib.suppress(OSError):
+            await writer.drain()
+        await reader.read(1)  # the dialler closes first, so that its port does the waiting
+
+
+CONNECT_S: Final = 2.5
+"""Covers three attempts of the kernel: at once, after 1 s and after 2 s (3 s before Linux 6.5)."""
+
+ANSWER_S: Final = 3.0
+"""The kernel on the other side accepts at once; its process may wait for a CPU. Should it come
+later still, it says itself that it was dialled."""
+
+SMALLEST_MTU_BYTES: Final = 576
+"""What every host has to take (RFC 791); less is no network's."""
+
+_BULK_S: Final = 2.5
+_LOOK_S: Final = 0.1
+_LOST_AFTER: Final = 3  # retransmissions in a row without a sign of life: 1.4 s
+_SMALL_WRITES: Final = 12
+_SMALL_BYTES: Final = 64
+_SECOND_CALLS: Final = 2
+_SECOND_AFTER_S: Final = 1.0
+_LOSS_CALLS: Final = 8
+_STEPS: Final = 5
+_SEARCHES: Final = 4
+_HEADERS_BYTES: Final = {4: 40, 6: 60}
+"""IP and TCP. Options of TCP are not added: the kernel takes them out of TCP_MAXSEG itself."""
+
+
+async def dial(
+    source: int, contact: Contact, *, secret: str = "", mtu_bytes: int = 1500
+) -> Dialled:
+    """Open a connection to a node as a rank of this host would, and say what became of it.
+
+    Args:
+        source: Node rank of this host.
+        contact: The other node.
+        secret: What all nodes know; empty where there is none.
+        mtu_bytes: Of the interface that the connection leaves by.
+    """
+    started_s = time.monotonic()
+    if not contact.address or not contact.port:
+        return Dialled(contact.node_rank, "no-route", reason="no-address")
+    call = _Call(source=source, contact=contact, secret=secret)
+    found = await call.make(mss_bytes=0)
+    if found.verdict == "large-lost":
+        found = await _find_passing_mtu(call, found, mtu_bytes)
+    if found.verdict == "open" and found.resent:
+        found = await _measure_loss(call, found)
+    return found._replace(took_s=round(time.monotonic() - started_s, 3))
+
+
+async def _find_passing_mtu(call: _Call, lost: Dialled, mtu_bytes: int) -> Dialled:
+    """Find the largest packets that arrive; or that it was mere loss, and large ones do arrive."""
+    family = 6 if ":" in call.contact.address else 4
+    largest = max(mtu_bytes, lost.segment_bytes + _HEADERS_BYTES[family])
+    passing, failing = 0, largest + 1
+    sizes = {largest, min(largest, 1500), 1400, SMALLEST_MTU_BYTES}
+    for _ in range(_SEARCHES):
+        tries = sorted(size for size in sizes if passing < size < failing)
+        calls = [call.make(mss_bytes=size - _HEADERS_BYTES[family]) for size in tries]
+        for size, again in zip(tries, await asyncio.gather(*calls), strict=True):
+            if again.verdict == "open":
+                passing = max(passing, size)
+                if size == largest:
+                    return again
+            else:
+                failing = min(failing, size)
+        if not passing or failing - passing <= _STEPS:
+            break
+        step = max(1, (failing - passing) // (_STEPS + 1))
+        sizes = {passing + step * number for number in range(1, _STEPS + 1)}
+    return lost._replace(passing_mtu_bytes=passing)
+
+
+async def _measure_loss(call: _Call, found: Dialled) -> Dialled:
+    """Send more where something was lost: one packet may have been bad luck."""
+    more = await asyncio.gather(*(call.make(mss_bytes=0) for _ in range(_LOSS_CALLS)))
+    return found._replace(
+        packets=found.packets + sum(each.packets for each in more),
+        resent=found.resent + sum(each.resent for each in more),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    source: int
+    contact: Contact
+    secret: str
+
+    async def make(self, *, mss_bytes: int) -> Dialled:
+        """Connect and talk; where no answer comes at once, knock again beside it.
+
+        A lost packet is asked for again after 1 s and 3 s only: on a lossy network one connection
+        in twenty would look like one that a firewall drops.
+        """
+        first = asyncio.ensure_future(self._connect(mss_bytes, CONNECT_S))
+        done, _ = await asyncio.wait({first}, timeout=_SECOND_AFTER_S)
+        calls = {first}
+        if not done:
+            left_s = CONNECT_S - _SECOND_AFTER_S
+            again = (self._connect(mss_bytes, left_s) for _ in range(_SECOND_CALLS))
+            calls |= set(map(asyncio.ensure_future, again))
+        connected, failed = await _first_connected(calls)
+        if connected is None:
+            assert failed is not None  # noqa: S101 - one of them has ended
+            return failed
+        try:
+            found = await self._talk(connected, lost_after=_LOST_AFTER if not mss_bytes else 2)
+        except OSError as exc:
+            return self._failed(exc)
+        else:
+            state = find_tcp_state(connected)
+            if state is None:
+                return found
+            return found._replace(packets=state.packets, resent=state.resent)
+        finally:
+            connected.close()
+
+    async def _connect(self, mss_bytes: int, limit_s: float) -> socket.socket | Dialled:
+        family = socket.AF_INET6 if ":" in self.contact.address else socket.AF_INET
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        connection.settimeout(0)
+        loop = asyncio.get_running_loop()
+        try:
+            if mss_bytes:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, mss_bytes)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await asyncio.wait_for(loop.sock_connect(connection, self.contact[1:3]), limit_s)
+        except (asyncio.TimeoutError, TimeoutError):
+            connection.close()
+            return self._unanswered()
+        except OSError as exc:
+            connection.close()
+            return self._failed(exc)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _unanswered(self) -> Dialled:
+        if is_silent_neighbour(self.contact.address):
+            return self._verdict("no-route", reason="no-arp")
+        return self._verdict("dropped")
+
+    def _failed(self, exc: OSError) -> Dialled:
+        refused = exc.errno in (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)
+        found = self._verdict("refused" if refused else "no-route")
+        return found._replace(error=errno.errorcode.get(exc.errno or 0, ""))
+
+    async def _talk(self, connection: socket.socket, *, lost_after: int) -> Dialled:
+        loop = asyncio.get_running_loop()
+        challenge = secrets.token_hex(8)
+        greeting = protocol.encode({"source": self.source, "challenge": challenge})
+        await loop.sock_sendall(connection, greeting)
+        answer = await _read_line(connection, ANSWER_S)
+        if answer is None:
+            return self._verdict("wrong-peer", reason="silent")
+        proof = protocol.prove(challenge, self.secret + self.contact.token)
+        if answer != protocol.encode({"answer": proof}):
+            # What it is stays unsaid: a node must not read to others what a port of a third says.
+            return self._verdict("wrong-peer", reason="other-answer" if answer else "hung-up")
+        state = find_tcp_state(connection)
+        latency_s = state.round_trip_s if state is not None else None
+        started_s = time.monotonic()
+        if await _send_bulk(connection, lost_after):
+            took_s = max(1e-6, time.monotonic() - started_s - (latency_s or 0.0))
+            return self._verdict("open")._replace(
+                latency_s=latency_s, bandwidth_bytes_per_s=round(BULK_BYTES / took_s)
+            )
+        return self._large_lost(connection)._replace(latency_s=latency_s)
+
+    def _large_lost(self, connection: socket.socket) -> Dialled:
+        state = find_tcp_state(connection)
+        if state is None:
+            return self._verdict("large-lost")
+        return self._verdict("large-lost")._replace(
+            retransmits=state.retransmits,
+            segment_bytes=state.segment_bytes,
+            path_mtu_bytes=state.path_mtu_bytes,
+        )
+
+    def _verdict(self, verdict: Verdict, *, reason: Reason = "") -> Dialled:
+        return Dialled(self.contact.node_rank, verdict, reason=reason)
+
+
+async def _first_connected(
+    calls: set[asyncio.Task[socket.socket | Dialled]],
+) -> tuple[socket.socket | None, Dialled | None]:
+    """Wait for the first connection that opens, else for what became of the others."""
+    connected: socket.socket | None = None
+    failed: Dialled | None = None
+    pending = calls
+    while pending and connected is None:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        for each in done:
+            result = each.result()
+            if isinstance(result, Dialled):
+                # What says more than silence counts.
+                failed = result if failed is None or failed.verdict == "dropped" else failed
+            elif connected is None:
+                connected = result
+            else:
+                result.close()
+    for each in pending:
+        each.cancel()
+    return connected, failed
+
+
+async def _read_line(connection: socket.socket, limit_s: float) -> bytes | None:
+    """Read up to the end of a line or of the connection; None if neither comes."""
+    loop = asyncio.get_running_loop()
+    line = b""
+    with contextlib.suppress(ConnectionResetError):
+        while not line.endswith(b"\n"):
+            try:
+                chunk = await asyncio.wait_for(loop.sock_recv(connection, 512), limit_s)
+            except (asyncio.TimeoutError, TimeoutError):
+                return None
+            line += chunk
+            if not chunk or len(line) > 512:  # noqa: PLR2004 - as much as was asked for
+                break
+    return line
+
+
+async def _send_bulk(connection: socket.socket, lost_after: int) -> bool:
+    """Send more than a packet holds; tell whether the other side got all of it."""
+    loop = asyncio.get_running_loop()
+    acknowledged = asyncio.ensure_future(_exchange_bulk(loop, connection))
+    ends_s = time.monotonic() + _BULK_S
+    while time.monotonic() < ends_s:
+        done, _ = await asyncio.wait({acknowledged}, timeout=_LOOK_S)
+        if done:
+            return acknowledged.result()
+        state = find_tcp_state(connection)
+        if state is not None and state.retransmits >= lost_after:
+            break
+    acknowledged.cancel()
+    with contextlib.suppress(asyncio.CancelledError, OSError):
+        await acknowledged
+    # The other kernel has it all: only the process there has not had its turn yet.
+    state = find_tcp_state(connection)
+    return state is not None and not state.retransmits and not state.unacknowledged
+
+
+async def _exchange_bulk(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> bool:
+    # Small writes are packets of their own, so that loss shows; of the rest the kernel makes a few
+    # large ones.
+    for _ in range(_SMALL_WRITES):
+        await loop.sock_sendall(connection, bytes(_SMALL_BYTES))
+    await loop.sock_sendall(connection, bytes(BULK_BYTES - _SMALL_WRITES * _SMALL_BYTES))
+    return await _read_line(connection, _BULK_S) == protocol.encode({"bytes": BULK_BYTES})

@@ -1,0 +1,256 @@
+"""The way to node rank 0: dialled until somebody who knows the language answers, or explained."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+from pydantic import Field
+
+from ddpsafe._clock import Deadline
+from ddpsafe._host import is_loopback
+from ddpsafe.doctor._mesh import protocol
+from ddpsafe.doctor._mesh.messages import Answer, Rate, Text
+from ddpsafe.doctor._mesh.server import Guest
+from ddpsafe.doctor._mesh.transport import bounded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ddpsafe.doctor._mesh.messages import Greeting
+
+Trouble = Literal[
+    "dropped",
+    "refused",
+    "no-route",
+    "unresolved",
+    "silent-resolver",
+    "loopback",
+    "stranger",
+    "other-job",
+    "doubled",
+    "late",
+    "secret",
+]
+
+_CONNECT_S: Final = 2.5
+_RESOLVE_S: Final = 2.5
+_ANSWER_S: Final = 3.0
+# A step that is cut shorter than this says nothing about the network, only about the deadline.
+_SHORTEST_S: Final = 1.0
+_LONGEST_PAUSE_S: Final = 1.0
+# On a host whose file says 127.0.1.1 nobody will ever listen; two nodes on one host need a moment.
+_LOOPBACK_PATIENCE: Final = timedelta(seconds=2)
+_FINAL: Final = ("other-job", "doubled", "late", "secret")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Obstacle:
+    """Why node rank 0 was not reached.
+
+    Attributes:
+        trouble: Which kind.
+        said: What the system or the other side said.
+        addresses: What the endpoint's name leads to here.
+        waited_s: How long it was tried.
+        holder: The host that has this node's place, or whose job answers.
+    """
+
+    trouble: Trouble
+    said: Text
+    addresses: Annotated[tuple[Text, ...], Field(max_length=64)] = ()
+    waited_s: Rate = 0.0
+    holder: Text = ""
+
+
+class _Unreached(Exception):  # noqa: N818 - caught where it is thrown from; no error of the product
+    def __init__(self, trouble: Trouble, said: str, holder: str = "") -> None:
+        super().__init__(trouble)
+        self.trouble: Trouble = trouble
+        self.said, self.holder = said, holder
+
+
+async def reach_hub(
+    host: str,
+    port: int,
+    greeting: Greeting,
+    *,
+    secret: str = "",
+    deadline: Deadline,
+    on_trouble: Callable[[Obstacle], None],
+) -> Guest | Obstacle:
+    """Introduce this node to node rank 0, which may come later than this node.
+
+    Args:
+        host: Of the endpoint.
+        port: Of the endpoint.
+        greeting: How to introduce it.
+        secret: What all nodes know; empty where there is none.
+        deadline: When to give up.
+        on_trouble: Told what is in the way so far.
+
+    Returns:
+        The board, or what was in the way at the end.
+    """
+    pause_s = 0.05
+    patience = Deadline.after(_LOOPBACK_PATIENCE)
+    while True:
+        addresses: tuple[str, ...] = ()
+        try:
+            addresses = await resolve(host, port, deadline=deadline)
+            link, answer = await greet(addresses, port, greeting, secret=secret, deadline=deadline)
+            if answer.refusal:
+                link.close()
+                raise _refusal(answer)
+            return Guest(link, hub_hostname=answer.hostname)
+        except _Unreached as exc:
+            trouble = exc.trouble
+            leads_here = bool(addresses) and all(map(is_loopback, addresses))
+            if leads_here and trouble == "refused":
+                trouble = "loopback"
+            found = Obstacle(
+                trouble=trouble,
+                said=exc.said,
+                addresses=addresses,
+                waited_s=deadline.waited_s(),
+                holder=exc.holder,
+            )
+        is_hopeless = found.trouble in _FINAL or (
+            found.trouble == "loopback" and patience.expired()
+        )
+        if is_hopeless or deadline.expired():
+            return found
+        on_trouble(found)
+        await asyncio.sleep(min(pause_s, deadline.remaining_s()))
+        pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
+
+
+def _limit_s(usual_s: float, deadline: Deadline) -> float:
+    return max(_SHORTEST_S, min(usual_s, deadline.remaining_s()))
+
+
+async def resolve(host: str, port: int, *, deadline: Deadline) -> tuple[str, ...]:
+    """Return the addresses of the endpoint's host; a resolver without a server may hang.
+
+    Raises:
+        _Unreached: It has none, or nobody says.
+    """
+    try:
+        found = await bounded(
+            lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM),
+            deadline=Deadline.after(timedelta(seconds=_limit_s(_RESOLVE_S, deadline))),
+            name="ddpsafe-resolve",
+        )
+    except TimeoutError as exc:
+        raise _Unreached("silent-resolver", str(exc)) from exc
+    except (OSError, UnicodeError) as exc:
+        raise _Unreached("unresolved", getattr(exc, "strerror", None) or str(exc)) from exc
+    return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+async def greet(
+    addresses: tuple[str, ...],
+    port: int,
+    greeting: Greeting,
+    *,
+    secret: str,
+    deadline: Deadline,
+) -> tuple[protocol.Link, Answer]:
+    """Introduce this node at the first address that lets it in.
+
+    Raises:
+        _Unreached: None does, or who answers is no doctor.
+    """
+    link = protocol.Link(*await _connect_to_one(addresses, port, deadline), secret)
+    try:
+        return link, await _introduce(link, greeting, deadline)
+    except BaseException:
+        link.close()
+        raise
+
+
+async def _connect_to_one(
+    addresses: tuple[str, ...], port: int, deadline: Deadline
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    last = _Unreached("unresolved", "the name has no address")
+    for address in addresses:
+        try:
+            return await _connect(address, port, deadline)
+        except _Unreached as exc:  # noqa: PERF203 - a handful of addresses
+            last = exc
+    raise last
+
+
+async def _connect(
+    address: str, port: int, deadline: Deadline
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    limit_s = _limit_s(_CONNECT_S, deadline)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    connection.settimeout(0)
+    protocol.keep_packets_small(connection)
+    protocol.notice_loss(connection)
+    loop = asyncio.get_running_loop()
+    try:
+        await asyncio.wait_for(loop.sock_connect(connection, (address, port)), limit_s)
+        return await asyncio.open_connection(sock=connection)
+    except (asyncio.TimeoutError, TimeoutError) as exc:
+        connection.close()
+        raise _Unreached("dropped", f"no answer within {limit_s:.1f} s") from exc
+    except OSError as exc:
+        connection.close()
+        refused = exc.errno in (errno.ECONNREFUSED, errno.ECONNRESET)
+        said = errno.errorcode.get(exc.errno or 0, str(exc))
+        raise _Unreached("refused" if refused else "no-route", said) from exc
+
+
+async def _introduce(link: protocol.Link, greeting: Greeting, deadline: Deadline) -> Answer:
+    limit_s = _limit_s(_ANSWER_S, deadline)
+    try:
+        link.send_greeting(greeting)
+        receiving = link.receive_greeting(Answer, context=greeting.challenge)
+        answer = await asyncio.wait_for(receiving, limit_s)
+    except (asyncio.TimeoutError, TimeoutError) as exc:
+        raise _Unreached("stranger", f"it said nothing for {limit_s:.1f} s") from exc
+    except protocol.ForgedError as exc:
+        raise _Unreached("secret", str(exc)) from exc
+    except (OSError, protocol.StrangerError) as exc:
+        raise _Unreached("stranger", str(exc)) from exc
+    link.begin_session(greeting.challenge + answer.session, is_node=True)
+    return answer
+
+
+def _refusal(answer: Answer) -> _Unreached:
+    if answer.refusal == "doubled":
+        holder = f"{answer.holder} (pid {answer.holder_pid})"
+        return _Unreached("doubled", answer.refusal, holder=holder)
+    if answer.refusal == "late":
+        return _Unreached("late", answer.refusal, holder=answer.hostname)
+    said = f"nnodes={answer.nnodes}, job {answer.job or 'without a name'}"
+    return _Unreached("other-job", said, holder=answer.hostname)
+
+
+async def find_hub_answer(
+    host: str, port: int, greeting: Greeting, *, secret: str, deadline: Deadline
+) -> Answer | Obstacle:
+    """Look, as node rank 0, who answers at the endpoint."""
+    addresses: tuple[str, ...] = ()
+    try:
+        addresses = await resolve(host, port, deadline=deadline)
+        link, answer = await greet(addresses, port, greeting, secret=secret, deadline=deadline)
+    except _Unreached as exc:
+        return Obstacle(trouble=exc.trouble, said=exc.said, addresses=addresses, holder=exc.holder)
+    link.close()
+    return answer
+
+
+async def find_addresses(host: str, port: int, *, deadline: Deadline) -> tuple[str, ...]:
+    """Return the addresses of the endpoint's host, none where nobody says."""
+    try:
+        return await resolve(host, port, deadline=deadline)
+    except _Unreached:
+        return ()
