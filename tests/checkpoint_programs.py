@@ -181,7 +181,7 @@ def everything_two_ranks_disagree_on(ctx: ddpsafe.RankContext, base: Path) -> di
         checkpointer.save(state, 3, asynchronous=True)
         found["lock gone, asynchronous"] = caught(checkpointer.wait)
         with Checkpointer(base / "often", every=timedelta(milliseconds=50)) as often:
-            found["due"] = [often.is_due(step) for step in range(500)]
+            found["due"] = [often.is_due(step) for step in range(200) if not time.sleep(0.001)]
     found["left"] = sorted(path.name for path in (base / "shared").iterdir())
     return found
 

@@ -25,7 +25,7 @@ from ddpsafe._wire.channel import (
     END_NOW,
     Sender,
 )
-from ddpsafe._wire.exceptions import exit_code_of, goes_on, is_library
+from ddpsafe._wire.exceptions import MAX_MESSAGE, exit_code_of, goes_on, is_library, line_of
 from ddpsafe._wire.messages import (
     Entered,
     LivingThreads,
@@ -62,8 +62,7 @@ def is_out_of_memory(exc: BaseException) -> bool:
     if isinstance(exc, MemoryError) or type(exc).__name__ == "OutOfMemoryError":
         return True
     # torch's allocator of host memory, CUDA's own errors and NCCL's have no class for it.
-    line = f"{type(exc).__name__}: {exc}"
-    return isinstance(exc, RuntimeError) and find_kind(line) == "out-of-memory"
+    return isinstance(exc, RuntimeError) and find_kind(line_of(exc, MAX_MESSAGE)) == "out-of-memory"
 
 
 def describe_memory() -> str:

@@ -141,7 +141,9 @@ _SMALL_BYTES: Final = 64
 _SECOND_CALLS: Final = 2
 _SECOND_AFTER_S: Final = 1.0
 _LOSS_CALLS: Final = 8
-_STEPS: Final = 5
+_STEPS: Final = 32
+_EXACT_BYTES: Final = 8
+_USUAL_MTU_BYTES: Final = 1500
 _SEARCHES: Final = 4
 _HEADERS_BYTES: Final = {4: 40, 6: 60}
 """IP and TCP. Options of TCP are not added: the kernel takes them out of TCP_MAXSEG itself."""
@@ -175,7 +177,7 @@ async def _find_passing_mtu(call: _Call, lost: Dialled, mtu_bytes: int) -> Diall
     family = 6 if ":" in call.contact.address else 4
     largest = max(mtu_bytes, lost.segment_bytes + _HEADERS_BYTES[family])
     passing, failing = 0, largest + 1
-    sizes = {largest, min(largest, 1500), 1400, SMALLEST_MTU_BYTES}
+    sizes = {largest, min(largest, _USUAL_MTU_BYTES), 1400, SMALLEST_MTU_BYTES}
     for _ in range(_SEARCHES):
         tries = sorted(size for size in sizes if passing < size < failing)
         calls = [call.make(mss_bytes=size - _HEADERS_BYTES[family]) for size in tries]
@@ -186,7 +188,8 @@ async def _find_passing_mtu(call: _Call, lost: Dialled, mtu_bytes: int) -> Diall
                     return again
             else:
                 failing = min(failing, size)
-        if not passing or failing - passing <= _STEPS:
+        # Every round waits for packets that do not come. 1500 is the advice whatever else would pass.
+        if passing in (0, _USUAL_MTU_BYTES) or failing - passing <= _EXACT_BYTES:
             break
         step = max(1, (failing - passing) // (_STEPS + 1))
         sizes = {passing + step * number for number in range(1, _STEPS + 1)}

@@ -145,8 +145,9 @@ _CODES: Final = {
 }
 _FAST_S: Final = 1.0
 _MOST_NAMED: Final = 8
-_LOSS: Final = 0.02
-_LEAST_RESENT: Final = 5
+_LOSS: Final = 0.05
+"""A busy host sends a few packets again although none was lost; a bad cable loses more."""
+_LEAST_RESENT: Final = 8
 
 
 def judge_mesh(case: Case, excused: Mapping[Way, Dialled]) -> Iterator[Finding]:
