@@ -293,9 +293,13 @@ def wait_for_memory(pids: Collection[int], deadline: Deadline) -> bool:
     return True
 
 
-def read_errors() -> list[str]:
-    """Say which GPUs of this host have counted errors that only a reset or a repair removes."""
-    found = []
+def read_errors(within_s: float) -> list[str]:
+    """Say which GPUs of this host have errors that only a reset or a repair removes.
+
+    Args:
+        within_s: How far back the kernel's log is read for Xid errors, in seconds.
+    """
+    found = _read_xids(within_s)
     with contextlib.suppress(Exception), _nvml() as nvml:
         for index in range(nvml.nvmlDeviceGetCount()):
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -310,6 +314,42 @@ def read_errors() -> list[str]:
                 said += ["a row could not be remapped"] if has_failed else []
             if said:
                 found.append(f"the driver says of GPU {index}: {'; '.join(said)}")
+    return found
+
+
+_KERNEL_LOG: Final = Path("/dev/kmsg")
+_XID: Final = re.compile(r"NVRM: Xid \((?P<device>[^)]*)\): (?P<what>\d+\b.*)")
+_MOST_RECORDS: Final = 100_000
+
+
+def _read_xids(within_s: float, log: Path = _KERNEL_LOG) -> list[str]:
+    """Return the Xid errors that the driver has written to the kernel's log of late.
+
+    A record is ``priority,sequence,microseconds since boot,flags;message`` (the kernel's
+    Documentation/ABI/testing/dev-kmsg); one that was overwritten while it was read is EPIPE.
+    """
+    oldest_us = (time.monotonic() - within_s) * 1e6
+    found = []
+    try:
+        fd = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # most containers, and users without the right
+        return []
+    try:
+        for _ in range(_MOST_RECORDS):
+            try:
+                record = os.read(fd, 8192)
+            except BrokenPipeError:
+                continue
+            except OSError:  # EAGAIN: this was the last one
+                break
+            head, _, message = record.decode(errors="replace").partition(";")
+            match = _XID.search(message)
+            if match is not None and float(head.split(",")[2]) >= oldest_us:
+                found.append(f"the kernel's log: Xid {match['what'].strip()} of {match['device']}")
+            if not record:
+                break
+    finally:
+        os.close(fd)
     return found
 
 

@@ -153,3 +153,23 @@ def test_by_default_no_function_runs_twice(
     with pytest.raises(ddpsafe.LaunchError):
         run_attempts(RetryPolicy(attempts=2, **SOON), attempt)
     assert len(numbers) == made
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_broken_device_is_tried_again_only_if_something_changes(*, changes: bool) -> None:
+    """The next attempt would take the same GPU; on_retry may leave it out."""
+    made: list[int] = []
+
+    def attempt(number: int) -> str:
+        made.append(number)
+        if number == 1:
+            raise failed(Progress(steps=3), kind="hardware")
+        return "done"
+
+    policy = RetryPolicy(attempts=2, on={"hardware"}, **SOON)
+    if changes:
+        assert run_attempts(policy, attempt, change=lambda _: True) == "done"
+    else:
+        with pytest.raises(ddpsafe.LaunchError, match="the same device would be used again"):
+            run_attempts(policy, attempt, change=lambda _: False)
+    assert made == ([1, 2] if changes else [1])

@@ -65,6 +65,12 @@ def run_attempts(
         _announce(error, state, policy)
         if _ask(change, error):
             progress.forget()
+        elif error.kind == "hardware":
+            # The next attempt would take the same GPU.
+            _say_why_not(
+                error, "the same device would be used again, and on_retry changed nothing."
+            )
+            raise error
 
     retrying = tenacity.Retrying(
         stop=tenacity.stop_any(

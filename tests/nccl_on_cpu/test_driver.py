@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from datetime import timedelta
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -78,6 +80,19 @@ def test_errors_that_the_driver_has_counted_are_told(monkeypatch: pytest.MonkeyP
     driver = Driver([])
     driver.ecc[1], driver.rows[1] = 2, (0, 1, 1, 0)
     monkeypatch.setitem(sys.modules, "pynvml", driver)
-    (line,) = _gpus.read_errors()
+    (line,) = _gpus.read_errors(within_s=0)
     assert line.startswith("the driver says of GPU 1: 2 uncorrectable ECC errors since the last")
     assert line.endswith("a row waits for a reset to be remapped")
+
+
+@pytest.mark.root
+@pytest.mark.skipif(not os.access("/dev/kmsg", os.W_OK), reason="writes to the kernel's log")
+def test_an_xid_in_the_kernels_log_is_told() -> None:
+    """The driver's line of this attempt, and not the one of an attempt long ago."""
+    message = f"NVRM: Xid (PCI:0000:ff:1f): 79, pid={os.getpid()}, a line of ddpsafe's tests"
+    Path("/dev/kmsg").write_text(f"{message}\n", encoding="utf-8")
+    told = [line for line in _gpus.read_errors(within_s=60) if f"pid={os.getpid()}," in line]
+    assert told == [
+        f"the kernel's log: Xid 79, pid={os.getpid()}, a line of ddpsafe's tests of PCI:0000:ff:1f"
+    ]
+    assert not any(f"pid={os.getpid()}," in line for line in _gpus.read_errors(within_s=-60))

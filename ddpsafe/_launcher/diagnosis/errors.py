@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from ddpsafe._wire.messages import Raised, RankOutcome
 
 _MAX_MESSAGE: Final = 1_000
+_LOG_MARGIN_S: Final = 60.0
+"""The kernel's log is read from so long before the attempt: a GPU may fail before a rank notices."""
 _MAX_LINE: Final = 400
 _UNKNOWN_CODE: Final = 255
 """What `multiprocessing` says of a process whose fork server has gone."""
@@ -215,7 +217,7 @@ def _raised(ended: EndedAttempt, cause: RootCause, raised: Raised) -> LaunchErro
     if not raised.final and root.stack and root.in_collective is False:
         at.append(f"still handled it at {root.stack}, in an except or a finally")
     at += [f"held: {raised.held}"] if raised.held else []
-    at += _gpus.read_errors() if kind == "hardware" else []
+    at += _gpus.read_errors(ended.ending.waited_s + _LOG_MARGIN_S) if kind == "hardware" else []
     at += (
         [f"on top of it, in an except or a finally: {raised.hidden_by}"] if raised.hidden_by else []
     )
@@ -392,7 +394,10 @@ def _stuck_on_gpu(
     at = {out.rank: each for out in ranks if (each := newest_collective(out)) is not None}
     started = [rank for rank, each in at.items() if each.state == "started"]
     queued = [rank for rank in at if rank not in started]
-    details = [*positions(ended.outcomes.values()), *_gpus.read_errors()]
+    details = [
+        *positions(ended.outcomes.values()),
+        *_gpus.read_errors(ended.ending.waited_s + _LOG_MARGIN_S),
+    ]
     if started and queued:  # told with TORCH_NCCL_ENABLE_TIMING=1 only
         details = [f"on the GPU of {ranks_text(queued)} it has not even started", *details]
     likely, fix = messages.BY_RULE["stuck-on-gpu"]
