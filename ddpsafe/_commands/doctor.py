@@ -95,7 +95,7 @@ def _duration(text: str) -> timedelta:
     except PydanticCustomError as error:
         raise _bad_timeout(text, error.message()) from None
     if not isinstance(value, timedelta):
-        raise _bad_timeout(text, "it is no duration")
+        raise _bad_timeout(text, "it is not a duration")
     return value
 
 

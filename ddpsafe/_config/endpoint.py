@@ -137,7 +137,7 @@ def _address_problem(host: str) -> Problem | None:
 
 def _unusable_kind(address: IPAddress) -> str | None:
     if address.is_unspecified or (address.version == 4 and address.packed[0] == 0):  # noqa: PLR2004 - IPv4
-        return 'means "this host" or "any address", which nobody can connect to'
+        return 'means "this host" or "any address", to which no host can connect'
     if address.is_link_local:
         return "is link-local (169.254.0.0/16, fe80::/10): a network card made it up because none was assigned, and it leads nowhere beyond one cable"
     if address.is_multicast or str(address) == "255.255.255.255":

@@ -1171,7 +1171,7 @@ _NOISE: Final = (
         "startup-network",
         "never",
         r"errno: 97\b|Address family not supported by protocol",
-        cause="IPv6 is turned off on this host; torch tries it first and goes on with IPv4. This alone is no failure.",
+        cause="IPv6 is turned off on this host; torch tries it first and goes on with IPv4. This alone is not a failure.",
         fix="Nothing; look for another error. MASTER_ADDR as an IPv4 address avoids the warning.",
         level="noise",
     ),

@@ -133,7 +133,7 @@ def _require_call(fn: object, args: object) -> None:
         cause = "the function was called instead of being passed."
         raise ConfigError(Explanation(what, cause=cause, fix="write launch(train, args=(…,))."))
     if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
-        what = f"args={args!r} is no tuple of the function's arguments."
+        what = f"args={args!r} is not a tuple of the function's arguments."
         cause = "a single argument was passed by itself."
         raise ConfigError(Explanation(what, cause=cause, fix="write args=(value,) with a comma."))
 

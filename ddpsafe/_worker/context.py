@@ -92,7 +92,7 @@ def _after_departure(departure: Departure) -> tuple[str, str]:
         fix = f"look at rank {rank}'s own error; this one only follows from it."
         return cause, fix
     # A rank that is killed tells nobody: the first to tell is one that was in touch with it.
-    what = "lost" if origin == "peer-lost" else "waited in vain for"
+    what = "lost" if origin == "peer-lost" else "waited without success for"
     cause = f"rank {rank} has failed as well, since it {what} another rank: {error}"
     fix = "find the rank whose output ends without such an error; the others only follow from it."
     return cause, fix

@@ -706,7 +706,7 @@ def _require_open(*, closed: bool, entered: bool, asynchronous: bool) -> None:
     if asynchronous and not entered:
         raise _misuse(
             "save(asynchronous=True) outside of its with block.",
-            "without one, nobody would wait for the last save when the training ends.",
+            "without one, the training may end before the last save has.",
             "write: with Checkpointer(…) as checkpointer:",
         )
 

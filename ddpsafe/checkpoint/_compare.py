@@ -97,7 +97,7 @@ def _require_writable(state: Mapping[str, Any]) -> None:
         raise CheckpointConfigError(
             Explanation(
                 f"{', '.join(plain)} are plain values, and the mapping cannot be changed.",
-                cause=f"a {type(state).__name__} was passed; a value that is no object with "
+                cause=f"a {type(state).__name__} was passed; a value without "
                 "load_state_dict is given back by putting it into the mapping.",
                 fix="pass a dict and read the values from it after restore().",
             )

@@ -353,7 +353,7 @@ def _find_cause(directory: Path) -> str | None:
         if directory.is_symlink() and not directory.exists():
             return f"it is a link to {directory.readlink()}, which does not exist."
         if directory.exists() and not directory.is_dir():
-            return "it is a file and no directory."
+            return "it is a file, not a directory."
     return None
 
 

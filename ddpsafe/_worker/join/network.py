@@ -84,7 +84,7 @@ def _find_way(endpoint: Endpoint, deadline: Deadline) -> str | None:
 
 _KEY: Final = "preflight"
 
-_VERDICT: Final = timedelta(seconds=45)
+_EXAMINATION: Final = timedelta(seconds=45)
 """How long the examination may take once all nodes have come: dialling, judging, and slack."""
 
 _examined: set[Endpoint] = set()
@@ -203,14 +203,14 @@ def _tell(world: World, control: Control, found: str) -> None:
 
 
 def _gone_store() -> contextlib.suppress:
-    """Be around talk that is in vain where rank 0 has gone and the store with it."""
+    """Ignore that the store is gone, which it is once rank 0 has ended."""
     return contextlib.suppress(RuntimeError)
 
 
 def _follow(world: World, control: Control, deadline: Deadline) -> None:
-    """Wait for the verdict; where none comes, the group names who has not come."""
-    waiting = Deadline.after(timedelta(seconds=deadline.remaining_s()) + _VERDICT)
-    found: bytes | None = b"the store went before there was a verdict."
+    """Wait for what the first rank of this node found; the group names ranks that never come."""
+    waiting = Deadline.after(timedelta(seconds=deadline.remaining_s()) + _EXAMINATION)
+    found: bytes | None = b"the store was gone before the examination had ended."
     with _gone_store():
         found = control.take(_own_key(world), deadline=waiting)
     if found:

@@ -293,7 +293,7 @@ def _nobody_serves(
 
 def _stranger(endpoint: Endpoint, world: World, deadline: Deadline) -> PreflightError:
     what = (
-        f"{world}: something listens at {endpoint}, but it is no store of torch"
+        f"{world}: something listens at {endpoint}, but it is not a store of torch"
         f"{_owner(endpoint)}; waited {deadline.waited_s():.1f} s."
     )
     cause = "another program has the port, and rank 0 could not take it."
@@ -308,7 +308,7 @@ def _cannot_serve(endpoint: Endpoint, world: World, exc: OSError) -> PreflightEr
         fix = "choose another MASTER_PORT for this job, or end the process that holds it."
         return PreflightError(Explanation(what, cause=cause, fix=fix), kind="port")
     what = f"{world} cannot serve the store at {endpoint}: {exc.strerror or exc}."
-    cause = "MASTER_ADDR is no address of this host, or its name resolves to another one."
+    cause = "MASTER_ADDR is not an address of this host, or its name resolves to another one."
     fix = "set MASTER_ADDR to an address of the host on which rank 0 runs (see `ip addr`)."
     return PreflightError(Explanation(what, cause=cause, fix=fix), kind="startup-network")
 

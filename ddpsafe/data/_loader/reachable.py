@@ -1,7 +1,8 @@
 """What a worker would receive with a dataset: its attributes, containers, closures and globals.
 
-The search for hazards (`_worker_safety`) and the first look at the data, which leaves it as it
-was, both go this way. Objects of any library are met, so each look at one may raise anything.
+The search for hazards (`worker_safety`) and the first look at the data (`_consistency`), which
+leaves it as it was, both go this way. Objects of any library are met, so each look at one may
+raise anything.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def watch_workers(iterator: Any, inner: Any) -> None:
     _watched.add(iterator)
     if not getattr(inner, "_persistent_workers", False):
         # A traceback keeps the iterator in a cycle. The garbage collector would end the queues to
-        # the workers before it ends the iterator, which then waits 5 s for each worker in vain.
+        # the workers before it ends the iterator, which then waits 5 s for each dead worker.
         util.Finalize(iterator, inner._shutdown_workers)  # noqa: SLF001 - torch's own end of an iteration
     handler = signal.getsignal(signal.SIGCHLD)
     on_main_thread = threading.current_thread() is threading.main_thread()

@@ -45,7 +45,7 @@ def _unusable(subject: Subject, host: str, error: ValidationError) -> Finding:
     example = host.strip().strip("[]") if host.strip().strip("[]") != host else "gpu-01"
     return _judge(subject)(
         "DS-ENV-003",
-        f"MASTER_ADDR={host!r} is no host: {context.get('why', 'it cannot be read')}.",
+        f"MASTER_ADDR={host!r} is not a host: {context.get('why', 'it cannot be read')}.",
         cause="a line break of a command's output, an IPv6 address in brackets, or a URL.",
         fix=to_copy(
             "Write the host alone, as a name or an address:", f"export MASTER_ADDR={example}"

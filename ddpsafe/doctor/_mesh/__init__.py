@@ -1,9 +1,10 @@
 """The check between nodes: who is there, who reaches whom, and what differs.
 
 `examine` meets at the endpoint, `examine_at_store` at a store of torch that exists already. Node
-rank 0 is the chair (`_chair`), every other node an attendee (`_attendee`); what they say to each
-other goes over a board (`_board`), which is a small server of our own (`_hub`, `_guest`) or the
-store (`_store_board`). The chair alone judges, so every node reads the same findings.
+rank 0 coordinates (`coordinator`), every other node takes part (`participant`). What they tell each
+other travels over a `Board` (`transport`): a small server on node rank 0 (`server`, `reach`), or the
+store. Node rank 0 collects what was seen and sends it to all, and every node makes its findings from
+that (`findings`), so they are the same everywhere.
 """
 
 from __future__ import annotations

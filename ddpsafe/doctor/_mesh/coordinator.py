@@ -1,4 +1,4 @@
-"""Node rank 0's part: calls the roll, hears everybody, and comes to the verdict all nodes read."""
+"""Node rank 0's part: lists the nodes, collects what they have seen, and sends it to all of them."""
 
 from __future__ import annotations
 

@@ -515,8 +515,8 @@ class NodeReport:
         gates_known: Whether its packet filter could be read: without gates, it filters nothing.
         routes: Ways to others that leave by another interface than the announced one.
         clock_ahead_s: How much its clock is ahead of node rank 0's.
-        resolver_silent_s: How long it waited in vain for the name of node rank 0's address; 0 if
-            there was an answer.
+        resolver_silent_s: How long it waited for the name of node rank 0's address and got no
+            answer; 0 if there was one.
     """
 
     dialled: Annotated[tuple[Dialled, ...], Field(max_length=MOST_NODES)]

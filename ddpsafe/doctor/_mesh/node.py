@@ -389,7 +389,7 @@ def _as_facts(fingerprint: Mapping[str, Json]) -> Facts:
 
 
 async def _wait_for_resolver(address: str) -> float:
-    """Look an address up as torch's store does for every client; return how long in vain."""
+    """Look an address up as torch's store does; return for how long there was no answer."""
     mapped = address if ":" in address else f"::ffff:{address}"
     deadline = Deadline.after(_RESOLVER)
     try:

@@ -1,4 +1,4 @@
-"""Run in a process of its own by `_torch_probe`: what torch says, one line of JSON per stage.
+"""Run in a process of its own by `torch_probe`: what torch says, one line of JSON per stage.
 
 A library that is broken, or a driver that hangs, takes this process with it and nothing else.
 Nothing of ddpsafe is imported: torch is found exactly where a script in the same directory
