@@ -125,7 +125,7 @@ class LogReader:
         self.lines += chunk.count(b"\n") + (not chunk.endswith(b"\n") and chunk != b"")
         for number, raw in enumerate(chunk.split(b"\n"), start=first + 1):
             # Deleting the digits runs in C, and most lines of a log end here.
-            shape = raw.translate(None, b"0123456789")
+            shape = raw[:_LONGEST_LINE].translate(None, b"0123456789")
             seen = self._shapes.get(shape, 0)
             if seen >= _SAME_LINES and b'File "' not in raw:
                 self._repeat(shape)

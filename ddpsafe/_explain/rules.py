@@ -204,7 +204,7 @@ _MEMORY: Final = (
         "CUDA-oom",
         "out-of-memory",
         "never",
-        r"(?i)CUDA(?: error:|:)? out of memory|OutOfMemoryError|Cuda failure (?:2 )?'?out of memory|CUBLAS_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|HIP out of memory",
+        r"(?i)Error\b.{0,40}CUDA out of memory|CUDA error: out of memory|CUDA out of memory\. Tried|OutOfMemoryError|Cuda failure (?:2 )?'?out of memory|CUBLAS_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|HIP out of memory",
         cause="A GPU is out of memory. Several ranks on GPU 0 (a torch.load without map_location, a missing set_device) or another program fill it as well as a large batch does.",
         fix="Check `nvidia-smi` for other processes; call torch.cuda.set_device(local_rank) first and torch.load(..., map_location='cpu'); then lower the batch size.",
     ),

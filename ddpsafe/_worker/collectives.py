@@ -108,6 +108,12 @@ def _require_reducible(x: Reducible, op: ReduceOp) -> None:
 
     for value in x.values() if isinstance(x, Mapping) else [x]:
         if not isinstance(value, torch.Tensor):
+            if isinstance(value, int) and abs(value) >= 2**63 // group_size():
+                what = (
+                    f"all_reduce: {value} may not fit 64 bits, reduced over {group_size()} ranks."
+                )
+                fix = "pass a float, or gather the numbers: sum(ctx.all_gather(x))."
+                raise ConfigError(Explanation(what, cause="the size of an integer.", fix=fix))
             continue
         if value.is_complex():
             what = "all_reduce: a complex tensor has no order, and backends differ in what they do."

@@ -123,6 +123,7 @@ class Checkpointer:
         self._directory = _require_absolute(directory)
         _check_arguments(keep, every, timeout, on_failure=on_failure, access=access)
         rules = keep if isinstance(keep, Keep) else Keep(newest=keep)
+        self._judged_by = rules.metric
         self._on_failure = on_failure
         self._access = access
         self._rng = rng
@@ -261,7 +262,8 @@ class Checkpointer:
                 )
             )
             step = self._require_next(step)
-            numbers, plain = _require_numbers(metrics), _require_plain(metadata)
+            numbers = _require_numbers(metrics, judged_by=self._judged_by)
+            plain = _require_plain(metadata)
             if asynchronous:
                 snapshot = self._copy(snapshot)
         except Exception as exc:
@@ -731,7 +733,7 @@ def _step_too_old(step: int, newest: int, directory: Path, *, is_ours: bool) -> 
     )
 
 
-def _require_numbers(metrics: object) -> dict[str, float | None]:
+def _require_numbers(metrics: object, *, judged_by: str | None) -> dict[str, float | None]:
     if metrics is None:
         return {}
     numbers: dict[str, float | None] = {}
@@ -745,6 +747,12 @@ def _require_numbers(metrics: object) -> dict[str, float | None]:
             f"they are not numbers by name: {exc}",
             'write metrics={"loss": 0.3}.',
         ) from None
+    if numbers and judged_by is not None and judged_by not in numbers:
+        raise _misuse(
+            f"save(metrics={metrics!r}).",
+            f"Keep judges by {judged_by!r}, which is not among them",
+            f'write metrics={{"{judged_by}": …}}, or another name in Keep(metric=).',
+        )
     return numbers
 
 

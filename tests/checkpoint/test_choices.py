@@ -246,3 +246,12 @@ def test_compiled_submodule_is_the_same_model(
         )
     for ours, theirs in zip(now.parameters(), saved.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_metric_that_keep_does_not_find_is_refused(tmp_path: Path) -> None:
+    """A misspelt name would let the best checkpoints go; a save without metrics is well."""
+    keep = Keep(newest=1, best=1, metric="loss")
+    with Checkpointer(tmp_path / "c", keep=keep) as checkpointer:
+        checkpointer.save({"a": 1}, 1)
+        with pytest.raises(errors.CheckpointConfigError, match="Keep judges by 'loss'"):
+            checkpointer.save({"a": 2}, 2, metrics={"los": 1.0})

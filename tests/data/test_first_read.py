@@ -164,6 +164,29 @@ class LazyInSlot(Lazy):
         return int(self.part.file.read(1)[0])  # type: ignore[attr-defined]
 
 
+class NoneSlots:
+    """A reader without a __dict__ that says None until it is opened."""
+
+    __slots__ = ("file",)
+
+    def __init__(self) -> None:
+        self.file: Any = None
+
+
+class LazyInNoneSlot(Lazy):
+    """A handle in a slot that holds None first."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.part = NoneSlots()
+
+    def __getitem__(self, index: int) -> int:
+        if self.part.file is None:
+            self.part.file = self.open()
+        self.part.file.seek(index)
+        return int(self.part.file.read(1)[0])
+
+
 class LazyCached(Lazy):
     """A method that remembers what it opened."""
 
@@ -189,6 +212,7 @@ LAZY = [
     LazyGlobal,
     LazyInDict,
     LazyInSlot,
+    LazyInNoneSlot,
     LazyCached,
 ]
 

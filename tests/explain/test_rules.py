@@ -233,3 +233,8 @@ def test_codes_are_unique_and_every_rule_is_worded() -> None:
     for rule in RULES:
         assert rule.cause.endswith("."), rule.code
         assert rule.fix[-1] in ".:)", rule.code
+
+
+def test_a_line_that_denies_a_failure_is_none() -> None:
+    """Words of an error without the error."""
+    assert explain_text("No CUDA out of memory seen\n") == []

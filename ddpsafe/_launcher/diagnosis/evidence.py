@@ -178,7 +178,7 @@ def _busy_loader_workers(worker: Worker) -> list[str]:
     """
     deadline = Deadline.after(_ANSWER)
     found = []
-    with contextlib.suppress(psutil.Error):
+    with contextlib.suppress(psutil.Error, OSError):  # a worker may end at any moment
         for child in psutil.Process(worker.pid).children():
             frames = _ask_child(worker, child.pid, deadline)
             ends = [i for i, each in enumerate(frames) if each["file"].endswith(_WORKER_LOOP)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing.process
 import os
 import signal
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
     from ddpsafe._wire.channel import Progress, StepCounter
     from ddpsafe._wire.messages import Status
     from ddpsafe._wire.spec import RankSpec
+
+
+logger = logging.getLogger(__name__)
 
 
 class StopTalk:
@@ -337,8 +341,12 @@ class Worker:
     def signal(self, signum: int) -> None:
         """Send a signal, if the process has not been reaped."""
         if self.pid is not None and self.exitcode is None:
-            with contextlib.suppress(ProcessLookupError):
+            try:
                 os.kill(self.pid, signum)
+            except ProcessLookupError:
+                pass
+            except PermissionError:  # it has become another user's by exec; the others still end
+                logger.warning("rank %d (pid %d) may not be signalled", self.rank, self.pid)
 
     def close(self) -> None:
         """Release descriptors; the process must have ended."""

@@ -189,7 +189,7 @@ def _instance_parts(path: str, item: Any) -> Iterable[Part]:
     parts += [
         (f"{path}.{name}", value)
         for name, member in slots_of(kind).items()
-        if (value := _read_slot(member, item)) is not None
+        if (value := _read_slot(member, item)) is not _ABSENT
     ]
     if is_user_class(kind):
         parts += [
@@ -244,7 +244,7 @@ def _read_slot(member: types.MemberDescriptorType, item: object) -> Any:
     try:
         return member.__get__(item, type(item))
     except Exception:  # noqa: BLE001 - an empty slot, or one that refuses
-        return None
+        return _ABSENT
 
 
 def _function_parts(path: str, function: types.FunctionType) -> list[Part]:
@@ -530,7 +530,7 @@ def _restore_cache(item: Any) -> bool:
 def _restore_slot(member: types.MemberDescriptorType, item: object, kept: Any) -> bool:
     if _read_slot(member, item) is kept:
         return False
-    if kept is None:
+    if kept is _ABSENT:
         member.__delete__(item)
     else:
         member.__set__(item, kept)
