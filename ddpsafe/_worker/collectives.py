@@ -108,7 +108,8 @@ def _require_reducible(x: Reducible, op: ReduceOp) -> None:
 
     for value in x.values() if isinstance(x, Mapping) else [x]:
         if not isinstance(value, torch.Tensor):
-            if isinstance(value, int) and abs(value) >= 2**63 // group_size():
+            share = group_size() if op == "sum" else 1
+            if isinstance(value, int) and abs(value) >= 2**63 // share:
                 what = (
                     f"all_reduce: {value} may not fit 64 bits, reduced over {group_size()} ranks."
                 )
