@@ -278,3 +278,32 @@ def join_as_told() -> str:
     """Be a rank of another launcher, which shows each rank what it may use."""
     with ddpsafe.process_group(timeouts={"rendezvous": 30}) as ctx:
         return f"{ctx.device} {float(reduce_once(ctx).sum())}"
+
+
+def stop_between_steps(ctx: RankContext, steps: int) -> int:
+    """Step until the job is asked to stop; rank 0 asks, as a scheduler would, at the third."""
+    for step in range(steps):
+        if ctx.stop_requested():
+            return step
+        if step == 3 and ctx.rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        reduce_once(ctx).sum().item()
+    return steps
+
+
+def draw_and_scale(ctx: RankContext, folder: str) -> dict[str, list[float]]:
+    """Save CUDA's random state and a GradScaler; return what is drawn after it, twice."""
+    import torch
+
+    from ddpsafe.checkpoint import Checkpointer
+
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    scaler.update(512.0)
+    state = {"scaler": scaler}
+    with Checkpointer(Path(folder)) as checkpointer:
+        checkpointer.save(state, 1)
+        first = torch.rand(4, device=ctx.device).tolist()
+        scaler.update(2.0)
+        checkpointer.restore(state)
+    again = torch.rand(4, device=ctx.device).tolist()
+    return {"first": first, "again": again, "scale": [scaler.get_scale()]}

@@ -182,3 +182,19 @@ def test_ranks_end_in_silence_with_things_alive(
     assert capfd.readouterr() == ("", "")
     assert time.monotonic() - began_s < 60
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_ranks_stop_at_the_same_step(tmp_path: Path) -> None:
+    """SIGTERM comes while a rank waits in ``.item()``; all ranks agree on the call."""
+    with pytest.raises(ddpsafe.PreemptedError) as caught:
+        two(tmp_path, programs.stop_between_steps, 10_000)
+    values = caught.value.values
+    assert values[0] == values[1]
+    assert 3 <= values[0] < 10_000  # type: ignore[operator]  # what the program returns
+
+
+def test_random_state_and_scaler_come_back(tmp_path: Path) -> None:
+    """What a rank draws on its GPU after a restore is what it drew after the save."""
+    for drawn in two(tmp_path, programs.draw_and_scale, str(tmp_path / "c")).values():
+        assert drawn["again"] == drawn["first"]
+        assert drawn["scale"] == [512.0]
