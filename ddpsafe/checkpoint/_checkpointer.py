@@ -15,7 +15,7 @@ from ddpsafe._errors import Explanation
 from ddpsafe.checkpoint import _directory, _restore, _save
 from ddpsafe.checkpoint._checksums import DamagedFileError
 from ddpsafe.checkpoint._consensus import Message, Ranks
-from ddpsafe.checkpoint._directory import Keep
+from ddpsafe.checkpoint._directory import Keep, is_whole
 from ddpsafe.checkpoint._format import REPLICATED, OptimizerFacts, from_json, read_manifest
 from ddpsafe.checkpoint._state import (
     Snapshot,
@@ -649,12 +649,12 @@ def _check_arguments(
     Raises:
         CheckpointConfigError: As it says.
     """
-    if keep is not None and not isinstance(keep, Keep) and not _is_whole(keep, 1):
+    if keep is not None and not isinstance(keep, Keep) and not is_whole(keep, 1):
         raise _misuse(
             f"keep={keep!r}.", "it is a number of checkpoints.", "write keep=1 or more, or None."
         )
     is_duration = isinstance(every, timedelta) and every > timedelta(0)
-    if every is not None and not is_duration and not _is_whole(every, 1):
+    if every is not None and not is_duration and not is_whole(every, 1):
         raise _misuse(
             f"every={every!r}.",
             "it is a number of steps, or a duration.",
@@ -711,10 +711,6 @@ def _require_open(*, closed: bool, entered: bool, asynchronous: bool) -> None:
             "without one, the training may end before the last save has.",
             "write: with Checkpointer(…) as checkpointer:",
         )
-
-
-def _is_whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _step_too_old(step: int, newest: int, directory: Path, *, is_ours: bool) -> StepOrderError:

@@ -151,11 +151,11 @@ class Keep:
     def __post_init__(self) -> None:
         """Refuse rules that keep nothing, or that lack their half."""
         problem = ""
-        if not (self.newest is None or _is_whole(self.newest, 1)):
+        if not (self.newest is None or is_whole(self.newest, 1)):
             problem = f"newest={self.newest!r} is not a number of checkpoints from 1, nor None"
-        elif not (self.every is None or _is_whole(self.every, 1)):
+        elif not (self.every is None or is_whole(self.every, 1)):
             problem = f"every={self.every!r} is not a number of steps from 1, nor None"
-        elif not _is_whole(self.best, 0):
+        elif not is_whole(self.best, 0):
             problem = f"best={self.best!r} is not a number of checkpoints from 0"
         elif (self.best > 0) != isinstance(self.metric, str):
             problem = "best= needs metric=, and metric= needs best="
@@ -199,7 +199,8 @@ class Keep:
         ]
 
 
-def _is_whole(value: object, least: int) -> bool:
+def is_whole(value: object, least: int) -> bool:
+    """Tell whether a value is an integer from `least` on; a bool does not count."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 

@@ -226,7 +226,6 @@ def _can_bind(family: int, address: str) -> bool:
 
 
 _AT_A_TIME: Final = 256
-_RESOLVER: Final = timedelta(seconds=2)
 
 
 class Member:
@@ -391,7 +390,7 @@ def _as_facts(fingerprint: Mapping[str, Json]) -> Facts:
 async def _wait_for_resolver(address: str) -> float:
     """Look an address up as torch's store does; return for how long there was no answer."""
     mapped = address if ":" in address else f"::ffff:{address}"
-    deadline = Deadline.after(_RESOLVER)
+    deadline = Deadline.after(_RESOLVE)
     try:
         await bounded(
             lambda: socket.getnameinfo((mapped, 0, 0, 0), socket.NI_NUMERICSERV),
