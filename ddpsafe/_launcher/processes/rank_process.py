@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     from ddpsafe._wire.channel import Progress, StepCounter
-    from ddpsafe._wire.messages import Status
+    from ddpsafe._wire.messages import Message, Status
     from ddpsafe._wire.spec import RankSpec
 
 
@@ -102,17 +102,17 @@ _POLL_S = 0.5
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 
 
-class Worker:
-    """One rank as the launcher sees it.
+class RankState:
+    """What is known of one rank: what it has reported, and what was found out about it.
+
+    The rank may be a process of this launcher (`Worker`) or of another node's.
 
     Attributes:
-        spec: What it was told.
         phase: The last phase it reported.
         returned: Its report of success, if it came.
         raised: Its report of an exception, in flight or final.
         failed: Whether an exception ended its function.
         ended_ns: When its end was seen (monotonic).
-        told_to_end: Whether the launcher has begun to end it.
         position: The last it said about where it is in the sequence of collectives.
         state: What the system says of the process, when it was asked.
         stack: The user's innermost line, when it was asked.
@@ -122,7 +122,101 @@ class Worker:
         native: What native code wrote before it ended the process.
         living_threads: What keeps its process alive, when it was asked.
         stop: What is said about stopping by itself.
+    """
+
+    def __init__(self, say: Callable[[bytes], None]) -> None:
+        """Know nothing yet; `say` sends the rank what it is asked, and drops it if nobody listens."""
+        self._say = say
+        self.phase: Phase = "starting"
+        self.returned: Returned | None = None
+        self.raised: Raised | None = None
+        self.failed = False
+        self.ended_ns: int | None = None
+        self._teardown_ns: int | None = None
+        self.position: Position | None = None
+        self.state = ""
+        self.stack = ""
+        self.in_collective: bool | None = None
+        self.point_to_point = ""
+        self.in_rpc = False
+        self.native: NativeError | None = None
+        self.living_threads: LivingThreads | None = None
+        self.stop = StopTalk(say)
+
+    @property
+    def rank(self) -> int:
+        """Its rank."""
+        raise NotImplementedError
+
+    @property
+    def alive(self) -> bool:
+        """Whether its end has not been seen yet, and is still waited for."""
+        return self.ended_ns is None
+
+    @property
+    def joined(self) -> bool:
+        """Whether it got as far as the user's function."""
+        return self.phase in ("running", "leaving")
+
+    def progress(self) -> Progress:
+        """Return how far it has come."""
+        raise NotImplementedError
+
+    def take(self, message: Message) -> None:
+        """Take note of what the rank has sent."""
+        if isinstance(message, Entered):
+            self.phase = message.phase
+        elif isinstance(message, Returned):
+            self.returned, self.phase = message, "leaving"
+            self.position = message.position
+            self.stop.note_return(message.stop_calls)
+        elif isinstance(message, Position):
+            self.position = message
+        elif isinstance(message, LivingThreads):
+            self.living_threads = message
+        elif isinstance(message, Recovered):
+            self.raised = self.raised if self.failed else None
+        elif not isinstance(message, Raised):
+            self.stop.note(message)
+        elif not self._is_our_doing(message):
+            self._take_exception(message)
+
+    def _is_our_doing(self, raised: Raised) -> bool:
+        """Tell whether ranks were being ended by then: all that is lost after that is our doing."""
+        return self._teardown_ns is not None and raised.at_ns > self._teardown_ns
+
+    def _take_exception(self, raised: Raised) -> None:
+        """Take the first one, or the one that ended the rank, unless that is but an echo.
+
+        What a ``finally: dist.barrier()`` raises hides the exception that led there.
+        """
+        self.failed = self.failed or raised.final
+        earlier = self.raised
+        hides = earlier is not None and not earlier.is_peer_error and raised.is_peer_error
+        if earlier is None or (raised.final and not hides):
+            self.raised, self.position = raised, raised.position
+
+    def ask_position(self) -> None:
+        """Ask where it is; the answer is a report. A rank that holds the GIL cannot answer."""
+        self._say(ASK_POSITION)
+
+    def ask_stacks(self) -> None:
+        """Ask it to write down what all its threads do, and then where it is."""
+        self._say(ASK_STACKS)
+
+    def ask_threads(self) -> None:
+        """Ask what keeps its process alive; the answer is a report."""
+        self._say(ASK_THREADS)
+
+
+class Worker(RankState):
+    """One rank as its launcher sees it.
+
+    Attributes:
+        spec: What it was told.
+        told_to_end: Whether the launcher has begun to end it.
         is_swept: Whether it has been ended with everything it started.
+        relay: Told each message of the rank, where another node's launcher watches it.
     """
 
     def __init__(
@@ -139,28 +233,15 @@ class Worker:
 
         `protect` is told how the process can be recognised, when it starts and when it has ended.
         """
+        super().__init__(self.say)
         self.spec = spec
         self._steps = steps
         self._lifeline_fd = lifeline_fd
         os.set_blocking(lifeline_fd, False)
         self.receiver = Receiver(report_fd)
-        self.phase: Phase = "starting"
-        self.returned: Returned | None = None
-        self.raised: Raised | None = None
-        self.failed = False
-        self.ended_ns: int | None = None
         self.told_to_end = False
-        self._teardown_ns: int | None = None
-        self.position: Position | None = None
-        self.state = ""
-        self.stack = ""
-        self.in_collective: bool | None = None
-        self.point_to_point = ""
-        self.in_rpc = False
-        self.native: NativeError | None = None
-        self.living_threads: LivingThreads | None = None
-        self.stop = StopTalk(self._say)
         self.is_swept = False
+        self.relay: Callable[[Message], None] | None = None
         self._process = process
         self._is_lent = False
         self._is_abandoned = False
@@ -195,11 +276,6 @@ class Worker:
         """Whether its end has not been seen yet, and is still waited for."""
         return self.ended_ns is None and not self._is_abandoned
 
-    @property
-    def joined(self) -> bool:
-        """Whether it got as far as the user's function."""
-        return self.phase in ("running", "leaving")
-
     def end_handle(self) -> int:
         """Return a descriptor that becomes readable when the process ends.
 
@@ -211,37 +287,9 @@ class Worker:
     def take_reports(self) -> None:
         """Read what the rank has sent."""
         for message in self.receiver.receive():
-            if isinstance(message, Entered):
-                self.phase = message.phase
-            elif isinstance(message, Returned):
-                self.returned, self.phase = message, "leaving"
-                self.position = message.position
-                self.stop.note_return(message.stop_calls)
-            elif isinstance(message, Position):
-                self.position = message
-            elif isinstance(message, LivingThreads):
-                self.living_threads = message
-            elif isinstance(message, Recovered):
-                self.raised = self.raised if self.failed else None
-            elif not isinstance(message, Raised):
-                self.stop.note(message)
-            elif not self._is_our_doing(message):
-                self._take_exception(message)
-
-    def _is_our_doing(self, raised: Raised) -> bool:
-        """Tell whether ranks were being ended by then: all that is lost after that is our doing."""
-        return self._teardown_ns is not None and raised.at_ns > self._teardown_ns
-
-    def _take_exception(self, raised: Raised) -> None:
-        """Take the first one, or the one that ended the rank, unless that is but an echo.
-
-        What a ``finally: dist.barrier()`` raises hides the exception that led there.
-        """
-        self.failed = self.failed or raised.final
-        earlier = self.raised
-        hides = earlier is not None and not earlier.is_peer_error and raised.is_peer_error
-        if earlier is None or (raised.final and not hides):
-            self.raised, self.position = raised, raised.position
+            self.take(message)
+            if self.relay is not None:
+                self.relay(message)
 
     def note_teardown(self, at_ns: int) -> None:
         """Record that ranks are being ended from now on (monotonic)."""
@@ -261,19 +309,8 @@ class Worker:
         """Return how far it has come."""
         return self._steps.read()
 
-    def ask_position(self) -> None:
-        """Ask where it is; the answer is a report. A rank that holds the GIL cannot answer."""
-        self._say(ASK_POSITION)
-
-    def ask_stacks(self) -> None:
-        """Ask it to write down what all its threads do, and then where it is."""
-        self._say(ASK_STACKS)
-
-    def ask_threads(self) -> None:
-        """Ask what keeps its process alive; the answer is a report."""
-        self._say(ASK_THREADS)
-
-    def _say(self, word: bytes) -> None:
+    def say(self, word: bytes) -> None:
+        """Send the rank a word of `_wire.channel`, unless it does not listen any more."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             os.write(self._lifeline_fd, word)
 
