@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING
 
 from ddpsafe._errors import Explanation, RendezvousTimeoutError
 from ddpsafe._worker import pending_exception
-from ddpsafe._worker.torch_hooks import DRAIN_S, forget_collectives, let_members_make_groups
+from ddpsafe._worker.torch_hooks import (
+    DRAIN_S,
+    forget_collectives,
+    is_safe_destroy,
+    let_members_make_groups,
+)
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -116,6 +121,7 @@ def close_group(control: Control | None, *, deadline: Deadline) -> list[int]:
     # DDP's reducer must be gone and gloo's thread quiet before the group's destructor runs, or
     # the two can deadlock over the GIL (pytorch #56297, #190489).
     gc.collect()
-    time.sleep(DRAIN_S)
+    if not is_safe_destroy(dist.destroy_process_group):  # that one waits by itself
+        time.sleep(DRAIN_S)
     dist.destroy_process_group()
     return []

@@ -53,6 +53,7 @@ DEFAULT_TIMEOUT: Final = timedelta(minutes=30)
 """How long ranks wait for each other in ``init_process_group`` by default, as torch documents it."""
 
 _kept_groups: list[object] = []
+_safe_destroys: set[object] = set()
 _forgotten: set[tuple[str, str]] = set()
 
 
@@ -148,7 +149,13 @@ def before_destroy(hook: Callable[[], object]) -> None:
         stock(group)
 
     destroy_process_group.__doc__ = stock.__doc__
+    _safe_destroys.add(destroy_process_group)
     _replace("destroy_process_group", stock, destroy_process_group)
+
+
+def is_safe_destroy(destroy: Callable[..., object]) -> bool:
+    """Tell whether `before_destroy` has made this ``destroy_process_group`` safe."""
+    return destroy in _safe_destroys
 
 
 def around_waits(waiting: Callable[[], AbstractContextManager[None]]) -> None:
