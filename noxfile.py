@@ -57,7 +57,7 @@ def docs(session: nox.Session) -> None:
     """Build the documentation, warnings being errors, and run its examples."""
     _install_wheel(session, extras="docs,test,examples")
     session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html")
-    examples = str(ROOT / "tests" / "test_documentation.py")
+    examples = str(ROOT / "tests" / "docs" / "test_documentation.py")
     session.chdir(_folder(session, "empty"))
     session.run("pytest", "-c", str(ROOT / "pyproject.toml"), "--installed", examples)
 

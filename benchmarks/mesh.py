@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hosts import Network
 
 # The hosts are those of the tests.
-TESTS: Final = Path(__file__).parents[1] / "tests"
+KITS: Final = Path(__file__).parents[1] / "tests" / "kits"
 PORT: Final = 29500
 LONGEST_SAID: Final = 160
 
@@ -256,7 +256,7 @@ def main() -> None:
     if asked.be_a_rank:
         rank, world_size, timeout_s = asked.be_a_rank.split(",")
         be_a_rank(int(rank), int(world_size), float(timeout_s))
-    sys.path.insert(0, str(TESTS))
+    sys.path.insert(0, str(KITS))
     from hosts import find_obstacle
 
     obstacle = find_obstacle()

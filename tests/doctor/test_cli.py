@@ -30,7 +30,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def command(folder: Path, *arguments: str, **env: str) -> scripts.Run:
     """Run the command in a process of its own, where torch cannot be imported."""
     scripts.write(folder, "no-torch/torch.py", TORCH_IS_BROKEN)
-    path = os.pathsep.join([str(folder / "no-torch"), str(scripts.TESTS)])
+    path = str(folder / "no-torch")
     process = scripts.Script(
         ["-m", "ddpsafe", *arguments], folder=folder, env={"PYTHONPATH": path, **env}
     )

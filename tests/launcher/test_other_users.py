@@ -70,7 +70,13 @@ def _attack(facts: dict[str, object]) -> list[str]:
     """Attack in a fresh process, which imports what it needs before it becomes the other user."""
     command = [sys.executable, programs.__file__]
     run = subprocess.run(
-        command, input=json.dumps(facts), capture_output=True, text=True, check=False, timeout=100
+        command,
+        input=json.dumps(facts),
+        capture_output=True,
+        env=scripts.clean_environment(),
+        text=True,
+        check=False,
+        timeout=100,
     )
     assert run.returncode == 0, run.stderr
     found: list[str] = json.loads(run.stdout)

@@ -27,7 +27,14 @@ AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root can become anot
 def test_a_stranger_who_got_the_pid_of_a_rank_is_left_alone() -> None:
     """Nor are its children, while it lives and after its end, whoever runs the launcher."""
     inside = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, programs.__file__]
-    run = subprocess.run(inside, capture_output=True, text=True, check=False, timeout=100)
+    run = subprocess.run(
+        inside,
+        capture_output=True,
+        env=scripts.clean_environment(),
+        text=True,
+        check=False,
+        timeout=100,
+    )
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout) == {"told": [True, True, True], "not told": [True, True]}
 

@@ -14,7 +14,7 @@ from ddpsafe._config import LaunchConfig, Rendezvous, RetryPolicy, Timeouts
 from ddpsafe._config.durations import show_duration
 from ddpsafe._config.paths import DataPath
 
-PAGE: Final = Path(__file__).parents[1] / "docs" / "reference" / "config.md"
+PAGE: Final = Path(__file__).parents[2] / "docs" / "reference" / "config.md"
 MODELS: Final[list[tuple[type[BaseModel], str]]] = [
     (LaunchConfig, ""),
     (Timeouts, "TIMEOUTS__"),

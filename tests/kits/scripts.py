@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 LIMIT_S: Final = 120
 """How long any script may take, on a busy machine."""
 
-TESTS: Final = Path(__file__).parent
+TESTS: Final = Path(__file__).parents[1]
+IMPORTED: Final = (TESTS / "programs", TESTS / "kits")
+"""Where rank functions are imported from, as ``pythonpath`` of pyproject.toml has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +98,7 @@ def run(folder: Path, source: str, *arguments: str) -> Run:
 def clean_environment() -> dict[str, str]:
     """Return this environment, with our rank programs importable and no threads chosen."""
     inherited = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
-    path = [str(TESTS), *filter(None, [inherited.get("PYTHONPATH")])]
+    path = [*map(str, IMPORTED), *filter(None, [inherited.get("PYTHONPATH")])]
     return {**inherited, "PYTHONPATH": os.pathsep.join(path)}
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from hosts import Host, Network
 
-PROGRAM: Final = str(Path(__file__).parent / "mesh_programs.py")
+PROGRAM: Final = str(Path(__file__).parents[1] / "programs" / "mesh_programs.py")
 _LIMIT_S: Final = 60
 
 

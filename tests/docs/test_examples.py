@@ -12,7 +12,7 @@ from typing import Final
 
 import pytest
 
-CHECKOUT: Final = Path(__file__).parents[1]
+CHECKOUT: Final = Path(__file__).parents[2]
 DIGITS: Final = CHECKOUT / "examples" / "digits"
 PORTS: Final = sorted(path.parent for path in CHECKOUT.glob("examples/ports/*/before.py"))
 TORCHRUN: Final = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

@@ -14,7 +14,7 @@ from scripts import wait_until
 
 pytestmark = pytest.mark.root
 
-TESTS: Final = str(Path(__file__).parent)
+KITS: Final = str(Path(__file__).parent)
 PROGRAM: Final = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -30,7 +30,7 @@ def test_hosts_end_with_the_process_that_made_them() -> None:
     """SIGKILL of the tests ends every process of every host; no namespace or cable stays."""
     require(find_obstacle())
     maker = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, TESTS],
+        [sys.executable, "-c", PROGRAM, KITS],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

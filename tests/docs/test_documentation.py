@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 import pytest
 
-CHECKOUT: Final = Path(__file__).parents[1]
+CHECKOUT: Final = Path(__file__).parents[2]
 PAGES: Final = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").rglob("*.md"))]
 BLOCK: Final = re.compile(
     r"(?:^<!-- (?P<note>not run: .+|new script) -->\n)?^```python\n(?P<code>.*?)^```$",

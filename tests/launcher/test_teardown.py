@@ -2,7 +2,7 @@
 
 The teardown of the official tutorial, a DDP object alive while the group is destroyed, hung for
 good in 14 of 30 runs of plain torch 2.13 with heavy imports, and aborted in 8 of 40 without them.
-``TEARDOWN_RUNS=200 pytest tests/test_teardown.py`` runs the loops for longer.
+``TEARDOWN_RUNS=200 pytest tests/launcher/test_teardown.py`` runs the loops for longer.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-CHECKOUT: Final = Path(__file__).parents[1]
+CHECKOUT: Final = Path(__file__).parents[2]
 PACKAGE: Final = CHECKOUT / "ddpsafe"
 
 

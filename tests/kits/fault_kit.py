@@ -229,7 +229,7 @@ def require_places(error: LaunchError, ranks: Iterable[int]) -> dict[int, str]:
         assert place is not None, line
         file = Path(place["file"])
         assert file.match("*_programs.py"), line
-        assert file.parent == scripts.TESTS, line
+        assert file.parent == scripts.TESTS / "programs", line
         source = file.read_text().splitlines()[int(place["line"]) - 1]
         assert "# stuck here" in source, f"{line}: {source}"
         names[rank] = place["name"]
