@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
-from hosts import names_as_debian, names_of_all
+from hosts import names_as_debian, names_of_all, wait_for_state
 from mesh_kit import PROGRAM, Told, agree, examine
 
 if TYPE_CHECKING:
@@ -16,16 +16,6 @@ if TYPE_CHECKING:
     from mesh_kit import MakeHosts
 
 pytestmark = pytest.mark.root
-
-DOCKER: Final = """
-ip link add docker0 type bridge
-ip addr add 172.17.0.1/16 dev docker0
-ip link add v0 type veth peer name v1
-ip link set v0 master docker0 up
-ip link set v1 up
-ip link set docker0 up
-"""
-"""A bridge to containers of the host, with one of them running: the same on every host."""
 
 ON: Final = re.compile(r"    # on (.*)$")
 Variables = dict[int, dict[str, str]]
@@ -104,7 +94,7 @@ def with_docker(make_hosts: MakeHosts, size: int = 2, **kinds: object) -> Networ
     """Make hosts that all have a bridge to containers, whose network sorts before the hosts' own."""
     network = make_hosts(size, **{"nics": {"eth0": "192.168.5"}, **kinds})
     for host in network:
-        host.shell(DOCKER)
+        host.add_bridge("docker0", "172.17.0.1/16")
     return network
 
 
@@ -325,3 +315,21 @@ def test_address_translation_is_named_and_no_firewall(make_hosts: MakeHosts) -> 
     assert report.codes() == ["DS-MESH-025"], [each["fact"] for each in told[1].findings]
     assert "34.0.0.1" in report.one("DS-MESH-025")["fact"]
     assert "iptables" not in report.one("DS-MESH-025")["fix"]
+
+
+def test_bridge_without_a_container_is_replaced_by_one_finding_for_all_hosts(
+    make_hosts: MakeHosts,
+) -> None:
+    """docker0 has no carrier while no container runs; another bridge of a host is no way out."""
+    network = with_docker(make_hosts)
+    for host in network:
+        host.shell(f"""
+            ip link add virbr0 type bridge
+            ip addr add 192.168.122.1/24 dev virbr0
+            ip link add vm0 type veth peer name vm1
+            ip link set vm0 master virbr0 up
+            ip link set virbr0 up
+            {wait_for_state("virbr0", "down")}
+        """)
+    env: Variables = {host.index: {"GLOO_SOCKET_IFNAME": "virbr0"} for host in network}
+    require_repair(network, env, "DS-MESH-022")

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import pytest
 
@@ -236,9 +236,22 @@ class Host(Namespaces):
         source = f"ip saddr {other.address(nic)} ct state new tcp dport != 29500"
         self.firewall(f"{source} {rejection}")
 
+    def add_bridge(self, name: str, address: str) -> None:
+        """Give it a bridge to containers of its own, one of which runs."""
+        self.shell(f"""
+            ip link add {name} type bridge
+            ip addr add {address} dev {name}
+            ip link add v{name} type veth peer name c{name}
+            ip link set v{name} master {name} up
+            ip link set c{name} up
+            ip link set {name} up
+            {wait_for_state(name, "up")}
+        """)
+
     def unplug(self, nic: str = "eth0") -> None:
         """Pull the cable: the host sees no carrier, and keeps its address."""
         self.network.switch.run("ip", "link", "set", self.port(nic), "down")
+        self.shell(wait_for_state(nic, "down"))
 
     def power_off(self) -> None:
         """Vanish without a goodbye: no packet leaves any more, then every process is gone."""
@@ -355,8 +368,16 @@ class Network:
         for nic in self._cards(host):
             yield f"ip addr add {host.address(nic)}/24 brd + dev {nic}"
             yield f"ip link set {nic} up"
+        for nic in self._cards(host):
+            yield wait_for_state(nic, "up")
         if self._routed:
             yield f"ip route add default via {self.first_address(host.index).rpartition('.')[0]}.254"
+
+
+def wait_for_state(interface: str, state: Literal["up", "down"]) -> str:
+    """Return the command that waits: a kernel notes up to a second later that a carrier came or went."""
+    where = f"/sys/class/net/{interface}/operstate"
+    return f"timeout 10 sh -c 'until grep -q {state} {where}; do sleep 0.02; done'"
 
 
 def names_of_all(network: Network, _: int) -> str:

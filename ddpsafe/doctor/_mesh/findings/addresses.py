@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from ddpsafe.doctor import _codes
 from ddpsafe.doctor._mesh.findings.fixes import (
     common_networks,
-    export_line,
     interface_in,
     library_setting,
     meeting_lines,
@@ -42,9 +41,9 @@ def judge_addresses(case: Case) -> Iterator[Finding]:
     absent = [node for node in nodes if node.announced.flaw == "absent-interface"]
     if absent:
         yield _absent(case, absent)
-    for node in nodes:
-        if node.announced.flaw == "not-running":
-            yield _not_running(case, node)
+    stopped = [node for node in nodes if node.announced.flaw == "not-running"]
+    if stopped:
+        yield _not_running(case, stopped)
     doubled = find_doubled(case)
     if doubled and not (absent or looping):
         yield _translated(case) if case.is_translated() else _same_address(case, doubled)
@@ -295,20 +294,29 @@ def _listed(node: Node) -> str:
     return ", ".join(f"{name} ({', '.join(table)})" for name, table in node.interfaces.items())
 
 
-def _not_running(case: Case, node: Node) -> Finding:
-    announced = node.announced
-    others = {name: table for name, table in node.interfaces.items() if name != announced.interface}
-    lines = [f"ip link show {shlex.quote(announced.interface)}    # on {node.hostname}"]
-    lines += [f"{export_line(case.backend, name)}    # on {node.hostname}" for name in others]
+def _not_running(case: Case, odd: list[Node]) -> Finding:
+    what, lines = meeting_lines(case, odd) or ("No other network joins all hosts.", [])
+    told = "; ".join(
+        f"interface {node.announced.interface} of {node} ({node.announced.address}, "
+        f"{node.announced.chosen_by})"
+        for node in odd
+    )
+    looks = [
+        f"ip link show {shlex.quote(node.announced.interface)}    # on {node.hostname}"
+        for node in odd
+    ]
     return Finding(
         code=_codes.INTERFACE_DOWN,
         severity="failed",
-        fact=f"Interface {announced.interface} of {node} ({announced.address}, "
-        f"{announced.chosen_by}) is down or has no carrier.",
-        cause="the cable, the switch port or the driver; or the interface was never brought up.",
-        fix=to_copy("Bring it up, or take another one:", *lines),
-        hosts=(node.hostname,),
-        details={"interface": announced.interface, "address": announced.address},
+        fact=f"An interface that the ranks would use is down or has no carrier: {told}.",
+        cause="the cable, the switch port or the driver; it was never brought up; or it is a bridge to "
+        "containers of the host, none of which runs.",
+        fix=to_copy(f"Bring it up, or go without it. {what}", *looks, *lines),
+        hosts=case.hostnames(node.node_rank for node in odd),
+        details={
+            "interfaces": {node.hostname: node.announced.interface for node in odd},
+            "addresses": {node.hostname: node.announced.address for node in odd},
+        },
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ddpsafe._host import LIBRARY_VARIABLES, as_setting, interface_variables, leads_to_containers
+from ddpsafe._host import LIBRARY_VARIABLES, interface_variables, leads_to_containers
 from ddpsafe.doctor._mesh.messages import Gate
 
 if TYPE_CHECKING:
@@ -205,12 +205,6 @@ def _origin(sources: Sequence[Node], target: Node) -> str:
         return target.network
     addresses = sorted({node.announced.address for node in sources})
     return addresses[0] if len(addresses) == 1 else f"{{ {', '.join(addresses)} }}"
-
-
-def export_line(backend: str, interface: str) -> str:
-    """Return the line that makes the library behind a backend take an interface."""
-    library, value = library_setting(backend, interface)
-    return f"export {as_setting(library, value)}"
 
 
 def library_setting(backend: str, interface: str) -> tuple[str, str]:
