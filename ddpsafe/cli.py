@@ -204,7 +204,7 @@ def _add_checkpoint(add: Callable[..., argparse.ArgumentParser], about: str) -> 
     parser = add("checkpoint", help=about, description=f"{about.capitalize()}.")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     place = "a directory that a Checkpointer writes to"
-    which = "a step's folder, or a directory, of which the newest is taken"
+    which = "a checkpoint's folder, or a directory, of which the newest is taken"
 
     listing = actions.add_parser("ls", help="list the checkpoints of a directory")
     listing.add_argument("directory", metavar="DIRECTORY", help=place)

@@ -14,13 +14,19 @@ from rich.text import Text
 
 from ddpsafe._errors import Explanation
 from ddpsafe.checkpoint import Checkpointer, import_file
-from ddpsafe.checkpoint._checkpointer import read_info
+from ddpsafe.checkpoint._checkpointer import missing_step, read_info
 from ddpsafe.checkpoint._checksums import DamagedFileError
-from ddpsafe.checkpoint._directory import folder_name, list_steps
+from ddpsafe.checkpoint._directory import folder_name, list_steps, step_of
+from ddpsafe.checkpoint._format import NAME as MANIFEST
 from ddpsafe.checkpoint._format import read_manifest
 from ddpsafe.checkpoint._restore import Loaded, load_checkpoint
 from ddpsafe.checkpoint._trees import leaves
-from ddpsafe.checkpoint.errors import CheckpointConfigError, CheckpointError, RestoreError
+from ddpsafe.checkpoint.errors import (
+    CheckpointConfigError,
+    CheckpointError,
+    CorruptCheckpointError,
+    RestoreError,
+)
 from ddpsafe.cli import HEALTHY, UNHEALTHY, USAGE, complain, say
 
 if TYPE_CHECKING:
@@ -30,6 +36,7 @@ if TYPE_CHECKING:
     import torch
 
 SHOWN: Final = 60
+_RENAME: Final = "write --rename state_dict=model, once for each name."
 
 
 def handle_checkpoints(options: Namespace) -> int:
@@ -43,11 +50,10 @@ def handle_checkpoints(options: Namespace) -> int:
 
 
 def _list(options: Namespace) -> int:
-    directory = _directory(options.directory)
     found: list[dict[str, Any]] = []
-    for step in list_steps(directory):
+    for step, folder in _find(options.directory):
         try:
-            found.append(asdict(read_info(directory, step)) | {"damage": None})
+            found.append(asdict(read_info(folder)) | {"damage": None})
         except RestoreError as error:  # noqa: PERF203 - a damaged one is listed as such
             found.append({"step": step, "damage": error.explanation.what})
     if options.json:
@@ -55,6 +61,37 @@ def _list(options: Namespace) -> int:
     else:
         _show(("step", "saved at", "ranks", "MB", "names", "metrics", "metadata"), map(_row, found))
     return HEALTHY
+
+
+def _find(place: str) -> list[tuple[int | None, Path]]:
+    """Return the steps and folders of the checkpoints at a place, newest first.
+
+    Args:
+        place: A directory that a Checkpointer writes to; or the folder of one checkpoint, which may be
+            set aside, copied, or a link such as ``latest``. Its step is ``None`` where its name does
+            not tell.
+    """
+    path = Path(place).absolute()
+    folder = path.resolve()
+    if not folder.is_dir():
+        raise _misuse(f"{path} is not a directory.")
+    step = step_of(folder.name)
+    if step is not None or (folder / MANIFEST).exists():
+        return [(step, folder)]
+    return [(each, path / folder_name(each)) for each in list_steps(path)]
+
+
+def _require_some(place: str, step: int | None = None) -> list[tuple[int | None, Path]]:
+    """Return what `_find` does, or of it the checkpoint of one step; refuse a place without."""
+    path = Path(place).absolute()
+    found = _find(place)
+    if step is not None:
+        found = [each for each in found if each[0] == step]
+        if not found:
+            raise missing_step(path, step)
+    if not found:
+        raise _misuse(f"There is no checkpoint in {path}.")
+    return found
 
 
 def _row(found: dict[str, Any]) -> tuple[str, ...]:
@@ -73,32 +110,27 @@ def _row(found: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _verify(options: Namespace) -> int:
-    directory = _directory(options.directory)
-    steps = list_steps(directory) if options.step is None else [options.step]
-    if not steps:
-        raise _misuse(f"There are no checkpoints in {directory}.")
-    problems = {step: _damage_of(directory, step) for step in steps}
+    found = _require_some(options.directory, options.step)
+    problems = [(step, folder, _damage_of(folder, step)) for step, folder in found]
     if options.json:
-        say(
-            json.dumps(
-                [{"step": step, "damage": each} for step, each in problems.items()], indent=2
-            )
-        )
+        say(json.dumps([{"step": step, "damage": each} for step, _, each in problems], indent=2))
     else:
-        rows = ((str(step), "whole" if each is None else each) for step, each in problems.items())
+        rows = (
+            (folder.name if step is None else str(step), "whole" if each is None else each)
+            for step, folder, each in problems
+        )
         _show(("step", "state"), rows)
-    return UNHEALTHY if any(problems.values()) else HEALTHY
+    return UNHEALTHY if any(each for _, _, each in problems) else HEALTHY
 
 
-def _damage_of(directory: Path, step: int) -> str | None:
+def _damage_of(folder: Path, step: int | None) -> str | None:
     """Check every file, and that what is in them loads; return what is wrong."""
-    folder = directory / folder_name(step)
     try:
         manifest = read_manifest(folder)
         for name in manifest.files:
             with manifest.open(folder, name) as file:
                 file.check()
-        load_checkpoint(directory, step, rank=0, world_size=1)
+        load_checkpoint(folder, step, rank=0, world_size=1)
     except (DamagedFileError, OSError, MemoryError, RecursionError) as exc:
         return str(exc) or type(exc).__name__
     except CheckpointError as exc:
@@ -133,18 +165,15 @@ def _diff(options: Namespace) -> int:
 
 
 def _load(place: str) -> Loaded:
-    path = Path(place).absolute()
-    directory, steps = path, list_steps(path)
-    if path.name.startswith("step-"):
-        directory = path.parent
-        steps = [step for step in list_steps(directory) if folder_name(step) == path.name]
-    if not steps:
-        raise _misuse(f"There is no checkpoint at {path}.")
+    step, folder = _require_some(place)[0]
     try:
-        return load_checkpoint(directory, steps[0], rank=0, world_size=1)
+        return load_checkpoint(folder, step, rank=0, world_size=1)
     except (DamagedFileError, OSError, MemoryError, RecursionError) as exc:
-        raise _misuse(
-            f"The checkpoint of step {steps[0]} in {directory} is damaged: {exc}"
+        raise CorruptCheckpointError(
+            Explanation(
+                f"The checkpoint {folder} is damaged: {exc}.",
+                fix="compare another; see: ddpsafe checkpoint verify DIRECTORY.",
+            )
         ) from exc
 
 
@@ -200,7 +229,9 @@ def _import(options: Namespace) -> int:
     for each in options.rename:
         old, separator, new = each.partition("=")
         if not separator:
-            raise _misuse(f"--rename {each}: it is not OLD=NEW.")
+            raise _misuse(f"--rename {each}: it is not OLD=NEW.", _RENAME)
+        if old in rename:
+            raise _misuse(f"--rename {each}: {old!r} has another new name already.", _RENAME)
         rename[old] = new
     directory = Path(options.directory).absolute()
     info = import_file(options.file, directory, options.step, name=options.name, rename=rename)
@@ -212,17 +243,10 @@ def _import(options: Namespace) -> int:
     return HEALTHY
 
 
-def _directory(place: str) -> Path:
-    path = Path(place).absolute()
-    if not path.is_dir():
-        raise _misuse(f"{path} is not a directory.")
-    return path
-
-
-def _misuse(what: str) -> CheckpointConfigError:
-    return CheckpointConfigError(
-        Explanation(what, fix="give a directory that a Checkpointer has written to.")
-    )
+def _misuse(
+    what: str, fix: str = "give a directory that a Checkpointer has written to."
+) -> CheckpointConfigError:
+    return CheckpointConfigError(Explanation(what, fix=fix))
 
 
 def _printable(text: str) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+import pickle
 import time
 import weakref
+import zipfile
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -17,6 +19,7 @@ from ddpsafe.checkpoint._checksums import DamagedFileError
 from ddpsafe.checkpoint._consensus import Message, Ranks
 from ddpsafe.checkpoint._directory import Keep, is_whole
 from ddpsafe.checkpoint._format import REPLICATED, OptimizerFacts, from_json, read_manifest
+from ddpsafe.checkpoint._sharded import is_sharded
 from ddpsafe.checkpoint._state import (
     Snapshot,
     check_names,
@@ -39,7 +42,7 @@ from ddpsafe.checkpoint.errors import (
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping, MutableMapping
+    from collections.abc import Iterable, Iterator, Mapping, MutableMapping
     from pathlib import Path
     from types import TracebackType
 
@@ -49,6 +52,8 @@ if TYPE_CHECKING:
 
 # How long an error may keep a process for a save that is under way.
 _LAST_WAIT: Final = timedelta(seconds=5)
+
+_SHOWN: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +135,7 @@ class Checkpointer:
         self._ranks = Ranks(timeout)
         self._newest: int | None = None
         self._is_ours = False
+        self._versions: dict[str, int] = {}
         self._place: _save.Place | None = None
         self._pending: _Pending | None = None
         self._copies = HostCopies()
@@ -144,7 +150,6 @@ class Checkpointer:
                     directory=self._directory,
                     lock=lock,
                     keep=rules,
-                    metrics=_metrics_of(self._directory) if rules.needs_metrics() else {},
                 )
 
     @property
@@ -182,7 +187,9 @@ class Checkpointer:
             CorruptCheckpointError: Its manifest is damaged.
             NewerFormatError: A newer ddpsafe wrote it.
         """
-        return read_info(self._directory, step)
+        if step not in self.steps():
+            raise missing_step(self._directory, step)
+        return read_info(self.path(step))
 
     def is_due(self, step: int) -> bool:
         """Tell whether it is time to save, by the checkpointer's `every`; the same on all ranks.
@@ -203,7 +210,7 @@ class Checkpointer:
                 "it does not know how often to save.",
                 "make it with every=1000 steps, or every=timedelta(minutes=10).",
             )
-        return self._schedule.is_due(_require_step(step), self._newest, self._ranks)
+        return self._schedule.is_due(_require_step(step, "is_due"), self._newest, self._ranks)
 
     def save(
         self,
@@ -222,7 +229,8 @@ class Checkpointer:
                 on every rank; rank 0's values are kept, except for what is marked `PerRank`, and
                 for distributed tensors, of which each rank writes its part.
             step: Number of the step, from 0, never smaller than the one before. A step that is
-                saved already is not saved again.
+                saved already, or was restored, is not saved again; a `CheckpointWarning` says so
+                where the parameters, the metrics or the metadata are others now.
             asynchronous: Return once the state is copied to host memory, and write in the
                 background, one save at a time. How it ended shows in the next call and on leaving
                 the ``with`` block, which is needed for that.
@@ -237,10 +245,16 @@ class Checkpointer:
         """
         _require_open(closed=self._closed, entered=self._entered, asynchronous=asynchronous)
         self.wait()
+        lost: list[str] = []
         with self._tolerating():
-            self._begin(state, step, metrics, metadata, asynchronous=asynchronous)
+            lost = self._begin(state, step, metrics, metadata, asynchronous=asynchronous)
             if not asynchronous:
                 self._finish()
+        if lost:  # not before: where warnings are errors, the other ranks would wait for this one
+            warn(
+                f"step {step} is saved already and is not saved again. What differs now is lost: "
+                f"{', '.join(lost)}. Save it under a larger step."
+            )
 
     def _begin(
         self,
@@ -250,8 +264,10 @@ class Checkpointer:
         metadata: Mapping[str, Any] | None,
         *,
         asynchronous: bool,
-    ) -> None:
+    ) -> list[str]:
+        """Begin a save; return what is lost where the step is saved already with something else."""
         ranks = self._ranks
+        lost: list[str] = []
         exchange = ranks.begin()
         try:
             snapshot = (
@@ -271,6 +287,11 @@ class Checkpointer:
             raise
         # Rank 0 alone decides what is saved already; the others do as it answers.
         place = None if self._is_saved(step) else self._place
+        if self._place is not None and not isinstance(state, Snapshot):
+            if place is None:
+                lost = self._find_changes(state, step, numbers, plain)
+            else:
+                self._versions = _versions_of(state)
         request = _save.Request(
             ranks=ranks,
             place=place,
@@ -280,6 +301,23 @@ class Checkpointer:
             metadata=plain,
         )
         self._pending = _Pending(step=step, save=_save.Save(request, exchange))
+        return lost
+
+    def _find_changes(
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        metrics: Mapping[str, float | None],
+        metadata: Mapping[str, Any],
+    ) -> list[str]:
+        """Return what differs from the checkpoint of a step that is saved already."""
+        changed = [] if self._versions == _versions_of(state) else ["the parameters of the models"]
+        with contextlib.suppress(RestoreError):
+            saved = read_info(self.path(step))
+            changed += [repr(name) for name in state if name not in saved.names]
+            changed += ["the metrics"] if metrics and metrics != saved.metrics else []
+            changed += ["the metadata"] if metadata and metadata != saved.metadata else []
+        return changed
 
     def _save_snapshot(self, snapshot: Snapshot, step: int, metadata: Mapping[str, Any]) -> None:
         self._begin(snapshot, step, None, metadata, asynchronous=False)
@@ -343,7 +381,7 @@ class Checkpointer:
                 ranks=self._ranks,
                 directory=self._directory,
                 state=state,
-                step=None if step is None else _require_step(step),
+                step=None if step is None else _require_step(step, "restore"),
                 strict=strict,
                 with_rng=self._rng,
                 may_tidy=self._access == "write",
@@ -351,6 +389,7 @@ class Checkpointer:
         )
         if restored is not None:
             self._go_on_from(restored, is_new=False)
+            self._versions = _versions_of(state)
         return restored
 
     def close(self) -> None:
@@ -402,7 +441,7 @@ class Checkpointer:
                 warn(str(exc))
 
     def _require_next(self, number: object) -> int:
-        step = _require_step(number)
+        step = _require_step(number, "save")
         if self._access == "read":
             raise _misuse(
                 "save() with access='read'.",
@@ -419,6 +458,19 @@ class Checkpointer:
 
     def _is_saved(self, step: int) -> bool:
         return self._is_ours and step == self._newest
+
+
+def _versions_of(state: Mapping[str, Any]) -> dict[str, int]:
+    """Return how often each parameter of the models was changed in place, as torch counts it."""
+    from torch import nn
+
+    return {
+        f"{name}.{path}": parameter._version  # noqa: SLF001 - torch documents it for this
+        for name, model in state.items()
+        if isinstance(model, nn.Module)
+        for path, parameter in model.named_parameters()
+        if not parameter.is_inference() and not is_sharded(parameter)
+    }
 
 
 def import_file(
@@ -445,14 +497,25 @@ def import_file(
         What is known of the checkpoint.
 
     Raises:
-        CheckpointConfigError: The file is missing, or holds something else.
+        CheckpointConfigError: The file is missing, or holds something else; or a name in `rename` is
+            not in it, or would stand for two states.
         SaveError: It could not be written.
     """
+    step = _require_step(step, "import_file")
     tree = _read_foreign(file)
     if tree and all(_is_tensor(value) for value in tree.values()):
         tree = {name: tree}
-    tree = {(rename or {}).get(key, key): _without_wrappers(value) for key, value in tree.items()}
-    check_names(tree)
+    named = {old: dict(rename or {}).get(old, old) for old in tree}
+    problem = _problem_of_names(named, rename or {})
+    if problem:
+        raise CheckpointConfigError(
+            Explanation(
+                f"{file} cannot be imported under these names: {problem}.",
+                cause=f"the names in the file are {_quoted(tree)}.",
+                fix="rename names that are in the file, each to a name of its own.",
+            )
+        )
+    tree = {named[old]: _without_wrappers(value) for old, value in tree.items()}
     snapshot = Snapshot(
         replicated=tree,
         own=own_bytes({}, None),
@@ -468,26 +531,57 @@ def import_file(
         return checkpointer.info(step)
 
 
+def _problem_of_names(named: Mapping[str, object], rename: Mapping[str, object]) -> str:
+    """Return why the states of a file cannot have the names they were given, if they cannot."""
+    unknown = [old for old in rename if old not in named]
+    if unknown:
+        return f"it has no {_quoted(unknown)} to rename"
+    for new in named.values():
+        same = [old for old, other in named.items() if other == new]
+        if not isinstance(new, str) or not new:
+            return f"{_quoted(same)} would be called {new!r}"
+        if len(same) > 1:
+            return f"{_quoted(same)} would both be called {new!r}"
+    return ""
+
+
+def _quoted(names: Iterable[object]) -> str:
+    shown = [repr(name) for name in names]
+    return ", ".join(shown[:_SHOWN]) + (", …" if len(shown) > _SHOWN else "")
+
+
 def _read_foreign(file: str | os.PathLike[str]) -> dict[Any, Any]:
+    """Load a file that ddpsafe did not write, without executing anything that is in it.
+
+    Raises:
+        CheckpointConfigError: It is missing, is not a file of torch.save, or holds something else.
+    """
     import torch
 
-    problem = "it does not hold a dict"
+    fix = "give a file that torch.save has written."
     try:
         tree = torch.load(file, map_location="cpu", weights_only=True)
-        if isinstance(tree, dict):
-            for key in tree:
-                require_finite(tree, str(key))
+        if isinstance(tree, dict) and tree:
+            for key, value in tree.items():
+                require_finite(value, str(key))
             return tree
+        problem = f"it holds a value of type {type(tree).__name__}"
+        problem = "it holds an empty dict" if isinstance(tree, dict) else problem
+        fix = "save {name: state_dict} with torch.save, and import that."
+    except OSError as exc:
+        problem = exc.strerror or str(exc)
     except Exception as exc:  # noqa: BLE001 - torch raises whatever a foreign file leads it to
-        problem = (str(exc).splitlines() or [type(exc).__name__])[0]
-    raise CheckpointConfigError(
-        Explanation(
-            f"{file} cannot be imported: {problem}",
-            cause="it is missing, is not a file of torch.save, or holds types that "
-            "weights_only=True refuses.",
-            fix="load it where you trust it, and save {name: state_dict} again with torch.save.",
-        )
-    )
+        if not zipfile.is_zipfile(file):
+            problem = "it is not a file of torch.save, or only a part of one"
+        elif isinstance(exc, pickle.UnpicklingError):
+            problem = "weights_only=True does not allow what it holds"
+            fix = "load it where you trust it, and save {name: state_dict} again with torch.save."
+            with contextlib.suppress(Exception):
+                refused = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+                problem += f": {_quoted(refused)}"
+        else:
+            problem = (str(exc).splitlines() or [type(exc).__name__])[0]
+    raise CheckpointConfigError(Explanation(f"{file} cannot be imported: {problem}.", fix=fix))
 
 
 def _is_tensor(value: object) -> bool:
@@ -562,27 +656,18 @@ def _absent_from_schedule(absence: Absence) -> SaveError:
     return error
 
 
-def read_info(directory: Path, step: int) -> CheckpointInfo:
+def read_info(folder: Path) -> CheckpointInfo:
     """Return what is known of a checkpoint without loading it.
 
     Raises:
-        RestoreError: It is missing, or its manifest is damaged or newer.
+        RestoreError: Its manifest is damaged or newer.
     """
-    folder = directory / _directory.folder_name(step)
-    if not folder.exists():
-        raise MissingCheckpointError(
-            Explanation(
-                f"There is no checkpoint of step {step} in {directory}.",
-                cause="it was not saved, or has been removed since.",
-                fix="ask for one that is there; see: ddpsafe checkpoint ls DIRECTORY.",
-            )
-        )
     try:
         manifest = read_manifest(folder)
     except (DamagedFileError, OSError) as exc:
         raise CorruptCheckpointError(
             Explanation(
-                f"The checkpoint of step {step} in {directory} is damaged: {exc}.",
+                f"The checkpoint {folder} is damaged: {exc}.",
                 cause="the disk fails, or the files were changed, or copied in part.",
                 fix="restore another step.",
             ),
@@ -601,12 +686,15 @@ def read_info(directory: Path, step: int) -> CheckpointInfo:
     )
 
 
-def _metrics_of(directory: Path) -> dict[int, dict[str, float | None]]:
-    found = {}
-    for step in _directory.complete_steps(directory):
-        with contextlib.suppress(RestoreError):
-            found[step] = dict(read_info(directory, step).metrics)
-    return found
+def missing_step(directory: Path, step: int) -> MissingCheckpointError:
+    """Return the error of a step that has no checkpoint."""
+    return MissingCheckpointError(
+        Explanation(
+            f"There is no checkpoint of step {step} in {directory}.",
+            cause="it was not saved, or has been removed since.",
+            fix="ask for one that is there; see: ddpsafe checkpoint ls DIRECTORY.",
+        )
+    )
 
 
 # What a `Checkpointer` is made and called with, judged before anything happens.
@@ -674,7 +762,7 @@ def _check_arguments(
             )
 
 
-def _require_step(step: object) -> int:
+def _require_step(step: object, call: str) -> int:
     """Return a step as a number of Python, whatever kind of whole number it is.
 
     Raises:
@@ -686,9 +774,11 @@ def _require_step(step: object) -> int:
             whole = operator.index(step)  # type: ignore[arg-type]  # what is tried
     if not 0 <= whole < 10**18:
         raise _misuse(
-            f"save(step={step!r}).",
-            "a step is a whole number from 0.",
-            "pass the number of steps done so far.",
+            f"{call}(step={step!r}).",
+            "a step is an integer from 0 to 10**18 - 1.",
+            "pass a number that restore() or steps() returned."
+            if call == "restore"
+            else "pass the number of steps done so far.",
         )
     return whole
 

@@ -27,9 +27,16 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import Explanation, ranks_text
+from ddpsafe.checkpoint._checksums import DamagedFileError
 from ddpsafe.checkpoint._consensus import Message
+from ddpsafe.checkpoint._format import read_manifest
 from ddpsafe.checkpoint._lock import DirectoryLock, Owner, read_owner
-from ddpsafe.checkpoint.errors import CheckpointConfigError, CheckpointError, DirectoryError
+from ddpsafe.checkpoint.errors import (
+    CheckpointConfigError,
+    CheckpointError,
+    DirectoryError,
+    RestoreError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -54,11 +61,16 @@ def folder_name(step: int) -> str:
     return f"step-{step:012}"
 
 
+def step_of(name: str) -> int | None:
+    """Return the step whose checkpoint a folder of that name holds, if it is one."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match and name == folder_name(int(match[1])) else None
+
+
 def complete_steps(directory: Path) -> list[int]:
     """Return the steps that have a checkpoint, newest first."""
-    found = (_STEP.fullmatch(name) for name in _names(directory))
-    steps = {int(match[1]) for match in found if match and match[0] == folder_name(int(match[1]))}
-    return sorted(steps, reverse=True)
+    steps = map(step_of, _names(directory))
+    return sorted((step for step in steps if step is not None), reverse=True)
 
 
 def _names(directory: Path) -> list[str]:
@@ -85,6 +97,7 @@ def publish(folder: Path, step: int) -> Path:
 
     Raises:
         FileExistsError: That step has one.
+        OSError: The file system refused it.
     """
     directory = folder.parent
     for path, folders, _ in os.walk(folder):
@@ -97,7 +110,12 @@ def publish(folder: Path, step: int) -> Path:
         if exc.errno in _IN_THE_WAY:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final)) from exc
         raise
-    sync_directory(directory)
+    try:
+        sync_directory(directory)
+    except OSError:  # it may not outlast a crash: it must not look as if it were saved
+        with contextlib.suppress(OSError):
+            final.rename(folder)
+        raise
     _point_to(final)
     return final
 
@@ -204,12 +222,26 @@ def is_whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def prune(
-    directory: Path, keep: Keep, metrics: Mapping[int, Mapping[str, float | None]]
-) -> list[str]:
-    """Remove the checkpoints that do not stay; return why some could not be."""
+Metrics = dict[int, dict[str, float | None]]
+"""Of checkpoints, by step."""
+
+
+def prune(directory: Path, keep: Keep, metrics: Metrics) -> list[str]:
+    """Remove the checkpoints that do not stay; return why some could not be.
+
+    Args:
+        directory: Where they are.
+        keep: Which stay.
+        metrics: Those that are known; others are read from the checkpoints, and noted here.
+    """
     try:
-        doomed = keep.find_doomed(complete_steps(directory), metrics)
+        steps = complete_steps(directory)
+        if keep.needs_metrics():
+            for step in set(steps) - metrics.keys():
+                metrics[step] = {}
+                with contextlib.suppress(DamagedFileError, RestoreError, OSError):
+                    metrics[step] = read_manifest(directory / folder_name(step)).metrics
+        doomed = keep.find_doomed(steps, metrics)
     except OSError as exc:
         return [str(exc)]
     problems = {step: _remove(directory / folder_name(step)) for step in doomed}
@@ -281,9 +313,13 @@ def open_directory(ranks: Ranks, directory: Path) -> tuple[DirectoryLock | None,
     locks: list[DirectoryLock] = []
 
     def lead(_: dict[int, Message]) -> dict[str, Any]:
-        locks.append(_lock(directory))
-        sweep(directory)
-        newest = next(iter(complete_steps(directory)), None)
+        try:
+            _make(directory)
+            locks.append(DirectoryLock(directory, Owner.myself(os.environ)))
+            sweep(directory)
+            newest = next(iter(complete_steps(directory)), None)
+        except OSError as exc:
+            raise _not_writable(directory, exc) from exc
         return {"id": locks[0].owner.id, "newest": newest}
 
     def require_seen(messages: dict[int, Message]) -> dict[str, Any]:
@@ -303,20 +339,16 @@ def open_directory(ranks: Ranks, directory: Path) -> tuple[DirectoryLock | None,
     return next(iter(locks), None), facts["newest"]
 
 
-def _lock(directory: Path) -> DirectoryLock:
-    try:
-        _make(directory)
-        return DirectoryLock(directory, Owner.myself(os.environ))
-    except OSError as exc:
-        raise DirectoryError(
-            Explanation(
-                f"rank 0 cannot write checkpoints to {directory}: {exc}.",
-                cause=_find_cause(directory)
-                or "it belongs to another user, is mounted read-only, or its disk is full.",
-                fix="choose a directory that this user may write to.",
-            ),
-            rank=0,
-        ) from exc
+def _not_writable(directory: Path, exc: OSError) -> DirectoryError:
+    return DirectoryError(
+        Explanation(
+            f"rank 0 cannot write checkpoints to {directory}: {exc}.",
+            cause=_find_cause(directory)
+            or "it belongs to another user, is mounted read-only, or its disk is full.",
+            fix="choose a directory that this user may read and write.",
+        ),
+        rank=0,
+    )
 
 
 def _make(directory: Path) -> None:

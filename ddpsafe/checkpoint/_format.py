@@ -8,6 +8,7 @@ anything else is damage, and the checkpoint before is used.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -43,6 +44,8 @@ PER_RANK: Final = "per rank"
 SHARDED: Final = "sharded"
 
 _MAX_MANIFEST_BYTES: Final = 256 * 2**20
+_MAX_CORNERS: Final = 2**24
+"""Of the pieces of one tensor: a forged one could take hours to look at."""
 _OUTER: Final = re.compile(rb'\{"crc32":([0-9]{1,10}),"content":(.*)\}\n', re.DOTALL)
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -128,9 +131,7 @@ class ShardedTensor(_Part):
             if any(offset + size > length for length, offset, size in ends):
                 message = "a piece lies outside of its tensor"
                 raise ValueError(message)
-        places = {tuple(piece.offsets) for piece in self.pieces if piece.numel}
-        filled = [piece.numel for piece in self.pieces if piece.numel]
-        if len(places) != len(filled) or sum(filled) != math.prod(self.shape):
+        if not _make_up(self.shape, [piece for piece in self.pieces if piece.numel]):
             message = "the pieces do not make up the tensor"
             raise ValueError(message)
         return self
@@ -147,6 +148,24 @@ class ShardedTensor(_Part):
         if not isinstance(dtype, torch.dtype):
             raise DamagedFileError(f"{NAME} names {self.dtype!r}, a dtype that torch does not have")
         return dtype
+
+
+def _make_up(shape: list[int], pieces: list[Piece]) -> bool:
+    """Tell whether pieces, none of them empty or outside, cover a tensor, each value once.
+
+    Blocks of the right volume do if every corner of theirs that is not a corner of the whole is met an
+    even number of times: then each value is covered an odd number of times.
+    """
+    if sum(piece.numel for piece in pieces) != math.prod(shape):
+        return False
+    cut = [dim for dim, n in enumerate(shape) if any(piece.sizes[dim] != n for piece in pieces)]
+    if len(pieces) << len(cut) > _MAX_CORNERS:
+        return False
+    odd: set[tuple[int, ...]] = set()
+    for piece in pieces:
+        ends = ((piece.offsets[dim], piece.offsets[dim] + piece.sizes[dim]) for dim in cut)
+        odd.symmetric_difference_update(itertools.product(*ends))
+    return not pieces or odd == set(itertools.product(*((0, shape[dim]) for dim in cut)))
 
 
 class Manifest(_Part):

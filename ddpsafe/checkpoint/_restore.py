@@ -240,9 +240,8 @@ def _load(request: Request, step: int) -> tuple[Loaded | None, Message]:
     ranks = request.ranks
     facts: dict[str, Any] = {"damage": None, "host": ranks.host}
     try:
-        loaded = load_checkpoint(
-            request.directory, step, rank=ranks.rank, world_size=ranks.world_size
-        )
+        folder = request.directory / _directory.folder_name(step)
+        loaded = load_checkpoint(folder, step, rank=ranks.rank, world_size=ranks.world_size)
         loaded.left.update(
             _compare.compare(loaded, request.state, ranks.unwrap, strict=request.strict)
         )
@@ -257,17 +256,22 @@ def _load(request: Request, step: int) -> tuple[Loaded | None, Message]:
     return loaded, Message(facts=facts)
 
 
-def load_checkpoint(directory: Path, step: int, *, rank: int, world_size: int) -> Loaded:
+def load_checkpoint(folder: Path, step: int | None, *, rank: int, world_size: int) -> Loaded:
     """Read what this rank needs.
+
+    Args:
+        folder: The checkpoint's folder.
+        step: The step that it has to be of; ``None`` where that is not known.
+        rank: Whose part is read.
+        world_size: Over how many ranks the check of the shards is divided.
 
     Raises:
         DamagedFileError: A file is not what was written, or was written for another step.
         NewerFormatError: A newer ddpsafe wrote it.
         RestoreError: It is whole and cannot be read all the same.
     """
-    folder = directory / _directory.folder_name(step)
     manifest = read_manifest(folder)
-    if manifest.step != step:
+    if step is not None and manifest.step != step:
         raise DamagedFileError(
             f"{NAME} is of step {manifest.step}; the folder was copied or renamed"
         )

@@ -54,13 +54,13 @@ class Place:
         directory: The directory.
         lock: The right to write there.
         keep: Which checkpoints stay.
-        metrics: Those of the checkpoints that are there, by step, where `keep` needs them.
+        metrics: Those that are known of the checkpoints that are there.
     """
 
     directory: Path
     lock: DirectoryLock
     keep: _directory.Keep
-    metrics: dict[int, dict[str, float | None]] = field(default_factory=dict)
+    metrics: _directory.Metrics = field(default_factory=dict)
 
     def require_lock(self, step: int) -> None:
         """Refuse to publish into a directory that has vanished or belongs to another job now.

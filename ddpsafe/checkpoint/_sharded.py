@@ -72,7 +72,7 @@ def _unsaveable(path: str, what: str) -> CheckpointConfigError:
 
 
 def _is_copy(tensor: Any) -> bool:
-    """Tell whether another rank has the same part, and writes it."""
+    """Tell whether another rank of the mesh has the same part, and writes it."""
     place = tensor.device_mesh.get_coordinate() or ()
     return any(
         at > 0
@@ -133,6 +133,9 @@ def index_of(
 ) -> tuple[dict[str, FileFacts], dict[str, ShardedTensor]]:
     """Make the manifest's part of what all ranks wrote.
 
+    Of a part that ranks of different meshes have written, as tensor parallelism on a part of the ranks
+    leads to, the first rank's is taken.
+
     Args:
         whole: What `describe` returned.
         written: What `write_shards` returned, on each rank.
@@ -141,15 +144,15 @@ def index_of(
         ValueError: They do not make up the tensors.
     """
     files: dict[str, FileFacts] = {}
-    pieces: dict[str, list[Piece]] = {path: [] for path in whole}
+    pieces: dict[str, dict[object, Piece]] = {path: {} for path in whole}
     for each in written:
         files[each["file"]] = FileFacts(size_bytes=each["size_bytes"], crc32=each["crc32"])
         for path, (start, offsets, sizes) in each["pieces"].items():
             piece = Piece(file=each["file"], start=start, offsets=offsets, sizes=sizes)
             if piece.numel:
-                pieces[path].append(piece)
+                pieces[path].setdefault((*offsets, *sizes), piece)
     shards = {
-        path: ShardedTensor(dtype=dtype, shape=shape, pieces=pieces[path])
+        path: ShardedTensor(dtype=dtype, shape=shape, pieces=list(pieces[path].values()))
         for path, (dtype, shape) in whole.items()
     }
     return files, shards

@@ -110,7 +110,7 @@ def take_snapshot(
         with_rng: Take the random number generators too.
 
     Raises:
-        CheckpointConfigError: The mapping is none.
+        CheckpointConfigError: It is not a mapping of names.
         UnsafeStateError: Something in it could not be loaded again.
     """
     from torch.optim import Optimizer
@@ -152,19 +152,27 @@ def optimizer_facts(optimizer: Optimizer) -> OptimizerFacts:
 
 
 def check_names(state: object) -> None:
-    """Refuse a state that is no mapping of names.
+    """Refuse a state that is not a mapping of names.
 
     Raises:
         CheckpointConfigError: As it says.
     """
-    if not isinstance(state, Mapping) or not state or not all(isinstance(k, str) for k in state):
-        raise CheckpointConfigError(
-            Explanation(
-                "The state is no mapping of names to objects.",
-                cause=f"it is a {type(state).__name__}, or is empty, or has other keys than texts.",
-                fix="pass {'model': model, 'optimizer': optimizer, …}.",
-            )
+    if not isinstance(state, Mapping):
+        cause = f"it is of type {type(state).__name__}."
+    elif not state:
+        cause = "it is empty."
+    else:
+        others = [name for name in state if not isinstance(name, str)]
+        if not others:
+            return
+        cause = f"the key {others[0]!r} is of type {type(others[0]).__name__}, not str."
+    raise CheckpointConfigError(
+        Explanation(
+            "The state is not a mapping of names to objects.",
+            cause=cause,
+            fix="pass {'model': model, 'optimizer': optimizer, …}.",
         )
+    )
 
 
 def state_of(value: Any, unwrap: Callable[[nn.Module], nn.Module]) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import warnings
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -150,6 +152,51 @@ def test_what_is_no_metric_or_metadata_is_refused(tmp_path: Path, wrong: dict[st
         with pytest.raises(errors.CheckpointConfigError, match=f"save\\({next(iter(wrong))}"):
             checkpointer.save({"x": 1}, 1, **wrong)
         assert checkpointer.latest() is None
+
+
+def train(model: torch.nn.Module) -> None:
+    """Change the parameters as an optimizer does."""
+    model(torch.ones(2)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize(
+    ("change", "lost"),
+    [
+        ({}, None),
+        ({"metrics": {"loss": 0.5}, "metadata": {"a": 1}}, None),
+        ({"metrics": {"loss": 0.4}}, "the metrics"),
+        ({"metadata": {"a": 2}}, "the metadata"),
+        ({"more": 1}, "'more'"),
+        ({"train": True}, "the parameters of the models"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("restored", [False, True])
+def test_what_a_saved_step_does_not_take_is_told(
+    tmp_path: Path, change: dict[str, Any], lost: str | None, *, restored: bool
+) -> None:
+    """A step that is saved, or was restored, is not saved again; nothing else is lost in silence."""
+    model = torch.nn.Linear(2, 2)
+    state: dict[str, Any] = {"model": model, "epoch": 1}
+    beside = {"metrics": {"loss": 0.5}, "metadata": {"a": 1}}
+    with contextlib.ExitStack() as stack:
+        checkpointer = stack.enter_context(Checkpointer(tmp_path))
+        checkpointer.save(state, 1, **beside)
+        if restored:
+            checkpointer.close()
+            checkpointer = stack.enter_context(Checkpointer(tmp_path))
+            checkpointer.restore(state)
+        given = dict(change)
+        if given.pop("train", None):
+            train(model)
+        state |= {name: given.pop(name) for name in ("more",) if name in given}
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            checkpointer.save(state, 1, **given)
+        texts = [str(each.message) for each in warned]
+        assert len(texts) == (lost is not None)
+        assert lost is None or f"What differs now is lost: {lost}." in texts[0]
 
 
 def test_save_is_due_every_so_many_steps(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,31 @@ def test_damage_is_found_and_ends_with_1(
     assert code == 1
     assert "2  ranks.bin: bytes 0 to" in out
     assert run(capsys, "verify", str(directory), "--step", "1")[0] == 0
+    (directory / "step-000000000009").mkdir()
     assert run(capsys, "verify", str(directory), "--step", "9")[0] == 1
+
+
+def test_step_that_is_not_there_is_not_damage(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ends with 2, as a wrong directory does, and says what there is to do."""
+    code, out, err = run(capsys, "verify", str(directory), "--step", "9")
+    assert (code, out) == (2, "")
+    assert "There is no checkpoint of step 9" in err
+
+
+@pytest.mark.parametrize("place", ["latest", "step-000000000002", "copy", ".aside", "link/latest"])
+def test_folder_of_one_checkpoint_is_a_place_too(
+    directory: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    """The link to the newest, a copy under another name, one that was set aside."""
+    for name in ("copy", ".aside"):
+        shutil.copytree(directory / "step-000000000002", directory / name)
+    (directory / "link").symlink_to(directory)
+    one = str(directory / place)
+    assert run(capsys, "diff", str(directory), one) == (0, "no difference in 3 values\n", "")
+    assert run(capsys, "verify", one)[:2] in ((0, "2  whole\n"), (0, f"{place}  whole\n"))
+    assert json.loads(run(capsys, "ls", one, "--json")[1])[0]["step"] == 2
 
 
 def test_two_are_compared_value_by_value(
@@ -126,9 +151,8 @@ def test_file_of_torch_save_is_imported(
     tree = make(model, optimizer)
     torch.save(tree, tmp_path / "file.pt")
     place = [str(tmp_path / "file.pt"), str(tmp_path / "c")]
-    code, out, err = run(
-        capsys, "import", *place, "--step", "7", "--rename", "state_dict=model", "--json"
-    )
+    rename = ["--rename", "state_dict=model"] if "state_dict" in tree else []
+    code, out, err = run(capsys, "import", *place, "--step", "7", *rename, "--json")
     assert (code, err) == (0, "")
     assert json.loads(out)["metadata"] == {"imported_from": place[0]}
     state: dict[str, Any] = {"model": now}
@@ -145,6 +169,42 @@ def test_file_of_torch_save_is_imported(
         )
 
 
+@pytest.mark.parametrize(
+    ("rename", "says"),
+    [
+        ({"modle": "model"}, "it has no 'modle' to rename"),
+        ({"modle": "x", "optim": "model"}, "it has no 'modle' to rename"),
+        ({"net": "both", "optim": "both"}, "'net', 'optim' would both be called 'both'"),
+        ({"net": "optim"}, "'net', 'optim' would both be called 'optim'"),
+        ({"net": ""}, "'net' would be called ''"),
+    ],
+    ids=str,
+)
+def test_rename_that_would_lose_a_state_is_refused(
+    tmp_path: Path, rename: dict[str, str], says: str
+) -> None:
+    """It matches nothing, or gives two states one name; the error lists the names of the file."""
+    torch.save({"net": {"w": torch.ones(2)}, "optim": 1}, tmp_path / "file.pt")
+    with pytest.raises(errors.CheckpointConfigError) as caught:
+        import_file(tmp_path / "file.pt", tmp_path / "c", 1, rename=rename)
+    assert says in str(caught.value)
+    assert "the names in the file are 'net', 'optim'" in str(caught.value)
+    assert not (tmp_path / "c").exists()
+
+
+def test_names_may_be_swapped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A new name may be an old one that is given away; one name cannot get two."""
+    torch.save({"a": 1, "b": 2}, tmp_path / "file.pt")
+    place = [str(tmp_path / "file.pt"), str(tmp_path / "c"), "--step", "1"]
+    code, _, err = run(capsys, "import", *place, "--rename", "a=b", "--rename", "a=c")
+    assert code == 2
+    assert "'a' has another new name already" in err
+    assert run(capsys, "import", *place, "--rename", "a=b", "--rename", "b=a")[0] == 0
+    state = {"a": 0, "b": 0}
+    assert Checkpointer(tmp_path / "c", access="read").restore(state) == 1
+    assert state == {"a": 2, "b": 1}
+
+
 def test_file_that_would_execute_code_is_not_imported(tmp_path: Path) -> None:
     """It is refused with what to do instead, and so is what is no file of torch.save."""
 
@@ -155,8 +215,17 @@ def test_file_that_would_execute_code_is_not_imported(tmp_path: Path) -> None:
     torch.save({"model": Trap()}, tmp_path / "trap.pt")
     (tmp_path / "text.pt").write_text("hello")
     torch.save([1], tmp_path / "list.pt")
-    for name in ("trap.pt", "text.pt", "list.pt", "missing.pt"):
-        with pytest.raises(errors.CheckpointConfigError, match="cannot be imported"):
+    torch.save({}, tmp_path / "empty.pt")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "list.pt").read_bytes()[:-30])
+    for name, says in {
+        "trap.pt": "weights_only=True does not allow what it holds: .*getattr",
+        "text.pt": "it is not a file of torch.save",
+        "cut.pt": "or only a part of one",
+        "list.pt": "it holds a value of type list",
+        "empty.pt": "it holds an empty dict",
+        "missing.pt": "No such file",
+    }.items():
+        with pytest.raises(errors.CheckpointConfigError, match=f"cannot be imported: .*({says})"):
             import_file(tmp_path / name, tmp_path / "c", 1)
     assert not (tmp_path / "executed").exists()
     assert not (tmp_path / "c").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -15,6 +16,7 @@ import torch
 
 from ddpsafe.checkpoint import Checkpointer, errors
 from ddpsafe.checkpoint._checksums import BLOCK_BYTES
+from ddpsafe.checkpoint._format import ShardedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -193,6 +195,37 @@ def test_manifest_with_one_wrong_value_is_damage(
     file.write_bytes(b'{"crc32":%d,"content":%s}\n' % (zlib.crc32(text), text))
     with pytest.warns(errors.CheckpointWarning, match=r"step 2: manifest\.json"):
         assert restored(directory, state) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks", "is_whole"),
+    [
+        ([4], [([0], [4])], True),
+        ([4], [([0], [1]), ([1], [3])], True),
+        ([4], [([0], [2]), ([1], [2])], False),  # overlap, and 3 is missing
+        ([4], [([0], [2]), ([0], [2])], False),
+        ([4], [([0], [3])], False),
+        ([], [([], [])], True),
+        ([], [([], []), ([], [])], False),
+        ([0, 3], [], True),
+        ([2, 2], [([0, 0], [1, 2]), ([1, 0], [1, 1]), ([1, 1], [1, 1])], True),
+        ([2, 2], [([0, 0], [1, 2]), ([0, 1], [2, 1])], False),
+        ([3, 3], [([0, 0], [1, 2]), ([0, 2], [2, 1]), ([2, 1], [1, 2]), ([1, 0], [2, 1]),
+                  ([1, 1], [1, 1])], True),  # a pinwheel
+        ([3, 3], [([0, 0], [1, 2]), ([0, 2], [2, 1]), ([2, 1], [1, 2]), ([1, 0], [2, 1]),
+                  ([0, 0], [1, 1])], False),
+        ([2, 2, 2], [([0, 0, 0], [2, 2, 1]), ([0, 0, 1], [2, 1, 1]), ([0, 1, 1], [2, 1, 1])], True),
+        ([2] * 40, [([0] * 40, [1] * 40)], False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_pieces_of_a_tensor_cover_it_once(shape: Any, blocks: Any, *, is_whole: bool) -> None:
+    """Pieces that overlap, and leave values that were never written, are refused."""
+    file = "shards/rank-00000.bin"
+    pieces = [{"file": file, "start": 0, "offsets": at, "sizes": n} for at, n in blocks]
+    refused = contextlib.nullcontext() if is_whole else pytest.raises(ValueError, match="make up")
+    with refused:
+        ShardedTensor.model_validate({"dtype": "float32", "shape": shape, "pieces": pieces})
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "link to the same", "folder", "socket"])

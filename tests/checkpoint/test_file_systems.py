@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -89,6 +90,46 @@ def test_training_may_go_on_over_a_full_disk(mount: Mount) -> None:
         filler.unlink()
         checkpointer.save(state, 3)
         assert checkpointer.latest() == 3
+
+
+def test_save_whose_rename_does_not_reach_the_disk_is_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that failed does not leave a checkpoint; the step can be saved again."""
+    fsync = os.fsync
+
+    def refuse(fd: int) -> None:
+        if Path(f"/proc/self/fd/{fd}").readlink() == tmp_path / "c":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(fd)
+
+    with Checkpointer(tmp_path / "c") as checkpointer:
+        checkpointer.save({"x": 1}, 1)
+        monkeypatch.setattr(os, "fsync", refuse)
+        with pytest.raises(errors.SaveError, match="the disk has failed"):
+            checkpointer.save({"x": 2}, 2)
+        assert checkpointer.steps() == [1]
+        assert list((tmp_path / "c").glob(".saving*")) == []
+        monkeypatch.undo()
+        checkpointer.save({"x": 2}, 2)
+        assert checkpointer.steps() == [2, 1]
+
+
+def test_directory_that_cannot_be_listed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written to but not read, as with mode 300: an error of ddpsafe, and no lock is left."""
+
+    def refuse(_: object) -> list[str]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", refuse)
+        with pytest.raises(errors.DirectoryError, match="Permission denied"):
+            Checkpointer(tmp_path / "c")
+        with pytest.raises(errors.DirectoryError, match="Permission denied"):
+            Checkpointer(tmp_path / "c", access="read").latest()
+    Checkpointer(tmp_path / "c").close()
 
 
 @pytest.mark.root

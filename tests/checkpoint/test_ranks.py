@@ -233,6 +233,14 @@ def test_model_goes_on_sharded_or_whole_on_any_number_of_ranks(
             assert_close(ours, theirs)
 
 
+def test_tensors_on_parts_of_the_ranks_come_back(tmp_path: Path) -> None:
+    """Sub-meshes that have the same parts, copies, meshes without rank 0; in the background too."""
+    found = programs.run_ranks(programs.distribute_over_parts_of_the_ranks, tmp_path, ranks=4)
+    for rank, cases in found.items():
+        for name, right in cases.items():
+            assert right == [True] * 4, (rank, name)
+
+
 def test_other_shape_is_refused_before_anything_changes(
     trained: tuple[Path, dict[str, Any]],
 ) -> None:

@@ -184,10 +184,10 @@ def test_wrong_calls_are_explained(tmp_path: Path) -> None:
     with pytest.raises(errors.CheckpointConfigError, match="with block"):
         checkpointer.save({"x": 1}, 1, asynchronous=True)
     for step in (-1, 1.5, True):
-        with pytest.raises(errors.CheckpointConfigError, match="whole number"):
+        with pytest.raises(errors.CheckpointConfigError, match="a step is an integer"):
             checkpointer.save({"x": 1}, step)  # type: ignore[arg-type]  # what is tested
     for state in ([1], {}, {1: 2}):
-        with pytest.raises(errors.CheckpointConfigError, match="no mapping of names"):
+        with pytest.raises(errors.CheckpointConfigError, match="not a mapping of names"):
             checkpointer.save(state, 1)  # type: ignore[arg-type]  # what is tested
     with pytest.raises(errors.DirectoryLockedError, match=r"(?s)very process.*call close\(\)"):
         Checkpointer(tmp_path)

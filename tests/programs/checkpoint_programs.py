@@ -314,6 +314,47 @@ def save_and_restore_shards(
     return {**found, "parameters": whole, "epoch": state["epoch"]}
 
 
+def distribute_over_parts_of_the_ranks(
+    ctx: ddpsafe.RankContext, directory: Path
+) -> dict[str, list[bool]]:
+    """Save tensors on meshes of many kinds; tell where they come back, distributed and whole."""
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    some, one = DeviceMesh("cpu", [1, 2, 3]), DeviceMesh("cpu", [ctx.world_size - 1])
+    cases: dict[str, tuple[DeviceMesh, list[Any]]] = {
+        "half of the ranks, twice": (both["tensor"], [Shard(0)]),
+        "columns": (both["data"], [Shard(1)]),
+        "copies": (both["tensor"], [Replicate()]),
+        "hybrid": (both, [Replicate(), Shard(0)]),
+        "two dimensions": (both, [Shard(0), Shard(1)]),
+        "one dimension, twice": (both, [Shard(0), Shard(0)]),
+        "without rank 0": (some, [Shard(0)]),
+        "one rank": (one, [Shard(0)]),
+    }
+    values = torch.arange(35.0).reshape(5, 7)
+    found: dict[str, list[bool]] = {}
+    for name, (mesh, placements) in cases.items():
+        found[name] = []
+        for asynchronous in (False, True):
+            with Checkpointer(directory / f"{name}-{asynchronous}", rng=False) as checkpointer:
+                tensor = distribute_tensor(values.clone(), mesh, placements)
+                checkpointer.save({"x": tensor}, 1, asynchronous=asynchronous)
+                whole, again = (
+                    torch.zeros(5, 7),
+                    distribute_tensor(values.clone(), mesh, placements),
+                )
+                has_part = mesh.get_coordinate() is not None
+                if has_part:
+                    again.to_local().zero_()
+                checkpointer.restore({"x": whole})
+                checkpointer.restore({"x": again})
+            same = not has_part or torch.equal(again.to_local(), tensor.to_local())
+            found[name] += [torch.equal(whole, values), same]
+    return found
+
+
 def refuse_shards(ctx: ddpsafe.RankContext, directory: Path) -> Any:
     """Restore a sharded model from a checkpoint of another shape; nothing may change."""
     from torch.distributed.device_mesh import init_device_mesh
