@@ -15,6 +15,39 @@ if TYPE_CHECKING:
 
 _FIRST_PAUSE_S: Final = 0.001
 _LONGEST_PAUSE_S: Final = 0.1
+_SUSPENDED_S: Final = 1.0
+"""A wait that takes so much longer than asked for was no wait: this process was stopped."""
+
+
+class AwakeClock:
+    """Monotonic time without that in which this process was suspended.
+
+    Ctrl-Z, SIGSTOP and a frozen virtual machine stop a process and not the clock. What others did
+    meanwhile has not been seen, so none of that time may be held against them.
+    """
+
+    def __init__(self) -> None:
+        """Start with the monotonic clock's reading."""
+        self._suspended_s = 0.0
+        self._last_s = time.monotonic()
+
+    def __call__(self) -> float:
+        """Return a reading in seconds, for `Deadline`."""
+        return time.monotonic() - self._suspended_s
+
+    def note_wait(self, asked_s: float) -> bool:
+        """Note the end of a wait; tell whether this process was suspended since the one before.
+
+        Args:
+            asked_s: How long the wait might have taken, in seconds.
+        """
+        now_s = time.monotonic()
+        late_s = now_s - self._last_s - asked_s
+        self._last_s = now_s
+        if late_s < _SUSPENDED_S:
+            return False
+        self._suspended_s += late_s
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +135,11 @@ class BoundedCall(Generic[T]):
 
     def wait(self, limit_s: float) -> bool:
         """Wait for the end of the call, at most `limit_s` seconds; tell whether it came."""
-        self._thread.join(min(limit_s, threading.TIMEOUT_MAX))
+        limit_s = min(limit_s, threading.TIMEOUT_MAX)
+        clock = AwakeClock()
+        self._thread.join(limit_s)
+        while self._thread.is_alive() and clock.note_wait(limit_s):
+            self._thread.join(limit_s)  # it was suspended with this one
         return not self._thread.is_alive()
 
     def result(self) -> T:

@@ -1,4 +1,4 @@
-"""One attempt: a fresh store, all ranks, a watch, an end, a verdict."""
+"""One attempt: a fresh store, all ranks, a watch, an end, what it came to."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def run_attempt(
         if on_start is not None:
             on_start(workers, inbox)
         ending, request = _watch_to_the_end(workers, plan, inbox, end, grace_period)
-        case = errors.EndedAttempt(
+        ended = errors.EndedAttempt(
             outcomes={worker.rank: worker.outcome() for worker in workers},
             ending=ending,
             attempt=number,
@@ -163,7 +163,7 @@ def run_attempt(
         )
     if inbox.received is not None:
         cancelled.set()  # whatever it came to: nobody wants another attempt
-    return _conclude(case, workers, request, inbox.received, directory)
+    return _conclude(ended, workers, request, inbox.received, directory)
 
 
 def _watch_to_the_end(
@@ -177,9 +177,9 @@ def _watch_to_the_end(
     with open_console(workers, plan.console, inbox=inbox, limit=timeouts.attempt):
         watch = Watch(workers, timeouts=timeouts, inbox=inbox)
         ending = watch.until_end()
-        if ending.verdict not in ("done", "signal"):
+        if ending.reason not in ("done", "signal"):
             evidence.collect(workers)
-        given_s = grace_period() if ending.verdict == "failed" else None
+        given_s = grace_period() if ending.reason == "failed" else None
         if given_s is None:
             end(workers)
         else:  # as torch's: they may end by themselves, then obey SIGTERM
@@ -189,24 +189,24 @@ def _watch_to_the_end(
 
 
 def _conclude(
-    case: EndedAttempt,
+    ended: EndedAttempt,
     workers: Sequence[Worker],
     request: StopRequest,
     received: signal.Signals | None,
     directory: RunDirectory,
 ) -> dict[int, object]:
     """Return what the ranks returned, or raise what the attempt came to; see `run_attempt`."""
-    verdict = case.ending.verdict
-    if verdict == "overdue" or (verdict == "done" and any(worker.stop.obeys for worker in workers)):
-        values = _values(workers, case, directory)
-        stopped = conclude_stop(case, request, values, keeps_logs=directory.is_kept)
+    reason = ended.ending.reason
+    if reason == "overdue" or (reason == "done" and any(worker.stop.obeys for worker in workers)):
+        values = _values(workers, ended, directory)
+        stopped = conclude_stop(ended, request, values, keeps_logs=directory.is_kept)
         directory.holds_failure |= bool(stopped.unfinished_ranks)
         raise stopped
-    if verdict == "done" and not is_order(received):
-        return _values(workers, case, directory)
-    if verdict in ("done", "signal"):
+    if reason == "done" and not is_order(received):
+        return _values(workers, ended, directory)
+    if reason in ("done", "signal"):
         raise Interrupted(received or signal.SIGTERM)
-    error = _failure(case, directory)
+    error = _failure(ended, directory)
     if received is not None and _is_by_sigterm(error):
         raise Interrupted(received)  # it went to the ranks too, as a cgroup's or scancel --full's
     directory.holds_failure = True
@@ -214,7 +214,7 @@ def _conclude(
 
 
 def _values(
-    workers: Sequence[Worker], case: EndedAttempt, directory: RunDirectory
+    workers: Sequence[Worker], ended: EndedAttempt, directory: RunDirectory
 ) -> dict[int, object]:
     values: dict[int, object] = {}
     for worker in workers:
@@ -222,8 +222,8 @@ def _values(
             try:
                 values[worker.rank] = _load(worker.returned.payload)
             except Exception as exc:
-                error = errors.unloadable(case, worker.rank, exc)
-                directory.report(case.attempt, error)
+                error = errors.unloadable(ended, worker.rank, exc)
+                directory.report(ended.attempt, error)
                 directory.holds_failure = True
                 raise error from exc
     return values
@@ -238,10 +238,10 @@ def _load(value: bytes) -> object:
         raise payload.CannotTravelError(msg) from exc
 
 
-def _failure(case: EndedAttempt, directory: RunDirectory) -> LaunchError:
-    directory.note_tracebacks(case.outcomes.values())
-    error = errors.conclude(case)
-    directory.report(case.attempt, error)
+def _failure(ended: EndedAttempt, directory: RunDirectory) -> LaunchError:
+    directory.note_tracebacks(ended.outcomes.values())
+    error = errors.conclude(ended)
+    directory.report(ended.attempt, error)
     return error
 
 

@@ -31,7 +31,7 @@ from ddpsafe._launcher.diagnosis.evidence import (
     read_stack,
 )
 from ddpsafe._launcher.diagnosis.root_cause import RULES, find_root_cause
-from ddpsafe._launcher.watch.supervisor import Ending, Verdict
+from ddpsafe._launcher.watch.supervisor import Ending, EndReason
 from ddpsafe._wire.exceptions import note_met
 from ddpsafe._wire.messages import Collective, NativeError, Position, Raised, RankOutcome
 from ddpsafe._wire.payload import CannotTravelError
@@ -438,7 +438,7 @@ class Row:
         rule: By which rule.
         error: The class of the error.
         kind: Its kind.
-        verdict: Why the launcher ended the attempt.
+        reason: Why the launcher ended the attempt.
         oom_kills: How often the kernel killed for memory.
         facts: Further attributes that the error has.
         says: What stands in its text.
@@ -451,7 +451,7 @@ class Row:
     rule: str
     error: type[ddpsafe.LaunchError]
     kind: FailureKind
-    verdict: Verdict = "failed"
+    reason: EndReason = "failed"
     oom_kills: int = 0
     says: tuple[str, ...] = ()
     says_not: str = "\0"
@@ -820,7 +820,7 @@ IN_FLIGHT: Final = [
         "stuck-with-error",
         RAISED,
         "user-error",
-        verdict="failing",
+        reason="failing",
     ),
     row(
         "handles an error and is behind",
@@ -935,7 +935,7 @@ IN_FLIGHT: Final = [
         "error-where-missed",
         ddpsafe.AttemptTimeoutError,
         "hang",
-        verdict="attempt",
+        reason="attempt",
         says=("label 7", "was handling ValueError"),
     ),
     row(
@@ -1109,7 +1109,7 @@ NCCL: Final = [
         "returned-behind",
         LEFT,
         "user-error",
-        verdict="left",
+        reason="left",
     ),
     row(
         "NCCL: a rank raises while the others' GPUs wait for it",
@@ -1202,7 +1202,7 @@ PLACES: Final = [
         "returned-behind",
         LEFT,
         "user-error",
-        verdict="left",
+        reason="left",
         says=("returned early",),
     ),
     row(
@@ -1220,7 +1220,7 @@ PLACES: Final = [
         "returned-behind",
         LEFT,
         "user-error",
-        verdict="left",
+        reason="left",
     ),
     row(
         "returned, and the recorder tells nothing",
@@ -1582,7 +1582,7 @@ POINT_TO_POINT: Final = [
         "returned-behind",
         LEFT,
         "user-error",
-        verdict="left",
+        reason="left",
         says=("sys.exit(0) was called at train.py:7 in main",),
     ),
 ]
@@ -1595,7 +1595,7 @@ DEADLINES: Final = [
         "unknown",
         LATE,
         "startup-network",
-        verdict="rendezvous",
+        reason="rendezvous",
     ),
     row(
         "does not join, and the other one's clock runs out first",
@@ -1641,7 +1641,7 @@ DEADLINES: Final = [
         "behind",
         ddpsafe.ProgressTimeoutError,
         "hang",
-        verdict="progress",
+        reason="progress",
     ),
     row(
         "takes too long, all at work",
@@ -1650,7 +1650,7 @@ DEADLINES: Final = [
         "unknown",
         ddpsafe.AttemptTimeoutError,
         "hang",
-        verdict="attempt",
+        reason="attempt",
         facts=(("missing_ranks", (0, 1)),),
     ),
     row(
@@ -1660,7 +1660,7 @@ DEADLINES: Final = [
         "suspended",
         ddpsafe.AttemptTimeoutError,
         "hang",
-        verdict="attempt",
+        reason="attempt",
         facts=(("missing_ranks", (1,)),),
     ),
 ]
@@ -1789,15 +1789,15 @@ def check(row: Row, folder: Path) -> ddpsafe.LaunchError:
     outcomes = outcomes_of(row)
     ended = EndedAttempt(
         outcomes=outcomes,
-        ending=Ending(verdict=row.verdict, waited_s=9.5),
+        ending=Ending(reason=row.reason, waited_s=9.5),
         attempt=1,
         retry=RetryPolicy(attempts=3),
         run_dir=folder,
         oom_kills=row.oom_kills,
         timeouts=Timeouts(progress=9, attempt=9),
     )
-    if row.verdict != "rendezvous":  # no rank is asked then
-        cause = find_root_cause(outcomes, is_failing=row.verdict == "failing")
+    if row.reason != "rendezvous":  # no rank is asked then
+        cause = find_root_cause(outcomes, is_failing=row.reason == "failing")
         if (row.error, row.rule) != (LATE, "unknown"):
             assert cause.root.rank == row.rank, cause.rule.name
         assert cause.rule.name == row.rule

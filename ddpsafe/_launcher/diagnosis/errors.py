@@ -160,10 +160,10 @@ class EndedAttempt:
 
 def conclude(ended: EndedAttempt) -> LaunchError:
     """Turn a failed attempt into the error to raise, with its cause attached."""
-    if ended.ending.verdict == "rendezvous":
+    if ended.ending.reason == "rendezvous":
         return _not_all_joined(ended)
-    cause = find_root_cause(ended.outcomes, is_failing=ended.ending.verdict == "failing")
-    if ended.ending.verdict in ("attempt", "progress"):
+    cause = find_root_cause(ended.outcomes, is_failing=ended.ending.reason == "failing")
+    if ended.ending.reason in ("attempt", "progress"):
         return _too_long(ended, cause)
     if cause.rule.name in ("elsewhere", "unknown") and _find_early(ended):
         return _not_all_joined(ended)  # a rank's own clock ran out a moment before ours
@@ -497,7 +497,7 @@ def _too_long(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     accused = cause.root if blames_one else None
     missing = [accused] if accused is not None else (running or [cause.root])
     names = ranks_text(outcome.rank for outcome in missing)
-    setting = ended.ending.verdict
+    setting = ended.ending.reason
     did = {"attempt": "did not end within", "progress": "made no step within"}[setting]
     likely, fix = (
         _advice_on_hang(cause)

@@ -10,6 +10,7 @@ import codecs
 import contextlib
 import logging
 import os
+import shutil
 import sys
 import threading
 import time
@@ -17,7 +18,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TextIO
 
-from ddpsafe._clock import Deadline
+from ddpsafe._clock import AwakeClock, Deadline
+from ddpsafe._errors import ranks_text
 from ddpsafe._launcher.watch.signals import is_order
 from ddpsafe._launcher.watch.streams import is_terminal, pour, say
 from ddpsafe._wire.spec import open_log
@@ -25,15 +27,15 @@ from ddpsafe._wire.spec import open_log
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from rich.live import Live
-
     from ddpsafe._launcher.processes.rank_process import Worker
     from ddpsafe._launcher.watch.signals import SignalInbox
 
 _TICK_S: Final = 0.1
-_QUIET_S: Final = 1.0
+_QUIET: Final = timedelta(seconds=1)
+_WIPE: Final = "\r\x1b[2K"
+"""Wipes the line that the terminal's cursor is in."""
 _PLAIN_EVERY_S: Final = 30.0
-# How long a reader may pause after the end of ranks that failed, or that somebody has stopped.
+# How long a reader may pause after the end of ranks that failed, or that were asked to stop.
 _PAUSE: Final = timedelta(seconds=2)
 
 
@@ -56,16 +58,22 @@ class _Tail:
         self.pieces = 0
         self.given_up = threading.Event()
 
-    def pump(self, *, final: bool = False) -> None:
-        """Show what is new; on the last call also a line without an end."""
-        if self.given_up.is_set():
-            return
+    def take(self, *, final: bool) -> str:
+        """Return what is new; on the last call also a line without an end."""
         text = self._pending + self._decoder.decode(self._read(), final)
         self._pending = ""
         if self._whole_lines and not final:
             cut = max(text.rfind("\n"), text.rfind("\r")) + 1
             text, self._pending = text[:cut], text[cut:]
-        for _ in pour(self._stream, self._tagged(text)) if text else ():
+        if self._prefix:
+            text = "".join(self._prefix + line for line in text.splitlines(keepends=True))
+        return text
+
+    def show(self, text: str) -> None:
+        """Write it, as far as the stream takes it."""
+        if self.given_up.is_set():
+            return
+        for _ in pour(self._stream, text):
             self.pieces += 1
             if self.given_up.is_set():
                 return
@@ -79,11 +87,6 @@ class _Tail:
             return b""
         self._offset += len(data)
         return data
-
-    def _tagged(self, text: str) -> str:
-        if not self._prefix:
-            return text
-        return "".join(self._prefix + line for line in text.splitlines(keepends=True))
 
 
 class Console:
@@ -110,7 +113,9 @@ class Console:
         self._attempt = Deadline.after(limit)
         self._started_s = time.monotonic()
         self._next_line_s = _PLAIN_EVERY_S
-        self._live: Live | None = None
+        self._quiet = Deadline.after(_QUIET)
+        self._line = ""
+        self._is_mid_line = False
         self._is_silent = show == "none"
         self._tails = [tail for worker in workers for tail in _tails(worker, show)]
         self._ended = threading.Event()
@@ -118,14 +123,16 @@ class Console:
         self._thread.start()
 
     def finish(self) -> None:
-        """Have the rest copied; a reader that keeps somebody waiting gets no more of it."""
+        """Have the rest copied; a reader that keeps the launcher waiting gets no more of it."""
         self._ended.set()
         pieces = self._pieces()
-        pause = Deadline.after(_PAUSE)
+        clock = AwakeClock()  # this thread is suspended with the one that shows the rest
+        pause = Deadline.after(_PAUSE, clock=clock)
         while self._thread.is_alive() and not pause.expired():
             self._thread.join(_TICK_S)
+            clock.note_wait(_TICK_S)
             if self._may_wait() and (self._has_succeeded() or self._pieces() > pieces):
-                pieces, pause = self._pieces(), Deadline.after(_PAUSE)
+                pieces, pause = self._pieces(), Deadline.after(_PAUSE, clock=clock)
         for tail in self._tails:
             tail.given_up.set()
         if self._thread.is_alive():
@@ -145,58 +152,40 @@ class Console:
     def _run(self) -> None:
         while not self._ended.wait(_TICK_S):
             self._refresh()
-        self._clear()
-        for tail in self._tails:
-            tail.pump(final=True)
+        self._refresh(final=True)
 
-    def _refresh(self) -> None:
-        """Copy new output; keep the line of the start up to date."""
-        if all(worker.joined for worker in self._workers):
-            self._clear()
-        elif not self._is_silent:
+    def _refresh(self, *, final: bool = False) -> None:
+        """Copy new output; keep the line of the start up to date, below it."""
+        news = [(tail, text) for tail in self._tails if (text := tail.take(final=final))]
+        starting = not final and not all(worker.joined for worker in self._workers)
+        if self._line and (news or not starting):  # output would be written behind the line
+            self._line = ""
+            list(pour(sys.stderr, _WIPE))
+        for tail, text in news:
+            tail.show(text)
+            self._is_mid_line = not text.endswith("\n")
+        if news:
+            # The ranks run by now, though this process may not have read all their reports.
+            self._quiet = Deadline.after(_QUIET)
+        elif starting and not self._is_silent and self._quiet.expired() and sys.stderr is not None:
             self._show_waiting()
-        for tail in self._tails:
-            tail.pump()
 
     def _show_waiting(self) -> None:
         elapsed_s = time.monotonic() - self._started_s
-        if elapsed_s < _QUIET_S:
-            return
         total = len(self._workers)
         # Ranks that have come wait in "joining" for the others: they are not the missing ones.
         late = [w.rank for w in self._workers if w.phase in ("starting", "loading")]
-        what = f"waiting for rank {', '.join(map(str, late))}" if late else "connecting them"
+        what = f"waiting for {ranks_text(late)}" if late else "connecting them"
         line = f"ddpsafe: {total - len(late)} of {total} ranks have joined, {what}"
         line += f" ({elapsed_s:.0f} s)"
-        if sys.stderr is None:
-            return
-        if is_terminal(sys.stderr):
-            with contextlib.suppress(Exception):  # the terminal has gone, or is no real one
-                self._update_live(line)
+        if is_terminal(sys.stderr) and os.environ.get("TERM", "dumb") != "dumb":
+            if not self._is_mid_line and line != self._line:
+                self._line = line
+                columns = shutil.get_terminal_size().columns
+                list(pour(sys.stderr, _WIPE + line[: columns - 1]))
         elif elapsed_s >= self._next_line_s:
             self._next_line_s += _PLAIN_EVERY_S
             list(pour(sys.stderr, line + "\n"))
-
-    def _update_live(self, line: str) -> None:
-        from rich.console import Console as RichConsole
-        from rich.live import Live
-
-        if self._live is None:
-            self._live = Live(
-                console=RichConsole(file=sys.stderr),
-                auto_refresh=False,
-                transient=True,
-                redirect_stdout=False,  # both streams are the user's, and this is another thread
-                redirect_stderr=False,
-            )
-            self._live.start()
-        self._live.update(line, refresh=True)
-
-    def _clear(self) -> None:
-        live, self._live = self._live, None
-        if live is not None:
-            with contextlib.suppress(Exception):
-                live.stop()
 
 
 def _tails(worker: Worker, show: str) -> Iterator[_Tail]:

@@ -255,7 +255,7 @@ class ProgressWatch:
     """
 
     def __init__(self, workers: Sequence[Worker], longest: timedelta | None) -> None:
-        """Start the clock; ``None`` never stalls."""
+        """Start the count; ``None`` never stalls."""
         self._workers = workers
         self._longest = longest
         self._seen: object = None
@@ -270,7 +270,7 @@ class ProgressWatch:
         return min(_LOOK_S, max(0.0, until_question_s) + _SHORTEST_LOOK_S)
 
     def stalled(self) -> bool:
-        """Tell whether the deadline passed without a sign of headway."""
+        """Tell whether the deadline passed without a sign of progress."""
         if self._longest is None:
             return False
         seen = [(w.phase, w.progress(), w.returned is None) for w in self._workers]
@@ -281,6 +281,10 @@ class ProgressWatch:
         self._note_collectives(self._longest)
         self._ask_if_late()
         return self._deadline.expired()
+
+    def restart(self) -> None:
+        """Count from now: the launcher was suspended, and what it knows of the ranks is old."""
+        self._renew(self._longest)
 
     def _renew(self, wait: timedelta | None) -> None:
         self._deadline = Deadline.after(wait)

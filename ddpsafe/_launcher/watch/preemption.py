@@ -10,7 +10,7 @@ from ddpsafe._clock import Deadline
 from ddpsafe._launcher.watch.signals import is_order
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from datetime import timedelta
 
     from ddpsafe._launcher.processes.rank_process import Worker
@@ -30,17 +30,26 @@ class StopRequest:
         deadline: When patience is over; ``None`` until there is something to wait for.
     """
 
-    def __init__(self, workers: Sequence[Worker], inbox: SignalInbox, *, limit: timedelta) -> None:
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        inbox: SignalInbox,
+        *,
+        limit: timedelta,
+        clock: Callable[[], float],
+    ) -> None:
         """Wait for a request.
 
         Args:
             workers: The ranks.
             inbox: Signals to the launcher.
             limit: How long ranks may take to save and return.
+            clock: What the limit is measured by.
         """
         self._workers = workers
         self._inbox = inbox
         self.limit = limit
+        self._clock = clock
         self._is_agreed = False
         self._is_kept = False
         self.deadline: Deadline | None = None
@@ -53,7 +62,7 @@ class StopRequest:
             return True
         if self.deadline is None:
             if not any(worker.stop.heeds for worker in self._workers):
-                return self._nobody_listens()
+                return self._ends_unasked()
             self._begin()
         if not self._is_agreed:
             self._agree()
@@ -75,7 +84,7 @@ class StopRequest:
             return True
         return any(worker.stop.asked_by is not None for worker in self._workers)
 
-    def _nobody_listens(self) -> bool:
+    def _ends_unasked(self) -> bool:
         """Tell whether to end ranks that have not asked yet; a mere warning can wait until they do."""
         ordered = is_order(self._inbox.received)
         if ordered:
@@ -90,7 +99,7 @@ class StopRequest:
         return ordered
 
     def _begin(self) -> None:
-        self.deadline = Deadline.after(self.limit)
+        self.deadline = Deadline.after(self.limit, clock=self._clock)
         for worker in self._workers:
             worker.stop.ask()
         logger.warning(

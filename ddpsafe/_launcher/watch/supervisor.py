@@ -10,7 +10,7 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Final, Literal
 
-from ddpsafe._clock import Deadline
+from ddpsafe._clock import AwakeClock, Deadline
 from ddpsafe._launcher.watch.hang_detection import (
     FlightWatch,
     ProgressWatch,
@@ -30,91 +30,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FIRST: Final = timedelta(seconds=3)
-_LATER: Final = timedelta(seconds=30)
-_ANSWER: Final = timedelta(seconds=0.5)
-
-
-class Farewell:
-    """Names the ranks that are waited for, and what keeps them, every now and then.
-
-    Attributes:
-        next_look: When there is something to do again.
-    """
-
-    def __init__(self, workers: Sequence[Worker], limit: timedelta) -> None:
-        """Say nothing in the first seconds: most ranks have something to clear away.
-
-        Args:
-            workers: The ranks; all have returned.
-            limit: How long they may take.
-        """
-        self._workers = workers
-        self._limit = limit
-        self._end = Deadline.after(limit)
-        self._has_asked = False
-        self.next_look = Deadline.after(_FIRST)
-
-    def remind(self) -> None:
-        """Ask what keeps them, and a moment later say so, if it is time for it."""
-        if not self.next_look.expired():
-            return
-        for worker in self._alive():
-            if self._has_asked:
-                self._say_who_is_awaited(worker)
-            else:
-                worker.ask_threads()
-        self.next_look = Deadline.after(_LATER if self._has_asked else _ANSWER)
-        self._has_asked = not self._has_asked
-
-    def give_up(self) -> None:
-        """Say which ranks are ended now."""
-        for worker in self._alive():
-            logger.warning(
-                "rank %d has returned, but its process did not end within %s (timeouts.shutdown), "
-                "so it is ended now%s; what it returned stands",
-                worker.rank,
-                f"{self._limit.total_seconds():g} s",
-                _kept_by(worker),
-            )
-
-    def _alive(self) -> list[Worker]:
-        return [worker for worker in self._workers if worker.alive]
-
-    def _say_who_is_awaited(self, worker: Worker) -> None:
-        logger.warning(
-            "rank %d has returned, but its process (pid %s) has not ended after %.0f s%s; "
-            "it is ended in %.0f s (timeouts.shutdown)",
-            worker.rank,
-            worker.pid,
-            self._end.waited_s(),
-            _kept_by(worker),
-            self._end.remaining_s(),
-        )
-
-
-def _kept_by(worker: Worker) -> str:
-    living = worker.living_threads
-    if living is None:
-        return ""
-    if living.places:
-        return f": it waits for {', '.join(living.places)}"
-    return (
-        f": it is still running exit handlers (atexit){f' at {living.main}' if living.main else ''}"
-    )
-
-
-Verdict = Literal[
-    "done", "failed", "failing", "left", "overdue", "progress", "rendezvous", "attempt", "signal"
-]
-"""``overdue``: asked to stop, and not all ranks have. ``left``: a rank has returned and the others are in a collective that needs it.
-``failing``: a rank waits for the others while its exception is on the way."""
-
-_IDLE_S: Final = 5.0
+_IDLE_S: Final = 1.0
+"""How long to wait at most: what a wait takes beyond that is time in which it was suspended."""
 # How long evidence may take to arrive after the first failure: the rank that broke often
 # reports after the ranks that failed because of it. Longer while only such ranks have reported.
 _SETTLE: Final = timedelta(seconds=0.3)
 _SETTLE_SECONDARY: Final = timedelta(seconds=1)
+# When ranks that have returned and do not end are asked what they wait for, and how soon it is said.
+_FIRST_QUESTION: Final = timedelta(seconds=3)
+_ANSWER: Final = timedelta(seconds=0.5)
+_NEXT_QUESTION: Final = timedelta(seconds=30)
+
+
+EndReason = Literal[
+    "done", "failed", "failing", "left", "overdue", "progress", "rendezvous", "attempt", "signal"
+]
+"""``overdue``: asked to stop, and not all ranks have. ``left``: a rank has returned and the others are in a collective that needs it.
+``failing``: a rank waits for the others while its exception is on the way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,16 +54,19 @@ class Ending:
     """Why the watch ended.
 
     Attributes:
-        verdict: In a word.
+        reason: See `EndReason`.
         waited_s: How long the attempt had taken, in seconds.
     """
 
-    verdict: Verdict
+    reason: EndReason
     waited_s: float
 
 
 class Watch:
     """One attempt under watch.
+
+    Its limits are measured by an `AwakeClock`, `timeouts.attempt` excepted: that one bounds what the
+    attempt may take of the user's own time.
 
     Args:
         workers: The ranks.
@@ -150,9 +85,10 @@ class Watch:
         self._workers = workers
         self._timeouts = timeouts
         self._inbox = inbox
-        self._rendezvous = Deadline.after(timeouts.rendezvous)
+        self._clock = AwakeClock()
+        self._rendezvous = Deadline.after(timeouts.rendezvous, clock=self._clock)
         self._attempt = Deadline.after(timeouts.attempt)
-        self.stop_request = StopRequest(workers, inbox, limit=timeouts.stop)
+        self.stop_request = StopRequest(workers, inbox, limit=timeouts.stop, clock=self._clock)
         self._sequence = SequenceWatch(workers)
         self._flight = FlightWatch(workers)
         self._stderr = StderrWatch(workers)
@@ -163,19 +99,19 @@ class Watch:
 
         Ranks may still run when it returns; ending them is the caller's.
         """
-        while (verdict := self._verdict()) is None:
+        while (reason := self._find_reason()) is None:
             self._wait(self._next_deadline())
-        if verdict == "failed":
+        if reason == "failed":
             self._settle()
-        elif verdict == "done":
+        elif reason == "done":
             self._let_leave()
-        return Ending(verdict=verdict, waited_s=self._attempt.waited_s())
+        return Ending(reason=reason, waited_s=self._attempt.waited_s())
 
-    def _verdict(self) -> Verdict | None:
+    def _find_reason(self) -> EndReason | None:
         """Return the first reason to end the watch, the most telling one first."""
         workers = self._workers
         self._stderr.look()
-        reasons: tuple[tuple[Verdict, Callable[[], bool]], ...] = (
+        reasons: tuple[tuple[EndReason, Callable[[], bool]], ...] = (
             ("signal", self.stop_request.must_end),
             ("failed", lambda: any(map(has_failed, workers))),
             ("done", lambda: all(worker.returned is not None for worker in workers)),
@@ -184,48 +120,81 @@ class Watch:
             ("overdue", self.stop_request.is_overdue),
             ("attempt", self._attempt.expired),
             ("progress", self._progress.stalled),
-            ("rendezvous", self._late),
+            ("rendezvous", lambda: self._rendezvous.expired() and not self._have_all_joined()),
         )
-        return next((verdict for verdict, holds in reasons if holds()), None)
+        return next((reason for reason, holds in reasons if holds()), None)
 
-    def _late(self) -> bool:
-        return self._rendezvous.expired() and not all(worker.joined for worker in self._workers)
+    def _have_all_joined(self) -> bool:
+        return all(worker.joined for worker in self._workers)
 
-    def _next_deadline(self) -> Deadline:
-        deadline = self._attempt.earlier(self.stop_request.deadline or self._attempt)
-        if all(worker.joined for worker in self._workers):
-            return deadline
-        return self._rendezvous.earlier(deadline)
+    def _next_deadline(self) -> float:
+        """Return how long nothing expires, in seconds."""
+        deadlines = [self._attempt, self.stop_request.deadline]
+        if not self._have_all_joined():
+            deadlines.append(self._rendezvous)
+        return min(deadline.remaining_s() for deadline in deadlines if deadline is not None)
 
     def _settle(self) -> None:
-        settle, longer = Deadline.after(_SETTLE), Deadline.after(_SETTLE_SECONDARY)
+        """Wait a moment for the reports of other ranks: what is blamed may come second."""
+        settle = Deadline.after(_SETTLE, clock=self._clock)
+        longer = Deadline.after(_SETTLE_SECONDARY, clock=self._clock)
         while any(worker.alive for worker in self._workers):
-            deadline = longer if self._only_peer_errors() else settle
+            failed = [worker for worker in self._workers if has_failed(worker)]
+            deadline = longer if all(map(_blames_a_peer, failed)) else settle
             if deadline.expired():
                 return
             self._stderr.look()
-            self._wait(deadline)
-
-    def _only_peer_errors(self) -> bool:
-        failed = [worker for worker in self._workers if has_failed(worker)]
-        return all(map(_blames_a_peer, failed))
+            self._wait(deadline.remaining_s())
 
     def _let_leave(self) -> None:
-        """Give ranks that have returned the time to end by themselves; the result stands."""
-        deadline = Deadline.after(self._timeouts.shutdown)
-        farewell = Farewell(self._workers, self._timeouts.shutdown)
-        while any(worker.alive for worker in self._workers) and not deadline.expired():
+        """Give ranks that have returned the time to end by themselves; the result stands.
+
+        They are named every now and then, with what keeps them.
+        """
+        limit = Deadline.after(self._timeouts.shutdown, clock=self._clock)
+        next_look = Deadline.after(_FIRST_QUESTION, clock=self._clock)
+        has_asked = False
+        while (alive := [each for each in self._workers if each.alive]) and not limit.expired():
             if self.stop_request.must_end() or self.stop_request.is_overdue():
                 return
-            farewell.remind()
-            self._wait(deadline.earlier(farewell.next_look))
-        farewell.give_up()
+            if next_look.expired():
+                for worker in alive:
+                    if has_asked:
+                        logger.warning(
+                            "rank %d has returned, but its process (pid %s) has not ended after "
+                            "%.0f s%s; it is ended in %.0f s (timeouts.shutdown)",
+                            worker.rank,
+                            worker.pid,
+                            limit.waited_s(),
+                            _kept_by(worker),
+                            limit.remaining_s(),
+                        )
+                    else:
+                        worker.ask_threads()
+                pause = _NEXT_QUESTION if has_asked else _ANSWER
+                next_look = Deadline.after(pause, clock=self._clock)
+                has_asked = not has_asked
+            self._wait(limit.earlier(next_look).remaining_s())
+        for worker in alive:
+            logger.warning(
+                "rank %d has returned, but its process did not end within %g s (timeouts.shutdown), "
+                "so it is ended now%s; what it returned stands",
+                worker.rank,
+                self._timeouts.shutdown.total_seconds(),
+                _kept_by(worker),
+            )
 
-    def _wait(self, deadline: Deadline) -> None:
+    def _wait(self, limit_s: float) -> None:
+        """Wait for news of a rank or a signal, and take it; at most `limit_s` seconds."""
         alive = [worker for worker in self._workers if worker.alive]
         handles = [self._inbox.fileno(), *(worker.end_handle() for worker in alive)]
         handles += [worker.receiver.fileno() for worker in alive if not worker.receiver.closed]
-        ready = wait(handles, min(deadline.remaining_s(), self._longest_s()))
+        watches = (self._sequence, self._flight, self._progress, self._stderr)
+        limit_s = min(limit_s, _IDLE_S, *(watch.interval_s() for watch in watches))
+        ready = wait(handles, limit_s)
+        if self._clock.note_wait(limit_s):
+            self._progress.restart()
+            ready = wait(handles, 0)
         seen_ns = time.monotonic_ns()
         if self._inbox.fileno() in ready:
             os.read(self._inbox.fileno(), 1)
@@ -234,9 +203,16 @@ class Watch:
             if worker.end_handle() in ready:
                 worker.note_end(seen_ns)
 
-    def _longest_s(self) -> float:
-        watches = (self._sequence, self._flight, self._progress, self._stderr)
-        return min(_IDLE_S, *(watch.interval_s() for watch in watches))
+
+def _kept_by(worker: Worker) -> str:
+    """Say what a rank that has returned waits for, as far as it has answered."""
+    living = worker.living_threads
+    if living is None:
+        return ""
+    if living.places:
+        return f": it waits for {', '.join(living.places)}"
+    at = f" at {living.main}" if living.main else ""
+    return f": it is still running exit handlers (atexit){at}"
 
 
 def has_failed(worker: Worker) -> bool:

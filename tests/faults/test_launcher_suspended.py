@@ -1,0 +1,68 @@
+"""The launcher is suspended and goes on later: Ctrl-Z and fg, SIGSTOP, a virtual machine that pauses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING, Final
+
+import pytest
+import scripts
+from fault_kit import start_script
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fault_kit import Started
+
+LIMIT_S: Final = 3.0
+
+_AGAIN: Final = 75
+"""Exit code of a job that has stopped on request."""
+
+
+def suspend(job: Started) -> None:
+    """Stop the launcher alone for longer than its limit, and let it look at what it knows by then."""
+    os.kill(job.pid, signal.SIGSTOP)
+    time.sleep(LIMIT_S + 0.5)  # the fault itself
+    os.kill(job.pid, signal.SIGCONT)
+    time.sleep(0.3)
+
+
+@pytest.mark.parametrize("limit", ["rendezvous", "progress", "shutdown"])
+def test_time_in_which_the_launcher_was_suspended_counts_against_no_rank(
+    tmp_path: Path, limit: str
+) -> None:
+    """Ranks that load, train, or end by then are not ended, and not a word is said."""
+    statements = f"""
+        import suspended_programs as programs
+        limits = {{{limit!r}: {LIMIT_S}}}
+        call = programs.CALLS[{limit!r}](folder)
+        print(ddpsafe.launch(programs.run, (call,), **options, timeouts=limits).values)
+    """
+    with start_script(tmp_path, statements) as job:
+        job.wait_until_up()
+        suspend(job)
+        (tmp_path / "go").touch()
+        run = job.end()
+    assert (run.code, run.err) == (0, "")
+    assert "{0: 'went', 1: 'went'}" in run.out
+
+
+def test_a_launcher_that_is_suspended_while_ranks_save_waits_for_them(tmp_path: Path) -> None:
+    """They have been asked to stop, and get `timeouts.stop` without the time of the suspension."""
+    statements = f"""
+        import suspended_programs as programs
+        limits = {{"stop": {LIMIT_S}}}
+        ddpsafe.launch(programs.save_slowly, (folder,), **options, timeouts=limits)
+    """
+    with start_script(tmp_path, statements) as job:
+        job.wait_until_up()
+        os.kill(job.pid, signal.SIGTERM)
+        scripts.wait_until(lambda: "asked to save and return" in job.errors())
+        suspend(job)
+        (tmp_path / "go").touch()
+        run = job.end()
+    assert run.code == _AGAIN, run.err
+    assert "did not return" not in run.err

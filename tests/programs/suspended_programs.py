@@ -1,0 +1,89 @@
+"""What ranks do while their launcher is suspended; run by tests/faults/test_launcher_suspended.py."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING, Final
+
+from orphan_programs import wait_for
+from training_programs import average_gradients
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from ddpsafe import RankContext
+
+
+class Loading:
+    """An argument that takes until the test says so to load."""
+
+    def __init__(self, folder: Path) -> None:
+        """Load at once in the caller."""
+        self.folder = folder
+
+    def __setstate__(self, state: dict[str, Path]) -> None:
+        """Wait for the test's file."""
+        self.__dict__.update(state)
+        (self.folder / f"ready-{os.getpid()}").touch()
+        wait_for(self.folder / "go")
+
+    def __call__(self) -> None:
+        """Do nothing more."""
+
+
+class Talking:
+    """Make collectives, and no step of an optimizer, until the test says so."""
+
+    def __init__(self, folder: Path) -> None:
+        """Keep the folder."""
+        self.folder = folder
+
+    def __call__(self) -> None:
+        """Let the ranks agree on the end, so that none is left in a collective."""
+        import torch
+        import torch.distributed as dist
+
+        has_ended = torch.zeros(1)
+        while not has_ended:
+            average_gradients()
+            (self.folder / f"ready-{os.getpid()}").touch()
+            has_ended += (self.folder / "go").exists()
+            dist.all_reduce(has_ended)
+
+
+class Leaving:
+    """Return at once, with a thread that lasts until the test says so."""
+
+    def __init__(self, folder: Path) -> None:
+        """Keep the folder."""
+        self.folder = folder
+
+    def __call__(self) -> None:
+        """Start the thread, which says that the main one has returned."""
+        threading.Thread(target=self._last).start()
+
+    def _last(self) -> None:
+        (self.folder / f"ready-{os.getpid()}").touch()
+        wait_for(self.folder / "go")
+
+
+CALLS: Final[dict[str, Callable[[Path], Callable[[], None]]]] = {
+    "rendezvous": Loading,
+    "progress": Talking,
+    "shutdown": Leaving,
+}
+
+
+def run(_ctx: RankContext, call: Callable[[], None]) -> str:
+    """Make the call."""
+    call()
+    return "went"
+
+
+def save_slowly(ctx: RankContext, folder: Path) -> None:
+    """Stop when asked to, and save until the test says so."""
+    while not ctx.stop_requested():
+        (folder / f"ready-{ctx.rank}").touch()
+    wait_for(folder / "go")
