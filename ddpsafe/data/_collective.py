@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -54,7 +56,7 @@ def gather_json(value: object, group: ProcessGroup | None) -> list[Any]:
     """Return the plain value of every rank, by rank; JSON, so nothing is unpickled from a peer."""
     text = json.dumps(value).encode()
     rows = torch.frombuffer(bytearray(text), dtype=torch.uint8).unsqueeze(1)
-    return [json.loads(bytes(part.flatten().tolist())) for part in gather_rows(rows, group)]
+    return [json.loads(part.numpy().tobytes()) for part in gather_rows(rows, group)]
 
 
 def _device_of(group: ProcessGroup | None) -> torch.device:
@@ -72,3 +74,69 @@ def as_rows(values: torch.Tensor) -> torch.Tensor:
     # A copy with plain strides: .contiguous() keeps odd ones where a size is 1.
     rows = torch.empty((len(values), width), dtype=values.dtype)
     return rows.copy_(values.detach().reshape(len(values), width)).view(torch.uint8)
+
+
+def encode(value: Any) -> Any:  # noqa: PLR0911 - a table of types
+    """Return JSON that `decode` turns into an equal value of the same types.
+
+    Raises:
+        TypeError: A part is of a type that would come back as another one.
+    """
+    kind = type(value)
+    if value is None or kind in {bool, int, float, str}:
+        return value
+    if kind is list:
+        return [encode(part) for part in value]
+    if kind is tuple:
+        return {"tuple": [encode(part) for part in value]}
+    if kind is dict:
+        return {"dict": [[encode(key), encode(part)] for key, part in value.items()]}
+    if kind is bytes:
+        return {"bytes": base64.b64encode(value).decode()}
+    if kind is complex:
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, torch.Tensor) and is_plain_tensor(value):
+        rows = as_rows(value.reshape(1, -1)).numpy().tobytes()
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"tensor": [dtype, list(value.shape), base64.b64encode(rows).decode()]}
+    if isinstance(value, np.ndarray | np.generic) and is_plain_array(value):
+        raw = base64.b64encode(value.tobytes()).decode()
+        shape = None if isinstance(value, np.generic) else list(value.shape)
+        return {"numpy": [value.dtype.str, shape, raw]}
+    message = f"{kind.__module__}.{kind.__qualname__} is not a tensor, an array or a plain value"
+    raise TypeError(message)
+
+
+def decode(form: Any) -> Any:  # noqa: PLR0911 - a table of types
+    """Return the value that `encode` was given; tensors come back on the CPU."""
+    if isinstance(form, list):
+        return [decode(part) for part in form]
+    if not isinstance(form, dict):
+        return form
+    ((kind, content),) = form.items()
+    if kind == "tuple":
+        return tuple(decode(part) for part in content)
+    if kind == "dict":
+        return {decode(key): decode(part) for key, part in content}
+    if kind == "bytes":
+        return base64.b64decode(content)
+    if kind == "complex":
+        return complex(*content)
+    dtype, shape, text = content
+    raw = bytearray(base64.b64decode(text))
+    if kind == "tensor":
+        values = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0)
+        wanted: torch.dtype = getattr(torch, dtype)
+        return values.view(wanted).reshape(shape) if raw else values.to(wanted).reshape(shape)
+    array = np.frombuffer(raw, dtype=dtype)
+    return array[0] if shape is None else array.reshape(shape)
+
+
+def is_plain_tensor(value: torch.Tensor) -> bool:
+    """Tell whether the bytes of a tensor's elements are all there is to it."""
+    return value.layout is torch.strided and not value.is_quantized and not value.is_nested
+
+
+def is_plain_array(value: np.ndarray[Any, Any] | np.generic) -> bool:
+    """Tell whether ``dtype.str`` and the bytes of an array's elements are all there is to it."""
+    return not value.dtype.hasobject and value.dtype.names is None

@@ -248,18 +248,20 @@ def compare_states(state: Mapping[str, object], group: ProcessGroup | None = Non
     Raises:
         DatasetInconsistencyError: On every rank, naming the ranks that are elsewhere.
     """
-    states = gather_json(state, group)
-    odd = _minority([json.dumps(each, sort_keys=True) for each in states])
+    shown = ("epoch", "consumed", "finished", "identity")
+    states = gather_json({key: state[key] for key in shown}, group)
+    # At the end of an epoch ranks may have read unequal numbers of samples.
+    places = [{**each, "consumed": None} if each["finished"] else each for each in states]
+    odd = _minority([json.dumps(place, sort_keys=True) for place in places])
     if not odd:
         return
-    shown = ("epoch", "consumed", "finished")
     raise DatasetInconsistencyError(
         Explanation(
             f"{_ranks(odd)} of {len(states)} are at another place in the data.",
             cause="ranks took different numbers of batches, or saved at different moments.",
             fix="call state_dict() after the same step on every rank.",
             details=[
-                f"rank {rank}: " + ", ".join(f"{key} {each[key]}" for key in shown)
+                f"rank {rank}: " + ", ".join(f"{key} {each[key]}" for key in shown[:-1])
                 for rank, each in enumerate(states)
             ],
         ),

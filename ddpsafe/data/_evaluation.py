@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast
 
@@ -10,9 +11,18 @@ import numpy as np
 import torch
 
 from ddpsafe._errors import Explanation
-from ddpsafe.data._collective import as_rows, gather_json, gather_rows, group_rank
+from ddpsafe.data._collective import (
+    as_rows,
+    decode,
+    encode,
+    gather_json,
+    gather_rows,
+    group_rank,
+    is_plain_array,
+    is_plain_tensor,
+)
 from ddpsafe.data._loader.sampler_search import batch_geometry, find_epoch_holder
-from ddpsafe.data._samplers.base import PositionSampler
+from ddpsafe.data._samplers.base import PositionSampler, require_int
 from ddpsafe.data.errors import DataConfigError, IncompleteGatherError
 
 if TYPE_CHECKING:
@@ -65,8 +75,9 @@ def _padded(loader: DataLoader[Any]) -> tuple[PositionSampler, int]:
     return sampler, geometry[0]
 
 
-Values = TypeVar("Values", bound="torch.Tensor | Mapping[str, torch.Tensor] | Sequence[Any]")
+Values = TypeVar("Values", bound="torch.Tensor | NDArray[Any] | Mapping[Any, Any] | Sequence[Any]")
 _SHOWN: Final = 8
+_WHOLE: Final = ""  # the name of values that are not named
 
 
 def gather_exact(
@@ -81,11 +92,12 @@ def gather_exact(
     """Collect per-sample results of all ranks in dataset order, so that metrics are exact.
 
     Every rank calls it, ranks without a sample too. What one process would have computed
-    is returned, bit for bit.
+    is returned, bit for bit and of the same types.
 
     Args:
-        values: Results of this rank's samples: a tensor (k, ...), a dict of them, or a
-            sequence of k plain values (numbers, texts, lists).
+        values: Results of this rank's samples: a tensor or array (k, ...), a list of k values
+            (numbers, texts, bytes, tensors of any shapes, arrays, and lists, tuples and dicts
+            of them), or a dict of these.
         indices: The dataset index of each, k of them: the rank's `EvalSampler` itself will do.
         n: The size of the dataset; by default the number of results. With it, a missing
             last sample is noticed too.
@@ -100,69 +112,94 @@ def gather_exact(
         DataConfigError: On every rank, if one rank's values and indices do not fit.
         IncompleteGatherError: On every rank, if an index is missing or comes twice.
     """
-    own = np.fromiter(indices, dtype=np.int64)
-    leaves = _to_leaves(values)
-    specs = gather_json(_describe(leaves, len(own)), group)
+    own: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+    leaves: dict[str, Any] = {}
+    try:
+        own = _indices(indices)
+        leaves = _to_leaves(values)
+        spec = _describe(leaves, len(own), named=isinstance(values, Mapping))
+    except Exception as error:  # noqa: BLE001 - raised on every rank: alone, it would leave the others waiting
+        spec = {"error": str(error) or type(error).__name__}
+    specs = gather_json(spec, group)
     _refuse_misfits(specs)
     index = np.concatenate(
         [_as_index(part) for part in gather_rows(as_rows(torch.from_numpy(own)), group)]
     )
     order = _check_cover(index, n, duplicates)
+    # The form is that of a rank with samples: one without cannot know it.
+    form = next((each for each in specs if each["count"]), specs[0])
     gathered = {
-        name: _gather_leaf(leaves.get(name), spec, order, group)
-        for name, spec in _merge(specs).items()
+        name: _gather_leaf(leaves.get(name), leaf, order, group)
+        for name, leaf in form["leaves"].items()
     }
     if dst is not None and group_rank(group) != dst:
         return None
-    return cast("Values", _from_leaves(values, gathered))
+    if form["named"]:
+        return cast("Values", {decode(json.loads(name)): leaf for name, leaf in gathered.items()})
+    return cast("Values", gathered[_WHOLE])
 
 
-def _to_leaves(values: object) -> dict[str, Any]:
-    if isinstance(values, torch.Tensor):
-        return {"": values}
+def _indices(indices: Iterable[int]) -> NDArray[np.int64]:
+    listed = indices.tolist() if isinstance(indices, torch.Tensor | np.ndarray) else indices
+    return np.asarray([require_int(index, "an index") for index in listed], dtype=np.int64)
+
+
+def _to_leaves(values: Any) -> dict[str, Any]:
+    """Return tensors and arrays as they are and lists encoded, by the text of their key."""
+    parts = {_WHOLE: values}
     if isinstance(values, Mapping):
-        return dict(values)
-    return {"": values}
+        parts = {json.dumps(encode(key)): part for key, part in values.items()}
+    return {
+        name: part if isinstance(part, torch.Tensor | np.ndarray) else encode(list(part))
+        for name, part in parts.items()
+    }
 
 
-def _from_leaves(values: Any, gathered: dict[str, Any]) -> Any:
-    return gathered if isinstance(values, Mapping) else gathered[""]
+def _describe(leaves: Mapping[str, Any], count: int, *, named: bool) -> dict[str, Any]:
+    """Say what this rank has: of each leaf its kind, dtype and the shape of a row.
 
-
-def _describe(leaves: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Say what this rank has, or what is wrong with it: no rank may raise alone."""
+    Raises:
+        ValueError: A leaf has not one entry for each index.
+        TypeError: It is no plain tensor or array.
+    """
     specs = {}
     for name, leaf in leaves.items():
+        label = f"values[{decode(json.loads(name))!r}]" if named else "values"
+        is_array = isinstance(leaf, torch.Tensor | np.ndarray)
+        if is_array and leaf.ndim == 0:
+            message = f"{label} is a single number, not one row for each index"
+            raise ValueError(message)
         if len(leaf) != count:
-            label = f"values[{name!r}]" if name else "values"
-            return {"error": f"{label} has {len(leaf)} entries for {count} indices", "leaves": {}}
-        if not isinstance(leaf, torch.Tensor):
-            try:
-                json.dumps(list(leaf))
-            except (TypeError, ValueError) as error:
-                return {"error": f"values are neither tensors nor plain: {error}", "leaves": {}}
-            specs[name] = {"dtype": "plain", "shape": [], "rows": count}
-            continue
-        specs[name] = {
-            "dtype": str(leaf.dtype).removeprefix("torch."),
-            "shape": list(leaf.shape[1:]),
-            "rows": count,
-        }
-    return {"error": None, "leaves": specs}
+            message = f"{label} has {len(leaf)} entries for {count} indices"
+            raise ValueError(message)
+        if isinstance(leaf, torch.Tensor) and is_plain_tensor(leaf):
+            kind, dtype = "tensor", str(leaf.dtype).removeprefix("torch.")
+        elif isinstance(leaf, np.ndarray) and is_plain_array(leaf):
+            kind, dtype = "array", leaf.dtype.str
+        elif is_array:
+            message = f"{label}: a {type(leaf).__name__} of {leaf.dtype} has more than plain rows"
+            raise TypeError(message)
+        else:
+            kind, dtype = "list", ""
+        shape = list(leaf.shape[1:]) if is_array else []
+        specs[name] = {"kind": kind, "dtype": dtype, "shape": shape}
+    return {"error": None, "leaves": specs, "named": named, "count": count}
 
 
 def _refuse_misfits(specs: list[dict[str, Any]]) -> None:
-    problems = [f"rank {r}: {spec['error']}" for r, spec in enumerate(specs) if spec["error"]]
-    kinds: dict[tuple[str, str], int] = {}
-    for rank, spec in enumerate(specs):
-        for name, leaf in spec["leaves"].items():
-            if leaf["rows"]:
-                kinds.setdefault((name, f"{leaf['dtype']} {leaf['shape']}"), rank)
-    names = {name for name, _ in kinds}
-    if len(kinds) > len(names):
-        problems += [
-            f"rank {rank}: values {name} are {kind}" for (name, kind), rank in kinds.items()
-        ]
+    problems = [f"rank {rank}: {spec['error']}" for rank, spec in enumerate(specs) if spec["error"]]
+    if not problems:
+        forms = {
+            rank: {
+                name: f"{leaf['kind']} {leaf['dtype']} {leaf['shape']}"
+                for name, leaf in spec["leaves"].items()
+            }
+            for rank, spec in enumerate(specs)
+            if spec["count"]
+        }
+        usual = next(iter(forms.values()), {})
+        if any(form != usual for form in forms.values()):
+            problems = [f"rank {rank}: the values are {form}" for rank, form in forms.items()]
     if problems:
         raise DataConfigError(
             Explanation(
@@ -172,16 +209,6 @@ def _refuse_misfits(specs: list[dict[str, Any]]) -> None:
                 details=problems[1:],
             )
         )
-
-
-def _merge(specs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Take each leaf's form from a rank that has rows: an empty rank cannot know it."""
-    merged: dict[str, dict[str, Any]] = {}
-    for spec in specs:
-        for name, leaf in spec["leaves"].items():
-            if name not in merged or (leaf["rows"] and not merged[name]["rows"]):
-                merged[name] = leaf
-    return merged
 
 
 def _as_index(rows: torch.Tensor) -> NDArray[np.int64]:
@@ -226,14 +253,30 @@ def _gather_leaf(
     order: NDArray[np.int64],
     group: ProcessGroup | None,
 ) -> Any:
-    if spec["dtype"] == "plain":
-        parts = gather_json(list(leaf if leaf is not None else ()), group)
+    if spec["kind"] == "list":
+        parts = gather_json([] if leaf is None else list(leaf), group)
         flat = [value for part in parts for value in part]
-        return [flat[place] for place in order.tolist()]
-    dtype, shape = getattr(torch, spec["dtype"]), tuple(spec["shape"])
-    if leaf is None or len(leaf) == 0:
-        leaf = torch.empty((0, *shape), dtype=dtype)
-    whole = torch.cat(gather_rows(as_rows(leaf), group))[torch.from_numpy(order)]
+        return [decode(flat[place]) for place in order.tolist()]
+    shape = (len(order), *spec["shape"])
+    whole = torch.cat(gather_rows(_rows_of(leaf, spec), group))[torch.from_numpy(order)]
+    if spec["kind"] == "array":
+        array = np.empty(shape, spec["dtype"])
+        array.reshape(-1).view(np.uint8)[:] = whole.numpy().reshape(-1)
+        return array
+    dtype = getattr(torch, spec["dtype"])
     if whole.numel() == 0:
-        return torch.empty((len(order), *shape), dtype=dtype)
-    return whole.contiguous().view(dtype).reshape(len(order), *shape)
+        return torch.empty(shape, dtype=dtype)
+    return whole.contiguous().view(dtype).reshape(shape)
+
+
+def _rows_of(leaf: Any, spec: Mapping[str, Any]) -> torch.Tensor:
+    """Return the bytes of each row, (k, w) uint8; a rank without a sample may have any leaf."""
+    is_array = spec["kind"] == "array"
+    dtype = np.dtype(spec["dtype"]) if is_array else getattr(torch, spec["dtype"])
+    width = math.prod(spec["shape"]) * dtype.itemsize
+    count = 0 if leaf is None else len(leaf)
+    if count * width == 0:
+        return torch.empty((count, width), dtype=torch.uint8)
+    if not is_array:
+        return as_rows(leaf)
+    return torch.frombuffer(bytearray(leaf.tobytes()), dtype=torch.uint8).reshape(count, width)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -69,13 +69,15 @@ class EvenSteps(Generic[T]):
         last: T | None = None
         for step in itertools.count():
             batch, has_batch = _next_or_none(source)
-            _hold_back(source, has_batch)
+            # Positions are equal on all ranks: each counts the steps, whatever it has fetched.
+            getattr(source, "count_as_used", _ignore)(step)
             votes = self._vote(self._size(batch) if has_batch else -1)  # type: ignore[arg-type]  # a batch
             if step > 0:
                 yield last  # type: ignore[misc]  # set by the step before
             counts = votes.counts()
             if not self._goes_on(counts, step):
                 self.dropped = has_batch
+                getattr(source, "finish", _ignore)()
                 return
             last = batch if has_batch else last
             # The batch of the next step is decided; its weight holds while it is used.
@@ -202,10 +204,8 @@ def _next_or_none(source: Iterator[T]) -> tuple[T | None, bool]:
         return None, False
 
 
-def _hold_back(source: Any, has_batch: bool) -> None:  # noqa: FBT001 - any iterator; private
-    hold = getattr(source, "hold_back", None)
-    if hold is not None:
-        hold(1 if has_batch else 0)
+def _ignore(*_: int) -> None:
+    """Stand for what an iterator that is not ddpsafe's does not have."""
 
 
 def _uneven(finished: list[int], world_size: int, step: int) -> UnevenStepsError:

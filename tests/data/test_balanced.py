@@ -120,6 +120,21 @@ def test_token_batches_stay_under_the_limit(lengths: list[int], replicas: int, w
         assert set(read) == set(range(len(lengths)))
 
 
+def test_batches_that_too_many_ranks_leave_unread_are_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One batch is left, and three ranks resume: the epoch is over, and that is said."""
+    options: dict[str, Any] = {"batch_size": 2, "max_tokens": 2, "rank": 0}
+    state = BalancedBatchSampler([1] * 6, num_replicas=1, **options).state_after(
+        2, batch_size=1, drop_last=False, exhausted=False
+    )
+    resumed = BalancedBatchSampler([1] * 6, num_replicas=3, **options)
+    resumed.load_state_dict(state)
+    assert resumed.is_finished()
+    assert resumed.dropped_batches == 1
+    assert "1 of 3 batches find no step on 3 ranks" in caplog.text
+
+
 def test_epochs_differ_and_repeat() -> None:
     """The order is a function of (seed, epoch)."""
     sampler = BalancedBatchSampler(range(1, 101), 5, window=3, num_replicas=2, rank=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -31,6 +31,10 @@ def test_results_come_back_in_dataset_order(ranks: int) -> None:
         ("missing", "IncompleteGatherError", "missing: [7]"),
         ("length", "DataConfigError", "rank 1: values has 3 entries for 4 indices"),
         ("dtype", "DataConfigError", "rank 1"),
+        ("single number", "DataConfigError", "rank 1: values is a single number"),
+        ("indices", "DataConfigError", "rank 1: an index must be a whole number"),
+        ("object", "DataConfigError", "rank 1: builtins.object is not a tensor"),
+        ("names", "DataConfigError", "rank 1: the values are {'\"a\"': 'tensor int64 []'}"),
     ],
 )
 def test_fault_on_one_rank_is_raised_on_every_rank(fault: str, kind: str, text: str) -> None:
@@ -73,7 +77,79 @@ def test_missing_tail_is_seen_only_with_n() -> None:
     assert caught.value.missing == (2,)
 
 
-def test_what_is_neither_tensor_nor_plain_is_refused() -> None:
-    """Nothing is unpickled from another rank, so values must be plain."""
-    with pytest.raises(DataConfigError, match="neither tensors nor plain"):
-        gather_exact([object()], [0])
+class Point(NamedTuple):
+    """Would come back as a plain tuple."""
+
+    x: int
+
+
+ENTRIES: list[Any] = [
+    {1: 0.5, (2, "x"): [None, True]},
+    (1, (2.5, [3])),
+    b"\x00\xff",
+    complex(1, -0.0),
+    torch.tensor(7, dtype=torch.int16),
+    torch.zeros(2, 0),
+    torch.randn(3, 2).to(torch.bfloat16).t(),
+    {"boxes": torch.rand(2, 4), "labels": torch.tensor([1, 2])},
+    np.float32(0.1),
+    np.arange(6, dtype="<u2").reshape(2, 3),
+    np.datetime64("2026-01-01"),
+    2**70,
+    "ü\ud800",
+]
+
+
+def same(left: Any, right: Any) -> bool:
+    """Tell whether two values are equal and of the same types, all the way down."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, np.ndarray | np.generic):
+        return left.dtype == right.dtype and np.array_equal(left, right)
+    if isinstance(left, dict):
+        return same(list(left.items()), list(right.items()))
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(left == right)
+
+
+@pytest.mark.parametrize("place", range(len(ENTRIES)))
+def test_entries_of_a_list_come_back_equal_and_of_their_types(place: int) -> None:
+    """Keys stay numbers, tuples tuples, and tensors of unequal shapes may stand in one list."""
+    entry = ENTRIES[place]
+    got = gather_exact([entry, 0], [1, 0])
+    assert same(got, [0, entry])
+
+
+@pytest.mark.parametrize("dtype", ["f4", "i8", "?", "c16", "datetime64[s]", "U3"])
+def test_arrays_come_back_as_arrays(dtype: str) -> None:
+    """In dataset order, rows without elements included."""
+    values = np.arange(6).astype(dtype).reshape(3, 2)
+    assert same(gather_exact(values, [2, 0, 1]), values[[1, 2, 0]])
+    assert same(gather_exact(values[:, :0], [2, 0, 1]), values[:, :0])
+    assert same(gather_exact({1: values}, [0, 1, 2]), {1: values})
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([object()], "builtins.object is not a tensor, an array or a plain value"),
+        ([Point(1)], "Point is not"),
+        (torch.eye(1).to_sparse(), "has more than plain rows"),
+        (np.array([object()]), "has more than plain rows"),
+        (3, "not iterable"),
+        (torch.tensor(3), "is a single number"),
+    ],
+)
+def test_what_would_come_back_as_something_else_is_refused(values: Any, text: str) -> None:
+    """Nothing is unpickled from another rank, and nothing changes its type in silence."""
+    with pytest.raises(DataConfigError, match=text):
+        gather_exact(values, [0])
+
+
+def test_indices_must_be_whole_numbers() -> None:
+    """1.5 is not truncated."""
+    with pytest.raises(DataConfigError, match=r"whole number, not 1\.5"):
+        gather_exact([1], torch.tensor([1.5]))  # type: ignore[arg-type]

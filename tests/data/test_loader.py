@@ -127,6 +127,15 @@ def test_old_iterator_may_lie_around_but_not_be_used() -> None:
         next(unused)
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_nested_loops_over_one_loader_work_as_with_torch(num_workers: int) -> None:
+    """The outer loop goes on, and is told once that the inner one is counted."""
+    loader = make(num_workers=num_workers, shuffle=False)
+    with pytest.warns(DataWarning, match="only the newest is counted") as caught:
+        lengths = [len(list(loader)) for _ in loader]
+    assert (lengths, len(caught)) == ([3, 3, 3], 1)
+
+
 def test_two_iterations_over_persistent_workers_are_refused() -> None:
     """They share the workers: the first would receive the second's batches."""
     loader = make(num_workers=1, persistent_workers=True)

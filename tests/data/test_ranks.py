@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from data_programs import run_ranks, save_and_stop, undivided, uneven
+from data_programs import run_ranks, save_and_stop, undivided, uneven, uneven_states
 
 from ddpsafe.data import even_steps
 from ddpsafe.data.errors import DataConfigError
@@ -52,6 +52,16 @@ def test_uneven_loops_that_cannot_go_on_name_the_rank(policy: str, counts: list[
     for rank in (0, 1):
         assert values[rank][2] == (0,)
         assert f"Ranks 0 (world_size 2) {text}" in values[rank][1]
+
+
+@pytest.mark.parametrize(("policy", "steps"), [("min", 3), ("dummy", 4)])
+def test_positions_agree_in_every_even_step_and_at_the_end(policy: str, steps: int) -> None:
+    """Also where rank 0 has a batch more, so that either rank's state may be saved."""
+    values = run_ranks(uneven_states, policy)
+    for states, _dropped, _rank in values.values():
+        assert [state["consumed"] for state in states[:steps]] == [4, 8, 12, 16][:steps]
+        assert [state["finished"] for state in states] == [*[False] * steps, True]
+    assert values[0][1] == (policy == "min")
 
 
 def test_loader_without_distributed_sampler_is_refused_in_a_world_of_two() -> None:

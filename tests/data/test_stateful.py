@@ -9,6 +9,8 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,7 +27,7 @@ from torch.utils.data import (
 )
 
 from ddpsafe.data import DataLoader
-from ddpsafe.data.errors import StateMismatchError
+from ddpsafe.data.errors import DataWarning, StateMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -399,3 +401,48 @@ def test_stream_of_hugging_face_resumes(num_workers: int) -> None:
     resumed = loader()
     resumed.load_state_dict(state)
     assert [batch["a"].tolist() for batch in resumed] == rest
+
+
+class Divided(IterableDataset[int]):
+    """Each worker has its part, of samples that repeat."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (number % 3 for number in own_part(N))
+
+
+class Whole(IterableDataset[int]):
+    """Each worker reads it all."""
+
+    def __init__(self, n: int, divisor: int = 1) -> None:
+        self.n = n
+        self.divisor = divisor
+
+    def __iter__(self) -> Iterator[int]:
+        return (number // self.divisor for number in range(self.n))
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, None])
+@pytest.mark.parametrize(
+    ("stream", "is_warned"),
+    [
+        (Whole(3), True),
+        (Whole(4), True),
+        (Whole(100), True),
+        (Whole(100, divisor=1000), False),  # constant: nothing can be told
+        (Divided(), False),
+        (WithIterator(), False),
+    ],
+)
+def test_stream_that_each_worker_reads_as_a_whole_is_said(
+    stream: IterableDataset[int],
+    is_warned: bool,  # noqa: FBT001 - a parametrized test's argument
+    batch_size: int | None,
+) -> None:
+    """Once, after four batches of each worker or at the end; torch repeats samples in silence."""
+    loader = DataLoader(stream, batch_size, num_workers=2, multiprocessing_context="fork")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", DataWarning)
+        for _ in range(2):
+            list(loader)
+    said = [each for each in caught if "All 2 workers deliver the same" in str(each.message)]
+    assert [Path(each.filename).name for each in said] == ["test_stateful.py"] * is_warned

@@ -233,9 +233,11 @@ def exact_gather(ctx: ddpsafe.RankContext, sizes: list[int]) -> list[bool]:
             "half": whole[own].to(torch.bfloat16)[:, 0],
             "yes": whole[own, 0] > 0,
             "plain": [f"ü{i}" for i in own],
+            "ragged": [{"boxes": torch.full((i % 3, 2), i)} for i in own],
+            "array": whole[own].numpy(),
         }
         if not own:
-            values["x"] = torch.empty(0)
+            values = {}
         got = data.gather_exact(values, sampler, n=n)
         assert got is not None
         exact.append(
@@ -243,6 +245,11 @@ def exact_gather(ctx: ddpsafe.RankContext, sizes: list[int]) -> list[bool]:
             and torch.equal(got["half"], whole.to(torch.bfloat16)[:, 0])
             and torch.equal(got["yes"], whole[:, 0] > 0)
             and got["plain"] == [f"ü{i}" for i in range(n)]
+            and all(
+                torch.equal(entry["boxes"], torch.full((i % 3, 2), i))
+                for i, entry in enumerate(got["ragged"])
+            )
+            and (got["array"] == whole.numpy()).all()
         )
         on_one = data.gather_exact(whole[own], own, dst=1)
         assert (on_one is None) == (ctx.rank != 1)
@@ -251,8 +258,8 @@ def exact_gather(ctx: ddpsafe.RankContext, sizes: list[int]) -> list[bool]:
 
 def faulty_gather(ctx: ddpsafe.RankContext, fault: str) -> Any:
     """Gather with a fault on rank 1; return what was raised."""
-    own = list(data.EvalSampler(9))
-    values = torch.tensor(own)
+    own: list[Any] = list(data.EvalSampler(9))
+    values: Any = torch.tensor(own)
     if ctx.rank == 1 and fault == "duplicate":
         own[0] = 0
     if ctx.rank == 1 and fault == "missing":
@@ -261,6 +268,14 @@ def faulty_gather(ctx: ddpsafe.RankContext, fault: str) -> Any:
         values = values[:-1]
     if ctx.rank == 1 and fault == "dtype":
         values = values.float()
+    if ctx.rank == 1 and fault == "single number":
+        values = values.sum()
+    if ctx.rank == 1 and fault == "indices":
+        own = [*own[:-1], None]
+    if ctx.rank == 1 and fault == "object":
+        values = [object() for _ in own]
+    if ctx.rank == 1 and fault == "names":
+        values = {"a": values}
     try:
         got = data.gather_exact(
             values, own, n=9, duplicates="drop" if fault == "padded" else "error"
@@ -335,6 +350,15 @@ def uneven(ctx: ddpsafe.RankContext, policy: str, counts: list[int]) -> Any:
     except data.errors.UnevenStepsError as error:
         return taken, str(error), error.finished_ranks
     return taken, model.module.weight.detach().flatten().tolist(), batches
+
+
+def uneven_states(ctx: ddpsafe.RankContext, policy: str) -> Any:
+    """Return (step, state) of every step and of the end; 11 samples in batches of 2 on 2 ranks."""
+    stream = data.ShardedIterable(list(range(13)))
+    loader = data.DataLoader(stream, 2)
+    steps = data.even_steps(loader, policy=policy)  # type: ignore[arg-type]
+    states = [loader.state_dict(compare=True) for _ in steps]
+    return [*states, loader.state_dict(compare=True)], steps.dropped, ctx.rank
 
 
 def save_and_stop(

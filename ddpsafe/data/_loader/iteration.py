@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ddpsafe.data._loader.epochs import EpochBoard
+    from ddpsafe.data._loader.replay import Replay
     from ddpsafe.data._samplers.base import AutoEpoch
 
 T_co = TypeVar("T_co", covariant=True)
@@ -29,17 +30,17 @@ class Delivery:
     Attributes:
         epoch: The epoch of the pass, as the loader marked it; ``None`` before the first pass.
         batches: How many batches were handed out.
-        held_back: How many of them somebody between loader and user still holds.
+        used: How many of them count as read, where something between loader and user says so.
         exhausted: Whether the end was reached.
         superseded: Why the pass must not go on, if another one began or a state was loaded.
         severe: Whether going on would deliver wrong data.
         in_loop: Whether the pass belongs to a loop over ``loader.epochs()``.
-        complete: Whether an earlier pass of the loop's epoch reached the end, which counts.
+        complete: Whether the epoch counts as read, though this pass may not have reached its end.
     """
 
     epoch: AutoEpoch | None = None
     batches: int = 0
-    held_back: int = 0
+    used: int | None = None
     exhausted: bool = False
     superseded: str | None = None
     severe: bool = False
@@ -63,7 +64,7 @@ class EpochIterator(Generic[T_co]):
         board: EpochBoard | None,
         look_at_first: Callable[[object], None] | None = None,
         draws: torch.Tensor | None = None,
-        receive: Callable[[Any], Any] | None = None,
+        replay: Replay | None = None,
     ) -> None:
         self._inner = inner
         self._delivery = delivery
@@ -72,7 +73,8 @@ class EpochIterator(Generic[T_co]):
         self._mark = delivery.epoch
         self._look_at_first = look_at_first
         self._draws = draws
-        self._receive = receive
+        self._replay = replay
+        self._outlives = False  # whether it has gone on after another iteration began
         self.is_told = False  # whether a worker's death has been raised
         watch_workers(self, inner)
 
@@ -87,6 +89,8 @@ class EpochIterator(Generic[T_co]):
             batch = next(self._inner) if self._draws is None else self._next_with_own_draws()
         except StopIteration:
             delivery.exhausted = True
+            if self._replay is not None:
+                self._replay.end()
             raise
         except Exception as error:
             explanation = self.explain(error)
@@ -96,8 +100,8 @@ class EpochIterator(Generic[T_co]):
             self.is_told = True
             raise explanation from (explanation.__cause__ or error)
         delivery.batches += 1
-        if self._receive is not None:
-            batch = self._receive(batch)
+        if self._replay is not None:
+            batch = self._replay.receive(batch)
         if self._look_at_first is not None:
             look, self._look_at_first = self._look_at_first, None
             look(batch)
@@ -118,9 +122,14 @@ class EpochIterator(Generic[T_co]):
         """Return what is known of an error that a worker's death or silence has caused."""
         return explained(error, self._inner, self._board)
 
-    def hold_back(self, batches: int) -> None:
-        """Learn how many delivered batches somebody in between still holds, unused."""
-        self._delivery.held_back = batches
+    def count_as_used(self, batches: int) -> None:
+        """Count this many batches as read, and the end as not reached; `even_steps` calls it."""
+        self._delivery.used = batches
+
+    def finish(self) -> None:
+        """Count the epoch as read, though batches may be left; `even_steps` calls it."""
+        self._delivery.used = None
+        self._delivery.complete = True
 
     def __len__(self) -> int:
         return len(self._inner)  # type: ignore[arg-type]  # torch's iterators have a length
@@ -133,13 +142,13 @@ class EpochIterator(Generic[T_co]):
     def _check_current(self) -> None:
         delivery = self._delivery
         if delivery.superseded is not None:
-            self._refuse_superseded(delivery.superseded)
+            self._check_superseded(delivery.superseded)
         elif self._holder.epoch == self._mark:
             self._holder.epoch = self._mark
         else:
             raise late_set_epoch(int(self._holder.epoch), int(self._mark or 0), delivery.batches)
 
-    def _refuse_superseded(self, why: str) -> None:
+    def _check_superseded(self, why: str) -> None:
         delivery = self._delivery
         if delivery.severe or delivery.batches == 0:
             raise LateSetEpochError(
@@ -149,14 +158,14 @@ class EpochIterator(Generic[T_co]):
                     fix="finish or drop one iteration before the next begins, or make two loaders.",
                 )
             )
-        warnings.warn(
-            f"an iterator is used further although {why}; only the newest is counted for "
-            "state_dict().",
-            DataWarning,
-            stacklevel=4,
-        )
-        self._mark = self._holder.epoch
-        delivery.superseded = None
+        if not self._outlives:
+            self._outlives = True
+            warnings.warn(
+                f"an iterator is used further although {why}; only the newest is counted for "
+                "state_dict().",
+                DataWarning,
+                stacklevel=4,
+            )
 
 
 def late_set_epoch(asked: int, running: int, batches: int) -> LateSetEpochError:

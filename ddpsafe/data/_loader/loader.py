@@ -277,7 +277,7 @@ class DataLoader(WorkerLoader[T_co]):
             self._board,
             self._first_batch_check(),
             self._private_draws(epoch),
-            None if replay is None else replay.receive,
+            replay,
         )
         self._running = weakref.ref(iterator)
         return iterator  # type: ignore[return-value]  # delegates to torch's iterator

@@ -31,7 +31,7 @@ def save_state(
     if resolved is None or replay is not None:
         assert replay is not None, "made where no cursor is"  # noqa: S101 - our own invariant
         used = _used(delivery, batches)
-        finished = delivery.complete or (delivery.exhausted and used == delivery.batches)
+        finished = _is_finished(delivery, used)
         epoch = find_epoch_holder(loader).epoch if delivery.epoch is None else delivery.epoch
         return replay.state(int(epoch), used, delivery.batches, finished=finished)
     cursor, batch_size, drop_last = resolved
@@ -40,7 +40,7 @@ def save_state(
         used, exhausted = 0, False
     else:
         used = _used(delivery, batches)
-        exhausted = delivery.complete or (delivery.exhausted and used == delivery.batches)
+        exhausted = _is_finished(delivery, used)
     return cursor.state_after(used, batch_size=batch_size, drop_last=drop_last, exhausted=exhausted)
 
 
@@ -56,9 +56,14 @@ def _resolve(loader: DataLoader[Any]) -> tuple[Cursor, int, bool] | None:
     return None if geometry is None else (holder, *geometry)
 
 
+def _is_finished(delivery: Delivery, used: int) -> bool:
+    at_end = delivery.exhausted and delivery.used is None and used == delivery.batches
+    return delivery.complete or at_end
+
+
 def _used(delivery: Delivery, batches: int | None) -> int:
     if batches is None:
-        return delivery.batches - delivery.held_back
+        return delivery.batches if delivery.used is None else delivery.used
     used = require_int(batches, "batches")
     if not 0 <= used <= delivery.batches:
         raise DataConfigError(

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import base64
 import collections
+import collections.abc
 import copy
 import itertools
+import warnings
 import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -23,7 +25,7 @@ from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
 from ddpsafe._errors import Explanation
 from ddpsafe.data._replica import current_replica
 from ddpsafe.data._samplers.base import VERSION, compare_identity, parse_state
-from ddpsafe.data.errors import DataConfigError, StateMismatchError
+from ddpsafe.data.errors import DataConfigError, DataWarning, StateMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 _REMEMBERED: Final = 64
+_COMPARED: Final = 4
 
 
 def is_stateful(item: object) -> bool:
@@ -152,6 +155,68 @@ class ParcelCollate:
         return Parcel(self._collate_fn(samples), _worker(), self._tracker.state())
 
 
+class EqualWorkers:
+    """Notices a stream that each worker reads from its beginning, so that samples come twice.
+
+    Whether a stream divides itself shows in what it delivers alone.
+    """
+
+    def __init__(self, dataset: object, num_workers: int) -> None:
+        self._name = type(dataset).__name__
+        self._batches: list[list[int]] = [[] for _ in range(num_workers)]
+        self._is_open = isinstance(dataset, IterableDataset) and num_workers > 1
+
+    def add(self, worker: int, batch: Any) -> None:
+        """Take a batch; warn after four of each worker if they were the same ones."""
+        if not self._is_open or worker < 0:
+            return
+        first, own = self._batches[0], self._batches[worker]
+        own.append(_content(batch, 0))
+        if worker and own != first[: len(own)]:
+            self._is_open = False
+        elif worker == len(self._batches) - 1 and len(own) == _COMPARED:
+            self.end(stacklevel=5)
+
+    def begin(self) -> None:
+        """Forget a pass that was left."""
+        for own in self._batches:
+            own.clear()
+
+    def end(self, *, stacklevel: int = 4) -> None:
+        """Warn, if all that was taken speaks for it: equal for each worker, but not constant."""
+        if self._is_open and len({tuple(own) for own in self._batches}) == 1:
+            first = self._batches[0]
+            if len(set(first)) > 1 or len(first) == 1:
+                warnings.warn(self._text(), DataWarning, stacklevel=stacklevel)
+        self._is_open = False
+
+    def _text(self) -> str:
+        count = len(self._batches)
+        text = Explanation(
+            f"All {count} workers deliver the same batches: each sample of {self._name} is read "
+            f"{count} times.",
+            cause="each worker iterates over a copy of the whole stream.",
+            fix="wrap it in ddpsafe.data.ShardedIterable, let its __iter__ choose by "
+            "torch.utils.data.get_worker_info(), or use num_workers=1.",
+        )
+        return str(text)
+
+
+def _content(value: Any, start: int) -> int:
+    if isinstance(value, torch.Tensor):
+        rows = value.detach().cpu().contiguous().reshape(-1)
+        head = f"{value.dtype}{tuple(value.shape)}".encode()
+        raw = rows.view(torch.uint8).numpy().data if rows.numel() else b""
+        return zlib.crc32(raw, zlib.crc32(head, start))
+    if isinstance(value, collections.abc.Mapping):
+        value = [part for pair in value.items() for part in pair]
+    if isinstance(value, list | tuple):
+        for part in value:
+            start = _content(part, start)
+        return start
+    return zlib.crc32(repr(value).encode("utf-8", "replace"), start)
+
+
 @dataclass(slots=True)
 class _Drawn:
     """What is known after a batch: a checksum of all indices, the sampler's state, the workers'."""
@@ -170,9 +235,11 @@ class Replay:
         self.tracker = Tracker(loader.dataset, loader.batch_size)
         self.finished = False
         self._loaded: dict[str, Any] | None = None
+        self._equal_workers = EqualWorkers(loader.dataset, loader.num_workers)
         self._begin()
 
     def _begin(self) -> None:
+        self._equal_workers.begin()
         self._base = 0
         self._start = _Drawn()
         self._drawn: collections.deque[_Drawn] = collections.deque()
@@ -210,15 +277,20 @@ class Replay:
             if batch.state is not None:
                 drawn.workers = {**last.workers, batch.worker: batch.state}
             drawn.last_worker = batch.worker
+            self._equal_workers.add(batch.worker, batch.batch)
             batch = batch.batch
         self._delivered.append(drawn)
         return batch
+
+    def end(self) -> None:
+        """Learn that a pass has reached its end."""
+        self._equal_workers.end()
 
     def state(self, epoch: int, used: int, delivered: int, *, finished: bool) -> dict[str, Any]:
         """Return the state after `used` of the `delivered` batches of this pass."""
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
-        back = delivered - used
+        back = max(0, delivered - used)  # in even steps a rank may have fewer batches than steps
         if used and back >= len(self._delivered):
             raise DataConfigError(
                 Explanation(

@@ -187,19 +187,22 @@ class BalancedBatchSampler(Sampler[list[int]]):
         return self._token_batches() if self._tokens is not None else self._window_batches()
 
     def _token_batches(self) -> Iterator[list[int]]:
-        batches, steps = self._all_batches(), self._steps_left()
-        self.dropped_batches = len(batches) - self._place.start - steps * self.num_replicas
+        batches = self._all_batches()
+        self._note_dropped_batches()
+        for step in range(self._steps_left()):
+            yield batches[self._place.start + self.rank + step * self.num_replicas]
+
+    def _note_dropped_batches(self) -> None:
+        left = len(self._all_batches()) - self._place.start
+        self.dropped_batches = left % self.num_replicas
         if self.dropped_batches:
             logger.warning(
                 "epoch %d: %d of %d batches find no step on %d ranks and are not read",
                 int(self.epoch),
                 self.dropped_batches,
-                len(batches),
+                len(self._all_batches()),
                 self.num_replicas,
             )
-        first = self._place.start + self.rank
-        for step in range(steps):
-            yield batches[first + step * self.num_replicas]
 
     def _all_batches(self) -> list[list[int]]:
         assert self._tokens is not None, "only asked for with max_tokens"  # noqa: S101 - our own invariant
@@ -290,6 +293,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         else:
             end = len(self.lengths)
         self._place = Place(start=end) if parsed["finished"] else place
+        if self._tokens is not None and self.is_finished():
+            self._note_dropped_batches()  # too few are left for a step: no pass will say so
 
 
 def _at_least(value: int, least: int, name: str) -> int:
