@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+import os
 import pickle
 import time
 import weakref
@@ -23,6 +24,8 @@ from ddpsafe.checkpoint._sharded import is_sharded
 from ddpsafe.checkpoint._state import (
     Snapshot,
     check_names,
+    explaining,
+    is_text,
     own_bytes,
     plain_names,
     renamed,
@@ -41,7 +44,6 @@ from ddpsafe.checkpoint.errors import (
 )
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterable, Iterator, Mapping, MutableMapping
     from pathlib import Path
     from types import TracebackType
@@ -281,7 +283,8 @@ class Checkpointer:
             numbers = _require_numbers(metrics, judged_by=self._judged_by)
             plain = _require_plain(metadata)
             if asynchronous:
-                snapshot = self._copy(snapshot)
+                with explaining(snapshot.replicated):
+                    snapshot = self._copy(snapshot)
         except Exception as exc:
             exchange.fail(exc)
             raise
@@ -526,8 +529,9 @@ def import_file(
             if isinstance(value, dict) and {"state", "param_groups"} <= value.keys()
         },
     )
+    source = os.fsencode(file).decode(errors="backslashreplace")
     with Checkpointer(directory, keep=None) as checkpointer:
-        checkpointer._save_snapshot(snapshot, step, {"imported_from": str(file)})  # noqa: SLF001 - the same module
+        checkpointer._save_snapshot(snapshot, step, {"imported_from": source})  # noqa: SLF001 - the same module
         return checkpointer.info(step)
 
 
@@ -710,6 +714,12 @@ def _require_absolute(directory: object) -> Path:
 
     from ddpsafe._config import AbsolutePath
 
+    if "://" in str(directory):
+        raise _misuse(
+            f"{directory!r} is an address, not a directory.",
+            "checkpoints need a file system that can rename.",
+            "write to a directory, and copy what is in it to other storage.",
+        )
     try:
         path: Path = TypeAdapter(AbsolutePath).validate_python(directory)
     except ValidationError as exc:
@@ -824,15 +834,13 @@ def _require_numbers(metrics: object, *, judged_by: str | None) -> dict[str, flo
         return {}
     numbers: dict[str, float | None] = {}
     try:
-        for name, value in dict(metrics).items():  # type: ignore[call-overload]  # what is tried
-            number = float(value)
-            numbers[_require_text(name)] = number if math.isfinite(number) else None
-    except (TypeError, ValueError) as exc:
-        raise _misuse(
-            f"save(metrics={metrics!r}).",
-            f"they are not numbers by name: {exc}",
-            'write metrics={"loss": 0.3}.',
-        ) from None
+        given = {name: float(value) for name, value in dict(metrics).items()}  # type: ignore[call-overload]  # what is tried
+        numbers = {name: value if math.isfinite(value) else None for name, value in given.items()}
+        cause = "" if all(map(is_text, given)) else "a name is not a text that UTF-8 can hold."
+    except Exception as exc:  # noqa: BLE001 - a user's type may refuse in any way
+        cause = f"they are not numbers by name: {exc}"
+    if cause:
+        raise _misuse(f"save(metrics={metrics!r}).", cause, 'write metrics={"loss": 0.3}.')
     if numbers and judged_by is not None and judged_by not in numbers:
         raise _misuse(
             f"save(metrics={metrics!r}).",
@@ -851,13 +859,6 @@ def _require_plain(metadata: object) -> dict[str, Any]:
         raise _misuse(
             f"save(metadata=…) of {type(metadata).__name__}.",
             f"it is not a mapping that JSON can hold: {exc}",
-            "pass a dict of texts, numbers, lists and dicts.",
+            "pass a dict of texts, numbers, lists and dicts; the keys are texts.",
         ) from None
     return plain
-
-
-def _require_text(name: object) -> str:
-    if not isinstance(name, str):
-        message = f"{name!r} is not a text"
-        raise TypeError(message)
-    return name

@@ -107,12 +107,13 @@ def _require_writable(state: Mapping[str, Any]) -> None:
 def tensors_of(tree: Any, name: str) -> Tensors:
     """Return shape and dtype of each tensor of a tree, by its path without the name."""
     import torch
+    from torch.nn.parameter import is_lazy
 
     found = ((path.removeprefix(name), leaf) for path, leaf in leaves(tree, name))
     return {
         path: (_shape(leaf), str(leaf.dtype).removeprefix("torch."))
         for path, leaf in found
-        if isinstance(leaf, torch.Tensor)
+        if isinstance(leaf, torch.Tensor) and not is_lazy(leaf)
     }
 
 
@@ -128,6 +129,7 @@ def _compare_tensors(
 ) -> Differences:
     """Compare the tensors of a model, or of a tensor, which torch would cast without a word."""
     import torch
+    from torch.nn.parameter import is_lazy
 
     if isinstance(value, torch.Tensor) and not isinstance(saved, torch.Tensor):
         return {name: (type(saved).__name__, "a tensor")}
@@ -137,12 +139,21 @@ def _compare_tensors(
         return {}
     if isinstance(value, torch.nn.Module):
         saved = renamed(saved, plain_names(saved))
-    before, now = tensors_of(saved, name), tensors_of(state_of(value, unwrap), name)
-    return {
+    current = state_of(value, unwrap)
+    before, now = tensors_of(saved, name), tensors_of(current, name)
+    differences: Differences = {
         f"{name}{path}": _differing(before.get(path), now.get(path))
         for path in [*before, *(path for path in now if path not in before)]
         if before.get(path) != now.get(path)
     }
+    for path, leaf in leaves(current, name):
+        if is_lazy(leaf):  # load_state_dict gives it its shape
+            differences.pop(path, None)
+        elif (
+            isinstance(leaf, torch.Tensor) and leaf.is_meta
+        ):  # which load_state_dict leaves as it is
+            differences.setdefault(path, ("values", "on the meta device, which has none"))
+    return differences
 
 
 def _differing(saved: Any, now: Any) -> tuple[object, object]:
@@ -190,18 +201,38 @@ def _mismatch(loaded: Loaded, differences: Differences) -> CheckpointMismatchErr
         for path, (saved, now) in list(differences.items())[:_SHOWN]
     ]
     number = len(differences)
+    wrapper = _find_wrapper(differences)
     if number > _SHOWN:
         listed.append(f"… and {number - _SHOWN} more")
     return CheckpointMismatchError(
         Explanation(
             f"The checkpoint {loaded.folder} is of other objects: {number} {'differs' if number == 1 else 'differ'}.",
-            cause="the model was changed since, or this is another job's directory.",
-            fix="build the model as it was, begin in a directory of its own, or restore what fits "
+            cause=f"a wrapper puts {wrapper!r} before the names of the model; DDP's and torch.compile's "
+            "are left out, others are not."
+            if wrapper
+            else "the model was changed since, or this is another job's directory.",
+            fix="save and restore the model without its wrapper, or with it."
+            if wrapper
+            else "build the model as it was, begin in a directory of its own, or restore what fits "
             "with strict=False.",
             details=listed,
         ),
         differences=differences,
     )
+
+
+def _find_wrapper(differences: Differences) -> str:
+    """Return what stands before the names of all tensors that differ, on one side only."""
+    saved = {path for path, (_, now) in differences.items() if now == _ABSENT}
+    present = {path for path, (then, _) in differences.items() if then == _ABSENT}
+    longer, shorter = sorted((saved, present), key=lambda paths: -max(map(len, paths), default=0))
+    name, _, first = min(shorter, default="").partition("['")
+    matches = [path for path in longer if path.endswith(first) and path != name]
+    for path in matches if first else ():
+        wrapper = path.removesuffix(first).removeprefix(f"{name}['")
+        if {each.replace("['", f"['{wrapper}", 1) for each in shorter} == longer:
+            return wrapper
+    return ""
 
 
 def _show(shape: object) -> str:

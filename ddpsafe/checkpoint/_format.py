@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, m
 
 from ddpsafe._errors import Explanation
 from ddpsafe.checkpoint._checksums import BLOCK_BYTES, DamagedFileError, VerifiedFile
+from ddpsafe.checkpoint._trees import leaves
 from ddpsafe.checkpoint.errors import NewerFormatError, RestoreError
 
 if TYPE_CHECKING:
@@ -282,9 +283,13 @@ def read_manifest(folder: Path) -> Manifest:
         RestoreError: A ddpsafe before 0.1 wrote it, with distributed tensors.
     """
     with open(open_regular(folder, NAME), "rb") as file:
-        if os.fstat(file.fileno()).st_size > _MAX_MANIFEST_BYTES:
-            raise DamagedFileError(f"{NAME} is larger than any manifest")
-        data = file.read(_MAX_MANIFEST_BYTES)
+        return parse_manifest(file.read(_MAX_MANIFEST_BYTES + 1), folder)
+
+
+def parse_manifest(data: bytes, folder: Path) -> Manifest:
+    """Read the bytes of a manifest; for errors see `read_manifest`."""
+    if len(data) > _MAX_MANIFEST_BYTES:
+        raise DamagedFileError(f"{NAME} is larger than any manifest")
     content = _check(data)
     try:
         version = _Version.model_validate_json(content).version
@@ -341,9 +346,15 @@ def _pickled_index(folder: Path) -> RestoreError:
 
 
 def from_json(value: Any) -> Any:
-    """Return plain values as JSON gives them back.
+    """Return plain values as JSON gives them back; tuples become lists.
 
     Raises:
-        TypeError, ValueError: JSON has no such values.
+        TypeError, ValueError: JSON has no such values, UTF-8 no such texts.
+        RecursionError: They are nested too deep.
     """
-    return json.loads(json.dumps(value, allow_nan=False))
+    text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+    plain = json.loads(text.encode())
+    if [path for path, _ in leaves(plain, "")] != [path for path, _ in leaves(value, "")]:
+        message = "a key is not a text"
+        raise TypeError(message)
+    return plain

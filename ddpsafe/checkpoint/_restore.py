@@ -5,6 +5,7 @@ A checkpoint is read and compared with the objects first, on every rank; only th
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import logging
@@ -450,8 +451,8 @@ def _apply(request: Request, loaded: Loaded) -> None:
         raise RestoreError(
             Explanation(
                 f"{name!r} cannot be restored from {loaded.folder}: {type(exc).__name__}: {exc}",
-                cause="what is saved under that name is not what a Checkpointer saves.",
-                fix="restore another step; make the objects again, some have their saved state.",
+                cause="the object cannot take it, or it is not what a Checkpointer saves.",
+                fix="make the objects again, as some have their saved state; or restore another step.",
             )
         ) from exc
     if request.with_rng and loaded.rng is not None:
@@ -570,14 +571,15 @@ def _own_memory(loaded: Loaded, tree: Any) -> Any:
 
     copies: dict[int, torch.Tensor] = {}
 
-    def copy(_: str, leaf: Any) -> Any:
+    def copied(_: str, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not _is_mapped(loaded, leaf):
             return leaf
         if id(leaf) not in copies:
-            copies[id(leaf)] = leaf.clone()
+            # torch cannot clone some quantized tensors.
+            copies[id(leaf)] = copy.deepcopy(leaf) if leaf.is_quantized else leaf.clone()
         return copies[id(leaf)]
 
-    return replace_leaves(tree, "", copy)
+    return replace_leaves(tree, "", copied)
 
 
 def _is_mapped(loaded: Loaded, tensor: torch.Tensor) -> bool:

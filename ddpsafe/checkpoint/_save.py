@@ -21,9 +21,18 @@ from typing import TYPE_CHECKING, Any, Final
 from ddpsafe._clock import BoundedCall
 from ddpsafe._errors import Explanation, ranks_text
 from ddpsafe.checkpoint import _directory, _sharded
-from ddpsafe.checkpoint._checksums import ChecksumWriter
+from ddpsafe.checkpoint._checksums import ChecksumWriter, DamagedFileError
 from ddpsafe.checkpoint._consensus import Message
-from ddpsafe.checkpoint._format import NAME, RANKS, STATE, FileFacts, Manifest, ShardedTensor
+from ddpsafe.checkpoint._format import (
+    NAME,
+    RANKS,
+    STATE,
+    FileFacts,
+    Manifest,
+    ShardedTensor,
+    parse_manifest,
+)
+from ddpsafe.checkpoint._state import explaining
 from ddpsafe.checkpoint._trees import size_bytes
 from ddpsafe.checkpoint.errors import (
     CheckpointConfigError,
@@ -360,7 +369,7 @@ def _write_files(
     import torch
 
     files = dict(files)
-    with ChecksumWriter(folder / STATE) as writer:
+    with ChecksumWriter(folder / STATE) as writer, explaining(request.snapshot.replicated):
         torch.save(request.snapshot.replicated, writer)  # type: ignore[arg-type]  # write() is all it needs
     files[STATE] = FileFacts(size_bytes=writer.size, crc32=writer.crc32)
     places: list[tuple[int, int]] = []
@@ -383,8 +392,20 @@ def _write_files(
         metrics=request.metrics,
         metadata=request.metadata,
     )
+    data = manifest.dumps()
+    try:
+        parse_manifest(data, folder)
+    except DamagedFileError as exc:
+        raise SaveError(
+            Explanation(
+                f"The checkpoint of step {request.step} was not saved: it could not be read again.",
+                cause=str(exc),
+                fix="save fewer or plainer names, metrics and metadata.",
+            ),
+            step=request.step,
+        ) from exc
     with ChecksumWriter(folder / NAME) as writer:
-        writer.write(manifest.dumps())
+        writer.write(data)
 
 
 @functools.cache

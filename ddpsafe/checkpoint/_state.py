@@ -5,6 +5,7 @@ Only what loads again without executing anything may go into it.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import random
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard, runtime_check
 from ddpsafe._errors import Explanation
 from ddpsafe.checkpoint import _sharded
 from ddpsafe.checkpoint._format import PER_RANK, REPLICATED, SHARDED, Kept, OptimizerFacts
-from ddpsafe.checkpoint._trees import PLAIN, leaves
+from ddpsafe.checkpoint._trees import MAX_DEPTH, PLAIN, leaves
 from ddpsafe.checkpoint.errors import CheckpointConfigError, UnsafeStateError
 
 if TYPE_CHECKING:
@@ -162,10 +163,10 @@ def check_names(state: object) -> None:
     elif not state:
         cause = "it is empty."
     else:
-        others = [name for name in state if not isinstance(name, str)]
-        if not others:
+        wrong = [name for name in state if not is_text(name)]
+        if not wrong:
             return
-        cause = f"the key {others[0]!r} is of type {type(others[0]).__name__}, not str."
+        cause = f"the key {wrong[0]!r} is not a text that UTF-8 can hold."
     raise CheckpointConfigError(
         Explanation(
             "The state is not a mapping of names to objects.",
@@ -173,6 +174,17 @@ def check_names(state: object) -> None:
             fix="pass {'model': model, 'optimizer': optimizer, …}.",
         )
     )
+
+
+def is_text(value: object) -> bool:
+    """Tell whether a value is a text that a manifest can hold: one from a file name may not be."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def state_of(value: Any, unwrap: Callable[[nn.Module], nn.Module]) -> Any:
@@ -227,7 +239,8 @@ def own_bytes(own: dict[str, Any], rng: dict[str, Any] | None) -> bytes:
     import torch
 
     file = io.BytesIO()
-    torch.save({"rng": rng, "own": own}, file)
+    with explaining(own):
+        torch.save({"rng": rng, "own": own}, file)
     data = file.getvalue()
     if len(data) > MAX_RANK_BYTES:
         raise CheckpointConfigError(
@@ -255,6 +268,23 @@ def require_loadable(state: dict[str, Any]) -> None:
         raise _unsafe(found)
 
 
+@contextlib.contextmanager
+def explaining(state: dict[str, Any]) -> Iterator[None]:
+    """Say which value of a state it is that torch cannot copy or save.
+
+    Raises:
+        UnsafeStateError: In place of what torch raises, such as KeyError for a dtype it cannot save.
+    """
+    try:
+        yield
+    except Exception as exc:
+        tensors = ((path, leaf) for path, leaf in leaves(state, "state") if type(leaf) not in PLAIN)
+        found = [(path, why) for path, leaf in tensors if (why := _try(leaf)) is not None]
+        if not found:
+            raise
+        raise _unsafe(found) from exc
+
+
 def _unsafe(found: list[tuple[str, str]]) -> UnsafeStateError:
     listed = [f"{path}: {why}" for path, why in found[:_SHOWN]]
     more = [f"… and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
@@ -274,16 +304,17 @@ def _unsafe(found: list[tuple[str, str]]) -> UnsafeStateError:
 
 
 def require_finite(tree: object, name: str) -> None:
-    """Refuse a tree that cannot be walked to its end.
+    """Refuse a tree that cannot be walked to its end, or would be read as something else.
 
     Raises:
-        UnsafeStateError: It holds itself.
+        UnsafeStateError: It holds itself, or a text that stands for a distributed tensor.
     """
     try:
-        for _ in leaves(tree, name):
-            pass
+        for path, leaf in leaves(tree, f"state[{name!r}]", MAX_DEPTH - 2):  # of what it stands in
+            if isinstance(leaf, str) and leaf.startswith(_sharded.MARK):
+                raise _unsafe([(path, f"a text that begins with {_sharded.MARK!r}")])
     except RecursionError:
-        why = "a dict, list or tuple that holds itself, or is nested too deep"
+        why = f"a dict, list or tuple that holds itself, or is nested deeper than {MAX_DEPTH}"
         raise _unsafe([(f"state[{name!r}]", why)]) from None
 
 

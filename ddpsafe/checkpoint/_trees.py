@@ -15,16 +15,28 @@ PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
 """Types of values that are what they are: copied by nobody, loaded by everybody."""
 
 
-def leaves(tree: object, path: str) -> Iterator[tuple[str, Any]]:
-    """Walk plain dicts, lists and tuples; yield everything else with its path."""
+MAX_DEPTH: Final = 100
+"""Containers within each other: what is saved must be readable further down the stack, and as JSON."""
+
+
+def leaves(tree: object, path: str, left: int = MAX_DEPTH) -> Iterator[tuple[str, Any]]:
+    """Walk plain dicts, lists and tuples; yield everything else with its path.
+
+    Raises:
+        RecursionError: They are nested deeper than `left`, or hold themselves.
+    """
     if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from leaves(value, f"{path}[{key!r}]")
+        items: Any = tree.items()
     elif isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
-        for number, value in enumerate(tree):
-            yield from leaves(value, f"{path}[{number}]")
+        items = enumerate(tree)
     else:
         yield path, tree
+        return
+    if left == 0:
+        message = f"nested deeper than {MAX_DEPTH}"
+        raise RecursionError(message)
+    for key, value in items:
+        yield from leaves(value, f"{path}[{key!r}]", left - 1)
 
 
 def replace_leaves(tree: Any, path: str, change: Callable[[str, Any], Any]) -> Any:

@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from ddpsafe.checkpoint import Checkpointer, Keep, errors
+from ddpsafe.checkpoint import Checkpointer, Keep, _format, errors
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+DEEP: Any = 1
+for _ in range(150):
+    DEEP = [DEEP]
 
 
 @pytest.fixture
@@ -140,6 +145,15 @@ def test_metadata_comes_back_without_loading_the_state(tmp_path: Path) -> None:
         {"metadata": {"x": math.nan}},
         {"metadata": ["x"]},
         {"metadata": 3},
+        {"metadata": {"x": {1: 2}}},
+        {"metadata": {1: 2, "1": 3}},
+        {"metadata": {"x": "\ud800"}},
+        {"metadata": {"x": [[["x"]] * 3, *([[]] * 3)], "y": {"\ud800": 1}}},
+        {"metadata": {"x": DEEP}},
+        {"metrics": {"\ud800": 1}},
+        {"metrics": {"loss": 10**400}},
+        {"metrics": {"loss": torch.ones(2)}},
+        {"metrics": {"loss": torch.ones((), device="meta")}},
         {"metrics": {"loss": "low"}},
         {"metrics": {1: 2.0}},
         {"metrics": 0.5},
@@ -152,6 +166,18 @@ def test_what_is_no_metric_or_metadata_is_refused(tmp_path: Path, wrong: dict[st
         with pytest.raises(errors.CheckpointConfigError, match=f"save\\({next(iter(wrong))}"):
             checkpointer.save({"x": 1}, 1, **wrong)
         assert checkpointer.latest() is None
+
+
+def test_manifest_that_could_not_be_read_again_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a save acknowledges can be restored: the manifest is read back before the rename."""
+    with Checkpointer(tmp_path) as checkpointer:
+        monkeypatch.setattr(_format, "_MAX_MANIFEST_BYTES", 5_000)
+        checkpointer.save({"x": 1}, 1)
+        with pytest.raises(errors.SaveError, match="could not be read again"):
+            checkpointer.save({"x": 1}, 2, metadata={"x": "x" * 5_000})
+        assert checkpointer.restore({"x": 0}) == 1
 
 
 def train(model: torch.nn.Module) -> None:

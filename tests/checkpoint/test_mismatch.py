@@ -56,6 +56,40 @@ def test_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
     }
 
 
+def test_model_on_the_meta_device_is_refused(tmp_path: Path) -> None:
+    """Torch would only warn, and leave it without values."""
+    now = {"model": torch.nn.Linear(2, 2, device="meta"), "x": torch.ones(1, device="meta")}
+    saved = {"model": torch.nn.Linear(2, 2), "x": torch.ones(1)}
+    where = ("values", "on the meta device, which has none")
+    assert refused(tmp_path, saved, now) == {
+        "model['weight']": where,
+        "model['bias']": where,
+        "x": where,
+    }
+
+
+def test_lazy_model_takes_its_shapes_from_the_checkpoint(tmp_path: Path) -> None:
+    """As it would from load_state_dict."""
+    model, now = torch.nn.Linear(3, 2), torch.nn.LazyLinear(2)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save({"model": model}, 1)
+        checkpointer.restore({"model": now})
+    assert torch.equal(now.weight, model.weight)
+
+
+@pytest.mark.parametrize("wraps_now", [False, True])
+def test_wrapper_that_changes_all_names_is_named(tmp_path: Path, *, wraps_now: bool) -> None:
+    """One that is not DDP's, on either side."""
+    model = torch.nn.Linear(3, 2)
+    wrapper = torch.nn.ModuleDict({"engine": model})
+    saved, now = ({"model": each} for each in ((model, wrapper)[:: 1 if wraps_now else -1]))
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(saved, 1)
+        with pytest.raises(errors.CheckpointMismatchError) as caught:
+            checkpointer.restore(now)
+    assert "a wrapper puts 'engine.' before" in str(caught.value)
+
+
 def test_optimizer_of_another_class_is_refused(tmp_path: Path) -> None:
     """Torch would load it, and train with other rules than before."""
     now = make(optimizer=torch.optim.SGD)

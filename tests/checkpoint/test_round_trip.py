@@ -166,6 +166,7 @@ def test_steps_do_not_go_backwards(tmp_path: Path) -> None:
     [
         (("runs/1",), "it is relative"),
         (("~/runs",), "expanded by shells"),
+        (("s3://bucket/runs",), "is an address, not a directory"),
         (("/tmp/x", 0), "keep=0"),
         (("/tmp/x", True), "keep=True"),
     ],
@@ -186,7 +187,7 @@ def test_wrong_calls_are_explained(tmp_path: Path) -> None:
     for step in (-1, 1.5, True):
         with pytest.raises(errors.CheckpointConfigError, match="a step is an integer"):
             checkpointer.save({"x": 1}, step)  # type: ignore[arg-type]  # what is tested
-    for state in ([1], {}, {1: 2}):
+    for state in ([1], {}, {1: 2}, {"\ud800": 1}):
         with pytest.raises(errors.CheckpointConfigError, match="not a mapping of names"):
             checkpointer.save(state, 1)  # type: ignore[arg-type]  # what is tested
     with pytest.raises(errors.DirectoryLockedError, match=r"(?s)very process.*call close\(\)"):

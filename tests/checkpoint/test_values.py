@@ -14,6 +14,42 @@ import torch
 from ddpsafe.checkpoint import Checkpointer, errors
 from ddpsafe.checkpoint._trees import HostCopies
 
+# Tensors of quantized dtypes cannot be made of bits.
+DTYPES = {
+    each
+    for each in vars(torch).values()
+    if isinstance(each, torch.dtype) and not str(each).startswith("torch.q")
+}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), ids=str)
+def test_tensor_of_every_dtype_comes_back_or_is_refused(
+    tmp_path: Path, dtype: torch.dtype, *, asynchronous: bool
+) -> None:
+    """Bit by bit, complex and eight bit floats included; torch itself cannot save some."""
+    is_saved = dtype.itemsize > 0 and str(dtype).removeprefix("torch.").strip("u") not in {
+        f"int{bits}" for bits in range(1, 8)
+    }
+    tensor = torch.randint(0, 2, (3, 4 * dtype.itemsize), dtype=torch.uint8).view(dtype)
+    with Checkpointer(tmp_path, rng=False) as checkpointer:
+        if not is_saved:
+            with pytest.raises(errors.UnsafeStateError, match=r"state\['x'\]"):
+                checkpointer.save({"x": tensor}, 1, asynchronous=asynchronous)
+            return
+        checkpointer.save({"x": tensor}, 1, asynchronous=asynchronous)
+        again = torch.zeros_like(tensor.view(torch.uint8)).view(dtype)
+        checkpointer.restore({"x": again})
+    assert torch.equal(again.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def nested(depth: int) -> Any:
+    """Make a list in a list, and so on."""
+    tree: Any = 1
+    for _ in range(depth):
+        tree = [tree]
+    return tree
+
 
 def holding_itself() -> list[Any]:
     """Make a list that is its own item."""
@@ -32,15 +68,19 @@ def holding_itself() -> list[Any]:
         (torch.empty(3, device="meta"), "meta device"),
         (np.float64(0.5), "write value.item()"),
         (np.zeros(2), "write torch.from_numpy(value)"),
+        (nested(100), "nested deeper than 100"),
+        ("\0shard x", "begins with"),
+        (torch.empty(2, dtype=torch.uint4), "uint4"),
     ],
-    ids=["return type", "struct_time", "version", "recursive", "meta", "float64", "array"],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
+@pytest.mark.parametrize("asynchronous", [False, True])
 def test_value_that_could_not_be_loaded_is_refused_by_name(
-    tmp_path: Path, value: object, says: str
+    tmp_path: Path, value: object, says: str, *, asynchronous: bool
 ) -> None:
     """The error is ours, with the path of the value as it is, colons included."""
     with Checkpointer(tmp_path) as checkpointer, pytest.raises(errors.UnsafeStateError) as caught:
-        checkpointer.save({"a: b": value}, 1)
+        checkpointer.save({"a: b": value}, 1, asynchronous=asynchronous)
     assert caught.value.paths == ("state['a: b']",)
     assert says in str(caught.value)
     assert "holds a value that" in str(caught.value)
