@@ -79,7 +79,7 @@ class Fault(NamedTuple):
 
 
 def sleep_long() -> None:
-    """Sleep for longer than anybody waits."""
+    """Sleep for longer than any timeout."""
     time.sleep(3600)
 
 

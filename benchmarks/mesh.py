@@ -179,7 +179,7 @@ def run_doctor(network: Network, condition: Condition) -> list[dict[str, Any]]:
 
 
 def measure(condition: Condition, timeout_s: float) -> dict[str, Any]:
-    """Make one condition and try both; the network is made anew for the second."""
+    """Make one condition and try both; the second gets a new network."""
     results = {}
     for name in ("torch", "doctor"):
         with condition.make() as network:
@@ -216,7 +216,7 @@ def _torch_said(hosts: list[dict[str, Any]]) -> str:
 
 
 def _shorten(text: str) -> str:
-    # The path of a build machine says nothing to anybody.
+    # The path of a build machine tells the reader nothing.
     words = [word for word in text.split() if "/third_party/" not in word]
     text = " ".join(words).replace("|", "\\|")
     return f"`{text[:LONGEST_SAID]}{'…' if len(text) > LONGEST_SAID else ''}`"

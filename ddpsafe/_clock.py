@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _FIRST_PAUSE_S: Final = 0.001
 _LONGEST_PAUSE_S: Final = 0.1
 _SUSPENDED_S: Final = 1.0
-"""A wait that takes so much longer than asked for was no wait: this process was stopped."""
+"""A wait that takes so much longer than asked for was not all a wait: this process was stopped."""
 
 
 class AwakeClock:
@@ -118,7 +118,7 @@ class BoundedCall(Generic[T]):
         """Start the call.
 
         Args:
-            function: What to call; it must be harmless if nobody waits for it any more.
+            function: What to call; it must be harmless after the wait for it was given up.
             name: Name of the thread, for stack dumps.
         """
         self._function = function

@@ -111,7 +111,7 @@ class DDPSafeError(Exception):
 
     Attributes:
         explanation: What happened, the likely cause, what to do, as data. ``str()`` renders it.
-        exit_code: The status a script ends with when nobody catches the error: the rank's own
+        exit_code: The status a script ends with when the error is not caught: the rank's own
             code, 128 + signal for a rank that was killed, 78 where a retry cannot help, else 1.
         kind: What sort of failure it is, for the retry policy.
         origin: Where the error comes from, if a rank raises it: ``"own"`` unless another rank is

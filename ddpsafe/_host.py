@@ -40,7 +40,7 @@ LIBRARY_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCK
 
 _DISCARD_PORT: Final = 9
 _SOMEWHERE: Final = "198.51.100.1"
-"""An address of RFC 5737 that belongs to nobody; only the route to it is asked for."""
+"""An address that RFC 5737 reserves for documentation; only the route to it is asked for."""
 
 
 _VIRTUAL: Final = ("docker", "veth", "br-", "virbr", "cni", "flannel", "cali", "podman", "lxc")
@@ -54,7 +54,7 @@ class Interface:
     Attributes:
         name: As ``ip link`` shows it.
         networks: Its addresses with their networks, in the kernel's order; link-local ones are
-            left out, nobody can connect to them by name.
+            left out: other hosts cannot connect to them by name.
         mtu_bytes: The largest packet it sends.
         is_running: Whether it is up and has a carrier.
     """
@@ -92,7 +92,7 @@ def leads_to_containers(name: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Tell whether an address, as numbers, is this host's own and nobody else's."""
+    """Tell whether an address, as numbers, belongs to this host and to no other."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:

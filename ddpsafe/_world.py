@@ -137,7 +137,7 @@ _DIALECTS: Final = (
     ),
 )
 
-# A step that Slurm opens for the batch script or for an interactive shell is one process of ours.
+# A step that Slurm opens for the batch script or for an interactive shell is one process of the job.
 _SLURM_SHELL_STEPS: Final = frozenset({"4294967291", "4294967292", "4294967290"})
 _TASKS: Final = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
@@ -345,7 +345,7 @@ def expand_hosts(text: str) -> list[str]:
     number counts fastest.
 
     Raises:
-        ValueError: It is no such list, or names more than 100,000 hosts.
+        ValueError: It is not such a list, or names more than 100,000 hosts.
     """
     hosts: list[str] = []
     names, start = [""], 0

@@ -76,7 +76,7 @@ def _own_temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(_own_temporary_directory: None) -> Iterator[None]:
-    """Fail a test after which a process, thread, listening socket or file of ours remains.
+    """Fail a test after which a process, thread, listening socket or file of this run remains.
 
     What was there before the test may stay, so a fixture of a wider scope may keep a process.
     """

@@ -156,7 +156,7 @@ def test_modules_do_not_import_in_circles() -> None:
 
 
 def test_exceptions_of_imports_are_still_there() -> None:
-    """An exception that nobody needs any more is taken off the list."""
+    """An exception that is no longer needed is taken off the list."""
     existing = {(each.module, each.target) for each in own_imports() if each.for_types}
     assert UPWARD_FOR_TYPES.keys() <= existing
     late = {(each.module, each.target) for each in own_imports() if each.late}
@@ -289,9 +289,9 @@ SLEEPERS: Final = [
 
 @pytest.mark.parametrize("file", SLEEPERS, ids=lambda file: str(file.relative_to(CHECKOUT)))
 def test_nothing_sleeps_until_something_has_probably_happened(file: Path) -> None:
-    """A sleep is no synchronisation.
+    """A sleep is not synchronisation.
 
-    A literal of 60 seconds or more is a rank that hangs on purpose: nobody waits for its end.
+    A literal of 60 seconds or more is a rank that hangs on purpose: its end is not waited for.
     """
     if file.relative_to(CHECKOUT).as_posix() in MAY_POLL:
         return
@@ -383,6 +383,45 @@ def test_every_error_is_raised() -> None:
 
 def _subclasses(name: str, errors: list[type[Exception]]) -> list[type[Exception]]:
     return [error for error in errors if name in {base.__name__ for base in error.__mro__[1:]}]
+
+
+WORDS: Final = {
+    r"(?<!there )\b(is|are|was|were) no (?!longer|more|other|worse|better|less|such)": "is not a …",
+    r"\b(nobody|somebody|anybody|everybody)\b": "name who: no rank, another user, every process",
+    r"\banew\b": "again, from the start",
+    r"\bin vain\b": "without success, without effect",
+    r"\bown one\b|\ban own\b": "its own …, a … of its own",
+    r"\bmend(s|ed|ing)?\b": "fix, repair",
+    r"\b(\w+ of|none of) ours\b": "ddpsafe's, this run's",
+    r"\bno matter of\b": "has nothing to do with",
+    r"\bonly lost it\b": "failed because of rank …",
+    r"\brank \d+, \d": "ranks 0 and 2, by ranks_text()",
+    r"\branks \d+(, \d+)+(?! and|,|\d)": "ranks 0, 1 and 2, by ranks_text()",
+    r"\bmanieth\b": "every k-th",
+    r"\b(come|came|comes) to pass\b": "happen",
+    r"\b(testimony|farewell|headway|litter|attendees?)\b": "the thing itself, without a metaphor",
+}
+"""What reads as foreign or as a riddle, as patterns, and what to write in its place."""
+
+WRITTEN: Final = [
+    file
+    for place in ("ddpsafe", "docs", "tests", "examples", "benchmarks")
+    for file in sorted((CHECKOUT / place).rglob("*"))
+    if file.suffix in {".py", ".md"} and file != Path(__file__) and "_build" not in file.parts
+] + sorted(CHECKOUT.glob("*.md"))
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_plain_english_is_written(words: str) -> None:
+    """Messages, docstrings, comments and pages avoid what a reader has to translate."""
+    pattern = re.compile(words, re.IGNORECASE)
+    found = [
+        f"{file.relative_to(CHECKOUT)}:{number}: {line.strip()}; write: {WORDS[words]}"
+        for file in WRITTEN
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1)
+        if pattern.search(line)
+    ]
+    assert found == []
 
 
 def _last_name(node: ast.AST) -> str:

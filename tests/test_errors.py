@@ -58,7 +58,7 @@ def build(cls: type[_errors.DDPSafeError]) -> _errors.DDPSafeError:
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_error_survives_pickling_with_its_facts(cls: type[_errors.DDPSafeError]) -> None:
-    """Type, message and every fact arrive unchanged, so nobody has to parse a message."""
+    """Type, message and every fact arrive unchanged, so that no message has to be parsed."""
     error = build(cls)
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is cls

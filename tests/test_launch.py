@@ -102,7 +102,7 @@ def test_a_backend_that_nobody_registered_is_refused_before_any_rank_starts() ->
 
 
 def test_backends_that_packages_have_registered_are_let_be(tmp_path: Path) -> None:
-    """A name of somebody else's is as good as torch's own, alone or for one device."""
+    """A name of another package is as good as torch's own, alone or for one device."""
     code = """
     import torch.distributed as dist
     from ddpsafe import ConfigError
@@ -682,7 +682,7 @@ def test_a_temporary_run_directory_is_removed_after_success_and_named_after_fail
 
 
 def test_no_temporary_directory_is_left_where_nothing_was_started(tmp_path: Path) -> None:
-    """Without logs there is nothing to keep: an empty directory would be litter."""
+    """Without logs there is nothing to keep: an empty directory would be left over."""
     before = sorted(Path(tempfile.gettempdir()).iterdir())
     with pytest.raises(ddpsafe.PreflightError, match="data path 'train' is not ready"):
         ddpsafe.launch(

@@ -50,7 +50,7 @@ ALLOWED: Final = {
     ("doctor/_checks/interfaces.py", " Write "): "to be carried as data by the doctor",
     ("doctor/_mesh/findings/results.py", "node rank"): "to be carried as data by the doctor",
 }
-"""File and text of matches that are no message's, or will not be for long, each with its reason."""
+"""File and text of matches of what is not a message, or will not be for long, each with its reason."""
 
 
 class Match(NamedTuple):

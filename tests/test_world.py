@@ -159,13 +159,13 @@ def test_slurm_batch_script_without_srun_is_alone() -> None:
 
 
 def test_salloc_shell_is_alone() -> None:
-    """The shell of an allocation sees the job's numbers and is no rank."""
+    """The shell of an allocation sees the job's numbers and is not a rank."""
     assert find_world(SLURM_JOB) is None
 
 
 @pytest.mark.parametrize("step", ["4294967291", "4294967292", "4294967290"])
 def test_slurm_step_of_a_shell_is_alone(step: str) -> None:
-    """The steps that Slurm opens for batch scripts and interactive shells are no ranks."""
+    """The steps that Slurm opens for batch scripts and interactive shells are not ranks."""
     env = slurm_step(rank=0, world_size=1, local_rank=0, node=0, tasks="1", nodes=1)
     assert find_world(env | {"SLURM_STEP_ID": step}) is None
 

@@ -47,7 +47,7 @@ def run_ranks(options: Namespace) -> int:
     try:
         run_processes(run_script, (target, tuple(options.arguments), _kind_of(options)), config)
     except DDPSafeError as error:
-        # As Python would print it, the rank's own exception first; the frames of ours say nothing.
+        # As Python would print it, the rank's own exception first; ddpsafe's frames say nothing.
         complain("".join(traceback.format_exception(error.with_traceback(None))).rstrip())
         return error.exit_code
     return HEALTHY

@@ -59,7 +59,7 @@ def parse_duration(value: object, *, shortest: timedelta = SHORTEST) -> object:
         The timedelta; text in another form (ISO 8601, HH:MM:SS) is left to pydantic.
 
     Raises:
-        PydanticCustomError: When it is no duration, not finite, too short or too long.
+        PydanticCustomError: It is not a duration, not finite, too short or too long.
     """
     if isinstance(value, bool) or not isinstance(value, (timedelta, int, float, str)):
         raise wrong(f"expected a duration, got a {type(value).__name__}", write=_HOW)
@@ -116,7 +116,7 @@ def require_wait(value: object, *, name: str) -> timedelta:
         name: The argument as its caller knows it, e.g. ``barrier(timeout=…)``.
 
     Raises:
-        ConfigError: It is no duration, or not one that a wait can have.
+        ConfigError: It is not a duration, or not one that a wait can have.
     """
     if isinstance(value, timedelta) and timedelta(0) <= value <= LONGEST:  # needs no pydantic
         return value

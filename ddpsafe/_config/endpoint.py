@@ -113,7 +113,7 @@ def _shape_problem(text: str) -> Problem | None:
 def _name_problem(host: str) -> Problem | None:
     if _NUMERIC.fullmatch(host):
         return Problem(
-            why=f"the host {show(host)} is made of numbers but is no IPv4 address, "
+            why=f"the host {show(host)} is made of numbers but is not an IPv4 address, "
             "and the system would read it as one (6841231 becomes 0.104.99.143)",
             write=f'a host name, or all four numbers without leading zeros: "10.0.0.7:{DEFAULT_PORT}"',
         )
@@ -148,7 +148,7 @@ def _unusable_kind(address: IPAddress) -> str | None:
 def _port_problem(host: str, port: str) -> Problem | None:
     usable = f'a port from {_FIRST_PORT} to {_LAST_PORT}, e.g. "{host}:{DEFAULT_PORT}"'
     if not re.fullmatch(r"[0-9]{1,5}", port, re.ASCII):
-        return Problem(why=f"the port {show(port)} is no port number", write=usable)
+        return Problem(why=f"the port {show(port)} is not a port number", write=usable)
     number = int(port)
     if number == 0 or _FIRST_PORT <= number <= _LAST_PORT:
         return None

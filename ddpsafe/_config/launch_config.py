@@ -314,7 +314,7 @@ def refuse_fields(fields: Mapping[str, object], allowed: type, *, why: str, writ
     """Refuse fields of a `LaunchConfig` that mean nothing where they were passed.
 
     Args:
-        fields: What was passed. Names that are no fields at all are left to the config.
+        fields: What was passed. Names that are not fields are left to the config.
         allowed: The typed dict of those that mean something.
         why: Why the others do not.
         write: What to write in place of them.

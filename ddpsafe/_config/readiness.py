@@ -165,7 +165,7 @@ class _Progress:
         self._report(f"waiting for {self._subject}: {seen}; {waited_s:.0f} s of {total_s:.0f} s")
 
     def finish(self) -> None:
-        """Say that the wait is over, if anybody was told that it had begun."""
+        """Say that the wait is over, if its beginning was reported."""
         if self._spoke:
             self._report(f"{self._subject} is ready after {self._deadline.waited_s():.1f} s")
 

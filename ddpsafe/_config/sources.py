@@ -47,7 +47,7 @@ class ConfigFile:
     Attributes:
         path: Where it is.
         table: The fields as TOML gave them.
-        is_implicit: Whether it was taken because it lay in the current directory; nobody named it.
+        is_implicit: Whether it was taken because it lay in the current directory, without being named.
     """
 
     path: Path
@@ -198,7 +198,7 @@ def _is_private_group(gid: int) -> bool:
 
 
 def implicit_file_problems(file: ConfigFile | None) -> Iterator[ConfigProblem]:
-    """Yield a problem for each variable that a file which nobody named may not set."""
+    """Yield a problem for each variable that a file which was not named may not set."""
     env = None if file is None or not file.is_implicit else file.table.get("env")
     if file is None or not isinstance(env, dict):
         return

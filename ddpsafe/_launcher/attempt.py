@@ -112,16 +112,16 @@ def run_attempt(
         on_start: Told the workers once all have been started, and how to interrupt them.
         grace_period: How long the other ranks may go on once one has failed, in seconds; asked by
             then.
-        cancelled: Set when somebody wants the launcher to stop.
+        cancelled: Set when the launcher is to stop.
 
     Returns:
         What each rank returned, by rank.
 
     Raises:
         LaunchError: A rank failed, or a deadline passed.
-        PreemptedError: The ranks have stopped because somebody asked for it.
+        PreemptedError: The ranks have stopped because they were asked to.
         PreflightError: The ranks could not be started.
-        Interrupted: Somebody wants the launcher to stop; all ranks have ended.
+        Interrupted: The launcher is to stop; all ranks have ended.
     """
     require_room(plan.world_size)
     directory.attempt(number)
@@ -162,7 +162,7 @@ def run_attempt(
             timeouts=config.timeouts,
         )
     if inbox.received is not None:
-        cancelled.set()  # whatever it came to: nobody wants another attempt
+        cancelled.set()  # whatever the result, another attempt is not wanted
     return _conclude(ended, workers, request, inbox.received, directory)
 
 

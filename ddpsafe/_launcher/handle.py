@@ -194,10 +194,10 @@ class SpawnHandle:
         spare(self._cancel)
 
     def _tell_failure(self) -> None:
-        """Say at the script's end what nobody has joined to hear."""
+        """Report, at the script's end, a failure of ranks that were never joined."""
         error = self._result.exception() if self._result.done() else None
         if isinstance(error, DDPSafeError):
-            say(f"ranks that nobody joined have failed: {error}")
+            say(f"ranks that were never joined have failed: {error}")
 
     def _note(self, workers: Sequence[Worker], inbox: SignalInbox) -> None:
         self.processes = [worker.lend_process() for worker in workers]

@@ -219,8 +219,8 @@ def _make(path: Path) -> RunDirectory:
 
 def _warn_of_other_users(path: Path, found: os.stat_result, owner_uid: int) -> None:
     """Say that others can remove or rename the logs; that they cannot redirect them is seen to."""
-    everybody = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
-    if everybody or found.st_uid not in (owner_uid, 0):
+    writable = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
+    if writable or found.st_uid not in (owner_uid, 0):
         logger.warning(
             "other users can rename or remove what is in the run directory %s (owner uid %d, mode "
             "%03o); choose one that only you can write to",

@@ -18,7 +18,7 @@ _LIVE: Final[set[Callable[[], object]]] = set()
 def presentable(error: DDPSafeError) -> DDPSafeError:
     """Prepare an error for the user: the last thing before it leaves the library.
 
-    The frames of ours and of tenacity would push the message off the screen; it says it all.
+    Frames of ddpsafe and tenacity would push the message off the screen, and add nothing to it.
 
     Args:
         error: The error that is about to be raised.
@@ -56,7 +56,7 @@ def _hook() -> _Uncaught:
 
 
 class _Uncaught:
-    """What happens to an exception that nobody caught: it is shown, and the process ends by it.
+    """What happens to an exception that was not caught: it is shown, and the process ends by it.
 
     Python ends with 1 after any traceback, which hides the rank's own code from a scheduler; a
     hook that raises SystemExit once it has shown the traceback sets the status.

@@ -101,7 +101,7 @@ CALL_NUMBER: Final = struct.Struct("<Q")
 
 
 class Claim:
-    """Knows a descriptor again: a script may close all there are, and be given the numbers anew.
+    """Tells whether a descriptor is still the same: a script may close all, and then reuse the number.
 
     Writing to the number by then would be writing to the script's own file.
     """
@@ -189,7 +189,7 @@ class Sender:
     def send(self, message: Message) -> None:
         """Write one message.
 
-        A launcher that is gone is no error here: the lifeline ends the rank. Nothing can follow a
+        A launcher that has gone does not raise here: the lifeline ends the rank. Nothing can follow a
         message that was cut short: it would be taken for the missing part.
         """
         if not self.is_here():  # before the lock, which another thread may have held at the fork

@@ -124,7 +124,7 @@ def traceback_of(exc: BaseException) -> str:
 
 
 def exit_code_of(exc: BaseException) -> int | None:
-    """Return the code an exception asks to exit with; ``None`` where it is no such request.
+    """Return the code an exception asks to exit with; ``None`` where it does not ask.
 
     The system keeps eight bits of it. A code that is an error stays one: ``sys.exit(256)``, which
     is what ``sys.exit(os.system(…))`` comes to, would else be a success.

@@ -30,7 +30,7 @@ _INHERITED_MODULES: Final = ("multiprocessing.", "torch.multiprocessing.")
 _CTYPES: Final = (ctypes.Array, ctypes.Structure, ctypes.Union, *ctypes.c_int.__bases__)
 _MOST_SHARED: Final = 200
 _SEARCHED_LEVELS: Final = 64
-"""Deeper, the search would meet Python's recursion limit, and nobody would read the path."""
+"""Deeper, the search would meet Python's recursion limit, and the path would be too long to read."""
 
 _handles: ContextVar[tuple[object, ...]] = ContextVar("ddpsafe_handles")
 

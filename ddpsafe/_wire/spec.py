@@ -104,7 +104,7 @@ def open_log(path: Path | str, flags: int, *, owner_uid: int | None = None) -> i
     Args:
         path: The file.
         flags: As for `os.open`.
-        owner_uid: Who has to own the directory; ``None`` for anybody.
+        owner_uid: Who has to own the directory; ``None`` for any user.
 
     Raises:
         OSError: It cannot be opened, a link is in its place, or the directory is another user's.

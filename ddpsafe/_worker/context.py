@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TextIO, TypeVar, cast, overload
 
 from ddpsafe._clock import Deadline
-from ddpsafe._errors import BarrierTimeoutError, Explanation, RankRaisedError
+from ddpsafe._errors import BarrierTimeoutError, Explanation, RankRaisedError, ranks_text
 from ddpsafe._wire.exceptions import clip, text_of
 from ddpsafe._worker import collectives, pending_exception
 from ddpsafe._worker.stop import agreement
@@ -43,14 +43,15 @@ def barrier_timeout_error(
         deadline: How long it was waited.
     """
     waited_s = deadline.waited_s()
-    names = ", ".join(map(str, missing))
+    names = ranks_text(missing)
     what = (
         f"{context.world} waited {waited_s:.1f} s at the barrier {label!r} "
-        f"in attempt {context.attempt}: rank {names} did not come."
+        f"in attempt {context.attempt}: {names} did not come."
     )
     departure = None if context.control is None else context.control.departure()
     if departure is None:
-        cause = f"rank {names} is slower, hangs, or took another branch of the script."
+        verb = "is slower, hangs," if len(missing) == 1 else "are slower, hang,"
+        cause = f"{names} {verb} or took another branch of the script."
         fix = "let every rank call the same barriers in the same order, or raise timeouts.barrier."
     else:
         cause, fix = _after_departure(departure)
@@ -91,7 +92,7 @@ def _after_departure(departure: Departure) -> tuple[str, str]:
         cause = f"rank {rank} has failed: {error}"
         fix = f"look at rank {rank}'s own error; this one only follows from it."
         return cause, fix
-    # A rank that is killed tells nobody: the first to tell is one that was in touch with it.
+    # A rank that is killed cannot report: the first report comes from one that was in touch with it.
     what = "lost" if origin == "peer-lost" else "waited without success for"
     cause = f"rank {rank} has failed as well, since it {what} another rank: {error}"
     fix = "find the rank whose output ends without such an error; the others only follow from it."
@@ -166,7 +167,7 @@ class RankContext:
         device: The rank's device; the current one where it is a GPU.
         backend: Backend of the process group, e.g. ``gloo``.
         attempt: This attempt, counted from 1.
-        run_dir: Where the launch keeps its logs; ``None`` without a launcher of ours.
+        run_dir: Where the launch keeps its logs; ``None`` when ddpsafe did not launch it.
         barrier_timeout: Default deadline of `barrier` and of `rank_zero_first`.
     """
 
@@ -251,7 +252,7 @@ class RankContext:
                 ``"5min"``; the launch's ``timeouts.barrier`` by default.
 
         Raises:
-            ConfigError: `timeout` is no duration.
+            ConfigError: `timeout` is not a duration.
             BarrierTimeoutError: On every rank that waited, naming the ranks that did not come.
         """
         limit = self.barrier_timeout if timeout is None else _read_timeout(timeout)
@@ -291,7 +292,7 @@ class RankContext:
             **kwargs: Its keyword arguments.
 
         Raises:
-            RankRaisedError: On the other ranks, when rank 0 failed; nobody waits for it.
+            RankRaisedError: On the other ranks, when rank 0 failed; they do not wait for it.
             BarrierTimeoutError: Rank 0 did not come within the barrier's timeout.
         """
         if fn is None:

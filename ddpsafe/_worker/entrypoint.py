@@ -223,7 +223,7 @@ class Reporter:
     def exception_in_flight(self) -> BaseException | None:
         """Report an exception that the user's ``except`` or ``finally`` is at; return it.
 
-        One of a fork is not the rank's: nobody is told, and nothing has to be taken back.
+        One of a fork is not the rank's: it is not reported, so nothing has to be taken back.
         """
         exc = sys.exc_info()[1] if self.is_here() else None
         if exc is not None:
@@ -359,7 +359,7 @@ def _report_and_exit(exc: BaseException, reporter: Reporter) -> NoReturn:
     """Report, flush, exit: no collective, no destroy, no destructor on a failing path."""
     if reporter.is_here():
         reporter.raised(exc, final=True)
-    elif exit_code_of(exc) is None:  # a fork's own, of which nobody else would hear
+    elif exit_code_of(exc) is None:  # a fork's own, which is reported nowhere else
         with contextlib.suppress(Exception):  # its text, or a stream that is closed
             traceback.print_exception(exc)
     _flush()

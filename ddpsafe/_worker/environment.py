@@ -167,7 +167,7 @@ def count_steps(fd: int, *, after_step: Callable[[], None]) -> None:
     rank_pid = os.getpid()
 
     def count(*_: object) -> None:
-        if os.getpid() == rank_pid:  # what a fork trains is no sign that the rank gets on
+        if os.getpid() == rank_pid:  # steps of a fork do not show that the rank makes progress
             counter.count()
             after_step()
 

@@ -45,7 +45,7 @@ def tie_to_launcher(
         **on_words,
         STOP_AT: lambda: on_agreement(*CALL_NUMBER.unpack(os.read(pipe_fd, CALL_NUMBER.size))),
     }
-    # An own session: the launcher can end all of it, and the terminal's Ctrl-C goes to the
+    # A session of its own: the launcher can end all of it, and the terminal's Ctrl-C goes to the
     # launcher alone, which then ends the ranks in order.
     with contextlib.suppress(PermissionError):
         os.setsid()

@@ -7,7 +7,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from ddpsafe._errors import Explanation, RendezvousTimeoutError
+from ddpsafe._errors import Explanation, RendezvousTimeoutError, ranks_text
 from ddpsafe._worker import pending_exception
 from ddpsafe._worker.torch_hooks import (
     DRAIN_S,
@@ -41,7 +41,7 @@ def open_group(
 ) -> None:
     """Make the default process group.
 
-    First every rank says that it is there: a backend that waits for a missing rank names nobody
+    First every rank says that it is there: a backend that waits for a missing rank does not name it
     and may take five times its timeout.
 
     Args:
@@ -88,11 +88,12 @@ def meet_everyone(control: Control | None, world: World, *, deadline: Deadline) 
 def not_joined(world: World, missing: list[int], deadline: Deadline) -> RendezvousTimeoutError:
     """Word the error of a rank that waited for others to join."""
     waited_s = deadline.waited_s()
-    names = ", ".join(map(str, missing))
-    what = f"{world} waited {waited_s:.1f} s to start, but rank {names} did not join."
-    cause = f"rank {names} was never started, died while importing, or cannot reach the store."
+    names = ranks_text(missing)
+    what = f"{world} waited {waited_s:.1f} s to start, but {names} did not join."
+    verb = "was" if len(missing) == 1 else "were"
+    cause = f"{names} {verb} never started, died while importing, or cannot reach the store."
     fix = (
-        f"look at the log of rank {names}; check that as many processes were started as "
+        f"look at the log of {names}; check that as many processes were started as "
         "world_size says; raise timeouts.rendezvous if its start takes longer."
     )
     return RendezvousTimeoutError(

@@ -78,7 +78,7 @@ def _leave_loopback(spec: RankSpec) -> None:
 
 
 def _meet(spec: RankSpec, timeout: timedelta | None) -> Store:
-    """Wait for all ranks before the script's own group is made: gloo and NCCL would name nobody."""
+    """Wait for all ranks before the script's own group is made: gloo and NCCL do not name the missing rank."""
     member = find_current()
     control = None if member is None else member.control
     limit = spec.timeouts.rendezvous
@@ -135,7 +135,7 @@ def open_group(
 def leave(deadline: Deadline) -> None:
     """Leave on the good path.
 
-    A rank whose script has closed its group itself waits for nobody, but tells the others that it
+    A rank whose script has closed its group itself does not wait, but tells the others that it
     has come.
     """
     import torch.distributed as dist

@@ -1,6 +1,6 @@
 """Messages between ranks that need no collective: barriers and verdicts over a store.
 
-A collective on a failing path waits for ranks that are dead, and its error names nobody. The
+A collective on a failing path waits for ranks that are dead, and its error names no rank. The
 store answers at once who is there, and every rank can read it.
 """
 

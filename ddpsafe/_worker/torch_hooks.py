@@ -195,7 +195,7 @@ def let_members_make_groups() -> None:
     """Let ``new_group(use_local_synchronization=True)`` need its members only, as without ``device_id``.
 
     A group that is bound to a device makes others by ``ncclCommSplit``, which waits for every rank of
-    the job, while that option promises that ranks that are no members need not call it. Such a group
+    the job, while that option promises that only its members need to call it. Such a group
     connects at its first collective instead.
     """
     c10d = importlib.import_module("torch.distributed.distributed_c10d")
@@ -223,7 +223,7 @@ def _keep_groups(c10d: ModuleType) -> None:
 
 
 def default_store() -> Store | None:
-    """Return the store of a process group that somebody else made."""
+    """Return the store of a process group that other code made."""
     c10d = importlib.import_module("torch.distributed.distributed_c10d")
     getter = getattr(c10d, "_get_default_store", None)
     return None if getter is None else getter()

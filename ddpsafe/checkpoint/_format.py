@@ -234,7 +234,7 @@ class Manifest(_Part):
         """Open one of its files for reading.
 
         Raises:
-            DamagedFileError: The file is missing, is no regular file, or of another length.
+            DamagedFileError: The file is missing, is not a regular file, or is of another length.
         """
         facts = self.files[name]
         fd = open_regular(folder, name)

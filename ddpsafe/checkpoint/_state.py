@@ -348,7 +348,7 @@ def _advice(leaf: object) -> str:
 
 
 def _suspects(tree: object, path: str) -> Iterator[tuple[str, object]]:
-    """Yield the leaves, the keys, and containers that are no plain ones, emptied of their items."""
+    """Yield the leaves, the keys, and containers of other types, emptied of their items."""
     if isinstance(tree, _CONTAINERS) and not hasattr(tree, "_fields"):
         if type(tree) not in _CONTAINERS:
             yield path, _emptied(tree)

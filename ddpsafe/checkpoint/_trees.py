@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
-"""Types of values that are what they are: copied by nobody, loaded by everybody."""
+"""Types of values that are what they are: never copied, and loadable everywhere."""
 
 
 MAX_DEPTH: Final = 100

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from ddpsafe._errors import Explanation
+from ddpsafe._errors import Explanation, ranks_text
 from ddpsafe.data._collective import gather_json
 from ddpsafe.data._loader.epochs import add_note, sample_path
 from ddpsafe.data._loader.reachable import left_as_it_was
@@ -257,7 +257,7 @@ def compare_states(state: Mapping[str, object], group: ProcessGroup | None = Non
         return
     raise DatasetInconsistencyError(
         Explanation(
-            f"{_ranks(odd)} of {len(states)} are at another place in the data.",
+            f"{ranks_text(odd)} of {len(states)} are at another place in the data.",
             cause="ranks took different numbers of batches, or saved at different moments.",
             fix="call state_dict() after the same step on every rank.",
             details=[
@@ -303,7 +303,7 @@ def _refuse_broken(reports: list[dict[str, Any]], error: Exception | None) -> No
     if broken:
         raise DatasetInconsistencyError(
             Explanation(
-                f"{_ranks(broken)} of {len(reports)} could not read the dataset: "
+                f"{ranks_text(broken)} of {len(reports)} could not read the dataset: "
                 f"{reports[broken[0]]['error']}.",
                 cause="a file is missing or damaged there, or the storage is not mounted.",
                 fix="make the data readable on every host before training starts.",
@@ -323,7 +323,7 @@ def _refuse_differing_facts(reports: list[dict[str, Any]]) -> None:
         if odd:
             raise DatasetInconsistencyError(
                 Explanation(
-                    f"{_ranks(odd)} of {len(reports)} {_have(odd)} another {name}: "
+                    f"{ranks_text(odd)} of {len(reports)} {_have(odd)} another {name}: "
                     f"{values[odd[0]]}, "
                     f"where the others have {_majority(values)}.",
                     cause="it is computed or configured per rank.",
@@ -347,7 +347,7 @@ def _refuse_differing_data(
     where = "" if index is None else f" The first difference is at item {index}."
     raise DatasetInconsistencyError(
         Explanation(
-            f"{_ranks(odd)} of {len(reports)} see other data than the rest.{where}",
+            f"{ranks_text(odd)} of {len(reports)} see other data than the rest.{where}",
             cause="the order of a directory listing, files that are missing on a host, or samples "
             "filtered or shuffled per rank.",
             fix="list files with ddpsafe.data.sorted_files(), and filter by what all ranks share.",
@@ -411,11 +411,6 @@ def _minority(values: list[Any]) -> list[int]:
 
 def _have(ranks: list[int]) -> str:
     return "has" if len(ranks) == 1 else "have"
-
-
-def _ranks(ranks: list[int]) -> str:
-    listed = ", ".join(str(rank) for rank in ranks)
-    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
 
 
 def loader_facts(loader: Any) -> dict[str, object]:

@@ -160,7 +160,7 @@ def _describe(leaves: Mapping[str, Any], count: int, *, named: bool) -> dict[str
 
     Raises:
         ValueError: A leaf has not one entry for each index.
-        TypeError: It is no plain tensor or array.
+        TypeError: It is not a plain tensor or array.
     """
     specs = {}
     for name, leaf in leaves.items():

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
 
-from ddpsafe._errors import Explanation
+from ddpsafe._errors import Explanation, ranks_text
 from ddpsafe.data._replica import has_group
 from ddpsafe.data.errors import DataConfigError, UnevenStepsError
 
@@ -64,7 +64,7 @@ class EvenSteps(Generic[T]):
             yield from self._loader
 
     def _agreed(self) -> Iterator[T]:
-        """Look one batch ahead, and ask whether everybody has one while the step runs."""
+        """Look one batch ahead, and ask whether every rank has one while the step runs."""
         source = iter(self._loader)
         last: T | None = None
         for step in itertools.count():
@@ -209,10 +209,10 @@ def _ignore(*_: int) -> None:
 
 
 def _uneven(finished: list[int], world_size: int, step: int) -> UnevenStepsError:
-    ranks = ", ".join(map(str, finished))
+    ranks = ranks_text(finished)
     return UnevenStepsError(
         Explanation(
-            f"Ranks {ranks} (world_size {world_size}) ran out of batches after {step} steps; the "
+            f"{ranks} (world_size {world_size}) ran out of batches after {step} steps; the "
             "others have more.",
             cause="a stream or its files are divided unevenly, or drop_last differs.",
             fix="policy='min' stops all ranks here, 'dummy' lets the others finish.",
@@ -223,10 +223,10 @@ def _uneven(finished: list[int], world_size: int, step: int) -> UnevenStepsError
 
 
 def _nothing_to_repeat(empty: list[int], world_size: int) -> UnevenStepsError:
-    ranks = ", ".join(map(str, empty))
+    ranks, have = ranks_text(empty), "has" if len(empty) == 1 else "have"
     return UnevenStepsError(
         Explanation(
-            f"Ranks {ranks} (world_size {world_size}) have no batch at all that could be repeated.",
+            f"{ranks} (world_size {world_size}) {have} no batch at all that could be repeated.",
             cause="the dataset is smaller than the world, or its files are divided unevenly.",
             fix="use fewer ranks, or policy='join'.",
         ),

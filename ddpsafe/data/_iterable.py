@@ -42,7 +42,7 @@ class ShardedIterable(IterableDataset[T], Generic[T]):
     called before a resumed pass instead of reading up to the position.
 
     Args:
-        source: What to iterate over, anew in each epoch and worker: an iterable, or a function
+        source: What to iterate over, from the start in each epoch and worker: an iterable, or a function
             that returns one. With ``shard="files"``: the paths.
         shard: How to divide.
         read: With ``shard="files"``: path -> iterable of its samples.

@@ -38,7 +38,7 @@ _hook_installed = threading.Event()
 
 
 class PerProcess(Generic[T]):
-    """A value that is made anew in each process (or thread) that asks for it.
+    """A value that is made once in each process (or thread) that asks for it.
 
     It travels by fork, spawn and forkserver: only the factory and its arguments do, never the
     value. The value is closed once when its process ends, DataLoader workers included

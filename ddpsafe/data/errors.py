@@ -172,7 +172,7 @@ class IncompleteGatherError(DataError):
     """The gathered results do not cover the dataset exactly once.
 
     Attributes:
-        missing: Indices nobody delivered, the first of them.
+        missing: Indices that were not delivered, the first of them.
         duplicated: Indices delivered more than once, the first of them.
     """
 

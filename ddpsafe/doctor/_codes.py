@@ -78,7 +78,7 @@ MESH: Final = {
     DROPPED: "Connections between hosts are dropped",
     REFUSED: "Connections between hosts are refused",
     NO_ROUTE: "There is no route between hosts",
-    WRONG_PEER: "Somebody else answers in place of a host",
+    WRONG_PEER: "Another program answers in place of a host",
     LARGE_LOST: "Large packets are lost between hosts",
     ONLY_ENDPOINT: "Only the endpoint's port is open",
     LOSSY: "Packets are lost between hosts",

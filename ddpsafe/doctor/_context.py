@@ -35,7 +35,7 @@ class Subject:
         at_launch: Whether a launch waits: limits are then those that break it, not those that
             a careful user would like to know.
         deadline: When the examination ends.
-        probe: What torch says in a process of its own; ``None`` where nobody asked.
+        probe: What torch says in a process of its own; ``None`` where it was not asked.
     """
 
     config: LaunchConfig

@@ -22,7 +22,7 @@ _MEANING: Final = {
     "large-lost": ("L", "large packets are lost: an MTU hole"),
     "absent": ("A", "absent: the host never came, or died"),
 }
-"""Verdict to the letter in its cell, as colours are not for everybody, and to its meaning."""
+"""Verdict to the letter in its cell, as not every reader sees colours, and to its meaning."""
 
 _CELL: Final = 22
 _SMALL_CELL: Final = 13

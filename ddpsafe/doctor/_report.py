@@ -94,9 +94,9 @@ def to_copy(what: str, *lines: str) -> str:
 Verdict = Literal[
     "open",
     "dropped",  # no answer before the deadline: packets vanish
-    "refused",  # answered with a reset although somebody listens there
+    "refused",  # answered with a reset although a process listens there
     "no-route",  # the network says that it cannot be reached
-    "wrong-peer",  # somebody answered who does not know the nonce: a proxy, another job
+    "wrong-peer",  # what answered does not know the nonce: a proxy, another job
     "large-lost",  # the connection opens and large packets vanish: an MTU hole
     "absent",  # the host never came, or died during the check
 ]

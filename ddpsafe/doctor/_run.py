@@ -141,7 +141,7 @@ def run(
             the same time; by default with more than one node, unless `checks` is ``"launch"``.
         timeout: How long the examination of the host may take, and again the one of the mesh.
         on_progress: Takes a line now and then on what is being waited for.
-        secret: What all nodes know and nobody else, for the mesh; by default
+        secret: What only the nodes of the job know, for the mesh; by default
             ``DDPSAFE_DOCTOR_SECRET``. Without one, whoever reaches the endpoint may speak for a node.
         **fields: Fields of `LaunchConfig` that win over it: `nnodes`, `node_rank`, `rendezvous`,
             `backend`, `data_paths`, `run_dir`, …

@@ -206,7 +206,7 @@ def test_names_may_be_swapped(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_file_that_would_execute_code_is_not_imported(tmp_path: Path) -> None:
-    """It is refused with what to do instead, and so is what is no file of torch.save."""
+    """It is refused with what to do instead, and so is what torch.save has not written."""
 
     class Trap:
         def __reduce__(self) -> tuple[Any, ...]:

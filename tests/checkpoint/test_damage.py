@@ -126,7 +126,7 @@ def test_when_all_are_damaged_nothing_begins_at_zero(
 
 
 def rewrite(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the manifest of step 2 as somebody would who can compute its checksum."""
+    """Change the manifest of step 2 as one would who can compute its checksum."""
     file = directory / "step-000000000002" / "manifest.json"
     content = json.loads(file.read_text())["content"]
     change(content)
@@ -282,7 +282,7 @@ def test_index_of_an_older_format_is_not_unpickled(
 def test_checkpoint_that_would_execute_code_is_not_loaded(
     directory: Path, state: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Somebody who replaces the file and its checksum still runs nothing."""
+    """An attacker who replaces the file and its checksum still runs nothing."""
     witness = tmp_path / "executed"
 
     class Trap:

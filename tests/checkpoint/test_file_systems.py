@@ -58,7 +58,7 @@ def test_shards_that_cannot_fit_are_refused_on_every_rank(mount: Mount) -> None:
 def test_disk_that_fills_up_meanwhile_fails_the_save(mount: Mount, asynchronous: bool) -> None:  # noqa: FBT001
     """Nothing half-written stays, so the space is free again."""
     directory = mount("tmpfs", "size=4m")
-    # A number of five million bytes, which nobody would expect one to have, defeats the estimate.
+    # A number of five million bytes, which is hardly to be expected, defeats the estimate.
     state: dict[str, Any] = {"x": torch.ones(8), "huge": 1 << 8 * 5_000_000}
     with Checkpointer(directory) as checkpointer:
         checkpointer.save({"x": torch.ones(8), "huge": 0}, 1)
@@ -180,7 +180,7 @@ def test_link_to_nowhere_is_told(tmp_path: Path) -> None:
 
 
 def test_directory_called_latest_is_left_alone(tmp_path: Path) -> None:
-    """There is no link then, and no litter of links that could not be put there."""
+    """There is no link then, and no remains of links that could not be put there."""
     (tmp_path / "latest").mkdir()
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save({"x": 1}, 1)
@@ -189,7 +189,7 @@ def test_directory_called_latest_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_vanished_directory_fails_the_save(tmp_path: Path) -> None:
-    """Removed by somebody, or unmounted: the next job's directory is not written to."""
+    """Removed by hand, or unmounted: the next job's directory is not written to."""
     with Checkpointer(tmp_path / "c") as checkpointer:
         checkpointer.save({"x": 1}, 1)
         shutil.rmtree(tmp_path / "c")

@@ -1,4 +1,4 @@
-"""Two jobs in one directory: the second is told who the first is; a dead one is in nobody's way."""
+"""Two jobs in one directory: the second is told who the first is; a dead one does not block."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_tensors_of_another_dtype_are_refused(tmp_path: Path) -> None:
 
 
 def test_refusal_of_one_rank_is_raised_on_every_rank(tmp_path: Path) -> None:
-    """Only the object's own load_state_dict can find it; nobody trains on without that rank."""
+    """Only the object's own load_state_dict can find it; no rank trains on without it."""
     found = programs.run_ranks(programs.refuse_on_rank_1, tmp_path)
     for rank in range(2):
         assert found[rank]["class"] == "CheckpointMismatchError", found

@@ -147,7 +147,7 @@ def test_another_model_is_named_tensor_by_tensor(tmp_path: Path) -> None:
 
 
 def test_steps_do_not_go_backwards(tmp_path: Path) -> None:
-    """A forgotten restore() cannot overwrite; the same step again is no error."""
+    """A forgotten restore() cannot overwrite; the same step again is allowed."""
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save({"x": 1}, 5)
         checkpointer.save({"x": 1}, 5)
@@ -178,7 +178,7 @@ def test_wrong_arguments_are_explained(arguments: tuple[Any, ...], says: str) ->
 
 
 def test_wrong_calls_are_explained(tmp_path: Path) -> None:
-    """A bad step, a state that is no mapping, a timeout that is none."""
+    """A bad step, a state that is not a mapping, a timeout that is not a duration."""
     with pytest.raises(errors.CheckpointConfigError, match="timeout=3"):
         Checkpointer(tmp_path, timeout=3)  # type: ignore[arg-type]  # what is tested
     checkpointer = Checkpointer(tmp_path, timeout=timedelta(seconds=20))

@@ -1,4 +1,4 @@
-"""Values that are easily forgotten: mutable ones, sparse ones, and those that nobody could load."""
+"""Values that are easily forgotten: mutable ones, sparse ones, and those that could not be loaded."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_misspelt_field_suggests_the_near_one() -> None:
 def test_parts_made_directly_report_exactly_the_users_problems(
     make: Callable[[], object], fields: set[str]
 ) -> None:
-    """A part raises the same error as the whole, without a word on defaults that nobody set."""
+    """A part raises the same error as the whole, without a word on defaults that were not set."""
     with pytest.raises(ConfigError) as caught:
         make()
     assert {problem.field for problem in caught.value.problems} == fields
@@ -198,7 +198,7 @@ def test_config_file_of_another_user_is_not_read(
 
 @pytest.mark.parametrize("name", ["LD_PRELOAD", "PYTHONPATH", "PATH", "NCCL_NET_PLUGIN"])
 def test_implicit_file_does_not_choose_what_code_runs(tmp_path: Path, name: str) -> None:
-    """The variables that load code are refused in a file that nobody named."""
+    """The variables that load code are refused in a file that was not named."""
     (tmp_path / "pyproject.toml").write_text(f'[tool.ddpsafe.env]\n{name} = "/x"\n')
     assert "this file was found in the current directory" in problems_of()[f"env.{name}"]
     assert LaunchConfig.from_toml("pyproject.toml").env == {name: "/x"}
@@ -234,7 +234,7 @@ def test_toml_file_is_read_from_its_top_level_or_its_table(tmp_path: Path, text:
 
 @pytest.mark.parametrize("text", [b"seed = ", b"\xff", b"[tool]\nddpsafe = 3\n", b"sed = 1\n"])
 def test_broken_toml_file_is_a_config_error(tmp_path: Path, text: bytes) -> None:
-    """What is no TOML, has no table or an unknown field is refused with the reason."""
+    """What is not TOML, has no table or an unknown field is refused with the reason."""
     path = tmp_path / "run.toml"
     path.write_bytes(text)
     with pytest.raises(ConfigError, match=r"Write |Did you mean"):
@@ -282,7 +282,7 @@ def test_secrets_are_not_shown_in_problems(
 
 
 def test_misspelt_environment_variable_is_not_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slip in a variable's name is reported; a variable of somebody else is let be."""
+    """A slip in a variable's name is reported; a variable of another program is left alone."""
     monkeypatch.setenv("DDPSAFE_TIMEOUT__GRACE", "3")
     monkeypatch.setenv("DDPSAFE_SOMETHING_ELSE", "3")
     with pytest.raises(ConfigError, match="mean DDPSAFE_TIMEOUTS__GRACE") as caught:
@@ -358,7 +358,7 @@ def test_config_is_a_field_of_a_users_own_model() -> None:
 
 
 def test_config_pickles_and_is_frozen() -> None:
-    """A config travels, and nobody changes it on the way."""
+    """A config travels, and cannot be changed on the way."""
     config = LaunchConfig(nproc_per_node=2, retry={"on": {OSError}})
     assert pickle.loads(pickle.dumps(config)) == config
     with pytest.raises(pydantic.ValidationError):
@@ -425,7 +425,7 @@ def test_retry_refuses_what_cannot_pass(on: object, hint: str) -> None:
 
 
 def test_backoff_does_not_begin_above_its_end() -> None:
-    """The longest wait is no shorter than the first one."""
+    """The longest wait is at least as long as the first one."""
     assert "retry.backoff_max" in problems_of(retry={"backoff_initial": 9, "backoff_max": 3})
     assert RetryPolicy(backoff_initial=60).backoff_max == timedelta(seconds=60)
     assert "retry.attempts" in problems_of(retry={"attempts": 0})
@@ -458,7 +458,7 @@ def test_rank_counts_that_mean_nothing_are_refused(given_as: object, hint: str) 
      "cpu:gloo,cuda:nccl", "cuda:nccl"],
 )  # fmt: skip
 def test_backends_of_other_packages_are_let_be(backend: str) -> None:
-    """A name nobody knows here may be registered by a package: torch will say."""
+    """A name that is unknown here may be registered by a package: torch will say."""
     assert LaunchConfig(backend=backend).backend == backend.lower()
 
 

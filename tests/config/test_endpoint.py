@@ -50,10 +50,10 @@ def test_endpoints_are_read(text: str, host: str, port: int) -> None:
         ("[2001:db8::1]:29400", "brackets"),
         ("tcp://gpu-01:29400", "URL"),
         ("6841231:29400", "0.104.99.143"),
-        ("127.1:29400", "no IPv4 address"),
-        ("0x7f.0.0.1:29400", "no IPv4 address"),
-        ("010.0.0.1:29400", "no IPv4 address"),
-        ("300.1.1.1:29400", "no IPv4 address"),
+        ("127.1:29400", "not an IPv4 address"),
+        ("0x7f.0.0.1:29400", "not an IPv4 address"),
+        ("010.0.0.1:29400", "not an IPv4 address"),
+        ("300.1.1.1:29400", "not an IPv4 address"),
         ("gpu..01:29400", "neither a host name"),
         ("gpü:29400", "neither a host name"),
         ("-gpu:29400", "neither a host name"),
@@ -67,9 +67,9 @@ def test_endpoints_are_read(text: str, host: str, port: int) -> None:
         ("224.0.0.1:29400", "many hosts"),
         ("gpu-01:80", "need root"),
         ("gpu-01:65536", "end at 65535"),
-        ("gpu-01:http", "no port number"),
-        ("gpu-01:-1", "no port number"),
-        ("gpu-01:٢٩٤٠٠", "no port number"),
+        ("gpu-01:http", "not a port number"),
+        ("gpu-01:-1", "not a port number"),
+        ("gpu-01:٢٩٤٠٠", "not a port number"),
     ],
 )
 def test_endpoints_that_lead_nowhere_are_refused(text: str, hint: str) -> None:
@@ -173,7 +173,7 @@ def test_interfaces_of_this_machine_are_found() -> None:
 def test_interfaces_that_other_hosts_can_be_reached_on(
     name: str, network: str, *, is_candidate: bool
 ) -> None:
-    """Neither loopback nor what leads to containers of this host is proposed to anybody."""
+    """Neither loopback nor what leads to containers of this host is ever proposed."""
     networks = (ipaddress.ip_interface(network),)
     found = Interface(name=name, networks=networks, mtu_bytes=1500, is_running=True)
     assert found.is_candidate is is_candidate

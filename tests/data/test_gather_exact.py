@@ -70,7 +70,7 @@ def test_world_of_one_needs_no_group() -> None:
 
 
 def test_missing_tail_is_seen_only_with_n() -> None:
-    """Without the dataset's size nobody knows that more should have come."""
+    """Without the dataset's size it is unknown that more should have come."""
     assert gather_exact([1, 2], [0, 1]) == [1, 2]
     with pytest.raises(IncompleteGatherError, match="1 are") as caught:
         gather_exact([1, 2], [0, 1], n=3)

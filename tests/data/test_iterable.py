@@ -201,13 +201,13 @@ def test_source_that_can_seek_is_not_read_again() -> None:
 
 
 def test_source_may_be_a_function() -> None:
-    """Called anew for each pass."""
+    """Called again for each pass."""
     stream = ShardedIterable(functools.partial(numbers_to, 4), num_replicas=1, rank=0)
     assert list(stream) == list(stream) == [0, 1, 2, 3]
 
 
 def test_fewer_files_than_ranks_is_an_error_and_than_workers_a_warning(tmp_path: Path) -> None:
-    """Known before anything is read, on every rank: nobody hangs."""
+    """Known before anything is read, on every rank: none hangs."""
     paths = write_shards(tmp_path, 3)
     for rank in range(4):
         with pytest.raises(DataConfigError, match="3 files are too few for 4 ranks"):

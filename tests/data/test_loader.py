@@ -103,7 +103,7 @@ def test_late_set_epoch_is_refused(through: str, workers: int, delivered: int) -
 
 
 def test_epoch_of_the_running_iteration_may_be_set_again() -> None:
-    """It changes nothing, so it is no error."""
+    """It changes nothing, so it is allowed."""
     sampler = DistributedSampler(N, 2, 1)
     loader = make(sampler)
     iterator = iter(loader)

@@ -86,7 +86,7 @@ def test_ranks_partition_the_dataset(
 
 
 def test_eval_sampler_reads_in_order_and_leaves_ranks_empty_where_samples_are_few() -> None:
-    """Three samples on five ranks: nobody reads a repeat, two ranks read nothing."""
+    """Three samples on five ranks: no rank reads a repeat, two ranks read nothing."""
     assert [list(EvalSampler(3, 5, rank)) for rank in range(5)] == [[0], [1], [2], [], []]
 
 

@@ -63,7 +63,7 @@ def test_every_code_is_given_by_a_check() -> None:
 
 
 def test_every_code_is_provoked_by_a_test() -> None:
-    """What nobody has ever seen found is no check."""
+    """A check that has never found anything is untested."""
     others = [file for file in python_files(CHECKOUT / "tests") if file != Path(__file__)]
     assert set(CODES) - codes_in(*others) == set()
 

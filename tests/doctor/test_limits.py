@@ -153,7 +153,7 @@ def test_no_control_groups_are_no_limit(tmp_path: Path) -> None:
 
 @needs_namespaces
 def test_first_process_of_a_container_is_told_to_have_an_init() -> None:
-    """Nobody reaps what it leaves behind."""
+    """What it leaves behind is never reaped."""
     program = "from ddpsafe import doctor; print(doctor.run(checks={'LIM'}).to_json())"
     run = subprocess.run(
         ["unshare", "--pid", "--fork", sys.executable, "-c", program],

@@ -121,7 +121,7 @@ def test_name_that_leads_to_a_card_of_one_host_only_is_found(
 
 
 def test_two_nodes_of_one_host_may_talk_over_loopback(make_hosts: MakeHosts) -> None:
-    """Trying it out on one machine is no trap, whatever its name leads to."""
+    """Trying it out on one machine raises no alarm, whatever its name leads to."""
     network = make_hosts(1, hosts_file=names_as_debian)
     asked = {"nnodes": 2, "endpoint": "localhost:29500", "timeout_s": 10}
     started = [start_one(network[0], network, **{**asked, "node_rank": rank}) for rank in (0, 1)]

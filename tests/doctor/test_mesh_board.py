@@ -109,7 +109,7 @@ def test_strangers_at_the_port_change_nothing(said: bytes) -> None:
 
 
 def test_who_listens_without_knowing_the_language_is_a_stranger() -> None:
-    """Another server at the endpoint, even one that repeats what it hears, is no hub."""
+    """Another server at the endpoint, even one that repeats what it hears, is not a hub."""
 
     async def talk() -> None:
         async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -193,7 +193,7 @@ def test_node_notices_at_once_that_the_hub_is_gone() -> None:
 
 
 def test_node_that_leaves_and_comes_back_before_the_roster_is_let_in() -> None:
-    """Its doctor was started again; nobody waits for the first one."""
+    """Its doctor was started again; the first one is not waited for."""
 
     async def talk() -> None:
         hub, port = await opened()

@@ -51,7 +51,7 @@ def test_what_differs_is_shown_with_the_odd_host_out(make_hosts: MakeHosts) -> N
 
 
 def test_equal_hosts_are_not_alarmed(make_hosts: MakeHosts) -> None:
-    """What is the same everywhere is no finding, nor is what belongs to one host."""
+    """What is the same everywhere is not reported, nor is what belongs to one host."""
     own = {**FACTS, "hostname": "h1", "env": {"NCCL_DEBUG": "WARN", "CUDA_VISIBLE_DEVICES": "3"}}
     assert agree(examine(make_hosts(2), local=FACTS, each={1: {"local": own}})).codes() == []
 

@@ -35,7 +35,7 @@ def test_healthy_hosts_are_not_alarmed(make_hosts: MakeHosts, size: int, limit_s
 
 
 def test_hosts_without_ipv6_are_not_alarmed(make_hosts: MakeHosts) -> None:
-    """IPv6 switched off is no finding."""
+    """IPv6 switched off is not reported."""
     network = make_hosts(2)
     for host in network:
         host.shell("echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6")
@@ -62,7 +62,7 @@ def test_hosts_with_ipv6_alone_are_examined_the_same(make_hosts: MakeHosts) -> N
 
 
 def test_hosts_with_a_default_route_to_nowhere_are_not_alarmed(make_hosts: MakeHosts) -> None:
-    """A route that no packet of the job takes is no finding."""
+    """A route that no packet of the job takes is not reported."""
     assert agree(examine(make_hosts(2, routed=True))).codes() == []
 
 
@@ -79,7 +79,7 @@ def test_hosts_with_a_default_route_to_nowhere_are_not_alarmed(make_hosts: MakeH
 def test_only_the_endpoint_open_is_one_finding(
     make_hosts: MakeHosts, otherwise: str, verdict: str
 ) -> None:
-    """Where only MASTER_PORT is open, gloo hangs for five times its timeout and names nobody."""
+    """Where only MASTER_PORT is open, gloo hangs for five times its timeout and names no host."""
     network = make_hosts(2)
     for host in network:
         host.open_only(PORT, otherwise=otherwise)
@@ -127,7 +127,7 @@ def test_closed_host_among_sixteen_is_one_finding(make_hosts: MakeHosts) -> None
     told = examine(network, timeout_s=20)
     report = agree(told)
     assert report.codes() == ["DS-MESH-031"]
-    assert "Nobody can open a connection TO h5 (node rank 5)" in report.one("DS-MESH-031")["fact"]
+    assert "No host can open a connection TO h5 (node rank 5)" in report.one("DS-MESH-031")["fact"]
     assert report.one("DS-MESH-031")["hosts"] == ["h5"]
     assert report.ways("open") == {way for way in all_ways(16) if way[1] != 5}
     require_in_time(told, 10)
@@ -175,7 +175,7 @@ def test_proxy_in_place_of_a_host_is_found(make_hosts: MakeHosts, program: str) 
     assert report.codes() == ["DS-MESH-034"]
     assert report.ways("wrong-peer") == {(0, 1), (2, 1)}
     assert report.ways("open") == all_ways(3) - {(0, 1), (2, 1)}
-    assert "Nobody can talk TO h1" in report.one("DS-MESH-034")["fact"]
+    assert "No host can talk TO h1" in report.one("DS-MESH-034")["fact"]
     require_in_time(told, 5)
 
 

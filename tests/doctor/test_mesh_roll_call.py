@@ -43,7 +43,7 @@ def test_node_that_never_comes_is_named_and_the_others_are_examined(make_hosts: 
 
 
 def test_node_that_dies_during_the_check_is_named(make_hosts: MakeHosts) -> None:
-    """A process that is killed takes nobody with it, and its pairs are not blamed."""
+    """A process that is killed takes no other node with it, and its pairs are not blamed."""
     network = make_hosts(3)
     dying = start_one(network[2], network, die_at="trying")
     told = examine(network, hosts=[0, 1])
@@ -56,7 +56,7 @@ def test_node_that_dies_during_the_check_is_named(make_hosts: MakeHosts) -> None
 
 
 def test_host_that_loses_power_during_the_check_is_named(make_hosts: MakeHosts) -> None:
-    """Nobody gets a word from it any more: the kernel's probes notice within 3 s."""
+    """It has stopped sending: the kernel's probes notice within 3 s."""
     network = make_hosts(3)
     started = [start_one(network[index], network) for index in (0, 1)]
     vanishing = start_one(network[2], network, hang_at="trying")
@@ -104,7 +104,7 @@ def test_doubled_node_rank_is_named_with_both_hosts(make_hosts: MakeHosts) -> No
 
 
 def test_second_node_rank_zero_is_told_where_the_first_is(make_hosts: MakeHosts) -> None:
-    """It listens on a host that nobody comes to: it looks where the endpoint leads."""
+    """It listens on a host that no node comes to: it looks where the endpoint leads."""
     network = make_hosts(2)
     first, second = examine(network, timeout_s=50, each={1: {"node_rank": 0}})
     assert second.codes() == ["DS-MESH-002"]
@@ -175,7 +175,7 @@ def test_unknown_name_of_the_endpoint_is_told(make_hosts: MakeHosts) -> None:
 
 
 def test_silent_name_server_is_told_from_an_unknown_name(make_hosts: MakeHosts) -> None:
-    """The look-up itself would hang for longer than anybody waits."""
+    """The look-up itself would hang for longer than the deadline."""
     network = make_hosts(2, name_server="10.77.0.1")
     network[0].firewall("udp dport 53 drop")
     (guest,) = examine(network, hosts=[1], timeout_s=1, endpoint=f"nowhere:{PORT}")

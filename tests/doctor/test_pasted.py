@@ -320,7 +320,7 @@ def test_address_translation_is_named_and_no_firewall(make_hosts: MakeHosts) -> 
 def test_bridge_without_a_container_is_replaced_by_one_finding_for_all_hosts(
     make_hosts: MakeHosts,
 ) -> None:
-    """docker0 has no carrier while no container runs; another bridge of a host is no way out."""
+    """docker0 has no carrier while no container runs; another bridge of a host leads nowhere."""
     network = with_docker(make_hosts)
     for host in network:
         host.shell(f"""

@@ -72,7 +72,7 @@ def test_check_that_fails_is_a_finding_and_not_the_end() -> None:
 
 
 def test_check_that_does_not_come_back_ends_with_its_deadline() -> None:
-    """A file system that hangs holds nobody up."""
+    """A file system that hangs delays nothing."""
     over = threading.Event()
 
     def check_forever(subject: Subject, /) -> Iterator[Finding]:

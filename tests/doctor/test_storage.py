@@ -36,7 +36,7 @@ psutil.PROCFS_PATH = str(root)
 
 @needs_namespaces
 def test_data_path_on_a_soft_network_mount_is_a_warning(tmp_path: Path) -> None:
-    """A real mount, in a table that says it came from a server: nobody runs one here."""
+    """A real mount, in a table that says it came from a server: none runs here."""
     place = tmp_path / "data"
     place.mkdir()
     found = examine(

@@ -57,7 +57,7 @@ def test_torch_file_in_the_current_directory_is_what_a_script_would_find(tmp_pat
 
 
 def test_import_that_hangs_is_ended_at_the_deadline(tmp_path: Path) -> None:
-    """A driver that does not answer holds nobody up, and leaves no process behind."""
+    """A driver that does not answer delays nothing, and leaves no process behind."""
     source = "import threading; threading.Event().wait()"
     found = examine("VER", env=shadow(tmp_path, source), timeout_s=1)
     assert found.severity("DS-VER-001") == "warning"
@@ -210,7 +210,7 @@ def test_memory_in_use_is_seen_without_the_drivers_library(tmp_path: Path) -> No
 
 
 def test_kernel_that_hangs_is_ended_at_the_deadline(tmp_path: Path) -> None:
-    """A GPU that does not answer holds nobody up; what was said before it counts."""
+    """A GPU that does not answer delays nothing; what was said before it counts."""
     facts = {"cuda": "12.8", "count": 1, "capability": [9, 0], "kernel": "hangs"}
     found = examine("GPU", env=other_torch(tmp_path, **facts), timeout_s=2)
     assert found.severity("DS-GPU-001") == "ok"

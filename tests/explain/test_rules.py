@@ -214,7 +214,7 @@ def test_the_watchdog_names_the_rank_that_is_behind() -> None:
     ],
 )
 def test_a_log_without_a_failure_has_no_cause(log: str) -> None:
-    """Words that merely look like trouble are no finding."""
+    """Words that merely look like trouble are not reported."""
     assert explain_text(log) == []
 
 

@@ -32,7 +32,7 @@ def test_the_wait_is_as_long_as_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("timeout", ["soon", -1, True, [3], float("nan"), 1e12])
 def test_what_is_no_duration_is_a_config_error(timeout: object) -> None:
-    """Also where there is nobody to wait for: the mistake shows on one GPU, not only on eight."""
+    """Also where there are no ranks to wait for: the mistake shows on one GPU, not only on eight."""
     with pytest.raises(ddpsafe.ConfigError, match=r"barrier\(timeout=…\): got ") as caught:
         ddpsafe.barrier(timeout=timeout)  # type: ignore[arg-type]  # what is tested
     assert "What to do: write " in str(caught.value)

@@ -1,4 +1,4 @@
-"""Nobody reads the launcher's stdout: a pager that waits for a key, a stalled ssh or log collector."""
+"""The launcher's stdout is not read: a pager that waits for a key, a stalled ssh or log collector."""
 
 from __future__ import annotations
 

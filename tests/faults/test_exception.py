@@ -44,7 +44,7 @@ def test_in_a_script_with_a_group_of_its_own(tmp_path: Path, ranks: int, start_m
 
 @pytest.mark.parametrize("ranks", SIZES)
 def test_before_the_process_group(tmp_path: Path, ranks: int) -> None:
-    """Nobody waits for the rank in `init_process_group`; where the others were is shown."""
+    """The rank is not waited for in `init_process_group`; where the others were is shown."""
     world = World(folder=tmp_path, ranks=ranks)
     error = world.spawn_fails(ddpsafe.RankRaisedError, programs.raise_before_the_group)
     require_rank(error, 1)

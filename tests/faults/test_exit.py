@@ -71,7 +71,7 @@ def test_it_is_a_failure_in_an_unported_script_too(
 def test_the_script_ends_with_the_ranks_code(
     tmp_path: Path, fault: Callable[..., Any], code: int
 ) -> None:
-    """Nobody has to catch anything: an uncaught error ends the script with the rank's own code."""
+    """Nothing has to be caught: an uncaught error ends the script with the rank's own code."""
     statements = f"""
         from {fault.__module__} import {fault.__name__}
         from training_programs import train

@@ -30,7 +30,7 @@ def test_a_helpers_exception_is_not_the_reason_of_the_ranks_end(tmp_path: Path) 
 
 
 def test_a_helpers_steps_do_not_take_the_ranks_exception_back(tmp_path: Path) -> None:
-    """That an optimizer steps in a fork is no sign that the rank goes on, nor is it its step."""
+    """An optimizer that steps in a fork does not show that the rank makes progress."""
     world = World(folder=tmp_path)
     error = world.launch_fails(
         ddpsafe.RankRaisedError,

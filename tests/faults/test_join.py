@@ -28,7 +28,7 @@ def _warm_server(tmp_path_factory: pytest.TempPathFactory) -> None:
 def test_stuck_before_the_scripts_own_setup(tmp_path: Path, ranks: int) -> None:
     """The ranks that wait in `init_process_group` do so for ours, and name the one that is missing.
 
-    gloo would wait for five times its timeout and name nobody.
+    gloo would wait for five times its timeout and name no rank.
     """
     world = World(folder=tmp_path, ranks=ranks)
     error = world.spawn_fails(
@@ -119,7 +119,7 @@ LIMITS: list[Any] = [
 def test_a_scripts_timeouts_are_never_shortened(
     tmp_path: Path, chosen: dict[str, Any], named: float | None, group_s: float, join_s: float
 ) -> None:
-    """Those of `spawn` that nobody has set give way, and those that are set are no longer than they say."""
+    """Those of `spawn` that were not set give way, and those that are set are no longer than they say."""
     ddpsafe.spawn(
         programs.note_limits, (tmp_path, named), start_method="forkserver", timeouts=chosen
     )

@@ -65,7 +65,7 @@ def test_a_crash_in_native_code_shows_the_python_line_that_led_there(
 
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
 def test_before_its_function_runs(tmp_path: Path, start_method: str) -> None:
-    """Nobody waits for a rank that died while it loaded its arguments."""
+    """A rank that died while it loaded its arguments is not waited for."""
     world = World(folder=tmp_path, start_method=start_method)
     error = world.launch_fails(ddpsafe.RankKilledError, return_rank, KillsWhoLoads(tmp_path))
     require_rank(error, 1)
@@ -116,7 +116,7 @@ def test_in_a_caller_that_ignores_the_end_of_its_children(tmp_path: Path) -> Non
 
 
 def test_the_fork_server_itself(tmp_path: Path) -> None:
-    """Nobody learns any more how its ranks end; the next launch has a new one."""
+    """How its ranks end can no longer be known; the next launch has a new one."""
     statements = """
         from training_programs import return_rank
         def kill_the_server(ctx):

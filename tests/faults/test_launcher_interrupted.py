@@ -76,7 +76,7 @@ def test_no_temporary_file_is_left(tmp_path: Path, signum: signal.Signals) -> No
 def test_the_logs_of_an_attempt_that_failed_are_left(
     tmp_path: Path, backoff_s: int, signum: signal.Signals
 ) -> None:
-    """Somebody who stops the next attempt still wants to know why there had to be one."""
+    """A user who stops the next attempt still wants to know why there had to be one."""
     with tempfile.TemporaryDirectory() as temporary:  # short, for the fork server's socket
         statements = f"""
             from retry_programs import die_first_and_then_wait
@@ -113,7 +113,7 @@ def test_ctrl_c_in_the_terminal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_the_status_is_right_without_a_stderr(tmp_path: Path, signum: signal.Signals) -> None:
-    """There is nobody to tell, and that changes nothing."""
+    """There is nowhere to write, and that changes nothing."""
     python = shlex.join([sys.executable, *write_script(tmp_path, launch_everything("gloo"))])
     with start_script(tmp_path, command=["sh", "-c", f"exec {python} 2>&-"]) as job:
         job.wait_until_up()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LAUNCHES = 200
 MOST_GROWTH_BYTES = 20 << 20
-"""Of the launcher's memory: 100 kB for each launch would be a leak of ours."""
+"""Of the launcher's memory: 100 kB for each launch would be a leak."""
 
 
 def launch_well(world: World) -> None:

@@ -46,7 +46,7 @@ def test_a_rank_behind_the_others_is_named_by_the_progress_timeout_too(tmp_path:
 
 
 def test_a_rank_that_holds_the_gil_does_not_count_as_one_that_gets_on(tmp_path: Path) -> None:
-    """It answers nothing, which is no sign of life."""
+    """It answers nothing, so it makes no progress."""
     world = World(folder=tmp_path)
     error = world.launch_fails(
         ddpsafe.ProgressTimeoutError,

@@ -71,7 +71,7 @@ def _limit(group: Path, limit: str, swap: str) -> bool:
 @pytest.mark.root
 @pytest.mark.parametrize("ranks", SIZES)
 def test_the_kernels_killer_is_named(tmp_path: Path, small_memory: Path, ranks: int) -> None:
-    """A rank that the kernel has killed is told from one that somebody has."""
+    """A rank that the kernel has killed is told from one that a person has."""
     statements = f"""
         from crash_programs import outgrow_the_machine
         from training_programs import since, train

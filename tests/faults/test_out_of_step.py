@@ -117,6 +117,6 @@ def test_ranks_that_receive_from_each_other(tmp_path: Path) -> None:
 def test_a_rank_that_works_alone_after_the_others_have_returned_is_no_failure(
     tmp_path: Path,
 ) -> None:
-    """Rank 0 saves and evaluates by itself at the end: nobody waits for anybody."""
+    """Rank 0 saves and evaluates by itself at the end: no rank waits for another."""
     world = World(folder=tmp_path)
     assert world.launch(programs.work_alone_at_the_end, 2.0).values == {0: "saved", 1: "done"}

@@ -50,7 +50,7 @@ def test_a_reader_that_has_gone_is_a_broken_pipe_as_of_any_print(tmp_path: Path)
         os.close(write_fd)
     assert script.returncode != 0
     assert "\nBrokenPipeError: " in script.stderr
-    assert "could not be started" not in script.stderr
+    assert "could not start rank" not in script.stderr
 
 
 def _descriptors() -> set[str]:

@@ -1,4 +1,4 @@
-"""The port that the environment or the script asks for belongs to somebody else."""
+"""The port that the environment or the script asks for belongs to another program."""
 
 from __future__ import annotations
 

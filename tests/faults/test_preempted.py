@@ -68,7 +68,7 @@ def test_ranks_at_different_calls_stop_at_the_same_one(
     require_in_time(found["took_s"], CRASH_S, found["text"])
 
 
-@pytest.mark.parametrize("name", ["everybody", "everybody warned"])
+@pytest.mark.parametrize("name", ["all processes", "all processes warned"])
 def test_signals_to_all_processes_of_a_job_are_one_request(
     outcomes: dict[str, dict[str, Any]], name: str
 ) -> None:
@@ -85,7 +85,7 @@ def test_signals_to_all_processes_of_a_job_are_one_request(
 def test_ranks_that_do_not_return_in_time_are_named_and_ended(
     outcomes: dict[str, dict[str, Any]],
 ) -> None:
-    """Asking is no promise: after `timeouts.stop` they are ended, and the job may start again."""
+    """Asking is not stopping: after `timeouts.stop` they are ended, and the job may start again."""
     found = outcomes["overdue"]
     assert found["error"] == "PreemptedError", found["text"]
     assert "ranks 0 and 1 (world_size 2) did not return within 1 s of SIGTERM" in found["text"]
@@ -108,7 +108,7 @@ def test_request_after_a_rank_has_returned_changes_nothing(
 ) -> None:
     """Rank 0 has made all its calls: the others must not stop at one that it has passed.
 
-    The training ends as if nobody had asked, and nobody waits for a promise of rank 0.
+    The training ends as if it had not been asked, and no rank waits for a promise of rank 0.
     """
     assert outcomes["too late"]["values"] == {"0": 40, "1": 40}
 
@@ -132,7 +132,7 @@ def test_exit_code_asks_for_another_start(tmp_path: Path) -> None:
 
 
 def test_training_that_never_asks_is_not_kept_alive(tmp_path: Path) -> None:
-    """Nobody could answer, so the launch ends at once by the signal, and says why."""
+    """No rank could answer, so the launch ends at once by the signal, and says why."""
     with start_script(tmp_path, launch("never_ask")) as job:
         job.wait_until_up()
         sent = time.monotonic()
@@ -156,7 +156,7 @@ def test_a_warning_before_the_first_step_is_kept_for_it(tmp_path: Path) -> None:
 
 
 def test_second_sigterm_ends_the_ranks_at_once(tmp_path: Path) -> None:
-    """Whoever insists does not wait; an echo within a second is no second one."""
+    """Whoever insists does not wait; a repetition within a second does not count."""
     with start_script(tmp_path, launch("ask_and_go_on")) as job:
         job.wait_until_up()
         os.kill(job.pid, signal.SIGTERM)

@@ -41,7 +41,7 @@ def test_a_rank_that_raises_waits_for_nobody(tmp_path: Path, ranks: int, style: 
 def test_a_rank_that_does_not_come_to_a_barrier_is_named_on_every_other_rank(
     tmp_path: Path, ranks: int
 ) -> None:
-    """Nobody is told only that a connection was closed."""
+    """No rank learns only that a connection was closed."""
     ended = run(ranks, programs.miss_a_barrier_attached, tmp_path, BARRIER_S)
     for number, rank in enumerate(ended):
         if number == 1:

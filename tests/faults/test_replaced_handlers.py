@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
     ],
 )
 def test_it_hangs_and_was_not_killed(tmp_path: Path, fault: Callable[..., Any], place: str) -> None:
-    """It would die of the question where it is, and somebody unknown would be blamed for it."""
+    """It would die of the question where it is, and an unknown sender would be blamed for it."""
     error = World(folder=tmp_path).launch_fails(
         ddpsafe.CollectiveTimeoutError,
         train,

@@ -138,7 +138,7 @@ def test_barriers_of_different_names(tmp_path: Path) -> None:
     assert error.kind == "hang"
     assert "at the barrier 'trained'" in str(error)
     assert "at the barrier 'evaluated'" in str(error)
-    assert "rank 0, 2 did not come" in str(error)
+    assert "ranks 0 and 2 did not come" in str(error)
     assert "collective" not in str(error)
 
 
@@ -153,7 +153,7 @@ def test_a_rank_that_makes_a_group_alone(tmp_path: Path) -> None:
 
 
 def test_a_mean_of_different_shapes(tmp_path: Path) -> None:
-    """Nobody gets a wrong mean, and nobody hangs."""
+    """No rank gets a wrong mean, and none hangs."""
     world = World(folder=tmp_path)
     error = world.launch_fails(ddpsafe.RankRaisedError, programs.average_other_shapes)
     assert "different keys or shapes" in str(error)
@@ -161,7 +161,7 @@ def test_a_mean_of_different_shapes(tmp_path: Path) -> None:
 
 
 def test_a_thread_that_died_is_shown_beside_the_hang_it_led_to(tmp_path: Path) -> None:
-    """Its traceback went to stderr, and nobody would look there."""
+    """Its traceback went to stderr, where it would be missed."""
     world = World(folder=tmp_path)
     error = world.launch_fails(
         ddpsafe.CollectiveTimeoutError,

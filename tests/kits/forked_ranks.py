@@ -61,7 +61,7 @@ def by_hand(rank: int, world_size: int, port: int, host: str = "127.0.0.1") -> d
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on now; only a program that names it will take it."""
+    """Return a port that is free now; only a program that names it will take it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
@@ -74,7 +74,7 @@ def run(
 
     Args:
         program: A function that a new process can import.
-        envs: What each of them finds in its environment, on top of ours.
+        envs: What each of them finds in its environment, on top of pytest's.
         *args: Its arguments.
         folder: Where their stderr goes.
 

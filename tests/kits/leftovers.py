@@ -77,7 +77,7 @@ def wait_until_gone(before: Snapshot, *, grace_s: float) -> list[str]:
     remaining = _remaining(before)
     if not remaining:
         return []
-    gc.collect()  # a store or a socket in a reference cycle is not a leak of ours
+    gc.collect()  # a store or a socket in a reference cycle is not a leak
     remaining -= _of_strangers()
     ends_s = time.monotonic() + grace_s
     while remaining and time.monotonic() < ends_s:

@@ -172,7 +172,7 @@ class Cluster:
             folder=self.folder, names=names, addresses=",".join(addresses), subnet=_SUBNET
         )
         (self.folder / "slurm.conf").write_text(textwrap.dedent(text))
-        # What the nodes' own mounts of /sys lead the search for cgroups to is no cgroup at all.
+        # What the nodes' own mounts of /sys lead the search for cgroups to is not a cgroup.
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
         hosts = [f"{address} n{number}" for number, address in enumerate(addresses)]
         (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts, ""]))

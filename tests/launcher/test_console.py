@@ -114,7 +114,7 @@ def test_a_progress_bar_is_shown_as_it_is_drawn(
 def test_output_that_the_terminal_cannot_show_does_not_end_the_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, expected: str
 ) -> None:
-    """A character may come in two parts; what is no text, or not the terminal's, is a mark."""
+    """A character may come in two parts; what is not text, or not the terminal's, is a mark."""
     screen = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr(sys, "stdout", screen)
     gate = tmp_path / "gate"

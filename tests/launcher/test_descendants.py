@@ -59,7 +59,7 @@ def test_what_a_rank_left_in_its_session_is_ended_after_its_end() -> None:
 @AS_ROOT
 @pytest.mark.parametrize("user", [0, 65534])
 def test_a_mark_is_heeded_in_processes_of_this_user_only(user: int) -> None:
-    """Root can read everybody's environment, and must end nobody else's processes."""
+    """Root can read the environment of every process, and must end no other user's processes."""
     marked = subprocess.Popen(["sleep", "300"], env={MARKER: LAUNCH_ID}, user=user)
     try:
         scripts.wait_until(lambda: psutil.Process(marked.pid).name() == "sleep")

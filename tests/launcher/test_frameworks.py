@@ -68,7 +68,7 @@ def test_framework_trains_in_the_group_that_launch_made(train: Train, package: s
 
 @pytest.mark.parametrize(("train", "package"), FRAMEWORKS)
 def test_framework_makes_its_group_under_spawn(train: Train, package: str, tmp_path: Path) -> None:
-    """Nobody called setup: the framework reads the variables of the rank and makes the group itself."""
+    """Setup was not called: the framework reads the variables of the rank and makes the group itself."""
     del package
     ddpsafe.spawn(programs.in_a_spawned_rank, args=(train, tmp_path), nprocs=2, **FAST)
     check([json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)])

@@ -123,7 +123,7 @@ def test_a_guard_may_stand_inside_other_statements_and_hold_the_function(tmp_pat
 
 
 def test_a_package_that_is_run_needs_no_guard(tmp_path: Path) -> None:
-    """No rank runs ``package/__main__.py`` again, so nobody writes a guard there."""
+    """No rank runs ``package/__main__.py`` again, so no guard is needed there."""
     scripts.write(tmp_path, "package/__main__.py", launching("main(start_method='forkserver')"))
     run = scripts.Script(["-m", "package"], folder=tmp_path).end()
     assert run.lines() == ["imported as __main__", "{0: 10, 1: 11}"]
@@ -134,7 +134,7 @@ def test_a_package_that_is_run_needs_no_guard(tmp_path: Path) -> None:
 def test_a_path_object_in_the_search_path_is_ignored_as_python_does(
     tmp_path: Path, method: str
 ) -> None:
-    """Many a script adds one, in vain; Python's own fork server is not started with one."""
+    """Many scripts add one without effect; Python's own fork server is not started with one."""
     source = launching(
         "import pathlib, sys",
         "sys.path.append(pathlib.Path('src'))",

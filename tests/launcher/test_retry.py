@@ -71,7 +71,7 @@ LOOPS: Final = [
     pytest.param(
         [resumed(10, 4, saves=2), resumed(5, 9, saves=1), resumed(5, 9)],
         3,
-        id="an older checkpoint is no progress",
+        id="an older checkpoint does not count as progress",
     ),
     pytest.param([NOT_BEGUN] * ATTEMPTS, ATTEMPTS, id="never begun"),
 ]

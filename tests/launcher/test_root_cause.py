@@ -712,7 +712,7 @@ WRAPPED: Final = [
         "hang",
     ),
     row(
-        "has an own error beneath the timeout of a collective in finally",
+        "has an error of its own beneath the timeout of a collective in finally",
         [raises(timed_out, number(3)), raises(hiding(own, timed_out), number(3, "all_gather"))],
         1,
         "error-where-missed",
@@ -721,7 +721,7 @@ WRAPPED: Final = [
         says=("on top of it, in an except or a finally: RuntimeError", "label 7"),
     ),
     row(
-        "has an own error beneath the loss of a peer, behind the others",
+        "has an error of its own beneath the loss of a peer, behind the others",
         [raises(timed_out, number(3)), raises(hiding(own, lost_a_peer), number(2))],
         1,
         "error-where-missed",
@@ -729,7 +729,7 @@ WRAPPED: Final = [
         "user-error",
     ),
     row(
-        "has an own error beneath a mismatch that it caused",
+        "has an error of its own beneath a mismatch that it caused",
         [raises(mismatch, ms=1), raises(hiding(own, mismatch), ms=2)],
         1,
         "error-where-missed",
@@ -975,7 +975,7 @@ IN_FLIGHT: Final = [
         "hang",
     ),
     row(
-        "has an own error beneath an error of ddpsafe's that says from None",
+        "has an error of its own beneath an error of ddpsafe's that says from None",
         [raises(timed_out, number(3)), raises(lambda: raise_from_none(own, mismatch), number(2))],
         1,
         "error-where-missed",

@@ -172,7 +172,7 @@ def test_fork_is_refused_with_the_reason(tmp_path: Path) -> None:
 def test_ranks_meet_at_the_launcher_whatever_place_the_script_names(
     tmp_path: Path, busy_port: int, scheme: str
 ) -> None:
-    """A taken port and a file left by a killed job are no obstacle."""
+    """A taken port and a file left by a killed job do no harm."""
     file = tmp_path / "store"
     if scheme == "stale file":
         file.write_bytes(b"\x07left by a job that was killed" * 10)
@@ -315,7 +315,7 @@ def test_a_failure_is_raised_at_join_and_names_the_rank(tmp_path: Path, run_dir:
 
 
 def test_a_call_that_is_wrong_fails_at_once_also_without_joining(tmp_path: Path) -> None:
-    """Nobody has to join to learn that nothing was started."""
+    """No join is needed to learn that nothing was started."""
     with pytest.raises(ddpsafe.ConfigError, match="device_count"):
         spawn(programs.wait_for_gate, (tmp_path,), nprocs=0, join=False)
     (tmp_path / "file").touch()
@@ -391,7 +391,7 @@ def test_daemonic_ranks_end_with_a_caller_that_never_joins(tmp_path: Path) -> No
 
 
 def test_ranks_end_with_a_script_that_dies_of_an_error_with_an_exit_code(tmp_path: Path) -> None:
-    """The second error of ddpsafe's that nobody catches sets the code, and ends the ranks too."""
+    """The second uncaught error of ddpsafe's sets the code, and ends the ranks too."""
     source = """
         import sys, spawn_programs, ddpsafe
         from pathlib import Path
@@ -409,7 +409,7 @@ def test_ranks_end_with_a_script_that_dies_of_an_error_with_an_exit_code(tmp_pat
     run = scripts.run(tmp_path, source, str(tmp_path))
     assert run.code == 78
     assert "device_count() is 0" in run.err
-    assert "nobody joined" not in run.err  # they would fail when the gate has not opened for long
+    assert "never joined" not in run.err  # they would fail when the gate has not opened for long
 
 
 @pytest.mark.parametrize("goes_on", [False, True])

@@ -41,7 +41,7 @@ def at(*ranks: int, **places: int) -> programs.Words:
 
 @pytest.mark.parametrize("then", ["abort", "wait for the dump"])
 def test_rank_that_reads_from_a_dead_mount_is_named(tmp_path: Path, then: str) -> None:
-    """Ranks 0 and 2 only waited for it: their watchdogs' aborts are no failures of theirs.
+    """Ranks 0 and 2 only waited for it: their watchdogs' aborts are not failures of theirs.
 
     They are ended on the words already, as long as they live and can be asked: torch waits up to a
     minute between the message and the abort.
@@ -124,7 +124,7 @@ def test_words_of_a_script_end_nothing(tmp_path: Path) -> None:
 def test_script_that_handles_errors_of_nccl_goes_on(
     tmp_path: Path, variable: dict[str, str]
 ) -> None:
-    """The watchdog does not end the process then, and so the words are no end."""
+    """The watchdog does not end the process then, and so the words do not mean its end."""
     ddpsafe.spawn(
         programs.go_on_after,
         args=(tmp_path,),

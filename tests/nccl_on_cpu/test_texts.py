@@ -46,7 +46,7 @@ DIST = "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3356, "
     ],
 )  # fmt: skip
 def test_exceptions_that_blame_another_rank(text: str, origin: str | None) -> None:
-    """NCCL's errors of a lost peer or of a wait are no failure of the rank that raises them."""
+    """NCCL's errors of a lost peer or of a wait do not blame the rank that raises them."""
     found = find_peer_text(text)
     assert (None if found is None else found.origin) == origin
 

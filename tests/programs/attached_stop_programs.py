@@ -30,7 +30,7 @@ def train(ctx: ddpsafe.RankContext, signalled: int, signum: signal.Signals) -> i
 
 
 def be_asked(signalled: int, signum: signal.Signals) -> dict[str, Any]:
-    """Be asked in one group, and train in another one afterwards as if nobody had asked."""
+    """Be asked in one group, and train in another one afterwards as if it had not been asked."""
     before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)]
     with ddpsafe.process_group(timeouts=PATIENT) as ctx:
         call = train(ctx, signalled, signum)

@@ -127,7 +127,7 @@ def train(
 
 
 def caught(call: Callable[..., object], *args: object, **options: object) -> dict[str, Any]:
-    """Call something that has to fail with an error of ours; return its class, text and facts."""
+    """Call something that has to fail with an error of ddpsafe's; return its class, text and facts."""
     try:
         call(*args, **options)
     except errors.CheckpointError as exc:

@@ -331,7 +331,7 @@ def seed(ctx: RankContext) -> dict[str, Any]:
 
 
 def take_another_branch(ctx: RankContext) -> None:
-    """Rank 0 leaves out what the others do, and nobody catches what that leads to."""
+    """Rank 0 leaves out what the others do, and what that leads to is not caught."""
     if not ctx.is_main:
         ctx.rank_zero_first(str)
 

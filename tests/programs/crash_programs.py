@@ -62,7 +62,7 @@ def die_by_kill(_folder: Path) -> None:
 
 
 def die_by_terminate(_folder: Path) -> None:
-    """Be ended by somebody's `kill`."""
+    """Be ended by a `kill` from outside."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -95,7 +95,7 @@ class Lethal(Numbers):
 
 
 class Gated(Numbers):
-    """One sample waits at a FIFO until somebody has opened it for writing; then it may kill."""
+    """One sample waits at a FIFO until the test has opened it for writing; then it may kill."""
 
     def __init__(self, n: int, index: int, fifo: str, how: str = "") -> None:
         super().__init__(n)
@@ -438,7 +438,7 @@ def _epochs_of(loader: Any) -> Any:
 
 
 def accelerated(ctx: ddpsafe.RankContext) -> Any:  # noqa: ARG001 - a rank function receives the context
-    """Read two epochs through Accelerate, with and without a sampler of ours."""
+    """Read two epochs through Accelerate, with and without a sampler of ddpsafe's."""
     return [_accelerated(own_sampler=own_sampler) for own_sampler in (False, True)]
 
 
@@ -456,7 +456,7 @@ def _accelerated(*, own_sampler: bool) -> Any:
 
 
 def fabricated(ctx: ddpsafe.RankContext) -> Any:
-    """Read two epochs through Lightning Fabric, with and without a sampler of ours."""
+    """Read two epochs through Lightning Fabric, with and without a sampler of ddpsafe's."""
     return [_fabricated(ctx, own_sampler=own_sampler) for own_sampler in (False, True)]
 
 

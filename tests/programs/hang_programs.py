@@ -47,7 +47,7 @@ def hold_the_gil(_folder: Path) -> None:
 
 
 def read_from_nobody(folder: Path) -> None:
-    """Read from a FIFO that nobody writes to, as from a mount that hangs."""
+    """Read from a FIFO that has no writer, as from a mount that hangs."""
     fifo = folder / f"fifo-{os.getpid()}"
     os.mkfifo(fifo)
     fifo.read_bytes()  # stuck here
@@ -57,7 +57,7 @@ DISK: Final = "disk"
 
 
 def write_to_a_frozen_disk(folder: Path) -> None:
-    """Write where the kernel lets nobody write until it is thawed, as to a server that is gone."""
+    """Write where the kernel lets no process write until it is thawed, as to a server that is gone."""
     (folder / DISK / f"file-{os.getpid()}").write_bytes(b"x")  # stuck here
 
 

@@ -69,7 +69,7 @@ def _is_pipe(fd: int) -> bool:
 
 
 def leave_a_thread(ctx: RankContext, _folder: Path) -> int:
-    """Return in rank 1 while a thread that is no daemon sleeps."""
+    """Return in rank 1 while a thread that is not a daemon sleeps."""
     if ctx.rank == 1:
         threading.Thread(target=_work_on, name="uploader").start()
     return ctx.rank

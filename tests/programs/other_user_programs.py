@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ddpsafe import RankContext
 
-NOBODY: Final = 65534
+OTHER_UID: Final = 65534
 
 
 def train_under_attack(ctx: RankContext, folder: Path) -> float:
@@ -60,8 +60,8 @@ def attack(facts: dict[str, Any]) -> list[str]:
     from torch.distributed import FileStore, PrefixStore
 
     os.setgroups([])
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
+    os.setgid(OTHER_UID)
+    os.setuid(OTHER_UID)
     store = Path(facts["store"])
     tried: dict[str, Callable[[], object]] = {
         "list the store": lambda: list(store.iterdir()),

@@ -54,7 +54,7 @@ def tidy_up_with_barrier_and_destroy(rank: int, world_size: int, folder: Path) -
 
 
 def tidy_up_with_another_group(rank: int, world_size: int, folder: Path) -> None:
-    """Start anew in ``finally``, though nobody else does."""
+    """Start again in ``finally``, though no other rank does."""
     setup(rank, world_size)
     try:
         _train_and_fail(rank, folder)

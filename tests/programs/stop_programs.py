@@ -44,8 +44,8 @@ class Scenario:
         """Wait for the ranks, and send the signals to this process."""
         ready = [folder / f"ready-{rank}" for rank in range(self.ranks)]
         scripts.wait_until(lambda: all(path.exists() for path in ready), within_s=60)
-        everybody = psutil.Process().children(recursive=True) if self.also_all else []
-        pids = [process.pid for process in everybody]
+        processes = psutil.Process().children(recursive=True) if self.also_all else []
+        pids = [process.pid for process in processes]
         (folder / "sent").write_text(str(time.monotonic()))
         for signum in self.signals:
             for pid in (*pids, os.getpid(), *pids):
@@ -148,8 +148,8 @@ SCENARIOS: Final[dict[str, Scenario]] = {
     "order and echo": Scenario(train_until_asked, [signal.SIGTERM, signal.SIGTERM], ranks=4),
     "warning and order": Scenario(train_until_asked, [signal.SIGUSR1, signal.SIGTERM], ranks=4),
     "warning": Scenario(train_until_asked, [signal.SIGUSR1], ranks=4),
-    "everybody": Scenario(train_in_step, [signal.SIGTERM], also_all=True),
-    "everybody warned": Scenario(train_in_step, [signal.SIGUSR1], also_all=True),
+    "all processes": Scenario(train_in_step, [signal.SIGTERM], also_all=True),
+    "all processes warned": Scenario(train_in_step, [signal.SIGUSR1], also_all=True),
     "overdue": Scenario(ask_and_go_on, [signal.SIGTERM]),
     "full disk": Scenario(fail_to_save, [signal.SIGTERM]),
     "too late": Scenario(finish_early, [signal.SIGUSR1]),

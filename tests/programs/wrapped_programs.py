@@ -133,7 +133,7 @@ def _kill(folder: Path) -> None:
 
 
 def fail_in_the_handler(_folder: Path) -> None:
-    """Handle an echo of its own, a key that nobody has set, and fail in its handler."""
+    """Handle a timeout of its own, for a key that was never set, and fail in its handler."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -157,7 +157,7 @@ def test_tasks_that_are_warned_save_at_the_same_step(slurm: Cluster, tmp_path: P
 def test_launcher_in_a_step_is_told_and_its_ranks_save(slurm: Cluster, tmp_path: Path) -> None:
     """``srun -n1 python train.py`` starts ranks of its own; `scancel` is SIGTERM to the launcher.
 
-    Slurm repeats it while the ranks save, which is no impatience.
+    Slurm repeats it while the ranks save, without meaning more by it.
     """
     fields = "(folder,), nproc_per_node=2, start_method='forkserver'"
     command = train(tmp_path, "train_in_step", fields)
@@ -171,7 +171,7 @@ def test_launcher_in_a_step_is_told_and_its_ranks_save(slurm: Cluster, tmp_path:
 def test_preempted_job_is_requeued_and_goes_on(slurm: Cluster, tmp_path: Path) -> None:
     """A job of a higher partition takes the nodes; the first one saves, waits, and continues.
 
-    Its parameter is that of a training that nobody has disturbed.
+    Its parameter is that of a training that was not interrupted.
     """
     command = train(tmp_path, "train_and_resume", "(folder, 50)")
     options = ["-N3", "--ntasks-per-node=1", "--exclusive", "--requeue", "--partition=low"]

@@ -44,7 +44,7 @@ def test_nothing_follows_a_report_that_was_cut_short(pipe: tuple[Sender, Receive
     timer = threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGUSR2))
     timer.start()
     try:
-        with pytest.raises(HandlerError):  # a pipe holds less than that, and nobody reads
+        with pytest.raises(HandlerError):  # a pipe holds less than that, and there is no reader
             sender.send(Returned(payload=bytes(1 << 21), position=Position(collectives=())))
     finally:
         timer.join()

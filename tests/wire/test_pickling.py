@@ -96,7 +96,7 @@ def test_what_cannot_be_imported_travels_by_value_among_arguments_and_results() 
 
 
 def test_a_lambda_carries_the_globals_it_names_and_no_others() -> None:
-    """A lock elsewhere in the module is no obstacle."""
+    """A lock elsewhere in the module does no harm."""
     namespace: dict[str, Any] = {"FACTOR": 3, "LOCK": threading.Lock(), "__name__": "notebook"}
     exec("triple = lambda x: FACTOR * x", namespace)
     assert there_and_back(namespace["triple"])(2) == 6
@@ -150,7 +150,7 @@ def test_a_shared_tensor_stays_shared_also_inside_a_model() -> None:
 
 
 def open_file() -> Any:
-    """Open a file that somebody has to close."""
+    """Open a file that is to be closed."""
     return tempfile.TemporaryFile()
 
 
@@ -314,7 +314,7 @@ def test_the_path_found_is_the_path_there(nested: tuple[object, str]) -> None:
 
 
 def test_nothing_is_found_where_all_is_well() -> None:
-    """Cycles are no reason to fail: pickle follows them."""
+    """Cycles do not fail: pickle follows them."""
     cycle: list[object] = [1, {"a": programs.Holder(None)}]
     cycle.append(cycle)
     assert payload.find_unpicklable(cycle, "args") is None

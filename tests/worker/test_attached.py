@@ -91,7 +91,7 @@ BOTH: Final = [(0, 2, 0, 2, 0, 1), (1, 2, 1, 2, 0, 1)]
 def test_script_runs_under_torchrun(tmp_path: Path) -> None:
     """Context manager, pair of calls and launch() all join torchrun's ranks, one after another.
 
-    Nothing is spawned, each rank gets its own value, torchrun ends well, and nobody complains.
+    Nothing is spawned, each rank gets its own value, torchrun ends well, and nothing is complained of.
     """
     script = scripts.write(
         tmp_path,

@@ -1,4 +1,4 @@
-"""Ranks of torchrun, Slurm or nobody are asked to stop: one is told, all stop, and nobody hangs."""
+"""Ranks of torchrun, of Slurm or without a launcher are asked to stop: one is told, all stop, none hangs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_one_rank_is_told_and_all_stop_at_the_same_call(
 ) -> None:
     """They are many calls apart; afterwards the signals are the caller's again.
 
-    A group that is made later starts as if nobody had asked.
+    A group that is made later starts as if it had not been asked.
     """
     envs = hand_started(ranks) if ranks > 1 else [{}]
     ended = forked_ranks.run(programs.be_asked, envs, signalled, signum, folder=tmp_path)
@@ -55,7 +55,7 @@ def test_one_rank_is_told_and_all_stop_at_the_same_call(
 
 
 def test_handler_of_the_caller_is_called_and_kept(tmp_path: Path) -> None:
-    """It sees the signal too; a signal that the caller ignores asks nobody to stop."""
+    """It sees the signal too; a signal that the caller ignores stops no rank."""
     (found,) = forked_ranks.values(
         forked_ranks.run(programs.be_asked_with_a_handler, [{}], folder=tmp_path)
     )
@@ -101,10 +101,10 @@ def test_signal_that_nobody_has_answered_ends_the_process_after_all(tmp_path: Pa
     source = """
         import os, signal, sys
         from ddpsafe._worker.stop.agreement import StopCalls
-        from ddpsafe._worker.stop.agreement import Nobody, Stopping
+        from ddpsafe._worker.stop.agreement import Alone, Stopping
 
         calls = StopCalls()
-        stopping = Stopping(calls, Nobody(calls))
+        stopping = Stopping(calls, Alone(calls))
         assert not stopping.answer()
         os.kill(os.getpid(), getattr(signal, sys.argv[1]))
         stopping.close()

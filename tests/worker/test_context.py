@@ -224,7 +224,7 @@ def test_ranks_at_different_barriers_do_not_meet() -> None:
 
 
 def test_rank_that_took_another_branch_is_blamed(run_dir: Path) -> None:
-    """Where nobody catches it, the launch blames rank 0, which returned while others waited for it."""
+    """Where it is not caught, the launch blames rank 0, which returned while others waited for it."""
     with pytest.raises(ddpsafe.RankLeftEarlyError, match="still waiting for it") as caught:
         launch(programs.take_another_branch, timeouts={"barrier": 1}, run_dir=run_dir)
     assert caught.value.rank == 0
@@ -263,7 +263,7 @@ def test_failure_of_rank_zero_is_the_error_of_the_launch(form: str, run_dir: Pat
 
 
 def test_failure_of_rank_zero_is_raised_on_all_ranks_at_once() -> None:
-    """Rank 0 gets its own error, the others one that quotes it; nobody hangs, and all can go on."""
+    """Rank 0 gets its own error, the others one that quotes it; none hangs, and all can go on."""
     values = launch(programs.survive_failure_of_rank_zero)
     assert isinstance(values[0]["error"], ConnectionRefusedError)
     for rank in (1, 2):
@@ -326,7 +326,7 @@ def test_seeds_agree_for_models_and_differ_for_data() -> None:
 def test_functions_do_nothing_outside_of_any_rank(capsys: pytest.CaptureFixture[str]) -> None:
     """A script that is run alone, without any launcher, needs no ``if`` around them."""
     model, loss = nn.Linear(2, 2), torch.ones(1)
-    ddpsafe.barrier("nobody else")
+    ddpsafe.barrier("no other rank")
     with ddpsafe.rank_zero_first():
         pass
     ddpsafe.print("hello", "alone")
@@ -344,7 +344,7 @@ def test_functions_do_nothing_outside_of_any_rank(capsys: pytest.CaptureFixture[
 
 
 def test_rank_with_peers_does_not_act_alone_before_setup(tmp_path: Path) -> None:
-    """WORLD_SIZE is 2 and nobody has called setup: an error, not a model without its peers."""
+    """WORLD_SIZE is 2 and setup was not called: an error, not a model without its peers."""
     env = forked_ranks.by_hand(1, 2, forked_ranks.free_port())
     ranks = forked_ranks.run(programs.act_before_setup, [env], folder=tmp_path)
     (errors,) = forked_ranks.values(ranks)

@@ -107,7 +107,7 @@ def kill_members(
         within_s: How long to look for new ones, in seconds.
 
     Returns:
-        What was killed, children of ours first reaped by their owner.
+        What was killed, this process's children first reaped by their owner.
     """
     # What is being killed may fork, and then nothing that was there at the rank's end is left.
     known = [replace(rank, left=None) for rank in ranks if rank.owns_session()]

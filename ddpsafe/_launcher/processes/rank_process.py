@@ -61,7 +61,7 @@ class StopTalk:
     """
 
     def __init__(self, say: Callable[[bytes], None]) -> None:
-        """Talk through `say`, which drops the words if nobody listens."""
+        """Talk through `say`, which drops the bytes if the rank has gone."""
         self._say = say
         self._has_returned = False
         self.heeds = False
@@ -94,7 +94,7 @@ class StopTalk:
         self._say(STOP_AT + CALL_NUMBER.pack(call))
 
     def announce_end(self) -> None:
-        """Tell it that the SIGTERM to come is no request."""
+        """Tell it that the SIGTERM to come is not a request to stop at a step."""
         self._say(END_NOW)
 
 
@@ -125,7 +125,7 @@ class RankState:
     """
 
     def __init__(self, say: Callable[[bytes], None]) -> None:
-        """Know nothing yet; `say` sends the rank what it is asked, and drops it if nobody listens."""
+        """Know nothing yet; `say` sends the rank what it is asked, and drops it if the rank has gone."""
         self._say = say
         self.phase: Phase = "starting"
         self.returned: Returned | None = None
@@ -371,7 +371,7 @@ class Worker(RankState):
         return "killed" if (self.exitcode or 0) < 0 else "exited"
 
     def _was_killed_meanwhile(self) -> bool:
-        """Tell whether somebody killed it while an exception was in flight, which may be handled."""
+        """Tell whether it was killed while an exception was in flight, which may be handled."""
         by_a_signal = self.exitcode is not None and self.exitcode < 0 and not self.crashed
         return by_a_signal and not self.failed and not self.told_to_end
 

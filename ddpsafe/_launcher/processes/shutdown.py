@@ -17,6 +17,7 @@ import psutil
 
 from ddpsafe import _gpus
 from ddpsafe._clock import Deadline
+from ddpsafe._errors import ranks_text
 from ddpsafe._launcher.processes.descendants import is_in_kernel, kill_members
 from ddpsafe._wire.spec import semaphore_prefix
 
@@ -98,8 +99,8 @@ def end_workers(workers: Sequence[Worker], *, grace: timedelta, launch_id: str) 
     stubborn = [worker.rank for worker in workers if worker.alive]
     if stubborn:
         logger.warning(
-            "rank %s ignored SIGTERM for %.1f s; sending SIGKILL",
-            ", ".join(map(str, stubborn)),
+            "%s ignored SIGTERM for %.1f s; sending SIGKILL",
+            ranks_text(stubborn),
             grace.total_seconds(),
         )
     _kill(workers)

@@ -148,8 +148,8 @@ def _translated(workers: Sequence[Worker], wanted: int) -> Iterator[None]:
 def _flush_own_streams() -> None:
     """Write what this program has printed, before `multiprocessing` does it in the start of a rank.
 
-    What goes wrong there, as in ``python train.py | head -1``, is no matter of the rank: it is
-    raised as by any ``print``. A stream that is closed or missing is none of ours either way.
+    What goes wrong there, as in ``python train.py | head -1``, has nothing to do with the rank: it is
+    raised as by any ``print``. A stream that is closed or missing is left alone.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
@@ -281,14 +281,14 @@ def _close_all(workers: Sequence[Worker]) -> None:
 
 def _not_started(started: int, wanted: int, exc: OSError | EOFError) -> PreflightError:
     said = str(exc) or type(exc).__name__
-    what = f"rank {started} of {wanted} (counted from 0) could not be started: {said}."
+    what = f"could not start rank {started} (world_size {wanted}): {said}."
     if isinstance(exc, (EOFError, ConnectionError, ChildProcessError)):
         cause = (
             "Python's fork server has ended: it was killed, or this process is a fork of its owner."
         )
         fix = 'see what stderr says above; take start_method="spawn", which needs no server.'
         return PreflightError(Explanation(what, cause=cause, fix=fix))
-    if str(exc) == "AF_UNIX path too long":  # Python's own words; there is no errno with them
+    if str(exc) == "AF_UNIX path too long":  # Python's own text; it comes without an errno
         cause = (
             f"the fork server's socket lies below {tempfile.gettempdir()}, too long for a socket."
         )

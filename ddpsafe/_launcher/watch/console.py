@@ -40,7 +40,7 @@ _PAUSE: Final = timedelta(seconds=2)
 
 
 class _Tail:
-    """Copies what a file gains to a stream of ours.
+    """Copies what a file gains to a stream of the launcher.
 
     Attributes:
         pieces: How many pieces the stream has taken.

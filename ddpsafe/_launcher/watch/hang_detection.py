@@ -73,7 +73,7 @@ class SequenceWatch:
     """
 
     def __init__(self, workers: Sequence[Worker]) -> None:
-        """Ask nobody until a rank has returned."""
+        """Ask no rank until one has returned."""
         self._workers = workers
         self._questions = _Questions(_ASK_RETURNED_S)
         self._returned = 0
@@ -141,7 +141,7 @@ class FlightWatch:
     """
 
     def __init__(self, workers: Sequence[Worker]) -> None:
-        """Ask nobody until an exception has been seen in flight."""
+        """Ask no rank until an exception has been seen in flight."""
         self._workers = workers
         self._questions = _Questions(_ASK_IN_FLIGHT_S)
         self._answers: dict[int, Position | None] = {}

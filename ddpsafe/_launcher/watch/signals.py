@@ -33,7 +33,7 @@ class SignalInbox:
     Attributes:
         received: The signal that says most: SIGINT, else one that wants the process to go, else
             SIGUSR1, which is a warning; ``None`` until one arrives.
-        insists: Whether somebody does not want to wait for the ranks: Ctrl-C, or a second SIGTERM.
+        insists: Whether the ranks are not to be waited for: Ctrl-C, or a second SIGTERM.
             Slurm sends two by itself, so inside a Slurm job the second one says nothing.
         closed: Set when the ranks have ended.
     """
@@ -69,7 +69,7 @@ class SignalInbox:
             os.write(self._write_fd, b"!")
 
     def _note_order(self, signum: signal.Signals) -> None:
-        """Note SIGTERM or SIGHUP, and whether somebody repeats it."""
+        """Note SIGTERM or SIGHUP, and whether it is repeated."""
         now_s = time.monotonic()
         if self._told_to_go_s is None:
             self._told_to_go_s = now_s
@@ -86,7 +86,7 @@ def is_order(received: signal.Signals | None) -> bool:
 
 @contextlib.contextmanager
 def open_inbox() -> Iterator[SignalInbox]:
-    """Take over the signals that would end this process, where nobody else has.
+    """Take over the signals that would end this process, where the script has not.
 
     An ignored signal stays ignored (nohup ignores SIGHUP), a handler of the user's stays in place.
     Outside the main thread Python allows no handlers; the main thread's own apply then. But when the
@@ -103,7 +103,7 @@ def open_inbox() -> Iterator[SignalInbox]:
                 if _ends_us(signal.getsignal(signum), default):
                     before[signum] = signal.signal(signum, inbox.put)
             if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
-                # The kernel would reap the ranks itself, and nobody would learn how they ended.
+                # The kernel would reap the ranks itself, and how they ended would be lost.
                 before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         else:
             atexit.register(inbox.cancel)
@@ -118,7 +118,7 @@ def open_inbox() -> Iterator[SignalInbox]:
 
 
 def _ends_us(handler: object, default: object) -> bool:
-    """Tell whether nobody but Python itself wants to know of a signal.
+    """Tell whether a signal has no handler but Python's own.
 
     ``asyncio.run`` cancels its task on the first SIGINT, which a task that is blocked in a launch
     would not notice; what `pass_on` raises ends it as well.

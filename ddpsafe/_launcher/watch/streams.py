@@ -50,7 +50,7 @@ def pour(stream: TextIO, text: str) -> Iterator[None]:
 
 
 def say(line: str) -> None:
-    """Write a line of ours to stderr, unless it is stuck."""
+    """Write a line of the launcher's own to stderr, unless it is stuck."""
     stream = sys.stderr
     if stream is None:  # a service may have none
         return
@@ -96,7 +96,7 @@ def _write_past(fd: int, piece: bytes) -> None:
 def _write_some(fd: int, piece: bytes) -> int:
     try:
         return os.write(fd, piece)
-    except BlockingIOError:  # somebody who shares the pipe has made it so
+    except BlockingIOError:  # another process that shares the pipe has made it so
         select.select([], [fd], [])
         return 0
 

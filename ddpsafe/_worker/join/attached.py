@@ -71,7 +71,7 @@ def process_group(
     """Be a member of the process group while the context is open.
 
     Works under torchrun, srun, mpirun, in a rank of `launch` or `spawn`, in a process whose
-    ``RANK`` and ``WORLD_SIZE`` somebody set, and alone, where it needs no port. A group that
+    ``RANK`` and ``WORLD_SIZE`` were set by hand, and alone, where it needs no port. A group that
     exists already is adopted and left alone.
 
     Args:
@@ -147,7 +147,7 @@ def setup(
 def cleanup() -> None:
     """Leave the process group that `setup` joined; harmless when called twice or without it.
 
-    While an exception is on its way, as in ``finally: cleanup()``, it waits for nobody.
+    While an exception is on its way, as in ``finally: cleanup()``, it does not wait for the others.
     """
     global _opened
     member, _opened = _opened, None
@@ -161,7 +161,7 @@ def cleanup() -> None:
 
 
 def _abandon(member: RankContext, exc: BaseException) -> None:
-    """Leave on a failing path, so that nobody waits for this rank: not at the end, not before."""
+    """Leave on a failing path, so that the others do not wait for this rank, now or at the end."""
     stop = _own_stopping()
     if stop is not None:
         stop.leave()
@@ -314,5 +314,5 @@ def _forget(member: RankContext) -> None:
 
 
 def _own_stopping() -> agreement.Stopping | None:
-    """Return this rank's part in stopping, where no launcher of ours has one too."""
+    """Return this rank's part in stopping, where no launcher of ddpsafe's has one too."""
     return agreement.find_current() if session.find_spec() is None else None

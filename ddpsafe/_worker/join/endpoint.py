@@ -54,7 +54,7 @@ def publish_job(store: Store, env: Mapping[str, str]) -> None:
 
 
 def require_same_job(store: Store, place: str, world: World, env: Mapping[str, str]) -> None:
-    """Refuse the store of another job, and a rank that somebody else has taken.
+    """Refuse the store of another job, and a rank that is already taken.
 
     Two jobs on one hard-coded port otherwise join each other and reduce each other's gradients
     (measured on hand-written scripts: 4 of 8 simultaneous starts).
@@ -101,7 +101,7 @@ class Endpoint:
     Attributes:
         host: Address or name.
         port: Port.
-        is_served: Whether somebody else (torchrun's agent) serves it already.
+        is_served: Whether another process (torchrun's agent) serves it already.
         is_on_this_host: Whether all ranks are certainly on this host: the launcher says so, or the
             address is loopback. ``RANK`` and ``WORLD_SIZE`` set by hand do not say it.
     """

@@ -1,4 +1,4 @@
-"""How a process becomes a rank: from a launcher's variables, a launch of ours, or a group."""
+"""How a process becomes a rank: from a launcher's variables, a launch by ddpsafe, or a group."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _local_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def adopt_group() -> RankContext:
-    """Describe a group that somebody else has made (Accelerate, Fabric, the script itself)."""
+    """Describe a group that other code has made (Accelerate, Fabric, the script itself)."""
     import torch.distributed as dist
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -314,7 +314,7 @@ def _stopping_of(member: RankContext) -> agreement.Stopping:
     calls = StopCalls()
     control = member.control
     if control is None:
-        return agreement.Stopping(calls, agreement.Nobody(calls))
+        return agreement.Stopping(calls, agreement.Alone(calls))
     board = StopBoard(control.store, rank=member.rank, world_size=member.world_size, calls=calls)
     return agreement.Stopping(calls, board, limit=member.barrier_timeout)
 
@@ -327,7 +327,7 @@ def describe(
     *,
     config: LaunchConfig | None = None,
 ) -> RankContext:
-    """Build the context of a rank that no launcher of ours has started."""
+    """Build the context of a rank that ddpsafe did not launch."""
     from ddpsafe._config import Timeouts
 
     timeouts = config.timeouts if config is not None else Timeouts()

@@ -181,7 +181,7 @@ def _examine(
 
 
 def _claim_node(world: World, board: Store) -> None:
-    """Make sure that nobody else speaks for this node.
+    """Make sure that no other rank speaks for this node.
 
     Raises:
         PreflightError: The launcher told no node ranks, and what was made of the ranks is wrong.

@@ -111,7 +111,7 @@ def open_stores(
 
     Raises:
         PreflightError: The port is taken, or the host cannot be reached or resolved.
-        RendezvousTimeoutError: Nobody serves the store.
+        RendezvousTimeoutError: The store is not served.
         ConfigError: The store is another job's.
     """
     from torch.distributed import PrefixStore

@@ -46,7 +46,7 @@ class StopSignals:
                 signal.signal(signum, self._note)
 
     def close(self) -> None:
-        """Put back what was there, unless somebody else has a handler there by now."""
+        """Put back what was there, unless another handler is there by now."""
         if threading.current_thread() is not threading.main_thread():
             return
         for signum, before in self._before.items():
@@ -99,7 +99,7 @@ class StopCalls:
     """Counts this rank's calls, and knows which one is the first to be answered with yes."""
 
     def __init__(self) -> None:
-        """Start before the first call; nobody has asked anybody to stop."""
+        """Start before the first call; no rank has been asked to stop."""
         self._lock = threading.Lock()
         self._count = 0
         self._promise: int | None = None
@@ -131,7 +131,7 @@ class StopCalls:
         """Count a call and answer it.
 
         Args:
-            limit: How long to wait for the others' promises; ``None`` where somebody else ends
+            limit: How long to wait for the others' promises; ``None`` where the launcher ends
                 this process if they do not come.
 
         Raises:
@@ -172,7 +172,7 @@ class Others(Protocol):
         """Say that this rank asks no more."""
 
 
-class Nobody:
+class Alone:
     """The others in a world of one."""
 
     def __init__(self, calls: StopCalls) -> None:
@@ -180,7 +180,7 @@ class Nobody:
         self._calls = calls
 
     def heed(self) -> None:
-        """Tell nobody."""
+        """Do nothing: there are no others."""
 
     def ask(self, signum: signal.Signals) -> None:
         """Stop at once."""
@@ -188,14 +188,14 @@ class Nobody:
         self._calls.agree(self._calls.promise())
 
     def confirm(self) -> None:
-        """Tell nobody."""
+        """Do nothing: there are no others."""
 
     def missing(self) -> list[int]:
-        """Return nobody."""
+        """Return an empty list: there are no others."""
         return []
 
     def leave(self) -> None:
-        """Tell nobody."""
+        """Do nothing: there are no others."""
 
 
 class Stopping:
@@ -245,11 +245,11 @@ class Stopping:
         return self._others.missing()
 
     def leave(self) -> None:
-        """Ask no more, so that nobody waits for this rank."""
+        """Ask no more, so that the others do not wait for this rank."""
         self._others.leave()
 
     def close(self) -> None:
-        """Give the signals back; one that nobody has answered ends the process after all.
+        """Give the signals back; one that was not answered ends the process after all.
 
         SIGUSR1 is only a warning, and a rank that has come to its end needs none.
         """

@@ -73,7 +73,7 @@ class StopBoard:
             return [0]
 
     def leave(self) -> None:
-        """Stop reading; promise whatever is still open, so that nobody waits for this rank."""
+        """Stop reading; promise whatever is still open, so that the others do not wait for this rank."""
         self._end_reading()
         # The host of the store may be gone, and its client would wait for it.
         BoundedCall(self._promise, name="ddpsafe-stop").wait(_LEAVE_S)
@@ -140,7 +140,7 @@ class LauncherLine:
         self._sender.send(Stops())
 
     def missing(self) -> list[int]:
-        """Return nobody: the launcher knows, and ends the ranks if it takes too long."""
+        """Return an empty list: the launcher knows, and ends the ranks if it takes too long."""
         return []
 
     def leave(self) -> None:

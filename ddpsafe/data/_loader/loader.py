@@ -173,7 +173,7 @@ class DataLoader(WorkerLoader[T_co]):
         """Choose the epoch of the next iteration; otherwise each iteration is the next one.
 
         Args:
-            epoch: From 0. The epoch of a loaded state keeps its offset; others start anew.
+            epoch: From 0. The epoch of a loaded state keeps its offset; others start at the beginning.
 
         Raises:
             LateSetEpochError: An iteration has begun and delivered nothing yet: too late.
@@ -203,7 +203,7 @@ class DataLoader(WorkerLoader[T_co]):
         return Epochs(self, require_int(num_epochs, "num_epochs"))
 
     def first_epoch_of_loop(self) -> int:
-        """Return where `epochs` begins: a look that was left unfinished before it is no epoch."""
+        """Return where `epochs` begins: a look that was left unfinished before it does not count as an epoch."""
         delivery = self._delivery
         if delivery.epoch is not None and not (delivery.exhausted or delivery.in_loop):
             return self._chosen_epoch(int(delivery.epoch))

@@ -63,13 +63,13 @@ def samplers_of(loader: DataLoader[Any]) -> list[Any]:
 
 
 def find_epoch_holder(loader: DataLoader[Any]) -> Any:
-    """Return the object whose ``epoch`` decides the order, or an own one if there is none."""
+    """Return the object whose ``epoch`` decides the order, or a new `OwnEpoch` if there is none."""
     chain = samplers_of(loader)
     for item in chain:
         if isinstance(item, Cursor):
             return item
     for item in chain:
-        # Without a readable epoch nobody can tell whether the user has set it: leave it alone.
+        # Without a readable epoch it is unknown whether the user has set it: leave it alone.
         if callable(getattr(item, "set_epoch", None)) and isinstance(
             getattr(item, "epoch", None), int
         ):
@@ -85,7 +85,7 @@ def enter_epoch(holder: Any, epoch: int) -> Any:
     try:
         holder.epoch = epoch
     except AttributeError:
-        # Its epoch cannot be marked as ours, so nobody could tell when the user sets it.
+        # Its epoch cannot be marked as ours, so a later change by the user would go unnoticed.
         holder = OwnEpoch()
         holder.set_epoch(epoch)
     return holder
@@ -132,7 +132,7 @@ def check_population(loader: DataLoader[Any], cursor: object) -> None:
 
 
 def refuse_undivided(loader: DataLoader[Any]) -> None:
-    """Raise if every rank would read the same samples, or some samples would be read by nobody.
+    """Raise if every rank would read the same samples, or some samples would be read by none.
 
     Raises:
         MissingDistributedSamplerError: The sampler knows nothing of ranks.

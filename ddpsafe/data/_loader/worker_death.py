@@ -129,7 +129,7 @@ def _timed_out(iterator: Any, board: EpochBoard | None, dataset: object) -> Work
 
 
 def _pid(iterator: Any, worker: int) -> int | None:
-    pid: int | None = iterator._workers[worker].pid  # noqa: SLF001 - torch tells nobody else
+    pid: int | None = iterator._workers[worker].pid  # noqa: SLF001 - torch has no public name for it
     return pid
 
 

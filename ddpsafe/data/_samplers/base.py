@@ -82,7 +82,7 @@ def parse_state(state: object) -> dict[str, Any]:
             Explanation(
                 f"The state has version {version}; this ddpsafe reads version {VERSION}.",
                 cause=f"{older} ddpsafe wrote it.",
-                fix="resume with the ddpsafe that wrote it, or begin the epoch anew.",
+                fix="resume with the ddpsafe that wrote it, or begin the epoch again.",
             ),
             differences={"version": (version, VERSION)},
         )
@@ -132,7 +132,7 @@ def compare_identity(
     text = Explanation(
         f"The state does not belong to this {what}: {', '.join(sorted(differences))} differ.",
         cause="the dataset, the seed or the sampler changed after the state was saved.",
-        fix="restore them, begin the epoch anew, or load with strict=False if samples may be "
+        fix="restore them, begin the epoch again, or load with strict=False if samples may be "
         "lost or repeated.",
         details=listed,
     )
@@ -320,7 +320,7 @@ class PositionSampler(Sampler[int]):
         return len(range(rank, left, self.num_replicas))
 
     def valid_samples(self) -> int:
-        """Return how many of this rank's remaining samples are no repeats; they come first."""
+        """Return how many of this rank's remaining samples are not repeats; those come first."""
         left = max(0, self.size() - self._base)
         return min(self.num_samples, len(range(self.rank, left, self.num_replicas)))
 
@@ -336,7 +336,7 @@ class PositionSampler(Sampler[int]):
         """Return the state after `batches` batches of each rank.
 
         The count is global and the same on every rank: rank 0 has the most samples in a
-        strided deal, so its number of steps is everybody's.
+        strided deal, so its number of steps is that of every rank.
         """
         most = self._count_of(0)
         steps = most // batch_size if drop_last else -(-most // batch_size)
@@ -387,7 +387,7 @@ class PositionSampler(Sampler[int]):
                 Explanation(
                     f"The state has read {parsed['consumed']} samples of {self.size()}.",
                     cause="the state is damaged.",
-                    fix="load an intact state, or begin the epoch anew.",
+                    fix="load an intact state, or begin the epoch again.",
                 )
             )
         self._rebase(self.size() if parsed["finished"] else min(parsed["consumed"], self.size()))

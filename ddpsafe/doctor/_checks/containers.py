@@ -62,8 +62,8 @@ def check_sharing(subject: Subject) -> Iterator[Finding]:
     if os.getpid() == 1:
         yield warning(
             "DS-LIM-007",
-            f"This process is the first one of its {kind} container: nobody reaps processes whose "
-            "parents have ended, and signals without a handler do not reach it.",
+            f"This process is the first one of its {kind} container: processes whose "
+            "parents have ended are never reaped, and signals without a handler do not reach it.",
             cause="the script is the container's command.",
             fix=to_copy("Let an init come first:", "docker run --init …"),
         )

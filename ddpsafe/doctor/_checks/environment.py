@@ -1,4 +1,4 @@
-"""Variables that launchers leave, threads, and debugging variables that somebody forgot."""
+"""Variables that launchers leave, threads, and debugging variables that were forgotten."""
 
 from __future__ import annotations
 
@@ -104,7 +104,9 @@ def check_threads(subject: Subject) -> Iterator[Finding]:
     )
     if threads < 1:
         cause = "a typing error; libraries read it in different ways, some take all cores."
-        yield warning("DS-ENV-005", f"OMP_NUM_THREADS={text!r} is no number.", cause=cause, fix=fix)
+        yield warning(
+            "DS-ENV-005", f"OMP_NUM_THREADS={text!r} is not a number.", cause=cause, fix=fix
+        )
     elif threads > 1 and threads * subject.nproc > cores:
         yield warning(
             "DS-ENV-005",
@@ -153,7 +155,7 @@ def _debug_level(subject: Subject) -> Iterator[Finding]:
         return
     yield failed(
         "DS-ENV-006",
-        f"TORCH_DISTRIBUTED_DEBUG={level!r} is no level; torch ends every rank that reads it.",
+        f"TORCH_DISTRIBUTED_DEBUG={level!r} is not a level; torch ends every rank that reads it.",
         cause="a typing error; the levels are OFF, INFO and DETAIL.",
         fix=to_copy(
             "Write a level, or take it out:",

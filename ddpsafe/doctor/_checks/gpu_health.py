@@ -99,7 +99,7 @@ def _as_torch_sees(subject: Subject) -> list[Health]:
             name="",
             compute_mode=None,
             total_bytes=each["total_bytes"],
-            # The context of the process that asked is no one else's.
+            # Only the process that asked uses its context.
             used_bytes=max(0, each["total_bytes"] - each["free_bytes"] - _CONTEXT_BYTES),
             pids=(),
             uncorrected_errors=None,
@@ -152,7 +152,7 @@ def check_errors(subject: Subject) -> Iterator[Finding]:
             f"GPU {gpu.index} ({gpu.name}) has {what}.",
             cause="the memory is failing; jobs on it die with `uncorrectable ECC error`, Xid 48 or 63.",
             fix=to_copy(
-                "Drain the host, reset the GPU when nobody uses it, and have it replaced if it returns:",
+                "Drain the host, reset the GPU when it is idle, and have it replaced if it returns:",
                 f"nvidia-smi -i {gpu.index} -q -d ECC,ROW_REMAPPER",
                 f"nvidia-smi -i {gpu.index} --gpu-reset",
             ),

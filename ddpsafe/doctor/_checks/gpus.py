@@ -88,7 +88,7 @@ def check_visible(subject: Subject) -> Iterator[Finding]:
     make = failed if there else warning
     yield make(
         "DS-GPU-002",
-        f"CUDA_VISIBLE_DEVICES={text!r}: {wrong!r} is no GPU here or stands there twice; CUDA drops "
+        f"CUDA_VISIBLE_DEVICES={text!r}: {wrong!r} is not a GPU of this host or is listed twice; CUDA drops "
         "it and everything behind it without a word.",
         cause="a value from another machine, blanks or brackets in it, or a GPU that fell off the bus.",
         fix=to_copy(

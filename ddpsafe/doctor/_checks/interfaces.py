@@ -115,7 +115,7 @@ def check_state(subject: Subject) -> Iterator[Finding]:
 
 
 def chosen_names(subject: Subject, existing: list[str]) -> dict[str, list[str]]:
-    """Return the interfaces somebody asked for, each with the variables that did."""
+    """Return the interfaces that were asked for, each with the variables that name it."""
     asked: dict[str, list[str]] = {}
     for name in filter(None, subject.env.get(GLOO, "").split(",")):
         asked.setdefault(name, []).append(GLOO)

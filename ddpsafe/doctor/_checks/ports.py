@@ -115,7 +115,7 @@ def _port_range() -> range | None:
 
 
 def check_handed_out(subject: Subject) -> Iterator[Finding]:
-    """Look whether the system may give the meeting point's port to anybody who connects."""
+    """Look whether the system may give the meeting point's port to any process that connects."""
     endpoint, ports = subject.endpoint, _port_range()
     if endpoint is None or ports is None or endpoint.port == 0:
         return
@@ -144,7 +144,7 @@ def check_enough(subject: Subject) -> Iterator[Finding]:
         "DS-PORT-003",
         f"The system hands out {len(ports)} ports only ({ports[0]} to {ports[-1]}); every "
         "connection between ranks needs one.",
-        cause="somebody narrowed the range, for example to open it in a firewall.",
+        cause="the range was narrowed, for example to open it in a firewall.",
         fix=to_copy("Widen it:", f"echo 32768 60999 > {_RANGE}"),
         ports=len(ports),
     )

@@ -111,7 +111,7 @@ def check_clock(subject: Subject) -> Iterator[Finding]:
 
 
 def clock_is_synchronised() -> bool | None:
-    """Return whether the kernel's clock follows a time server, or None where nobody says."""
+    """Return whether the kernel's clock follows a time server, or None where the kernel does not say."""
     adjtimex = getattr(ctypes.CDLL(None), "adjtimex", None)
     if adjtimex is None:
         return None

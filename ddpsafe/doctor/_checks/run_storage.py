@@ -94,7 +94,7 @@ def check_writing(subject: Subject) -> Iterator[Finding]:
             "DS-PATH-003",
             f"{place} cannot be written ({error.strerror}), and logs and reports go "
             f"{'there' if wanted in (None, place) else f'below it, to {wanted}'}.",
-            cause="it is mounted read-only, belongs to somebody else, or is full.",
+            cause="it is mounted read-only, belongs to another user, or is full.",
             fix=to_copy(
                 "Name a directory that can be written, or look at this one:",
                 "export DDPSAFE_RUN_DIR=/path/with/room"

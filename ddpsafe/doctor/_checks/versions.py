@@ -44,7 +44,7 @@ def check_import(subject: Subject) -> Iterator[Finding]:
 def ask(subject: Subject) -> dict[str, Any]:
     """Return what torch said in its own process; by the end of the examination at the latest."""
     if subject.probe is None:
-        return {"timed_out": False, "returncode": 0, "stderr": "", "import_error": "nobody asked"}
+        return {"timed_out": False, "returncode": 0, "stderr": "", "import_error": "not asked"}
     return subject.probe.said(subject.deadline)
 
 
@@ -77,7 +77,7 @@ def _broken_import(said: dict[str, Any]) -> Finding:
         fact,
         cause="it is not installed in this environment, or its libraries do not fit.",
         fix=to_copy(
-            "See which one is found, and install it anew:",
+            "See which one is found, and install it again:",
             f"{sys.executable} -c 'import importlib.util as u; print(u.find_spec(\"torch\"))'",
             f"{sys.executable} -m pip install --force-reinstall 'torch>=2.6'",
         ),
@@ -90,9 +90,9 @@ def _lost_directory() -> Finding:
     return failed(
         "DS-VER-001",
         "The current directory has been removed: torch, like much else, cannot be imported in it.",
-        cause="a clean-up, or a checkout or build that made the directory anew under this shell.",
+        cause="a clean-up, or a checkout or build that made the directory again under this shell.",
         fix=to_copy(
-            "Go to one that exists; where it was made anew, into it again:", 'cd "$PWD" || cd'
+            "Go to one that exists; where it was made again, enter it once more:", 'cd "$PWD" || cd'
         ),
     )
 

@@ -57,7 +57,7 @@ def examine(  # noqa: PLR0913 - the facts of one job, all by name
         local: This host's fingerprint, in what JSON takes; compared with the others'.
         on_progress: Takes a line now and then on what is being waited for.
         collective: Whether an all-reduce closes it, where torch is installed and nothing failed.
-        secret: What all nodes know and nobody else: who does not know it is not let in, and what
+        secret: What only the nodes of the job know: who does not know it is not let in, and what
             nodes say is signed with it. Without one, whoever reaches the endpoint may speak.
         places: Where variables of the ranks were set; those that are missing, in the shell.
 

@@ -301,7 +301,7 @@ def _slow(case: Case) -> Finding:
 
 def _why_skipped(case: Case) -> str:
     if case.all_reduce.skipped == "not-asked":
-        return "nobody asked for it"
+        return "it was not asked for"
     if case.all_reduce.skipped == "failures":
         return "what failed above has to be repaired first"
     without = [case.label(rank) for rank, node in case.nodes.items() if not node.has_torch]

@@ -67,7 +67,7 @@ class Entrance:
         return self.hub.rejected
 
     def close_roll(self) -> None:
-        """Let nobody in from now on."""
+        """Let no further node in."""
         self.hub.close_roll()
 
     def leads_to(self) -> tuple[Obstacle | None, str]:
@@ -80,7 +80,7 @@ class Entrance:
         return None, found.hostname if found.nonce != self.hub.nonce else ""
 
     async def _look(self) -> None:
-        """Look until somebody answers: the host that the endpoint names may be late."""
+        """Look until there is an answer: the host that the endpoint names may be late."""
         job = self._job
         while True:
             deadline = Deadline.after(_LOOK)
@@ -92,7 +92,7 @@ class Entrance:
             await asyncio.sleep(_PAUSE_S)
 
     async def close(self) -> None:
-        """Let everybody read what was said, then stop."""
+        """Let every node read what was said, then stop."""
         if self._looking is not None:
             self._looking.cancel()
         await self.hub.close()
@@ -134,7 +134,7 @@ class Chair:
     def __init__(
         self, job: Job, board: Board, member: Member, *, entrance: Entrance | None = None
     ) -> None:
-        """Start with nobody."""
+        """Start without participants."""
         self._job, self._board, self._member = job, board, member
         self._entrance = entrance
         self._names = find_node_names(job.nnodes)
@@ -171,7 +171,7 @@ class Chair:
         return dict(sorted(nodes.items())), deadline.waited_s()
 
     async def _wait_until_explained(self) -> None:
-        """Wait until those who were sent away are all who are missing: nobody else will come.
+        """Wait until those who were sent away are all who are missing: no others will come.
 
         A moment is left for those who come all the same, or come again with the right arguments.
         """

@@ -51,7 +51,7 @@ class Job:
         say: Takes a line now and then on what is being waited for.
         collective: Whether an all-reduce closes the examination.
         at_store: Whether ranks of the job meet at its store, and not doctors at the endpoint.
-        secret: What all nodes know and nobody else; empty where there is none.
+        secret: What only the nodes of the job know; empty where there is none.
         places: Where variables of the ranks were set that are not this process's.
     """
 

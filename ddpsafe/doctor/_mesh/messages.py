@@ -359,7 +359,7 @@ class Roster:
         """Hold the parts against each other.
 
         Raises:
-            ValueError: Somebody is beyond the number of nodes or there twice, or node rank 0 is not.
+            ValueError: A node is beyond the number of nodes or there twice, or node rank 0 is missing.
         """
         ranks = [contact.node_rank for contact in self.contacts]
         require_ranks(ranks, self.nnodes)

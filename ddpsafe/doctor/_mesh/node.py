@@ -315,7 +315,7 @@ class Member:
         heard = self._listener.received_bytes
         came = {rank for rank, count in heard.items() if count}
         closed = {each.target for each in dialled if is_closed(each.verdict)} | (due - came)
-        # Asked only where somebody failed: it costs a process, and says where to open the firewall.
+        # Asked only where a connection failed: it costs a process, and says where to open the firewall.
         gates = await asyncio.to_thread(find_gates) if closed else None
         return NodeReport(
             dialled=dialled,

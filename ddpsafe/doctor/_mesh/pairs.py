@@ -49,7 +49,7 @@ def plan_targets(networks: Sequence[Hashable], *, seed: int) -> list[list[int]]:
 def _row_and_column(node: int, count: int) -> list[int]:
     """Return the others in a node's row and column when all stand in a square.
 
-    A row is a run of neighbouring ranks, a column is every so manieth rank: whatever holds a whole
+    A row is a run of neighbouring ranks, a column is every k-th rank: whatever holds a whole
     run or a whole class of ranks is met.
     """
     side = math.isqrt(count - 1) + 1

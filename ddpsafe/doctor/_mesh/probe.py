@@ -53,7 +53,7 @@ class Listener:
     """
 
     def __init__(self, *, token: str, secret: str, nnodes: int) -> None:
-        """Start with nobody heard."""
+        """Start with no node heard."""
         self.received_bytes: dict[int, int] = {}
         self._token, self._secret = token, secret
         self._expected = range(nnodes)
@@ -100,7 +100,7 @@ class Listener:
             writer.close()
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # A line without end is a ValueError, what is no call is one too.
+        # A line without an end is a ValueError, and so is what is not a call.
         call = read(Call, json.loads(await reader.readline() or "null"))
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - as above
@@ -131,7 +131,7 @@ ANSWER_S: Final = 3.0
 later still, it says itself that it was dialled."""
 
 SMALLEST_MTU_BYTES: Final = 576
-"""What every host has to take (RFC 791); less is no network's."""
+"""What every host has to take (RFC 791); no network has less."""
 
 _BULK_S: Final = 2.5
 _LOOK_S: Final = 0.1

@@ -58,7 +58,7 @@ class ForgedError(StrangerError):
 
 
 def make_nonce() -> str:
-    """Return what nobody guesses."""
+    """Return what cannot be guessed."""
     return secrets.token_hex(16)
 
 
@@ -80,7 +80,7 @@ def decode(line: bytes) -> dict[str, Json]:
     """Return the message of a line.
 
     Raises:
-        StrangerError: It is no JSON object.
+        StrangerError: It is not a JSON object.
     """
     try:
         message = json.loads(line)
@@ -226,7 +226,7 @@ class Visitors:
     """
 
     def __init__(self, *, most: int, per_address: int) -> None:
-        """Begin with nobody."""
+        """Begin with no visitor."""
         self._most, self._per_address = most, per_address
         self._waiting: dict[asyncio.Task[None], str] = {}
 

@@ -1,4 +1,4 @@
-"""The way to node rank 0: dialled until somebody who knows the language answers, or explained."""
+"""The way to node rank 0: dialled until a ddpsafe doctor answers, or explained."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _ANSWER_S: Final = 3.0
 # A step that is cut shorter than this says nothing about the network, only about the deadline.
 _SHORTEST_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 1.0
-# On a host whose file says 127.0.1.1 nobody will ever listen; two nodes on one host need a moment.
+# On a host whose file says 127.0.1.1 nothing will ever listen; two nodes on one host need a moment.
 _LOOPBACK_PATIENCE: Final = timedelta(seconds=2)
 _FINAL: Final = ("other-job", "doubled", "late", "secret")
 
@@ -137,7 +137,7 @@ async def resolve(host: str, port: int, *, deadline: Deadline) -> tuple[str, ...
     """Return the addresses of the endpoint's host; a resolver without a server may hang.
 
     Raises:
-        _Unreached: It has none, or nobody says.
+        _Unreached: It has none, or the resolver does not answer.
     """
     try:
         found = await bounded(
@@ -163,7 +163,7 @@ async def greet(
     """Introduce this node at the first address that lets it in.
 
     Raises:
-        _Unreached: None does, or who answers is no doctor.
+        _Unreached: None does, or what answers is not ddpsafe doctor.
     """
     link = protocol.Link(*await _connect_to_one(addresses, port, deadline), secret)
     try:
@@ -249,7 +249,7 @@ async def find_hub_answer(
 
 
 async def find_addresses(host: str, port: int, *, deadline: Deadline) -> tuple[str, ...]:
-    """Return the addresses of the endpoint's host, none where nobody says."""
+    """Return the addresses of the endpoint's host, none where the resolver does not answer."""
     try:
         return await resolve(host, port, deadline=deadline)
     except _Unreached:

@@ -53,7 +53,7 @@ class Guest:
         return {}
 
     def gone(self) -> Collection[int]:
-        """Return nobody: that node rank 0 is gone is an error instead."""
+        """Return nothing: that node rank 0 has gone is an error instead."""
         return ()
 
     async def close(self) -> None:
@@ -136,7 +136,7 @@ class Hub:
         return self._came - self._nodes.keys() - {0}
 
     def close_roll(self) -> None:
-        """Let nobody in from now on."""
+        """Let no further node in."""
         self._is_open = False
 
     async def close(self) -> None:

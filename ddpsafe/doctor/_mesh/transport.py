@@ -36,7 +36,7 @@ class Board(Protocol):
         """Say something under a topic; saying it again replaces it.
 
         Raises:
-            BoardLostError: Nobody can read it any more.
+            BoardLostError: It can no longer be read.
         """
 
     async def get(self, topic: str) -> Mapping[int, Json]:
@@ -171,7 +171,7 @@ class StoreBoard:
         return heard
 
     def gone(self) -> Collection[int]:
-        """Return nobody: a store does not tell."""
+        """Return nothing: a store does not tell."""
         return ()
 
     def _find(self, key: str) -> bytes | None:
@@ -189,7 +189,7 @@ class StoreBoard:
 
 
 def _parse(text: bytes) -> Json:
-    """Return what was said; what is no JSON is no message of any kind either."""
+    """Return what was said; what is not JSON is not a message of any kind."""
     try:
         said: Json = json.loads(text)
     except (ValueError, RecursionError):

@@ -34,7 +34,7 @@ class Health:
         name: Model.
         compute_mode: 0 default, 2 prohibited, 3 one process only.
         total_bytes: Memory.
-        used_bytes: Memory in use by anybody.
+        used_bytes: Memory in use by any process.
         pids: Processes that compute on it.
         uncorrected_errors: Double-bit errors of the memory since the last reset.
         remapping: Whether a row could not be remapped, or waits for a reset to be.

@@ -1,4 +1,4 @@
-"""The verdict on the addresses that hosts would announce, before anybody dials them."""
+"""Findings on the addresses that hosts would announce, before they are dialled."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def _loopback(obstacle: Obstacle, host: str, port: int) -> _Words:
 
 def _stranger(obstacle: Obstacle, host: str, port: int) -> _Words:
     return (
-        f"is let in at {host}:{port}, but who answers is no doctor: {obstacle.said}",
+        f"is let in at {host}:{port}, but what answers is not ddpsafe doctor: {obstacle.said}",
         "another program has the port, or a proxy between the hosts accepts every connection.",
         to_copy(
             f"Choose another port, or look on {host} who listens:",

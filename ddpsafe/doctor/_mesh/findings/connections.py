@@ -212,9 +212,9 @@ def _where(case: Case, group: Group, doing: str) -> str:
         "everywhere": f"No host can {doing} to any other: "
         f"all {len(group.ways)} directions between {names}",
         "split": f"{names} on one side and {others} on the other cannot {doing} to each other",
-        "around": f"Nobody can {doing} to {names}, and from there to nobody",
-        "to": f"Nobody can {doing} TO {names}",
-        "from": f"{names} cannot {doing} to anybody",
+        "around": f"No host can {doing} to {names}, and {names} cannot {doing} to any host",
+        "to": f"No host can {doing} TO {names}",
+        "from": f"{names} cannot {doing} to any host",
         "pair": f"{first} and {last} cannot {doing} to each other",
         "one-way": f"{first} cannot {doing} to {last}; the other direction works",
     }
@@ -385,7 +385,7 @@ def _wrong_peer(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Findi
     return Finding(
         code=_codes.WRONG_PEER,
         severity="failed",
-        fact=f"{_where(case, group, 'talk')}: somebody else takes the connection ({said}).",
+        fact=f"{_where(case, group, 'talk')}: another program takes the connection ({said}).",
         cause="a transparent proxy or a service mesh between the hosts accepts every connection, or "
         "two hosts have the same address.",
         fix=to_copy(

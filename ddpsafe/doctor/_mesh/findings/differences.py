@@ -201,7 +201,7 @@ def _judge_config(case: Case) -> Iterator[Finding]:
 
 def _judge_mtus(case: Case) -> Iterator[Finding]:
     mtus = {rank: node.mtu_bytes for rank, node in case.nodes.items() if node.mtu_bytes}
-    if len(set(mtus.values())) < 2:  # noqa: PLR2004 - one value is no difference
+    if len(set(mtus.values())) < 2:  # noqa: PLR2004 - one value means no difference
         return
     usual, _ = Counter(mtus.values()).most_common(1)[0]
     odd = {rank: mtu for rank, mtu in mtus.items() if mtu != usual}

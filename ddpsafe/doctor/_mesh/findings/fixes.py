@@ -46,7 +46,7 @@ def find_gates() -> list[Gate] | None:
 
 
 def _has_old_tables() -> bool | None:
-    """Tell whether iptables filters without nft's knowledge; None where nobody says."""
+    """Tell whether iptables filters without nft's knowledge; None where that is unknown."""
     try:
         return bool(_OLD_TABLES.read_text().strip())
     except FileNotFoundError:  # the module is not loaded

@@ -67,7 +67,7 @@ class AllReduce:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What node rank 0 knows when everybody has spoken.
+    """What node rank 0 knows when every node has spoken.
 
     Attributes:
         nnodes: How many were to come.
@@ -109,7 +109,7 @@ class Case:
         """Hold the parts against each other.
 
         Raises:
-            ValueError: Somebody speaks who did not come, or who is beyond the number of nodes.
+            ValueError: A node speaks that did not come, or that is beyond the number of nodes.
         """
         if 0 not in self.nodes or any(rank != each.node_rank for rank, each in self.nodes.items()):
             raise ValueError("node rank 0 is missing, or a node has two ranks")
@@ -117,7 +117,7 @@ class Case:
         if (
             self.reports.keys() | self.all_reduce.said.keys() | {*self.all_reduce.late}
         ) - self.nodes.keys():
-            raise ValueError("somebody speaks who did not come")
+            raise ValueError("a node speaks that did not come")
 
     def plan(self) -> dict[int, list[int]]:
         """Return whom each node was to dial, by node rank."""
@@ -153,7 +153,7 @@ class Case:
         return {**opened, **found}
 
     def _corrected(self, source: int, dialled: Dialled) -> Dialled:
-        """Believe the host that says it was dialled: it was slow, and nobody took its place."""
+        """Believe the host that says it was dialled: it was slow, and nothing took its place."""
         if dialled.reason == "silent" and source in self.reports[dialled.target].heard:
             return dialled._replace(verdict="open", reason="late")
         return dialled
