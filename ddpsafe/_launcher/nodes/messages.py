@@ -229,7 +229,7 @@ class SignalReceived:
 
     Attributes:
         number: The signal.
-        insists: Whether somebody does not want to wait for the ranks.
+        insists: Whether the sender does not want to wait for the ranks.
     """
 
     number: int

@@ -246,7 +246,7 @@ class Rendezvous:
         return call.result()
 
     def require_no_signal(self) -> None:
-        """Leave a wait when somebody wants this launcher to go.
+        """Leave a wait when this launcher has been told to go.
 
         Raises:
             Interrupted: A signal has come.
@@ -581,5 +581,5 @@ def find_secret(config: LaunchConfig) -> bytes:
 
 
 def make_round_id() -> str:
-    """Return a name for a round that nobody can guess."""
+    """Return a name for a round that cannot be guessed."""
     return secrets.token_hex(16)

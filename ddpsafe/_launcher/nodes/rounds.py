@@ -55,11 +55,11 @@ class NodeLaunch:
     """The launch of a job of several nodes, on this one.
 
     Args:
-        plan: What to start here; its ranks are counted anew in each round.
+        plan: What to start here; its ranks are counted again in each round.
         calls: What the ranks run.
         run_rank: What their processes run.
         directory: Where the logs go.
-        cancelled: Set when somebody wants the launcher to stop.
+        cancelled: Set when the launcher is to stop.
     """
 
     def __init__(
