@@ -12,6 +12,7 @@ import os
 import pickle
 import struct
 import threading
+import time
 from dataclasses import dataclass
 from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any, Final
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from ddpsafe._wire.messages import Message
 
 
-_NUMBERS: Final = struct.Struct("<QQqQ")
+_NUMBERS: Final = struct.Struct("<QQqQQQ")
 _NO_CHECKPOINT: Final = -1
 
 
@@ -33,12 +34,21 @@ class Progress:
         saves: Checkpoints that it has saved in this attempt.
         checkpoint: Step number of the last one that it has restored or saved; ``None`` without one.
         steps_at_checkpoint: What `steps` was by then.
+        last_ns: When it made the last step (monotonic); 0 before the first.
+        longest_ns: The longest time between two steps so far.
     """
 
     steps: int = 0
     saves: int = 0
     checkpoint: int | None = None
     steps_at_checkpoint: int = 0
+    last_ns: int = 0
+    longest_ns: int = 0
+
+    @property
+    def longest_s(self) -> float:
+        """The longest time between two steps so far, in seconds."""
+        return self.longest_ns / 1e9
 
     @property
     def steps_since_checkpoint(self) -> int:
@@ -53,7 +63,7 @@ class StepCounter:
         fd: A file that begins with `EMPTY`; mapped here, closed by its owner.
     """
 
-    EMPTY: Final = _NUMBERS.pack(0, 0, _NO_CHECKPOINT, 0)
+    EMPTY: Final = _NUMBERS.pack(0, 0, _NO_CHECKPOINT, 0, 0, 0)
     """What a new file has to contain."""
 
     def __init__(self, fd: int) -> None:
@@ -62,22 +72,29 @@ class StepCounter:
 
     def count(self) -> None:
         """Count one optimizer step; costs a fraction of a microsecond."""
-        steps, *others = _NUMBERS.unpack_from(self._memory)
-        _NUMBERS.pack_into(self._memory, 0, steps + 1, *others)
+        steps, saves, checkpoint, at, last_ns, longest_ns = _NUMBERS.unpack_from(self._memory)
+        now_ns = time.monotonic_ns()
+        if last_ns and now_ns - last_ns > longest_ns:
+            longest_ns = now_ns - last_ns
+        _NUMBERS.pack_into(self._memory, 0, steps + 1, saves, checkpoint, at, now_ns, longest_ns)
 
     def note_checkpoint(self, step: int, *, is_new: bool) -> None:
         """Note that the rank goes on from a checkpoint: it has restored it, or saved a new one."""
-        steps, saves, _, _ = _NUMBERS.unpack_from(self._memory)
-        _NUMBERS.pack_into(self._memory, 0, steps, saves + is_new, step, steps)
+        steps, saves, _, _, *times = _NUMBERS.unpack_from(self._memory)
+        _NUMBERS.pack_into(self._memory, 0, steps, saves + is_new, step, steps, *times)
 
     def read(self) -> Progress:
         """Return how far the rank has come."""
-        steps, saves, checkpoint, steps_at_checkpoint = _NUMBERS.unpack_from(self._memory)
+        steps, saves, checkpoint, steps_at_checkpoint, last_ns, longest_ns = _NUMBERS.unpack_from(
+            self._memory
+        )
         return Progress(
             steps=steps,
             saves=saves,
             checkpoint=None if checkpoint == _NO_CHECKPOINT else checkpoint,
             steps_at_checkpoint=steps_at_checkpoint,
+            last_ns=last_ns,
+            longest_ns=longest_ns,
         )
 
     def close(self) -> None:
@@ -89,6 +106,7 @@ _HEADER: Final = struct.Struct("<Q")
 _CHUNK: Final = 1 << 20
 
 ASK_POSITION: Final = b"?"
+ASK_WHEREABOUTS: Final = b"@"
 ASK_STACKS: Final = b"#"
 ASK_THREADS: Final = b"&"
 ASK_STOP: Final = b"!"

@@ -6,7 +6,7 @@ import pickle
 import re
 import signal
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from ddpsafe._errors import (
     DDPSafeError,
@@ -30,7 +30,6 @@ from ddpsafe._wire.exceptions import (
     type_name_of,
     where_of,
 )
-from ddpsafe._wire.spec import read_log
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,6 +106,9 @@ class Collective:
         state: How far it is. NCCL's calls return as soon as they are queued for the GPU, and so a
             rank may have queued many that wait for one.
         entered_ns: When it was entered, on the wall clock; torch notes no other.
+        numel: Number of elements of its inputs; 0 where that is not known.
+        timeout_s: How long its ranks wait in it; 0 where that is not known.
+        thread_id: Which thread of the rank entered it; 0 where that is not known.
     """
 
     group: str
@@ -115,6 +117,9 @@ class Collective:
     sizes: str
     state: CollectiveState
     entered_ns: int
+    numel: int = 0
+    timeout_s: float = 0.0
+    thread_id: int = 0
 
     @property
     def done(self) -> bool:
@@ -219,6 +224,48 @@ class Position:
         return next(
             (each for each in self.collectives if (each.group, each.number) == wanted), None
         )
+
+
+class Frame(NamedTuple):
+    """One call on a thread's stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        """Show it as a place to look at."""
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThreadStack:
+    """What one thread of a rank does, the innermost call first."""
+
+    name: str
+    frames: tuple[Frame, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whereabouts:
+    """The answer to `ASK_WHEREABOUTS`: where a rank is that goes on afterwards.
+
+    Attributes:
+        position: Where it is in the sequence of collectives, as far as NCCL need not be asked.
+        groups: The ranks of each process group that it is in, by the name as in `Collective.group`.
+        threads: What its threads do, the main thread first; ddpsafe's own are left out.
+        waits_in: The collective that its main thread waits in, if it is known to wait for its end
+            and that no other thread of the rank can do anything about it.
+        completed: How many collectives with the operation and the shapes of the newest one had ended.
+        is_evaluating: Whether the code around it has a module in ``eval()`` mode at work.
+    """
+
+    position: Position
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    threads: tuple[ThreadStack, ...] = ()
+    waits_in: Collective | None = None
+    completed: int = 0
+    is_evaluating: bool = False
 
 
 def last_in_main(position: Position | None) -> Collective | None:
@@ -400,7 +447,9 @@ class Recovered:
     """The exception that was seen in flight did not end the rank."""
 
 
-Message = Entered | Position | Returned | Raised | Recovered | StopMessage | LivingThreads
+Message = (
+    Entered | Position | Whereabouts | Returned | Raised | Recovered | StopMessage | LivingThreads
+)
 
 
 Status = Literal["returned", "raised", "exited", "killed", "stopped", "running"]
@@ -447,8 +496,6 @@ class RankOutcome:
         exited_at: The line of the ``sys.exit(0)`` by which it returned, if it did so.
         stdout: Its log of file descriptor 1.
         stderr: Its log of file descriptor 2.
-        node_rank: Its node.
-        said: The end of its stderr, where that log is on another host than the reader; else ``None``.
     """
 
     rank: int
@@ -471,14 +518,6 @@ class RankOutcome:
     exited_at: str = ""
     stdout: str | None = None
     stderr: str | None = None
-    node_rank: int = 0
-    said: str | None = None
-
-    def error_text(self) -> str:
-        """Return what it wrote to stderr, or the end of it."""
-        if self.said is not None:
-            return self.said
-        return "" if self.stderr is None else read_log(self.stderr)
 
     @property
     def origin(self) -> Origin:

@@ -10,6 +10,7 @@
     process_group      `init_process_group` under a deadline, and its end
     store_sync         barriers and messages over the store
     torch_hooks        every private name of torch, guarded
+    whereabouts        where the rank is, told while it goes on
     pending_exception  exceptions that are being handled when a rank begins to wait
     lifeline           the pipe to the launcher, and the thread that answers it
     preload            what the fork server loads once

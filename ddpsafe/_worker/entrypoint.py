@@ -22,6 +22,7 @@ from ddpsafe._wire.channel import (
     ASK_STACKS,
     ASK_STOP,
     ASK_THREADS,
+    ASK_WHEREABOUTS,
     END_NOW,
     Sender,
 )
@@ -188,6 +189,12 @@ class Reporter:
         """Say where this rank is in the sequence of collectives."""
         self._sender.send(position(asks_events=asks_events))
 
+    def whereabouts(self) -> None:
+        """Say where this rank is and what its threads do, while it goes on."""
+        from ddpsafe._worker.whereabouts import read_whereabouts
+
+        self._sender.send(read_whereabouts())
+
     def position_after(self, show_stacks: Callable[[], None]) -> None:
         """Show the stacks, and then say in full where this rank is: the attempt is over by now.
 
@@ -265,6 +272,7 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
         is_child=spec.inherited_env is None,
         on_words={
             ASK_POSITION: reporter.position,
+            ASK_WHEREABOUTS: reporter.whereabouts,
             ASK_STACKS: lambda: reporter.position_after(stacks.show_all),
             ASK_THREADS: reporter.living_threads,
             ASK_STOP: line.promise,

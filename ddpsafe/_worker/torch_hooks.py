@@ -12,6 +12,7 @@ import ctypes
 import functools
 import importlib
 import json
+import math
 import sys
 import time
 from collections import defaultdict
@@ -249,6 +250,20 @@ def read_flight_recorders(*, asks_events: bool) -> tuple[Collective, ...]:
     return (*_from_entries(nccl), *_from_entries(others, beside=nccl))
 
 
+def read_groups() -> dict[str, tuple[int, ...]]:
+    """Return the ranks of each process group that this rank is in, by `Collective.group`."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    world = getattr(c10d, "_world", None)
+    names = getattr(world, "pg_names", {})
+    members = getattr(world, "pg_group_ranks", {})
+    main = getattr(world, "default_pg", None)
+    return {
+        MAIN_GROUP if group is main else str(names[group]): tuple(sorted(ranks))
+        for group, ranks in list(members.items())
+        if group in names
+    }
+
+
 def forget_collectives() -> None:
     """Leave out what was entered so far: the next process group counts its own from 1.
 
@@ -381,6 +396,9 @@ def _collective(entry: dict[str, Any], content: dict[str, Any], *, is_second: bo
         sizes=str(entry["input_sizes"]),
         state="completed" if is_done else "started" if has_begun else "queued",
         entered_ns=int(entry.get("time_created_ns", 0)),
+        numel=sum(math.prod(sizes) for sizes in entry["input_sizes"]),
+        timeout_s=int(entry.get("timeout_ms", 0)) / 1000,
+        thread_id=int(entry.get("thread_id", 0)),
     )
 
 

@@ -341,16 +341,15 @@ def _require_space(directory: Path, needed_bytes: int, step: int) -> None:
     needed = needed_bytes + needed_bytes // 100 + _MARGIN_BYTES
     free = _directory.free_bytes(directory)
     if free < needed:
-        cause = f"it takes about {needed / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free."
-        raise _no_space(directory, step, needed, free, cause)
+        raise _no_space(directory, step, needed, free)
 
 
-def _no_space(directory: Path, step: int, needed: int, free: int, cause: str) -> NoSpaceError:
+def _no_space(directory: Path, step: int, needed: int, free: int) -> NoSpaceError:
     return NoSpaceError(
         Explanation(
-            f"The checkpoint of step {step} does not fit into {directory}; those from before are "
-            "unharmed.",
-            cause=cause,
+            f"The checkpoint of step {step} does not fit into {directory}: it takes about "
+            f"{needed / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free.",
+            cause="the disk or its quota is full; the checkpoints from before are unharmed.",
             fix="free some space, lower keep, or choose a directory on a larger disk.",
         ),
         step=step,
@@ -426,8 +425,7 @@ def _explain(exc: Exception, directory: Path, step: int) -> Exception:
             free = _directory.free_bytes(directory)
         except OSError:
             free = 0
-        cause = _directory.find_cause(directory, exc)
-        return _no_space(directory, step, free + 1, free, cause)
+        return _no_space(directory, step, free + 1, free)
     if isinstance(exc, FileExistsError):
         return SaveError(
             Explanation(
@@ -438,10 +436,18 @@ def _explain(exc: Exception, directory: Path, step: int) -> Exception:
             ),
             step=step,
         )
+    causes = {
+        errno.EROFS: "the file system is mounted read-only.",
+        errno.EACCES: "this user may not write there.",
+        errno.EPERM: "this user may not write there.",
+        errno.ENOENT: "the directory, or a part of it, has been removed meanwhile.",
+        errno.EIO: "the disk has failed; see dmesg.",
+        errno.ESTALE: "the network mount was exported again or has gone.",
+    }
     return SaveError(
         Explanation(
             f"The checkpoint of step {step} could not be written to {directory}: {exc}.",
-            cause=_directory.find_cause(directory, exc),
+            cause=causes.get(exc.errno or 0, "the file system refused it."),
             fix="repair the directory; the training can go on and save again.",
         ),
         step=step,

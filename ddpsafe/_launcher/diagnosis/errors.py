@@ -40,7 +40,7 @@ from ddpsafe._launcher.diagnosis.messages import (
 from ddpsafe._launcher.diagnosis.root_cause import find_root_cause, newest_collective
 from ddpsafe._wire import payload
 from ddpsafe._wire.exceptions import clip
-from ddpsafe._wire.spec import unreported_mark
+from ddpsafe._wire.spec import read_log, unreported_mark
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from ddpsafe._config import RetryPolicy, Timeouts
     from ddpsafe._errors import FailureKind
     from ddpsafe._launcher.diagnosis.root_cause import RootCause, RuleName
+    from ddpsafe._launcher.diagnosis.wait_graph import Deadlock
     from ddpsafe._launcher.watch.supervisor import Ending
     from ddpsafe._wire.messages import Raised, RankOutcome
 
@@ -89,7 +90,6 @@ class EndedAttempt:
         run_dir: Where the logs are.
         oom_kills: Processes that the kernel killed for memory during the attempt.
         timeouts: The deadlines it had.
-        nnodes: Number of nodes.
     """
 
     outcomes: Mapping[int, RankOutcome]
@@ -99,7 +99,6 @@ class EndedAttempt:
     run_dir: Path
     oom_kills: int
     timeouts: Timeouts
-    nnodes: int = 1
 
     def when(self, kind: FailureKind) -> str:
         """Say at which attempt and after how long it ended.
@@ -117,21 +116,15 @@ class EndedAttempt:
         return f"timeouts.{field} ({show_duration(value)})"
 
     def name(self, outcome: RankOutcome) -> str:
-        """Name a rank with the number of ranks, and with its node if there are several."""
-        size = f"world_size {len(self.outcomes)}"
-        if self.nnodes == 1:
-            return f"rank {outcome.rank} ({size})"
-        at = f"node {outcome.node_rank} {outcome.hostname!r}, local rank {outcome.local_rank}"
-        return f"rank {outcome.rank} ({at}, {size})"
+        """Name a rank with the number of ranks."""
+        return f"rank {outcome.rank} (world_size {len(self.outcomes)})"
 
     def place(self, outcome: RankOutcome, kind: FailureKind) -> str:
         """Say where a rank was, what it did, and when it was over."""
         return f"on {outcome.hostname} while {DOING[outcome.phase]}, {self.when(kind)}"
 
-    def log_of(self, outcome: RankOutcome) -> Path | str:
+    def log_of(self, outcome: RankOutcome) -> Path:
         """Return where to read on: what the rank wrote, or the report on all ranks if it is silent."""
-        if outcome.said is not None:  # on another host
-            return f"{outcome.hostname}:{outcome.stderr or self.run_dir}"
         log = Path(outcome.stderr) if outcome.stderr else None
         return log if log is not None and log.exists() and log.stat().st_size else self.run_dir
 
@@ -175,11 +168,12 @@ def conclude(ended: EndedAttempt) -> LaunchError:
         return _too_long(ended, cause)
     if cause.rule.name in ("elsewhere", "unknown") and _find_early(ended):
         return _not_all_joined(ended)  # a rank's own clock ran out a moment before ours
-    if cause.rule.blames == "return":
-        return _returned(ended, cause)
+    proof = ended.ending.proof
+    if proof is not None and cause.rule.blames != "end":
+        return _proved(ended, cause, proof)
     if cause.rule.blames == "wait" and not _lost_a_peer_only(cause):
         return _kept_waiting(ended, cause)
-    return _broke(ended, cause)
+    return _returned(ended, cause) if cause.rule.blames == "return" else _broke(ended, cause)
 
 
 def unloadable(ended: EndedAttempt, rank: int, exc: Exception) -> RankFailedError:
@@ -249,7 +243,7 @@ def _killed(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     likely, fix = messages.BY_SIGNAL.get(number, messages.OTHER_SIGNAL)
     if number == signal.SIGKILL and ended.oom_kills:
         kind, (likely, fix) = "out-of-memory", messages.KILLED_FOR_MEMORY
-    if is_endless_recursion(root.error_text()):
+    if root.stderr is not None and is_endless_recursion(read_log(root.stderr)):
         likely, fix = messages.RECURSION
     how = f"killed by {root.signal_name}"
     if root.native is not None:
@@ -388,6 +382,35 @@ def _kept_waiting(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     missing = [] if cause.rule.name == "unknown" else [root]
     facts = ended.timeout_facts(missing, ended.ending.waited_s)
     return cls(message, **facts, kind=kind)
+
+
+def _proved(ended: EndedAttempt, cause: RootCause, proof: Deadlock) -> LaunchError:
+    """Return the error of ranks that wait for ever: the proof stands before where the ranks were."""
+    if proof.reason != "cycle":
+        conclude_wait = _returned if cause.rule.blames == "return" else _kept_waiting
+        error = conclude_wait(ended, cause)
+        told = error.explanation
+        error.explanation = replace(told, details=(*_told(proof), *told.details))
+        return error
+    likely, fix = messages.IN_A_CYCLE
+    message = Explanation(
+        f"{ranks_text(proof.ranks)} (world_size {len(ended.outcomes)}) wait for each other in "
+        f"collectives of different groups, {ended.when('hang')}.",
+        cause=likely,
+        fix=fix,
+        details=[*_told(proof), *positions(ended.outcomes.values())],
+        logs=ended.run_dir,
+    )
+    missing = [ended.outcomes[rank] for rank in proof.ranks]
+    facts = ended.timeout_facts(missing, ended.ending.waited_s)
+    return CollectiveTimeoutError(message, **facts, kind="hang")
+
+
+def _told(proof: Deadlock) -> list[str]:
+    return [
+        "this is a deadlock, so no timeout was waited for:",
+        *(f"| {each}" for each in proof.lines()),
+    ]
 
 
 def _were(ranks: list[int]) -> str:

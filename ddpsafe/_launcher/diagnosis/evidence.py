@@ -17,12 +17,18 @@ import psutil
 
 from ddpsafe._clock import Deadline
 from ddpsafe._wire.exceptions import is_library, is_point_to_point
-from ddpsafe._wire.messages import UNKNOWN_COLLECTIVE, Collective, NativeError, Position
+from ddpsafe._wire.messages import (
+    UNKNOWN_COLLECTIVE,
+    Collective,
+    Frame,
+    NativeError,
+    Position,
+)
 from ddpsafe._wire.peer_errors import find_native_text, read_places
 from ddpsafe._wire.spec import STACKS_SIGNAL, read_log
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ddpsafe._launcher.processes.rank_process import Worker
     from ddpsafe._wire.peer_errors import WatchdogPlace
@@ -76,17 +82,18 @@ def collect(workers: Sequence[Worker]) -> None:
     continued, which does no harm to one that is to be ended.
     """
     asked = [worker for worker in workers if worker.alive and worker.returned is None]
-    known = {worker.rank: worker.position for worker in asked}
     for worker in asked:
-        _ask(worker)
-    _await_answers(asked, known, Deadline.after(_ANSWER))
-    for worker in asked:
-        _note(worker, read_stack(_dump_of(worker)))
-        if worker.raised is None and worker.position is known[worker.rank]:
-            worker.position = None  # an old answer would make a rank look behind that is not
+        worker.state = _state_of(worker)
+    stopped = [worker for worker in asked if worker.state == psutil.STATUS_STOPPED]
+    running = [worker for worker in asked if worker not in stopped]
+    _question(running)
+    if stopped:
+        with _held(running):  # else they go on as soon as the one that they wait for does
+            _question(stopped)
+            for worker in stopped:
+                worker.signal(signal.SIGSTOP)
     for worker in filter(lambda each: each.crashed, workers):
         _note_crash(worker)
-    _collect_all_threads([worker for worker in asked if worker.position is not None])
     for worker in asked:
         place = read_rpc(_dump_of(worker))
         if place is not None:
@@ -100,6 +107,30 @@ def collect(workers: Sequence[Worker]) -> None:
                 f", waiting for {each}" for each in _busy_loader_workers(worker)
             )
         _add_what_nccl_tells(worker)
+
+
+def _question(asked: Sequence[Worker]) -> None:
+    known = {worker.rank: worker.position for worker in asked}
+    for worker in asked:
+        _ask(worker)
+    _await_answers(asked, known, Deadline.after(_ANSWER))
+    for worker in asked:
+        _note(worker, read_stack(_dump_of(worker)))
+        if worker.raised is None and worker.position is known[worker.rank]:
+            worker.position = None  # an old answer would make a rank look behind that is not
+    _collect_all_threads([worker for worker in asked if worker.position is not None])
+
+
+@contextlib.contextmanager
+def _held(workers: Sequence[Worker]) -> Iterator[None]:
+    """Suspend ranks, which are to be ended, for a moment."""
+    for worker in workers:
+        worker.signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for worker in workers:
+            worker.signal(signal.SIGCONT)
 
 
 def _add_what_nccl_tells(worker: Worker) -> None:
@@ -126,7 +157,6 @@ def _note(worker: Worker, place: StackReading) -> None:
 
 
 def _ask(worker: Worker) -> None:
-    worker.state = _state_of(worker)
     worker.ask_position()
     # Before it has our handler the signal would end it; without our file it would write elsewhere.
     if worker.phase != "starting" and _catches_stacks_signal(worker) and _holds_stacks(worker):
@@ -165,9 +195,26 @@ def _ask_stacks(worker: Worker) -> None:
         tgkill(worker.pid, worker.pid, STACKS_SIGNAL)
 
 
+def ask_for_stacks(worker: Worker) -> int:
+    """Let a rank that does not answer show its main thread's stack by a signal, if that is safe.
+
+    Returns:
+        How long the file of its stacks was before.
+    """
+    before = len(_dump_of(worker))
+    if worker.alive and _catches_stacks_signal(worker) and _holds_stacks(worker):
+        _ask_stacks(worker)
+    return before
+
+
+def read_new_stack(worker: Worker, before: int) -> list[Frame]:
+    """Return what its main thread has shown since, the innermost call first."""
+    return _main_thread(_dump_of(worker)[before:])
+
+
 def _waits_for_data(worker: Worker) -> bool:
     """Tell whether the rank's main thread is in a DataLoader."""
-    return any(frame["file"].endswith(_DATALOADER) for frame in _main_thread(_dump_of(worker)))
+    return any(frame.file.endswith(_DATALOADER) for frame in _main_thread(_dump_of(worker)))
 
 
 def _busy_loader_workers(worker: Worker) -> list[str]:
@@ -181,18 +228,18 @@ def _busy_loader_workers(worker: Worker) -> list[str]:
     with contextlib.suppress(psutil.Error, OSError):  # a worker may end at any moment
         for child in psutil.Process(worker.pid).children():
             frames = _ask_child(worker, child.pid, deadline)
-            ends = [i for i, each in enumerate(frames) if each["file"].endswith(_WORKER_LOOP)]
+            ends = [i for i, each in enumerate(frames) if each.file.endswith(_WORKER_LOOP)]
             inner = frames[: ends[0]] if ends else []
-            if not inner or any(each["file"].endswith(_QUEUES) for each in inner):
+            if not inner or any(each.file.endswith(_QUEUES) for each in inner):
                 continue  # no worker of a DataLoader, or one that waits for an index
-            own = [each for each in inner if not is_library(each["file"])]
+            own = [each for each in inner if not is_library(each.file)]
             shown = own[0] if own else inner[0]
-            at = f"{shown['file']}:{shown['line']} in {shown['name']}"
+            at = str(shown)
             found.append(f"{child.name()} (pid {child.pid}) at {at}")
     return found
 
 
-def _ask_child(worker: Worker, pid: int, deadline: Deadline) -> list[re.Match[str]]:
+def _ask_child(worker: Worker, pid: int, deadline: Deadline) -> list[Frame]:
     before = len(_dump_of(worker))
     if not (_catches_stacks_signal(worker, pid) and _holds_stacks(worker, pid)):
         return []
@@ -275,13 +322,17 @@ def read_stack(dump: str) -> StackReading:
     Args:
         dump: What faulthandler wrote, the innermost frame of each thread first.
     """
-    frames = _main_thread(dump)
+    return read_frames(_main_thread(dump))
+
+
+def read_frames(frames: Sequence[Frame]) -> StackReading:
+    """Read where a thread is, of its calls, the innermost first."""
     if not frames:
         return StackReading()
     where = _line_of(frames)
-    if _BACKWARD.search(frames[0]["file"]):  # it computes, or waits for a bucket of gradients
+    if _BACKWARD.search(frames[0].file):  # it computes, or waits for a bucket of gradients
         return StackReading(stack=where)
-    calls = [frame["name"] for frame in frames if _COLLECTIVES in frame["file"]]
+    calls = [frame.function for frame in frames if _COLLECTIVES in frame.file]
     waits_for_one = next((name for name in calls if is_point_to_point(name)), "")
     return StackReading(stack=where, in_collective=bool(calls), point_to_point=waits_for_one)
 
@@ -289,14 +340,14 @@ def read_stack(dump: str) -> StackReading:
 def read_rpc(dump: str) -> StackReading | None:
     """Read where a call of another rank (RPC) is executed, if the main thread only waits for RPCs."""
     main = _main_thread(dump)
-    if not any(_RPC in frame["file"] for frame in main):
+    if not any(_RPC in frame.file for frame in main):
         return None
     threads = [_frames_of(text) for text in _threads_of(dump)]
     serving = [
         frames
         for frames in threads
-        if any(_RPC_CALLEE in frame["file"] for frame in frames)
-        and any(not is_library(frame["file"]) for frame in frames)
+        if any(_RPC_CALLEE in frame.file for frame in frames)
+        and any(not is_library(frame.file) for frame in frames)
     ]
     return (
         StackReading(stack=_line_of(serving[-1]), in_collective=False, in_rpc=True)
@@ -305,10 +356,10 @@ def read_rpc(dump: str) -> StackReading | None:
     )
 
 
-def _line_of(frames: list[re.Match[str]]) -> str:
+def _line_of(frames: Sequence[Frame]) -> str:
     """Name the innermost line that is the user's, else the innermost one."""
-    shown = next((frame for frame in frames if not is_library(frame["file"])), frames[0])
-    return f"{shown['file']}:{shown['line']} in {shown['name']}"
+    shown = next((frame for frame in frames if not is_library(frame.file)), frames[0])
+    return str(shown)
 
 
 def read_crash(text: str) -> StackReading:
@@ -324,7 +375,7 @@ def is_endless_recursion(text: str) -> bool:
     """
     _, _, dump = text.partition(CRASH)
     frames = _main_thread(dump) or max(map(_frames_of, _threads_of(dump)), key=len, default=[])
-    functions = {(frame["file"], frame["name"]) for frame in frames}
+    functions = {(frame.file, frame.function) for frame in frames}
     return len(frames) >= _MOST_FRAMES and len(functions) <= _FEW_FUNCTIONS
 
 
@@ -374,7 +425,7 @@ def _waits_on_its_gpu(position: Position | None) -> bool:
     return at is not None and at.is_queued_ahead and not at.done
 
 
-def _main_thread(dump: str) -> list[re.Match[str]]:
+def _main_thread(dump: str) -> list[Frame]:
     """Return the frames of the thread that runs the rank, from the last dump in the text."""
     threads = _threads_of(dump)
     mine = [thread for thread in threads if _ENTRYPOINT in thread and "in run_rank" in thread]
@@ -385,8 +436,9 @@ def _threads_of(dump: str) -> list[str]:
     return re.split(r"^(?:Current thread|Thread) .*$", dump, flags=re.MULTILINE)
 
 
-def _frames_of(thread: str) -> list[re.Match[str]]:
-    return [match for line in thread.splitlines() if (match := _FRAME.match(line))]
+def _frames_of(thread: str) -> list[Frame]:
+    found = [match for line in thread.splitlines() if (match := _FRAME.match(line))]
+    return [Frame(match["file"], int(match["line"]), match["name"]) for match in found]
 
 
 def count_oom_kills() -> int:

@@ -13,6 +13,7 @@ from ddpsafe._launcher.diagnosis.root_cause import is_own_fault, newest_collecti
 from ddpsafe._wire.exceptions import is_library
 from ddpsafe._wire.messages import is_peer_origin
 from ddpsafe._wire.peer_errors import without_source
+from ddpsafe._wire.spec import read_log
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -114,6 +115,11 @@ INTERRUPTED: Final[Advice] = (
 RECURSION: Final[Advice] = (
     "endless recursion: the stack at the crash is one function, or a few, again and again.",
     "end the recursion of the function in the log below, or make it a loop.",
+)
+
+IN_A_CYCLE: Final[Advice] = (
+    "the ranks call the collectives of overlapping groups in different orders.",
+    "call them in the same order on every rank, or use async_op=True and wait for all of them.",
 )
 
 KILLED_FOR_MEMORY: Final[Advice] = (
@@ -270,7 +276,7 @@ def last_output(outcome: RankOutcome) -> list[str]:
     """
     if outcome.stderr is None or outcome.raised is not None:
         return []
-    said, _, stacks = outcome.error_text().partition(CRASH)
+    said, _, stacks = read_log(outcome.stderr).partition(CRASH)
     lines = said.splitlines()[-_LAST_LINES:]
     lines += [line for line in stacks.splitlines() if _is_users_frame(line)]
     if not lines:
@@ -282,7 +288,7 @@ def last_traceback(outcome: RankOutcome) -> list[str]:
     """Show the end of a traceback that a rank has printed, as of a thread that died, if it hangs."""
     if outcome.stderr is None or outcome.raised is not None:
         return []
-    _, mark, trace = outcome.error_text().rpartition("Traceback (most recent call last):")
+    _, mark, trace = read_log(outcome.stderr).rpartition("Traceback (most recent call last):")
     lines = [line for line in trace.splitlines() if line.strip()][-_LAST_COMPLAINT:]
     return ["it has printed a traceback:", *(f"| {line[:160]}" for line in lines)] if mark else []
 

@@ -16,6 +16,7 @@ from ddpsafe._wire.channel import (
     ASK_STACKS,
     ASK_STOP,
     ASK_THREADS,
+    ASK_WHEREABOUTS,
     CALL_NUMBER,
     END_NOW,
     STOP_AT,
@@ -35,6 +36,7 @@ from ddpsafe._wire.messages import (
     Returned,
     StopMessage,
     StopPromise,
+    Whereabouts,
 )
 from ddpsafe._wire.spec import read_log
 
@@ -114,6 +116,7 @@ class RankState:
         failed: Whether an exception ended its function.
         ended_ns: When its end was seen (monotonic).
         position: The last it said about where it is in the sequence of collectives.
+        whereabouts: The last it said about where it is while the others go on.
         state: What the system says of the process, when it was asked.
         stack: The user's innermost line, when it was asked.
         in_collective: Whether it waited in a collective there.
@@ -134,6 +137,7 @@ class RankState:
         self.ended_ns: int | None = None
         self._teardown_ns: int | None = None
         self.position: Position | None = None
+        self.whereabouts: Whereabouts | None = None
         self.state = ""
         self.stack = ""
         self.in_collective: bool | None = None
@@ -172,6 +176,8 @@ class RankState:
             self.stop.note_return(message.stop_calls)
         elif isinstance(message, Position):
             self.position = message
+        elif isinstance(message, Whereabouts):
+            self.whereabouts = message
         elif isinstance(message, LivingThreads):
             self.living_threads = message
         elif isinstance(message, Recovered):
@@ -199,6 +205,10 @@ class RankState:
     def ask_position(self) -> None:
         """Ask where it is; the answer is a report. A rank that holds the GIL cannot answer."""
         self._say(ASK_POSITION)
+
+    def ask_whereabouts(self) -> None:
+        """Ask where it is and what its threads do, while it goes on; the answer is a report."""
+        self._say(ASK_WHEREABOUTS)
 
     def ask_stacks(self) -> None:
         """Ask it to write down what all its threads do, and then where it is."""
@@ -347,7 +357,6 @@ class Worker(RankState):
             raised=None if status == "killed" else self.raised,
             native=self.native,
             ended_ns=self.ended_ns,
-            node_rank=self.spec.world.node_rank,
             stdout=logs.stdout,
             stderr=logs.stderr,
             position=self.position,

@@ -1,0 +1,329 @@
+"""Which ranks wait for each other, and whether that can still end: a proof, or nothing.
+
+A rank that waits in a collective goes on only when the collective has ended, and most collectives
+end only when every rank of their group has entered them. So a rank waits for ever if a rank that it
+needs has left, is stopped, or waits for ever itself. `find_deadlock` looks for the largest set of
+ranks of which that is true, by leaving out, again and again, every rank that may still go on; what
+remains is a deadlock. Ranks of which too little is known may always go on.
+
+The ranks have to be seen at one instant. Each is asked twice, all of them a second time after all
+have answered the first time. Numbers of collectives only grow: a rank that is where it was has been
+there all the while, and so at one instant together with all others; see `unchanged`.
+
+Pure logic: tests/launcher/test_wait_graph.py has the table, and runs random programs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+from ddpsafe._errors import ranks_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ddpsafe._wire.messages import Collective, Whereabouts
+
+# What one rank may call where another one calls the plain form, and both end well.
+_VARIANTS: Final = ("_base", "_into_tensor", "_tensor", "_coalesced", "_single")
+_FROM_OR_TO_ONE: Final = ("broadcast", "reduce", "gather", "scatter", "send", "recv")
+
+Reason = Literal["mismatch", "cycle", "left", "stopped"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankView:
+    """What is known of one rank.
+
+    Attributes:
+        rank: The rank.
+        at: Its answer; ``None`` where it has given none.
+        is_asleep: Whether its main thread has not run between the two questions.
+        has_left: Whether its function has returned: it enters no further collective.
+        is_stopped: Whether its process is stopped (SIGSTOP).
+    """
+
+    rank: int
+    at: Whereabouts | None = None
+    is_asleep: bool = False
+    has_left: bool = False
+    is_stopped: bool = False
+
+    @property
+    def blocked_in(self) -> Collective | None:
+        """The collective that its main thread cannot leave before that has ended."""
+        if self.has_left or self.is_stopped or self.at is None or not self.is_asleep:
+            return None
+        return self.at.waits_in
+
+    def entered(self, group: str) -> int | None:
+        """Return the number of the last collective that it has entered there, if that is known."""
+        if self.at is None:
+            return None
+        last = self.at.position.in_group(group)
+        return 0 if last is None else last.number
+
+    def incomplete(self) -> list[Collective]:
+        """Return the collectives that have not ended, of backends that do not run ahead."""
+        if self.at is None:
+            return []
+        return [
+            each
+            for each in self.at.position.collectives
+            if not each.done and not each.is_queued_ahead
+        ]
+
+
+class Wait(NamedTuple):
+    """That a rank waits in a collective for others, of which none will come."""
+
+    rank: int
+    collective: Collective
+    awaited: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlock:
+    """The proof that ranks wait for ever.
+
+    Attributes:
+        reason: Why.
+        ranks: Those that are the reason: the ones in different collectives, in the cycle, or the
+            one that has left or is stopped.
+        waits: Who waits for whom.
+        calls: Which collective each rank is in, where they differ under one number.
+    """
+
+    reason: Reason
+    ranks: tuple[int, ...]
+    waits: tuple[Wait, ...] = ()
+    calls: tuple[tuple[int, Collective], ...] = ()
+
+    def lines(self) -> list[str]:
+        """Say it, a line for each step."""
+        if self.reason == "mismatch":
+            return [*_say_calls(self.calls), "no time makes them fit: the ranks cannot go on."]
+        found = [
+            f"rank {rank} waits in {collective} for {ranks_text(awaited)}"
+            for rank, collective, awaited in self.waits
+        ]
+        last = {
+            "cycle": "each waits for the next, and the last for the first: none of them can go on.",
+            "left": f"{ranks_text(self.ranks)} has returned and enters no further collective.",
+            "stopped": f"{ranks_text(self.ranks)} is stopped and does nothing until it is continued.",
+        }
+        return [*found, last[self.reason]]
+
+
+def _say_calls(calls: Sequence[tuple[int, Collective]]) -> list[str]:
+    texts: dict[str, list[int]] = {}
+    for rank, collective in calls:
+        texts.setdefault(str(collective), []).append(rank)
+    return [
+        f"{ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'} in {text}"
+        for text, ranks in texts.items()
+    ]
+
+
+def unchanged(before: Whereabouts | None, now: Whereabouts | None) -> Whereabouts | None:
+    """Return the later answer if the rank has been in the same place all the time between the two."""
+    if before is None or now is None or before is now:
+        return None
+    if before.waits_in is None or now.waits_in is None:
+        is_same = before.waits_in is now.waits_in
+    else:
+        is_same = _place(before.waits_in) == _place(now.waits_in)
+    moved = _last_numbers(before) != _last_numbers(now)
+    return now if is_same and not moved else None
+
+
+def _place(collective: Collective) -> tuple[str, int]:
+    return (collective.group, collective.number)
+
+
+def _last_numbers(at: Whereabouts) -> dict[str, int]:
+    numbers: dict[str, int] = {}
+    for each in at.position.collectives:
+        numbers[each.group] = max(each.number, numbers.get(each.group, 0))
+    return numbers
+
+
+def find_deadlock(views: Mapping[int, RankView]) -> Deadlock | None:
+    """Return the proof that ranks wait for ever, if there is one.
+
+    Args:
+        views: What is known of the ranks, all at one instant, by rank; one that is not in it is
+            taken for one that works.
+    """
+    members = _members(views)
+    return _find_mismatch(views, members) or _find_endless_wait(views, members)
+
+
+def _members(views: Mapping[int, RankView]) -> dict[str, tuple[int, ...]]:
+    members: dict[str, tuple[int, ...]] = {}
+    for view in views.values():
+        if view.at is not None:
+            members.update(view.at.groups)
+    return members
+
+
+def _find_mismatch(
+    views: Mapping[int, RankView], members: Mapping[str, tuple[int, ...]]
+) -> Deadlock | None:
+    """Look at the hindmost collective of each group: whether all its ranks are in it, in different ones."""
+    for group, ranks in members.items():
+        numbers = [views[rank].entered(group) if rank in views else None for rank in ranks]
+        known = [number for number in numbers if number]
+        if len(known) < len(ranks):  # one has not come, or nothing is known of it
+            continue
+        calls = [(rank, _numbered(views[rank], group, min(known))) for rank in ranks]
+        there = [(rank, each) for rank, each in calls if each is not None]
+        if len(there) < len(ranks) or any(each.is_queued_ahead for _, each in there):
+            continue
+        held = [
+            (rank, each)
+            for rank, each in there
+            if not each.done and not _is_for_one(each) and _is_stuck(views[rank], each)
+        ]
+        if any(not _may_fit(mine, other) for _, mine in held for _, other in there):
+            rarest = _rarest(there)
+            return Deadlock(reason="mismatch", ranks=rarest, calls=tuple(there))
+    return None
+
+
+def _numbered(view: RankView, group: str, number: int) -> Collective | None:
+    return None if view.at is None else view.at.position.numbered(group, number)
+
+
+def _is_stuck(view: RankView, collective: Collective) -> bool:
+    """Tell whether the rank stays in it, or has left it under way and sleeps elsewhere."""
+    inside = view.blocked_in
+    return inside is not None and _place(inside) == _place(collective)
+
+
+def _may_fit(mine: Collective, other: Collective) -> bool:
+    """Tell whether two ranks may be in one collective; where that is not certain, they may."""
+    if _family(mine) != _family(other):
+        return False
+    if mine.done or other.done or not mine.has_one_size or not mine.numel or not other.numel:
+        return True
+    return mine.numel == other.numel
+
+
+def _family(collective: Collective) -> str:
+    name = collective.name.partition(":")[2].lstrip("_")
+    for ending in _VARIANTS:
+        name = name.removesuffix(ending)
+    return name
+
+
+def _rarest(calls: Sequence[tuple[int, Collective]]) -> tuple[int, ...]:
+    groups: dict[tuple[str, int], list[int]] = {}
+    for rank, each in calls:
+        groups.setdefault((_family(each), each.numel if each.has_one_size else 0), []).append(rank)
+    fewest = min(len(ranks) for ranks in groups.values())
+    return tuple(rank for ranks in groups.values() if len(ranks) == fewest for rank in ranks)
+
+
+def _is_for_one(collective: Collective) -> bool:
+    """Tell whether one rank gives or takes all, so that a wait in it may need that one only."""
+    return _family(collective) in _FROM_OR_TO_ONE
+
+
+def _find_endless_wait(
+    views: Mapping[int, RankView], members: Mapping[str, tuple[int, ...]]
+) -> Deadlock | None:
+    gone = {view.rank for view in views.values() if view.has_left or view.is_stopped}
+    stuck = {view.rank for view in views.values() if view.blocked_in is not None}
+    stuck -= gone
+    while True:
+        waits = {rank: _endless(views, members, rank, gone | stuck) for rank in stuck}
+        freed = {rank for rank, wait in waits.items() if wait is None}
+        if not freed:
+            break
+        stuck -= freed
+    found = {rank: wait for rank, wait in waits.items() if wait is not None}
+    stopped = _find_stopped(views, members, found)
+    if stopped is not None:
+        return stopped
+    return _follow(views, found) if found else None
+
+
+def _endless(
+    views: Mapping[int, RankView],
+    members: Mapping[str, tuple[int, ...]],
+    rank: int,
+    dead: set[int],
+) -> Wait | None:
+    """Return the wait of a blocked rank if ranks that never come are needed for its end."""
+    collective = views[rank].blocked_in
+    assert collective is not None  # noqa: S101 - only such ranks are looked at
+    others = [each for each in members.get(collective.group, ()) if each != rank]
+    awaited = [each for each in others if _is_behind(views.get(each), collective)]
+    never = tuple(each for each in awaited if each in dead)
+    if not never or (_is_for_one(collective) and len(never) < len(others)):
+        return None
+    return Wait(rank, collective, never)
+
+
+def _is_behind(view: RankView | None, collective: Collective) -> bool:
+    """Tell whether a rank has not entered it, or cannot take part because it is stopped."""
+    if view is None:
+        return False
+    if view.is_stopped:
+        return True
+    number = view.entered(collective.group)
+    return number is not None and number < collective.number
+
+
+def _find_stopped(
+    views: Mapping[int, RankView],
+    members: Mapping[str, tuple[int, ...]],
+    found: Mapping[int, Wait],
+) -> Deadlock | None:
+    """Tell whether a rank is stopped and all others wait for it.
+
+    Who sleeps with a collective under way that needs it counts too, wherever its Python is.
+    """
+    for culprit in views.values():
+        if not culprit.is_stopped:
+            continue
+        waits = []
+        for view in views.values():
+            if view is culprit or view.has_left or view.is_stopped:
+                continue
+            if view.rank in found and culprit.rank in found[view.rank].awaited:
+                waits.append(found[view.rank])
+                continue
+            needed = [
+                each
+                for each in view.incomplete()
+                if culprit.rank in members.get(each.group, ()) and view.is_asleep
+            ]
+            if not needed:
+                break
+            waits.append(Wait(view.rank, needed[0], (culprit.rank,)))
+        else:
+            if waits:
+                return Deadlock(reason="stopped", ranks=(culprit.rank,), waits=tuple(waits))
+    return None
+
+
+def _follow(views: Mapping[int, RankView], waits: Mapping[int, Wait]) -> Deadlock | None:
+    """Go from wait to wait until a rank has left, or one is met again."""
+    for first in sorted(waits):
+        path: list[int] = []
+        rank = first
+        while rank in waits and rank not in path:
+            path.append(rank)
+            awaited = waits[rank].awaited
+            rank = next((each for each in awaited if each not in waits), awaited[0])
+        if rank in path:
+            cycle = path[path.index(rank) :]
+            pairs = zip(cycle, [*cycle[1:], cycle[0]], strict=True)
+            narrowed = [Wait(each, waits[each].collective, (after,)) for each, after in pairs]
+            return Deadlock(reason="cycle", ranks=tuple(cycle), waits=tuple(narrowed))
+        if views[rank].has_left:
+            return Deadlock(reason="left", ranks=(rank,), waits=tuple(waits[each] for each in path))
+    return None  # all wait for a rank that is stopped, and may be continued, beside one at work

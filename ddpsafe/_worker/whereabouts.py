@@ -1,0 +1,132 @@
+"""Where this rank is, told while it goes on: its collectives, its groups, what its threads do.
+
+It is read in the thread that listens to the launcher. The main thread is not interrupted, and no
+signal is sent to it: what it waits in could end early by that.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import TYPE_CHECKING, Final
+
+from ddpsafe._wire.exceptions import is_library
+from ddpsafe._wire.messages import Collective, Frame, Position, ThreadStack, Whereabouts
+from ddpsafe._worker.torch_hooks import read_flight_recorders, read_groups
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+_MOST_FRAMES: Final = 64
+_ENTRYPOINT: Final = "ddpsafe/_worker/entrypoint.py"
+_OWN_THREADS: Final = "ddpsafe"
+
+# Python's innermost call while C++ waits for the end of a collective: nothing else is done there.
+_WAITS: Final = {
+    "torch/distributed/distributed_c10d.py": frozenset(
+        (
+            "all_gather",
+            "all_gather_coalesced",
+            "all_gather_into_tensor",
+            "all_reduce",
+            "all_reduce_coalesced",
+            "all_to_all",
+            "all_to_all_single",
+            "barrier",
+            "broadcast",
+            "gather",
+            "reduce",
+            "reduce_scatter",
+            "reduce_scatter_tensor",
+            "scatter",
+        )
+    ),
+    "torch/autograd/graph.py": frozenset(("_engine_run_backward",)),  # for the buckets of DDP
+    "torch/nn/parallel/distributed.py": frozenset(("_distributed_broadcast_coalesced",)),
+    "torch/distributed/utils.py": frozenset(
+        ("_sync_params_and_buffers", "_verify_param_shape_across_processes")
+    ),
+}
+
+
+def read_whereabouts() -> Whereabouts:
+    """Return where this rank is; nowhere where torch is not loaded yet."""
+    frames = sys._current_frames()  # noqa: SLF001 - documented, in spite of its name
+    main = threading.main_thread()
+    mine = frames.get(main.ident or 0)
+    others = [
+        (thread, ThreadStack(name=thread.name, frames=_read_stack(frame)))
+        for thread in threading.enumerate()
+        if thread is not main
+        and not thread.name.startswith(_OWN_THREADS)
+        and (frame := frames.get(thread.ident or 0)) is not None
+    ]
+    stack = ThreadStack(name=main.name, frames=_read_stack(mine))
+    position = Position(collectives=read_flight_recorders(asks_events=False))
+    newest = position.newest()
+    alone = not any(_may_act(thread, each) for thread, each in others)
+    return Whereabouts(
+        position=position,
+        groups=read_groups(),
+        threads=(stack, *(each for _, each in others)),
+        waits_in=_find_wait(stack, position, main.ident or 0) if alone else None,
+        completed=0 if newest is None else _count_like(newest, position),
+        is_evaluating=_is_evaluating(mine),
+    )
+
+
+def _read_stack(frame: FrameType | None) -> tuple[Frame, ...]:
+    found: list[Frame] = []
+    while frame is not None and len(found) < _MOST_FRAMES:
+        code = frame.f_code
+        if code.co_filename.endswith(
+            _ENTRYPOINT
+        ):  # who calls the user's function is of no interest
+            break
+        found.append(Frame(code.co_filename, frame.f_lineno or 0, code.co_name))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def _may_act(thread: threading.Thread, stack: ThreadStack) -> bool:
+    """Tell whether a thread may yet call a collective, or let the main thread go on in another way."""
+    return isinstance(thread, threading.Timer) or any(
+        not is_library(frame.file) or "/torch/distributed/" in frame.file for frame in stack.frames
+    )
+
+
+def _find_wait(stack: ThreadStack, position: Position, thread_id: int) -> Collective | None:
+    """Return the collective that the main thread waits in: the last one that it has entered.
+
+    None where another thread has entered collectives as well, which may follow any other order.
+    """
+    top = stack.frames[0] if stack.frames else None
+    if top is None or not any(
+        top.file.endswith(file) and top.function in functions for file, functions in _WAITS.items()
+    ):
+        return None
+    if any(each.thread_id not in (0, thread_id) for each in position.collectives):
+        return None
+    last = max(position.collectives, key=lambda each: (each.entered_ns, each.number), default=None)
+    return None if last is None or last.done or last.is_queued_ahead else last
+
+
+def _count_like(newest: Collective, position: Position) -> int:
+    return sum(
+        each.done and (each.name, each.sizes) == (newest.name, newest.sizes)
+        for each in position.collectives
+    )
+
+
+def _is_evaluating(frame: FrameType | None) -> bool:
+    """Tell whether the innermost function of the user's with a module has it in ``eval()`` mode."""
+    torch = sys.modules.get("torch")
+    while frame is not None and torch is not None:
+        if not is_library(frame.f_code.co_filename):
+            modules = [
+                each for each in frame.f_locals.values() if isinstance(each, torch.nn.Module)
+            ]
+            if modules:
+                return not all(each.training for each in modules)
+        frame = frame.f_back
+    return False

@@ -1,0 +1,72 @@
+"""A long wait is told on the console while it lasts, and ends nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from typing import TYPE_CHECKING
+
+import live_programs as programs
+import pytest
+from fault_kit import World
+
+from ddpsafe._launcher.watch import live
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+QUIET_S = 1.5
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warn after seconds, where launches wait for half a minute."""
+    settings = dataclasses.replace(live.SETTINGS, look_s=0.2, quiet_s=QUIET_S, first_s=60.0)
+    monkeypatch.setattr(live, "SETTINGS", settings)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return what the watch has warned of."""
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == live.logger.name and record.levelno == logging.WARNING
+    ]
+
+
+def test_who_waits_for_whom_and_where_that_rank_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, then more and more rarely; the run goes on and ends well."""
+    result = World(folder=tmp_path, ranks=4).launch(programs.step_and_sleep, 4 * QUIET_S)
+    assert set(result.values.values()) == {"done"}
+    said = warnings(caplog)
+    assert 1 <= len(said) <= 2, said
+    assert re.fullmatch(
+        r"ranks 0, 2 and 3 have waited [1-3] s for rank 1 in all_reduce number 6 of shape \[8\] "
+        r"\(longest so far: \d\.\d s\); rank 1 is at .*live_programs\.py:\d+ in step_and_sleep",
+        said[0],
+    ), said
+
+
+def test_not_in_the_first_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its length is not known: compilation, data on a slow disk."""
+    World(folder=tmp_path).launch(programs.step_and_sleep, 2 * QUIET_S, 0)
+    assert warnings(caplog) == []
+
+
+def test_not_in_an_evaluation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One rank evaluates, and all others wait at the end of the epoch."""
+    World(folder=tmp_path).launch(programs.evaluate_on_one_rank, 2 * QUIET_S)
+    assert warnings(caplog) == []
+
+
+def test_a_rank_that_holds_the_gil_is_found_by_a_signal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It cannot answer, and its line is known all the same."""
+    World(folder=tmp_path).launch(programs.hold_the_gil_in_training, 2.5 * QUIET_S)
+    said = warnings(caplog)
+    assert said, caplog.text
+    assert re.search(r"; rank 1 is at .*live_programs\.py:\d+ in hold_the_gil", said[0]), said

@@ -1,0 +1,107 @@
+"""A deadlock that no time can end is ended within seconds, with its proof; no timeout is set."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import live_programs as programs
+import pytest
+from fault_kit import World, require_hang, require_places, require_rank
+
+import ddpsafe
+from ddpsafe._launcher.watch import live
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROVED_S = 5.0
+"""From the fault to the end of the launch."""
+
+PROOF = "this is a deadlock, so no timeout was waited for:"
+
+
+def test_a_cycle_over_two_groups(tmp_path: Path) -> None:
+    """Each rank waits in one group for the other, which waits in the other group for it."""
+    error = World(folder=tmp_path).launch_fails(
+        ddpsafe.CollectiveTimeoutError, programs.cross_two_groups, within_s=PROVED_S
+    )
+    assert error.missing_ranks == (0, 1)
+    assert error.kind == "hang"
+    assert str(error).startswith("ranks 0 and 1 (world_size 2) wait for each other in ")
+    assert PROOF in str(error)
+    assert "| rank 0 waits in all_reduce number 2 of group '2' of shape [8] for rank 1" in str(
+        error
+    )
+    assert "| rank 1 waits in all_reduce number 2 of group '1' of shape [8] for rank 0" in str(
+        error
+    )
+    assert require_places(error, range(2)) == dict.fromkeys(range(2), "cross_two_groups")
+
+
+def test_a_cycle_over_three_ranks(tmp_path: Path) -> None:
+    """None of the groups shows it by itself."""
+    error = World(folder=tmp_path, ranks=3).launch_fails(
+        ddpsafe.CollectiveTimeoutError, programs.go_round_in_a_ring, within_s=PROVED_S
+    )
+    assert error.missing_ranks == (0, 1, 2)
+    assert PROOF in str(error)
+
+
+@pytest.mark.parametrize(("ranks", "culprit"), [(2, 1), (4, 1)])
+def test_a_skipped_collective(tmp_path: Path, ranks: int, culprit: int) -> None:
+    """The rank meets the others in another collective under the same number."""
+    error = World(folder=tmp_path, ranks=ranks).launch_fails(
+        ddpsafe.CollectiveTimeoutError, programs.skip_a_collective, within_s=PROVED_S
+    )
+    require_hang(error, culprit)
+    assert PROOF in str(error)
+    assert f"| rank {culprit} is in barrier number 4" in str(error)
+
+
+def test_a_branch_that_one_rank_takes(tmp_path: Path) -> None:
+    """The others are in the backward pass of DDP, whose collectives Python does not see."""
+    error = World(folder=tmp_path, ranks=3).launch_fails(
+        ddpsafe.CollectiveTimeoutError, programs.branch_by_rank, within_s=PROVED_S
+    )
+    require_hang(error, 0)
+    assert "rank 0 is in barrier number " in str(error)
+    assert require_places(error, range(3)) == dict.fromkeys(range(3), "branch_by_rank")
+
+
+def test_a_stopped_rank(tmp_path: Path) -> None:
+    """It is stopped while all others wait for it, and the user has set no timeout."""
+    error = World(folder=tmp_path, ranks=3).launch_fails(
+        ddpsafe.CollectiveTimeoutError, programs.stop_in_training, within_s=PROVED_S + 1
+    )
+    require_hang(error, 1)
+    assert "rank 1 is stopped and does nothing until it is continued." in str(error)
+    assert all(outcome.status == "stopped" for outcome in error.outcomes.values()), error
+
+
+def test_a_rank_that_leaves_a_subgroup(tmp_path: Path) -> None:
+    """The group of all ranks does not show that it is missed."""
+    error = World(folder=tmp_path, ranks=3).launch_fails(
+        ddpsafe.RankLeftEarlyError, programs.leave_a_subgroup_alone, within_s=PROVED_S
+    )
+    require_rank(error, 1)
+    assert "| rank 0 waits in all_reduce number 1 of group '1' of shape [8] for rank 1" in str(
+        error
+    )
+
+
+def test_a_rank_that_is_stopped_for_a_moment_is_waited_for(tmp_path: Path) -> None:
+    """As by a debugger, or a laptop's lid."""
+    result = World(folder=tmp_path).launch(programs.stop_for_a_moment)
+    assert set(result.values.values()) == {"done"}
+
+
+def test_healthy_programs_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives over random subgroups, slow ranks, and a watch that asks whenever one sleeps."""
+    eager = dataclasses.replace(live.SETTINGS, look_s=0.02, sleep_s=0.02)
+    monkeypatch.setattr(live, "SETTINGS", eager)
+    for seed in range(3):
+        (tmp_path / str(seed)).mkdir()
+        world = World(folder=tmp_path / str(seed), ranks=4)
+        result = world.launch(programs.call_random_collectives, seed, 120)
+        assert set(result.values.values()) == {"done"}

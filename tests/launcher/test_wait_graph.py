@@ -1,0 +1,431 @@
+"""Whether ranks that wait for each other can still go on: a table, and random programs.
+
+The random programs run here, in one process: each rank has a list of collectives over subgroups,
+and a scheduler lets one rank at a time go a step further, in random order. What the launcher would
+be told is read from them rank by rank, with steps of others in between, as in a real job.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Final
+
+import pytest
+
+from ddpsafe._launcher.diagnosis.wait_graph import Deadlock, RankView, find_deadlock, unchanged
+from ddpsafe._wire.messages import MAIN_GROUP, Collective, CollectiveState, Position, Whereabouts
+
+HEALTHY_PROGRAMS: Final = 1_000
+BROKEN_PROGRAMS: Final = 1_000
+FROM_ONE: Final = "broadcast"
+
+
+def call(
+    number: int,
+    name: str = "all_reduce",
+    *,
+    group: str = MAIN_GROUP,
+    state: CollectiveState = "started",
+    numel: int = 4,
+) -> Collective:
+    """Return a collective as a recorder tells it."""
+    return Collective(
+        group=group,
+        number=number,
+        name=f"gloo:{name}",
+        sizes=f"[[{numel}]]",
+        state=state,
+        entered_ns=number,
+        numel=numel,
+    )
+
+
+def done(number: int, name: str = "all_reduce", group: str = MAIN_GROUP) -> Collective:
+    """Return one that has ended."""
+    return call(number, name, group=group, state="completed")
+
+
+Groups = dict[str, tuple[int, ...]]
+PAIR: Final[Groups] = {MAIN_GROUP: (0, 1)}
+TWO_GROUPS: Final[Groups] = {MAIN_GROUP: (0, 1), "1": (0, 1), "2": (0, 1)}
+RING: Final[Groups] = {"1": (0, 1), "2": (1, 2), "3": (2, 0)}
+FOUR: Final[Groups] = {MAIN_GROUP: (0, 1, 2, 3)}
+
+
+def waits(rank: int, groups: Groups, *calls: Collective) -> RankView:
+    """Return a rank whose main thread waits in the last of its collectives."""
+    return _view(rank, groups, calls, waits_in=calls[-1])
+
+
+def works(rank: int, groups: Groups, *calls: Collective) -> RankView:
+    """Return a rank that is at work, or asleep in anything but a collective."""
+    return _view(rank, groups, calls, waits_in=None)
+
+
+def left(rank: int, *calls: Collective) -> RankView:
+    """Return a rank that has returned."""
+    at = Whereabouts(position=Position(collectives=calls))
+    return RankView(rank=rank, at=at, has_left=True)
+
+
+def stopped(rank: int) -> RankView:
+    """Return a rank that is stopped, and answers nothing."""
+    return RankView(rank=rank, is_stopped=True)
+
+
+def _view(
+    rank: int, groups: Groups, calls: tuple[Collective, ...], waits_in: Collective | None
+) -> RankView:
+    mine = {name: members for name, members in groups.items() if rank in members}
+    at = Whereabouts(position=Position(collectives=calls), groups=mine, waits_in=waits_in)
+    return RankView(rank=rank, at=at, is_asleep=True)
+
+
+ROWS: Final = [
+    pytest.param([waits(0, PAIR, call(3)), works(1, PAIR, done(2))], None, (), id="a slow rank"),
+    pytest.param([waits(0, PAIR, call(3)), waits(1, PAIR, call(3))], None, (), id="both are there"),
+    pytest.param([waits(0, PAIR, call(3))], None, (), id="nothing is known of the other"),
+    pytest.param(
+        [waits(0, PAIR, call(3)), RankView(rank=1)], None, (), id="the other does not answer"
+    ),
+    pytest.param(
+        [waits(0, PAIR, call(3)), waits(1, PAIR, call(3, "barrier"))],
+        "mismatch",
+        (0, 1),
+        id="different collectives",
+    ),
+    pytest.param(
+        [
+            waits(0, FOUR, call(3)),
+            waits(1, FOUR, call(3)),
+            waits(2, FOUR, call(3, "barrier")),
+            waits(3, FOUR, call(3)),
+        ],
+        "mismatch",
+        (2,),
+        id="one of four is in another one",
+    ),
+    pytest.param(
+        [
+            waits(0, FOUR, call(3)),
+            waits(1, FOUR, call(3, "barrier")),
+            waits(2, FOUR, call(3)),
+            works(3, FOUR, done(2)),
+        ],
+        None,
+        (),
+        id="one has not come, and the others are told apart when it has",
+    ),
+    pytest.param(
+        [waits(0, PAIR, call(3)), waits(1, PAIR, call(3, numel=5))],
+        "mismatch",
+        (0, 1),
+        id="different sizes",
+    ),
+    pytest.param(
+        [waits(0, PAIR, call(3, "gather")), waits(1, PAIR, call(3, "gather", numel=5))],
+        None,
+        (),
+        id="sizes that may differ",
+    ),
+    pytest.param(
+        [waits(0, PAIR, call(3, "all_gather")), waits(1, PAIR, call(3, "_all_gather_base"))],
+        None,
+        (),
+        id="two forms of one collective",
+    ),
+    pytest.param(
+        [
+            waits(0, TWO_GROUPS, call(1, group="1")),
+            waits(1, TWO_GROUPS, call(1, group="2")),
+        ],
+        "cycle",
+        (0, 1),
+        id="two groups in two orders",
+    ),
+    pytest.param(
+        [
+            works(0, TWO_GROUPS, call(1, group="1")),
+            waits(1, TWO_GROUPS, call(1, group="2")),
+        ],
+        None,
+        (),
+        id="one of them only has it under way and goes on",
+    ),
+    pytest.param(
+        [
+            waits(0, RING, call(1, group="1")),
+            waits(1, RING, call(1, group="2")),
+            waits(2, RING, call(1, group="3")),
+        ],
+        "cycle",
+        (0, 1, 2),
+        id="a ring of three",
+    ),
+    pytest.param(
+        [
+            waits(0, RING, call(1, group="1")),
+            waits(1, RING, call(1, group="2")),
+            works(2, RING),
+        ],
+        None,
+        (),
+        id="a chain that ends at a rank at work",
+    ),
+    pytest.param(
+        [waits(0, PAIR, call(3)), left(1, done(2))], "left", (1,), id="the other has returned"
+    ),
+    pytest.param(
+        [waits(0, PAIR, done(2), call(3)), left(1, done(3))],
+        None,
+        (),
+        id="it returned after the same collective",
+    ),
+    pytest.param(
+        [waits(0, RING, call(1, group="1")), waits(1, RING, call(1, group="2")), left(2)],
+        "left",
+        (2,),
+        id="a chain that ends at a rank that has returned",
+    ),
+    pytest.param([waits(0, PAIR, call(3)), stopped(1)], "stopped", (1,), id="the other is stopped"),
+    pytest.param(
+        [works(0, PAIR, call(3)), stopped(1)], "stopped", (1,), id="it sleeps in a backward pass"
+    ),
+    pytest.param(
+        [works(0, PAIR, done(2)), stopped(1)], None, (), id="stopped, and it is not missed yet"
+    ),
+    pytest.param(
+        [waits(0, FOUR, call(3)), waits(1, FOUR, call(3)), works(2, FOUR, done(2)), stopped(3)],
+        None,
+        (),
+        id="stopped, and one of the others is still at work",
+    ),
+    pytest.param(
+        [waits(0, FOUR, call(3, FROM_ONE)), works(1, FOUR), left(2), works(3, FOUR)],
+        None,
+        (),
+        id="a broadcast may come from a rank at work",
+    ),
+    pytest.param(
+        [waits(0, PAIR, call(3, FROM_ONE)), left(1, done(2))],
+        "left",
+        (1,),
+        id="a broadcast that only one could send",
+    ),
+]
+
+
+@pytest.mark.parametrize(("views", "reason", "ranks"), ROWS)
+def test_a_proof_or_none(views: list[RankView], reason: str | None, ranks: tuple[int, ...]) -> None:
+    """Each row is what is known of the ranks, and what follows from it for certain."""
+    found = find_deadlock({view.rank: view for view in views})
+    assert (None if found is None else found.reason) == reason
+    assert (() if found is None else tuple(sorted(found.ranks))) == ranks
+
+
+def test_the_proof_is_told_step_by_step() -> None:
+    """Who waits where for whom, and why that does not end."""
+    views = [waits(0, RING, call(1, group="1")), waits(1, RING, call(1, group="2")), left(2)]
+    found = find_deadlock({view.rank: view for view in views})
+    assert found is not None
+    assert found.lines() == [
+        "rank 0 waits in all_reduce number 1 of group '1' of shape [4] for rank 1",
+        "rank 1 waits in all_reduce number 1 of group '2' of shape [4] for rank 2",
+        "rank 2 has returned and enters no further collective.",
+    ]
+
+
+@dataclass
+class Op:
+    """One collective of a program."""
+
+    group: str
+    name: str
+    is_async: bool = False
+
+
+@dataclass
+class Rank:
+    """One rank of a simulated job: its program, and how far it is."""
+
+    program: list[Op]
+    groups: Groups
+    at: int = 0
+    is_inside: bool = False
+    moves: int = 0
+    entered: dict[str, list[Op]] = field(default_factory=dict)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether its program is over."""
+        return self.at == len(self.program)
+
+
+class Job:
+    """Ranks that run their programs, one step of one rank at a time."""
+
+    def __init__(self, programs: list[list[Op]], groups: Groups) -> None:
+        """Begin."""
+        self.groups = groups
+        self.ranks = [
+            Rank(program, {name: who for name, who in groups.items() if rank in who})
+            for rank, program in enumerate(programs)
+        ]
+
+    def step(self, rank: int) -> bool:
+        """Let one rank enter its next collective, or leave the one that has ended; tell if it could."""
+        mine = self.ranks[rank]
+        if mine.has_left:
+            return False
+        op = mine.program[mine.at]
+        if not mine.is_inside:
+            mine.entered.setdefault(op.group, []).append(op)
+            mine.is_inside = True
+        elif op.is_async or self._has_ended(rank, op.group, len(mine.entered[op.group])):
+            mine.at, mine.is_inside = mine.at + 1, False
+        else:
+            return False
+        mine.moves += 1
+        return True
+
+    def _has_ended(self, rank: int, group: str, number: int) -> bool:
+        members = self.groups[group]
+        mine = self.ranks[rank].entered[group][number - 1]
+        if mine.name == FROM_ONE:
+            members = members[:1]  # from its first rank, which waits for no other
+        others = [self.ranks[each].entered.get(group, []) for each in members]
+        return all(len(ops) >= number and ops[number - 1].name == mine.name for ops in others)
+
+    def look(self, rank: int) -> tuple[Whereabouts, int]:
+        """Return what the rank would answer now, and how often it has moved."""
+        mine = self.ranks[rank]
+        calls = tuple(
+            call(
+                number,
+                op.name,
+                group=group,
+                state="completed" if self._has_ended(rank, group, number) else "started",
+            )
+            for group, ops in mine.entered.items()
+            for number, op in enumerate(ops, start=1)
+        )
+        waits_in = None
+        if mine.is_inside and not mine.program[mine.at].is_async:
+            inside = (mine.program[mine.at].group, len(mine.entered[mine.program[mine.at].group]))
+            waits_in = (
+                next(
+                    each for each in calls if (each.group, each.number) == inside and not each.done
+                )
+                if not self._has_ended(rank, *inside)
+                else None
+            )
+        position = Position(collectives=calls)
+        return Whereabouts(position=position, groups=mine.groups, waits_in=waits_in), mine.moves
+
+    def run(self, choose: random.Random, steps: int) -> None:
+        """Let random ranks go on."""
+        for _ in range(steps):
+            self.step(choose.randrange(len(self.ranks)))
+
+    def run_to_the_end(self) -> None:
+        """Let all ranks go on as long as one can."""
+        while self.can_go_on():
+            pass
+
+    def can_go_on(self) -> bool:
+        """Let each rank go a step further; tell whether one could."""
+        return any(list(map(self.step, range(len(self.ranks)))))
+
+    def ask(self, choose: random.Random) -> dict[int, tuple[Whereabouts, int]]:
+        """Ask the ranks one after another, while they go on."""
+        answers = {}
+        for rank in choose.sample(range(len(self.ranks)), len(self.ranks)):
+            answers[rank] = self.look(rank)
+            self.run(choose, choose.randrange(3))
+        return answers
+
+    def find(self, choose: random.Random) -> Deadlock | None:
+        """Ask twice, as the launcher does."""
+        first, second = self.ask(choose), self.ask(choose)
+        views = {}
+        for rank, (now, moves) in second.items():
+            before, moves_before = first[rank]
+            views[rank] = RankView(
+                rank=rank,
+                at=self.look(rank)[0] if self.ranks[rank].has_left else unchanged(before, now),
+                is_asleep=moves == moves_before,
+                has_left=self.ranks[rank].has_left,
+            )
+        return find_deadlock(views)
+
+
+def random_job(choose: random.Random, *, is_broken: bool) -> Job:
+    """Make a program in which all ranks call the collectives of random subgroups in one order.
+
+    In a broken one a rank leaves one out, calls another one, or swaps two.
+    """
+    size = choose.randint(2, 6)
+    groups: Groups = {MAIN_GROUP: tuple(range(size))}
+    for number in range(1, choose.randint(1, 4)):
+        members = choose.sample(range(size), choose.randint(2, size))
+        groups[str(number)] = tuple(sorted(members))
+    programs: list[list[Op]] = [[] for _ in range(size)]
+    for _ in range(choose.randint(1, 12)):
+        group = choose.choice(list(groups))
+        name = choose.choice(["all_reduce", "all_reduce", "barrier", FROM_ONE])
+        for rank in groups[group]:
+            programs[rank].append(Op(group, name, is_async=choose.random() < 0.2))
+    if is_broken and (victims := [each for each in programs if len(each) > 1]):
+        program = choose.choice(victims)
+        at = choose.randrange(len(program) - 1)
+        how = choose.choice(["leave out", "call another", "swap"])
+        if how == "leave out":
+            del program[at]
+        elif how == "call another":
+            program[at] = Op(program[at].group, "all_gather")
+        else:
+            program[at], program[at + 1] = program[at + 1], program[at]
+    return Job(programs, groups)
+
+
+def test_no_healthy_program_is_taken_for_a_deadlock() -> None:
+    """Whenever it is asked, however slow a rank is: there is never a proof."""
+    for seed in range(HEALTHY_PROGRAMS):
+        choose = random.Random(seed)
+        job = random_job(choose, is_broken=False)
+        for _ in range(12):
+            job.run(choose, choose.randrange(6))
+            found = job.find(choose)
+            assert found is None, f"seed {seed}: {found}"
+        job.run_to_the_end()
+        assert all(rank.has_left for rank in job.ranks), (
+            f"seed {seed} does not end, so it is not healthy"
+        )
+
+
+def test_who_is_in_a_proof_never_goes_on() -> None:
+    """What is proved while others still run holds when they have run as far as they can."""
+    proofs = stuck = 0
+    for seed in range(BROKEN_PROGRAMS):
+        choose = random.Random(seed)
+        job = random_job(choose, is_broken=True)
+        found = None
+        while found is None and job.can_go_on():
+            job.run(choose, choose.randrange(4))
+            found = job.find(choose)
+        found = found or job.find(choose)
+        if found is not None:
+            proofs += 1
+            inside = {wait.rank for wait in found.waits} or {rank for rank, _ in found.calls}
+            held = {rank: job.ranks[rank].at for rank in inside if job.ranks[rank].is_inside}
+            job.run_to_the_end()
+            stays = {rank: job.ranks[rank].at for rank in held}
+            if found.reason == "mismatch":  # who was asynchronous goes on, and another one stays
+                assert any(stays[rank] == held[rank] for rank in held), f"seed {seed}: {found}"
+            else:
+                assert stays == held, f"seed {seed}: {found}"
+        job.run_to_the_end()
+        stuck += not all(rank.has_left for rank in job.ranks)
+    assert proofs > stuck * 0.9, f"{proofs} proofs for {stuck} programs that do not end"
+    assert stuck > BROKEN_PROGRAMS / 4

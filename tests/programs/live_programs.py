@@ -1,0 +1,196 @@
+"""Ranks that wait for each other for ever, or for long, while no timeout is near."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from training_programs import average_gradients, mark
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ddpsafe import RankContext
+
+SIZE = 4
+
+
+def cross_two_groups(ctx: RankContext, folder: Path) -> None:
+    """Call the collectives of two groups in two orders."""
+    import torch
+    import torch.distributed as dist
+
+    groups = [dist.new_group(), dist.new_group()]
+    for group in groups:
+        dist.all_reduce(torch.ones(1), group=group)
+    if ctx.is_main:
+        groups.reverse()
+        mark(folder)
+    for group in groups:
+        dist.all_reduce(torch.ones(8), group=group)  # stuck here
+
+
+def go_round_in_a_ring(ctx: RankContext, folder: Path) -> None:
+    """Wait in a group with the next rank, which waits in one with the next but one, and so on."""
+    import torch
+    import torch.distributed as dist
+
+    size = ctx.world_size
+    groups = [dist.new_group([rank, (rank + 1) % size]) for rank in range(size)]
+    if ctx.is_main:
+        mark(folder)
+    dist.all_reduce(torch.ones(8), group=groups[ctx.rank])  # stuck here
+
+
+def skip_a_collective(ctx: RankContext, folder: Path) -> None:
+    """Let rank 1 leave an all-reduce out, so that it meets the others at the barrier."""
+    import torch.distributed as dist
+
+    for _ in range(3):
+        average_gradients()
+    if ctx.rank == 1:
+        mark(folder)
+    else:
+        average_gradients()
+    dist.barrier()  # stuck here
+    average_gradients()
+
+
+def branch_by_rank(ctx: RankContext, folder: Path) -> None:
+    """Let rank 0 alone wait at a barrier, while the others train with DDP."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    for step in range(3):
+        if step == 2 and ctx.is_main:
+            mark(folder)
+            dist.barrier()  # stuck here
+        model(torch.ones(2, 4)).sum().backward()  # stuck here
+
+
+def stop_in_training(ctx: RankContext, folder: Path) -> None:
+    """Let rank 1 be stopped between two steps of DDP."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    for step in range(3):
+        if step == 2 and ctx.rank == 1:
+            mark(folder)
+            os.kill(os.getpid(), signal.SIGSTOP)  # stuck here
+        model(torch.ones(2, 4)).sum().backward()  # stuck here
+
+
+def leave_a_subgroup_alone(ctx: RankContext, folder: Path) -> None:
+    """Return on rank 1 while rank 0 waits for it in a group of the two."""
+    import torch
+    import torch.distributed as dist
+
+    pair = dist.new_group([0, 1])
+    average_gradients()
+    if ctx.is_main:
+        mark(folder)
+        dist.all_reduce(torch.ones(8), group=pair)  # stuck here
+
+
+def stop_for_a_moment(ctx: RankContext, folder: Path) -> str:
+    """Let rank 1 be stopped, and continued by rank 0, sooner than a proof needs."""
+    pid = ctx.all_gather(os.getpid())[1]
+    if ctx.rank == 1:
+        mark(folder)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        time.sleep(1.5)
+        os.kill(pid, signal.SIGCONT)
+    average_gradients()
+    return "done"
+
+
+def step_and_sleep(
+    ctx: RankContext, folder: Path, sleep_s: float, before: int = 5, after: int = 2
+) -> str:
+    """Make steps of an optimizer; rank 1 sleeps once, and the others wait for it."""
+    import torch
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for step in range(before + after):
+        if step == before and ctx.rank == 1:
+            mark(folder)
+            time.sleep(sleep_s)  # stuck here
+        average_gradients()
+        weight.grad = torch.ones(2)
+        optimizer.step()
+    return "done"
+
+
+def evaluate_on_one_rank(ctx: RankContext, folder: Path, takes_s: float) -> str:
+    """Let rank 0 evaluate while the others wait, as between two epochs."""
+    import torch
+
+    model = torch.nn.Linear(256, 256)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.step()
+        average_gradients()
+    if ctx.is_main:
+        mark(folder)
+        model.eval()
+        ends = time.monotonic() + takes_s
+        with torch.no_grad():
+            while time.monotonic() < ends:
+                model(torch.ones(256, 256))
+    average_gradients()
+    return "done"
+
+
+def call_random_collectives(ctx: RankContext, _folder: Path, seed: int, calls: int) -> str:
+    """Call collectives over random subgroups in one order, each rank after delays of its own."""
+    import torch
+    import torch.distributed as dist
+
+    choose, mine = random.Random(seed), random.Random(f"{seed}/{ctx.rank}")
+    all_ranks = range(ctx.world_size)
+    members = [
+        sorted(choose.sample(all_ranks, choose.randint(2, ctx.world_size))) for _ in range(4)
+    ]
+    groups = [dist.new_group(each) for each in members]
+    for _ in range(calls):
+        at, name = choose.randrange(4), choose.choice(["all_reduce", "barrier", "broadcast"])
+        is_long = choose.random() < 0.1
+        if ctx.rank not in members[at]:
+            continue
+        time.sleep(mine.choice([0.0, 0.0, 0.01, 1.5 if is_long else 0.05]))
+        if name == "all_reduce":
+            dist.all_reduce(torch.ones(4), group=groups[at])
+        elif name == "barrier":
+            dist.barrier(group=groups[at])
+        else:
+            dist.broadcast(torch.ones(4), src=members[at][0], group=groups[at])
+    return "done"
+
+
+def hold_the_gil(seconds: float) -> None:
+    """Sleep in C, again and again since signals end such a sleep, and never let Python run."""
+    lasts_s = time.monotonic() + seconds
+    library = ctypes.PyDLL(None)
+    sys.setswitchinterval(seconds)
+    while time.monotonic() < lasts_s:
+        library.usleep(200_000)  # stuck here
+
+
+def hold_the_gil_in_training(ctx: RankContext, folder: Path, seconds: float) -> str:
+    """Let rank 1 hold the GIL between two steps."""
+    for step in range(6):
+        if step == 5 and ctx.rank == 1:
+            mark(folder)
+            hold_the_gil(seconds)
+        average_gradients()
+    return "done"
