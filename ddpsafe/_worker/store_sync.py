@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import hmac
 import itertools
 import json
 import os
@@ -105,6 +106,70 @@ class FolderStore:
         with open(path, "wb") as file:  # noqa: PTH123 - as above
             file.write(value.encode() if isinstance(value, str) else value)
         return path
+
+
+class SignedKeys:
+    """Keys of a store to which others than the ranks can write: a value that is not signed is not there.
+
+    It keeps forged values out, not the store alive: who can write to it can still remove keys.
+
+    Args:
+        store: The store.
+        secret: What the ranks of the job know and nobody else.
+        scope: What these keys are for. A value that was signed for another scope or another key does
+            not count, so a scope that is new for each start of the ranks admits no old ones.
+    """
+
+    _MAC: Final = 64
+    _TRIES: Final = 8
+
+    def __init__(self, store: Keys, secret: bytes, scope: str) -> None:
+        """Derive the key of the scope."""
+        self._store = store
+        self._secret = hmac.digest(secret, f"ddpsafe {scope}".encode(), "sha256")
+
+    def set(self, key: str, value: str | bytes, /) -> None:
+        """Set a key to a signed value."""
+        self._store.set(key, self._sign(key, value))  # type: ignore[arg-type]  # all take bytes too
+
+    def get(self, key: str, /) -> bytes:
+        """Return the value of a key that is set."""
+        value = self._find(key)
+        if value is None:
+            raise RuntimeError(f"{key} is not set, or by a stranger")  # as a store that is gone
+        return value
+
+    def check(self, keys: list[str], /) -> bool:
+        """Tell whether all the keys are set, and signed."""
+        return self._store.check(keys) and all(self._find(key) is not None for key in keys)
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Set a key that has the expected value, empty for none; return what it has then."""
+        signed = self._sign(key, desired)
+        known = self._sign(key, expected) if expected else b""
+        for _ in range(self._TRIES):  # each of a stranger's values is taken for none
+            found = self._store.compare_set(key, known, signed)  # type: ignore[arg-type]  # as above
+            value = self._verified(key, found)
+            if value is not None:
+                return value
+            known = found
+        raise RuntimeError(f"{key} is written again and again by a stranger")
+
+    def delete_key(self, key: str, /) -> bool:
+        """Remove a key; tell whether it was set."""
+        return self._store.delete_key(key)
+
+    def _find(self, key: str) -> bytes | None:
+        return self._verified(key, self._store.get(key)) if self._store.check([key]) else None
+
+    def _sign(self, key: str, value: str | bytes) -> bytes:
+        content = value.encode() if isinstance(value, str) else value
+        message = len(key).to_bytes(4, "big") + key.encode() + content
+        return hmac.new(self._secret, message, "sha256").hexdigest().encode() + content
+
+    def _verified(self, key: str, signed: bytes) -> bytes | None:
+        value = signed[self._MAC :]
+        return value if hmac.compare_digest(signed, self._sign(key, value)) else None
 
 
 class Departure(NamedTuple):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import multiprocessing
+import secrets
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +18,57 @@ from ddpsafe._world import expand_hosts, require_int
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch.distributed import Store
-
+    from ddpsafe._worker.store_sync import Keys
     from ddpsafe._world import World
+
+
+SECRET: Final = "DDPSAFE_JOB_SECRET"  # noqa: S105 - the name of a variable
+_SHORTEST_SECRET: Final = 16
+
+
+def job_secret(env: Mapping[str, str]) -> bytes | None:
+    """Return what the ranks of this job know and nobody else, if they were given such a thing.
+
+    None is made out of the job's identifiers: other users of a cluster can read those.
+
+    Raises:
+        ConfigError: It can be guessed.
+    """
+    text = env.get(SECRET, "")
+    if not text:
+        return None
+    if len(text) < _SHORTEST_SECRET:
+        what = f"{SECRET} has {len(text)} characters, fewer than {_SHORTEST_SECRET}."
+        fix = f'export {SECRET}="$(openssl rand -hex 32)", the same for all ranks of the job.'
+        raise ConfigError(Explanation(what, cause="a secret that can be guessed.", fix=fix))
+    return hashlib.sha256(text.encode()).digest()
+
+
+def fingerprint_of(secret: bytes | None) -> str:
+    """Return what tells ranks with another secret, or none, from those that have this one."""
+    if secret is None:
+        return "none"
+    return hmac.new(secret, b"ddpsafe fingerprint", "sha256").hexdigest()[:16]
+
+
+def require_same_secret(theirs: str, secret: bytes | None, place: str, world: World) -> None:
+    """Refuse to wait for a rank 0 that signs otherwise.
+
+    Raises:
+        ConfigError: It has another secret, or only one of the two ranks has one.
+    """
+    if theirs == fingerprint_of(secret):
+        return
+    mine = "has none" if secret is None else "has one"
+    other = (
+        "has none" if theirs == fingerprint_of(None) else "has another one" if secret else "has one"
+    )
+    what = f"{SECRET}: {world} on {socket.gethostname()} {mine}, and rank 0 at {place} {other}."
+    cause = "the variable did not reach every rank; or rank 0 there is that of another job."
+    fix = (
+        f"give all ranks of the job the same {SECRET}; srun --export=ALL and mpirun -x pass it on."
+    )
+    raise ConfigError(Explanation(what, cause=cause, fix=fix))
 
 
 # What tells one job from another on the same address and port.
@@ -48,12 +98,12 @@ def _pid_namespace() -> str:
         return ""
 
 
-def publish_job(store: Store, env: Mapping[str, str]) -> None:
+def publish_job(store: Keys, env: Mapping[str, str]) -> None:
     """Say, as rank 0, which job this is."""
     store.set("job", json.dumps(identity_of(env)))
 
 
-def require_same_job(store: Store, place: str, world: World, env: Mapping[str, str]) -> None:
+def require_same_job(store: Keys, place: str, world: World, env: Mapping[str, str]) -> None:
     """Refuse the store of another job, and a rank that is already taken.
 
     Two jobs on one hard-coded port otherwise join each other and reduce each other's gradients
@@ -78,7 +128,8 @@ def require_same_job(store: Store, place: str, world: World, env: Mapping[str, s
     ]
     if differing or (mine and theirs and not shared):
         raise _another_job(place, world, ", ".join(differing or sorted(theirs)) + " differs")
-    if store.add(f"claim/{world.rank}", 1) != 1:
+    claim = secrets.token_hex(16)
+    if store.compare_set(f"claim/{world.rank}", "", claim) != claim.encode():
         raise _another_job(place, world, f"rank {world.rank} has joined there already")
 
 

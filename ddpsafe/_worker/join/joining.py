@@ -7,7 +7,7 @@ import json
 import os
 import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ddpsafe import _gpus
 from ddpsafe._clock import Deadline
@@ -16,13 +16,13 @@ from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._worker import environment, process_group, session, torch_hooks
 from ddpsafe._worker.context import RankContext
 from ddpsafe._worker.join import network
-from ddpsafe._worker.join.endpoint import find_endpoint
+from ddpsafe._worker.join.endpoint import find_endpoint, job_secret
 from ddpsafe._worker.join.store import open_stores
 from ddpsafe._worker.session import enter
 from ddpsafe._worker.stop import agreement
 from ddpsafe._worker.stop.agreement import StopCalls
 from ddpsafe._worker.stop.transports import StopBoard
-from ddpsafe._worker.store_sync import Control
+from ddpsafe._worker.store_sync import Control, SignedKeys
 from ddpsafe._world import World, find_world, loopback_interfaces, require_int
 
 if TYPE_CHECKING:
@@ -32,7 +32,10 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from ddpsafe._config import LaunchConfig
+    from ddpsafe._worker.store_sync import Keys
 
+
+_ADOPTED: Final = "ddpsafe/adopted"
 
 _joined: RankContext | None = None
 """The member whose group `join_launch` has made, not the script."""
@@ -87,8 +90,11 @@ def adopt_group() -> RankContext:
     store = torch_hooks.default_store()
     control = None
     if store is not None and world_size > 1:
-        private = dist.PrefixStore("ddpsafe/adopted", store)
-        control = Control(private, rank=rank, world_size=world_size)
+        keys: Keys = dist.PrefixStore(_ADOPTED, store)
+        secret = job_secret(os.environ)
+        if secret is not None:  # the name of this group is not new: old messages can be repeated
+            keys = SignedKeys(keys, secret, _ADOPTED)
+        control = Control(keys, rank=rank, world_size=world_size)
     backend = dist.get_backend()
     return _remember(place, device_of_script(place), backend, control)
 
@@ -129,13 +135,13 @@ def _join_job(world: World, config: LaunchConfig) -> RankContext:
     control = None
     store: Store = HashStore()
     if endpoint is not None:
-        store, control = open_stores(endpoint, world, os.environ, deadline=deadline)
+        store, control, board = open_stores(endpoint, world, os.environ, deadline=deadline)
         if world.nnodes > 1 and config.preflight == "full":
             network.require_connected_nodes(
                 config,
                 world,
                 endpoint,
-                store,
+                board,
                 control,
                 backend=_likely_backend(config.backend),
                 deadline=deadline,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import socket
 from datetime import timedelta
 from functools import partial
@@ -18,11 +19,9 @@ from ddpsafe._worker import environment
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from torch.distributed import Store
-
     from ddpsafe._config import LaunchConfig
     from ddpsafe._worker.join.endpoint import Endpoint
-    from ddpsafe._worker.store_sync import Control
+    from ddpsafe._worker.store_sync import Control, Keys
     from ddpsafe._world import World
 
 
@@ -94,7 +93,7 @@ def require_connected_nodes(
     config: LaunchConfig,
     world: World,
     endpoint: Endpoint,
-    store: Store,
+    board: Keys,
     control: Control,
     *,
     backend: str,
@@ -109,7 +108,7 @@ def require_connected_nodes(
         config: What was asked for.
         world: This rank's place.
         endpoint: Where the store is.
-        store: The store; nothing else uses its keys yet.
+        board: Keys of the store that nothing else uses.
         control: This rank's line to the others.
         backend: The backend of the group to come.
         deadline: How long to wait for nodes that have not come.
@@ -123,7 +122,7 @@ def require_connected_nodes(
     try:
         if world.local_rank == 0:
             examine = partial(
-                _examine, config, world, endpoint, store, backend=backend, deadline=deadline
+                _examine, config, world, endpoint, board, backend=backend, deadline=deadline
             )
             _lead(world, control, examine)
         else:
@@ -151,17 +150,14 @@ def _examine(
     config: LaunchConfig,
     world: World,
     endpoint: Endpoint,
-    store: Store,
+    board: Keys,
     *,
     backend: str,
     deadline: Deadline,
 ) -> None:
-    from torch.distributed import PrefixStore
-
     from ddpsafe.doctor._preflight import require_healthy
     from ddpsafe.doctor._run import examine_nodes
 
-    board = PrefixStore(_KEY, store)
     _claim_node(world, board)
     report = examine_nodes(
         board,
@@ -180,13 +176,14 @@ def _examine(
     )
 
 
-def _claim_node(world: World, board: Store) -> None:
+def _claim_node(world: World, board: Keys) -> None:
     """Make sure that no other rank speaks for this node.
 
     Raises:
         PreflightError: The launcher told no node ranks, and what was made of the ranks is wrong.
     """
-    if board.add(f"claims/{world.node_rank}", 1) > 1:
+    claim = secrets.token_hex(16)
+    if board.compare_set(f"claims/{world.node_rank}", "", claim) != claim.encode():
         what = f"{world} is not the only rank that takes itself for the first of node {world.node_rank}."
         cause = "the launcher tells no node ranks, and does not fill one node after the other."
         fix = "set NODE_RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, or start with mpirun --map-by slot."

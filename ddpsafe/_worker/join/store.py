@@ -8,16 +8,22 @@ import socket
 import time
 import uuid
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import psutil
 import tenacity
 
 from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._errors import Explanation, PreflightError, RendezvousTimeoutError
-from ddpsafe._worker.join.endpoint import publish_job, require_same_job
+from ddpsafe._worker.join.endpoint import (
+    fingerprint_of,
+    job_secret,
+    publish_job,
+    require_same_job,
+    require_same_secret,
+)
 from ddpsafe._worker.process_group import not_joined
-from ddpsafe._worker.store_sync import Control
+from ddpsafe._worker.store_sync import Control, SignedKeys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,10 +31,11 @@ if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
 
     from ddpsafe._worker.join.endpoint import Endpoint
+    from ddpsafe._worker.store_sync import Keys
     from ddpsafe._world import World
 
 
-def agree_on_generation(store: Store, world: World, *, deadline: Deadline) -> tuple[str, list[int]]:
+def agree_on_generation(store: Keys, world: World, *, deadline: Deadline) -> tuple[str, list[int]]:
     """Learn the name of this generation of ranks.
 
     Args:
@@ -53,7 +60,7 @@ def agree_on_generation(store: Store, world: World, *, deadline: Deadline) -> tu
     return name, []
 
 
-def _welcome(store: Store, world: World, name: str, deadline: Deadline) -> list[int]:
+def _welcome(store: Keys, world: World, name: str, deadline: Deadline) -> list[int]:
     """Answer greetings until every rank has seen this generation's name.
 
     A greeting may be that of a dead rank, which has seen the name of its own generation only.
@@ -76,7 +83,7 @@ def _welcome(store: Store, world: World, name: str, deadline: Deadline) -> list[
     return sorted(outside)
 
 
-def _read(store: Store, key: str) -> str | None:
+def _read(store: Keys, key: str) -> str | None:
     return store.get(key).decode() if store.check([key]) else None
 
 
@@ -86,14 +93,30 @@ _BACKLOG: Final = 1024
 # A pod's or a node's name may appear in DNS a little later than the pod itself.
 _NAME_WAIT: Final = timedelta(seconds=10)
 
+_FINGERPRINT: Final = "ddpsafe/secret"
+
 _groups = itertools.count()
 _generations: dict[Endpoint, str] = {}
 _stores: dict[tuple[Endpoint, int, int], TCPStore] = {}
 
 
+class Stores(NamedTuple):
+    """The job's store, with keys that no earlier group of this job has used.
+
+    Attributes:
+        group: For the process group, to which torch writes as it does.
+        control: The ranks' control line.
+        board: For the check of the connections between the nodes.
+    """
+
+    group: Store
+    control: Control
+    board: Keys
+
+
 def open_stores(
     endpoint: Endpoint, world: World, env: Mapping[str, str], *, deadline: Deadline
-) -> tuple[Store, Control]:
+) -> Stores:
     """Connect to the job's store, serving it where this is rank 0's task.
 
     The connection stays for the life of the process: a second group on the same port would
@@ -105,35 +128,64 @@ def open_stores(
         env: The environment.
         deadline: When to give up.
 
-    Returns:
-        The process group's store and the ranks' control line, with keys that no earlier group of
-        this job has used.
-
     Raises:
         PreflightError: The port is taken, or the host cannot be reached or resolved.
         RendezvousTimeoutError: The store is not served.
-        ConfigError: The store is another job's.
+        ConfigError: The store is another job's, or its rank 0 has another secret.
     """
     from torch.distributed import PrefixStore
 
+    secret = job_secret(env)
     require_name(endpoint, world, deadline=Deadline.after(_NAME_WAIT).earlier(deadline))
     serves = world.rank == 0 and not endpoint.is_served
     group_client = _connection(endpoint, world, deadline, serves=serves, line=0)
     control_client = _connection(endpoint, world, deadline, serves=False, line=1)
-    prefix = f"ddpsafe/{_generation(endpoint, control_client, world, deadline)}/{next(_groups)}"
-    store = PrefixStore(prefix, group_client)
+    _compare_secrets(endpoint, control_client, world, secret, deadline)
+    generation = _generation(endpoint, control_client, world, secret, deadline)
+    prefix = f"ddpsafe/{generation}/{next(_groups)}"
     control = Control(
-        PrefixStore(prefix, control_client),
+        _keys(control_client, prefix, secret),
         rank=world.rank,
         world_size=world.world_size,
         served_by_rank_zero=not endpoint.is_served,
     )
     if world.rank == 0:
-        publish_job(store, env)
+        publish_job(control.store, env)
     elif not control.wait_for("job", deadline=deadline):
         raise _nobody_serves(endpoint, world, "rank 0 does not speak there", deadline)
-    require_same_job(store, str(endpoint), world, env)
-    return store, control
+    require_same_job(control.store, str(endpoint), world, env)
+    return Stores(
+        group=PrefixStore(prefix, group_client),
+        control=control,
+        board=_keys(group_client, f"{prefix}/preflight", secret),
+    )
+
+
+def _keys(client: TCPStore, prefix: str, secret: bytes | None) -> Keys:
+    """Return the keys below a prefix, signed where the ranks have a secret."""
+    from torch.distributed import PrefixStore
+
+    plain = PrefixStore(prefix, client)
+    return plain if secret is None else SignedKeys(plain, secret, prefix)
+
+
+def _compare_secrets(
+    endpoint: Endpoint, client: TCPStore, world: World, secret: bytes | None, deadline: Deadline
+) -> None:
+    """Let no rank wait until the deadline for messages that it would not believe.
+
+    Raises:
+        ConfigError: Rank 0 has another secret, or none, or this rank has none.
+        RendezvousTimeoutError: Rank 0 does not speak at the store.
+    """
+    if world.rank == 0:
+        client.set(_FINGERPRINT, fingerprint_of(secret))
+        return
+    control = Control(client, rank=world.rank, world_size=world.world_size)
+    if not control.wait_for(_FINGERPRINT, deadline=deadline):
+        raise _nobody_serves(endpoint, world, "rank 0 does not speak there", deadline)
+    theirs = client.get(_FINGERPRINT).decode(errors="replace")
+    require_same_secret(theirs, secret, str(endpoint), world)
 
 
 def has_met(endpoint: Endpoint) -> bool:
@@ -141,19 +193,19 @@ def has_met(endpoint: Endpoint) -> bool:
     return any(where == endpoint for where, _, _ in _stores)
 
 
-def _generation(endpoint: Endpoint, client: TCPStore, world: World, deadline: Deadline) -> str:
+def _generation(
+    endpoint: Endpoint, client: TCPStore, world: World, secret: bytes | None, deadline: Deadline
+) -> str:
     """Name what tells this start of the ranks from earlier ones at the same store, if there may be.
 
     Raises:
         RendezvousTimeoutError: Ranks did not come.
     """
-    from torch.distributed import PrefixStore
-
-    if not endpoint.is_served:
-        return "group"  # the store is as young as rank 0
+    if not endpoint.is_served and secret is None:
+        return "group"  # the store is as young as rank 0; but who has seen signed values may repeat them
     if endpoint not in _generations:
-        store = PrefixStore("ddpsafe/generation", client)
-        name, missing = agree_on_generation(store, world, deadline=deadline)
+        keys = _keys(client, "ddpsafe/generation", secret)
+        name, missing = agree_on_generation(keys, world, deadline=deadline)
         if missing:
             raise not_joined(world, missing, deadline)
         _generations[endpoint] = name

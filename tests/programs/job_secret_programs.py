@@ -1,0 +1,73 @@
+"""Ranks of another launcher at a store that a stranger can reach; run by test_job_secret.py."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import scripts
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.distributed import TCPStore
+
+PATIENT: Final = {"rendezvous": 30, "collective": 30, "barrier": 30}
+SOON: Final = {"rendezvous": 4, "collective": 30, "barrier": 30}
+
+STEPS: Final = 8
+STEP_S: Final = 0.1
+
+
+def train_beside_a_stranger(folder: str) -> dict[str, Any]:
+    """Wait for the stranger's messages, train for some steps, and tell what came of it."""
+    told: dict[str, Any] = {"stopped": False, "error": ""}
+    try:
+        with ddpsafe.process_group(timeouts=PATIENT) as ctx:
+            ctx.stop_requested()
+            Path(folder, f"joined-{ctx.rank}").touch()
+            scripts.wait_until(Path(folder, "forged").exists)
+            for _ in range(STEPS):
+                time.sleep(STEP_S)  # the store is read twice a second
+                told["stopped"] |= ctx.stop_requested()
+            ctx.barrier("trained")
+            told["sum"] = ctx.all_reduce(ctx.rank)
+    except ddpsafe.DDPSafeError as error:
+        told["error"] = f"{type(error).__name__}: {error}"
+    return told
+
+
+def join_soon() -> str:
+    """Join, and return the error that says why not."""
+    try:
+        with ddpsafe.process_group(timeouts=SOON):
+            return ""
+    except ddpsafe.DDPSafeError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def forge(port: int, world_size: int) -> list[str]:
+    """Connect as a stranger does, and write under every key that ranks act on."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    keys = list(_keys_to_forge(store, world_size))
+    for key, value in keys:
+        store.set(key, value)
+    return [key for key, _ in keys]
+
+
+def _keys_to_forge(store: TCPStore, world_size: int) -> Iterator[tuple[str, str]]:
+    known: list[str] = store.list_keys()
+    groups = {key.partition("/job")[0] for key in known if key.endswith("/job")}
+    for group in groups:
+        yield f"{group}/control/control/departed", json.dumps([0, "own", "it was rank 0", True])
+        yield f"{group}/control/barrier/trained/0/missing", "[1]"
+        for rank in range(world_size):
+            yield f"{group}/stop/promise/{rank}", "2"
+        yield f"{group}/stop/agreed", "2"
+        yield f"{group}/stop/asked", "SIGTERM"

@@ -1,0 +1,154 @@
+"""Ranks of another launcher that were given a secret act on nothing that a stranger wrote."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final
+
+import forked_ranks
+import job_secret_programs as programs
+import pytest
+import scripts
+from forked_ranks import by_hand, free_port
+
+import ddpsafe
+from ddpsafe._worker.join.endpoint import job_secret
+from ddpsafe._worker.store_sync import FolderStore, SignedKeys
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+NAME: Final = "DDPSAFE_JOB_SECRET"
+ONE: Final = "a secret of 24 characters"
+OTHER: Final = "another one of the same sort"
+
+
+@pytest.mark.parametrize("secret", [ONE, None], ids=["secret", "none"])
+def test_a_stranger_neither_stops_nor_fails_ranks_that_have_a_secret(
+    secret: str | None, tmp_path: Path
+) -> None:
+    """He reads every key of the store and writes a stop, a failure and a missing rank.
+
+    Without a secret ranks believe him, which shows that the messages are those that count.
+    """
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch.distributed.Store, "list_keys"):
+        pytest.skip("strangers cannot list the keys of this torch's store")
+    port = free_port()
+    given = {} if secret is None else {NAME: secret}
+    envs = [by_hand(rank, 2, port) | given for rank in range(2)]
+    with ThreadPoolExecutor(1) as executor:
+        running = executor.submit(
+            forked_ranks.run,
+            programs.train_beside_a_stranger,
+            envs,
+            str(tmp_path),
+            folder=tmp_path,
+        )
+        joined = [tmp_path / f"joined-{rank}" for rank in range(2)]
+        scripts.wait_until(lambda: all(path.exists() for path in joined) or running.done())
+        assert programs.forge(port, 2)
+        (tmp_path / "forged").touch()
+        found = [rank.value for rank in running.result()]
+    if secret is not None:
+        assert found == [{"stopped": False, "error": "", "sum": 1}] * 2
+    else:
+        assert all(each["stopped"] or "it was rank 0" in each["error"] for each in found)
+
+
+@pytest.mark.parametrize(
+    ("secrets", "said"),
+    [
+        ((ONE, None), "rank 1 (world_size 2) on"),
+        ((None, ONE), "has one, and rank 0 at"),
+        ((ONE, OTHER), "has another one."),
+    ],
+    ids=["missing", "superfluous", "different"],
+)
+def test_a_rank_with_another_secret_is_told_so_at_once(
+    secrets: tuple[str | None, str | None], said: str, tmp_path: Path
+) -> None:
+    """Rank 1 says what differs; rank 0 names the rank that has not joined."""
+    port = free_port()
+    envs = [
+        by_hand(rank, 2, port) | ({} if secret is None else {NAME: secret})
+        for rank, secret in enumerate(secrets)
+    ]
+    first, second = forked_ranks.run(programs.join_soon, envs, folder=tmp_path)
+    assert second.value.startswith(f"ConfigError: {NAME}: ")
+    assert said in second.value
+    assert first.value.startswith("RendezvousTimeoutError: ")
+    assert "rank 1" in first.value
+
+
+def test_a_secret_that_can_be_guessed_is_refused() -> None:
+    """Fifteen characters are too few; none at all is no secret."""
+    with pytest.raises(ddpsafe.ConfigError, match=f"{NAME} has 15 characters"):
+        job_secret({NAME: "x" * 15})
+    assert job_secret({NAME: ""}) is None
+    assert job_secret({}) is None
+
+
+def _plain(raw: FolderStore, _: SignedKeys) -> None:
+    raw.set("key", "forged")
+
+
+def _other_key(raw: FolderStore, keys: SignedKeys) -> None:
+    keys.set("another key", "true")
+    raw.set("key", raw.get("another key"))
+
+
+def _other_scope(raw: FolderStore, _: SignedKeys) -> None:
+    SignedKeys(raw, ONE.encode(), "an earlier start").set("key", "true")
+
+
+def _other_secret(raw: FolderStore, _: SignedKeys) -> None:
+    SignedKeys(raw, OTHER.encode(), "this start").set("key", "true")
+
+
+def _changed(raw: FolderStore, keys: SignedKeys) -> None:
+    keys.set("key", "true")
+    raw.set("key", raw.get("key")[:-1])
+
+
+def _moved_border(raw: FolderStore, keys: SignedKeys) -> None:
+    keys.set("ke", "ytrue")
+    raw.set("key", raw.get("ke")[:64] + b"true")
+
+
+FORGED: Final = [_plain, _other_key, _other_scope, _other_secret, _changed, _moved_border]
+
+
+@pytest.mark.parametrize("forge", FORGED)
+def test_a_value_that_is_not_signed_for_its_key_is_not_there(
+    forge: Callable[[FolderStore, SignedKeys], None], tmp_path: Path
+) -> None:
+    """It is neither seen nor read, and a rank that writes the key for the first time succeeds."""
+    raw = FolderStore(tmp_path / "keys")
+    keys = SignedKeys(raw, ONE.encode(), "this start")
+    forge(raw, keys)
+    assert not keys.check(["key"])
+    with pytest.raises(RuntimeError, match="by a stranger"):
+        keys.get("key")
+
+
+def test_signed_keys_are_as_those_of_the_store() -> None:
+    """Values come back; the first to compare an unset key wins; a stranger's value is none."""
+    from torch.distributed import HashStore
+
+    raw = HashStore()
+    keys = SignedKeys(raw, ONE.encode(), "this start")
+    keys.set("text", "true")
+    keys.set("bytes", b"\x00\xff")
+    assert [keys.get("text"), keys.get("bytes")] == [b"true", b"\x00\xff"]
+    assert keys.check(["text", "bytes"])
+    assert not keys.check(["text", "nothing"])
+    assert keys.compare_set("first", "", "mine") == b"mine"
+    assert keys.compare_set("first", "", "yours") == b"mine"
+    assert keys.compare_set("first", "mine", "next") == b"next"
+    raw.set("claim", "forged")
+    assert keys.compare_set("claim", "", "mine") == b"mine"
+    assert keys.get("claim") == b"mine"
+    assert keys.delete_key("claim")
+    assert not keys.check(["claim"])
