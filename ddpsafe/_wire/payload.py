@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 import cloudpickle
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from mmap import mmap
 
 _INHERITED_MODULES: Final = ("multiprocessing.", "torch.multiprocessing.")
@@ -206,24 +206,34 @@ def _defined_under_guard(script: str) -> frozenset[str]:
     )
 
 
-def find_unpicklable(obj: object, path: str) -> tuple[str, BaseException] | None:
+def find_unpicklable(
+    obj: object, path: str, *, dumps: Callable[[object], object] | None = None
+) -> tuple[str, BaseException] | None:
     """Find the innermost part of an object that cannot be pickled.
 
     Args:
         obj: The object.
         path: How the reader gets to it, e.g. ``args[1]``.
+        dumps: What pickles it; `dumps_call` by default.
 
     Returns:
         The path to the culprit and what its pickling raised, or ``None`` if all is well.
     """
-    exc = _failure(obj)
+    dumps = dumps or dumps_call
+    exc = _failure(obj, dumps)
     if exc is None:
         return None
-    return _find(obj, path, exc, fails={}, levels=_SEARCHED_LEVELS) or (path, exc)
+    return _find(obj, path, exc, dumps, fails={}, levels=_SEARCHED_LEVELS) or (path, exc)
 
 
 def _find(
-    obj: object, path: str, exc: BaseException, *, fails: dict[int, bool], levels: int
+    obj: object,
+    path: str,
+    exc: BaseException,
+    dumps: Callable[[object], object],
+    *,
+    fails: dict[int, bool],
+    levels: int,
 ) -> tuple[str, BaseException] | None:
     """Search an object that fails; `fails` knows of every object met so far whether it does."""
     fails[id(obj)] = True
@@ -231,19 +241,19 @@ def _find(
     for name, part in parts:
         if id(part) in fails:
             continue
-        found = _failure(part)
+        found = _failure(part, dumps)
         fails[id(part)] = found is not None
         if found is not None:
-            culprit = _find(part, path + name, found, fails=fails, levels=levels - 1)
+            culprit = _find(part, path + name, found, dumps, fails=fails, levels=levels - 1)
             if culprit is not None:
                 return culprit
     # With a part that fails and was met before (a child that knows its parent), look elsewhere.
     return None if any(fails[id(part)] for _, part in parts) else (path, exc)
 
 
-def _failure(obj: object) -> BaseException | None:
+def _failure(obj: object, dumps: Callable[[object], object]) -> BaseException | None:
     try:
-        dumps_call(obj)
+        dumps(obj)
     except Exception as exc:  # noqa: BLE001 - a user's __reduce__ may raise anything
         return exc
     return None

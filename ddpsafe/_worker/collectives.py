@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+import math
+import numbers
+import pickle
 import zlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast, get_args
 
 from ddpsafe._errors import ConfigError, Explanation, MismatchError
+from ddpsafe._wire.exceptions import clip
+from ddpsafe._wire.payload import find_unpicklable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
     from torch import nn
 
@@ -21,6 +30,8 @@ T = TypeVar("T")
 
 ReduceOp = Literal["sum", "mean", "min", "max", "product"]
 """What `RankContext.all_reduce` can do with the ranks' values."""
+
+_SHOWN: Final = 80
 
 
 def wrap(
@@ -86,45 +97,120 @@ def group_size() -> int:
 
 def reduce_mean(x: Reducible, weight: float | None, device: torch.device) -> object:
     """Average a number, a tensor or a dict over the ranks; see `RankContext.reduce_mean`."""
+    values = _require_values(x, "reduce_mean")
+    share = 1.0 if weight is None else _require_weight(weight)
     if group_size() == 1:
-        return dict(sorted(x.items())) if isinstance(x, Mapping) else x
-    _require_same_form(x, device, call="reduce_mean")
-    return _mean(x, weight, device)
+        return values
+    _require_same_form(values, device, call="reduce_mean")
+    return _mean(values, share, device)
 
 
 def all_reduce(x: Reducible, op: ReduceOp, device: torch.device) -> object:
     """Reduce a number, a tensor or a dict over the ranks; see `RankContext.all_reduce`."""
     if op not in get_args(ReduceOp):
-        what = f"all_reduce(op={op!r}): there is no such operation."
-        names = ", ".join(map(repr, get_args(ReduceOp)))
-        raise ConfigError(Explanation(what, cause="a typing error.", fix=f"write one of {names}."))
-    _require_reducible(x, op)
-    has_float = _require_same_form(x, device, call="all_reduce", op=op)
-    return _reduced(x, op, device, has_float=has_float)
+        raise _no_operation(op)
+    values = _require_values(x, "all_reduce", op)
+    has_float = _require_same_form(values, device, call="all_reduce", op=op)
+    return _reduced(values, op, device, has_float=has_float)
 
 
-def _require_reducible(x: Reducible, op: ReduceOp) -> None:
+_OTHER_NAMES: Final = {
+    "avg": "mean",
+    "average": "mean",
+    "add": "sum",
+    "prod": "product",
+    "mul": "product",
+    "minimum": "min",
+    "maximum": "max",
+}
+
+
+def _no_operation(op: object) -> ConfigError:
+    names = get_args(ReduceOp)
+    asked = str(op).rpartition(".")[2].lower()  # "AVG" of torch's ReduceOp.AVG, too
+    near = (
+        [_OTHER_NAMES[asked]] if asked in _OTHER_NAMES else difflib.get_close_matches(asked, names)
+    )
+    choice = f"one of {', '.join(map(repr, names))}"
+    fix = f"did you mean {near[0]!r}? Write {choice}." if near else f"write {choice}."
+    what = f"all_reduce(op={op!r}): there is no such operation."
+    return ConfigError(Explanation(what, cause="a name that torch or numpy has.", fix=fix))
+
+
+def _require_values(x: Any, call: str, op: str = "", path: str = "x") -> Any:
+    """Return what can be reduced, numbers of other libraries as Python's, dicts in order.
+
+    Refused here, on the rank that passed it and before any rank waits for it.
+
+    Raises:
+        ConfigError: It names what was passed, and where in a dict.
+    """
     import torch
 
-    for value in x.values() if isinstance(x, Mapping) else [x]:
-        if not isinstance(value, torch.Tensor):
-            share = group_size() if op == "sum" else 1
-            if isinstance(value, int) and abs(value) >= 2**63 // share:
-                what = (
-                    f"all_reduce: {value} may not fit 64 bits, reduced over {group_size()} ranks."
-                )
-                fix = "pass a float, or gather the numbers: sum(ctx.all_gather(x))."
-                raise ConfigError(Explanation(what, cause="the size of an integer.", fix=fix))
-            continue
-        if value.is_complex():
-            what = "all_reduce: a complex tensor has no order, and backends differ in what they do."
-            fix = "reduce torch.view_as_real(x)."
-        elif op == "mean" and not value.is_floating_point():
-            what = f"all_reduce(op='mean'): the mean of {value.dtype} is not of that dtype."
-            fix = "pass x.double()."
-        else:
-            continue
-        raise ConfigError(Explanation(what, cause="the dtype of a tensor.", fix=fix))
+    if isinstance(x, Mapping):
+        try:
+            keys = sorted(x)
+        except TypeError as exc:
+            fix = "use one type of key, such as str."
+            raise _not_reducible(call, path, x, "its keys have no order", fix) from exc
+        return {key: _require_values(x[key], call, op, f"{path}[{key!r}]") for key in keys}
+    if not isinstance(x, torch.Tensor):
+        number = _number_of(x)
+        if number is None:
+            why = "it is neither a number, a tensor nor a dict of them"
+            fix = "pass torch.as_tensor(x), or gather objects with ctx.all_gather(x)."
+            raise _not_reducible(call, path, x, why, fix)
+        share = group_size() if op == "sum" else 1
+        if isinstance(number, int) and abs(number) >= 2**63 // share:
+            why = f"it may not fit 64 bits, reduced over {group_size()} ranks"
+            fix = "pass a float, or gather the numbers: sum(ctx.all_gather(x))."
+            raise _not_reducible(call, path, x, why, fix)
+        return number
+    if x.is_complex():
+        why, fix = "complex numbers have no order, and no mean here", "pass torch.view_as_real(x)."
+    elif x.layout != torch.strided:
+        why, fix = f"its layout is {x.layout}", "pass x.to_dense()."
+    elif x.device.type == "meta":
+        why, fix = "it is on the device 'meta', without values", "pass a tensor that has values."
+    elif op == "mean" and not x.is_floating_point():
+        why, fix = f"the mean of {x.dtype} is not of that dtype", "pass x.double()."
+    else:
+        return x
+    raise _not_reducible(call, path, x, why, fix)
+
+
+def _not_reducible(call: str, path: str, x: object, why: str, fix: str) -> ConfigError:
+    import torch
+
+    shown = f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else clip(repr(x), _SHOWN)
+    what = f"{call}: {path} is {shown}, of type {type(x).__qualname__}, and {why}."
+    return ConfigError(Explanation(what, cause="the value that this rank passed.", fix=fix))
+
+
+def _number_of(x: Any) -> float | None:
+    """Return a number of Python or of another library; booleans stay booleans."""
+    if getattr(x, "ndim", None) == 0:  # numpy's
+        x = x.item()
+    if isinstance(x, (int, float)):
+        return x
+    return float(x) if isinstance(x, numbers.Real) else None
+
+
+def _require_weight(weight: object) -> float:
+    """Return a rank's share in a mean.
+
+    Raises:
+        ConfigError: It is not a finite number from 0 on.
+    """
+    try:
+        share = float(weight)  # type: ignore[arg-type]  # judged here
+    except (TypeError, ValueError):
+        share = math.nan
+    if 0 <= share < math.inf:
+        return share
+    what = f"reduce_mean(weight={clip(repr(weight), _SHOWN)}): not a finite number from 0 on."
+    fix = "pass this rank's number of samples."
+    raise ConfigError(Explanation(what, cause="the weight that this rank passed.", fix=fix))
 
 
 def _reduced(x: Reducible, op: ReduceOp, device: torch.device, *, has_float: bool) -> object:
@@ -134,7 +220,7 @@ def _reduced(x: Reducible, op: ReduceOp, device: torch.device, *, has_float: boo
     if isinstance(x, Mapping):
         return {key: _reduced(x[key], op, device, has_float=has_float) for key in sorted(x)}
     if op == "mean":
-        return _mean_of_tensor(x, None, device)
+        return _mean(x, 1.0, device)
     is_tensor = isinstance(x, torch.Tensor)
     values = x.detach() if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=_wide(x))
     # Wide enough that no partial result overflows or rounds; given back in the caller's dtype. A
@@ -147,7 +233,10 @@ def _reduced(x: Reducible, op: ReduceOp, device: torch.device, *, has_float: boo
     if is_tensor:
         return total.to(device=values.device, dtype=values.dtype)
     result = total.item()
-    return int(result) if isinstance(x, int) and float(result).is_integer() else result
+    if not isinstance(x, int) or not float(result).is_integer():
+        return result
+    is_truth = isinstance(x, bool) and op != "sum" and result in (0, 1)
+    return bool(result) if is_truth else int(result)
 
 
 def _wide(x: float) -> torch.dtype:
@@ -163,17 +252,12 @@ def _is_number(x: float | torch.Tensor) -> bool:
     return not isinstance(x, torch.Tensor) or x.numel() == 1
 
 
-def _mean(x: Reducible, weight: float | None, device: torch.device) -> object:
-    if isinstance(x, Mapping):
-        return {key: _mean(x[key], weight, device) for key in sorted(x)}
-    return _mean_of_tensor(x, weight, device)
-
-
-def _mean_of_tensor(x: float | torch.Tensor, weight: float | None, device: torch.device) -> object:
+def _mean(x: Reducible, share: float, device: torch.device) -> object:
     import torch
     import torch.distributed as dist
 
-    share = 1.0 if weight is None else float(weight)
+    if isinstance(x, Mapping):
+        return {key: _mean(x[key], share, device) for key in sorted(x)}
     values = x.detach() if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=torch.float64)
     if not values.is_floating_point():
         values = values.to(torch.float64)
@@ -246,7 +330,8 @@ def all_gather(obj: T) -> list[T]:
     if group_size() == 1:
         return [obj]
     gathered: list[T] = [obj] * group_size()
-    dist.all_gather_object(gathered, obj)
+    with _explained_pickling(obj, "all_gather"):
+        dist.all_gather_object(gathered, obj)
     return gathered
 
 
@@ -254,8 +339,34 @@ def broadcast(obj: T, src: int, device: torch.device) -> T:
     """Return rank `src`'s object."""
     import torch.distributed as dist
 
-    if group_size() == 1:
+    size = group_size()
+    if not isinstance(cast("object", src), int) or src not in range(size):
+        what = f"broadcast(src={src!r}): there is no such rank; world_size is {size}."
+        fix = f"pass a rank from 0 to {size - 1}." if size > 1 else "pass src=0."
+        raise ConfigError(Explanation(what, cause="ranks count from 0.", fix=fix))
+    if size == 1:
         return obj
     box = [obj]
-    dist.broadcast_object_list(box, src=src, device=device)
+    with _explained_pickling(obj if dist.get_rank() == src else None, "broadcast"):
+        dist.broadcast_object_list(box, src=src, device=device)
     return box[0]
+
+
+@contextlib.contextmanager
+def _explained_pickling(obj: object, call: str) -> Iterator[None]:
+    """Explain an object of this rank that cannot be pickled; torch tries before any rank waits.
+
+    Raises:
+        ConfigError: It says which part of the object it is.
+    """
+    try:
+        yield
+    except Exception as exc:
+        culprit = find_unpicklable(obj, "obj", dumps=pickle.dumps)
+        if culprit is None:
+            raise
+        path, reason = culprit
+        what = f"{call}: {path} cannot be pickled ({clip(str(reason), _SHOWN)})."
+        cause = "objects travel between ranks as pickles; lambdas, open files and locks cannot."
+        fix = "pass plain data: numbers, strings, tensors, and dicts or lists of them."
+        raise ConfigError(Explanation(what, cause=cause, fix=fix)) from exc

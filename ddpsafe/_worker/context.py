@@ -329,6 +329,7 @@ class RankContext:
             The mean, of the type of `x`, the same on every rank.
 
         Raises:
+            ConfigError: `x` or `weight` is not such a value.
             MismatchError: The ranks passed different keys or shapes.
             ValueError: The weights sum to zero.
         """
@@ -346,10 +347,11 @@ class RankContext:
 
         Returns:
             The result, of the type of `x`, the same on every rank. The mean of integers is a
-            float; a tensor of integers is refused.
+            float; a tensor of integers is refused. The sum of booleans is their number.
 
         Raises:
-            ConfigError: There is no such operation, or it does not fit the dtype.
+            ConfigError: There is no such operation, `x` is not such a value, or it is of a dtype
+                that the operation does not fit.
             MismatchError: The ranks passed different keys, shapes or operations.
         """
         collectives.require_group(self.world)
@@ -361,12 +363,19 @@ class RankContext:
 
         Objects travel by pickle between the ranks, as ``torch.distributed.all_gather_object``
         does it.
+
+        Raises:
+            ConfigError: This rank's object cannot be pickled; it says which part of it.
         """
         collectives.require_group(self.world)
         return collectives.all_gather(obj)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Return rank `src`'s object on every rank (pickle, as `all_gather`)."""
+        """Return rank `src`'s object on every rank (pickle, as `all_gather`).
+
+        Raises:
+            ConfigError: There is no such rank, or its object cannot be pickled.
+        """
         collectives.require_group(self.world)
         return collectives.broadcast(obj, src, self.device)
 

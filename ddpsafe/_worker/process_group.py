@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
-from ddpsafe._errors import Explanation, RendezvousTimeoutError, ranks_text
+from ddpsafe._clock import BoundedCall
+from ddpsafe._errors import CollectiveTimeoutError, Explanation, RendezvousTimeoutError, ranks_text
 from ddpsafe._worker import pending_exception
 from ddpsafe._worker.torch_hooks import (
     DRAIN_S,
@@ -104,16 +106,23 @@ def not_joined(world: World, missing: list[int], deadline: Deadline) -> Rendezvo
     )
 
 
-def close_group(control: Control | None, *, deadline: Deadline) -> list[int]:
+def close_group(
+    control: Control | None, *, deadline: Deadline, is_supervised: bool = True
+) -> list[int]:
     """Leave the group on the good path, without a collective.
 
     Args:
         control: Line to the other ranks; ``None`` in a world of one.
         deadline: How long to wait for ranks that still work.
+        is_supervised: Whether a launcher of ddpsafe ends this process if it hangs.
 
     Returns:
         The ranks that had not come to the end by then; the group is then left as it is.
+
+    Raises:
+        CollectiveTimeoutError: torch had not closed the group by then, which nobody supervises.
     """
+    import torch
     import torch.distributed as dist
 
     missing = [] if control is None else control.meet("leave", deadline=deadline, is_last=True)
@@ -124,5 +133,26 @@ def close_group(control: Control | None, *, deadline: Deadline) -> list[int]:
     gc.collect()
     if not is_safe_destroy(dist.destroy_process_group):  # that one waits by itself
         time.sleep(DRAIN_S)
-    dist.destroy_process_group()
+    if is_supervised or control is None:
+        dist.destroy_process_group()
+        return []
+    # With NCCL it waits for whatever is queued, without a limit of its own.
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch
+    closing = BoundedCall(partial(_destroy, device), name="ddpsafe-destroy")
+    if not closing.wait(deadline.remaining_s()):
+        waited_s = deadline.waited_s()
+        what = f"torch.distributed.destroy_process_group() has not ended after {waited_s:.1f} s."
+        cause = "a collective was started that not all ranks have taken part in."
+        fix = "wait for the results of asynchronous collectives on every rank before the end."
+        raise CollectiveTimeoutError(Explanation(what, cause=cause, fix=fix), waited_s=waited_s)
+    closing.result()
     return []
+
+
+def _destroy(device: int | None) -> None:
+    import torch
+    import torch.distributed as dist
+
+    if device is not None:  # each thread has a current device of its own
+        torch.cuda.set_device(device)
+    dist.destroy_process_group()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -75,6 +77,32 @@ def fail_to_join() -> dict[str, str]:
             name: os.environ[name] for name in os.environ if os.environ[name] != before.get(name)
         }
     raise AssertionError
+
+
+def fail_to_reach_itself(host: str) -> dict[str, Any]:
+    """Serve the store at an address that leads elsewhere; return the error, and who has the port."""
+    os.environ["MASTER_ADDR"] = host
+    told: dict[str, Any] = {}
+    try:
+        ddpsafe.setup(timeouts={"rendezvous": 2})
+    except ddpsafe.PreflightError as error:
+        told["error"] = str(error)
+    with socket.create_server(("", int(os.environ["MASTER_PORT"]))):
+        told["port is free"] = True
+    return told
+
+
+def close_a_group_that_does_not_end() -> str:
+    """Leave a group that torch does not close, as with NCCL and a collective that is still queued."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group = lambda _group=None: threading.Event().wait()
+    try:
+        with ddpsafe.process_group(timeouts=PATIENT | {"barrier": 2}):
+            pass
+    except ddpsafe.CollectiveTimeoutError as error:
+        return str(error)
+    return ""
 
 
 def join_again_and_again(cycles: int) -> list[float]:

@@ -171,6 +171,29 @@ def reduce_nonsense(ctx: RankContext) -> dict[str, Any]:
     }
 
 
+def pass_what_cannot_travel(ctx: RankContext, folder: Path, what: str) -> float:
+    """Pass on rank 1 what cannot be reduced, gathered or broadcast."""
+    import torch
+
+    wrong: dict[str, Callable[[], object]] = {
+        "text": lambda: ctx.all_reduce("x"),  # type: ignore[type-var]  # what a user may do
+        "complex": lambda: ctx.reduce_mean(torch.zeros(2, dtype=torch.complex64)),
+        "lambda": lambda: ctx.all_gather({"loss": 1.0, "schedule": lambda: 0}),
+        "rank": lambda: ctx.broadcast(1, src=7),
+        "broadcast": lambda: ctx.broadcast([lambda: 0], src=1),
+    }
+    right: dict[str, Callable[[], object]] = {
+        "text": lambda: ctx.all_reduce(1.0),
+        "complex": lambda: ctx.reduce_mean(torch.zeros(2)),
+        "lambda": lambda: ctx.all_gather({"loss": 1.0}),
+        "rank": lambda: ctx.broadcast(1, src=0),
+        "broadcast": lambda: ctx.broadcast(1, src=1),
+    }
+    (folder / f"called-{ctx.rank}").touch()
+    (wrong if ctx.rank == 1 else right)[what]()
+    return ctx.reduce_mean(1.0)
+
+
 def exchange(ctx: RankContext, door: str) -> dict[str, Any]:
     """Gather and broadcast objects of several kinds."""
     import torch

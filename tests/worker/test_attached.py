@@ -420,6 +420,28 @@ def test_failed_setup_leaves_the_environment_as_it_was(tmp_path: Path) -> None:
     assert forked_ranks.values(ranks) == [{}]
 
 
+def test_rank_zero_that_cannot_reach_its_own_store_says_so_and_frees_the_port(
+    tmp_path: Path,
+) -> None:
+    """MASTER_ADDR of another host: the error names it, and the next try finds the port free."""
+    envs = [by_hand(0, 2, free_port())]
+    ranks = forked_ranks.run(programs.fail_to_reach_itself, envs, "192.0.2.1", folder=tmp_path)
+    (found,) = [rank.value for rank in ranks]
+    assert found["port is free"]
+    assert "serves the store on" in found["error"]
+    assert "cannot reach it itself at 192.0.2.1:" in found["error"]
+    assert ranks[0].took_s < 2 + SLACK_S
+
+
+def test_a_group_that_torch_does_not_close_ends_in_an_error(tmp_path: Path) -> None:
+    """No launcher of ddpsafe would end these ranks: each says what it waited for."""
+    port = free_port()
+    envs = [by_hand(rank, 2, port) for rank in range(2)]
+    ranks = forked_ranks.run(programs.close_a_group_that_does_not_end, envs, folder=tmp_path)
+    for rank in ranks:
+        assert rank.value.startswith("torch.distributed.destroy_process_group() has not ended")
+
+
 def test_port_of_another_program_is_named_with_its_owner(tmp_path: Path) -> None:
     """MASTER_PORT is taken: a `PreflightError` of kind "port" that names the program, on each rank."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -535,8 +557,8 @@ def run_two_jobs(style: str, *, rounds: int, folder: Path) -> list[dict[int, lis
         for names in (("1", "100"), ("100", "1"))
     ]
     for ended in [job.end() for job in running]:
-        said = [line for line in ended.err.splitlines() if not line.startswith("[W")]
-        assert (ended.code, said) == (0, [])  # torch's store warns of connections that were slow
+        # torch's store warns, with frames, of connections that were slow or ended early.
+        assert (ended.code, ended.err.count("Traceback")) == (0, 0), ended.err
     return [
         {
             value: [

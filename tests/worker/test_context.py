@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 import random
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final
 
 import context_programs as programs
 import forked_ranks
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -156,7 +158,7 @@ def test_ranks_that_disagree_about_a_mean_are_told_at_once() -> None:
     for rank, found in launch(programs.reduce_nonsense).items():
         keys, zero, operation, unknown = found["errors"]
         assert operation.startswith("MismatchError: all_reduce: the ranks passed different")
-        assert "write one of 'sum', 'mean'" in unknown
+        assert "did you mean 'mean'? Write one of 'sum', 'mean'" in unknown
         own = "'accuracy': one number, 'loss'" if rank == 1 else "{'loss': one number}"
         assert keys.startswith("MismatchError: reduce_mean: the ranks passed different keys")
         assert own in keys
@@ -237,6 +239,93 @@ def test_waiting_for_a_slow_rank_is_silent(capfd: pytest.CaptureFixture[str]) ->
 
 
 # Rank 0 first.
+
+
+REFUSED: Final = [
+    ("x", "sum", "x is 'x', of type str, and it is neither a number, a tensor nor a dict of them."),
+    (None, "sum", "x is None, of type NoneType"),
+    ([1.0, 2.0], "sum", "pass torch.as_tensor(x)"),
+    (np.ones(2), "sum", "of type ndarray, and it is neither"),
+    ({"loss": 1.0, "name": "a"}, "sum", "x['name'] is 'a', of type str"),
+    ({"val": {"loss": None}}, "sum", "x['val']['loss'] is None"),
+    ({1: 1.0, "a": 2.0}, "sum", "its keys have no order"),
+    (1j, "sum", "x is 1j, of type complex"),
+    (torch.ones(2, dtype=torch.complex64), "sum", "pass torch.view_as_real(x)"),
+    (torch.ones(2).to_sparse(), "sum", "pass x.to_dense()"),
+    (torch.ones(2, device="meta"), "sum", "without values"),
+    (torch.ones(2, dtype=torch.int64), "mean", "pass x.double()"),
+    (2**63, "sum", "it may not fit 64 bits"),
+    (1.0, "avg", "did you mean 'mean'? Write one of 'sum', 'mean', 'min', 'max', 'product'."),
+    (1.0, "prod", "did you mean 'product'?"),
+    (1.0, "sums", "did you mean 'sum'?"),
+    (1.0, torch.distributed.ReduceOp.AVG, "did you mean 'mean'?"),
+    (1.0, "xyz", "write one of 'sum'"),
+]
+
+
+@pytest.mark.parametrize(("x", "op", "said"), REFUSED)
+def test_what_cannot_be_reduced_is_refused_with_what_was_passed(x: Any, op: Any, said: str) -> None:
+    """In a world of one too, so that it is found on the first machine."""
+    with pytest.raises(ddpsafe.ConfigError) as caught:
+        ddpsafe.all_reduce(x, op)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("weight", ["many", -1, float("nan"), float("inf"), None.__class__])
+def test_a_weight_that_is_no_share_is_refused(weight: Any) -> None:
+    """Negative and infinite weights would give a mean outside of the values."""
+    with pytest.raises(ddpsafe.ConfigError, match="reduce_mean"):
+        ddpsafe.reduce_mean(1.0, weight=weight)
+
+
+@pytest.mark.parametrize(
+    ("x", "op", "result"),
+    [
+        (True, "max", True),
+        (False, "min", False),
+        (True, "product", True),
+        (True, "sum", 1),
+        (3, "max", 3),
+        (np.float32(0.5), "sum", 0.5),
+        (np.int64(3), "sum", 3),
+        (np.ones(1, dtype=bool)[0], "max", True),
+        (np.array(2.0), "max", 2.0),
+        (Fraction(1, 2), "sum", 0.5),
+        ({"b": np.int64(1), "a": {"c": True}}, "max", {"a": {"c": True}, "b": 1}),
+    ],
+)
+def test_numbers_of_every_kind_are_reduced_as_numbers(x: Any, op: Any, result: object) -> None:
+    """Whether a boolean is true stays a boolean, and how many are true is a number."""
+    found = ddpsafe.all_reduce(x, op)
+    assert (found, type(found)) == (result, type(result))
+
+
+@pytest.mark.parametrize("src", [1, 7, -1, "0", None, 0.5])
+def test_a_rank_that_is_not_there_cannot_broadcast(src: Any) -> None:
+    """In a world of one too."""
+    with pytest.raises(ddpsafe.ConfigError, match="there is no such rank; world_size is 1"):
+        ddpsafe.broadcast("text", src=src)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("text", "all_reduce: x is 'x', of type str"),
+        ("complex", "pass torch.view_as_real(x)"),
+        ("lambda", "all_gather: obj['schedule'] cannot be pickled"),
+        ("rank", "broadcast(src=7): there is no such rank; world_size is 3."),
+        ("broadcast", "broadcast: obj[0] cannot be pickled"),
+    ],
+)
+def test_the_rank_that_passes_what_cannot_travel_is_told_at_once(
+    what: str, said: str, tmp_path: Path, run_dir: Path
+) -> None:
+    """It raises before it joins the collective, and the launch names it, not the ranks that wait."""
+    with pytest.raises(ddpsafe.RankRaisedError) as caught:
+        launch(programs.pass_what_cannot_travel, tmp_path, what, run_dir=run_dir)
+    assert caught.value.rank == 1
+    assert said in str(caught.value)
+    assert (tmp_path / "called-0").exists()
 
 
 @both_doors

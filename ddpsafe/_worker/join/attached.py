@@ -273,7 +273,8 @@ def _close(member: RankContext, *, opened: bool) -> None:
     stop = _own_stopping()
     if stop is not None:
         stop.leave()
-    missing = groups.close_group(member.control, deadline=deadline)
+    is_supervised = session.find_spec() is not None
+    missing = groups.close_group(member.control, deadline=deadline, is_supervised=is_supervised)
     if missing:
         if stop is not None:
             stop.signals.close()
@@ -282,7 +283,7 @@ def _close(member: RankContext, *, opened: bool) -> None:
     if stop is not None:
         stop.close()
     failed = None if member.control is None else member.control.failed_peer
-    if failed is not None and session.find_spec() is None:
+    if failed is not None and not is_supervised:
         raise peer_failed_error(member, failed)
 
 

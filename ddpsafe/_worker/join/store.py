@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
+import os
 import socket
 import time
 import uuid
@@ -253,28 +255,36 @@ def _connect(endpoint: Endpoint, world: World, deadline: Deadline, *, serves: bo
     from torch.torch_version import TorchVersion
 
     timeout = timedelta(seconds=max(1.0, min(deadline.remaining_s(), _LONGEST_S)))
-    listening = _listen(endpoint, world).detach() if serves else None
-
     # Up to torch 2.7 the server that is the default, libuv's, takes no listening socket.
     server = {} if TorchVersion(torch.__version__) >= "2.8" else {"use_libuv": False}
-    making = BoundedCall(
-        lambda: TCPStore(
-            endpoint.host,
-            endpoint.port,
-            is_master=serves,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=listening,
-            **server,
-        ),
-        name="ddpsafe-store",
-    )
-    if not making.wait(deadline.remaining_s()):
-        raise _stranger(endpoint, world, deadline)
-    try:
-        return making.result()
-    except RuntimeError as exc:
-        raise _nobody_serves(endpoint, world, str(exc).splitlines()[0], deadline) from exc
+    with _listen(endpoint, world) if serves else contextlib.nullcontext() as listener:
+        # torch closes what it is given, sooner or later where it fails.
+        given = None if listener is None else os.dup(listener.fileno())
+        making = BoundedCall(
+            lambda: TCPStore(
+                endpoint.host,
+                endpoint.port,
+                is_master=serves,
+                timeout=timeout,
+                wait_for_workers=False,
+                master_listen_fd=given,
+                **server,
+            ),
+            name="ddpsafe-store",
+        )
+        has_ended = making.wait(deadline.remaining_s())
+        try:
+            if has_ended:
+                return making.result()
+            reason = "the connection was taken, and nothing answered"
+        except RuntimeError as exc:
+            reason = str(exc).splitlines()[0]
+        if listener is not None:
+            listener.shutdown(socket.SHUT_RDWR)  # torch's client may wait on: the port is free now
+            raise _cannot_reach_itself(endpoint, world, reason, deadline)
+        if not has_ended:
+            raise _stranger(endpoint, world, deadline)
+        raise _nobody_serves(endpoint, world, reason, deadline)
 
 
 def _listen(endpoint: Endpoint, world: World) -> socket.socket:
@@ -361,6 +371,19 @@ def _cannot_serve(endpoint: Endpoint, world: World, exc: OSError) -> PreflightEr
         return PreflightError(Explanation(what, cause=cause, fix=fix), kind="port")
     what = f"{world} cannot serve the store at {endpoint}: {exc.strerror or exc}."
     cause = "MASTER_ADDR is not an address of this host, or its name resolves to another one."
+    fix = "set MASTER_ADDR to an address of the host on which rank 0 runs (see `ip addr`)."
+    return PreflightError(Explanation(what, cause=cause, fix=fix), kind="startup-network")
+
+
+def _cannot_reach_itself(
+    endpoint: Endpoint, world: World, why: str, deadline: Deadline
+) -> PreflightError:
+    here = socket.gethostname()
+    what = (
+        f"{world} serves the store on {here}, but cannot reach it itself at {endpoint} "
+        f"within {deadline.waited_s():.1f} s: {why}."
+    )
+    cause = "MASTER_ADDR names another host, or an address that a firewall or NAT keeps from its own host."
     fix = "set MASTER_ADDR to an address of the host on which rank 0 runs (see `ip addr`)."
     return PreflightError(Explanation(what, cause=cause, fix=fix), kind="startup-network")
 
