@@ -120,7 +120,7 @@ def close_group(
         The ranks that had not come to the end by then; the group is then left as it is.
 
     Raises:
-        CollectiveTimeoutError: torch had not closed the group by then, which nobody supervises.
+        CollectiveTimeoutError: torch had not closed the group by then, where no launcher would end it.
     """
     import torch
     import torch.distributed as dist

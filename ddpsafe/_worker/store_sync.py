@@ -115,7 +115,7 @@ class SignedKeys:
 
     Args:
         store: The store.
-        secret: What the ranks of the job know and nobody else.
+        secret: What only the ranks of the job know.
         scope: What these keys are for. A value that was signed for another scope or another key does
             not count, so a scope that is new for each start of the ranks admits no old ones.
     """

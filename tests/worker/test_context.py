@@ -272,7 +272,7 @@ def test_what_cannot_be_reduced_is_refused_with_what_was_passed(x: Any, op: Any,
 
 
 @pytest.mark.parametrize("weight", ["many", -1, float("nan"), float("inf"), None.__class__])
-def test_a_weight_that_is_no_share_is_refused(weight: Any) -> None:
+def test_a_weight_that_cannot_be_a_share_is_refused(weight: Any) -> None:
     """Negative and infinite weights would give a mean outside of the values."""
     with pytest.raises(ddpsafe.ConfigError, match="reduce_mean"):
         ddpsafe.reduce_mean(1.0, weight=weight)

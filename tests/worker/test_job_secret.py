@@ -83,7 +83,7 @@ def test_a_rank_with_another_secret_is_told_so_at_once(
 
 
 def test_a_secret_that_can_be_guessed_is_refused() -> None:
-    """Fifteen characters are too few; none at all is no secret."""
+    """Fifteen characters are too few; an empty variable means none."""
     with pytest.raises(ddpsafe.ConfigError, match=f"{NAME} has 15 characters"):
         job_secret({NAME: "x" * 15})
     assert job_secret({NAME: ""}) is None

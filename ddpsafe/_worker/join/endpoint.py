@@ -27,7 +27,7 @@ _SHORTEST_SECRET: Final = 16
 
 
 def job_secret(env: Mapping[str, str]) -> bytes | None:
-    """Return what the ranks of this job know and nobody else, if they were given such a thing.
+    """Return what only the ranks of this job know, if they were given a secret.
 
     None is made out of the job's identifiers: other users of a cluster can read those.
 
