@@ -10,6 +10,7 @@
         RankFailedError
           RankRaisedError | RankExitedError | RankKilledError | RankLeftEarlyError
         PreemptedError                         the ranks stopped because they were asked to
+        NodeLostError                          a node of several is gone
         LaunchTimeoutError (also TimeoutError)
           RendezvousTimeoutError | CollectiveTimeoutError | BarrierTimeoutError
           ProgressTimeoutError | AttemptTimeoutError
@@ -21,12 +22,13 @@ Every error pickles, with its cause and its facts where they pickle.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence  # noqa: TC003 - pydantic reads the fields of Explanation
 from dataclasses import dataclass, replace
+from pathlib import Path  # noqa: TC003 - as above
 from typing import TYPE_CHECKING, Final, Literal, TypedDict, TypeVar, get_args
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Iterable, Mapping
 
     from typing_extensions import Unpack
 
@@ -305,6 +307,38 @@ class PreemptedError(LaunchError):
         super().__init__(explanation, **facts)
         self.values: dict[int, object] = dict(values or {})
         self.unfinished_ranks = tuple(unfinished_ranks)
+
+
+class NodeLostError(LaunchError):
+    """A node of several is gone: its host, its network, or its launcher.
+
+    Attributes:
+        node_rank: The node.
+        hostname: Its host.
+        ranks: Its ranks.
+        why: What is known of it, as a clause.
+    """
+
+    exit_code = TRY_AGAIN_EXIT_CODE
+    kind: FailureKind = "peer-lost"
+    origin = "peer-lost"
+
+    def __init__(
+        self,
+        explanation: Explanation | str,
+        *,
+        node_rank: int,
+        hostname: str,
+        ranks: Sequence[int] = (),
+        why: str = "",
+        **facts: Unpack[LaunchFacts],
+    ) -> None:
+        """Keep which node it was."""
+        super().__init__(explanation, **facts)
+        self.node_rank = node_rank
+        self.hostname = hostname
+        self.ranks = tuple(ranks)
+        self.why = why
 
 
 class RankFailedError(LaunchError):

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ddpsafe._config import LaunchFields
     from ddpsafe._launcher.handle import GracePeriod, OnStart
     from ddpsafe._launcher.plan import LaunchPlan, OnRetry
+    from ddpsafe._launcher.run_directory import RunDirectory
     from ddpsafe._wire.spec import CallStyle
     from ddpsafe._worker.context import RankContext
     from ddpsafe._world import World
@@ -189,7 +190,7 @@ def _ready_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False)
     """Plan a launch, on a machine that is ready for it."""
     with interrupts_kept():
         plan = make_plan(config, style=style, daemon=daemon)
-        require_ready_host(config, nproc=plan.world_size, backend=plan.backend)
+        require_ready_host(config, nproc=plan.nproc, backend=plan.backend)
     return plan
 
 
@@ -220,6 +221,8 @@ def _run_plan(
 
     try:
         with quiet_log(plan.console), open_run_directory(plan.config.run_dir) as directory:
+            if plan.config.nnodes > 1:
+                return _run_with_other_nodes(plan, calls, directory, cancelled)
             values = run_attempts(
                 plan.config.retry, attempt, change=calls.change, cancelled=cancelled
             )
@@ -228,6 +231,17 @@ def _run_plan(
         raise
     kept = None if directory.is_ours else directory.path
     return LaunchResult(values=values, attempts=attempts, run_dir=kept)
+
+
+def _run_with_other_nodes(
+    plan: LaunchPlan, calls: Calls, directory: RunDirectory, cancelled: Event
+) -> LaunchResult[Any]:
+    from ddpsafe._launcher.nodes.rounds import NodeLaunch  # it loads torch
+
+    nodes = NodeLaunch(plan, calls, run_rank=run_rank, directory=directory, cancelled=cancelled)
+    values = nodes.run()
+    kept = None if directory.is_ours else directory.path
+    return LaunchResult(values=values, attempts=nodes.attempts, run_dir=kept)
 
 
 def _run_here(

@@ -47,20 +47,20 @@ _RUN_OPTIONS: Final = (
     ("--start-method", "HOW", "spawn or forkserver"),
     ("--max-restarts", "N", "attempts after the first one, where another one can help"),
     ("--shutdown-timeout", "S", "seconds between SIGTERM and SIGKILL"),
-    ("--nnodes", "N", "1, for this command starts the ranks of one node"),
-    ("--node-rank", "I", "0"),
+    ("--nnodes", "N", "nodes, each of which runs this command: a number, or MIN:MAX"),
+    ("--node-rank", "I", "this node, from 0; node 0 is the host of the endpoint"),
+    ("--rdzv-endpoint", "HOST:PORT", "where the nodes meet; its host serves it"),
+    ("--rdzv-id", "ID", "name of the job, the same on all nodes"),
+    ("--interface", "NAME", "the network interface of the ranks of this node"),
+    ("--secret-file", "FILE", "a file with the job's secret; strangers are kept out"),
     ("-t --tee", "STD", "as torchrun: show every rank's output, each line with its rank"),
     ("-r --redirects", "STD", "as torchrun: 3 shows nothing on the console"),
     ("--local-ranks-filter", "RANKS", "as torchrun: 0 shows rank 0's output"),
 )
 TORCHRUN_NOTED: Final = {
-    "--rdzv-backend": "the ranks of one node meet at a place that only they can reach",
-    "--rdzv-endpoint": "the ranks of one node meet at a place that only they can reach",
-    "--rdzv-id": "each launch has an id of its own",
-    "--rdzv-conf": "timeouts.rendezvous of the configuration bounds the start",
-    "--master-addr": "the ranks of one node meet at a place that only they can reach",
-    "--master-port": "a free port is taken",
-    "--local-addr": "the ranks of one node talk on the loopback interface",
+    "--rdzv-backend": "nodes always meet at the endpoint, and ranks of one node in a private folder",
+    "--rdzv-conf": "rendezvous.join and timeouts.rendezvous of the configuration bound the start",
+    "--local-addr": "--interface says on which interface the ranks of several nodes talk",
     "--monitor-interval": "the end of a rank is seen at once",
     "--event-log-handler": "RUN_DIR has a report of each attempt that failed",
     "--role": "ranks have no roles",
@@ -252,6 +252,8 @@ def _add_run(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
     _add_both(parser, "--no-python", action="store_true", help="SCRIPT is a program, not Python")
     _add_both(parser, "--standalone", action="store_true", help="one node; always so")
     _add_both(parser, "--run-path", action="store_true", help=argparse.SUPPRESS)  # always so
+    for names in ("--master-addr", "--master-port"):
+        _add_both(parser, names, metavar="VALUE", help=argparse.SUPPRESS)
     for names in TORCHRUN_NOTED:
         _add_both(parser, names, metavar="VALUE", help=argparse.SUPPRESS)
     _add_both(parser, "--virtual-local-rank", action="store_true", help=argparse.SUPPRESS)

@@ -35,7 +35,7 @@ LAYERS: Final = {
 
 MACHINERY: Final = {"_launcher", "_worker", "data", "checkpoint", "doctor"}
 LAUNCH: Final = {"_launch", "_functions", "_preflight"}  # what __init__ offers, and its checks
-ENTRY_POINTS: Final = {"", "__main__", "_commands", "cli", "pytest_plugin", "testing"}
+ENTRY_POINTS: Final = {"", "__main__", "_commands", "cli", "testing", "_rank_tests"}
 
 UPWARD_FOR_TYPES: Final = {
     ("ddpsafe._errors", "ddpsafe._wire.messages"): "LaunchError.outcomes holds them; nothing runs",

@@ -20,16 +20,19 @@ FACTS: Final = {
     "local_rank": 1,
     "log_path": Path("/runs/1/attempt-2/rank-3.err"),
     "missing_ranks": (1, 3),
+    "node_rank": 1,
     "outcomes": {3: "an outcome"},
     "pid": 4711,
     "problems": ("first", "second"),
     "rank": 3,
+    "ranks": (2, 3),
     "report": {"check": "finding"},
     "run_dir": Path("/runs/1"),
     "stacks": {1: "train.py:12"},
     "unfinished_ranks": (1,),
     "values": {0: "saved"},
     "waited_s": 20.5,
+    "why": "its launcher has ended",
 }
 """A value for every fact that an error of the tree takes, none of them a default."""
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddpsafe._config import LaunchConfig
+from ddpsafe._config.endpoint import DEFAULT_PORT
 from ddpsafe._config.policies import DETERMINISTIC
 from ddpsafe._errors import FAILURE_KINDS, ConfigError, DDPSafeError, Explanation
 from ddpsafe._host import is_directory_gone
@@ -57,15 +58,15 @@ def read_options(options: Namespace) -> tuple[dict[str, Any], list[str]]:
     """Return fields of `LaunchConfig`, and notes about what torchrun would do and this does not.
 
     Raises:
-        ConfigError: It is for several nodes, or not a number where one is needed.
+        ConfigError: It is not a number where one is needed.
     """
-    _require_one_node(options)
     names = ("nproc_per_node", "run_dir", "console", "start_method")
     fields: dict[str, Any] = {
         name: value for name in names if (value := getattr(options, name)) is not None
     }
     if "run_dir" in fields:
         fields["run_dir"] = Path(fields["run_dir"]).absolute()
+    fields |= _read_nodes(options)
     if options.max_restarts is not None:
         restarts = _number(options, "max_restarts")
         fields["retry"] = {"attempts": restarts + 1, "on": FAILURE_KINDS - DETERMINISTIC}
@@ -100,19 +101,45 @@ def _read_streams(options: Namespace) -> tuple[str | None, list[str]]:
     return None, []
 
 
-def _require_one_node(options: Namespace) -> None:
-    nnodes, node_rank = options.nnodes, options.node_rank
-    if nnodes in (None, "1", "1:1") and node_rank in (None, "0"):
-        return
-    given = f"--nnodes={nnodes}" if nnodes not in (None, "1", "1:1") else f"--node-rank={node_rank}"
-    raise ConfigError(
-        Explanation(
-            f"{given}: ddpsafe run starts the ranks of one node.",
-            cause="several nodes need a launcher on each of them.",
-            fix="start it with torchrun as it is; ddpsafe.launch(), process_group() and setup() "
-            "join the ranks that torchrun has started.",
+def _read_nodes(options: Namespace) -> dict[str, Any]:
+    """Return the fields that say which nodes there are, and where they meet.
+
+    Raises:
+        ConfigError: A number is not one.
+    """
+    fields: dict[str, Any] = {}
+    meeting: dict[str, Any] = {
+        name: value
+        for name, option in (
+            ("endpoint", "rdzv_endpoint"),
+            ("id", "rdzv_id"),
+            ("interface", "interface"),
+            ("secret_file", "secret_file"),
         )
-    )
+        if (value := getattr(options, option)) is not None
+    }
+    if options.nnodes is not None:
+        least, _, most = str(options.nnodes).partition(":")
+        if not least.isdecimal() or not (most or least).isdecimal() or int(least) < 1:
+            raise ConfigError(
+                Explanation(
+                    f"--nnodes={options.nnodes} is not a number of nodes.",
+                    fix="write --nnodes=2, or --nnodes=2:4 to start with two and take up to four.",
+                )
+            )
+        fields["nnodes"] = int(most or least)
+        if most and most != least:
+            meeting["min_nodes"] = int(least)
+    if options.node_rank is not None:
+        fields["node_rank"] = _number(options, "node_rank")
+    if options.master_addr is not None and "endpoint" not in meeting:
+        port = 29500 if options.master_port is None else _number(options, "master_port")
+        meeting["endpoint"] = f"{options.master_addr}:{port}"
+    if options.standalone:
+        fields["nnodes"] = 1
+    if fields.get("nnodes", 1) > 1 and "endpoint" in meeting and ":" not in meeting["endpoint"]:
+        meeting["endpoint"] += f":{DEFAULT_PORT}"  # as torchrun completes it
+    return {**fields, **({"rendezvous": meeting} if meeting else {})}
 
 
 def _number(options: Namespace, name: str) -> int:

@@ -119,15 +119,16 @@ class LaunchConfig(BaseSettings):
         default=1,
         ge=1,
         le=100_000,
-        description="Nodes of the job, for the doctor's checks between them. A launch starts the "
-        "ranks of one node and refuses more.",
+        description="Nodes of the job, each with a launcher of its own. With more than one the "
+        "launchers meet at rendezvous.endpoint and start, watch and restart their ranks together.",
         examples=["2"],
     )
     node_rank: Annotated[int, BeforeValidator(judge_integer)] | None = Field(
         default=None,
         ge=0,
-        description="This node among all, from 0; the doctor asks for it where no launcher says "
-        "it (None).",
+        description="This node among all, from 0. In a launch, node 0 is the host of the endpoint; "
+        "the others keep the order that is said here, else that of their names (None). The doctor "
+        "asks for it where no launcher says it.",
         examples=["0", "None"],
     )
     rendezvous: Rendezvous = Field(
@@ -276,6 +277,12 @@ class LaunchConfig(BaseSettings):
         nnodes = info.data.get("nnodes", 1)
         if nnodes > 1:
             require_none(_meeting_problems(value, nnodes), given=value.endpoint)
+        least = value.min_nodes
+        if least is not None and least > nnodes:
+            raise wrong(
+                f"nnodes={nnodes} is the most there may be, and rendezvous.min_nodes={least} is more",
+                write=f"min_nodes={nnodes} or less, or a larger nnodes",
+            )
         return value
 
     @field_validator("data_paths")

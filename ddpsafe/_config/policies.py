@@ -14,9 +14,10 @@ from pydantic import (
     field_validator,
 )
 
-from ddpsafe._config.durations import DurationLike, Wait, show_duration
+from ddpsafe._config.durations import Duration, DurationLike, Wait, show_duration
 from ddpsafe._config.endpoint import Endpoint, parse_endpoint
 from ddpsafe._config.interfaces import GLOO, find_shape_problem
+from ddpsafe._config.paths import AbsolutePath
 from ddpsafe._config.problems import Part, Problem, find_near, require_none, show, wrong
 from ddpsafe._config.validators import judge_integer
 from ddpsafe._errors import FAILURE_KINDS, STARTUP_KINDS, FailureKind
@@ -167,6 +168,44 @@ class Rendezvous(Part):
         "A variable of gloo or NCCL that you set wins.",
         examples=['"eth0"', '"auto"', "None"],
     )
+
+    id: str | None = Field(
+        default=None,
+        description="Name of the job at the endpoint, the same on all its nodes; a late node of "
+        "another job is refused by it. None: every job at an endpoint has the same one.",
+        examples=['"run-7"', "None"],
+    )
+    min_nodes: Annotated[int, BeforeValidator(judge_integer)] | None = Field(
+        default=None,
+        ge=1,
+        description="Start with so many nodes, and go on with so many after the loss of one; "
+        "nnodes is the most. None: all nnodes.",
+        examples=["2", "None"],
+    )
+    join: Duration = Field(
+        default=timedelta(minutes=10),
+        description="How long a node waits for the endpoint and for the other nodes.",
+        examples=['"10min"', "60"],
+    )
+    last_call: Wait = Field(
+        default=timedelta(seconds=10),
+        description="How long min_nodes nodes wait for more of them before they start.",
+        examples=["10", '"1min"'],
+    )
+    secret_file: AbsolutePath | None = Field(
+        default=None,
+        description="A file with the secret of the job, by which nodes know each other. None: the "
+        "variable DDPSAFE_JOB_SECRET, else one derived from endpoint and id, which keeps jobs apart "
+        "and does not keep attackers out.",
+        examples=['"/etc/ddpsafe/secret"', "None"],
+    )
+
+    @field_validator("id")
+    @classmethod
+    def _judge_id(cls, value: str | None) -> str | None:
+        if value is not None and not (value.strip() and value.isprintable()):
+            raise wrong("the id of a job is a text that can be printed", write='id="run-7"')
+        return value
 
     @field_validator("endpoint")
     @classmethod

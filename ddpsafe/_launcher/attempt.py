@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -34,7 +34,7 @@ from ddpsafe._wire import payload
 from ddpsafe._wire.spec import RankSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from threading import Event
 
     from ddpsafe._errors import LaunchError
@@ -123,12 +123,57 @@ def run_attempt(
         PreflightError: The ranks could not be started.
         Interrupted: The launcher is to stop; all ranks have ended.
     """
-    require_room(plan.world_size)
-    directory.attempt(number)
-    config = plan.config
     oom_kills_before = evidence.count_oom_kills()
     with ExitStack() as stack:
         inbox = stack.enter_context(open_inbox())
+        workers, end = stack.enter_context(
+            started_ranks(number, plan=plan, call=call, run_rank=run_rank, directory=directory)
+        )
+        if on_start is not None:
+            on_start(workers, inbox)
+        ending, request = _watch_to_the_end(workers, plan, inbox, end, grace_period)
+        ended = errors.EndedAttempt(
+            outcomes={worker.rank: worker.outcome() for worker in workers},
+            ending=ending,
+            attempt=number,
+            retry=plan.config.retry,
+            run_dir=directory.path,
+            oom_kills=evidence.count_oom_kills() - oom_kills_before,
+            timeouts=plan.config.timeouts,
+        )
+    if inbox.received is not None:
+        cancelled.set()  # whatever the result, another attempt is not wanted
+    return _conclude(ended, workers, request, inbox.received, directory)
+
+
+@contextmanager
+def started_ranks(
+    number: int,
+    *,
+    plan: LaunchPlan,
+    call: PickledCall,
+    run_rank: RunRank,
+    directory: RunDirectory,
+) -> Iterator[tuple[list[Worker], Callable[..., None]]]:
+    """Start the ranks of this node for one attempt; leaving ends what is left of them.
+
+    Args:
+        number: The attempt, counted from 1.
+        plan: What to start.
+        call: What the ranks run.
+        run_rank: What their processes run.
+        directory: Where the logs go.
+
+    Yields:
+        The ranks, and what ends them.
+
+    Raises:
+        PreflightError: They could not be started.
+    """
+    require_room(plan.nproc)
+    directory.attempt(number)
+    config = plan.config
+    with ExitStack() as stack:
         guard = stack.enter_context(posted_guard(plan.launch_id))
         store = stack.enter_context(
             open_store(directory.path if directory.is_ours else None, guard)
@@ -149,21 +194,7 @@ def run_attempt(
         for folder in (find_helpers_folder(), None if directory.is_kept else directory.path):
             if folder is not None:
                 guard.remove_later(folder)
-        if on_start is not None:
-            on_start(workers, inbox)
-        ending, request = _watch_to_the_end(workers, plan, inbox, end, grace_period)
-        ended = errors.EndedAttempt(
-            outcomes={worker.rank: worker.outcome() for worker in workers},
-            ending=ending,
-            attempt=number,
-            retry=config.retry,
-            run_dir=directory.path,
-            oom_kills=evidence.count_oom_kills() - oom_kills_before,
-            timeouts=config.timeouts,
-        )
-    if inbox.received is not None:
-        cancelled.set()  # whatever the result, another attempt is not wanted
-    return _conclude(ended, workers, request, inbox.received, directory)
+        yield workers, end
 
 
 def _watch_to_the_end(
@@ -198,22 +229,22 @@ def _conclude(
     """Return what the ranks returned, or raise what the attempt came to; see `run_attempt`."""
     reason = ended.ending.reason
     if reason == "overdue" or (reason == "done" and any(worker.stop.obeys for worker in workers)):
-        values = _values(workers, ended, directory)
+        values = values_of(workers, ended, directory)
         stopped = conclude_stop(ended, request, values, keeps_logs=directory.is_kept)
         directory.holds_failure |= bool(stopped.unfinished_ranks)
         raise stopped
     if reason == "done" and not is_order(received):
-        return _values(workers, ended, directory)
+        return values_of(workers, ended, directory)
     if reason in ("done", "signal"):
         raise Interrupted(received or signal.SIGTERM)
-    error = _failure(ended, directory)
-    if received is not None and _is_by_sigterm(error):
+    error = failure_of(ended, directory)
+    if received is not None and is_by_sigterm(error):
         raise Interrupted(received)  # it went to the ranks too, as a cgroup's or scancel --full's
     directory.holds_failure = True
     raise error
 
 
-def _values(
+def values_of(
     workers: Sequence[Worker], ended: EndedAttempt, directory: RunDirectory
 ) -> dict[int, object]:
     values: dict[int, object] = {}
@@ -238,14 +269,14 @@ def _load(value: bytes) -> object:
         raise payload.CannotTravelError(msg) from exc
 
 
-def _failure(ended: EndedAttempt, directory: RunDirectory) -> LaunchError:
+def failure_of(ended: EndedAttempt, directory: RunDirectory) -> LaunchError:
     directory.note_tracebacks(ended.outcomes.values())
     error = errors.conclude(ended)
     directory.report(ended.attempt, error)
     return error
 
 
-def _is_by_sigterm(error: LaunchError) -> bool:
+def is_by_sigterm(error: LaunchError) -> bool:
     return isinstance(error, RankKilledError) and error.signal == signal.SIGTERM
 
 
@@ -260,8 +291,9 @@ def _specs(
             launch_id=plan.launch_id,
             launcher_pid=os.getpid(),
             store_dir=str(store.folder),
+            store_place=None if plan.place is None else plan.place.store,
             backend=plan.backend,
-            device=plan.devices[world.rank],
+            device=plan.devices[world.local_rank],
             timeouts=plan.timeouts,
             style=plan.style,
             env=rank_env(plan, world, store.master_port, directory.logs(number, world)),

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from ddpsafe._config import LaunchConfig
     from ddpsafe._errors import DDPSafeError
-    from ddpsafe._wire.spec import CallStyle, LogFiles
+    from ddpsafe._wire.spec import CallStyle, LogFiles, StorePlace
 
     OnRetry = Callable[[DDPSafeError], Sequence[Any] | None]
 
@@ -195,21 +195,37 @@ LOOPBACK: Final = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodesPlace:
+    """Where the ranks of several nodes meet in one round.
+
+    Attributes:
+        store: The store.
+        master_port: A port that node 0's launcher keeps free beside it.
+        interfaces: Variables that keep gloo and NCCL on this node's interface to the others.
+    """
+
+    store: StorePlace
+    master_port: int
+    interfaces: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
     """One launch on one node, every "auto" decided.
 
     Attributes:
         config: What was asked for.
         style: How the user's function is called.
-        worlds: The ranks to start, by rank.
+        worlds: The ranks of this node to start, by local rank.
         backend: Backend for torch.
-        devices: Each rank's device, by rank.
+        devices: Each rank's device, by local rank.
         child_start_method: See `RankSpec`.
         num_threads: Intra-op threads of each rank; ``None`` leaves the user's choice.
         console: Whose output the console shows.
         launch_id: Marks the processes of this launch.
         timeouts: The deadlines that ranks keep by themselves.
         daemon: Whether the ranks are daemonic processes, as ``mp.spawn(daemon=…)`` means it.
+        place: Where the ranks meet, if they are on several nodes.
     """
 
     config: LaunchConfig
@@ -223,10 +239,11 @@ class LaunchPlan:
     launch_id: str
     timeouts: RankTimeouts
     daemon: bool
+    place: NodesPlace | None = None
 
     @property
-    def world_size(self) -> int:
-        """Number of ranks."""
+    def nproc(self) -> int:
+        """Number of ranks of this node."""
         return len(self.worlds)
 
 
@@ -239,10 +256,8 @@ def make_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False) -
         daemon: See `LaunchPlan`.
 
     Raises:
-        ConfigError: More nodes than this launcher starts, a backend that torch does not
-            know, or GPUs that are not there.
+        ConfigError: A backend that torch does not know, or GPUs that are not there.
     """
-    _require_one_node(config)
     gpus = _gpus.count_visible(config.env)
     nproc = _resolve_nproc(config, gpus)
     backend = _resolve_backend(config, gpus)
@@ -274,15 +289,16 @@ def rank_env(plan: LaunchPlan, world: World, master_port: int, logs: LogFiles) -
     Under ``spawn`` a variable that the caller has set stays: ``RANK`` may be the node's rank
     in scripts that compute their own from it.
     """
+    interfaces = loopback_interfaces() if plan.place is None else plan.place.interfaces
     given = {
         **world.as_env(),
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(master_port),
-        **loopback_interfaces(),
+        "MASTER_ADDR": LOOPBACK if plan.place is None else plan.place.store.host,
+        "MASTER_PORT": str(master_port if plan.place is None else plan.place.master_port),
+        **interfaces,
     }
     if plan.num_threads is not None:
         given["OMP_NUM_THREADS"] = str(plan.num_threads)
-    kept = set(loopback_interfaces())
+    kept = set(interfaces)
     if plan.style == "spawn":
         kept |= set(given)
     ours = {name: value for name, value in given.items() if name not in kept & set(os.environ)}
@@ -293,7 +309,7 @@ def rank_env(plan: LaunchPlan, world: World, master_port: int, logs: LogFiles) -
 def _nccl_variables(
     plan: LaunchPlan, world: World, logs: LogFiles, given: Mapping[str, str]
 ) -> dict[str, str]:
-    if not _gpus.uses_gpus(plan.backend) and plan.devices[world.rank] == "cpu":
+    if not _gpus.uses_gpus(plan.backend) and plan.devices[world.local_rank] == "cpu":
         return {}
     import torch
 
@@ -315,19 +331,6 @@ def _world(rank: int, nproc: int) -> World:
         nnodes=1,
         started_by="ddpsafe",
     )
-
-
-def _require_one_node(config: LaunchConfig) -> None:
-    if config.nnodes == 1:
-        return
-    what = f"nnodes={config.nnodes}: launch() itself starts the ranks of one node."
-    fix = (
-        "start the same script on every node with srun, or with torchrun "
-        f"--nnodes={config.nnodes} --nproc-per-node=… --rdzv-backend=c10d --rdzv-endpoint=…; "
-        "launch() then runs the function in each rank that they start."
-    )
-    cause = "several nodes need a launcher on each of them."
-    raise ConfigError(Explanation(what, cause=cause, fix=fix))
 
 
 def _cores() -> int:

@@ -30,6 +30,7 @@ from ddpsafe._wire.exceptions import (
     type_name_of,
     where_of,
 )
+from ddpsafe._wire.spec import read_log
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -496,6 +497,8 @@ class RankOutcome:
         exited_at: The line of the ``sys.exit(0)`` by which it returned, if it did so.
         stdout: Its log of file descriptor 1.
         stderr: Its log of file descriptor 2.
+        node_rank: Its node.
+        said: The end of its stderr, where that log is on another host than the reader; else ``None``.
     """
 
     rank: int
@@ -518,6 +521,14 @@ class RankOutcome:
     exited_at: str = ""
     stdout: str | None = None
     stderr: str | None = None
+    node_rank: int = 0
+    said: str | None = None
+
+    def error_text(self) -> str:
+        """Return what it wrote to stderr, or the end of it."""
+        if self.said is not None:
+            return self.said
+        return "" if self.stderr is None else read_log(self.stderr)
 
     @property
     def origin(self) -> Origin:

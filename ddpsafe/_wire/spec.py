@@ -136,6 +136,21 @@ def read_log(path: Path | str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StorePlace:
+    """The store at which the ranks of several nodes meet; node 0's launcher serves it.
+
+    Attributes:
+        host: Its address.
+        port: Its port.
+        key: Random; begins the keys of this attempt.
+    """
+
+    host: str
+    port: int
+    key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpec:
     """Everything the launcher tells one rank.
 
@@ -145,6 +160,7 @@ class RankSpec:
         launch_id: Marks the processes of this launch.
         launcher_pid: The process whose death ends this one.
         store_dir: The private folder in which the ranks of this attempt meet.
+        store_place: Where they meet in its place, if they are on several nodes.
         backend: Backend of the process group, e.g. ``gloo`` or ``cpu:gloo,cuda:nccl``.
         device: The rank's device, e.g. ``cuda:0``.
         timeouts: See `RankTimeouts`.
@@ -177,3 +193,4 @@ class RankSpec:
     num_threads: int | None
     logs: LogFiles
     run_dir: str
+    store_place: StorePlace | None = None

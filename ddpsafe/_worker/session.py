@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     import torch
-    from torch.distributed import Store
+    from torch.distributed import Store, TCPStore
 
     from ddpsafe._wire.messages import Phase
-    from ddpsafe._wire.spec import RankSpec
+    from ddpsafe._wire.spec import RankSpec, StorePlace
     from ddpsafe._worker.context import RankContext
+    from ddpsafe._worker.store_sync import Keys
 
 
 _current: RankContext | None = None
@@ -97,7 +98,7 @@ def join(
     control = None
     if spec.world.world_size > 1:
         control = Control(
-            FolderStore(Path(spec.store_dir, "control")),
+            _control_store(spec),
             rank=spec.world.rank,
             world_size=spec.world.world_size,
         )
@@ -149,12 +150,35 @@ def leave(deadline: Deadline) -> None:
 
 
 _groups = itertools.count()
+_clients: dict[str, TCPStore] = {}
+
+
+def _client(place: StorePlace, use: str) -> Store:
+    """Return a connection to the launcher's store: a wait on one would hold up the other uses."""
+    import torch.distributed as dist
+
+    if use not in _clients:
+        _clients[use] = dist.TCPStore(
+            place.host, place.port, is_master=False, wait_for_workers=False
+        )
+    return dist.PrefixStore(f"{place.key}/{use}", _clients[use])
+
+
+def _control_store(spec: RankSpec) -> Keys:
+    if spec.store_place is None:
+        return FolderStore(Path(spec.store_dir, "control"))
+    return _client(spec.store_place, "control")
 
 
 def open_fresh_store(spec: RankSpec) -> Store:
     """Open a store for the next group: a second group must not read the first one's addresses."""
     import torch.distributed as dist
 
-    store = dist.FileStore(str(Path(spec.store_dir, f"group-{next(_groups)}")), -1)
+    name = f"group-{next(_groups)}"
+    store: Store
+    if spec.store_place is None:
+        store = dist.FileStore(str(Path(spec.store_dir, name)), -1)
+    else:
+        store = dist.PrefixStore(name, _client(spec.store_place, "groups"))
     store.set_timeout(spec.timeouts.rendezvous)
     return store

@@ -177,7 +177,7 @@ class Checkpointer:
 
     def path(self, step: int) -> Path:
         """Return the folder of a step's checkpoint."""
-        return self._directory / _directory.folder_name(step)
+        return self._directory / _directory.folder_name(_require_step(step, "path"))
 
     def info(self, step: int) -> CheckpointInfo:
         """Return what is known of a step's checkpoint, its metrics and metadata among it.
@@ -189,7 +189,7 @@ class Checkpointer:
             CorruptCheckpointError: Its manifest is damaged.
             NewerFormatError: A newer ddpsafe wrote it.
         """
-        if step not in self.steps():
+        if _require_step(step, "info") not in self.steps():
             raise missing_step(self._directory, step)
         return read_info(self.path(step))
 
@@ -786,9 +786,9 @@ def _require_step(step: object, call: str) -> int:
         raise _misuse(
             f"{call}(step={step!r}).",
             "a step is an integer from 0 to 10**18 - 1.",
-            "pass a number that restore() or steps() returned."
-            if call == "restore"
-            else "pass the number of steps done so far.",
+            "pass the number of steps done so far."
+            if call in ("save", "is_due")
+            else "pass a number that restore() or steps() returned.",
         )
     return whole
 

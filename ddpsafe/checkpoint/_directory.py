@@ -88,8 +88,15 @@ def unfinished(directory: Path, step: int) -> Iterator[Path]:
     try:
         yield folder
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        _delete(folder)
         raise
+
+
+def _delete(path: Path) -> None:
+    """Remove what is there, as far as that goes: a folder, or a link or a file in its place."""
+    shutil.rmtree(path, ignore_errors=True)  # which leaves a link alone
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def publish(folder: Path, step: int) -> Path:
@@ -257,14 +264,14 @@ def _remove(folder: Path) -> OSError | None:
         return None
     except OSError as exc:
         return exc
-    shutil.rmtree(doomed, ignore_errors=True)
+    _delete(doomed)
     return None
 
 
 def set_aside(directory: Path, steps: Sequence[int]) -> list[Path]:
     """Take checkpoints out of the row, for a person to look at; those set aside before go."""
     for old in directory.glob(f"{_ASIDE}*"):
-        shutil.rmtree(old, ignore_errors=True)
+        _delete(old)
     targets = []
     for step in steps:
         name = folder_name(step)
@@ -285,11 +292,8 @@ def set_aside(directory: Path, steps: Sequence[int]) -> list[Path]:
 def sweep(directory: Path) -> None:
     """Remove what jobs left that died while they saved or deleted; only the lock's owner may."""
     for name in _names(directory):
-        if name.startswith((_SAVING, _DELETING)):
-            shutil.rmtree(directory / name, ignore_errors=True)
-        elif name.startswith(f".{LATEST}-"):
-            with contextlib.suppress(OSError):
-                (directory / name).unlink()
+        if name.startswith((_SAVING, _DELETING, f".{LATEST}-")):
+            _delete(directory / name)
 
 
 def free_bytes(directory: Path) -> int:
@@ -343,8 +347,7 @@ def _not_writable(directory: Path, exc: OSError) -> DirectoryError:
     return DirectoryError(
         Explanation(
             f"rank 0 cannot write checkpoints to {directory}: {exc}.",
-            cause=_find_cause(directory)
-            or "it belongs to another user, is mounted read-only, or its disk is full.",
+            cause=find_cause(directory, exc),
             fix="choose a directory that this user may read and write.",
         ),
         rank=0,
@@ -373,21 +376,38 @@ def list_steps(directory: Path) -> list[int]:
         raise DirectoryError(
             Explanation(
                 f"The checkpoints in {directory} cannot be read: {exc}.",
-                cause=_find_cause(directory)
-                or "it belongs to another user, or its storage does not answer.",
+                cause=find_cause(directory, exc),
                 fix="give the directory that a Checkpointer has written to.",
             )
         ) from exc
 
 
-def _find_cause(directory: Path) -> str | None:
-    """Tell what stands in a directory's place, if that is the trouble."""
+def find_cause(directory: Path, exc: OSError) -> str:
+    """Tell why a file system refused something below a directory."""
     with contextlib.suppress(OSError):
         if directory.is_symlink() and not directory.exists():
             return f"it is a link to {directory.readlink()}, which does not exist."
         if directory.exists() and not directory.is_dir():
             return "it is a file, not a directory."
-    return None
+    return _CAUSES.get(exc.errno or 0, "its file system refused it.")
+
+
+_CAUSES: Final = {
+    errno.EROFS: "the file system is mounted read-only.",
+    errno.EACCES: "it belongs to another user, and this one has no right to that.",
+    errno.EPERM: "it belongs to another user, and this one has no right to that.",
+    errno.ENOENT: "the directory, or a part of its path, is not there.",
+    errno.ENOTDIR: "a part of its path is not a directory.",
+    errno.ENOSPC: "the disk is full, or has no inodes left.",
+    errno.EDQUOT: "this user's quota is used up.",
+    errno.EFBIG: "it is larger than the file system, or a limit such as ulimit -f, allows.",
+    errno.EIO: "the disk has failed; see dmesg.",
+    errno.ESTALE: "the network mount was exported again or has gone.",
+    errno.ETIMEDOUT: "its storage does not answer.",
+    errno.EMFILE: "this process has as many files open as it may; see ulimit -n.",
+    errno.ENFILE: "this host has as many files open as it may.",
+    errno.ENOMEM: "this host, or this job's share of it, has no memory left.",
+}
 
 
 def _sees(directory: Path, lock_id: str) -> bool:

@@ -8,6 +8,7 @@ anything else is damage, and the checkpoint before is used.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import math
@@ -241,6 +242,18 @@ class Manifest(_Part):
         return VerifiedFile(fd, name, size=facts.size_bytes, crc32=facts.crc32)
 
 
+NOT_DAMAGE: Final = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+)
+"""What keeps a process from reading a file that may be whole."""
+
+
 def open_regular(folder: Path, name: str) -> int:
     """Open a file below a folder for reading, if it is a regular one and no link leads to it.
 
@@ -251,6 +264,7 @@ def open_regular(folder: Path, name: str) -> int:
 
     Raises:
         DamagedFileError: It is missing, or something else.
+        OSError: This process cannot open it now, which does not tell how it is: see `NOT_DAMAGE`.
     """
     *above, last = name.split("/")
     with contextlib.ExitStack() as stack:
@@ -267,6 +281,8 @@ def open_regular(folder: Path, name: str) -> int:
         except FileNotFoundError:
             raise DamagedFileError(f"{name} is missing") from None
         except OSError as exc:
+            if exc.errno in NOT_DAMAGE:
+                raise
             raise DamagedFileError(f"{name} cannot be opened: {exc.strerror}") from exc
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)

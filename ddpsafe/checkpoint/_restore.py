@@ -20,7 +20,15 @@ from ddpsafe._errors import Explanation, ranks_text
 from ddpsafe.checkpoint import _compare, _directory, _sharded
 from ddpsafe.checkpoint._checksums import DamagedFileError
 from ddpsafe.checkpoint._consensus import Message, to_wire
-from ddpsafe.checkpoint._format import NAME, PER_RANK, RANKS, STATE, Manifest, read_manifest
+from ddpsafe.checkpoint._format import (
+    NAME,
+    NOT_DAMAGE,
+    PER_RANK,
+    RANKS,
+    STATE,
+    Manifest,
+    read_manifest,
+)
 from ddpsafe.checkpoint._state import (
     PerRank,
     is_stateful,
@@ -246,15 +254,28 @@ def _load(request: Request, step: int) -> tuple[Loaded | None, Message]:
         loaded.left.update(
             _compare.compare(loaded, request.state, ranks.unwrap, strict=request.strict)
         )
-    except (DamagedFileError, OSError, RecursionError, MemoryError) as exc:
-        text = str(exc) or type(exc).__name__
-        return None, Message(facts={**facts, "damage": text})
     except Exception as exc:
+        cannot_read = isinstance(exc, OSError) and exc.errno in NOT_DAMAGE
+        damage = (DamagedFileError, OSError, RecursionError, MemoryError)
+        if isinstance(exc, damage) and not cannot_read:
+            return None, Message(facts={**facts, "damage": str(exc) or type(exc).__name__})
+        error = _unreadable(request.directory, step, exc) if isinstance(exc, OSError) else exc
         if ranks.world_size == 1:
-            raise
+            raise error from exc if error is not exc else None
         logger.debug("step %d cannot be restored", step, exc_info=True)
-        return None, Message(facts=facts, failure=to_wire(exc, rank=ranks.rank))
+        return None, Message(facts=facts, failure=to_wire(error, rank=ranks.rank))
     return loaded, Message(facts=facts)
+
+
+def _unreadable(directory: Path, step: int, exc: OSError) -> RestoreError:
+    """Explain what is not damage: an older checkpoint in its place would lose work for nothing."""
+    return RestoreError(
+        Explanation(
+            f"The checkpoint of step {step} in {directory} cannot be read: {exc}.",
+            cause=_directory.find_cause(directory, exc),
+            fix="let this process read it, and restore again; no other checkpoint was tried.",
+        )
+    )
 
 
 def load_checkpoint(folder: Path, step: int | None, *, rank: int, world_size: int) -> Loaded:

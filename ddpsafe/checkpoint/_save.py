@@ -341,15 +341,16 @@ def _require_space(directory: Path, needed_bytes: int, step: int) -> None:
     needed = needed_bytes + needed_bytes // 100 + _MARGIN_BYTES
     free = _directory.free_bytes(directory)
     if free < needed:
-        raise _no_space(directory, step, needed, free)
+        cause = f"it takes about {needed / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free."
+        raise _no_space(directory, step, needed, free, cause)
 
 
-def _no_space(directory: Path, step: int, needed: int, free: int) -> NoSpaceError:
+def _no_space(directory: Path, step: int, needed: int, free: int, cause: str) -> NoSpaceError:
     return NoSpaceError(
         Explanation(
-            f"The checkpoint of step {step} does not fit into {directory}: it takes about "
-            f"{needed / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free.",
-            cause="the disk or its quota is full; the checkpoints from before are unharmed.",
+            f"The checkpoint of step {step} does not fit into {directory}; those from before are "
+            "unharmed.",
+            cause=cause,
             fix="free some space, lower keep, or choose a directory on a larger disk.",
         ),
         step=step,
@@ -425,7 +426,8 @@ def _explain(exc: Exception, directory: Path, step: int) -> Exception:
             free = _directory.free_bytes(directory)
         except OSError:
             free = 0
-        return _no_space(directory, step, free + 1, free)
+        cause = _directory.find_cause(directory, exc)
+        return _no_space(directory, step, free + 1, free, cause)
     if isinstance(exc, FileExistsError):
         return SaveError(
             Explanation(
@@ -436,18 +438,10 @@ def _explain(exc: Exception, directory: Path, step: int) -> Exception:
             ),
             step=step,
         )
-    causes = {
-        errno.EROFS: "the file system is mounted read-only.",
-        errno.EACCES: "this user may not write there.",
-        errno.EPERM: "this user may not write there.",
-        errno.ENOENT: "the directory, or a part of it, has been removed meanwhile.",
-        errno.EIO: "the disk has failed; see dmesg.",
-        errno.ESTALE: "the network mount was exported again or has gone.",
-    }
     return SaveError(
         Explanation(
             f"The checkpoint of step {step} could not be written to {directory}: {exc}.",
-            cause=causes.get(exc.errno or 0, "the file system refused it."),
+            cause=_directory.find_cause(directory, exc),
             fix="repair the directory; the training can go on and save again.",
         ),
         step=step,

@@ -133,6 +133,9 @@ def test_metadata_comes_back_without_loading_the_state(tmp_path: Path) -> None:
         info = checkpointer.info(1)
         with pytest.raises(errors.MissingCheckpointError):
             checkpointer.info(2)
+        for wrong in ("1", -1, True):
+            with pytest.raises(errors.CheckpointConfigError, match=r"info\(step="):
+                checkpointer.info(wrong)  # type: ignore[arg-type]  # what is tested
     assert (info.metadata, info.metrics, info.names) == (metadata, {"loss": 0.5}, ("x",))
     assert (info.step, info.world_size) == (1, 1)
     assert info.size_bytes > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -226,6 +227,43 @@ def test_pieces_of_a_tensor_cover_it_once(shape: Any, blocks: Any, *, is_whole: 
     refused = contextlib.nullcontext() if is_whole else pytest.raises(ValueError, match="make up")
     with refused:
         ShardedTensor.model_validate({"dtype": "float32", "shape": shape, "pieces": pieces})
+
+
+@pytest.mark.parametrize(
+    ("number", "falls_back"),
+    [
+        (errno.EIO, True),
+        (errno.EMFILE, False),
+        (errno.EACCES, False),
+        (errno.ESTALE, False),
+        (errno.ENOMEM, False),
+    ],
+)
+def test_what_this_process_cannot_open_is_not_taken_for_damaged(
+    directory: Path,
+    state: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    *,
+    falls_back: bool,
+) -> None:
+    """An older checkpoint would lose work, and the newest one be set aside, for a limit of this process."""
+    opened = os.open
+
+    def refuse(path: Any, *arguments: Any, **options: Any) -> int:
+        if path == "state.pt":
+            monkeypatch.setattr(os, "open", opened)  # the older one can be opened
+            raise OSError(number, os.strerror(number))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    if falls_back:
+        with pytest.warns(errors.CheckpointWarning, match=os.strerror(number)):
+            assert restored(directory, state, "write") == 1
+    else:
+        with pytest.raises(errors.RestoreError, match=os.strerror(number)):
+            restored(directory, state, "write")
+        assert restored(directory, state, "write") == 2
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "link to the same", "folder", "socket"])

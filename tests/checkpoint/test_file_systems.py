@@ -179,6 +179,41 @@ def test_link_to_nowhere_is_told(tmp_path: Path) -> None:
         Checkpointer(tmp_path / "link")
 
 
+def test_link_in_the_place_of_a_checkpoint_is_removed_like_one(tmp_path: Path) -> None:
+    """Pruned or set aside, it leaves nothing behind, and what it points to is left alone."""
+    for name in ("a", "b"):
+        with Checkpointer(tmp_path / name, keep=1) as checkpointer:
+            checkpointer.save({"x": name}, 1 if name == "a" else 2)
+    (tmp_path / "a" / "step-000000000002").symlink_to(tmp_path / "b" / "step-000000000002")
+    (tmp_path / "a" / "step-000000000003").write_text("not a folder")
+    with Checkpointer(tmp_path / "a", keep=1) as checkpointer:
+        with pytest.warns(errors.CheckpointWarning, match="step 3 .* is damaged"):
+            assert checkpointer.restore({"x": ""}) == 2
+        checkpointer.save({"x": "c"}, 4)
+        checkpointer.restore({"x": ""}, step=4)
+    (tmp_path / "a" / "step-000000000005").symlink_to("nowhere")
+    with (
+        pytest.warns(errors.CheckpointWarning, match="step 5 .* is damaged"),
+        Checkpointer(tmp_path / "a", keep=1) as checkpointer,
+    ):
+        checkpointer.restore({"x": ""})
+    left = sorted(path.name.partition("-0")[0] for path in (tmp_path / "a").iterdir())
+    assert left == [".aside-step", ".lock", "latest", "step"]
+    assert (tmp_path / "b" / "step-000000000002" / "state.pt").exists()
+
+
+@pytest.mark.root
+def test_disk_without_inodes_is_told(mount: Mount) -> None:
+    """There is space, and no file can be made."""
+    directory = mount("tmpfs", "size=4m,nr_inodes=12")
+    with Checkpointer(directory, keep=None) as checkpointer:
+        checkpointer.save({"x": 1}, 1)
+        checkpointer.save({"x": 2}, 2)
+        with pytest.raises(errors.NoSpaceError, match="has no inodes left"):
+            checkpointer.save({"x": 3}, 3)
+        assert checkpointer.restore({"x": 0}) == 2
+
+
 def test_directory_called_latest_is_left_alone(tmp_path: Path) -> None:
     """There is no link then, and no remains of links that could not be put there."""
     (tmp_path / "latest").mkdir()

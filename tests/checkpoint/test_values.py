@@ -22,6 +22,7 @@ DTYPES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), ids=str)
 def test_tensor_of_every_dtype_comes_back_or_is_refused(

@@ -40,7 +40,7 @@ from ddpsafe._launcher.diagnosis.messages import (
 from ddpsafe._launcher.diagnosis.root_cause import find_root_cause, newest_collective
 from ddpsafe._wire import payload
 from ddpsafe._wire.exceptions import clip
-from ddpsafe._wire.spec import read_log, unreported_mark
+from ddpsafe._wire.spec import unreported_mark
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -90,6 +90,7 @@ class EndedAttempt:
         run_dir: Where the logs are.
         oom_kills: Processes that the kernel killed for memory during the attempt.
         timeouts: The deadlines it had.
+        nnodes: Number of nodes.
     """
 
     outcomes: Mapping[int, RankOutcome]
@@ -99,6 +100,7 @@ class EndedAttempt:
     run_dir: Path
     oom_kills: int
     timeouts: Timeouts
+    nnodes: int = 1
 
     def when(self, kind: FailureKind) -> str:
         """Say at which attempt and after how long it ended.
@@ -116,15 +118,21 @@ class EndedAttempt:
         return f"timeouts.{field} ({show_duration(value)})"
 
     def name(self, outcome: RankOutcome) -> str:
-        """Name a rank with the number of ranks."""
-        return f"rank {outcome.rank} (world_size {len(self.outcomes)})"
+        """Name a rank with the number of ranks, and with its node if there are several."""
+        size = f"world_size {len(self.outcomes)}"
+        if self.nnodes == 1:
+            return f"rank {outcome.rank} ({size})"
+        at = f"node {outcome.node_rank} {outcome.hostname!r}, local rank {outcome.local_rank}"
+        return f"rank {outcome.rank} ({at}, {size})"
 
     def place(self, outcome: RankOutcome, kind: FailureKind) -> str:
         """Say where a rank was, what it did, and when it was over."""
         return f"on {outcome.hostname} while {DOING[outcome.phase]}, {self.when(kind)}"
 
-    def log_of(self, outcome: RankOutcome) -> Path:
+    def log_of(self, outcome: RankOutcome) -> Path | str:
         """Return where to read on: what the rank wrote, or the report on all ranks if it is silent."""
+        if outcome.said is not None:  # on another host
+            return f"{outcome.hostname}:{outcome.stderr or self.run_dir}"
         log = Path(outcome.stderr) if outcome.stderr else None
         return log if log is not None and log.exists() and log.stat().st_size else self.run_dir
 
@@ -243,7 +251,7 @@ def _killed(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     likely, fix = messages.BY_SIGNAL.get(number, messages.OTHER_SIGNAL)
     if number == signal.SIGKILL and ended.oom_kills:
         kind, (likely, fix) = "out-of-memory", messages.KILLED_FOR_MEMORY
-    if root.stderr is not None and is_endless_recursion(read_log(root.stderr)):
+    if is_endless_recursion(root.error_text()):
         likely, fix = messages.RECURSION
     how = f"killed by {root.signal_name}"
     if root.native is not None:

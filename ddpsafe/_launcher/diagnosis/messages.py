@@ -13,7 +13,6 @@ from ddpsafe._launcher.diagnosis.root_cause import is_own_fault, newest_collecti
 from ddpsafe._wire.exceptions import is_library
 from ddpsafe._wire.messages import is_peer_origin
 from ddpsafe._wire.peer_errors import without_source
-from ddpsafe._wire.spec import read_log
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -276,7 +275,7 @@ def last_output(outcome: RankOutcome) -> list[str]:
     """
     if outcome.stderr is None or outcome.raised is not None:
         return []
-    said, _, stacks = read_log(outcome.stderr).partition(CRASH)
+    said, _, stacks = outcome.error_text().partition(CRASH)
     lines = said.splitlines()[-_LAST_LINES:]
     lines += [line for line in stacks.splitlines() if _is_users_frame(line)]
     if not lines:
@@ -288,7 +287,7 @@ def last_traceback(outcome: RankOutcome) -> list[str]:
     """Show the end of a traceback that a rank has printed, as of a thread that died, if it hangs."""
     if outcome.stderr is None or outcome.raised is not None:
         return []
-    _, mark, trace = read_log(outcome.stderr).rpartition("Traceback (most recent call last):")
+    _, mark, trace = outcome.error_text().rpartition("Traceback (most recent call last):")
     lines = [line for line in trace.splitlines() if line.strip()][-_LAST_COMPLAINT:]
     return ["it has printed a traceback:", *(f"| {line[:160]}" for line in lines)] if mark else []
 

@@ -357,6 +357,7 @@ class Worker(RankState):
             raised=None if status == "killed" else self.raised,
             native=self.native,
             ended_ns=self.ended_ns,
+            node_rank=self.spec.world.node_rank,
             stdout=logs.stdout,
             stderr=logs.stderr,
             position=self.position,

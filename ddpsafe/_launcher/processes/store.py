@@ -58,7 +58,7 @@ def open_store(parent: Path | None, guard: Guard) -> Iterator[LauncherStore]:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             guard.remove_later(folder)
             stack.enter_context(_kept_from_cleaners(folder))
-            master_port = stack.enter_context(_reserved_port())
+            master_port = stack.enter_context(reserved_port())
         except OSError as exc:
             raise _not_made(exc) from exc
         yield LauncherStore(folder=folder, master_port=master_port)
@@ -77,17 +77,17 @@ def _kept_from_cleaners(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _reserved_port() -> Iterator[int]:
-    """Hold a port that only a program that names it can take.
+def reserved_port(address: str = LOOPBACK) -> Iterator[int]:
+    """Hold a port of an address that only a program that names it can take.
 
     The kernel gives a bound port to no program that asks for any free one; as it does not listen,
     and both sides set SO_REUSEADDR (torch's store does), a rank can still bind it. So can a program
     of any other user that names it: ddpsafe itself and torch's own rendezvous, which ddpsafe sends
     to its store, never use it.
     """
-    with socket.socket() as holder:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind((LOOPBACK, 0))
+        holder.bind((address, 0))
         yield holder.getsockname()[1]
 
 

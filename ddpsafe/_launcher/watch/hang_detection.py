@@ -18,7 +18,7 @@ from ddpsafe._wire.peer_errors import says_that_it_ends
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ddpsafe._launcher.processes.rank_process import Worker
+    from ddpsafe._launcher.processes.rank_process import RankState, Worker
     from ddpsafe._wire.messages import Collective, Position
 
 _ASK_RETURNED_S: Final = 0.5
@@ -72,7 +72,7 @@ class SequenceWatch:
     one of the group of all ranks waits for ever, so there is no timeout to wait for.
     """
 
-    def __init__(self, workers: Sequence[Worker]) -> None:
+    def __init__(self, workers: Sequence[RankState]) -> None:
         """Ask no rank until one has returned."""
         self._workers = workers
         self._questions = _Questions(_ASK_RETURNED_S)
@@ -140,7 +140,7 @@ class FlightWatch:
     its timeout, though everything is known.
     """
 
-    def __init__(self, workers: Sequence[Worker]) -> None:
+    def __init__(self, workers: Sequence[RankState]) -> None:
         """Ask no rank until an exception has been seen in flight."""
         self._workers = workers
         self._questions = _Questions(_ASK_IN_FLIGHT_S)
@@ -174,7 +174,7 @@ class FlightWatch:
             if not _is_in_a_subgroup(places[mine])
         )
 
-    def _compare(self, worker: Worker, *, is_new: bool) -> None:
+    def _compare(self, worker: RankState, *, is_new: bool) -> None:
         """Count how often a rank has answered that it is where it was."""
         before, now = self._answers.get(worker.rank), worker.position
         if is_new or last_in_main(before) != last_in_main(now):
@@ -184,7 +184,7 @@ class FlightWatch:
         self._answers[worker.rank] = now
 
 
-def _has_exception_in_flight(worker: Worker) -> bool:
+def _has_exception_in_flight(worker: RankState) -> bool:
     is_running = worker.alive and worker.returned is None
     return is_running and worker.raised is not None and not worker.failed
 
@@ -254,7 +254,7 @@ class ProgressWatch:
     asked for their last collective, then when half of the rest has passed, and so on.
     """
 
-    def __init__(self, workers: Sequence[Worker], longest: timedelta | None) -> None:
+    def __init__(self, workers: Sequence[RankState], longest: timedelta | None) -> None:
         """Start the count; ``None`` never stalls."""
         self._workers = workers
         self._longest = longest
@@ -313,6 +313,6 @@ class ProgressWatch:
                 worker.ask_position()
 
 
-def _last_entered_ns(workers: Sequence[Worker]) -> int:
+def _last_entered_ns(workers: Sequence[RankState]) -> int:
     positions = [worker.position for worker in workers if worker.position is not None]
     return max((each.entered_ns for at in positions for each in at.collectives), default=0)

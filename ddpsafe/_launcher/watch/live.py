@@ -301,6 +301,8 @@ class LiveWatch:
     def is_deadlocked(self) -> bool:
         """Look if it is time to; tell whether the ranks are proved to wait for ever."""
         now_s = self._clock()
+        if not self._workers:
+            return False
         if now_s < self._next_look_s and not self._deadlocks.is_asking and self._inquiry is None:
             return False
         self._next_look_s = now_s + self._settings.look_s

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from datetime import timedelta
 
-    from ddpsafe._launcher.processes.rank_process import Worker
+    from ddpsafe._launcher.processes.rank_process import RankState
     from ddpsafe._launcher.watch.signals import SignalInbox
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class StopRequest:
 
     def __init__(
         self,
-        workers: Sequence[Worker],
+        workers: Sequence[RankState],
         inbox: SignalInbox,
         *,
         limit: timedelta,

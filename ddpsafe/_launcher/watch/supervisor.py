@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from ddpsafe._clock import AwakeClock, Deadline
 from ddpsafe._launcher.watch.hang_detection import (
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ddpsafe._config import Timeouts
     from ddpsafe._launcher.diagnosis.wait_graph import Deadlock
-    from ddpsafe._launcher.processes.rank_process import Worker
+    from ddpsafe._launcher.processes.rank_process import RankState, Worker
     from ddpsafe._launcher.watch.signals import SignalInbox
 
 
@@ -44,6 +44,26 @@ _ANSWER: Final = timedelta(seconds=0.5)
 _NEXT_QUESTION: Final = timedelta(seconds=30)
 
 
+class Peers(Protocol):
+    """The ranks of other nodes, as node 0's launcher watches them."""
+
+    @property
+    def ranks(self) -> Sequence[RankState]:
+        """Return the ranks of all other nodes."""
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when there is news of them."""
+
+    def take_news(self) -> None:
+        """Read the news."""
+
+    def has_lost_node(self) -> bool:
+        """Tell whether a node is gone, or could not start its ranks."""
+
+    def let_leave(self) -> None:
+        """Tell their launchers that all ranks have returned."""
+
+
 EndReason = Literal[
     "done",
     "failed",
@@ -55,8 +75,10 @@ EndReason = Literal[
     "rendezvous",
     "attempt",
     "signal",
+    "lost",
 ]
-"""``deadlock``: ranks are proved to wait for ever. ``overdue``: asked to stop, and not all ranks have. ``left``: a rank has returned and the others are in a collective that needs it.
+"""``deadlock``: ranks are proved to wait for ever. ``lost``: one of several nodes is gone.
+``overdue``: asked to stop, and not all ranks have. ``left``: a rank has returned and the others are in a collective that needs it.
 ``failing``: a rank waits for the others while its exception is on the way."""
 
 
@@ -82,9 +104,10 @@ class Watch:
     attempt may take of the user's own time.
 
     Args:
-        workers: The ranks.
+        workers: The ranks of this node.
         timeouts: The launcher's deadlines.
         inbox: Signals to the launcher.
+        peers: The ranks of other nodes, if there are any.
     """
 
     def __init__(
@@ -93,20 +116,24 @@ class Watch:
         *,
         timeouts: Timeouts,
         inbox: SignalInbox,
+        peers: Peers | None = None,
     ) -> None:
         """Start the clocks."""
-        self._workers = workers
+        self._own, self._peers = workers, peers
+        ranks: Sequence[RankState] = [*workers, *(() if peers is None else peers.ranks)]
+        self._workers = ranks
         self._timeouts = timeouts
         self._inbox = inbox
         self._clock = AwakeClock()
         self._rendezvous = Deadline.after(timeouts.rendezvous, clock=self._clock)
         self._attempt = Deadline.after(timeouts.attempt)
-        self.stop_request = StopRequest(workers, inbox, limit=timeouts.stop, clock=self._clock)
-        self._sequence = SequenceWatch(workers)
-        self._flight = FlightWatch(workers)
+        self.stop_request = StopRequest(ranks, inbox, limit=timeouts.stop, clock=self._clock)
+        self._sequence = SequenceWatch(ranks)
+        self._flight = FlightWatch(ranks)
         self._stderr = StderrWatch(workers)
-        self._progress = ProgressWatch(workers, timeouts.progress)
-        self._live = LiveWatch(workers, clock=self._clock)
+        self._progress = ProgressWatch(ranks, timeouts.progress)
+        # It reads /proc, so it knows the ranks of one machine; with half of them it could prove nothing.
+        self._live = LiveWatch(workers if peers is None else (), clock=self._clock)
 
     def until_end(self) -> Ending:
         """Wait until the attempt has ended, well or not.
@@ -118,6 +145,8 @@ class Watch:
         if reason == "failed":
             self._settle()
         elif reason == "done":
+            if self._peers is not None:
+                self._peers.let_leave()
             self._let_leave()
         return Ending(reason=reason, waited_s=self._attempt.waited_s(), proof=self._live.proof)
 
@@ -128,6 +157,7 @@ class Watch:
         reasons: tuple[tuple[EndReason, Callable[[], bool]], ...] = (
             ("signal", self.stop_request.must_end),
             ("failed", lambda: any(map(has_failed, workers))),
+            ("lost", lambda: self._peers is not None and self._peers.has_lost_node()),
             ("done", lambda: all(worker.returned is not None for worker in workers)),
             ("failing", self._flight.stuck),
             ("left", self._sequence.somebody_left),
@@ -169,7 +199,7 @@ class Watch:
         limit = Deadline.after(self._timeouts.shutdown, clock=self._clock)
         next_look = Deadline.after(_FIRST_QUESTION, clock=self._clock)
         has_asked = False
-        while (alive := [each for each in self._workers if each.alive]) and not limit.expired():
+        while (alive := [each for each in self._own if each.alive]) and not limit.expired():
             if self.stop_request.must_end() or self.stop_request.is_overdue():
                 return
             if next_look.expired():
@@ -201,9 +231,10 @@ class Watch:
 
     def _wait(self, limit_s: float) -> None:
         """Wait for news of a rank or a signal, and take it; at most `limit_s` seconds."""
-        alive = [worker for worker in self._workers if worker.alive]
+        alive = [worker for worker in self._own if worker.alive]
         handles = [self._inbox.fileno(), *(worker.end_handle() for worker in alive)]
         handles += [worker.receiver.fileno() for worker in alive if not worker.receiver.closed]
+        handles += [] if self._peers is None else [self._peers.fileno()]
         watches = (self._sequence, self._flight, self._progress, self._stderr, self._live)
         limit_s = min(limit_s, _IDLE_S, *(watch.interval_s() for watch in watches))
         ready = wait(handles, limit_s)
@@ -217,6 +248,8 @@ class Watch:
             worker.take_reports()
             if worker.end_handle() in ready:
                 worker.note_end(seen_ns)
+        if self._peers is not None:
+            self._peers.take_news()
 
 
 def _kept_by(worker: Worker) -> str:
@@ -230,14 +263,14 @@ def _kept_by(worker: Worker) -> str:
     return f": it is still running exit handlers (atexit){at}"
 
 
-def has_failed(worker: Worker) -> bool:
+def has_failed(worker: RankState) -> bool:
     """Tell whether a rank has reported a failure, or ended without any report."""
     if worker.returned is not None:
         return False
     return worker.failed or worker.native is not None or not worker.alive
 
 
-def _blames_a_peer(worker: Worker) -> bool:
+def _blames_a_peer(worker: RankState) -> bool:
     """Tell whether all that a failed rank has said so far is that another one failed."""
     if worker.raised is not None:
         return worker.raised.is_peer_error

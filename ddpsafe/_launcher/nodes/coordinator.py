@@ -1,0 +1,486 @@
+"""Node 0 of a round: one watch over the ranks of all nodes, one verdict for all of them."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING, Final
+
+from ddpsafe._clock import Deadline
+from ddpsafe._errors import DDPSafeError, Explanation, NodeLostError, PreflightError, ranks_text
+from ddpsafe._launcher import attempt
+from ddpsafe._launcher.diagnosis import errors, evidence
+from ddpsafe._launcher.diagnosis.root_cause import is_own_fault
+from ddpsafe._launcher.nodes.channel import LOSS_S, Lost
+from ddpsafe._launcher.nodes.messages import (
+    Alive,
+    ClockOffset,
+    Collect,
+    Hello,
+    Leave,
+    NodeOutcomes,
+    NodeProgress,
+    RankComplaint,
+    RankEnded,
+    RankReport,
+    RanksEnded,
+    RanksNotStarted,
+    RankWord,
+    SignalReceived,
+    Verdict,
+    read_rank_report,
+    verdict_of,
+)
+from ddpsafe._launcher.processes.rank_process import RankState
+from ddpsafe._launcher.watch.console import open_console
+from ddpsafe._launcher.watch.signals import Interrupted, is_order
+from ddpsafe._launcher.watch.supervisor import Watch
+from ddpsafe._wire.channel import Progress
+from ddpsafe._wire.messages import RankOutcome
+from ddpsafe._world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from ddpsafe._launcher.nodes.channel import Channel
+    from ddpsafe._launcher.nodes.messages import NodeMessage, RoundPlan
+    from ddpsafe._launcher.plan import LaunchPlan
+    from ddpsafe._launcher.processes.rank_process import Worker
+    from ddpsafe._launcher.processes.start import PickledCall, RunRank
+    from ddpsafe._launcher.run_directory import RunDirectory
+    from ddpsafe._launcher.watch.preemption import StopRequest
+    from ddpsafe._launcher.watch.signals import SignalInbox
+    from ddpsafe._launcher.watch.supervisor import Ending
+
+logger = logging.getLogger(__name__)
+
+_EVIDENCE: Final = timedelta(seconds=3)
+_SILENCE_S: Final = 15.0
+_BEAT_S: Final = 1.0
+_AFTER_GRACE: Final = timedelta(seconds=10)
+"""SIGKILL, and what ranks leave behind, come after the grace period."""
+
+
+class RemoteRank(RankState):
+    """A rank of another node, as its launcher's messages tell of it.
+
+    Attributes:
+        world: Its place.
+        hostname: Its host.
+        exit_code: Exit status of its process, once that has ended.
+    """
+
+    def __init__(self, world: World, hostname: str, say: Callable[[bytes], None]) -> None:
+        """Know nothing yet; `say` reaches the rank through its launcher."""
+        super().__init__(say)
+        self.world, self.hostname = world, hostname
+        self.exit_code: int | None = None
+        self.last_progress = Progress()
+
+    @property
+    def rank(self) -> int:
+        """Its rank."""
+        return self.world.rank
+
+    def progress(self) -> Progress:
+        """Return how far it was when its launcher said so last."""
+        return self.last_progress
+
+    def outcome(self) -> RankOutcome:
+        """Say what is known of it where its launcher cannot be asked any more."""
+        status = "returned" if self.returned is not None else "stopped"
+        if self.raised is not None and self.returned is None:
+            status = "raised"
+        elif self.returned is None and self.ended_ns is not None:
+            status = "killed" if (self.exit_code or 0) < 0 else "exited"
+        return RankOutcome(
+            rank=self.rank,
+            local_rank=self.world.local_rank,
+            node_rank=self.world.node_rank,
+            pid=None,
+            hostname=self.hostname,
+            status=status,  # type: ignore[arg-type]  # one of those above
+            phase=self.raised.phase if self.raised else self.phase,
+            exit_code=self.exit_code,
+            raised=self.raised,
+            native=self.native,
+            ended_ns=self.ended_ns,
+            position=self.position,
+            progress=self.last_progress,
+            said="",
+        )
+
+
+class OtherNodes:
+    """All nodes but node 0, behind the control channel."""
+
+    def __init__(self, channel: Channel, plan: RoundPlan, inbox: SignalInbox) -> None:
+        """Watch the nodes of a round; a signal to one of their launchers is one to all."""
+        self._channel, self._plan, self._inbox = channel, plan, inbox
+        self._by_rank = {
+            rank: RemoteRank(
+                world_of(plan, rank), plan.nodes[node].hostname, self._say_to(node, rank)
+            )
+            for node in range(1, len(plan.nodes))
+            for rank in plan.ranks_of(node)
+        }
+        self._offsets: dict[int, ClockOffset] = {}
+        self._heard_s = dict.fromkeys(range(1, len(plan.nodes)), time.monotonic())
+        self._warned: set[int] = set()
+        self._next_beat_s = 0.0
+        self.lost: dict[int, Lost] = {}
+        self.not_started: dict[int, RanksNotStarted] = {}
+        self.outcomes: dict[int, NodeOutcomes] = {}
+        self.ended: set[int] = set()
+        self.retried: set[int] = set()
+        self.signalled: int | None = None
+
+    @property
+    def ranks(self) -> Sequence[RemoteRank]:
+        """The ranks of all other nodes."""
+        return list(self._by_rank.values())
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when there is news."""
+        return self._channel.fileno()
+
+    def _say_to(self, node: int, rank: int) -> Callable[[bytes], None]:
+        def say(word: bytes) -> None:
+            self._channel.send(RankWord(rank=rank, word=word.hex()), to=node)
+
+        return say
+
+    def take_news(self) -> None:
+        """Read what the nodes have said, and say that this one is alive."""
+        now_s = time.monotonic()
+        for node, event in self._channel.events():
+            self._heard_s[node] = now_s
+            if node in self._warned:
+                self._warned.discard(node)
+                logger.warning("%s: its launcher is heard again", self._name(node))
+            if isinstance(event, Lost):
+                self.lost.setdefault(node, event)
+            else:
+                self._take(node, event)
+        if now_s >= self._next_beat_s:
+            self._next_beat_s = now_s + _BEAT_S
+            self._channel.send(Alive())
+            self._warn_of_silence(now_s)
+
+    def _take(self, node: int, message: NodeMessage) -> None:
+        offset = self._offsets.get(node, ClockOffset())
+        if isinstance(message, Hello):
+            self._offsets[node] = ClockOffset(
+                mono_ns=time.monotonic_ns() - message.mono_ns,
+                wall_ns=time.time_ns() - message.wall_ns,
+            )
+        elif isinstance(message, (RankReport, RankEnded, RankComplaint)):
+            if message.rank in self._plan.ranks_of(node):
+                self._take_of_rank(self._by_rank[message.rank], message, offset)
+        elif isinstance(message, NodeProgress):
+            for rank in set(self._plan.ranks_of(node)) & message.ranks.keys():
+                self._by_rank[rank].last_progress = message.ranks[rank]
+        elif isinstance(message, NodeOutcomes):
+            shifted = tuple(offset.shift_outcome(each) for each in message.outcomes)
+            self.outcomes[node] = replace(message, outcomes=shifted)
+            self.retried |= set(message.retried)
+        elif isinstance(message, RanksNotStarted):
+            self.not_started[node] = message
+        elif isinstance(message, RanksEnded):
+            self.ended.add(node)
+        elif isinstance(message, SignalReceived):
+            self._take_signal(node, message)
+
+    @staticmethod
+    def _take_of_rank(
+        rank: RemoteRank, message: RankReport | RankEnded | RankComplaint, offset: ClockOffset
+    ) -> None:
+        if isinstance(message, RankReport):
+            rank.take(offset.shift(read_rank_report(message)))
+        elif isinstance(message, RankEnded):
+            rank.exit_code, rank.ended_ns = message.exit_code, message.ended_ns + offset.mono_ns
+        else:
+            rank.native = message.native
+
+    def _take_signal(self, node: int, message: SignalReceived) -> None:
+        if self._inbox.received is None:
+            self.signalled = node
+        if message.insists or not is_order(self._inbox.received):
+            self._inbox.put(message.number, None)
+
+    def _warn_of_silence(self, now_s: float) -> None:
+        for node, heard_s in self._heard_s.items():
+            if node in self._channel.connected() and now_s - heard_s > _SILENCE_S:
+                self._heard_s[node] = now_s
+                if node not in self._warned:
+                    self._warned.add(node)
+                    logger.warning(
+                        "%s: its launcher has said nothing for %.0f s (stopped, starved of CPU?); "
+                        "its ranks may go on",
+                        self._name(node),
+                        _SILENCE_S,
+                    )
+
+    def silent_nodes(self) -> list[str]:
+        """Say which launchers say nothing while their connection stands."""
+        return [
+            f"{self._name(node)}: its launcher says nothing (stopped, starved of CPU?)"
+            for node in sorted(self._warned)
+        ]
+
+    def _name(self, node: int) -> str:
+        return f"node {node} ({self._plan.nodes[node].hostname!r})"
+
+    def has_lost_node(self) -> bool:
+        """Tell whether a node is gone, or could not start its ranks."""
+        return bool(self.lost or self.not_started)
+
+    def let_leave(self) -> None:
+        """Tell the nodes that all ranks have returned."""
+        self._channel.send(Leave())
+
+    def send(self, message: NodeMessage) -> None:
+        """Tell all nodes."""
+        self._channel.send(message)
+
+    def wait_until(self, condition: Callable[[set[int]], bool], deadline: Deadline) -> bool:
+        """Take news until a condition holds for the nodes whose connection stands."""
+        while not condition(self._channel.connected()):
+            if deadline.expired():
+                return False
+            wait([self._channel.fileno()], min(deadline.remaining_s(), _BEAT_S))
+            self.take_news()
+        return True
+
+
+def world_of(plan: RoundPlan, rank: int) -> World:
+    """Return the place of a rank in a round."""
+    node = plan.node_of(rank)
+    ranks = plan.ranks_of(node)
+    return World(
+        rank=rank,
+        world_size=plan.world_size,
+        local_rank=rank - ranks.start,
+        local_world_size=len(ranks),
+        node_rank=node,
+        nnodes=len(plan.nodes),
+        started_by="ddpsafe",
+    )
+
+
+def coordinate(
+    number: int,
+    *,
+    plan: LaunchPlan,
+    round_plan: RoundPlan,
+    channel: Channel,
+    call: PickledCall,
+    run_rank: RunRank,
+    directory: RunDirectory,
+    inbox: SignalInbox,
+) -> dict[int, object]:
+    """Run one attempt as node 0.
+
+    Returns:
+        What the ranks of this node returned, by rank.
+
+    Raises:
+        LaunchError: A rank of any node failed, a deadline passed, or a node is gone.
+        PreemptedError: The ranks have stopped because a launcher was asked for it.
+        PreflightError: A node could not start its ranks.
+        Interrupted: A launcher has been told to go; all ranks have ended.
+    """
+    nodes = OtherNodes(channel, round_plan, inbox)
+    oom_kills_before = evidence.count_oom_kills()
+    config = plan.config
+    try:
+        with attempt.started_ranks(
+            number, plan=plan, call=call, run_rank=run_rank, directory=directory
+        ) as (workers, end):
+            with open_console(workers, plan.console, inbox=inbox, limit=config.timeouts.attempt):
+                watch = Watch(workers, timeouts=config.timeouts, inbox=inbox, peers=nodes)
+                ending = watch.until_end()
+                ended = _collect(nodes, workers, ending, number, plan, directory, oom_kills_before)
+                try:
+                    values = _conclude(
+                        ended, nodes, round_plan, workers, watch.stop_request, inbox, directory
+                    )
+                except (DDPSafeError, Interrupted) as exc:
+                    nodes.send(verdict_of(exc))  # before the ranks end: all nodes do so at once
+                    raise
+                finally:
+                    end(workers)
+                    # The ranks of the others need the store until they have ended.
+                    longest = config.timeouts.grace + _AFTER_GRACE
+                    if ending.reason == "done":
+                        longest += config.timeouts.shutdown
+                    nodes.wait_until(nodes.ended.issuperset, Deadline.after(longest))
+            nodes.send(Verdict(is_final=True))
+            return values
+    except PreflightError as exc:
+        nodes.send(verdict_of(exc))
+        raise
+
+
+def _collect(
+    nodes: OtherNodes,
+    workers: Sequence[Worker],
+    ending: Ending,
+    number: int,
+    plan: LaunchPlan,
+    directory: RunDirectory,
+    oom_kills_before: int,
+) -> errors.EndedAttempt:
+    """Find out what became of every rank of every node."""
+    if ending.reason in ("done", "signal") or nodes.lost:
+        outcomes = {worker.rank: worker.outcome() for worker in workers}
+        outcomes |= {rank.rank: rank.outcome() for rank in nodes.ranks}
+        oom_kills = 0
+    else:
+        nodes.send(Collect())
+        evidence.collect(workers)
+        nodes.wait_until(
+            lambda connected: connected <= nodes.outcomes.keys(), Deadline.after(_EVIDENCE)
+        )
+        outcomes = own_outcomes(workers) | {rank.rank: rank.outcome() for rank in nodes.ranks}
+        for found in nodes.outcomes.values():
+            outcomes |= {each.rank: each for each in found.outcomes}
+        oom_kills = evidence.count_oom_kills() - oom_kills_before
+        oom_kills += sum(found.oom_kills for found in nodes.outcomes.values())
+    return errors.EndedAttempt(
+        outcomes=dict(sorted(outcomes.items())),
+        ending=ending,
+        attempt=number,
+        retry=plan.config.retry,
+        run_dir=directory.path,
+        oom_kills=oom_kills,
+        timeouts=plan.config.timeouts,
+        nnodes=plan.worlds[0].nnodes,
+    )
+
+
+def own_outcomes(workers: Sequence[Worker]) -> dict[int, RankOutcome]:
+    """Return what became of the ranks of this node, those included that are about to be ended."""
+    found = {worker.rank: worker.outcome() for worker in workers}
+    return {
+        rank: replace(each, status="stopped") if each.status == "running" else each
+        for rank, each in found.items()
+    }
+
+
+def _conclude(
+    ended: errors.EndedAttempt,
+    nodes: OtherNodes,
+    round_plan: RoundPlan,
+    workers: Sequence[Worker],
+    request: StopRequest,
+    inbox: SignalInbox,
+    directory: RunDirectory,
+) -> dict[int, object]:
+    """Return what the ranks of this node returned, or raise what the attempt came to."""
+    reason = ended.ending.reason
+    stops = any(rank.stop.obeys for rank in (*workers, *nodes.ranks))
+    if nodes.not_started:
+        node, found = next(iter(nodes.not_started.items()))
+        raise _not_started(round_plan, node, found)
+    if nodes.lost and not any(map(_broke_by_itself, ended.outcomes.values())):
+        directory.holds_failure = True
+        error: DDPSafeError = node_lost(ended, round_plan, nodes.lost)
+        raise error
+    if reason == "overdue" or (reason == "done" and stops):
+        values = attempt.values_of(workers, ended, directory)
+        returned = {rank.rank: None for rank in nodes.ranks if rank.returned is not None}
+        stopped = attempt.conclude_stop(
+            ended, request, {**returned, **values}, keeps_logs=directory.is_kept
+        )
+        directory.holds_failure |= bool(stopped.unfinished_ranks)
+        raise stopped
+    if reason == "done" and not is_order(inbox.received):
+        return attempt.values_of(workers, ended, directory)
+    if reason in ("done", "signal"):
+        raise Interrupted(inbox.received or signal.SIGTERM)
+    failure = attempt.failure_of(ended, directory)
+    directory.holds_failure = True
+    failure.add_details(*nodes.silent_nodes())
+    raise failure
+
+
+def _broke_by_itself(outcome: RankOutcome) -> bool:
+    failed = outcome.status in ("raised", "killed", "exited") or outcome.native is not None
+    return failed and is_own_fault(outcome)
+
+
+def _not_started(plan: RoundPlan, node: int, reason: RanksNotStarted) -> PreflightError:
+    text = reason.explanation
+    what = f"node {node} ({plan.nodes[node].hostname!r}) could not start its ranks: {text.what}"
+    return PreflightError(replace(text, what=what), kind=reason.kind)
+
+
+def node_lost(ended: errors.EndedAttempt, plan: RoundPlan, lost: dict[int, Lost]) -> NodeLostError:
+    """Return the error of nodes that are gone, named by the first."""
+    node, first = min(lost.items(), key=lambda item: item[1].seen_ns)
+    others = [each for each in lost if each != node]
+    details = [
+        f"node {each} ({plan.nodes[each].hostname!r}, {ranks_text(plan.ranks_of(each))}) was lost, "
+        f"too: {lost[each].why}"
+        for each in others
+    ]
+    if others and len(lost) == len(plan.nodes) - 1:
+        details.append("All other nodes at once: the network of this one is the likely cause.")
+    return lost_node_error(
+        plan,
+        node,
+        first,
+        when=ended.when("peer-lost"),
+        details=details,
+        attempt=ended.attempt,
+        attempts=ended.retry.attempts,
+        outcomes=ended.outcomes,
+        run_dir=ended.run_dir,
+    )
+
+
+def lost_node_error(
+    plan: RoundPlan,
+    node: int,
+    lost: Lost,
+    *,
+    when: str,
+    details: Iterable[str] = (),
+    **facts: object,
+) -> NodeLostError:
+    """Return the error of a node that is gone.
+
+    Args:
+        plan: The round.
+        node: The node.
+        lost: What is known.
+        when: At which attempt, and after how long.
+        details: Further lines.
+        **facts: See `LaunchError`.
+    """
+    who, ranks = plan.nodes[node], plan.ranks_of(node)
+    why = lost.why
+    if lost.is_silent:
+        why = f"nothing has come from {who.address} for {LOSS_S} s ({lost.why})"
+        cause = "its host has lost power or network, or its kernel hangs."
+        fix = f"ping {who.hostname}; see what the scheduler says of the node."
+    else:
+        cause = "its launcher was killed (SIGKILL, out of memory?), or its job step was ended."
+        fix = f"see dmesg and the launcher's log on {who.hostname}; its ranks have ended with it."
+    what = (
+        f"node {node} ({who.hostname!r}, {ranks_text(ranks)} of world_size {plan.world_size}) was "
+        f"lost, {when}: {why}."
+    )
+    return NodeLostError(
+        Explanation(what, cause=cause, fix=fix, details=tuple(details)),
+        node_rank=node,
+        hostname=who.hostname,
+        ranks=list(ranks),
+        why=why,
+        **facts,  # type: ignore[arg-type]  # those of LaunchError
+    )

@@ -1,0 +1,555 @@
+"""What the nodes of a job tell each other: frozen dataclasses, JSON on the wire, never a pickle."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import dataclass, field, replace
+from datetime import timedelta  # noqa: TC003 - read by pydantic
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from ddpsafe._errors import (
+    AttemptTimeoutError,
+    BarrierTimeoutError,
+    CollectiveTimeoutError,
+    ConfigError,
+    DDPSafeError,
+    Explanation,
+    FailureKind,
+    LaunchError,
+    LaunchTimeoutError,
+    NodeLostError,
+    PreemptedError,
+    PreflightError,
+    ProgressTimeoutError,
+    RankExitedError,
+    RankFailedError,
+    RankKilledError,
+    RankLeftEarlyError,
+    RankRaisedError,
+    RendezvousTimeoutError,
+    rebuild,
+)
+from ddpsafe._launcher.watch.signals import Interrupted
+from ddpsafe._wire.channel import Progress  # noqa: TC001 - read by pydantic
+from ddpsafe._wire.messages import (
+    AskedToStop,
+    Entered,
+    HeedsStop,
+    LivingThreads,
+    NativeError,
+    Position,
+    Raised,
+    RankOutcome,
+    Recovered,
+    Returned,
+    StopPromise,
+    Stops,
+)
+
+if TYPE_CHECKING:
+    from ddpsafe._wire.messages import Message
+
+T = TypeVar("T")
+
+
+class GarbledError(ValueError):
+    """What has arrived is not a message of ddpsafe."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """One node, as it introduces itself.
+
+    Attributes:
+        hostname: Its name.
+        pid: Of its launcher.
+        address: Where the other nodes reach it.
+        nproc: How many ranks it starts.
+        settings: What has to be the same on all nodes, by the name of the field, as text.
+    """
+
+    hostname: str
+    pid: int
+    address: str
+    nproc: int
+    settings: dict[str, str]
+
+    def __str__(self) -> str:
+        """Name it in a message."""
+        return f"{self.hostname} ({self.address})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundPlan:
+    """What node 0 has decided for one round; it counts, whatever the rendezvous says.
+
+    Attributes:
+        round_id: Random; begins the keys of this round's store.
+        attempt: The attempt, counted from 1, on every node.
+        nodes: The nodes, by node rank.
+        store_port: Port of the ranks' store at node 0's address.
+        channel_port: Port of the control channel there.
+        master_port: A port that is kept free there, for MASTER_PORT.
+    """
+
+    round_id: str
+    attempt: int
+    nodes: tuple[NodeFacts, ...]
+    store_port: int
+    channel_port: int
+    master_port: int
+
+    @property
+    def address(self) -> str:
+        """Where node 0 is reached."""
+        return self.nodes[0].address
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of all nodes."""
+        return sum(node.nproc for node in self.nodes)
+
+    def ranks_of(self, node_rank: int) -> range:
+        """Return the ranks of a node: nodes may have different numbers of them."""
+        first = sum(node.nproc for node in self.nodes[:node_rank])
+        return range(first, first + self.nodes[node_rank].nproc)
+
+    def node_of(self, rank: int) -> int:
+        """Return the node of a rank."""
+        return next(node for node in range(len(self.nodes)) if rank in self.ranks_of(node))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """The first message of a participant: its clocks, to compare times of different hosts.
+
+    Attributes:
+        mono_ns: Its monotonic clock.
+        wall_ns: Its wall clock.
+    """
+
+    mono_ns: int
+    wall_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksStarted:
+    """All ranks of the node have been started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksNotStarted:
+    """The node could not start its ranks.
+
+    Attributes:
+        explanation: Why not.
+        kind: What sort of failure it is.
+    """
+
+    explanation: Explanation
+    kind: FailureKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """A message of a rank, passed on.
+
+    Attributes:
+        rank: The rank.
+        name: Name of the message's class.
+        body: Its fields.
+    """
+
+    rank: int
+    name: str
+    body: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEnded:
+    """The process of a rank has ended.
+
+    Attributes:
+        rank: The rank.
+        exit_code: Exit status as `multiprocessing` gives it.
+        ended_ns: When that was seen, on the node's monotonic clock.
+    """
+
+    rank: int
+    exit_code: int | None
+    ended_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankComplaint:
+    """Native code of a rank has written that it will end the process.
+
+    Attributes:
+        rank: The rank.
+        native: What it has written.
+    """
+
+    rank: int
+    native: NativeError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeProgress:
+    """How far the ranks of a node are; also says that its launcher runs.
+
+    Attributes:
+        ranks: The progress of each, by rank.
+    """
+
+    ranks: dict[int, Progress]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeOutcomes:
+    """What became of the ranks of a node.
+
+    Attributes:
+        outcomes: Of each rank, without what only a pickle can carry.
+        oom_kills: Processes that the node's kernel killed for memory during the attempt.
+        retried: Ranks whose exception is of a type in `RetryPolicy.on`; it cannot travel itself.
+    """
+
+    outcomes: tuple[RankOutcome, ...]
+    oom_kills: int
+    retried: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignalReceived:
+    """The launcher of a node has been sent a signal.
+
+    Attributes:
+        number: The signal.
+        insists: Whether the sender does not want to wait for the ranks.
+    """
+
+    number: int
+    insists: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksEnded:
+    """No process of the node's ranks is left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankWord:
+    """Something to say to a rank of the node.
+
+    Attributes:
+        rank: The rank.
+        word: What to write on its lifeline, in hexadecimal.
+    """
+
+    rank: int
+    word: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alive:
+    """The coordinator runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collect:
+    """The attempt is over: find out where the ranks are, and say what became of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """All ranks have returned: let their processes end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """How the attempt has ended, the same on all nodes.
+
+    Attributes:
+        name: Name of the error's class; empty where all went well, or a signal ended it.
+        explanation: What it says.
+        facts: What the class takes beside it.
+        exit_code: The exit code.
+        signal: The signal that ended the attempt.
+        is_final: Whether there is no other attempt after it; ``None`` as long as that is open.
+    """
+
+    name: str = ""
+    explanation: Explanation | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    exit_code: int = 0
+    signal: int | None = None
+    is_final: bool | None = None
+
+
+_ERRORS: Final = {
+    cls.__name__: cls
+    for cls in (
+        ConfigError,
+        PreflightError,
+        LaunchError,
+        PreemptedError,
+        NodeLostError,
+        RankFailedError,
+        RankRaisedError,
+        RankExitedError,
+        RankKilledError,
+        RankLeftEarlyError,
+        LaunchTimeoutError,
+        RendezvousTimeoutError,
+        CollectiveTimeoutError,
+        BarrierTimeoutError,
+        ProgressTimeoutError,
+        AttemptTimeoutError,
+    )
+}
+_OWN_FACTS: Final[dict[type[DDPSafeError], dict[str, object]]] = {
+    LaunchError: {"outcomes": {}, "run_dir": None},
+    PreemptedError: {"values": {}},
+    PreflightError: {"report": None},
+    ConfigError: {"problems": ()},
+}
+"""Attributes of errors that are each node's own, with what they are where it has none."""
+
+_APART: Final = frozenset(
+    (
+        "explanation",
+        "exit_code",
+        "previous_attempts",
+        *(n for own in _OWN_FACTS.values() for n in own),
+    )
+)
+"""Attributes that do not travel with the other facts."""
+
+
+def verdict_of(error: DDPSafeError | Interrupted, *, is_final: bool | None = None) -> Verdict:
+    """Return an error as it travels to the other nodes."""
+    if isinstance(error, Interrupted):
+        return Verdict(signal=int(error.signum), is_final=is_final)
+    cls = next(each for each in type(error).__mro__ if each.__name__ in _ERRORS)
+    facts = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(error).items()
+        if name not in _APART and not name.startswith("_")
+    }
+    return Verdict(
+        name=cls.__name__,
+        explanation=error.explanation,
+        facts=facts,
+        exit_code=error.exit_code,
+        is_final=is_final,
+    )
+
+
+def error_of(verdict: Verdict, **facts: object) -> DDPSafeError | Interrupted:
+    """Return the error of a verdict, as node 0 raises it too.
+
+    Args:
+        verdict: The verdict; of an attempt that has not ended well.
+        **facts: What is this node's own: `outcomes`, `run_dir`, `values`.
+
+    Raises:
+        GarbledError: It is of no class that a launch raises.
+    """
+    if verdict.signal is not None:
+        return Interrupted(signal.Signals(verdict.signal))
+    cls = _ERRORS.get(verdict.name)
+    if cls is None or verdict.explanation is None:
+        raise GarbledError(verdict.name)
+    said = dict(verdict.facts)
+    for name in ("missing_ranks", "unfinished_ranks", "ranks"):
+        if name in said:
+            said[name] = tuple(said[name])
+    if "stacks" in said:  # JSON has texts for keys
+        said["stacks"] = {int(rank): text for rank, text in said["stacks"].items()}
+    if said.get("log_path") is not None:
+        said["log_path"] = Path(said["log_path"])
+    own: dict[str, object] = {}
+    for base, defaults in _OWN_FACTS.items():
+        if issubclass(cls, base):
+            own |= {name: facts.get(name, value) for name, value in defaults.items()}
+    own |= {"explanation": verdict.explanation, "exit_code": verdict.exit_code}
+    return rebuild(cls, (str(verdict.explanation),), {**said, **own}, None)
+
+
+NodeMessage: TypeAlias = (
+    Hello
+    | RanksStarted
+    | RanksNotStarted
+    | RankReport
+    | RankEnded
+    | RankComplaint
+    | NodeProgress
+    | NodeOutcomes
+    | SignalReceived
+    | RanksEnded
+    | RankWord
+    | Alive
+    | Collect
+    | Leave
+    | Verdict
+)
+
+_NODE_MESSAGES: Final[dict[str, Any]] = {
+    cls.__name__: cls
+    for cls in (
+        Hello,
+        RanksStarted,
+        RanksNotStarted,
+        RankReport,
+        RankEnded,
+        RankComplaint,
+        NodeProgress,
+        NodeOutcomes,
+        SignalReceived,
+        RanksEnded,
+        RankWord,
+        Alive,
+        Collect,
+        Leave,
+        Verdict,
+    )
+}
+_RANK_MESSAGES: Final[dict[str, Any]] = {
+    cls.__name__: cls
+    for cls in (
+        Entered,
+        Position,
+        Returned,
+        Raised,
+        Recovered,
+        HeedsStop,
+        AskedToStop,
+        StopPromise,
+        Stops,
+        LivingThreads,
+    )
+}
+
+
+_adapters: dict[Any, TypeAdapter[Any]] = {}
+
+
+def _adapter(cls: Any) -> TypeAdapter[Any]:
+    """Return what reads and writes a class as JSON; to make one takes milliseconds."""
+    if cls not in _adapters:
+        _adapters[cls] = TypeAdapter(cls)
+    return _adapters[cls]
+
+
+def to_json(value: object) -> Any:
+    """Return a dataclass as plain JSON values."""
+    return _adapter(type(value)).dump_python(value, mode="json")
+
+
+def from_json(cls: type[T], value: object) -> T:
+    """Return the dataclass of plain JSON values.
+
+    Raises:
+        GarbledError: They are not those of the class.
+    """
+    try:
+        read: T = _adapter(cls).validate_python(value)
+    except (ValidationError, RecursionError) as exc:
+        msg = f"not a {cls.__name__}"
+        raise GarbledError(msg) from exc
+    return read
+
+
+def pack(message: NodeMessage) -> bytes:
+    """Return a message as one line."""
+    return json.dumps([type(message).__name__, to_json(message)]).encode() + b"\n"
+
+
+def unpack(line: bytes) -> NodeMessage:
+    """Return the message of one line.
+
+    Raises:
+        GarbledError: It is none.
+    """
+    try:
+        name, body = json.loads(line)
+        cls = _NODE_MESSAGES[name]
+    except (ValueError, TypeError, KeyError, RecursionError) as exc:
+        msg = "not a message"
+        raise GarbledError(msg) from exc
+    message: NodeMessage = from_json(cls, body)
+    return message
+
+
+def rank_report(rank: int, message: Message) -> RankReport:
+    """Return a rank's message as it travels: nothing is pickled for, or unpickled from, the network."""
+    if isinstance(message, Returned):
+        message = replace(message, payload=b"")
+    elif isinstance(message, Raised):
+        message = replace(message, payload=None)
+    return RankReport(rank=rank, name=type(message).__name__, body=to_json(message))
+
+
+def read_rank_report(report: RankReport) -> Message:
+    """Return the message that a rank of another node has sent.
+
+    Raises:
+        GarbledError: It is none.
+    """
+    cls = _RANK_MESSAGES.get(report.name)
+    if cls is None:
+        raise GarbledError(report.name)
+    message: Message = from_json(cls, report.body)
+    return message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockOffset:
+    """What to add to the times of another host to have them on this one's clocks.
+
+    Attributes:
+        mono_ns: For its monotonic clock.
+        wall_ns: For its wall clock.
+    """
+
+    mono_ns: int = 0
+    wall_ns: int = 0
+
+    @property
+    def skew(self) -> timedelta:
+        """How far its wall clock is behind."""
+        from datetime import timedelta as duration
+
+        return duration(microseconds=self.wall_ns / 1000)
+
+    def shift(self, message: Message) -> Message:
+        """Return a rank's message with its times on this host's clocks."""
+        if isinstance(message, Raised):
+            return replace(
+                message,
+                at_ns=message.at_ns + self.mono_ns,
+                wall_ns=message.wall_ns + self.wall_ns if message.wall_ns else 0,
+                position=self.shift_position(message.position),
+            )
+        if isinstance(message, Returned):
+            return replace(message, position=self.shift_position(message.position))
+        return self.shift_position(message) if isinstance(message, Position) else message
+
+    def shift_position(self, position: Position) -> Position:
+        """Return a position with its times on this host's clocks."""
+        entered = [
+            replace(each, entered_ns=each.entered_ns + self.wall_ns if each.entered_ns else 0)
+            for each in position.collectives
+        ]
+        return replace(position, collectives=tuple(entered))
+
+    def shift_outcome(self, outcome: RankOutcome) -> RankOutcome:
+        """Return an outcome with its times on this host's clocks."""
+        raised = None if outcome.raised is None else self.shift(outcome.raised)
+        ended_ns = None if outcome.ended_ns is None else outcome.ended_ns + self.mono_ns
+        at = None if outcome.position is None else self.shift_position(outcome.position)
+        return replace(outcome, raised=raised, ended_ns=ended_ns, position=at)  # type: ignore[arg-type]

@@ -1,0 +1,342 @@
+"""The attempts of this node: joined at the rendezvous, run as node 0 or as another node, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import platform
+import socket
+import time
+from dataclasses import replace
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from ddpsafe._clock import Deadline
+from ddpsafe._config import require_data_paths
+from ddpsafe._errors import (
+    ConfigError,
+    DDPSafeError,
+    Explanation,
+    PreflightError,
+)
+from ddpsafe._host import interface_variables
+from ddpsafe._launcher.nodes.channel import Channel, Lost, RefusedError
+from ddpsafe._launcher.nodes.coordinator import coordinate, lost_node_error, world_of
+from ddpsafe._launcher.nodes.messages import (
+    Hello,
+    NodeFacts,
+    RoundPlan,
+    Verdict,
+    error_of,
+    verdict_of,
+)
+from ddpsafe._launcher.nodes.participant import Participant
+from ddpsafe._launcher.nodes.rendezvous import Rendezvous, Seat, make_round_id, rank_store
+from ddpsafe._launcher.plan import NodesPlace
+from ddpsafe._launcher.processes.store import reserved_port
+from ddpsafe._launcher.retry import run_attempts
+from ddpsafe._launcher.watch.signals import Interrupted, open_inbox
+from ddpsafe._wire.spec import StorePlace
+
+if TYPE_CHECKING:
+    from threading import Event
+
+    from ddpsafe._launcher.plan import Calls, LaunchPlan
+    from ddpsafe._launcher.processes.start import RunRank
+    from ddpsafe._launcher.run_directory import RunDirectory
+    from ddpsafe._launcher.watch.signals import SignalInbox
+
+logger = logging.getLogger(__name__)
+
+_PLAN, _REFUSAL = "ddpsafe/plan", "ddpsafe/refusal"
+
+
+class NodeLaunch:
+    """The launch of a job of several nodes, on this one.
+
+    Args:
+        plan: What to start here; its ranks are counted again in each round.
+        calls: What the ranks run.
+        run_rank: What their processes run.
+        directory: Where the logs go.
+        cancelled: Set when the launcher is to stop.
+    """
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        calls: Calls,
+        *,
+        run_rank: RunRank,
+        directory: RunDirectory,
+        cancelled: Event,
+    ) -> None:
+        """Keep what is given."""
+        self._plan, self._calls, self._run_rank = plan, calls, run_rank
+        self._directory, self._cancelled = directory, cancelled
+        self._channel: Channel | None = None
+        self.attempts = 0
+
+    def run(self) -> dict[int, object]:
+        """Run attempts until one ends well or there is no other; return the values of own ranks.
+
+        Raises:
+            DDPSafeError: As `run_attempt` raises it, the same on all nodes.
+            Interrupted: A signal to the launcher of some node ended the attempt.
+        """
+        with open_inbox() as inbox:
+            rendezvous = Rendezvous(self._plan.config, inbox)
+            rendezvous.open()
+        try:
+            if rendezvous.serves:
+                return self._lead(rendezvous)
+            return self._follow(rendezvous)
+        finally:
+            if self._channel is not None:
+                self._channel.close()
+            rendezvous.close()
+
+    def _lead(self, rendezvous: Rendezvous) -> dict[int, object]:
+        """Be node 0, whose retry policy decides for all."""
+        policy = self._plan.config.retry
+
+        def announce(error: DDPSafeError) -> bool:
+            self._tell(verdict_of(error, is_final=False))
+            return self._calls.change(error)
+
+        try:
+            return run_attempts(
+                policy,
+                lambda number: self._attempt_as_node_0(rendezvous, number),
+                change=announce,
+                cancelled=self._cancelled,
+            )
+        except (DDPSafeError, Interrupted) as exc:
+            self._tell(verdict_of(exc, is_final=True))
+            raise
+
+    def _tell(self, verdict: Verdict) -> None:
+        if self._channel is not None:
+            self._channel.send(verdict)
+
+    def _attempt_as_node_0(self, rendezvous: Rendezvous, number: int) -> dict[int, object]:
+        self.attempts = number
+        self._close_channel()
+        with contextlib.ExitStack() as stack:
+            inbox = stack.enter_context(open_inbox())
+            rendezvous.inbox = inbox
+            seat = rendezvous.join()
+            if seat.node_rank != 0:
+                raise _not_node_0(seat)
+            deadline = Deadline.after(self._plan.config.timeouts.rendezvous)
+            nodes = rendezvous.introduce(seat, self._facts(rendezvous), deadline)
+            try:
+                require_data_paths(self._plan.config.data_paths)
+                _require_same_settings(nodes)
+                address = rendezvous.address
+                round_plan = RoundPlan(
+                    round_id=make_round_id(),
+                    attempt=number,
+                    nodes=tuple(nodes),
+                    store_port=stack.enter_context(rank_store(address)),
+                    channel_port=0,
+                    master_port=stack.enter_context(reserved_port(address)),
+                )
+                self._channel = Channel.listen(
+                    address,
+                    secret=rendezvous.secret,
+                    round_id=round_plan.round_id,
+                    nnodes=len(nodes),
+                )
+                round_plan = replace(round_plan, channel_port=self._channel.port)
+            except DDPSafeError as exc:
+                seat.board.put(_REFUSAL, verdict_of(exc, is_final=True))
+                raise
+            seat.board.put(_PLAN, round_plan)
+            self._await_nodes(round_plan, inbox, deadline)
+            try:
+                return coordinate(
+                    number,
+                    plan=self._placed(round_plan, 0, rendezvous),
+                    round_plan=round_plan,
+                    channel=self._channel,
+                    call=self._calls.current,
+                    run_rank=self._run_rank,
+                    directory=self._directory,
+                    inbox=inbox,
+                )
+            finally:
+                if inbox.received is not None:
+                    self._cancelled.set()
+
+    def _await_nodes(self, plan: RoundPlan, inbox: SignalInbox, deadline: Deadline) -> None:
+        """Wait until all nodes have opened their control channel."""
+        assert self._channel is not None  # noqa: S101 - opened a line before
+        missing: set[int] = set()
+        for pause_s in deadline.pauses_s():
+            missing = set(range(1, len(plan.nodes))) - self._channel.connected()
+            if not missing:
+                return
+            if inbox.received is not None:
+                raise Interrupted(inbox.received)
+            time.sleep(pause_s)
+        node = min(missing)
+        lost = Lost(
+            why=f"it joined, and opened no control channel to {plan.address}:{plan.channel_port}",
+            is_silent=False,
+            seen_ns=time.monotonic_ns(),
+        )
+        raise lost_node_error(
+            plan,
+            node,
+            lost,
+            when=f"attempt {plan.attempt}",
+            attempt=plan.attempt,
+            attempts=self._plan.config.retry.attempts,
+            run_dir=self._directory.path,
+        )
+
+    def _follow(self, rendezvous: Rendezvous) -> dict[int, object]:
+        """Be another node, round by round, as long as node 0 says so."""
+        earlier: list[DDPSafeError] = []
+        while True:
+            self._close_channel()
+            with open_inbox() as inbox:
+                rendezvous.inbox = inbox
+                require_data_paths(self._plan.config.data_paths)
+                seat = rendezvous.join()
+                round_plan = self._read_plan(rendezvous, seat)
+                self.attempts = round_plan.attempt
+                self._channel = self._dial(rendezvous, seat, round_plan)
+                obeyed = Participant(
+                    round_plan.attempt,
+                    plan=self._placed(round_plan, seat.node_rank, rendezvous),
+                    round_plan=round_plan,
+                    channel=self._channel,
+                    inbox=inbox,
+                    directory=self._directory,
+                ).run(self._calls.current, self._run_rank)
+            if obeyed.error is None:
+                assert obeyed.values is not None  # noqa: S101 - without an error there are values
+                return obeyed.values
+            if not obeyed.is_again or isinstance(obeyed.error, Interrupted):
+                if isinstance(obeyed.error, DDPSafeError):
+                    obeyed.error.previous_attempts = tuple(earlier)
+                raise obeyed.error
+            earlier.append(obeyed.error)
+            logger.warning("attempt %d failed: %s", self.attempts, obeyed.error.explanation.what)
+            self._calls.change(obeyed.error)
+
+    def _read_plan(self, rendezvous: Rendezvous, seat: Seat) -> RoundPlan:
+        deadline = Deadline.after(self._plan.config.timeouts.rendezvous)
+        rendezvous.introduce(seat, self._facts(rendezvous), deadline)
+        for pause_s in deadline.pauses_s():
+            if (plan := seat.board.find(_PLAN, RoundPlan)) is not None:
+                return plan
+            if (refusal := seat.board.find(_REFUSAL, Verdict)) is not None:
+                raise error_of(refusal)
+            rendezvous.require_no_signal()
+            time.sleep(pause_s)
+        raise rendezvous.lost("node 0 has not said who starts what", deadline)
+
+    def _dial(self, rendezvous: Rendezvous, seat: Seat, plan: RoundPlan) -> Channel:
+        deadline = Deadline.after(self._plan.config.timeouts.rendezvous)
+        address = (plan.address, plan.channel_port)
+        try:
+            return rendezvous.call(
+                lambda: Channel.dial(
+                    address,
+                    secret=rendezvous.secret,
+                    round_id=plan.round_id,
+                    node=seat.node_rank,
+                    hello=Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
+                    deadline=deadline,
+                ),
+                self._plan.config.timeouts.rendezvous,
+            )
+        except (OSError, RefusedError) as exc:
+            here, at = socket.gethostname(), f"{plan.address}:{plan.channel_port}"
+            why = getattr(exc, "strerror", None) or exc
+            what = f"{here} reached no control channel of node 0 at {at}: {why}."
+            cause = "a firewall lets only the port of the endpoint through, or node 0 has gone."
+            fix = f"open all TCP ports between the nodes; on {here}:  nc -vz {plan.address} 22"
+            raise PreflightError(
+                Explanation(what, cause=cause, fix=fix), kind="startup-network"
+            ) from exc
+
+    def _facts(self, rendezvous: Rendezvous) -> NodeFacts:
+        import os
+
+        return NodeFacts(
+            hostname=socket.gethostname(),
+            pid=os.getpid(),
+            address=rendezvous.address,
+            nproc=self._plan.nproc,
+            settings=_settings(self._plan),
+        )
+
+    def _placed(self, round_plan: RoundPlan, node: int, rendezvous: Rendezvous) -> LaunchPlan:
+        """Return the plan with this node's ranks of the round, and with where they meet."""
+        name = rendezvous.interface
+        place = NodesPlace(
+            store=StorePlace(
+                host=round_plan.address, port=round_plan.store_port, key=round_plan.round_id
+            ),
+            master_port=round_plan.master_port,
+            interfaces={} if name is None else interface_variables(name),
+        )
+        worlds = tuple(world_of(round_plan, rank) for rank in round_plan.ranks_of(node))
+        return replace(self._plan, worlds=worlds, place=place)
+
+    def _close_channel(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+
+def _settings(plan: LaunchPlan) -> dict[str, str]:
+    """Return what has to be the same on all nodes; their numbers of ranks may differ."""
+    import torch
+
+    config: dict[str, Any] = plan.config.model_dump(mode="json")
+    names = ("nnodes", "timeouts", "retry", "seed", "preflight")
+    return {
+        **{name: str(config[name]) for name in names},
+        "rendezvous.min_nodes": str(plan.config.rendezvous.min_nodes),
+        "backend": plan.backend,
+        "the call (launch, spawn or run)": plan.style,
+        "torch": torch.__version__,
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "ddpsafe": version("ddpsafe"),
+    }
+
+
+def _require_same_settings(nodes: list[NodeFacts]) -> None:
+    """Compare what has to be the same with node 0's.
+
+    Raises:
+        ConfigError: Something differs.
+    """
+    first = nodes[0]
+    lines = [
+        f"{name}: {first.settings.get(name)} on node 0 ({first.hostname}), "
+        f"{other.settings.get(name)} on node {number} ({other.hostname})"
+        for number, other in enumerate(nodes)
+        for name in first.settings
+        if other.settings.get(name) != first.settings[name]
+    ]
+    if lines:
+        what = f"the nodes of this job do not agree: {lines[0]}."
+        fix = "give every node the same arguments, variables, configuration file and versions."
+        cause = "another command, pyproject.toml, DDPSAFE_* variable or installation on one node."
+        raise ConfigError(Explanation(what, cause=cause, fix=fix, details=lines[1:]))
+
+
+def _not_node_0(seat: Seat) -> PreflightError:
+    what = (
+        f"{socket.gethostname()} serves the endpoint and came out as node {seat.node_rank} of "
+        f"{seat.nnodes}."
+    )
+    cause = "another node has node_rank 0, or the clocks of the nodes differ by many seconds."
+    fix = "give node rank 0 to the host of the endpoint; compare `date` on all nodes."
+    return PreflightError(Explanation(what, cause=cause, fix=fix), kind="startup-network")

@@ -1,0 +1,441 @@
+"""A pytest plugin: a test that is marked with ``ddp`` runs in every rank of a small world.
+
+::
+
+    import pytest
+    import torch.distributed as dist
+
+    @pytest.mark.ddp(nproc=2)
+    def test_sum_over_ranks(ddp_context):
+        total = ddp_context.all_reduce(ddp_context.rank + 1)
+        assert total == 3
+
+The plugin is loaded by its entry point as soon as ddpsafe is installed, or with
+``-p ddpsafe.testing``.
+
+Each test gets ranks of its own, forked from a server that has torch and the test modules loaded,
+with the process group up. The body of the test and its fixtures run in each rank; `tmp_path` is the
+same folder in all of them. A failure is shown as pytest shows it, for the rank that failed first; a
+rank that crashes or hangs costs its test only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import json
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping
+
+    from ddpsafe import RankContext
+
+__all__ = ["ddp_context"]
+
+_MARKER: Final = (
+    "ddp(nproc=2, *, backend='gloo', timeout=120, **fields): run the test in `nproc` ranks, with the "
+    "process group up. A sequence for `nproc` or `backend` runs the test with each. `timeout` is in "
+    "seconds and holds for the whole test; `fields` are fields of ddpsafe.LaunchConfig, such as `env`."
+)
+_TIMEOUT_S: Final = 120.0
+_DAY_S: Final = 86_400.0  # while somebody types into a debugger
+_PARAMETERS: Final = {"nproc": "ddp_nproc", "backend": "ddp_backend"}
+_RANK_PLUGIN: Final = "ddpsafe-rank"
+_MAX_OUTPUT_CHARS: Final = 100_000
+
+_outcome_key: Final = pytest.StashKey["_Outcome"]()
+_server_key: Final = pytest.StashKey["_Server"]()
+
+
+@pytest.fixture
+def ddp_context() -> RankContext:
+    """The `ddpsafe.RankContext` of the rank that the test runs in.
+
+    A test that is not marked with ``ddp`` fails by it.
+    """
+    pytest.fail(
+        "ddp_context needs ranks: mark the test with @pytest.mark.ddp(nproc=2)", pytrace=False
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """How a test is to be run: its marker, and what it is parametrized with."""
+
+    nproc: int
+    backend: str
+    timeout_s: float
+    fields: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What became of one test."""
+
+    world_size: int
+    error: BaseException | None = None
+    told: dict[int, dict[str, Any]] = field(default_factory=dict)
+    output: list[tuple[str, str]] = field(default_factory=list)
+
+    def find_report(self, config: pytest.Config) -> tuple[int, pytest.TestReport] | None:
+        """Return the rank whose report stands for the test, and that report."""
+        first = getattr(self.error, "rank", None)
+        ranks = sorted(self.told, key=lambda rank: (rank != first, rank))
+        from_data = config.hook.pytest_report_from_serializable
+        told = [
+            # a copy, for pytest makes the data into objects where they are
+            (rank, from_data(config=config, data=copy.deepcopy(data)))
+            for rank in ranks
+            for data in self.told[rank]["reports"]
+        ]
+        for rank, report in told:
+            if report.failed or hasattr(report, "wasxfail"):
+                return rank, report
+        if self.error is not None:
+            return None  # crashed, or hung: the launcher's own words
+        skipped = [(rank, report) for rank, report in told if report.skipped]
+        if skipped:
+            rank, report = skipped[0]
+            report.longrepr = tuple(report.longrepr)  # which JSON has made a list
+            return rank, report
+        return next(((rank, report) for rank, report in told if report.when == "call"), None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker."""
+    config.addinivalue_line("markers", _MARKER)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test with each value that its marker names."""
+    marker = metafunc.definition.get_closest_marker("ddp")
+    if marker is None:
+        return
+    values = {**dict(zip(_PARAMETERS, marker.args, strict=False)), **marker.kwargs}
+    for name, fixture in _PARAMETERS.items():
+        if isinstance(values.get(name), (list, tuple)):
+            metafunc.fixturenames.append(fixture)
+            ids = [f"{name}={value}" for value in values[name]]
+            metafunc.parametrize(fixture, values[name], ids=ids)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave the fixtures to the ranks, all but the folder that they share."""
+    if not _runs_ranks(item):
+        return
+    call = _call_of(item)
+    if "nccl" in call.backend:
+        import torch
+
+        visible = torch.cuda.device_count()
+        if visible < call.nproc:
+            pytest.skip(f"{call.backend} needs {call.nproc} GPUs, {visible} visible")
+    item.fixturenames = ["tmp_path"]  # type: ignore[attr-defined]  # _call_of has refused others
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run the test in ranks instead of here."""
+    if not _runs_ranks(pyfuncitem):
+        return None
+    config = pyfuncitem.config
+    server = config.stash.get(_server_key, None)
+    if server is None:
+        server = config.stash[_server_key] = _Server(config)
+        config.add_cleanup(server.close)
+    call = _call_of(pyfuncitem)
+    outcome = pyfuncitem.stash[_outcome_key] = _Outcome(world_size=call.nproc)
+    server.run(pyfuncitem, call, outcome)
+    skipped = {
+        rank
+        for rank, told in outcome.told.items()
+        if any(each["outcome"] == "skipped" and "wasxfail" not in each for each in told["reports"])
+    }
+    if outcome.error is not None and outcome.find_report(config) is None:
+        raise outcome.error  # a crash or a hang: the launch's own words
+    if outcome.error is None and skipped and len(skipped) < call.nproc:
+        from ddpsafe._errors import ranks_text
+
+        words = f"{ranks_text(sorted(skipped))} (world_size {call.nproc}) skipped the test, the others ran it"
+        outcome.error = pytest.fail.Exception(words, pytrace=False)
+        raise outcome.error
+    return True
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Report what the ranks said, first the one that failed first."""
+    report = yield
+    outcome = item.stash.get(_outcome_key, None)
+    if call.when != "call" or outcome is None:
+        return report
+    found = outcome.find_report(item.config)
+    if found is None:
+        if outcome.error is not None and call.excinfo is not None and report.failed:
+            report.longrepr = f"{outcome.error}{_hint(outcome.error)}"
+        report.sections += outcome.output
+        return report
+    rank, theirs = found
+    theirs.when, theirs.duration = "call", report.duration
+    theirs.sections = [(f"{name} of rank {rank}", text) for name, text in theirs.sections]
+    theirs.sections += outcome.output
+    if theirs.failed:
+        _name_rank(theirs, rank, outcome)
+    return theirs
+
+
+def _hint(error: BaseException) -> str:
+    """Say where a limit comes from that the user has not set by the name in the message."""
+    from ddpsafe import AttemptTimeoutError
+
+    if isinstance(error, AttemptTimeoutError):
+        return (
+            "\n  timeouts.attempt is the test's: @pytest.mark.ddp(timeout=…), or pytest-timeout's."
+        )
+    return ""
+
+
+def _name_rank(report: pytest.TestReport, rank: int, outcome: _Outcome) -> None:
+    """Say in pytest's own report which rank it is of, and what became of the others."""
+    title = f"rank {rank} (world_size {outcome.world_size})"
+    failure: Any = report.longrepr
+    crash = getattr(failure, "reprcrash", None)
+    if crash is not None:
+        crash.message = f"{title}: {crash.message}"
+    notes = [title]
+    for other, told in sorted(outcome.told.items()):
+        states = [each["outcome"] for each in told["reports"] if each["outcome"] != "passed"]
+        if other != rank:
+            notes.append(f"rank {other}: {states[0] if states else 'ended with the first one'}")
+    if hasattr(failure, "addsection"):
+        failure.addsection(f"{title} failed first", "\n".join(notes[1:]) or title)
+    else:
+        report.longrepr = f"{title}: {failure}"
+
+
+def _runs_ranks(item: pytest.Item) -> bool:
+    """Tell whether this process hands the test to ranks: it is marked, and this is not a rank."""
+    if item.get_closest_marker("ddp") is None:
+        return False
+    return not item.config.pluginmanager.has_plugin(_RANK_PLUGIN)
+
+
+def _call_of(item: pytest.Item) -> _Call:
+    """Read the marker and the parameters of a test; fails it where it cannot run in ranks."""
+    marker = item.get_closest_marker("ddp")
+    if marker is None:
+        pytest.fail(f"{item.nodeid} is not marked with ddp", pytrace=False)
+    if not isinstance(item, pytest.Function) or inspect.isclass(getattr(item, "instance", None)):
+        pytest.fail(
+            f"{item.nodeid}: ddp marks functions and methods of plain classes", pytrace=False
+        )
+    values: dict[str, Any] = {"nproc": 2, "backend": "gloo", "timeout": None}
+    if len(marker.args) > 1:
+        pytest.fail(
+            f"{item.nodeid}: ddp takes nproc by position, the rest by name: ddp(2, backend='gloo')",
+            pytrace=False,
+        )
+    values |= dict(zip(("nproc",), marker.args, strict=False)) | dict(marker.kwargs)
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    for name, fixture in _PARAMETERS.items():
+        values[name] = params.get(fixture, params.get(name, values[name]))
+    wrong = {"nprocs", "nproc_per_node", "np", "world_size", "num_processes"} & values.keys()
+    if wrong:
+        pytest.fail(f"{item.nodeid}: ddp calls {wrong.pop()} nproc: ddp(nproc=2)", pytrace=False)
+    nproc = values.pop("nproc")
+    if not isinstance(nproc, int) or isinstance(nproc, bool) or nproc < 1:
+        pytest.fail(
+            f"{item.nodeid}: nproc is a number of ranks from 1, not {nproc!r}", pytrace=False
+        )
+    backend, timeout = values.pop("backend"), values.pop("timeout")
+    seconds = _timeout_of(item) if timeout is None else float(timeout)
+    return _Call(nproc=nproc, backend=backend, timeout_s=seconds, fields=values)
+
+
+def _timeout_of(item: pytest.Item) -> float:
+    """Return the seconds that a test has: a little less than pytest-timeout gives it.
+
+    So the launch ends first, and tells where each rank was.
+    """
+    marker = item.get_closest_marker("timeout")
+    given: Any = None
+    if marker is not None:
+        given = marker.args[0] if marker.args else marker.kwargs.get("timeout")
+    if given is None:
+        given = getattr(item.config.option, "timeout", None)
+    if given is None and item.config.pluginmanager.has_plugin("timeout"):
+        with contextlib.suppress(ValueError, KeyError):
+            given = item.config.getini("timeout")
+    seconds = float(given) if given else 0.0
+    return seconds - min(2.0, seconds / 4) if seconds > 0 else _TIMEOUT_S
+
+
+class _Server:
+    """The fork server of this session's ranks, and the folder of its files."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        """Nothing is started before the first test."""
+        self._config = config
+        self._folder = tempfile.TemporaryDirectory(prefix="ddpsafe-testing-")
+        self._collection = ""
+
+    def close(self) -> None:
+        """Remove the files; the fork server ends with this process."""
+        self._folder.cleanup()
+
+    def run(self, item: pytest.Function, call: _Call, outcome: _Outcome) -> None:
+        """Run a test in ranks, and read what became of it."""
+        from ddpsafe import DDPSafeError, launch
+        from ddpsafe._rank_tests import TestJob, run_test
+
+        if not self._collection:
+            self._start(item.session)
+        debugs = bool(self._config.getoption("usepdb", default=False))
+        capture = self._config.pluginmanager.getplugin("capturemanager")
+        with contextlib.ExitStack() as stack:
+            if debugs and capture is not None:
+                capture.suspend_global_capture(in_=True)
+                stack.callback(capture.resume_global_capture)
+            # Beside the test's own folder, so that logs stay as long as pytest keeps that one.
+            shared = cast("Path", item.funcargs["tmp_path"])
+            files = shared.with_name(f"{shared.name}-ranks")
+            files.mkdir()
+            job = TestJob(
+                nodeid=item.nodeid,
+                collection=self._collection,
+                reports=str(files),
+                tmp_path=str(shared),
+                terminal=(f"/proc/{os.getpid()}/fd/0", f"/proc/{os.getpid()}/fd/1")
+                if debugs
+                else (),
+            )
+            shown = self._config.getoption("capture", default="fd") == "no"
+            limits = dict.fromkeys(("attempt", "collective", "barrier"), _DAY_S) if debugs else {}
+            fields: dict[str, Any] = {
+                "timeouts": limits or {"attempt": call.timeout_s},
+                "console": "tagged" if shown else "none",
+                "run_dir": files / "run",
+                "retry": {"attempts": 1},
+                "start_method": "forkserver",
+                "backend": call.backend,
+                **call.fields,
+            }
+            if isinstance(call.fields.get("timeouts"), dict):
+                fields["timeouts"] = {"attempt": call.timeout_s, **call.fields["timeouts"]}
+            try:
+                launch(run_test, (job,), nproc_per_node=call.nproc, **fields)
+            except DDPSafeError as error:
+                outcome.error = error
+            for rank in range(call.nproc):
+                with contextlib.suppress(FileNotFoundError):
+                    outcome.told[rank] = json.loads(job.report_of(rank).read_text(encoding="utf-8"))
+            outcome.output += _read_output(Path(str(fields["run_dir"])), call.nproc, outcome.told)
+
+    def _start(self, session: pytest.Session) -> None:
+        """Start the fork server, which collects the files that have tests for ranks."""
+        from multiprocessing import forkserver
+
+        from ddpsafe._rank_tests import COLLECTION_VARIABLE, Collection
+
+        files = dict.fromkeys(str(each.path) for each in session.items if _runs_ranks(each))
+        options = {
+            **vars(self._config.option),
+            **_PLAIN_OPTIONS,
+            "plugins": [*self._config.option.plugins, "no:terminal", "no:faulthandler"],
+        }
+        if "ddpsafe.testing" not in options["plugins"]:
+            options["plugins"].append("ddpsafe.testing")
+        collection = Collection(
+            options={name: value for name, value in options.items() if _travels(value)},
+            arguments=tuple(files),
+            rootdir=str(self._config.invocation_params.dir),
+            sys_path=tuple(sys.path),
+            coverage=_find_coverage(),
+        )
+        path = Path(self._folder.name) / "collection"
+        path.write_bytes(pickle.dumps(collection))
+        self._collection = str(path)
+        os.environ[COLLECTION_VARIABLE] = self._collection
+        try:
+            multiprocessing.get_context("forkserver").set_forkserver_preload(
+                ["ddpsafe._worker.preload", "torch", "ddpsafe._rank_tests"]
+            )
+            forkserver.ensure_running()
+        finally:
+            del os.environ[COLLECTION_VARIABLE]
+
+
+# A rank runs one test: what selects, orders, repeats or debugs tests is the caller's.
+_PLAIN_OPTIONS: Final[Mapping[str, Any]] = {
+    "basetemp": None,
+    "capture": "no",
+    "collectonly": False,
+    "deselect": None,
+    "dist": "no",
+    "distload": False,
+    "keyword": "",
+    "lf": False,
+    "failedfirst": False,
+    "newfirst": False,
+    "markexpr": "",
+    "maxfail": 0,
+    "numprocesses": None,
+    "maxprocesses": None,
+    "stepwise": False,
+    "stepwise_skip": False,
+    "trace": False,
+    "tx": [],
+    "usepdb": False,
+    "xmlpath": None,
+    "cov_source": [],
+}
+
+
+def _travels(value: object) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:  # noqa: BLE001 - any object may be an option of any plugin
+        return False
+    return True
+
+
+def _find_coverage() -> dict[str, Any]:
+    """Return the settings of a coverage measurement of this process, empty without one."""
+    coverage: Any = sys.modules.get("coverage")
+    running = None if coverage is None else coverage.Coverage.current()
+    if running is None:
+        return {}
+    names = ("run:branch", "run:data_file", "run:source", "run:include", "run:omit", "run:context")
+    settings = {name: running.get_option(name) for name in names}
+    data_file = Path(settings["run:data_file"] or ".coverage")
+    settings["run:data_file"] = str(data_file.absolute())
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def _read_output(
+    run_dir: Path, nproc: int, told: Mapping[int, Mapping[str, Any]]
+) -> list[tuple[str, str]]:
+    """Return what each rank has written in its test, as sections of a report."""
+    sections: list[tuple[str, str]] = []
+    for rank in range(nproc):
+        for suffix, name in (("out", "stdout"), ("err", "stderr")):
+            for path in run_dir.glob(f"*/rank-{rank}.{suffix}"):
+                written = path.read_bytes()[: told.get(rank, {}).get(suffix)]
+                text = written.decode("utf-8", "replace")[-_MAX_OUTPUT_CHARS:]
+                if text.strip():
+                    sections.append((f"Captured {name} of rank {rank}", text))
+    return sections

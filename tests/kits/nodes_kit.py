@@ -1,0 +1,168 @@
+"""Launchers on several hosts of a network: what each of them said, and that nothing is left."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import scripts
+from fault_kit import patience
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hosts import Host, Network
+
+PROGRAM: Final = Path(__file__).parents[1] / "programs" / "node_programs.py"
+LIMIT_S: Final = 240
+
+FIELDS: Final[dict[str, Any]] = {
+    "start_method": "forkserver",
+    "backend": "gloo",
+    "preflight": "off",
+    "console": "none",
+    "timeouts": {"collective": 6, "grace": 3},
+}
+"""Fields of every launch, unless a case says otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One launch on all hosts.
+
+    Attributes:
+        name: For messages, and the file with the time of the fault.
+        what: What happens; see `node_programs.break_down`.
+        rank: To which rank.
+        fields: Fields of `LaunchConfig` beside `FIELDS`.
+    """
+
+    name: str
+    what: str = "none"
+    rank: int = -1
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self, folder: Path, node: int, nproc: Sequence[int]) -> dict[str, Any]:
+        """Return it for the program on a node."""
+        run_dir = str(folder / f"run-{self.name}-{node}")
+        fields = {"nnodes": len(nproc), "nproc_per_node": nproc[node], "run_dir": run_dir}
+        fields = {**FIELDS, **fields, **self.fields}
+        return {"name": self.name, "what": self.what, "rank": self.rank, "fields": fields}
+
+
+class Launcher:
+    """A program on a host, and what it prints, as it comes."""
+
+    def __init__(self, host: Host, command: Sequence[str], env: dict[str, str]) -> None:
+        """Start it."""
+        self.host = host
+        self._process = host.start(command, env={**scripts.clean_environment(), **env})
+        self.lines: list[tuple[float, str]] = []
+        self.errors: list[str] = []
+        self.ended_s: float | None = None
+        self._threads = [
+            threading.Thread(target=self._read_out),
+            threading.Thread(target=self._read_err),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def pid(self) -> int:
+        """Its process id, as this process sees it."""
+        return self._process.pid
+
+    def _read_out(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.lines.append((time.time(), line.rstrip("\n")))
+        self.ended_s = time.time()
+
+    def _read_err(self) -> None:
+        assert self._process.stderr is not None
+        self.errors.extend(self._process.stderr)
+
+    @property
+    def err(self) -> str:
+        """What it has written to stderr."""
+        return "".join(self.errors)
+
+    def end(self, within_s: float = LIMIT_S) -> int:
+        """Wait for its end; return the exit code."""
+        try:
+            code = self._process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            raise AssertionError(f"{self.host.name} did not end: {self.err[-3000:]}") from None
+        for thread in self._threads:
+            thread.join(10)
+        return code
+
+    def results(self) -> dict[str, dict[str, Any]]:
+        """Return what it said of each case, by name."""
+        found = [json.loads(line) for _, line in self.lines if line.startswith("{")]
+        return {each["name"]: each for each in found}
+
+
+def start_job(
+    network: Network,
+    cases: Sequence[Case],
+    folder: Path,
+    *,
+    nproc: Sequence[int],
+    port: int,
+) -> list[Launcher]:
+    """Start the launchers of a job on the first hosts of a network."""
+    started = []
+    for index in range(len(nproc)):
+        as_json = [case.as_json(folder, index, nproc) for case in cases]
+        endpoint = f"{network[0].name}:{port}"
+        command = [sys.executable, str(PROGRAM), str(folder), endpoint, json.dumps(as_json)]
+        started.append(Launcher(network[index], command, {}))
+    return started
+
+
+def run_job(
+    network: Network, cases: Sequence[Case], folder: Path, *, nproc: Sequence[int], port: int
+) -> list[dict[str, dict[str, Any]]]:
+    """Run the cases on the first hosts; return what each node said of each."""
+    launchers = start_job(network, cases, folder, nproc=nproc, port=port)
+    for launcher in launchers:
+        assert launcher.end() == 0, launcher.err[-4000:]
+    require_nothing_left(network)
+    found = [launcher.results() for launcher in launchers]
+    for results, launcher in zip(found, launchers, strict=True):
+        assert list(results) == [case.name for case in cases], launcher.err[-4000:]
+    return found
+
+
+def fault_s(folder: Path, case: str) -> float:
+    """Return when the fault of a case came."""
+    return float((folder / f"fault-{case}").read_text())
+
+
+def require_in_time(took_s: float, within_s: float, what: str) -> None:
+    """Fail unless a promise in seconds was kept, on a machine as busy as this one."""
+    assert took_s < within_s * patience(), f"{what}: {took_s:.1f} s, promised {within_s} s"
+
+
+def require_nothing_left(network: Network, *, besides: Sequence[int] = ()) -> None:
+    """Fail unless no process of a launch is left on any host."""
+
+    def left() -> list[str]:
+        lines = [
+            f"{host.name}: {line}"
+            for host in network
+            if host.index not in besides
+            for line in host.run("ps", "-eo", "pid,args").splitlines()
+            if "multiprocessing" in line or "ddpsafe" in line or "node_programs" in line
+        ]
+        return [line for line in lines if "ps -eo" not in line]
+
+    scripts.wait_until(lambda: not left(), otherwise=left, within_s=10)

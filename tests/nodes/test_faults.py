@@ -1,0 +1,85 @@
+"""A rank of several nodes breaks: every node names it, in the same words, and nothing is left."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+from hosts import Network, find_obstacle, require
+from nodes_kit import Case, fault_s, require_in_time, run_job
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.root
+
+COLLECTIVE_S: Final = 6
+_ports = itertools.count(29400, 50)
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    """Two hosts."""
+    require(find_obstacle())
+    with Network(2) as hosts:
+        yield hosts
+
+
+FAULTS: Final = [
+    # what, error, exit code, promised seconds
+    ("raise", "RankRaisedError", 1, 2.0),
+    ("kill", "RankKilledError", 137, 2.0),
+    ("segfault", "RankKilledError", 139, 2.0),
+    ("exit-0", "RankLeftEarlyError", 1, 2.0),
+    ("exit-3", "RankExitedError", 3, 2.0),
+    ("return", "RankLeftEarlyError", 1, 3.0),
+    ("barrier", "RankRaisedError", 1, 3.0),
+    ("sleep", "CollectiveTimeoutError", 1, COLLECTIVE_S + 3.0),
+    ("stop", "CollectiveTimeoutError", 1, COLLECTIVE_S + 3.0),
+]
+
+
+@pytest.mark.parametrize(("nproc", "culprit"), [((2, 2), 3), ((2, 2), 1), ((1, 3), 0)])
+def test_every_node_names_the_rank_that_broke(
+    network: Network, tmp_path: Path, nproc: tuple[int, ...], culprit: int
+) -> None:
+    """Whatever a rank dies of, all nodes raise the same error with the same words and exit code.
+
+    It names the rank with its node and its local rank; the exception itself is there where it was
+    raised. All that within the promised seconds from the fault, and nothing is left on any host.
+    """
+    cases = [
+        Case(name="healthy"),
+        *(Case(name=what, what=what, rank=culprit) for what, *_ in FAULTS),
+        Case(name="healthy again"),
+    ]
+    nodes = run_job(network, cases, tmp_path, nproc=nproc, port=next(_ports))
+
+    first = [sum(nproc[:node]) for node in range(len(nproc))]
+    for name in ("healthy", "healthy again"):
+        for node, ranks in enumerate(nproc):
+            own = range(first[node], first[node] + ranks)
+            assert nodes[node][name]["values"] == {str(rank): rank for rank in own}
+    node = max(index for index, rank in enumerate(first) if rank <= culprit)
+    who = (
+        f"rank {culprit} (node {node} 'h{node}', local rank {culprit - first[node]}, "
+        f"world_size {sum(nproc)})"
+    )
+    for what, error, code, within_s in FAULTS:
+        said = [results[what] for results in nodes]
+        _require_the_same(said)
+        assert (said[0]["error"], said[0]["code"]) == (error, code), said[0]
+        assert who in said[0]["text"]
+        for each in said:
+            require_in_time(each["at"] - fault_s(tmp_path, what), within_s, what)
+    causes = [results["raise"]["cause"] for results in nodes]
+    assert causes[node] == "ValueError"
+    assert causes[1 - node] != "ValueError"
+
+
+def _require_the_same(said: list[dict[str, Any]]) -> None:
+    """Fail unless all nodes said the same of an error."""
+    for key in ("error", "text", "code", "kind", "rank", "attempt"):
+        assert len({str(each.get(key)) for each in said}) == 1, (key, said)

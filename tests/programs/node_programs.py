@@ -1,0 +1,112 @@
+"""The launcher of one node: several launches one after the other, each of which ends in its own way.
+
+``python node_programs.py FOLDER ENDPOINT CASES``, the cases as JSON: for each a list of what happens,
+to which rank, and the fields of `LaunchConfig`. Prints one JSON object for each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from ddpsafe import RankContext
+
+STEPS = 8
+FAULT_AT = 3
+
+
+def strike(folder: Path, name: str) -> None:
+    """Write down when the fault of a case comes."""
+    (folder / f"fault-{name}").write_text(repr(time.time()))
+
+
+def train(ctx: RankContext, folder: Path, name: str, what: str, culprit: int) -> int:
+    """Sum over all ranks in each step; one of them has a fault in the middle."""
+    import torch
+    import torch.distributed as dist
+
+    for step in range(STEPS):
+        if step == FAULT_AT and ctx.rank == culprit and what != "none":
+            strike(folder, name)
+            if what == "return":
+                return ctx.rank
+            break_down(what, ctx)
+        if step == FAULT_AT and what == "skip" and ctx.rank == culprit:
+            continue
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == ctx.world_size
+    return ctx.rank
+
+
+def _fail() -> None:
+    raise ValueError("bad batch")
+
+
+def break_down(what: str, ctx: RankContext) -> None:
+    """Have a fault."""
+    import torch.distributed as dist
+
+    if what == "raise" or (what.startswith("raise-until-") and ctx.attempt < int(what[12:])):
+        raise ValueError("bad batch")
+    if what == "barrier":
+        try:
+            _fail()
+        except ValueError:
+            dist.barrier()
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if what.startswith("exit-"):
+        os._exit(int(what[5:]))
+    if what == "sleep":
+        time.sleep(600)  # stuck here
+    if what == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def describe(error: ddpsafe.DDPSafeError) -> dict[str, Any]:
+    """Say what a test wants to know of an error."""
+    return {
+        "error": type(error).__name__,
+        "text": error.explanation.what,
+        "code": error.exit_code,
+        "kind": error.kind,
+        "cause": None if error.__cause__ is None else type(error.__cause__).__name__,
+        "rank": getattr(error, "rank", None),
+        "attempt": getattr(error, "attempt", None),
+        "details": list(error.explanation.details),
+    }
+
+
+def main(folder: Path, endpoint: str, cases: list[dict[str, Any]]) -> None:
+    """Launch each case in turn."""
+    host, _, port = endpoint.rpartition(":")
+    for number, case in enumerate(cases):
+        name = case["name"]
+        fields = {"rendezvous": {"endpoint": f"{host}:{int(port) + number}", "join": 60}}
+        said: dict[str, Any] = {"name": name}
+        try:
+            result = ddpsafe.launch(
+                train,
+                (folder, name, case["what"], case["rank"]),
+                **{**fields, **case["fields"]},
+            )
+            said |= {"values": result.values, "attempts": result.attempts}
+        except ddpsafe.DDPSafeError as error:
+            said |= describe(error)
+        said["at"] = time.time()
+        print(json.dumps(said), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]))

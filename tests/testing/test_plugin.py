@@ -1,0 +1,314 @@
+"""`ddpsafe.testing`: a marked test runs in every rank, and its report is pytest's own."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Final
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+_LIMIT_S: Final = 150
+
+_MANY = """
+import os
+import time
+
+import pytest
+import torch.distributed as dist
+
+
+@pytest.mark.ddp(nproc=2)
+def test_ranks_talk_and_share_a_folder(ddp_context, tmp_path, tmp_path_factory):
+    assert ddp_context.all_reduce(ddp_context.rank + 1) == 3
+    (tmp_path / f"{ddp_context.rank}").touch()
+    ddp_context.barrier()
+    assert len(list(tmp_path.iterdir())) == 2
+    own = tmp_path_factory.mktemp("own")
+    assert len(set(ddp_context.all_gather(str(own)))) == 2
+
+
+@pytest.mark.ddp
+def test_assertion_of_one_rank(ddp_context):
+    print("output of", ddp_context.rank)
+    x = 7 if ddp_context.rank == 1 else 0
+    assert x == 0
+    ddp_context.barrier()
+
+
+@pytest.fixture
+def waits_at_its_end(ddp_context):
+    yield
+    ddp_context.barrier()
+
+
+@pytest.mark.ddp(timeout=60)
+def test_fixture_that_waits_for_the_rank_that_failed(ddp_context, waits_at_its_end):
+    assert ddp_context.rank == 0
+    ddp_context.all_reduce(1)
+
+
+@pytest.mark.ddp(nproc=2)
+def test_crash(ddp_context):
+    if ddp_context.rank == 1:
+        os.kill(os.getpid(), 11)
+    ddp_context.barrier()
+
+
+@pytest.mark.ddp(nproc=2, timeout=3)
+def test_hang(ddp_context):
+    if ddp_context.rank == 1:
+        time.sleep(1000)
+    ddp_context.barrier()
+
+
+@pytest.mark.timeout(4)
+@pytest.mark.ddp(nproc=2)
+def test_hang_with_the_limit_of_pytest_timeout(ddp_context):
+    if ddp_context.rank == 1:
+        time.sleep(1000)
+    ddp_context.barrier()
+
+
+@pytest.mark.ddp(nproc=[1, 2])
+@pytest.mark.parametrize("x", ["a", "b"])
+def test_worlds(ddp_context, x):
+    assert x in "ab"
+    assert f"nproc={dist.get_world_size()}" in os.environ["PYTEST_CURRENT_TEST"]
+
+
+@pytest.mark.ddp
+@pytest.mark.parametrize("nproc", [3])
+def test_world_of_a_parameter(nproc):
+    assert dist.get_world_size() == 3
+
+
+@pytest.mark.ddp
+def test_skipped_by_all():
+    pytest.skip("the reason")
+
+
+@pytest.mark.ddp
+def test_skipped_by_one(ddp_context):
+    if ddp_context.rank == 1:
+        pytest.skip("the reason")
+
+
+@pytest.mark.ddp
+@pytest.mark.xfail
+def test_expected_to_fail(ddp_context):
+    assert ddp_context.rank == 5
+
+
+@pytest.mark.ddp
+@pytest.mark.xfail(strict=True)
+def test_passes_though_expected_to_fail():
+    pass
+
+
+@pytest.mark.ddp(backend="nccl", nproc=99)
+def test_needs_gpus():
+    pass
+
+
+class TestOfAClass:
+    @pytest.fixture(autouse=True)
+    def five(self):
+        self.five = 5
+
+    @pytest.mark.ddp
+    def test_method(self):
+        assert self.five == 5
+
+
+@pytest.mark.ddp
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_warning_is_an_error():
+    import warnings
+
+    warnings.warn("a warning")
+
+
+def test_without_mark(ddp_context):
+    pass
+
+
+@pytest.mark.ddp
+def test_unknown_fixture(nonexistent):
+    pass
+
+
+@pytest.mark.ddp(nprocs=3)
+def test_name_of_another_launcher():
+    pass
+
+
+@pytest.mark.ddp(backend="glo")
+def test_wrong_backend():
+    pass
+"""
+
+_ROWS = (
+    ("ranks_talk_and_share_a_folder", "PASSED", ""),
+    ("assertion_of_one_rank", "FAILED", "rank 1 (world_size 2): assert 7 == 0"),
+    ("fixture_that_waits_for_the_rank_that_failed", "FAILED", "rank 1 (world_size 2): Assert"),
+    ("crash", "FAILED", "rank 1 (world_size 2) was killed by SIGSEGV"),
+    ("hang", "FAILED", "did not end within"),
+    ("hang_with_the_limit_of_pytest_timeout", "FAILED", "did not end within"),
+    ("worlds[nproc=1-a]", "PASSED", ""),
+    ("worlds[nproc=2-b]", "PASSED", ""),
+    ("world_of_a_parameter[3]", "PASSED", ""),
+    ("skipped_by_all", "SKIPPED", "the reason"),
+    ("skipped_by_one", "FAILED", "rank 1 (world_size 2) skipped the test"),
+    ("expected_to_fail", "XFAIL", ""),
+    ("passes_though_expected_to_fail", "FAILED", "XPASS(strict)"),
+    ("needs_gpus", "SKIPPED", "nccl needs 99 GPUs"),
+    ("warning_is_an_error", "FAILED", "UserWarning: a warning"),
+    ("without_mark", "ERROR", "mark the test with @pytest.mark.ddp(nproc=2)"),
+    ("unknown_fixture", "FAILED", "(world_size 2)"),
+    ("name_of_another_launcher", "ERROR", "ddp calls nprocs nproc"),
+    ("wrong_backend", "FAILED", "problem"),
+)
+
+
+def _environment() -> dict[str, str]:
+    """Return this environment without what belongs to the pytest that runs this test."""
+    kept = {
+        name: text for name, text in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))
+    }
+    return {**kept, "COLUMNS": "300"}
+
+
+def _pytest(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run pytest in a folder, as a user does."""
+    command = [sys.executable, "-m", "pytest", "-p", "ddpsafe.testing", "-p", "no:cacheprovider"]
+    return subprocess.run(
+        [*command, *options],
+        cwd=folder,
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT_S,
+        check=False,
+    )
+
+
+def _project(folder: Path, **files: str) -> Path:
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What pytest prints of a file with a test of each kind."""
+    folder = _project(tmp_path_factory.mktemp("project"), test_many=_MANY)
+    return _pytest(folder, "-rA").stdout
+
+
+@pytest.mark.parametrize(("test", "outcome", "words"), _ROWS, ids=[row[0] for row in _ROWS])
+def test_each_outcome_is_pytests_own(session: str, test: str, outcome: str, words: str) -> None:
+    """Passed, failed, skipped, expected to fail: as without ranks, and the rank is named."""
+    if outcome == "SKIPPED":  # pytest folds these by their line
+        assert re.search(rf"SKIPPED .*{re.escape(words)}", session), session
+        return
+    lines = [line for line in session.splitlines() if line.startswith(outcome)]
+    found = [line for line in lines if re.search(rf"test_{re.escape(test)}(?![\w\[])", line)]
+    assert found, session
+    assert words in found[0]
+
+
+def test_failure_shows_the_rewritten_assertion_and_every_ranks_output(session: str) -> None:
+    """The report is the failing rank's, with the line, and names what became of the others."""
+    start = session.index("_ test_assertion_of_one_rank _")
+    report = session[start : session.index("_ test_fixture_that_waits", start)]
+    assert re.search(r"^> +assert x == 0$", report, re.MULTILINE)
+    assert "E       assert 7 == 0" in report
+    assert "rank 1 (world_size 2) failed first" in report
+    assert "rank 0: " in report
+    assert re.search(r"Captured stdout of rank 0 -+\noutput of 0", report)
+    assert re.search(r"Captured stdout of rank 1 -+\noutput of 1", report)
+    assert "Traceback" not in report  # ranks' own account of the same failure
+
+
+def test_hang_names_the_line_of_each_rank(session: str) -> None:
+    """What ends a hang is the launch, before pytest-timeout, so that stacks are shown."""
+    assert len(re.findall(r"rank 1, at .*test_many\.py:\d+ in test_hang\b", session)) == 1
+    assert "in test_hang_with_the_limit_of_pytest_timeout" in session
+    assert "@pytest.mark.ddp(timeout=…)" in session
+
+
+def test_xdist_coverage_and_stop_at_the_first_failure(tmp_path: Path) -> None:
+    """Lines that only one rank runs are covered, in each worker of xdist; -x ends the session."""
+    library = "def of(rank):\n    if rank == 1:\n        return 'one'\n    return 'zero'\n"
+    tests = """
+        import pytest, library
+
+        @pytest.mark.ddp(nproc=2)
+        @pytest.mark.parametrize("i", range(2))
+        def test_lines(ddp_context, i):
+            assert library.of(ddp_context.rank)
+    """
+    folder = _project(tmp_path, library=library, test_cov=tests.replace("\n        ", "\n"))
+    ran = _pytest(folder, "-n2", "--cov=library", "--cov-report=term-missing")
+    assert "2 passed" in ran.stdout, ran.stdout + ran.stderr
+    assert re.search(r"library\.py +4 +0 +100%", ran.stdout), ran.stdout
+
+    failing = "import pytest\n\n@pytest.mark.ddp\ndef test_1(): assert 0\n\ndef test_2(): pass\n"
+    (folder / "test_cov.py").write_text(failing)
+    assert "1 failed in" in _pytest(folder, "-x").stdout
+
+
+def test_debugger_opens_in_rank_0(tmp_path: Path) -> None:
+    """``--pdb`` stops at the failure in rank 0, with its variables, on the caller's terminal."""
+    tests = """
+import pytest
+
+@pytest.mark.ddp(nproc=2)
+def test_value(ddp_context):
+    value = 40 + ddp_context.rank
+    if ddp_context.rank == 0:
+        assert value == 1
+    ddp_context.barrier()
+"""
+    folder = _project(tmp_path, test_debugged=tests)
+    screen = _typed(
+        ["-m", "pytest", "-p", "ddpsafe.testing", "--pdb", "-p", "no:cacheprovider"],
+        folder,
+        answers=(("(Pdb)", "p value * 100\n"), ("4000", "c\n")),
+    )
+    assert "4000" in screen
+    assert "1 failed" in screen
+    assert "PDB post_mortem" not in screen  # a second one, of the launcher
+
+
+def _typed(arguments: Sequence[str], folder: Path, *, answers: Sequence[tuple[str, str]]) -> str:
+    """Run Python on a terminal, typing each answer when its question is on the screen."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(folder)
+        os.execve(sys.executable, [sys.executable, *arguments], _environment())
+    screen, waiting, end = "", list(answers), time.monotonic() + _LIMIT_S
+    while time.monotonic() < end:
+        if not select.select([terminal], [], [], 1)[0]:
+            continue
+        try:
+            text = os.read(terminal, 1 << 16)
+        except OSError:  # the other end is closed
+            break
+        screen += text.decode(errors="replace")
+        if waiting and waiting[0][0] in screen:
+            os.write(terminal, waiting.pop(0)[1].encode())
+    os.close(terminal)
+    os.waitpid(pid, 0)
+    return screen
