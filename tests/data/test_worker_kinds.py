@@ -7,6 +7,7 @@ installed skips its rows. docs/reference/data.md has the table.
 
 from __future__ import annotations
 
+import bz2
 import collections
 import concurrent.futures
 import contextvars
@@ -17,6 +18,9 @@ import io
 import itertools
 import logging
 import mmap
+import multiprocessing as mp
+import os
+import shelve
 import socket
 import sqlite3
 import subprocess
@@ -26,12 +30,14 @@ import tempfile
 import threading
 import urllib.request
 import warnings
+import wave
 import zipfile
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -386,6 +392,132 @@ def _response(kit: Kit) -> Any:
     return kit.closing(response)
 
 
+def _bz2(kit: Kit) -> Path:
+    path = kit.folder / "a.bz2"
+    path.write_bytes(bz2.compress(b"x"))
+    return path
+
+
+def _wave(kit: Kit) -> Path:
+    path = kit.folder / "a.wav"
+    with wave.open(str(path), "wb") as out:
+        out.setparams((1, 2, 8000, 4, "NONE", "NONE"))
+        out.writeframes(bytes(8))
+    return path
+
+
+def _exit_stack(kit: Kit) -> Any:
+    kit.stack.enter_context(inner := ExitStack())
+    inner.enter_context(kit.text().open("rb"))
+    return inner
+
+
+def _local(kit: Kit) -> Any:
+    held = threading.local()
+    held.file = kit.open()
+    return held
+
+
+class Singleton:
+    """Opens a file once per process, by a class method."""
+
+    file: Any = None
+
+    @classmethod
+    def get(cls) -> Any:
+        """Return the file."""
+        return cls.file
+
+
+class ReadsSingleton(Numbers):
+    """Its method asks another class."""
+
+    def __getitem__(self, index: int) -> Any:
+        return Singleton.get().read(index)
+
+
+def _singleton(kit: Kit) -> Any:
+    Singleton.file = kit.open()
+    kit.stack.callback(setattr, Singleton, "file", None)
+    return ReadsSingleton(8)
+
+
+class Refuses:
+    """Raises whatever it is asked."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+    def __bool__(self) -> bool:
+        raise RuntimeError
+
+
+def _torch_reader(kit: Kit) -> Any:
+    torch.save([1], kit.folder / "a.pt")
+    return torch._C.PyTorchFileReader(str(kit.folder / "a.pt"))
+
+
+def _mapped(kit: Kit) -> Any:
+    torch.save(torch.arange(4), kit.folder / "m.pt")
+    return torch.load(kit.folder / "m.pt", mmap=True)
+
+
+def _pool_of_processes(kit: Kit) -> Any:
+    pool = mp.get_context("fork").Pool(1)
+    kit.stack.callback(pool.join)
+    kit.stack.callback(pool.terminate)
+    return pool
+
+
+def _ended_pool(_: Kit) -> Any:
+    pool = mp.get_context("fork").Pool(1)
+    pool.close()
+    pool.join()
+    return pool
+
+
+def _ended_executor(_: Kit) -> Any:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+    return pool
+
+
+def _archives_that_write(kit: Kit) -> Any:
+    return [
+        kit.stack.enter_context(zipfile.ZipFile(kit.folder / "o.zip", "w")),
+        kit.stack.enter_context(tarfile.open(kit.folder / "o.tar", "w")),
+        kit.stack.enter_context(gzip.open(kit.folder / "o.gz", "w")),
+    ]
+
+
+def _closed_dataset(kit: Kit) -> Any:
+    file = kit.h5()
+    dataset = file["x"]
+    file.close()
+    return dataset
+
+
+def _zstandard(kit: Kit) -> Any:
+    zstandard = lib("zstandard")
+    (kit.folder / "a.zst").write_bytes(zstandard.compress(b"x"))
+    return kit.closing(zstandard.open(kit.folder / "a.zst", "rb"))
+
+
+def _peewee(kit: Kit) -> Any:
+    database = lib("peewee").SqliteDatabase(str(kit.folder / "peewee.db"))
+    database.connect()
+    return database
+
+
+def _ipc(kit: Kit) -> Any:
+    pyarrow = lib("pyarrow")
+    table = pyarrow.table({"a": [1]})
+    path = str(kit.folder / "a.arrow")
+    with pyarrow.OSFile(path, "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as out:
+        out.write_table(table)
+    return pyarrow.ipc.open_file(kit.closing(pyarrow.OSFile(path)))
+
+
 CAUGHT: dict[str, Callable[[Kit], Any]] = {
     "open(path, 'rb')": lambda k: k.open(),
     "open(path, 'r')": lambda k: k.open("r"),
@@ -393,6 +525,13 @@ CAUGHT: dict[str, Callable[[Kit], Any]] = {
     "tempfile.TemporaryFile": lambda k: k.stack.enter_context(tempfile.TemporaryFile()),
     "tempfile.NamedTemporaryFile": lambda k: k.stack.enter_context(tempfile.NamedTemporaryFile()),
     "gzip.open": lambda k: k.closing(gzip.open(_gz(k))),
+    "bz2.open": lambda k: k.closing(bz2.open(_bz2(k))),
+    "wave.open": lambda k: k.closing(wave.open(str(_wave(k)))),
+    "an ExitStack with a file": _exit_stack,
+    "a threading.local with a file": _local,
+    "a singleton that __getitem__ asks for": _singleton,
+    "torch's reader of a checkpoint": _torch_reader,
+    "multiprocessing.Pool": _pool_of_processes,
     "zipfile.ZipFile": lambda k: k.closing(zipfile.ZipFile(k.zip())),
     "a member of a ZipFile": lambda k: k.closing(k.closing(zipfile.ZipFile(k.zip())).open("x")),
     "tarfile.TarFile": lambda k: k.closing(tarfile.open(k.tar())),
@@ -424,6 +563,14 @@ CAUGHT: dict[str, Callable[[Kit], Any]] = {
     "tables.File": _tables,
     "tifffile.TiffFile": _tiff,
     "xarray over a netCDF file": _xarray,
+    "pyarrow file of a filesystem": lambda k: k.closing(
+        lib("pyarrow.fs").LocalFileSystem().open_input_file(str(k.text()))
+    ),
+    "LevelDB (plyvel)": lambda k: k.closing(
+        lib("plyvel").DB(str(k.folder / "level"), create_if_missing=True)
+    ),
+    "zstandard reader": _zstandard,
+    "peewee database, used": lambda k: k.closing(_peewee(k)),
     "pyarrow.OSFile": lambda k: k.closing(lib("pyarrow").OSFile(str(k.text()))),
     "soundfile.SoundFile": _sound,
     "av container": lambda k: k.closing(lib("av").open(str(_video(k)))),
@@ -461,6 +608,22 @@ HARMLESS: dict[str, Callable[[Kit], Any]] = {
     "SummaryWriter": _tensorboard,
     "tqdm bar": lambda k: k.closing(lib("tqdm").tqdm(total=1, file=io.StringIO())),
     "rich Console": lambda _: lib("rich.console").Console(),
+    "ZipFile, TarFile, gzip that write": _archives_that_write,
+    "shelve, closed": lambda k: _closed(shelve.open(str(k.folder / "shelf"))),
+    "ThreadPoolExecutor, shut down": _ended_executor,
+    "multiprocessing.Pool, closed": _ended_pool,
+    "multiprocessing Queue, Lock, Value": lambda _: [mp.Queue(), mp.Lock(), mp.Value("i", 0)],
+    "a property, a proxy, a Mock": lambda _: [mock.MagicMock(), property(len), Refuses()],
+    "lmdb.Environment, closed": lambda k: _closed(lib("lmdb").open(str(k.folder / "lmdb"))),
+    "h5py.Dataset of a closed file": _closed_dataset,
+    "av container, closed": lambda k: _closed(lib("av").open(str(_video(k)))),
+    "duckdb connection, closed": lambda k: _closed(_duckdb(k)),
+    "grpc channel, closed": lambda _: _closed(lib("grpc").insecure_channel("127.0.0.1:9")),
+    "pyarrow ipc file (pread)": _ipc,
+    "polars.LazyFrame": lambda k: lib("polars").scan_csv(k.text()),
+    "peewee database, closed": lambda k: _closed(_peewee(k)),
+    "scipy sparse matrix": lambda _: lib("scipy.sparse").eye(3),
+    "torch.load(mmap=True)": _mapped,
     "ZipFile, closed": lambda k: _closed(zipfile.ZipFile(k.zip())),
     "ZipFile on BytesIO": lambda k: zipfile.ZipFile(io.BytesIO(k.zip().read_bytes())),
     "TarFile, closed": lambda k: _closed(tarfile.open(k.tar())),
@@ -500,6 +663,8 @@ HARMLESS: dict[str, Callable[[Kit], Any]] = {
 }
 
 MISSED: dict[str, Callable[[Kit], Any]] = {
+    "os.scandir": lambda k: k.stack.enter_context(os.scandir(k.folder)),
+    "ijson over a file": lambda k: lib("ijson").items(k.open(), "item"),
     "a plain number of a descriptor": lambda k: k.open().fileno(),
     "a file in a ContextVar": lambda k: _hidden(k),
 }

@@ -21,9 +21,12 @@ import random
 import re
 import sys
 import sysconfig
+import tarfile
+import threading
 import types
 import warnings
 import weakref
+import zipfile
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
@@ -129,6 +132,8 @@ def _parts(path: str, item: Any) -> Iterable[Part]:  # noqa: C901, PLR0911 - a t
     kind: type = type(item)
     if issubclass(kind, _OPAQUE) or is_writer(kind) or is_standard_stream(item):
         return ()
+    if issubclass(kind, zipfile.ZipFile | tarfile.TarFile) and item.mode in {"w", "x"}:
+        return ()  # it writes; the file below it can be read as well
     if kind.__module__ == "_io":
         return ()  # a file's raw file is not moved beside it, which would confuse its buffer
     if issubclass(kind, np.ndarray):
@@ -206,8 +211,9 @@ def _instance_parts(path: str, item: Any) -> Iterable[Part]:
 
 def vars_of(item: Any) -> dict[str, Any]:
     """Return the real ``__dict__`` of an instance; empty if it has none."""
+    owner = threading.local if issubclass(type(item), threading.local) else object
     try:
-        own = object.__getattribute__(item, "__dict__")
+        own = owner.__getattribute__(item, "__dict__")
     except Exception:  # noqa: BLE001 - an object of any library may raise anything
         return {}
     return own if isinstance(own, dict) else {}
@@ -221,6 +227,7 @@ def _held_by_c(path: str, item: Any) -> list[Part]:
         or issubclass(kind, (*_OPAQUE, np.ndarray, types.FunctionType))
         or kind.__module__ == "_io"
         or is_user_class(kind)
+        or kind.__module__.startswith("pyarrow.")  # its readers use pread
         or is_writer(kind)
         or is_standard_stream(item)
         or (vars_of(item) and kind.__name__ != "_lru_cache_wrapper")
@@ -260,11 +267,11 @@ def _function_parts(path: str, function: types.FunctionType) -> list[Part]:
     parts += [(f"{path}.<default>[{name!r}]", value) for name, value in defaults.items()]
     if is_user_file(code.co_filename):
         module = str(function.__module__)
-        parts += [
-            (f"{module}.{name}", function.__globals__[name])
-            for name in global_names(code)
-            if name in function.__globals__
-        ]
+        for name in global_names(code):
+            value = function.__globals__.get(name)
+            parts.append((f"{module}.{name}", value))
+            if isinstance(value, type) and is_user_class(value):
+                parts += _named(f"{module}.{name}", class_attributes(value))
     return parts
 
 

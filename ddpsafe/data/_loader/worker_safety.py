@@ -48,20 +48,28 @@ _FOREIGN_HANDLES: Final = {
     ("h5py", "File"),
     ("h5py", "Group"),
     ("h5py", "Dataset"),
-    ("h5py", "ObjectID"),
+    ("h5py", "FileID"),
+    ("h5py", "GroupID"),
+    ("h5py", "DatasetID"),
+    ("h5py", "AttrID"),
     ("lmdb", "Environment"),
     ("lmdb", "Transaction"),
     ("lmdb", "Cursor"),
+    ("plyvel", "DB"),
+    ("_gdbm", "gdbm"),
+    ("_dbm", "dbm"),
     ("tables", "File"),
     ("tables", "Node"),
     ("netCDF4", "Dataset"),
     ("netCDF4", "Variable"),
+    ("tiledb", "Array"),
     ("av", "Container"),
     ("cv2", "VideoCapture"),
     ("decord", "VideoReader"),
     ("torchcodec", "VideoDecoder"),
     ("soundfile", "SoundFile"),
-    ("pyarrow", "OSFile"),
+    ("pyarrow", "NativeFile"),
+    ("zstandard", "ZstdDecompressionReader"),
     ("rasterio", "DatasetReader"),
     ("osgeo", "Dataset"),
     ("openslide", "OpenSlide"),
@@ -80,7 +88,26 @@ _FOREIGN_HANDLES: Final = {
     ("grpc", "Channel"),
     ("zmq", "Socket"),
     ("zmq", "Context"),
+    ("torch", "PyTorchFileReader"),
 }
+
+
+def _grpc_state(channel: Any) -> object:
+    return getattr(channel, "_channel", channel).check_connectivity_state(False)  # noqa: FBT003 - grpc's signature
+
+
+# What raises once it is closed, of classes that have no word for it.
+_USES: Final[dict[tuple[str, str], Callable[[Any], object]]] = {
+    ("av", "Container"): lambda item: item.flags,
+    ("lmdb", "Environment"): lambda item: item.path(),
+    ("lmdb", "Transaction"): lambda item: item.id(),
+    ("lmdb", "Cursor"): lambda item: item.key(),
+    ("duckdb", "DuckDBPyConnection"): lambda item: item.query_progress(),
+    ("_duckdb", "DuckDBPyConnection"): lambda item: item.query_progress(),
+    ("grpc", "Channel"): _grpc_state,
+}
+# pyarrow's files in memory: nothing below them has a position.
+_IN_MEMORY: Final = {"MemoryMappedFile", "BufferReader"}
 _LOCKS: Final = (type(threading.Lock()), type(threading.RLock()))
 
 
@@ -305,17 +332,18 @@ def _hazard(path: str, item: Any) -> WorkerHazard | None:
 def _handle_kind(item: Any) -> str | None:
     """Return what sort of open handle an object is; ``None`` if it is none, closed, or writes."""
     kind = type(item)
-    if kind.__name__ == "MemoryMappedFile":
-        return None  # pyarrow's: its position is this process's own
-    for base, judge in _STANDARD_HANDLES:
-        if issubclass(kind, base):
-            return judge(item)
     for base in kind.__mro__:
         package = base.__module__.partition(".")[0]
         if package == "builtins" and "lmdb" in sys.modules:
             package = "lmdb"  # its C extension does not say where its types are from
-        if (package, base.__name__) in _FOREIGN_HANDLES:
-            return None if _is_closed(item) else f"{package}.{kind.__name__}"
+        name = (package, base.__name__)
+        if name in _FOREIGN_HANDLES:
+            harmless = package == "pyarrow" and (kind.__name__ in _IN_MEMORY or not item.readable())
+            closed = harmless or _is_closed(item, _USES.get(name))
+            return None if closed else f"{package}.{kind.__name__}"
+    for base, judge in _STANDARD_HANDLES:
+        if issubclass(kind, base):
+            return judge(item)
     return None
 
 
@@ -329,6 +357,8 @@ def _socket_kind(item: socket.socket) -> str | None:
 
 def _archive_kind(item: Any) -> str | None:
     # An archive is as open as the file below it; one in memory is copied by a fork.
+    if item.mode in {"w", "x"}:
+        return None
     below = item.fp if isinstance(item, zipfile.ZipFile) else item.fileobj
     is_open = below is not None and not getattr(item, "closed", False)
     return f"open {type(item).__name__}" if is_open and _is_shared_file(below) else None
@@ -344,9 +374,16 @@ def _database_kind(item: Any) -> str | None:
     return f"sqlite3 {type(item).__name__}"
 
 
+def _executor_kind(item: Any) -> str | None:
+    if isinstance(item, concurrent.futures.ThreadPoolExecutor):
+        is_running = any(thread.is_alive() for thread in item._threads)  # noqa: SLF001 - the threads that a fork loses
+    else:
+        is_running = bool(item._processes)  # noqa: SLF001 - the processes that a fork shares
+    return f"started {type(item).__name__}" if is_running else None
+
+
 def _pool_kind(item: Any) -> str | None:
-    started = getattr(item, "_threads", None) or getattr(item, "_processes", None)
-    return f"started {type(item).__name__}" if started else None
+    return f"started {type(item).__name__}" if item._worker_handler.is_alive() else None  # noqa: SLF001 - the thread that feeds it
 
 
 # In this order: the first base that fits decides.
@@ -358,9 +395,9 @@ _STANDARD_HANDLES: Final[tuple[tuple[type, Callable[[Any], str | None]], ...]] =
     (tarfile.TarFile, _archive_kind),
     (sqlite3.Connection, _database_kind),
     (sqlite3.Cursor, _database_kind),
-    (concurrent.futures.ThreadPoolExecutor, _pool_kind),
-    (concurrent.futures.ProcessPoolExecutor, _pool_kind),
-    (multiprocessing.pool.Pool, lambda item: f"started {type(item).__name__}"),
+    (concurrent.futures.ThreadPoolExecutor, _executor_kind),
+    (concurrent.futures.ProcessPoolExecutor, _executor_kind),
+    (multiprocessing.pool.Pool, _pool_kind),
 )
 
 
@@ -376,8 +413,15 @@ def _is_shared_file(item: Any) -> bool:
         return False
 
 
-def _is_closed(item: Any) -> bool:
+def _is_closed(item: Any, use: Callable[[Any], object] | None) -> bool:
     """Ask a library's object whether it is closed; each library has its own word for it."""
+    if use is not None:
+        try:
+            use(item)
+        except AttributeError:
+            return False
+        except Exception:  # noqa: BLE001 - each library raises an error of its own
+            return True
     for name in ("closed", "is_closed", "_closed"):
         value = getattr(item, name, None)
         value = value() if callable(value) else value
