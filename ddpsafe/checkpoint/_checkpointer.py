@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import operator
 import os
@@ -284,7 +285,12 @@ class Checkpointer:
             plain = _require_plain(metadata)
             if asynchronous:
                 with explaining(snapshot.replicated):
-                    snapshot = self._copy(snapshot)
+                    copied = self._copies.copy(
+                        {"replicated": snapshot.replicated, "shards": snapshot.shards}
+                    )
+                    snapshot = replace(
+                        snapshot, replicated=copied["replicated"], shards=copied["shards"]
+                    )
         except Exception as exc:
             exchange.fail(exc)
             raise
@@ -325,10 +331,6 @@ class Checkpointer:
     def _save_snapshot(self, snapshot: Snapshot, step: int, metadata: Mapping[str, Any]) -> None:
         self._begin(snapshot, step, None, metadata, asynchronous=False)
         self._finish()
-
-    def _copy(self, snapshot: Snapshot) -> Snapshot:
-        copied = self._copies.copy({"replicated": snapshot.replicated, "shards": snapshot.shards})
-        return replace(snapshot, replicated=copied["replicated"], shards=copied["shards"])
 
     def _finish(self) -> None:
         pending, self._pending = self._pending, None
@@ -636,7 +638,7 @@ class _Schedule:
             answer = self._look(step, self._every.total_seconds())
             exchange.announce(answer)
         else:
-            answer = exchange.receive(ranks.deadline(), _absent_from_schedule)
+            answer = exchange.receive(ranks.deadline(), functools.partial(_absent, ranks, step))
         self._next_look = answer["next"]
         return bool(answer["due"])
 
@@ -654,9 +656,18 @@ class _Schedule:
         return {"due": due, "next": step + max(1, min(math.floor(wait), max(steps, 1)))}
 
 
-def _absent_from_schedule(absence: Absence) -> SaveError:
-    error = SaveError(absence.explain("this rank", "learn whether a save is due"), step=0)
-    error.origin = "peer-lost" if absence.lost else "timeout"
+def _absent(ranks: Ranks, step: int, absence: Absence) -> SaveError:
+    error = SaveError(
+        absence.explain(
+            ranks,
+            f"tell whether a save is due at step {step}",
+            cause="did not call is_due(), hangs, or is much slower.",
+            fix="call is_due() on every rank with the same steps.",
+        ),
+        step=step,
+        rank=absence.ranks[0],
+    )
+    error.origin = absence.origin
     return error
 
 

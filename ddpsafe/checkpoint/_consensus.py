@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._clock import Deadline
-from ddpsafe._errors import Explanation
+from ddpsafe._errors import Explanation, ranks_text
 from ddpsafe._host import boot_id
 from ddpsafe.checkpoint import errors
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from ddpsafe._errors import Origin
     from ddpsafe._worker.context import RankContext
     from ddpsafe._worker.store_sync import Control
 
@@ -88,13 +89,33 @@ class Absence:
     waited_s: float
     lost: str = ""
 
-    def explain(self, who: object, doing: str) -> Explanation:
-        """Explain that a rank has ended, which ends what the others were doing at once."""
+    @property
+    def origin(self) -> Origin:
+        """Whether a rank has ended, or took too long: `DDPSafeError.origin`."""
+        return "peer-lost" if self.lost else "timeout"
+
+    def explain(self, who: object, doing: str, *, cause: str, fix: str) -> Explanation:
+        """Explain what the others were doing, and what ended it.
+
+        Args:
+            who: The rank that waited.
+            doing: What the ranks were to do, as after "to".
+            cause: Why the ranks may not have come in time.
+            fix: What helps against that.
+        """
         gone = self.ranks[0]
+        if self.lost:
+            return Explanation(
+                f"{who} cannot {doing}: rank {gone} is gone (noticed after {self.waited_s:.1f} s).",
+                cause=self.lost,
+                fix=f"look at the last lines of rank {gone}'s output; what was saved before is "
+                "unharmed.",
+            )
+        names = ranks_text(self.ranks)
         return Explanation(
-            f"{who} cannot {doing}: rank {gone} is gone (noticed after {self.waited_s:.1f} s).",
-            cause=self.lost,
-            fix=f"look at the last lines of rank {gone}'s output; what was saved before is unharmed.",
+            f"{who} waited {self.waited_s:.1f} s for {names} to {doing}.",
+            cause=f"{names} {cause}",
+            fix=fix,
         )
 
 
@@ -428,34 +449,30 @@ class Exchange:
         """
         from ddpsafe._worker import pending_exception
 
-        assert self._control is not None  # noqa: S101 - a rank other than 0 has peers
+        control = self._control
+        assert control is not None  # noqa: S101 - a rank other than 0 has peers
         answer = f"{self._name}/answer"
         with pending_exception.waiting():
             try:
-                raw, lost = self._wait(answer, [0], deadline, self._has_answered)
+                raw, lost = self._wait(
+                    answer, [0], deadline, lambda _: _look(control, answer) is not None
+                )
             except RuntimeError as exc:  # torch's, for a store that does not answer
                 why = "the store that it, or the launcher, served has gone."
                 gone = Absence(ranks=[0], waited_s=deadline.waited_s(), lost=why)
                 raise absent(gone) from exc
         if raw is None:
-            missing = [0] if lost else self._find_missing()
+            # Those that have not sent; rank 0 alone where all have, and it does not answer.
+            silent = [rank for rank in range(self._ranks.world_size) if not self._has_sent(rank)]
+            missing = [0] if lost else silent or [0]
             why = "" if lost is None else lost[1]
             raise absent(Absence(ranks=missing, waited_s=deadline.waited_s(), lost=why))
         message = Message.loads(raw)
         if message.failure is not None:
             with contextlib.suppress(RuntimeError):  # rank 0 may have left with the store
-                self._control.acknowledge(self._name)
+                control.acknowledge(self._name)
             raise from_wire(message.failure, str(self._ranks)) from None
         return message.facts
-
-    def _has_answered(self, _rank: int) -> bool:
-        assert self._control is not None  # noqa: S101 - a rank that waits has peers
-        return _look(self._control, f"{self._name}/answer") is not None
-
-    def _find_missing(self) -> list[int]:
-        """Return the ranks that have not sent; rank 0 alone where all have and it does not answer."""
-        silent = [rank for rank in range(self._ranks.world_size) if not self._has_sent(rank)]
-        return silent or [0]
 
 
 def to_wire(error: BaseException, *, rank: int) -> dict[str, Any]:

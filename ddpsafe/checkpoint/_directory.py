@@ -447,16 +447,14 @@ def _require_seen(messages: dict[int, Message], directory: Path) -> None:
 
 
 def _absent(ranks: Ranks, directory: Path, absence: Absence) -> CheckpointError:
-    if absence.lost:
-        error = DirectoryError(absence.explain(ranks, f"open {directory}"), rank=absence.ranks[0])
-        error.origin = "peer-lost"
-        return error
-    names = ranks_text(absence.ranks)
-    return DirectoryError(
-        Explanation(
-            f"{ranks} waited {absence.waited_s:.1f} s for {names} to open {directory}.",
-            cause=f"{names} made no Checkpointer, hangs, or its file system does not answer.",
+    error = DirectoryError(
+        absence.explain(
+            ranks,
+            f"open {directory}",
+            cause="made no Checkpointer, hangs, or waits for a file system that does not answer.",
             fix="make the Checkpointer on every rank, at the same place of the script.",
         ),
         rank=absence.ranks[0],
     )
+    error.origin = absence.origin
+    return error

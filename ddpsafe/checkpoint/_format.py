@@ -306,11 +306,25 @@ def parse_manifest(data: bytes, folder: Path) -> Manifest:
     """Read the bytes of a manifest; for errors see `read_manifest`."""
     if len(data) > _MAX_MANIFEST_BYTES:
         raise DamagedFileError(f"{NAME} is larger than any manifest")
-    content = _check(data)
+    match = _OUTER.fullmatch(data)
+    if match is None:
+        raise DamagedFileError(f"{NAME} cannot be read: it does not begin and end as manifests do")
+    content = match[2]
+    if int(match[1]) != zlib.crc32(content):
+        raise DamagedFileError(f"{NAME} does not have the checksum it was written with")
     try:
         version = _Version.model_validate_json(content).version
         if version > VERSION:
-            raise _newer(folder, version)
+            raise NewerFormatError(
+                Explanation(
+                    f"The checkpoint {folder} has format {version}; this ddpsafe reads up to "
+                    f"{VERSION}.",
+                    cause="a newer ddpsafe wrote it.",
+                    fix="resume with the ddpsafe that wrote it, or upgrade this one.",
+                ),
+                found=version,
+                known=VERSION,
+            )
         manifest = Manifest.model_validate_json(content)
     except ValidationError as exc:
         first = exc.errors(include_url=False, include_input=False)[0]
@@ -328,27 +342,6 @@ def parse_manifest(data: bytes, folder: Path) -> Manifest:
 class _Version(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
     version: Count
-
-
-def _check(data: bytes) -> bytes:
-    match = _OUTER.fullmatch(data)
-    if match is None:
-        raise DamagedFileError(f"{NAME} cannot be read: it does not begin and end as manifests do")
-    if int(match[1]) != zlib.crc32(match[2]):
-        raise DamagedFileError(f"{NAME} does not have the checksum it was written with")
-    return match[2]
-
-
-def _newer(folder: Path, version: int) -> NewerFormatError:
-    return NewerFormatError(
-        Explanation(
-            f"The checkpoint {folder} has format {version}; this ddpsafe reads up to {VERSION}.",
-            cause="a newer ddpsafe wrote it.",
-            fix="resume with the ddpsafe that wrote it, or upgrade this one.",
-        ),
-        found=version,
-        known=VERSION,
-    )
 
 
 def _pickled_index(folder: Path) -> RestoreError:

@@ -287,7 +287,8 @@ def _open(directory: Path) -> int:
             problem = "it has a second name, so that another file would be written"
         elif facts.st_uid not in (os.geteuid(), directory.stat().st_uid):
             problem = f"it belongs to another user (uid {facts.st_uid})"
-        elif _holds_something_else(os.pread(fd, _MAX_BYTES, 0)):
+        # A host that lost power may have left zeros.
+        elif (data := os.pread(fd, _MAX_BYTES, 0)).strip(b"\0") and _parse_owner(data) is None:
             problem = "it holds something else than a lock of ddpsafe"
     except BaseException:
         os.close(fd)
@@ -296,11 +297,6 @@ def _open(directory: Path) -> int:
         os.close(fd)
         raise _foreign(path, problem)
     return fd
-
-
-def _holds_something_else(data: bytes) -> bool:
-    # A host that lost power may have left zeros.
-    return bool(data.strip(b"\0")) and _parse_owner(data) is None
 
 
 def _foreign(path: Path, problem: str) -> DirectoryError:

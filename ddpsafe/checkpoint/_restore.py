@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe._errors import Explanation, ranks_text
+from ddpsafe._errors import Explanation
 from ddpsafe.checkpoint import _compare, _directory, _sharded
 from ddpsafe.checkpoint._checksums import DamagedFileError
 from ddpsafe.checkpoint._consensus import Message, to_wire
@@ -420,19 +420,17 @@ def _set_aside(request: Request, newer: list[int], problems: list[str]) -> None:
 
 
 def _absent(ranks: Ranks, absence: Absence) -> RestoreError:
-    if absence.lost:
-        error = RestoreError(absence.explain(ranks, "restore"), rank=absence.ranks[0])
-        error.origin = "peer-lost"
-        return error
-    names = ranks_text(absence.ranks)
-    return RestoreError(
-        Explanation(
-            f"{ranks} waited {absence.waited_s:.1f} s for {names} to restore.",
-            cause=f"{names} did not call restore(), hangs, or reads from slow storage.",
+    error = RestoreError(
+        absence.explain(
+            ranks,
+            "restore",
+            cause="did not call restore(), hangs, or reads from slow storage.",
             fix="call restore() on every rank; raise the Checkpointer's timeout for slow storage.",
         ),
         rank=absence.ranks[0],
     )
+    error.origin = absence.origin
+    return error
 
 
 # How a checkpoint becomes the state of objects that have been compared with it.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._clock import BoundedCall
-from ddpsafe._errors import Explanation, ranks_text
+from ddpsafe._errors import Explanation
 from ddpsafe.checkpoint import _directory, _sharded
 from ddpsafe.checkpoint._checksums import ChecksumWriter, DamagedFileError
 from ddpsafe.checkpoint._consensus import Message
@@ -166,7 +166,11 @@ class Save:
         parts = [messages[rank].data for rank in sorted(messages)]
         needed = size_bytes(self._request.snapshot.replicated) + sum(map(len, parts))
         needed += sum(message.facts["shard_bytes"] for message in messages.values())
-        _require_space(place.directory, needed, self._step)
+        needed += needed // 100 + _MARGIN_BYTES
+        free = _directory.free_bytes(place.directory)
+        if free < needed:
+            cause = f"it takes about {needed / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free."
+            raise _no_space(place.directory, self._step, needed, free, cause)
         with _directory.unfinished(place.directory, self._step) as folder:
             files, shards = self._lead_shards(folder)
             _write_files(folder, self._request, parts, files, shards)
@@ -293,28 +297,22 @@ class Save:
             )
 
     def _absent(self, absence: Absence) -> SaveError:
-        if absence.lost:
-            doing = f"save step {self._step}"
-            error = SaveError(
-                absence.explain(self._ranks, doing), step=self._step, rank=absence.ranks[0]
-            )
-            error.origin = "peer-lost"
-            return error
-        names = ranks_text(absence.ranks)
-        slow = absence.ranks == [0] and not self._ranks.is_main
-        cause = (
-            "its storage is slow or does not answer, or it is stopped or hangs."
-            if slow
-            else f"{names} did not call save(), hangs, or is much slower."
+        writes = absence.ranks == [0] and not self._ranks.is_main
+        explanation = absence.explain(
+            self._ranks,
+            f"save step {self._step}",
+            cause="waits for storage that is slow or does not answer, is stopped, or hangs."
+            if writes
+            else "did not call save(), hangs, or is much slower.",
+            fix="let every rank call save() at the same step; raise the Checkpointer's timeout "
+            "if the storage is only slow.",
         )
+        if absence.lost:
+            error = SaveError(explanation, step=self._step, rank=absence.ranks[0])
+            error.origin = absence.origin
+            return error
         return SaveTimeoutError(
-            Explanation(
-                f"{self._ranks} waited {absence.waited_s:.1f} s for {names} to save step "
-                f"{self._step}.",
-                cause=cause,
-                fix="let every rank call save() at the same step; raise the Checkpointer's timeout "
-                "if the storage is only slow.",
-            ),
+            explanation,
             step=self._step,
             missing_ranks=absence.ranks,
             waited_s=absence.waited_s,
@@ -335,14 +333,6 @@ def _require_agreement(messages: dict[int, Message]) -> None:
                     ),
                     rank=rank,
                 )
-
-
-def _require_space(directory: Path, needed_bytes: int, step: int) -> None:
-    needed = needed_bytes + needed_bytes // 100 + _MARGIN_BYTES
-    free = _directory.free_bytes(directory)
-    if free < needed:
-        cause = f"it takes about {needed / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free."
-        raise _no_space(directory, step, needed, free, cause)
 
 
 def _no_space(directory: Path, step: int, needed: int, free: int, cause: str) -> NoSpaceError:
