@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -17,7 +18,7 @@ import psutil
 from ddpsafe._wire.spec import make_launch_id, semaphore_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 MARK: Final = "PYTEST_RUN_MARK"
 """Set in pytest's environment: who inherited it was started by this run, an orphan too."""
@@ -31,6 +32,9 @@ HELPERS: Final = ("multiprocessing.resource_tracker", "multiprocessing.forkserve
 THREADS: Final = ("pytest_timeout", "tqdm_monitor", "QueueFeederThread")
 """Threads of libraries that end with the process, by the start of their names."""
 
+_LISTEN: Final = "0A"
+"""The state of a listening socket in /proc/net/tcp."""
+
 SHARED_MEMORY: Final = Path("/dev/shm")
 
 SHARED: Final = ("torch_*", "psm_*", "ddpsafe*", "nccl-*")
@@ -39,35 +43,35 @@ SHARED: Final = ("torch_*", "psm_*", "ddpsafe*", "nccl-*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What existed at one moment.
+    """What existed at one moment; taken twice for each test, so it costs about a millisecond.
 
     Attributes:
-        processes: Processes of this run except pytest: pid and description.
+        pids: All processes of the machine: only those that are new are asked whose they are.
         threads: Threads of pytest.
-        sockets: Listening sockets of pytest: port and description.
+        sockets: Inodes of the sockets of pytest: only those that are new are looked up.
         files: Run directories in the temporary directory, and shared memory of the usual makers.
     """
 
-    processes: dict[int, str]
+    pids: frozenset[int]
     threads: frozenset[threading.Thread]
-    sockets: dict[int, str]
+    sockets: frozenset[str]
     files: frozenset[Path]
 
     @classmethod
     def take(cls) -> Snapshot:
         """Look around now."""
         return cls(
-            processes={process.pid: text for process, text in _processes_of_this_run()},
+            pids=frozenset(_pids()),
             threads=frozenset(_threads()),
-            sockets=_listening_sockets(),
+            sockets=frozenset(_sockets()),
             files=frozenset(_files()),
         )
 
     def new_since(self, before: Snapshot) -> list[str]:
         """Describe what was not there before."""
-        found = [text for pid, text in self.processes.items() if pid not in before.processes]
+        found = list(_processes_of_this_run(self.pids - before.pids).values())
         found += [f"thread {thread.name}" for thread in self.threads - before.threads]
-        found += [text for port, text in self.sockets.items() if port not in before.sockets]
+        found += _listening(self.sockets - before.sockets)
         found += [f"file {path}" for path in sorted(self.files - before.files)]
         return found
 
@@ -102,32 +106,35 @@ def _remaining(before: Snapshot) -> set[str]:
     return set(Snapshot.take().new_since(before))
 
 
-def _processes_of_this_run() -> Iterator[tuple[psutil.Process, str]]:
+def _pids() -> Iterator[int]:
+    with os.scandir("/proc") as entries:
+        yield from (int(entry.name) for entry in entries if entry.name.isdigit())
+
+
+def _processes_of_this_run(pids: Iterable[int]) -> dict[int, str]:
+    """Describe those of `pids` that this run has started, by pid; pytest is not one of them."""
+    mark = f"{MARK}={os.environ[MARK]}".encode()
     own_pid = os.getpid()
-    children = {process.pid for process in psutil.Process().children()}
-    for pid in sorted(children.union(_marked_pids()) - {own_pid}):
+    found = {}
+    for pid in sorted(set(pids) - {own_pid}):
         try:
             process = psutil.Process(pid)
-            command = " ".join(process.cmdline()) or process.name()
             is_child = process.ppid() == own_pid
+            if not is_child and mark not in _environment_of(pid):
+                continue
+            command = " ".join(process.cmdline()) or process.name()
             status = process.status()
         except psutil.NoSuchProcess:
             continue
         # A rank forked by the fork server has the server's command line, but not our pid above it.
         if not (is_child and any(helper in command for helper in HELPERS)):
-            yield process, f"process {pid} ({status}): {command[:200]}"
+            found[pid] = f"process {pid} ({status}): {command[:200]}"
+    return found
 
 
-def _marked_pids() -> Iterator[int]:
-    mark = f"{MARK}={os.environ[MARK]}".encode()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and mark in _environment_of(entry):
-            yield int(entry.name)
-
-
-def _environment_of(process: Path) -> bytes:
+def _environment_of(pid: int) -> bytes:
     try:
-        return (process / "environ").read_bytes()
+        return Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:  # it ended, or belongs to another user
         return b""
 
@@ -136,10 +143,24 @@ def _threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if not thread.name.startswith(THREADS)]
 
 
-def _listening_sockets() -> dict[int, str]:
-    connections = psutil.Process().net_connections(kind="tcp")
-    listening = [each for each in connections if each.status == psutil.CONN_LISTEN]
-    return {each.laddr.port: f"listening socket {each.laddr}" for each in listening}
+def _sockets() -> Iterator[str]:
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the one that lists the directory
+            target = str(link.readlink())
+            if target.startswith("socket:["):
+                yield target.removeprefix("socket:[").removesuffix("]")
+
+
+def _listening(inodes: frozenset[str]) -> Iterator[str]:
+    tables = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")] if inodes else []
+    for line in (line for table in tables if table.exists() for line in _rows(table)):
+        _, local, _, state, *rest = line.split()
+        if state == _LISTEN and rest[5] in inodes:
+            yield f"listening socket at port {int(local.rpartition(':')[2], 16)}"
+
+
+def _rows(table: Path) -> list[str]:
+    return table.read_text().splitlines()[1:]
 
 
 def _files() -> Iterator[Path]:
@@ -162,7 +183,7 @@ def own_semaphores() -> Iterator[Path]:
 
 def _files_held_by_strangers() -> set[Path]:
     """Find the shared memory that processes of other runs on this machine have mapped or open."""
-    ours = {process.pid for process, _ in _processes_of_this_run()} | {os.getpid()}
+    ours = {*_processes_of_this_run(_pids()), os.getpid()}
     held = {number for pid in psutil.pids() if pid not in ours for number in _held_by(pid)}
     return {path for path in shared_memory() if _number_of(path) in held}
 
