@@ -39,8 +39,18 @@ def types(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Build the wheel, install it, and run the tests against what was installed."""
+    _run_tests(session)
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Run what ``tests`` leaves out: long loops, and further combinations of what it shows."""
+    _run_tests(session, "-m", "soak")
+
+
+def _run_tests(session: nox.Session, *options: str) -> None:
     _install_wheel(session, extras="test,examples")
-    arguments = [_absolute(argument) for argument in session.posargs]
+    arguments = [*options, *(_absolute(argument) for argument in session.posargs)]
     if not any(argument.startswith(str(ROOT)) for argument in arguments):
         arguments.append(str(ROOT / "tests"))
     if not any(argument.startswith(("-n", "--numprocesses")) for argument in arguments):

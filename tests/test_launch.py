@@ -462,7 +462,9 @@ def test_two_launches_at_once_do_not_mix(tmp_path: Path) -> None:
         assert second.result().values == {0: 2.0, 1: 3.0}
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "start_method", [pytest.param("spawn", marks=pytest.mark.soak), "forkserver"]
+)
 def test_workers_of_a_rank_start_as_those_of_a_script(tmp_path: Path, start_method: str) -> None:
     """By Python's default, so a lambda and a class of a notebook may go to them, or as the caller said."""
     source = """

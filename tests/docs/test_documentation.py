@@ -82,6 +82,39 @@ def test_every_promise_names_a_test_that_exists() -> None:
         assert [name for name in named if not (CHECKOUT / name).exists()] == []
 
 
+def test_every_path_of_the_contributors_map_exists() -> None:
+    """The map "to change X, open Y" and the tour of a failure lead to files that are there."""
+    page = (CHECKOUT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:ddpsafe|tests|docs|benchmarks|examples)/[\w./-]*)`", page)
+    assert len(paths) > 40
+    assert [path for path in paths if not (CHECKOUT / path).exists()] == []
+    loose = [name for name in re.findall(r"`([\w/]+\.py)`", page) if not (CHECKOUT / name).exists()]
+    assert loose == []
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*sorted(CHECKOUT.glob("*.md")), *sorted((CHECKOUT / "docs").rglob("*.md"))],
+    ids=lambda page: str(page.relative_to(CHECKOUT)),
+)
+def test_links_of_a_page_lead_to_files(page: Path) -> None:
+    """README's promises link to the tests that hold them; a test that moved takes its links along."""
+    if "_build" in page.parts:
+        return
+    links = re.findall(r"\]\((?!https?:|mailto:|#)([^)#\s]+)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_readmes_promises_are_the_strongest_and_link_their_tests() -> None:
+    """Six of them; the rest, with all tests, is in the guarantees."""
+    page = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+    section = page.partition("## What is guaranteed\n")[2].partition("\n## ")[0]
+    promises = [line for line in section.splitlines() if line.startswith("- ")]
+    assert len(promises) == 6
+    for promise in promises:
+        assert re.search(r"\[tests\]\(tests/\w+/test_\w+\.py\)", promise), promise
+
+
 TUTORIALS: Final = sorted((CHECKOUT / "docs" / "tutorial").glob("*.md"))
 INCLUDE: Final = re.compile(
     r"^```{literalinclude} (?P<file>\S+)\n(?P<options>(?::.*\n)*)```$", re.MULTILINE

@@ -23,7 +23,9 @@ def all_ways(count: int) -> set[tuple[int, int]]:
     return set(itertools.permutations(range(count), 2))
 
 
-@pytest.mark.parametrize(("size", "limit_s"), [(2, 5), (4, 5), (16, 10)])
+@pytest.mark.parametrize(
+    ("size", "limit_s"), [(2, 5), (4, 5), pytest.param(16, 10, marks=pytest.mark.soak)]
+)
 def test_healthy_hosts_are_not_alarmed(make_hosts: MakeHosts, size: int, limit_s: float) -> None:
     """Nothing is found where nothing is wrong: no default route here, and any number of hosts."""
     told = examine(make_hosts(size), timeout_s=20)

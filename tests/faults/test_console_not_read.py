@@ -118,8 +118,11 @@ def unread(
 
 @pytest.mark.parametrize(
     ("on", "unbuffered"),
-    [("pipe", False), ("pipe", True), ("terminal", False)],
-    ids=["pipe", "unbuffered", "terminal"],
+    [
+        pytest.param("pipe", False, id="pipe", marks=pytest.mark.soak),
+        pytest.param("pipe", True, id="unbuffered"),
+        pytest.param("terminal", False, id="terminal", marks=pytest.mark.soak),
+    ],
 )
 def test_failed_rank_is_told_though_nobody_reads(
     tmp_path: Path, on: str, *, unbuffered: bool
@@ -137,7 +140,13 @@ def test_failed_rank_is_told_though_nobody_reads(
     assert log.read_text().splitlines() == LINES
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    "signum",
+    [
+        pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.soak),
+        pytest.param(signal.SIGINT, id="SIGINT"),
+    ],
+)
 def test_signal_ends_a_launch_that_nobody_reads(tmp_path: Path, signum: signal.Signals) -> None:
     """As fast as any other, but for the pause that a reader may make."""
     with unread(tmp_path, "return") as script:

@@ -62,10 +62,10 @@ def test_it_is_a_failure_in_an_unported_script_too(
     ("fault", "code"),
     [
         (programs.exit_well, 1),
-        (programs.exit_badly, 3),
-        (programs.exit_as_os_system, 1),
+        pytest.param(programs.exit_badly, 3, marks=pytest.mark.soak),
+        pytest.param(programs.exit_as_os_system, 1, marks=pytest.mark.soak),
         (programs.die_by_kill, 137),
-        (raise_own_error, 1),
+        pytest.param(raise_own_error, 1, marks=pytest.mark.soak),
     ],
 )
 def test_the_script_ends_with_the_ranks_code(

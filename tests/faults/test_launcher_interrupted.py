@@ -26,7 +26,7 @@ from fault_kit import (
 @pytest.mark.parametrize(
     ("signum", "how"),
     [
-        (signal.SIGINT, "gloo"),
+        pytest.param(signal.SIGINT, "gloo", marks=pytest.mark.soak),
         (signal.SIGINT, "gil"),
         (signal.SIGTERM, "gloo"),
         (signal.SIGHUP, "python"),
@@ -70,8 +70,11 @@ def test_no_temporary_file_is_left(tmp_path: Path, signum: signal.Signals) -> No
 
 @pytest.mark.parametrize(
     ("backoff_s", "signum"),
-    [(60, signal.SIGINT), (0, signal.SIGINT), (0, signal.SIGKILL)],
-    ids=["in-the-pause", "in-the-next-attempt", "killed-in-the-next-attempt"],
+    [
+        pytest.param(60, signal.SIGINT, id="in-the-pause", marks=pytest.mark.soak),
+        pytest.param(0, signal.SIGINT, id="in-the-next-attempt", marks=pytest.mark.soak),
+        pytest.param(0, signal.SIGKILL, id="killed-in-the-next-attempt"),
+    ],
 )
 def test_the_logs_of_an_attempt_that_failed_are_left(
     tmp_path: Path, backoff_s: int, signum: signal.Signals
@@ -111,7 +114,9 @@ def test_ctrl_c_in_the_terminal(tmp_path: Path) -> None:
         job.require_all_gone()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "signum", [pytest.param(signal.SIGINT, marks=pytest.mark.soak), signal.SIGTERM]
+)
 def test_the_status_is_right_without_a_stderr(tmp_path: Path, signum: signal.Signals) -> None:
     """There is nowhere to write, and that changes nothing."""
     python = shlex.join([sys.executable, *write_script(tmp_path, launch_everything("gloo"))])
@@ -232,7 +237,9 @@ def handles(pid: int, signum: signal.Signals) -> bool:
     return bool(int(caught, 16) >> (signum - 1) & 1)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)]
+)
 def test_during_the_pause_between_attempts(tmp_path: Path, signum: signal.Signals) -> None:
     """It does not wait for the backoff; the logs of the failure stay, and nothing else."""
     with tempfile.TemporaryDirectory() as temporary:  # short, for the fork server's socket

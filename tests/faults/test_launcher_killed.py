@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(
     ("how", "start_method"),
     [
-        ("python", "forkserver"),
-        ("gloo", "forkserver"),
+        pytest.param("python", "forkserver", marks=pytest.mark.soak),
+        pytest.param("gloo", "forkserver", marks=pytest.mark.soak),
         ("gil", "forkserver"),
         ("gloo", "spawn"),
-        ("gil", "spawn"),
+        pytest.param("gil", "spawn", marks=pytest.mark.soak),
     ],
 )
 def test_by_sigkill(tmp_path: Path, how: str, start_method: str) -> None:

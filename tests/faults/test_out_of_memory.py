@@ -69,7 +69,7 @@ def _limit(group: Path, limit: str, swap: str) -> bool:
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_the_kernels_killer_is_named(tmp_path: Path, small_memory: Path, ranks: int) -> None:
     """A rank that the kernel has killed is told from one that a person has."""
     statements = f"""

@@ -54,7 +54,7 @@ BY_TIMEOUT: Final[dict[str, Any]] = {
 WORLDS: Final = [
     pytest.param(2, "forkserver", id="2-forkserver"),
     pytest.param(4, "forkserver", id="4-forkserver"),
-    pytest.param(2, "spawn", id="2-spawn"),
+    pytest.param(2, "spawn", id="2-spawn", marks=pytest.mark.soak),
 ]
 """Numbers of ranks and start methods for faults where either may matter."""
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 State = dict[str, torch.Tensor]
 
 
-@pytest.mark.parametrize(("nproc", "accumulate"), [(2, 1), (3, 1), (2, 3)])
+@pytest.mark.parametrize(
+    ("nproc", "accumulate"), [(2, 1), pytest.param(3, 1, marks=pytest.mark.soak), (2, 3)]
+)
 def test_launch_trains_what_the_hand_written_form_trains(
     nproc: int, accumulate: int, tmp_path: Path
 ) -> None:

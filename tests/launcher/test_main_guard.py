@@ -130,7 +130,7 @@ def test_a_package_that_is_run_needs_no_guard(tmp_path: Path) -> None:
     assert run.err == ""
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.soak), "forkserver"])
 def test_a_path_object_in_the_search_path_is_ignored_as_python_does(
     tmp_path: Path, method: str
 ) -> None:

@@ -129,7 +129,9 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "start_method", [pytest.param("spawn", marks=pytest.mark.soak), "forkserver"]
+)
 def test_workers_of_a_script_start_as_under_torchrun(tmp_path: Path, start_method: str) -> None:
     """Its start method is Python's default, whatever starts the ranks themselves."""
     scripts.write(tmp_path, "train.py", UNGUARDED)

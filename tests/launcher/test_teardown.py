@@ -2,13 +2,12 @@
 
 The teardown of the official tutorial, a DDP object alive while the group is destroyed, hung for
 good in 14 of 30 runs of plain torch 2.13 with heavy imports, and aborted in 8 of 40 without them.
-``TEARDOWN_RUNS=200 pytest tests/launcher/test_teardown.py`` runs the loops for longer.
+``nox -s soak`` runs the loops for longer.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Final
@@ -19,13 +18,13 @@ import scripts
 if TYPE_CHECKING:
     from pathlib import Path
 
-RUNS: Final = int(os.environ.get("TEARDOWN_RUNS", "12"))
+RUNS: Final = pytest.mark.parametrize("runs", [5, pytest.param(60, marks=pytest.mark.soak)])
 """Launches of each shape; a broken teardown shows itself in one of five."""
 
 RUN_S: Final = 10
 """What one launch may take on a busy machine, on average; a hang takes longer by itself."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(90 + RUN_S * RUNS)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), RUNS]
 
 
 def ends_of(call: str, *, runs: int, folder: Path) -> dict[str, int]:
@@ -54,25 +53,24 @@ def ends_of(call: str, *, runs: int, folder: Path) -> dict[str, int]:
     return ends
 
 
-def test_tutorial_ends_cleanly_every_time(tmp_path: Path) -> None:
+def test_tutorial_ends_cleanly_every_time(tmp_path: Path, runs: int) -> None:
     """Its own setup and cleanup, DDP alive at destroy, heavy imports, a thread that wants the GIL.
 
     In one process, with both start methods: every rank exits by itself with 0, in silence.
     """
-    spawned = max(1, RUNS // 20)
-    call = f"end_again_and_again('spawn', forked={RUNS - spawned}, spawned={spawned})"
-    assert ends_of(call, runs=RUNS, folder=tmp_path) == {"0": 2 * RUNS}
+    spawned = max(1, runs // 20)
+    call = f"end_again_and_again('spawn', forked={runs - spawned}, spawned={spawned})"
+    assert ends_of(call, runs=runs, folder=tmp_path) == {"0": 2 * runs}
 
 
-def test_launch_ends_cleanly_every_time(tmp_path: Path) -> None:
+def test_launch_ends_cleanly_every_time(tmp_path: Path, runs: int) -> None:
     """The script calls nothing at its end: the same, without a word about groups in the script."""
-    runs = RUNS // 2
     spawned = max(1, runs // 20)
     call = f"end_again_and_again('launch', forked={runs - spawned}, spawned={spawned})"
     assert ends_of(call, runs=runs, folder=tmp_path) == {"0": 2 * runs}
 
 
-def test_attached_interpreter_ends_cleanly_every_time(tmp_path: Path) -> None:
+def test_attached_interpreter_ends_cleanly_every_time(tmp_path: Path, runs: int) -> None:
     """A rank of another launcher goes through the whole end of an interpreter, DDP object and all."""
-    runs = RUNS // 5
+    runs = max(1, runs // 5)  # each takes two interpreters
     assert ends_of(f"exit_again_and_again({runs})", runs=runs, folder=tmp_path) == {"0": 2 * runs}

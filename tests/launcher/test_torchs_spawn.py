@@ -25,7 +25,9 @@ import ddpsafe
 if TYPE_CHECKING:
     from pathlib import Path
 
-METHODS: Final = pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+METHODS: Final = pytest.mark.parametrize(
+    "start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.soak)]
+)
 
 ENDS: Final[list[Any]] = [
     pytest.param(
