@@ -145,7 +145,7 @@ def test_address_that_a_second_host_has_too_is_taken_from_it(make_hosts: MakeHos
     require_repair(network, nothing_set(network), "DS-MESH-024")
 
 
-@pytest.mark.parametrize("stateful", [True, False])
+@pytest.mark.parametrize("stateful", [pytest.param(True, marks=pytest.mark.soak), False])
 def test_firewall_that_lets_nothing_out_is_opened_at_its_host(
     make_hosts: MakeHosts, *, stateful: bool
 ) -> None:
@@ -202,7 +202,14 @@ def test_firewall_that_drops_by_port_without_state_is_opened_at_its_host(
     require_repair(network, nothing_set(network), *report.codes())
 
 
-@pytest.mark.parametrize("mtu_bytes", [1390, 1300, 1000])
+@pytest.mark.parametrize(
+    "mtu_bytes",
+    [
+        pytest.param(1390, marks=pytest.mark.soak),
+        1300,
+        pytest.param(1000, marks=pytest.mark.soak),
+    ],
+)
 def test_size_of_packets_that_pass_is_found_and_advised_once(
     make_hosts: MakeHosts, mtu_bytes: int
 ) -> None:
