@@ -93,6 +93,16 @@ _BY_HAND: Final = _Dialect(
     node_rank="NODE_RANK",
     nnodes=None,
 )
+_SLURM: Final = _Dialect(
+    started_by="slurm",
+    marker="SLURM_STEP_ID",
+    rank="SLURM_PROCID",
+    world_size="SLURM_STEP_NUM_TASKS",
+    local_rank="SLURM_LOCALID",
+    local_world_size=None,
+    node_rank="SLURM_NODEID",
+    nnodes="SLURM_STEP_NUM_NODES",
+)
 _DIALECTS: Final = (
     _Dialect(
         started_by="torchrun",
@@ -115,16 +125,7 @@ _DIALECTS: Final = (
         node_rank=None,
         nnodes=None,
     ),
-    _Dialect(
-        started_by="slurm",
-        marker="SLURM_STEP_ID",
-        rank="SLURM_PROCID",
-        world_size="SLURM_STEP_NUM_TASKS",
-        local_rank="SLURM_LOCALID",
-        local_world_size=None,
-        node_rank="SLURM_NODEID",
-        nnodes="SLURM_STEP_NUM_NODES",
-    ),
+    _SLURM,
     _Dialect(
         started_by="mpi",
         marker="PMI_RANK",
@@ -377,6 +378,112 @@ def _host_numbers(text: str) -> Iterator[str]:
             raise ValueError(f"[{text}] is not a list of numbers and ranges")
         for number in range(first, last + 1):
             yield f"{number:0{len(found[1])}d}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePlace:
+    """One node's place among those of a job, where each has one process that starts its ranks.
+
+    Attributes:
+        nnodes: Number of nodes, the most there may be.
+        min_nodes: The fewest to start with; ``None`` for all.
+        node_rank: This node; ``None`` where nothing says it.
+        endpoint: Where the nodes meet; ``None`` where nothing says it.
+        job: Name of the job; ``None`` where nothing says it.
+        said_by: Who says so, for a note.
+    """
+
+    nnodes: int
+    min_nodes: int | None
+    node_rank: int | None
+    endpoint: str | None
+    job: str | None
+    said_by: str
+
+
+_TORCHRUN_PORT: Final = 29500
+"""What torchrun takes for MASTER_PORT by default."""
+_NODE_PORTS: Final = range(30_000, 32_768)
+"""Below the ports that Linux gives out by itself; a Slurm job takes one by its number."""
+
+
+def find_node_place(env: Mapping[str, str]) -> NodePlace | None:
+    """Read that this process is the only one on each of several nodes, and where they meet.
+
+    Returns:
+        The place, or ``None`` where there is one node, or each node has several processes.
+
+    Raises:
+        ConfigError: The variables contradict each other or are incomplete.
+    """
+    if not _is_shell_step(_SLURM, env) and "SLURM_STEP_ID" in env:
+        return _slurm_node(env)
+    if env.get("PET_NNODES", "1") not in {"1", "1:1"}:
+        return _torchrun_node(env)
+    if env.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1":
+        nnodes = require_int(env, "OMPI_COMM_WORLD_SIZE", because="OMPI_COMM_WORLD_LOCAL_SIZE")
+        if nnodes > 1:
+            node = require_int(env, "OMPI_COMM_WORLD_RANK", because="OMPI_COMM_WORLD_SIZE")
+            return NodePlace(
+                nnodes=nnodes,
+                min_nodes=None,
+                node_rank=node,
+                endpoint=_master(env),
+                job=env.get("PMIX_NAMESPACE"),
+                said_by="mpirun",
+            )
+    return None
+
+
+def _slurm_node(env: Mapping[str, str]) -> NodePlace | None:
+    nnodes = require_int(env, "SLURM_STEP_NUM_NODES", because="SLURM_STEP_ID")
+    if nnodes == 1 or env.get("SLURM_STEP_NUM_TASKS") != str(nnodes):
+        return None
+    node = require_int(env, "SLURM_NODEID", because="SLURM_STEP_NUM_NODES")
+    job, step = env.get("SLURM_JOB_ID", "0"), env["SLURM_STEP_ID"]
+    endpoint = _master(env)
+    if endpoint is None:
+        try:
+            first = expand_hosts(env.get("SLURM_STEP_NODELIST", ""))[0]
+        except (ValueError, IndexError) as exc:
+            what = f"SLURM_STEP_NODELIST does not say which node is the first: {exc}."
+            fix = "write --rdzv-endpoint HOST:PORT, the host being that of node 0."
+            raise ConfigError(Explanation(what, fix=fix)) from exc
+        number = int(job) * 7 + int(step) if (job + step).isdecimal() else 0
+        endpoint = f"{first}:{_NODE_PORTS[number % len(_NODE_PORTS)]}"
+    return NodePlace(
+        nnodes=nnodes,
+        min_nodes=None,
+        node_rank=node,
+        endpoint=endpoint,
+        job=f"slurm-{job}.{step}",
+        said_by="Slurm",
+    )
+
+
+def _torchrun_node(env: Mapping[str, str]) -> NodePlace:
+    least, _, most = env["PET_NNODES"].partition(":")
+    counts = {"PET_NNODES": most or least, "least": least}
+    nnodes = require_int(counts, "PET_NNODES", because="a pod")
+    fewest = require_int(counts, "least", because="PET_NNODES")
+    named = [name for name in ("PET_NODE_RANK", "JOB_COMPLETION_INDEX", "RANK") if name in env]
+    node = require_int(env, named[0], because="PET_NNODES") if named else None
+    master = {
+        name: env.get(f"PET_{name}") or env.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")
+    }
+    return NodePlace(
+        nnodes=nnodes,
+        min_nodes=fewest if fewest != nnodes else None,
+        node_rank=node,
+        endpoint=env.get("PET_RDZV_ENDPOINT") or _master(master),
+        job=env.get("PET_RDZV_ID"),
+        said_by="PET_NNODES",
+    )
+
+
+def _master(env: Mapping[str, str]) -> str | None:
+    host = env.get("MASTER_ADDR")
+    return f"{host}:{env.get('MASTER_PORT') or _TORCHRUN_PORT}" if host else None
 
 
 def loopback_interfaces() -> dict[str, str]:

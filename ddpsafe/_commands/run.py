@@ -22,6 +22,7 @@ from ddpsafe._host import is_directory_gone
 from ddpsafe._launch import run_processes
 from ddpsafe._wire.exceptions import where_of
 from ddpsafe._wire.messages import ScriptExit
+from ddpsafe._world import find_node_place, require_int
 from ddpsafe.cli import HEALTHY, TORCHRUN_NOTED, USAGE, complain
 
 if TYPE_CHECKING:
@@ -66,14 +67,18 @@ def read_options(options: Namespace) -> tuple[dict[str, Any], list[str]]:
     }
     if "run_dir" in fields:
         fields["run_dir"] = Path(fields["run_dir"]).absolute()
-    fields |= _read_nodes(options)
+    notes: list[str] = []
+    fields |= _read_nodes(options, notes)
+    if fields.get("nnodes", 1) > 1 and "PET_NPROC_PER_NODE" in os.environ:  # torchrun's option
+        fields.setdefault("nproc_per_node", os.environ["PET_NPROC_PER_NODE"])
     if options.max_restarts is not None:
         restarts = _number(options, "max_restarts")
         fields["retry"] = {"attempts": restarts + 1, "on": FAILURE_KINDS - DETERMINISTIC}
     if options.shutdown_timeout is not None:
         grace = _number(options, "shutdown_timeout")
         fields["timeouts"] = {"grace": grace, "shutdown": max(30, 2 * grace)}
-    console, notes = _read_streams(options)
+    console, more = _read_streams(options)
+    notes += more
     if console is not None:
         fields.setdefault("console", console)
     for name, why in TORCHRUN_NOTED.items():
@@ -101,8 +106,8 @@ def _read_streams(options: Namespace) -> tuple[str | None, list[str]]:
     return None, []
 
 
-def _read_nodes(options: Namespace) -> dict[str, Any]:
-    """Return the fields that say which nodes there are, and where they meet.
+def _read_nodes(options: Namespace, notes: list[str]) -> dict[str, Any]:
+    """Return the fields that say which nodes there are, and where they meet; add to the notes.
 
     Raises:
         ConfigError: A number is not one.
@@ -137,8 +142,33 @@ def _read_nodes(options: Namespace) -> dict[str, Any]:
         meeting["endpoint"] = f"{options.master_addr}:{port}"
     if options.standalone:
         fields["nnodes"] = 1
+    if "nnodes" not in fields and "DDPSAFE_NNODES" not in os.environ and options.config is None:
+        return _complete(fields, meeting, notes)
+    if fields.get("nnodes", 1) > 1 and "JOB_COMPLETION_INDEX" in os.environ:
+        index = require_int(os.environ, "JOB_COMPLETION_INDEX", because="--nnodes")
+        fields.setdefault("node_rank", index)  # of a pod of an indexed Job of Kubernetes
     if fields.get("nnodes", 1) > 1 and "endpoint" in meeting and ":" not in meeting["endpoint"]:
         meeting["endpoint"] += f":{DEFAULT_PORT}"  # as torchrun completes it
+    return {**fields, **({"rendezvous": meeting} if meeting else {})}
+
+
+def _complete(fields: dict[str, Any], meeting: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Take what is not said from the variables of srun, mpirun or a pod, and say so."""
+    place = find_node_place(os.environ)
+    if place is not None:
+        found = {"endpoint": place.endpoint, "id": place.job, "min_nodes": place.min_nodes}
+        meeting = {**{name: each for name, each in found.items() if each is not None}, **meeting}
+        fields = {"nnodes": place.nnodes, "node_rank": place.node_rank, **fields}
+        at = meeting.get("endpoint")
+        notes.append(
+            f"{place.said_by} says: this is node {fields['node_rank']} of {place.nnodes}"
+            + (
+                f", and they meet at {at}."
+                if at
+                else "; --rdzv-endpoint has to say where they meet."
+            )
+        )
+    fields = {name: value for name, value in fields.items() if value is not None}
     return {**fields, **({"rendezvous": meeting} if meeting else {})}
 
 

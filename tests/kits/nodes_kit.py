@@ -104,6 +104,12 @@ class Launcher:
             thread.join(10)
         return code
 
+    def wait_for_end(self) -> float:
+        """Wait for its end, by whatever; return when that was."""
+        self.end()
+        assert self.ended_s is not None
+        return self.ended_s
+
     def results(self) -> dict[str, dict[str, Any]]:
         """Return what it said of each case, by name."""
         found = [json.loads(line) for _, line in self.lines if line.startswith("{")]

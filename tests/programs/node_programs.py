@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 STEPS = 8
 FAULT_AT = 3
+LONG = 6000
 
 
 def strike(folder: Path, name: str) -> None:
@@ -33,9 +34,13 @@ def train(ctx: RankContext, folder: Path, name: str, what: str, culprit: int) ->
     import torch
     import torch.distributed as dist
 
-    for step in range(STEPS):
-        if step == FAULT_AT and ctx.rank == culprit and what != "none":
-            strike(folder, name)
+    if what == "long":
+        (folder / f"running-{name}-{ctx.attempt}-{ctx.rank}").touch()
+    for step in range(LONG if what == "long" else STEPS):
+        if what == "long":
+            time.sleep(0.02)
+        if step == FAULT_AT and ctx.rank == culprit and what not in ("none", "long"):
+            strike(folder, f"{name}-{ctx.attempt}" if "until" in what else name)
             if what == "return":
                 return ctx.rank
             break_down(what, ctx)
@@ -57,6 +62,8 @@ def break_down(what: str, ctx: RankContext) -> None:
 
     if what == "raise" or (what.startswith("raise-until-") and ctx.attempt < int(what[12:])):
         raise ValueError("bad batch")
+    if what.startswith("kill-until-") and ctx.attempt < int(what[11:]):
+        os.kill(os.getpid(), signal.SIGKILL)
     if what == "barrier":
         try:
             _fail()
