@@ -416,7 +416,7 @@ def find_node_place(env: Mapping[str, str]) -> NodePlace | None:
     Raises:
         ConfigError: The variables contradict each other or are incomplete.
     """
-    if not _is_shell_step(_SLURM, env) and "SLURM_STEP_ID" in env:
+    if "SLURM_STEP_ID" in env and not _is_shell_step(_SLURM, env):
         return _slurm_node(env)
     if env.get("PET_NNODES", "1") not in {"1", "1:1"}:
         return _torchrun_node(env)

@@ -34,10 +34,12 @@ _EXPLAIN_EXIT_CODES: Final = (
 )
 _RUN: Final = """\
 Start the ranks of a script on this host, as torchrun does: each runs the script from its first
-line, with RANK, WORLD_SIZE and the like set, and its init_process_group() meets the others.
+line, with RANK, WORLD_SIZE and the like set, and its init_process_group() meets the others. For
+several nodes run it once on each, with --nnodes and --rdzv-endpoint; under srun with one task per
+node it finds them by itself.
 """
 _RUN_EPILOG: Final = """\
-Takes torchrun's command lines on one node; what has no effect here is said in a note.
+Takes torchrun's command lines; what has no effect here is said in a note.
 exit codes: 0, the failing rank's own, 128 + signal, 78 another attempt cannot help, 2 wrong usage
 """
 _RUN_OPTIONS: Final = (

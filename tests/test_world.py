@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ddpsafe import ConfigError
-from ddpsafe._world import World, expand_hosts, find_world, require_int
+from ddpsafe._world import World, expand_hosts, find_node_place, find_world, require_int
 
 SLURM_JOB: Final = {
     "SLURM_JOB_ID": "4711",
@@ -458,3 +458,92 @@ def test_a_single_pod_may_launch_its_ranks(nproc: str) -> None:
     assert find_world(pod) is None
     assert find_world({"PET_NNODES": "1"}) is None
     assert places(require_world(pod | {"PET_NPROC_PER_NODE": "1"})) == (0, 1, 0, 1, 0, 1)
+
+
+NODES: Final = [
+    # who says it, the variables, nodes, fewest, node rank, endpoint
+    (
+        "srun with one task on each of two nodes",
+        {
+            "SLURM_JOB_ID": "10",
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_NUM_NODES": "2",
+            "SLURM_NODEID": "1",
+            "SLURM_STEP_NODELIST": "gpu[07-08]",
+        },
+        (2, None, 1, "gpu07:30070"),
+    ),
+    (
+        "srun with a master of the user's",
+        {
+            "SLURM_JOB_ID": "10",
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_NUM_NODES": "2",
+            "SLURM_NODEID": "0",
+            "MASTER_ADDR": "gpu07-ib",
+            "MASTER_PORT": "29512",
+        },
+        (2, None, 0, "gpu07-ib:29512"),
+    ),
+    (
+        "a pod of PyTorchJob",
+        {
+            "PET_NNODES": "4",
+            "PET_NPROC_PER_NODE": "8",
+            "PET_NODE_RANK": "2",
+            "PET_MASTER_ADDR": "job-master-0",
+            "PET_MASTER_PORT": "23456",
+            "RANK": "2",
+            "WORLD_SIZE": "4",
+        },
+        (4, None, 2, "job-master-0:23456"),
+    ),
+    (
+        "an elastic pod with a place in an indexed Job",
+        {
+            "PET_NNODES": "2:4",
+            "JOB_COMPLETION_INDEX": "3",
+            "PET_RDZV_ENDPOINT": "job-0.job:29400",
+        },
+        (4, 2, 3, "job-0.job:29400"),
+    ),
+    (
+        "mpirun with one process per host",
+        {
+            "OMPI_COMM_WORLD_RANK": "1",
+            "OMPI_COMM_WORLD_SIZE": "3",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+        },
+        (3, None, 1, None),
+    ),
+]
+
+
+@pytest.mark.parametrize(("env", "expected"), [row[1:] for row in NODES], ids=[r[0] for r in NODES])
+def test_the_only_process_of_each_node_knows_the_nodes(
+    env: dict[str, str], expected: tuple[int, int | None, int, str | None]
+) -> None:
+    """How many there are, which one this is, and where they meet, as far as anything says it."""
+    place = find_node_place(env)
+    assert place is not None
+    assert (place.nnodes, place.min_nodes, place.node_rank, place.endpoint) == expected
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "8"},
+        slurm_step(rank=1, world_size=4, local_rank=1, node=0, tasks="2(x2)"),
+        {
+            "OMPI_COMM_WORLD_RANK": "1",
+            "OMPI_COMM_WORLD_SIZE": "4",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        },
+    ],
+)
+def test_one_node_or_several_processes_on_each_are_no_place_of_a_node(env: dict[str, str]) -> None:
+    """There each process is a rank, or there is nothing to meet."""
+    assert find_node_place(env) is None

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ddpsafe._config import LaunchConfig
 from ddpsafe._config.endpoint import DEFAULT_PORT
@@ -124,17 +124,9 @@ def _read_nodes(options: Namespace, notes: list[str]) -> dict[str, Any]:
         if (value := getattr(options, option)) is not None
     }
     if options.nnodes is not None:
-        least, _, most = str(options.nnodes).partition(":")
-        if not least.isdecimal() or not (most or least).isdecimal() or int(least) < 1:
-            raise ConfigError(
-                Explanation(
-                    f"--nnodes={options.nnodes} is not a number of nodes.",
-                    fix="write --nnodes=2, or --nnodes=2:4 to start with two and take up to four.",
-                )
-            )
-        fields["nnodes"] = int(most or least)
-        if most and most != least:
-            meeting["min_nodes"] = int(least)
+        fields["nnodes"], least = _read_nnodes(str(options.nnodes))
+        if least != fields["nnodes"]:
+            meeting["min_nodes"] = least
     if options.node_rank is not None:
         fields["node_rank"] = _number(options, "node_rank")
     if options.master_addr is not None and "endpoint" not in meeting:
@@ -143,33 +135,63 @@ def _read_nodes(options: Namespace, notes: list[str]) -> dict[str, Any]:
     if options.standalone:
         fields["nnodes"] = 1
     if "nnodes" not in fields and "DDPSAFE_NNODES" not in os.environ and options.config is None:
-        return _complete(fields, meeting, notes)
-    if fields.get("nnodes", 1) > 1 and "JOB_COMPLETION_INDEX" in os.environ:
+        fields, meeting = _complete(fields, meeting, notes)
+    if fields.get("nnodes", 1) == 1 and "DDPSAFE_NNODES" not in os.environ:
+        return _of_one_node(options, fields, notes)
+    if "JOB_COMPLETION_INDEX" in os.environ:  # of a pod of an indexed Job of Kubernetes
         index = require_int(os.environ, "JOB_COMPLETION_INDEX", because="--nnodes")
-        fields.setdefault("node_rank", index)  # of a pod of an indexed Job of Kubernetes
-    if fields.get("nnodes", 1) > 1 and "endpoint" in meeting and ":" not in meeting["endpoint"]:
+        fields.setdefault("node_rank", index)
+    if ":" not in meeting.get("endpoint", ":"):
         meeting["endpoint"] += f":{DEFAULT_PORT}"  # as torchrun completes it
     return {**fields, **({"rendezvous": meeting} if meeting else {})}
 
 
-def _complete(fields: dict[str, Any], meeting: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Take what is not said from the variables of srun, mpirun or a pod, and say so."""
+def _read_nnodes(text: str) -> tuple[int, int]:
+    """Return the most and the fewest nodes of ``N`` or ``MIN:MAX``."""
+    least, _, most = text.partition(":")
+    most = most or least
+    if not (least.isdecimal() and most.isdecimal() and int(least) > 0):
+        what = f"--nnodes={text} is not a number of nodes."
+        fix = "write --nnodes=2, or --nnodes=2:4 to start with two and take up to four."
+        raise ConfigError(Explanation(what, fix=fix))
+    return int(most), int(least)
+
+
+_OF_SEVERAL_NODES: Final = ("rdzv_endpoint", "rdzv_id", "master_addr", "master_port", "interface")
+
+
+def _of_one_node(options: Namespace, fields: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Note which options mean nothing with one node."""
+    if fields.pop("node_rank", 0) != 0:
+        what = f"--node-rank={options.node_rank}: there is one node, and nodes count from 0."
+        raise ConfigError(Explanation(what, fix="write --nnodes as well, the same on all nodes."))
+    notes += [
+        f"--{name.replace('_', '-')} has no effect: the ranks of one node meet at a place that "
+        "only they can reach."
+        for name in _OF_SEVERAL_NODES
+        if getattr(options, name) is not None
+    ]
+    return fields
+
+
+def _complete(
+    fields: dict[str, Any], meeting: dict[str, Any], notes: list[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Take what is not said from the variables of srun, mpirun or a pod, and say so in a note."""
     place = find_node_place(os.environ)
-    if place is not None:
-        found = {"endpoint": place.endpoint, "id": place.job, "min_nodes": place.min_nodes}
-        meeting = {**{name: each for name, each in found.items() if each is not None}, **meeting}
-        fields = {"nnodes": place.nnodes, "node_rank": place.node_rank, **fields}
-        at = meeting.get("endpoint")
-        notes.append(
-            f"{place.said_by} says: this is node {fields['node_rank']} of {place.nnodes}"
-            + (
-                f", and they meet at {at}."
-                if at
-                else "; --rdzv-endpoint has to say where they meet."
-            )
-        )
-    fields = {name: value for name, value in fields.items() if value is not None}
-    return {**fields, **({"rendezvous": meeting} if meeting else {})}
+    if place is None:
+        return fields, meeting
+    found = {"endpoint": place.endpoint, "id": place.job, "min_nodes": place.min_nodes}
+    meeting = {**{name: each for name, each in found.items() if each is not None}, **meeting}
+    fields = {"nnodes": place.nnodes, **fields}
+    if place.node_rank is not None:
+        fields.setdefault("node_rank", place.node_rank)
+    at = meeting.get("endpoint")
+    notes.append(
+        f"{place.said_by} says: this is node {fields.get('node_rank', '?')} of {place.nnodes}"
+        + (f", and they meet at {at}." if at else "; --rdzv-endpoint has to say where they meet.")
+    )
+    return fields, meeting
 
 
 def _number(options: Namespace, name: str) -> int:

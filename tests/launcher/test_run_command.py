@@ -179,6 +179,24 @@ PUBLIC: list[Any] = [
     ),
     ("--virtual-local-rank --numa-binding node --nproc_per_node=2 train.py", {}, 2),
     ("train.py --nproc_per_node 3 --standalone", {}, 0),
+    (
+        (
+            "--nnodes=2 --node_rank=1 --nproc_per_node=8 --rdzv_id=7 --rdzv_backend=c10d "
+            "--rdzv_endpoint=gpu-01:29400 t.py"
+        ),
+        {"nnodes": 2, "node_rank": 1, "rendezvous": {"endpoint": "gpu-01:29400", "id": "7"}},
+        1,
+    ),
+    (
+        "--nnodes=2:4 --rdzv-endpoint gpu-01 t.py",
+        {"nnodes": 4, "rendezvous": {"endpoint": "gpu-01:29400", "min_nodes": 2}},
+        0,
+    ),
+    (
+        "--nnodes 2 --node-rank 0 --master_addr gpu-01 --master_port 2950 t.py",
+        {"nnodes": 2, "node_rank": 0, "rendezvous": {"endpoint": "gpu-01:2950"}},
+        0,
+    ),
 ]
 """What stands behind torchrun, the fields of the configuration that it means, and how many notes."""
 
@@ -195,9 +213,12 @@ def test_torchruns_command_lines_are_taken(line: str, fields: dict[str, Any], no
 
 
 REFUSED: list[Any] = [
-    ("--nnodes=2 --nproc_per_node=8 train.py", "--nnodes=2: ddpsafe run starts the ranks of one"),
-    ("--nnodes=1:4 train.py", "start it with torchrun as it is"),
-    ("--node_rank=1 train.py", "--node-rank=1"),
+    ("--nnodes=2 --nproc_per_node=8 train.py", "nnodes=2 nodes need a place to meet"),
+    ("--nnodes=1:4 train.py", "nnodes=4 nodes need a place to meet"),
+    ("--nnodes=2 --rdzv-endpoint localhost:29400 train.py", "localhost is each node itself"),
+    ("--nnodes=two train.py", "--nnodes=two is not a number of nodes"),
+    ("--nnodes=4:2 --rdzv-endpoint a:29400 train.py", "rendezvous.min_nodes=4 is more"),
+    ("--node_rank=1 train.py", "--node-rank=1: there is one node"),
     ("--max-restarts=often train.py", "--max-restarts=often is not a whole number"),
     ("--start-method fork train.py", "inherits CUDA"),
     ("--nproc_per_node=many train.py", "nproc_per_node"),

@@ -219,3 +219,41 @@ def test_ranks_end_by_themselves_when_a_task_dies(slurm: Cluster, tmp_path: Path
     assert "find the rank whose output ends without such an error" in by_rank[1]
     (waited_s,) = re.findall(r"waited (\d+\.\d) s at the barrier", by_rank[1])
     assert float(waited_s) < 20, "it waited for the barrier's timeout"
+
+
+def several_nodes(folder: Path, what: str = "") -> list[str]:
+    """Write a script for ``ddpsafe run``; return the command that runs it on each node."""
+    source = f"""
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        for step in range(8):
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            if step == 4 and {what!r} == "raise" and dist.get_rank() == 3:
+                raise ValueError("bad batch")
+        print("rank", dist.get_rank(), "of", int(total.item()))
+        dist.destroy_process_group()
+    """
+    script = scripts.write(folder, "script.py", source)
+    return [sys.executable, "-m", "ddpsafe", "run", "--nproc-per-node=2", str(script)]
+
+
+def test_one_task_on_each_node_is_a_launcher(slurm: Cluster, tmp_path: Path) -> None:
+    """``ddpsafe run`` finds number and order of the nodes, and where they meet, by itself."""
+    srun = ["srun", "--nodes=2", "--ntasks-per-node=1"]
+    output = slurm.run(*srun, *several_nodes(tmp_path))
+    assert sorted(re.findall(r"rank (\d) of 4", output)) == ["0", "1", "2", "3"]
+    assert "Slurm says: this is node 1 of 2" in output
+
+
+def test_a_failure_is_told_by_every_node_of_a_step(slurm: Cluster, tmp_path: Path) -> None:
+    """The same sentence from both tasks, and the step has their exit code."""
+    srun = ["srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
+    code, output = slurm.end(slurm.start_command(*srun, *several_nodes(tmp_path, "raise")))
+    assert code == 1
+    told = re.findall(
+        r"rank 3 \(node 1 '\w+', local rank 1, world_size 4\) raised ValueError", output
+    )
+    assert len(told) == 2

@@ -1,0 +1,279 @@
+"""A stranger who reaches the ports of a job neither runs code, nor joins, nor stops it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ddpsafe._clock import Deadline
+from ddpsafe._launcher.nodes.channel import Channel, Lost, RefusedError
+from ddpsafe._launcher.nodes.messages import (
+    Alive,
+    GarbledError,
+    Hello,
+    NodeFacts,
+    RankReport,
+    error_of,
+    pack,
+    rank_report,
+    read_rank_report,
+    unpack,
+    verdict_of,
+)
+from ddpsafe._launcher.nodes.rendezvous import Seal, make_sealed_backend, open_tcp_store
+from ddpsafe._wire.messages import Position, Raised, Returned
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+HELLO = Hello(mono_ns=1, wall_ns=2)
+
+
+class Evil:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        """Make a file."""
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Say so to pickle."""
+        return os.system, (f"touch {self._mark}",)
+
+
+@pytest.fixture
+def channel() -> Iterator[Channel]:
+    """Node 0's end, for three nodes."""
+    listening = Channel.listen("127.0.0.1", secret=b"secret", round_id="round", nnodes=3)
+    yield listening
+    listening.close()
+
+
+def dial(channel: Channel, *, node: int = 1, secret: bytes = b"secret") -> Channel:
+    """Be a node."""
+    return Channel.dial(
+        ("127.0.0.1", channel.port),
+        secret=secret,
+        round_id="round",
+        node=node,
+        hello=HELLO,
+        deadline=Deadline.after(timedelta(seconds=5)),
+    )
+
+
+def hear(channel: Channel, number: int) -> list[tuple[int, object]]:
+    """Wait for so many events."""
+    heard: list[tuple[int, object]] = []
+    for _ in Deadline.after(timedelta(seconds=10)).pauses_s():
+        heard += channel.events()
+        if len(heard) >= number:
+            break
+        with_timeout = Deadline.after(timedelta(milliseconds=20))
+        _wait(channel, with_timeout.remaining_s())
+    return heard
+
+
+def _wait(channel: Channel, limit_s: float) -> None:
+    from multiprocessing.connection import wait
+
+    wait([channel.fileno()], limit_s)
+
+
+def test_nodes_that_know_the_secret_talk(channel: Channel) -> None:
+    """Both directions, in order; the end of a connection comes after all that was said."""
+    node = dial(channel)
+    node.send(Alive())
+    assert hear(channel, 2) == [(1, HELLO), (1, Alive())]
+    channel.send(Alive(), to=1)
+    assert hear(node, 1) == [(0, Alive())]
+    node.send(HELLO)
+    node.close()
+    (_, last), (_, lost) = hear(channel, 2)
+    assert last == HELLO
+    assert isinstance(lost, Lost)
+    assert not lost.is_silent
+
+
+def test_who_does_not_know_the_secret_is_refused(channel: Channel) -> None:
+    """By node 0, which says nothing to it, and hears nothing of it."""
+    with pytest.raises((RefusedError, OSError)):
+        dial(channel, secret=b"a guess")
+    assert list(channel.events()) == []
+    node = dial(channel)
+    assert hear(channel, 1) == [(1, HELLO)]
+    node.close()
+
+
+def test_a_node_rank_is_taken_once(channel: Channel) -> None:
+    """A second node with the same rank is refused, and the first one stays."""
+    node = dial(channel)
+    with pytest.raises((RefusedError, OSError)):
+        dial(channel)
+    assert channel.connected() == {1}
+    node.close()
+
+
+STRANGERS = [
+    b"GET / HTTP/1.1\r\n\r\n",
+    pickle.dumps({"node": 1}) + b"\n",
+    b"x" * 1_000_000,
+    b'{"node": 1}\n',
+    json.dumps({"node": 1, "challenge": "x", "proof": "0" * 64}).encode() + b"\n",
+    b"[" * 100_000 + b"\n",
+    b"\xff\xfe\n",
+]
+
+
+@pytest.mark.parametrize("said", STRANGERS, ids=lambda said: repr(said[:12]))
+def test_a_stranger_is_dropped_whatever_it_says(channel: Channel, said: bytes) -> None:
+    """And a node that comes after it is heard."""
+    with socket.create_connection(("127.0.0.1", channel.port)) as stranger:
+        try:
+            stranger.sendall(said)
+            while stranger.recv(4096):
+                pass
+        except OSError:
+            pass
+        node = dial(channel)
+        assert hear(channel, 1) == [(1, HELLO)]
+        node.close()
+
+
+def test_a_flood_of_connections_keeps_no_node_out(channel: Channel) -> None:
+    """Of strangers who say nothing only so many are kept, and nodes that are connected stay."""
+    first = dial(channel, node=1)
+    strangers = [socket.create_connection(("127.0.0.1", channel.port)) for _ in range(400)]
+    second = dial(channel, node=2)
+    assert channel.connected() == {1, 2}
+    for stranger in strangers:
+        stranger.close()
+    for node in (first, second):
+        node.close()
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"{}", b'["Nothing", {}]', b'["Hello", {"mono_ns": "x"}]', b'["Hello"]', b"\xff"]
+)
+def test_what_is_not_a_message_is_garbled(line: bytes) -> None:
+    """Whatever arrives is either one of the messages, or refused by one exception."""
+    with pytest.raises(GarbledError):
+        unpack(line)
+
+
+def test_no_pickle_of_a_rank_goes_over_the_network() -> None:
+    """What a rank returned, and its exception itself, stay on its node; the facts travel."""
+    at = Position(collectives=())
+    returned = Returned(payload=b"a pickle", position=at)
+    raised = Raised(
+        type_name="ValueError",
+        message="bad \udc80 batch",
+        traceback="…",
+        payload=b"a pickle",
+        phase="running",
+        where="train.py:3",
+        position=at,
+        at_ns=5,
+    )
+    for message in (returned, raised):
+        line = pack(rank_report(3, message))
+        assert b"a pickle" not in line
+        report = unpack(line.rstrip(b"\n"))
+        assert isinstance(report, RankReport)
+        read = read_rank_report(report)
+        assert isinstance(read, (Returned, Raised))
+        assert not read.payload
+        assert read.position == at
+
+
+def test_a_state_of_the_rendezvous_is_checked_before_it_is_loaded(tmp_path: Path) -> None:
+    """A stranger's pickle in the store is an error of the rendezvous; torch alone would run it."""
+    from torch.distributed.elastic.rendezvous import RendezvousStateError
+
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    server = open_tcp_store("127.0.0.1", port, listening=listening)
+    mark = tmp_path / "mark"
+    evil = pickle.dumps(Evil(mark))
+    seal = Seal(b"secret", "job")
+    backend = make_sealed_backend(server, "job", seal)
+    assert backend.set_state(pickle.dumps(set()))[2]
+    for state in (evil, Seal(b"another", "job").close("state", evil), seal.close("state", evil)):
+        from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
+            C10dRendezvousBackend,
+        )
+
+        stranger = C10dRendezvousBackend(server, "job")
+        token = stranger.get_state()[1]
+        assert stranger.set_state(state, token)[2]
+        with pytest.raises(RendezvousStateError):
+            backend.get_state()
+    assert not mark.exists()
+
+
+def test_the_rendezvous_of_this_torch_fits_the_sealed_backend() -> None:
+    """Every class of a state is on the list of those that may be loaded."""
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+        _NodeDesc,
+        _RendezvousState,
+    )
+
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    server = open_tcp_store("127.0.0.1", port, listening=listening)
+    state = _RendezvousState()
+    state.participants[_NodeDesc("000000 host", 1, 0)] = 0
+    state.wait_list.add(_NodeDesc("000001 host", 2, 0))
+    import datetime as dt
+
+    state.last_heartbeats[_NodeDesc("000000 host", 1, 0)] = dt.datetime.now(dt.timezone.utc)
+    state.deadline = dt.datetime.now(dt.timezone.utc)
+    backend = make_sealed_backend(server, "job", Seal(b"secret", "job"))
+    backend.set_state(pickle.dumps(state))
+    assert pickle.loads(backend.get_state()[0]).round == state.round
+
+
+def test_a_seal_is_of_one_key_of_one_job() -> None:
+    """A value cannot be moved to another key, or to another job."""
+    seal = Seal(b"secret", "job")
+    closed = seal.close("key", b"value")
+    assert seal.open("key", closed) == b"value"
+    assert seal.open("other", closed) is None
+    assert Seal(b"secret", "job2").open("key", closed) is None
+    assert seal.open("key", closed[:-1]) is None
+
+
+def test_an_error_is_the_same_on_the_node_that_hears_of_it() -> None:
+    """Class, words, exit code and facts come through."""
+    import ddpsafe
+
+    error = ddpsafe.RankKilledError(
+        ddpsafe.Explanation("rank 3 was killed", cause="c", fix="f", details=("d",), logs="h:/x"),
+        rank=3,
+        local_rank=1,
+        hostname="h1",
+        pid=7,
+        exit_code=137,
+        kind="killed",
+        attempt=2,
+        attempts=3,
+    )
+    copy = error_of(unpack(pack(verdict_of(error))))  # type: ignore[arg-type]  # a verdict
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert isinstance(copy, ddpsafe.RankKilledError)
+    assert (copy.exit_code, copy.kind, copy.rank, copy.attempt) == (137, "killed", 3, 2)
+
+
+def test_facts_of_a_node_are_read_as_they_were_written() -> None:
+    """A node introduces itself in JSON."""
+    from ddpsafe._launcher.nodes.messages import from_json, to_json
+
+    facts = NodeFacts(hostname="h", pid=1, address="10.0.0.1", nproc=2, settings={"a": "b"})
+    assert from_json(NodeFacts, json.loads(json.dumps(to_json(facts)))) == facts
