@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Event
@@ -220,7 +221,11 @@ def _run_plan(
         )
 
     try:
-        with quiet_log(plan.console), open_run_directory(plan.config.run_dir) as directory:
+        with (
+            closing(calls),
+            quiet_log(plan.console),
+            open_run_directory(plan.config.run_dir) as directory,
+        ):
             if plan.config.nnodes > 1:
                 return _run_with_other_nodes(plan, calls, directory, cancelled)
             values = run_attempts(

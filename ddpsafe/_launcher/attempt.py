@@ -35,6 +35,7 @@ from ddpsafe._wire.spec import RankSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from mmap import mmap
     from threading import Event
 
     from ddpsafe._errors import LaunchError
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.handle import GracePeriod
     from ddpsafe._launcher.plan import LaunchPlan
     from ddpsafe._launcher.processes.rank_process import Worker
-    from ddpsafe._launcher.processes.start import PickledCall, RunRank
+    from ddpsafe._launcher.processes.start import CallFile, RunRank
     from ddpsafe._launcher.processes.store import LauncherStore
     from ddpsafe._launcher.run_directory import RunDirectory
     from ddpsafe._launcher.watch.preemption import StopRequest
@@ -94,7 +95,7 @@ def run_attempt(
     number: int,
     *,
     plan: LaunchPlan,
-    call: PickledCall,
+    call: CallFile,
     run_rank: RunRank,
     directory: RunDirectory,
     on_start: Callable[[Sequence[Worker], SignalInbox], None] | None = None,
@@ -151,7 +152,7 @@ def started_ranks(
     number: int,
     *,
     plan: LaunchPlan,
-    call: PickledCall,
+    call: CallFile,
     run_rank: RunRank,
     directory: RunDirectory,
 ) -> Iterator[tuple[list[Worker], Callable[..., None]]]:
@@ -251,7 +252,7 @@ def values_of(
     for worker in workers:
         if worker.returned is not None:
             try:
-                values[worker.rank] = _load(worker.returned.payload)
+                values[worker.rank] = _load(worker.result)
             except Exception as exc:
                 error = errors.unloadable(ended, worker.rank, exc)
                 directory.report(ended.attempt, error)
@@ -260,8 +261,11 @@ def values_of(
     return values
 
 
-def _load(value: bytes) -> object:
+def _load(value: bytes | mmap | None) -> object:
     """Load what a rank returned; a ``sys.exit()`` of its class must not end the launcher."""
+    if value is None:
+        msg = "the memory in which the rank has put it could not be mapped"
+        raise payload.CannotTravelError(msg)
     try:
         return payload.loads(value)
     except SystemExit as exc:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ddpsafe import _gpus
 from ddpsafe._config.backends import require_backend
 from ddpsafe._errors import ConfigError, Explanation
-from ddpsafe._launcher.processes.start import PickledCall
+from ddpsafe._launcher.processes.start import CallFile
 from ddpsafe._wire import payload
 from ddpsafe._wire.payload import main_is_importable
 from ddpsafe._wire.spec import MARKER, RankTimeouts, make_launch_id
@@ -117,14 +117,20 @@ class Calls:
         """Ask for other arguments; tell whether there are any."""
         args = None if self._on_retry is None else self._on_retry(failure)
         if args is not None:
-            self.current = self._pickled(args)
+            changed = self._pickled(args)
+            self.current.close()
+            self.current = changed
         return args is not None
 
-    def _pickled(self, args: Sequence[Any]) -> PickledCall:
+    def close(self) -> None:
+        """Remove the file that ranks read it from."""
+        self.current.close()
+
+    def _pickled(self, args: Sequence[Any]) -> CallFile:
         _require_call(self._fn, args)
-        pickled = _pickle(self._fn, args, self._kwargs, self._style)
+        call = _pickle(self._fn, args, self._kwargs, self._style)
         _require_fitting(self._fn, args, self._kwargs, self._style)
-        return pickled
+        return call
 
 
 def _require_call(fn: object, args: object) -> None:
@@ -164,14 +170,13 @@ def _require_fitting(
 
 def _pickle(
     fn: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], style: CallStyle
-) -> PickledCall:
+) -> CallFile:
     try:
         # Scripts for torch's spawn may write to a tensor and read it in the caller.
         call = (fn, tuple(args), dict(kwargs))
-        data, handles = payload.dumps_call(call, shares_tensors=style == "spawn")
+        return CallFile(payload.dumps_call(call, shares_tensors=style == "spawn"))
     except Exception as exc:
         raise _cannot_travel(fn, args, kwargs, exc) from exc
-    return PickledCall(data=data, handles=handles)
 
 
 def _cannot_travel(

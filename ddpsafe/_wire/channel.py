@@ -11,11 +11,12 @@ import mmap
 import os
 import pickle
 import struct
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
 from multiprocessing import reduction
-from typing import TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from ddpsafe._wire.messages import Message
@@ -60,7 +61,7 @@ class StepCounter:
     """The progress of one rank, in memory that both processes map.
 
     Args:
-        fd: A file that begins with `EMPTY`; mapped here, closed by its owner.
+        fd: The rank's shared memory, which begins with `EMPTY`; mapped here, closed by its owner.
     """
 
     EMPTY: Final = _NUMBERS.pack(0, 0, _NO_CHECKPOINT, 0, 0, 0)
@@ -100,6 +101,20 @@ class StepCounter:
     def close(self) -> None:
         """Unmap."""
         self._memory.close()
+
+
+RESULT_OFFSET: Final = mmap.ALLOCATIONGRANULARITY
+"""Where the result begins in a rank's shared memory: the first place that can be mapped by itself."""
+
+
+def open_memory() -> IO[bytes]:
+    """Open memory that processes can inherit and map, as a file without a name.
+
+    Writing 1 GB to a temporary file takes four times as long, and a slow disk decides.
+    """
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("ddpsafe"), "w+b")  # noqa: PTH123 - a file descriptor
+    return tempfile.TemporaryFile(prefix="ddpsafe-")
 
 
 _HEADER: Final = struct.Struct("<Q")
@@ -170,14 +185,15 @@ class Inheritance:
         report: Where it writes to the launcher.
         lifeline: Ends with the launcher; carries words such as `ASK_POSITION`.
         call: A file with the pickled call.
-        steps: A file that holds the rank's `StepCounter`.
+        shared: Memory without a name that the launcher maps too: the rank's `StepCounter`, and from
+            `RESULT_OFFSET` on its result, where that is large.
         handles: What the call needs beside its bytes.
     """
 
     report: InheritedFd
     lifeline: InheritedFd
     call: InheritedFd
-    steps: InheritedFd
+    shared: InheritedFd
     handles: tuple[object, ...]
 
 

@@ -286,13 +286,13 @@ class Returned:
     """The user's function returned; sent before any teardown.
 
     Attributes:
-        payload: The pickled value.
+        payload: The pickled value; ``None`` where it is large: see `Inheritance.shared`.
         position: Where the rank was by then.
         stop_calls: How often it had called `stop_requested`.
         exited_at: The line of the ``sys.exit(0)`` by which a script under ``ddpsafe run`` ended.
     """
 
-    payload: bytes
+    payload: bytes | None
     position: Position
     stop_calls: int = 0
     exited_at: str = ""

@@ -3,6 +3,9 @@
 What can be imported by name travels by name; what cannot (notebook cells, closures, lambdas)
 travels by value. Objects that only a process being started can inherit (queues, locks, shared
 tensors) travel beside the bytes, as `multiprocessing` itself would send them.
+
+Large arrays and tensors are not copied into the pickle (PEP 574). They are written behind it, and
+who maps the file has them in place: ranks share the pages until one of them writes.
 """
 
 from __future__ import annotations
@@ -10,13 +13,17 @@ from __future__ import annotations
 import ast
 import ctypes
 import functools
+import importlib
 import io
+import mmap
 import pickle
+import struct
 import sys
 import types
 from collections import deque
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,13 +31,18 @@ import cloudpickle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from mmap import mmap
 
 _INHERITED_MODULES: Final = ("multiprocessing.", "torch.multiprocessing.")
 _CTYPES: Final = (ctypes.Array, ctypes.Structure, ctypes.Union, *ctypes.c_int.__bases__)
 _MOST_SHARED: Final = 200
 _SEARCHED_LEVELS: Final = 64
 """Deeper, the search would meet Python's recursion limit, and the path would be too long to read."""
+
+_LARGE_BYTES: Final = 1 << 20
+"""From here on memory is worth a place of its own; smaller tensors stay resizable."""
+_ALIGNMENT: Final = 64
+_SPAN: Final = struct.Struct("<QQ")
+"""Where a buffer begins, and its length; at the end of the whole, those of the stream and the table."""
 
 _handles: ContextVar[tuple[object, ...]] = ContextVar("ddpsafe_handles")
 
@@ -45,9 +57,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
     def __init__(
         self, file: io.BytesIO, handles: list[object] | None, *, shares_tensors: bool = False
     ) -> None:
-        super().__init__(file)
+        super().__init__(file, protocol=5, buffer_callback=self._keep_in_stream)
+        self.buffers: list[memoryview] = []
         self._handles = handles
         self._shares_tensors = shares_tensors
+
+    def _keep_in_stream(self, buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < _LARGE_BYTES:
+            return True
+        self.buffers.append(raw)
+        return False
 
     def reducer_override(self, obj: Any) -> object:
         _require_portable(obj)
@@ -58,7 +78,33 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
             return (_handle, (len(self._handles) - 1,))
         if _lives_in_importable_main(obj):
             return obj.__qualname__  # a string reduces to "import it by this name"
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            if isinstance(obj, torch.storage.TypedStorage) and _is_large(obj._untyped_storage):  # noqa: SLF001 - as torch's own reducers
+                return (_typed_storage, (obj._untyped_storage, obj.dtype))  # noqa: SLF001
+            if isinstance(obj, torch.UntypedStorage) and _is_large(obj):
+                return (_untyped_storage, (pickle.PickleBuffer(_memory_of(obj)),))
         return super().reducer_override(obj)
+
+
+def _is_large(storage: Any) -> bool:
+    return bool(storage.device.type == "cpu" and storage.nbytes() >= _LARGE_BYTES)
+
+
+def _memory_of(storage: Any) -> Any:
+    memory: Any = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    memory.owner = storage  # which lives as long as its memory is used
+    return memory
+
+
+def _untyped_storage(memory: Any) -> object:
+    torch: Any = importlib.import_module("torch")  # whoever sent it has it
+    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+
+def _typed_storage(untyped: Any, dtype: Any) -> object:
+    torch: Any = importlib.import_module("torch")
+    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
 
 
 class _ResultPickler(_Pickler):
@@ -84,36 +130,87 @@ def _share(tensor: Any, handles: int) -> None:
         tensor.share_memory_()
 
 
-def dumps_call(call: object, *, shares_tensors: bool = False) -> tuple[bytes, tuple[object, ...]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pickled:
+    """A pickle, and the memory that it needs and is not in it; ``bytes()`` of it is for `loads`.
+
+    Attributes:
+        stream: The pickle.
+        buffers: Memory of the objects themselves, which must not change until it is written.
+        handles: Objects that have to be inherited beside all that.
+    """
+
+    stream: memoryview
+    buffers: tuple[memoryview, ...]
+    handles: tuple[object, ...] = ()
+
+    def chunks(self) -> Iterator[bytes | memoryview]:
+        """Yield what to write, in order."""
+        spans = []
+        end = 0
+        for part in (*self.buffers, self.stream):
+            spans.append(_SPAN.pack(end, part.nbytes))
+            padding = -part.nbytes % _ALIGNMENT
+            yield part
+            yield bytes(padding)
+            end += part.nbytes + padding
+        yield b"".join(spans)
+        yield _SPAN.pack(end, len(spans))
+
+    def nbytes(self) -> int:
+        """Return how much memory it takes, but for the few bytes of its table."""
+        return sum(part.nbytes for part in (*self.buffers, self.stream))
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self.chunks())
+
+
+def dumps_call(call: object, *, shares_tensors: bool = False) -> Pickled:
     """Pickle what a rank shall run.
 
     Args:
         call: The function and its arguments.
         shares_tensors: Whether the ranks get the memory of tensors on the CPU, not copies of it.
 
-    Returns:
-        The bytes, and the objects that have to be inherited beside them.
-
     Raises:
         Exception: Whatever the objects raise; `find_unpicklable` then says where.
     """
     handles: list[object] = []
-    with io.BytesIO() as file:
-        _Pickler(file, handles, shares_tensors=shares_tensors).dump(call)
-        return file.getvalue(), tuple(handles)
+    file = io.BytesIO()
+    pickler = _Pickler(file, handles, shares_tensors=shares_tensors)
+    pickler.dump(call)
+    return Pickled(stream=file.getbuffer(), buffers=tuple(pickler.buffers), handles=tuple(handles))
 
 
-def dumps_result(value: object) -> bytes:
+def dumps_result(value: object) -> Pickled:
     """Pickle what a rank sends back; device tensors arrive on the CPU."""
-    with io.BytesIO() as file:
-        _ResultPickler(file, None).dump(value)
-        return file.getvalue()
+    file = io.BytesIO()
+    pickler = _ResultPickler(file, None)
+    pickler.dump(value)
+    return Pickled(stream=file.getbuffer(), buffers=tuple(pickler.buffers))
 
 
-def loads(data: bytes | mmap, handles: tuple[object, ...] = ()) -> object:
-    """Unpickle bytes of our own launcher or our own child."""
+def loads(data: bytes | mmap.mmap, handles: tuple[object, ...] = ()) -> object:
+    """Unpickle what our own launcher or our own child has written.
+
+    Args:
+        data: All of it. Large arrays and tensors stay where they are in a mapping that can be
+            written to, and keep it open.
+        handles: What was inherited beside it.
+    """
+    view = memoryview(data)
+    table, count = _SPAN.unpack(view[-_SPAN.size :])
+    spans = [_SPAN.unpack_from(view, table + index * _SPAN.size) for index in range(count)]
+    *buffers, stream = [view[start : start + length] for start, length in spans]
+    if view.readonly:
+        buffers = [memoryview(bytearray(each)) for each in buffers]
     with _using(handles):
-        return pickle.loads(data)  # noqa: S301 - from our parent or child, never from a peer
+        return pickle.loads(stream, buffers=buffers)  # noqa: S301 - from our parent or child, never from a peer
+
+
+def map_file(fd: int, offset: int = 0) -> mmap.mmap:
+    """Map a file for `loads`; what is written to the memory stays in this process."""
+    return mmap.mmap(fd, 0, access=mmap.ACCESS_COPY, offset=offset)
 
 
 @contextmanager

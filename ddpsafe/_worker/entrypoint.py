@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import mmap
 import os
 import resource
 import sys
@@ -24,6 +23,8 @@ from ddpsafe._wire.channel import (
     ASK_THREADS,
     ASK_WHEREABOUTS,
     END_NOW,
+    RESULT_OFFSET,
+    Claim,
     Sender,
 )
 from ddpsafe._wire.exceptions import MAX_MESSAGE, exit_code_of, goes_on, is_library, line_of
@@ -109,16 +110,25 @@ def _place_of(thread: threading.Thread, frames: dict[int, FrameType], *, is_main
 
 
 _MAX_EXCEPTION_BYTES = 1 << 20
+_LARGE_RESULT_BYTES = 1 << 20
 _DESCRIBE_S = 0.2
 
 
 class Reporter:
     """What this rank tells its launcher, and at which phase it is."""
 
-    def __init__(self, sender: Sender, log: str) -> None:
-        """Start in the phase every process starts in; `log` is the file of the rank's stderr."""
+    def __init__(self, sender: Sender, log: str, shared_fd: int) -> None:
+        """Start in the phase every process starts in.
+
+        Args:
+            sender: The pipe.
+            log: The file of the rank's stderr.
+            shared_fd: See `Inheritance.shared`.
+        """
         self._sender = sender
         self._log = log
+        self._shared_fd = shared_fd
+        self._has_shared = Claim(shared_fd)
         self._told: set[int] = set()
         self.phase: Phase = "starting"
 
@@ -134,10 +144,15 @@ class Reporter:
     def returned(self, value: object, *, stop_calls: int) -> None:
         """Say that the user's function returned; raises where the value cannot travel."""
         exited_at = value.where if isinstance(value, ScriptExit) else ""
-        payload_ = _result_bytes(None if exited_at else value)
+        pickled = _pickle_result(None if exited_at else value)
+        is_shared = (
+            pickled.nbytes() >= _LARGE_RESULT_BYTES
+            and self._has_shared.holds()  # the script may have closed all descriptors
+            and _write_result(pickled, self._shared_fd)
+        )
         self._sender.send(
             Returned(
-                payload=payload_,
+                payload=None if is_shared else bytes(pickled),
                 position=position(asks_events=False),
                 stop_calls=stop_calls,
                 exited_at=exited_at,
@@ -261,7 +276,7 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
         inheritance: Pipes and files shared with the launcher.
     """
     sender = Sender(inheritance.report.fd)
-    reporter = Reporter(sender, spec.logs.stderr)
+    reporter = Reporter(sender, spec.logs.stderr, inheritance.shared.fd)
     line = LauncherLine(sender, StopCalls())
     stop = agreement.Stopping(line.calls, line)
     agreement.enter(stop)
@@ -305,7 +320,7 @@ def _run_user_code(spec: RankSpec, reporter: Reporter, inheritance: Inheritance)
     pending_exception.tell(reporter)
     session.install_hooks(spec)
     environment.use_threads(spec.num_threads)
-    environment.count_steps(inheritance.steps.fd, after_step=pending_exception.after_step)
+    environment.count_steps(inheritance.shared.fd, after_step=pending_exception.after_step)
     # What unpickling the arguments does on "cuda" is done on the rank's GPU, not on the first one.
     # In spawn style the script may still choose its GPUs, or fork, as with mp.spawn.
     device = environment.use_device(spec.device, is_current=spec.style == "launch")
@@ -323,12 +338,12 @@ def _run_user_code(spec: RankSpec, reporter: Reporter, inheritance: Inheritance)
 
 def _load_call(call: InheritedFd, handles: tuple[object, ...]) -> Call:
     # Mapped, for all ranks share the file's offset, and one read ends at 2 GiB.
-    with mmap.mmap(call.fd, 0, access=mmap.ACCESS_READ) as data:
-        os.close(call.fd)
-        return cast("Call", payload.loads(data, handles))
+    data = payload.map_file(call.fd)
+    os.close(call.fd)
+    return cast("Call", payload.loads(data, handles))
 
 
-def _result_bytes(value: object) -> bytes:
+def _pickle_result(value: object) -> payload.Pickled:
     try:
         return payload.dumps_result(value)
     except Exception as exc:
@@ -338,10 +353,22 @@ def _result_bytes(value: object) -> bytes:
         raise payload.CannotTravelError(msg) from exc
 
 
+def _write_result(pickled: payload.Pickled, fd: int) -> bool:
+    """Write a large result to the shared memory, past the pipe; tell whether it is there."""
+    try:
+        with open(fd, "r+b", closefd=False) as file:
+            file.seek(RESULT_OFFSET)
+            file.writelines(pickled.chunks())
+            file.truncate()
+    except OSError:  # a limit of the rank's own (ulimit -f)
+        return False
+    return True
+
+
 def _exception_bytes(exc: BaseException) -> bytes | None:
     """Pickle an exception if its reader will be able to load it."""
     try:
-        data = payload.dumps_result(exc)
+        data = bytes(payload.dumps_result(exc))
         if len(data) > _MAX_EXCEPTION_BYTES or not isinstance(payload.loads(data), type(exc)):
             return None
     except BaseException:  # noqa: BLE001 - a user's exception may refuse in any way, exits included

@@ -156,14 +156,13 @@ def count_steps(fd: int, *, after_step: Callable[[], None]) -> None:
     """Count optimizer steps where the launcher can read them: its sign that the rank gets on.
 
     Args:
-        fd: A file for a `StepCounter`.
+        fd: The rank's shared memory; see `Inheritance`.
         after_step: Called after each of them too.
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     global _counter  # noqa: PLW0603 - one process is one rank
     _counter = counter = StepCounter(fd)
-    os.close(fd)
     rank_pid = os.getpid()
 
     def count(*_: object) -> None:

@@ -53,7 +53,7 @@ def test_too_few_free_descriptors_are_a_preflight_error_at_once(
     for outcome in outcomes[:-1]:
         name, what = outcome
         assert name == "PreflightError"
-        assert what.startswith("2 ranks need 32 file descriptors"), what
+        assert what.startswith("2 ranks need 34 file descriptors"), what
 
 
 def test_a_shell_limit_of_sixteen_files_ends_the_script_at_once(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -89,3 +91,21 @@ class Options:
 
 
 LOCK = threading.Lock()
+
+
+def double_in_the_second_attempt(ctx: RankContext, array: Any) -> Any:
+    """Write to a large argument, fail once, and return it."""
+    array *= 2
+    if ctx.attempt == 1:
+        msg = "once"
+        raise ConnectionError(msg)
+    return array
+
+
+def return_much_without_a_folder(_ctx: RankContext, count: int) -> Any:
+    """Return a large array where the file of the result cannot be made."""
+    import numpy as np
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, resource.RLIM_INFINITY))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    return np.ones(count)

@@ -13,8 +13,10 @@ import threading
 from typing import TYPE_CHECKING, Any, Final
 
 import hypothesis
+import numpy as np
 import pickling_programs as programs
 import pytest
+import torch
 from hypothesis import strategies as st
 
 import ddpsafe
@@ -33,8 +35,8 @@ TWO: Final[dict[str, Any]] = {
 
 def there_and_back(obj: object) -> Any:
     """Send an object as `launch` sends arguments, and load it as a rank does."""
-    data, handles = payload.dumps_call(obj)
-    return payload.loads(data, handles)
+    pickled = payload.dumps_call(obj)
+    return payload.loads(bytes(pickled), pickled.handles)
 
 
 # By name and by value.
@@ -43,10 +45,10 @@ def there_and_back(obj: object) -> Any:
 def test_what_can_be_imported_travels_by_name() -> None:
     """A rank runs the code of the file, and a class is the same class there."""
     for obj in (programs.double, programs.Holder, programs.Trainer.run):
-        data, handles = payload.dumps_call(obj)
-        assert b"pickling_programs" in data
-        assert len(data) < 100
-        assert handles == ()
+        pickled = payload.dumps_call(obj)
+        assert b"pickling_programs" in bytes(pickled.stream)
+        assert pickled.nbytes() < 100
+        assert pickled.handles == ()
         assert there_and_back(obj) is obj
 
 
@@ -104,8 +106,6 @@ def test_a_lambda_carries_the_globals_it_names_and_no_others() -> None:
 
 def test_large_arguments_arrive_whole_in_every_rank() -> None:
     """64 MB of bytes and as much of a tensor, where a pipe holds 64 KB."""
-    import torch
-
     size = 64_000_000
     tensor = torch.full((size // 8,), 2.0, dtype=torch.float64)
     values = ddpsafe.launch(programs.summary, (b"\x01" * (size - 1) + b"\x07", tensor), **TWO)
@@ -115,8 +115,6 @@ def test_large_arguments_arrive_whole_in_every_rank() -> None:
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")  # torch: beta
 def test_tensors_of_every_layout_travel() -> None:
     """Sparse, quantised, meta, half, empty, with a gradient: as through torch's own pickling."""
-    import torch
-
     tensors = [
         torch.eye(3).to_sparse(),
         torch.eye(3).to_sparse_csr(),
@@ -128,7 +126,7 @@ def test_tensors_of_every_layout_travel() -> None:
         torch.arange(12).reshape(3, 4).T,
     ]
     for sent in tensors:
-        for received in (there_and_back(sent), payload.loads(payload.dumps_result(sent))):
+        for received in (there_and_back(sent), payload.loads(bytes(payload.dumps_result(sent)))):
             for fact in ("layout", "dtype", "shape", "device", "requires_grad"):
                 assert getattr(received, fact) == getattr(sent, fact)
             assert type(received) is type(sent)
@@ -138,12 +136,10 @@ def test_tensors_of_every_layout_travel() -> None:
 
 def test_a_shared_tensor_stays_shared_also_inside_a_model() -> None:
     """Hogwild: the ranks work on the caller's own weights, found in any depth."""
-    import torch
-
     model = torch.nn.Linear(2, 1, bias=False).share_memory()
-    data, handles = payload.dumps_call({"models": [model]})
-    assert [type(handle) for handle in handles] == [torch.nn.Parameter]
-    assert payload.loads(data, handles)["models"][0].weight is model.weight
+    pickled = payload.dumps_call({"models": [model]})
+    assert [type(handle) for handle in pickled.handles] == [torch.nn.Parameter]
+    assert payload.loads(bytes(pickled), pickled.handles)["models"][0].weight is model.weight
 
 
 # What cannot travel.
@@ -378,3 +374,90 @@ def test_the_search_survives_objects_that_fail_when_looked_at(lock: object) -> N
             assert found is not None
     later = 1
     assert with_empty_cell() == later
+
+
+# Large arrays and tensors.
+
+LARGE: Final = 1 << 19
+"""Numbers of 8 bytes: some times what travels outside of the pickle."""
+
+
+def large_objects() -> dict[str, Any]:
+    """Return what holds large memory, in every way that matters to who receives it."""
+    tensor = torch.arange(LARGE, dtype=torch.float64)
+    parameter = torch.nn.Parameter(torch.ones(LARGE), requires_grad=False)
+    return {
+        "tensor": tensor,
+        "view": tensor[1:],
+        "transposed": tensor.view(2, -1).t(),
+        "bfloat16": torch.ones(LARGE, dtype=torch.bfloat16),
+        "with a gradient": torch.ones(LARGE, requires_grad=True),
+        "parameter": parameter,
+        "array": np.arange(LARGE),
+        "array of Fortran": np.ones((2, LARGE), order="F"),
+        "bytes": bytes(8 * LARGE),
+        "small": torch.arange(3),
+        "empty": torch.empty(0, 3),
+        "meta": torch.empty(LARGE, device="meta"),
+    }
+
+
+@pytest.mark.parametrize("how", ["in memory", "mapped"])
+def test_large_tensors_and_arrays_arrive_as_they_were(tmp_path: Path, how: str) -> None:
+    """Values, kinds and layouts; a view still shares its tensor's memory, and all can be written to."""
+    sent = large_objects()
+    for pickled in (payload.dumps_call(sent), payload.dumps_result(sent)):
+        (tmp_path / "file").write_bytes(bytes(pickled))
+        with (tmp_path / "file").open("rb") as file:
+            data = payload.map_file(file.fileno()) if how == "mapped" else bytes(pickled)
+        received: Any = payload.loads(data)
+        assert list(received) == list(sent)
+        for name, value in sent.items():
+            assert type(received[name]) is type(value), name
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                assert received[name].shape == value.shape
+            elif isinstance(value, torch.Tensor):
+                torch.testing.assert_close(received[name], value, rtol=0, atol=0)
+                assert received[name].stride() == value.stride(), name
+                assert received[name].requires_grad == value.requires_grad, name
+            else:
+                assert np.array_equal(received[name], value), name
+        received["tensor"][1] = -1
+        assert received["view"][0] == -1
+        received["array"][:] = 7
+        received["array of Fortran"][:] = 7
+        assert (tmp_path / "file").read_bytes() == bytes(pickled)  # others map it too
+
+
+def test_large_memory_is_not_copied_into_the_pickle() -> None:
+    """Neither on the way there nor on the way back: it is written from where it is."""
+    sent = large_objects()
+    for name in ("tensor", "array", "parameter"):
+        for pickled in (payload.dumps_call(sent[name]), payload.dumps_result(sent[name])):
+            assert len(pickled.stream) < 2_000, name
+
+
+def test_a_large_argument_and_a_large_result_are_exact_in_every_attempt(tmp_path: Path) -> None:
+    """Also where the first one has failed, and the caller has changed the array since."""
+    array = np.arange(LARGE)
+
+    def change(_failure: ddpsafe.DDPSafeError) -> None:
+        array[:] = 0
+
+    result = ddpsafe.launch(
+        programs.double_in_the_second_attempt,
+        (array,),
+        on_retry=change,
+        retry={"on": ConnectionError, "backoff_initial": 0, "jitter": 0},
+        run_dir=tmp_path,
+        **TWO,
+    )
+    assert result.attempts == 2
+    for value in result.values.values():
+        assert np.array_equal(value, 2 * np.arange(LARGE))
+
+
+def test_a_rank_that_cannot_write_its_result_to_a_file_sends_it() -> None:
+    """As on a full disk; it takes longer, and nothing else."""
+    values = ddpsafe.launch(programs.return_much_without_a_folder, (LARGE,), **TWO).values
+    assert {rank: int(value.sum()) for rank, value in values.items()} == {0: LARGE, 1: LARGE}

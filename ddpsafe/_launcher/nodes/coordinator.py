@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.nodes.messages import NodeMessage, RoundPlan
     from ddpsafe._launcher.plan import LaunchPlan
     from ddpsafe._launcher.processes.rank_process import Worker
-    from ddpsafe._launcher.processes.start import PickledCall, RunRank
+    from ddpsafe._launcher.processes.start import CallFile, RunRank
     from ddpsafe._launcher.run_directory import RunDirectory
     from ddpsafe._launcher.watch.preemption import StopRequest
     from ddpsafe._launcher.watch.signals import SignalInbox
@@ -278,7 +278,7 @@ def coordinate(
     plan: LaunchPlan,
     round_plan: RoundPlan,
     channel: Channel,
-    call: PickledCall,
+    call: CallFile,
     run_rank: RunRank,
     directory: RunDirectory,
     inbox: SignalInbox,

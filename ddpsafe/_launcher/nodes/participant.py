@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.nodes.messages import RoundPlan
     from ddpsafe._launcher.plan import LaunchPlan
     from ddpsafe._launcher.processes.rank_process import Worker
-    from ddpsafe._launcher.processes.start import PickledCall, RunRank
+    from ddpsafe._launcher.processes.start import CallFile, RunRank
     from ddpsafe._launcher.run_directory import RunDirectory
     from ddpsafe._launcher.watch.signals import Interrupted, SignalInbox
     from ddpsafe._wire.messages import RankOutcome
@@ -108,7 +108,7 @@ class Participant:
         self._started = Deadline.after(None)
         self._oom_kills = evidence.count_oom_kills()
 
-    def run(self, call: PickledCall, run_rank: RunRank) -> Obeyed:
+    def run(self, call: CallFile, run_rank: RunRank) -> Obeyed:
         """Run the ranks until node 0 has said how the attempt ended, and whether there is another."""
         plan = self._plan
         try:

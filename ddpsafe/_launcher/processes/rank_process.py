@@ -8,9 +8,10 @@ import multiprocessing.process
 import os
 import signal
 import socket
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from ddpsafe._launcher.processes.descendants import RankProcess, open_pidfd
+from ddpsafe._wire import payload
 from ddpsafe._wire.channel import (
     ASK_POSITION,
     ASK_STACKS,
@@ -19,8 +20,10 @@ from ddpsafe._wire.channel import (
     ASK_WHEREABOUTS,
     CALL_NUMBER,
     END_NOW,
+    RESULT_OFFSET,
     STOP_AT,
     Receiver,
+    StepCounter,
 )
 from ddpsafe._wire.messages import (
     AskedToStop,
@@ -42,9 +45,10 @@ from ddpsafe._wire.spec import read_log
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from mmap import mmap
     from multiprocessing.process import BaseProcess
 
-    from ddpsafe._wire.channel import Progress, StepCounter
+    from ddpsafe._wire.channel import Progress
     from ddpsafe._wire.messages import Message, Status
     from ddpsafe._wire.spec import RankSpec
 
@@ -226,6 +230,7 @@ class Worker(RankState):
         spec: What it was told.
         told_to_end: Whether the launcher has begun to end it.
         is_swept: Whether it has been ended with everything it started.
+        result: What its function returned, pickled, once it has; ``None`` if it cannot be read.
         relay: Told each message of the rank, where another node's launcher watches it.
     """
 
@@ -236,21 +241,23 @@ class Worker(RankState):
         *,
         report_fd: int,
         lifeline_fd: int,
-        steps: StepCounter,
+        shared: IO[bytes],
         protect: Callable[[RankProcess], None],
     ) -> None:
-        """Own the process, the read end of its report and the write end of its lifeline.
+        """Own the process, both pipes' ends and the shared memory; see `Inheritance`.
 
         `protect` is told how the process can be recognised, when it starts and when it has ended.
         """
         super().__init__(self.say)
         self.spec = spec
-        self._steps = steps
+        self._shared = shared
+        self._steps = StepCounter(shared.fileno())
         self._lifeline_fd = lifeline_fd
         os.set_blocking(lifeline_fd, False)
         self.receiver = Receiver(report_fd)
         self.told_to_end = False
         self.is_swept = False
+        self.result: bytes | mmap | None = None
         self.relay: Callable[[Message], None] | None = None
         self._process = process
         self._is_lent = False
@@ -298,8 +305,18 @@ class Worker(RankState):
         """Read what the rank has sent."""
         for message in self.receiver.receive():
             self.take(message)
+            if isinstance(message, Returned):
+                self._take_result(message)
             if self.relay is not None:
                 self.relay(message)
+
+    def _take_result(self, message: Returned) -> None:
+        """Take what it returned out of the message, or map it where it is large."""
+        if message.payload is not None:
+            self.result = message.payload
+            return
+        with contextlib.suppress(OSError, ValueError):
+            self.result = payload.map_file(self._shared.fileno(), RESULT_OFFSET)
 
     def note_teardown(self, at_ns: int) -> None:
         """Record that ranks are being ended from now on (monotonic)."""
@@ -400,6 +417,7 @@ class Worker(RankState):
         """Release descriptors; the process must have ended."""
         self.receiver.close()
         self._steps.close()
+        self._shared.close()
         os.close(self._lifeline_fd)
         if self._pidfd is not None:
             os.close(self._pidfd)

@@ -9,41 +9,67 @@ import resource
 import signal
 import sys
 import tempfile
-from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import Explanation, PreflightError
 from ddpsafe._launcher.processes.rank_process import Worker
-from ddpsafe._wire.channel import Inheritance, InheritedFd, StepCounter
+from ddpsafe._wire.channel import Inheritance, InheritedFd, StepCounter, open_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ddpsafe._launcher.processes.descendants import RankProcess
     from ddpsafe._launcher.processes.reaper import Guard
+    from ddpsafe._wire.payload import Pickled
     from ddpsafe._wire.spec import RankSpec
 
     RunRank = Callable[[RankSpec, Inheritance], object]
 
 
-# Measured with 2 and 8 ranks: 16 + 6 for each are just enough.
+# Measured with 2 and 8 ranks: 16 + 7 for each are just enough.
 _FILES_OF_LAUNCHER: Final = 20
-_FILES_PER_RANK: Final = 6
+_FILES_PER_RANK: Final = 7
+_MOST_IN_MEMORY_BYTES: Final = 4 << 30
+"""Larger arguments lie in a temporary file, whose pages the kernel can take back."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PickledCall:
-    """The user's function and arguments, pickled before anything starts.
+class CallFile:
+    """The user's function and arguments, pickled before anything starts, in a file without a name.
+
+    Through the processes' own pipes it would go rank by rank, each start waiting until that rank has
+    imported the script.
 
     Attributes:
-        data: The bytes.
         handles: What has to be inherited beside them.
     """
 
-    data: bytes
-    handles: tuple[object, ...]
+    def __init__(self, pickled: Pickled) -> None:
+        """Keep the pickle until the first attempt."""
+        self._pickled: Pickled | None = pickled
+        self._file: IO[bytes] | None = None
+        self.handles = pickled.handles
+
+    def fileno(self) -> int:
+        """Return the file's descriptor; what attempts after the first get was written for that one.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        if self._file is None:
+            large = self._pickled is not None and self._pickled.nbytes() > _MOST_IN_MEMORY_BYTES
+            self._file = tempfile.TemporaryFile(prefix="ddpsafe-") if large else open_memory()  # noqa: SIM115 - closed by `close`
+        if self._pickled is not None:
+            self._file.writelines(self._pickled.chunks())
+            self._file.flush()
+            self._pickled = None
+        return self._file.fileno()
+
+    def close(self) -> None:
+        """Remove the file."""
+        if self._file is not None:
+            self._file.close()
 
 
 def require_room(nproc: int) -> None:
@@ -83,7 +109,7 @@ def _count_open_files(limit: int) -> int:
 @contextlib.contextmanager
 def started_workers(
     specs: Sequence[RankSpec],
-    call: PickledCall,
+    call: CallFile,
     *,
     start_method: str,
     expects_restarts: bool,
@@ -118,7 +144,7 @@ def started_workers(
         stack.callback(lambda: end(workers))
         _start_tracker()
         with _translated(workers, len(specs)):
-            call_file = stack.enter_context(_unnamed_file(call.data))
+            call_file = call.fileno()
         for spec in specs:
             _flush_own_streams()
             with _translated(workers, len(specs)):
@@ -198,7 +224,9 @@ def _start(
         lifeline_read, lifeline_write = os.pipe()
         on_failure.callback(os.close, lifeline_write)
         theirs.callback(os.close, lifeline_read)
-        step_file = theirs.enter_context(_unnamed_file(StepCounter.EMPTY))
+        shared = on_failure.enter_context(open_memory())
+        shared.write(StepCounter.EMPTY)
+        shared.flush()
         process = context.Process(
             target=run_rank,
             args=(
@@ -207,15 +235,13 @@ def _start(
                     report=InheritedFd(report_write),
                     lifeline=InheritedFd(lifeline_read),
                     call=InheritedFd(call_file),
-                    steps=InheritedFd(step_file),
+                    shared=InheritedFd(shared.fileno()),
                     handles=handles,
                 ),
             ),
             name=f"ddpsafe-rank-{spec.world.rank}",
             daemon=daemon,
         )
-        steps = StepCounter(step_file)
-        on_failure.callback(steps.close)
         with _main_only_if_it_exists(), _search_path_of_text():
             process.start()
         on_failure.callback(process.kill)
@@ -224,7 +250,7 @@ def _start(
             process,
             report_fd=report_read,
             lifeline_fd=lifeline_write,
-            steps=steps,
+            shared=shared,
             protect=protect,
         )
         on_failure.pop_all()
@@ -259,19 +285,6 @@ def _search_path_of_text() -> Iterator[None]:
         yield
     finally:
         sys.path = path
-
-
-@contextlib.contextmanager
-def _unnamed_file(data: bytes) -> Iterator[int]:
-    """Hold the call, or a step counter, in a file without a name.
-
-    Through the process' own pipe it would go rank by rank, each start waiting until that rank has
-    imported the script.
-    """
-    with tempfile.TemporaryFile(prefix="ddpsafe-") as file:
-        file.write(data)
-        file.flush()
-        yield file.fileno()
 
 
 def _close_all(workers: Sequence[Worker]) -> None:
