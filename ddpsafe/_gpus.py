@@ -14,12 +14,13 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from ddpsafe._clock import BoundedCall
 from ddpsafe._errors import ConfigError, Explanation, ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from ddpsafe._clock import Deadline
     from ddpsafe._world import World
@@ -30,6 +31,13 @@ SHARING: Final = "_DDPSAFE_TEST_RANKS_SHARE_GPUS"
 """For ddpsafe's own tests: ranks may share a GPU, which NCCL takes only from different "hosts"."""
 
 _DRIVER: Final = Path("/proc/driver/nvidia")
+_DRIVER_ANSWER_S: Final = 5.0
+_LOOK_S: Final = 0.2
+_KERNEL_LOG: Final = Path("/dev/kmsg")
+_XID: Final = re.compile(r"NVRM: Xid \((?P<device>[^)]*)\): (?P<what>\d+\b.*)")
+_MOST_RECORDS: Final = 100_000
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,27 +307,25 @@ def read_errors(within_s: float) -> list[str]:
     Args:
         within_s: How far back the kernel's log is read for Xid errors, in seconds.
     """
-    found = _read_xids(within_s)
-    with contextlib.suppress(Exception), _nvml() as nvml:
-        for index in range(nvml.nvmlDeviceGetCount()):
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            said = []
-            with contextlib.suppress(Exception):  # not every GPU counts
-                kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-                count = int(nvml.nvmlDeviceGetTotalEccErrors(handle, kind, since))
-                said += [f"{count} uncorrectable ECC errors since the last reset"] if count else []
-            with contextlib.suppress(Exception):
-                _, _, is_pending, has_failed = nvml.nvmlDeviceGetRemappedRows(handle)
-                said += ["a row waits for a reset to be remapped"] if is_pending else []
-                said += ["a row could not be remapped"] if has_failed else []
-            if said:
-                found.append(f"the driver says of GPU {index}: {'; '.join(said)}")
+    return _read_xids(within_s) + (_ask_driver(_find_memory_errors) or [])
+
+
+def _find_memory_errors(nvml: Any) -> list[str]:
+    found = []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        said = []
+        with contextlib.suppress(Exception):  # not every GPU counts
+            kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+            count = int(nvml.nvmlDeviceGetTotalEccErrors(handle, kind, since))
+            said += [f"{count} uncorrectable ECC errors since the last reset"] if count else []
+        with contextlib.suppress(Exception):
+            _, _, is_pending, has_failed = nvml.nvmlDeviceGetRemappedRows(handle)
+            said += ["a row waits for a reset to be remapped"] if is_pending else []
+            said += ["a row could not be remapped"] if has_failed else []
+        if said:
+            found.append(f"the driver says of GPU {index}: {'; '.join(said)}")
     return found
-
-
-_KERNEL_LOG: Final = Path("/dev/kmsg")
-_XID: Final = re.compile(r"NVRM: Xid \((?P<device>[^)]*)\): (?P<what>\d+\b.*)")
-_MOST_RECORDS: Final = 100_000
 
 
 def _read_xids(within_s: float, log: Path = _KERNEL_LOG) -> list[str]:
@@ -353,21 +359,33 @@ def _read_xids(within_s: float, log: Path = _KERNEL_LOG) -> list[str]:
     return found
 
 
-_LOOK_S: Final = 0.2
-
-
 def _find_users(pids: Collection[int]) -> set[int]:
     """Return which of these processes the driver lists on a GPU; none where it cannot be asked."""
-    users: set[int] = set()
-    with contextlib.suppress(Exception), _nvml() as nvml:
-        for index in range(nvml.nvmlDeviceGetCount()):
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            users |= {each.pid for each in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
-    return users & set(pids)
+    return (_ask_driver(_list_users) or set()) & set(pids)
+
+
+def _list_users(nvml: Any) -> set[int]:
+    handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
+    listed = map(nvml.nvmlDeviceGetComputeRunningProcesses, handles)
+    return {process.pid for processes in listed for process in processes}
+
+
+def _ask_driver(question: Callable[[Any], T]) -> T | None:
+    """Ask the driver, which may never answer where a GPU is broken: the launch goes on then."""
+
+    def ask() -> T:
+        with open_driver() as nvml:
+            return question(nvml)
+
+    call = BoundedCall(ask, name="ddpsafe-driver")
+    with contextlib.suppress(Exception):
+        return call.result() if call.wait(_DRIVER_ANSWER_S) else None
+    return None
 
 
 @contextlib.contextmanager
-def _nvml() -> Iterator[Any]:
+def open_driver() -> Iterator[Any]:
+    """Open the driver's own library, as a module of nvidia-ml-py; raises where there is none."""
     import pynvml
 
     pynvml.nvmlInit()

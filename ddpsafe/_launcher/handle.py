@@ -99,7 +99,9 @@ def _rebuild_as_torchs(
     if cls is RankKilledError:
         error.exit_code = min(error.exit_code, 128 - error.exit_code)  # -15 for 143, and for -15
         error.signal_name = error.signal_name or f"<Unknown signal {-error.exit_code}>"
-    how = f"signal {error.signal_name}" if error.signal_name else f"exit code {error.exit_code}"
+    # A rank that left early has exited with 0, and the script that is told so must not.
+    code = 0 if cls is RankLeftEarlyError else error.exit_code
+    how = f"signal {error.signal_name}" if error.signal_name else f"exit code {code}"
     error.torchs_line = error.msg = f"process {error.rank} terminated with {how}"
     return cast("RankFailedError", error)
 

@@ -157,6 +157,11 @@ class WatchdogPlace:
     numel: str = ""
 
 
+_WORKER_EXIT: Final = re.compile(
+    r"DataLoader worker \(pid \d+\) exited unexpectedly with exit code \d"
+)
+"""torch 2.6 to 2.13; for a signal it says "is killed by signal"."""
+
 KIND_TEXTS: Final = (
     _kind(r"^[\w.]+: DataLoader worker \(pid", "killed", "2.13 torch"),
     _kind(r"ibv_\w+ failed.*Cannot allocate memory|no socket interface found", "network", "nccl"),
@@ -275,6 +280,11 @@ def find_kind(line: str) -> FailureKind | None:
 def is_full_disk(line: str) -> bool:
     """Tell whether a file could not be written for lack of room: a disk, a quota, a limit on sizes."""
     return _FULL_DISK.search(line) is not None
+
+
+def says_worker_exited(traceback: str) -> bool:
+    """Tell whether torch says of a DataLoader worker that it ended with an exit code of its own."""
+    return _WORKER_EXIT.search(traceback) is not None
 
 
 def is_of_a_backend(line: str, file: str) -> bool:

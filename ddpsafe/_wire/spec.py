@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # A real-time signal: SIGUSR1 and SIGUSR2 belong to schedulers and to the user's own handlers.
 STACKS_SIGNAL: Final = int(signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2)
 
+_READ_BYTES: Final = 1 << 20
+
 MARKER: Final = "DDPSAFE_LAUNCH_ID"
 """The variable that a rank's processes have, and by which they are found again."""
 
@@ -127,10 +129,14 @@ def open_log(path: Path | str, flags: int, *, owner_uid: int | None = None) -> i
 
 
 def read_log(path: Path | str) -> str:
-    """Return a file of a rank's, as far as it is text; nothing where it does not exist any more."""
+    """Return the last of a rank's file, as far as it is text; nothing where it does not exist.
+
+    A rank may have written gigabytes. What it says of its end stands in the last megabyte.
+    """
     try:
-        with open(open_log(path, os.O_RDONLY), encoding="utf-8", errors="replace") as file:
-            return file.read()
+        with open(open_log(path, os.O_RDONLY), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _READ_BYTES))
+            return file.read(_READ_BYTES).decode("utf-8", "replace").replace("\r\n", "\n")
     except OSError:
         return ""
 

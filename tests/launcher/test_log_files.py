@@ -130,3 +130,12 @@ def test_a_run_directory_that_others_can_change_is_said(
     with open_run_directory(run_dir):
         pass
     assert caplog.text.count("other users can rename") == warnings
+
+
+def test_of_a_large_log_its_end_is_read(tmp_path: Path) -> None:
+    """A rank may write gigabytes; the launcher does not load them to find the last words."""
+    log = tmp_path / "rank-0.err"
+    log.write_bytes(b"\xc3\xa9 and so on\n" * 200_000 + b"the last words\n")
+    text = read_log(log)
+    assert text.endswith("and so on\nthe last words\n")
+    assert len(text) <= 1 << 20

@@ -229,6 +229,13 @@ def resembling() -> None:
     raise DDPSafeError(Explanation(words, cause="Timed out waiting 5ms for recv", fix="none"))
 
 
+def worker_exits() -> None:
+    """Raise what torch's loader does when a worker of its calls ``os._exit(5)``."""
+    first = "DataLoader worker (pid 12) exited unexpectedly with exit code 5. Details are lost"
+    msg = "DataLoader worker (pid(s) 12) exited unexpectedly"
+    raise RuntimeError(msg) from RuntimeError(first)
+
+
 def no_space() -> None:
     """Raise what a checkpoint does on a full disk."""
     raise NoSpaceError(
@@ -1005,6 +1012,19 @@ NCCL: Final = [
         says=("ranks 0, 1, 2 and 3 (world_size 4) all wait in all_reduce number 118", "NVLink"),
     ),
     row(
+        "NCCL: all have queued what does not end, and have entered a subgroup's since",
+        [
+            waits(Position(collectives=(*queued(117, 118).collectives, *subgroup)))
+            for subgroup in [at((9, "barrier"), done=True, group="2", ms=500).collectives] * 2
+        ],
+        0,
+        "stuck-on-gpu",
+        HUNG,
+        "hang",
+        facts=(("missing_ranks", ()),),
+        says=("ranks 0 and 1 (world_size 2) all wait in all_reduce number 118",),
+    ),
+    row(
         "NCCL: one has queued less than all wait in, though others are far ahead",
         [waits(queued(117, 121)), waits(queued(117, 160)), works(queued(117, 117))],
         2,
@@ -1751,6 +1771,9 @@ KINDS: Final = [
         "a worker of torch's loader",
         raising(RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed.")),
         "killed",
+    ),
+    of_kind(
+        "a worker of torch's loader that exits", worker_exits, "user-error", "running", "os._exit()"
     ),
     of_kind("a worker of ddpsafe's loader", worker_died(-signal.SIGBUS), "killed"),
     of_kind("such a worker that was killed", worker_died(-signal.SIGKILL), "out-of-memory"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -96,3 +97,17 @@ def test_an_xid_in_the_kernels_log_is_told() -> None:
         f"the kernel's log: Xid 79, pid={os.getpid()}, a line of ddpsafe's tests of PCI:0000:ff:1f"
     ]
     assert not any(f"pid={os.getpid()}," in line for line in _gpus.read_errors(within_s=-60))
+
+
+def test_a_driver_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a GPU that has fallen off the bus: the attempt ends without its answer."""
+    asked = threading.Event()
+    driver = Driver([7])
+    monkeypatch.setattr(driver, "nvmlInit", asked.wait)
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    monkeypatch.setattr(_gpus, "_DRIVER_ANSWER_S", 0.2)
+    try:
+        assert _gpus.wait_for_memory([7], Deadline.after(timedelta(seconds=60)))
+        assert _gpus.read_errors(within_s=0) == []
+    finally:
+        asked.set()

@@ -37,7 +37,11 @@ from ddpsafe._launcher.diagnosis.messages import (
     positions,
     where,
 )
-from ddpsafe._launcher.diagnosis.root_cause import find_root_cause, newest_collective
+from ddpsafe._launcher.diagnosis.root_cause import (
+    find_root_cause,
+    find_stuck_on_gpu,
+    newest_collective,
+)
 from ddpsafe._wire import payload
 from ddpsafe._wire.exceptions import clip
 from ddpsafe._wire.spec import unreported_mark
@@ -429,8 +433,8 @@ def _stuck_on_gpu(
     ended: EndedAttempt, cause: RootCause, cls: type[LaunchTimeoutError]
 ) -> LaunchError:
     """Return the error of a collective that all its ranks have queued, and that does not end."""
-    ranks = cause.rule.find(cause.evidence)
-    at = {out.rank: each for out in ranks if (each := newest_collective(out)) is not None}
+    stuck = find_stuck_on_gpu(cause.evidence)
+    at = {out.rank: each for out, each in stuck}  # they may have queued another group's since
     started = [rank for rank, each in at.items() if each.state == "started"]
     queued = [rank for rank in at if rank not in started]
     details = [
@@ -441,10 +445,10 @@ def _stuck_on_gpu(
         details = [f"on the GPU of {ranks_text(queued)} it has not even started", *details]
     likely, fix = messages.BY_RULE["stuck-on-gpu"]
     message = Explanation(
-        f"{ranks_text(out.rank for out in ranks)} (world_size {len(ended.outcomes)}) all wait in "
-        f"{at[ranks[0].rank]}, which does not end, {ended.when('hang')}.",
+        f"{ranks_text(at)} (world_size {len(ended.outcomes)}) all wait in {stuck[0][1]}, which does not end, "
+        f"{ended.when('hang')}.",
         cause=likely,
-        fix=fix.format(host=ranks[0].hostname),
+        fix=fix.format(host=stuck[0][0].hostname),
         details=details,
         logs=ended.run_dir,
     )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from ddpsafe._wire.peer_errors import find_kind, is_full_disk
+from ddpsafe._wire.peer_errors import find_kind, is_full_disk, says_worker_exited
 
 if TYPE_CHECKING:
     from ddpsafe._errors import FailureKind
     from ddpsafe._wire.messages import Raised
 
 
-Topic = Literal["port", "disk"]
+Topic = Literal["port", "disk", "worker-exit"]
 """What an exception is about, where there is advice for it, whatever kind of failure that makes."""
 
 
@@ -22,6 +22,8 @@ def find_topic(raised: Raised) -> Topic | None:
     line = _line_of(raised)
     if find_kind(line) == "port":
         return "port"
+    if says_worker_exited(raised.traceback):
+        return "worker-exit"
     return "disk" if is_full_disk(line) else None
 
 
@@ -32,6 +34,8 @@ def kind_of(raised: Raised) -> FailureKind:
         kind = "hang" if raised.origin == "timeout" else "peer-lost"
     elif raised.kind is not None:
         kind = raised.kind
+    elif says_worker_exited(raised.traceback):
+        kind = "user-error"
     elif _lost_loader_worker(raised):
         kind = "killed"
     else:

@@ -104,6 +104,10 @@ BY_TOPIC: Final[dict[Topic, Advice]] = {
         "no room to write: the disk, a quota, or a limit on the size of files (ulimit -f) is full.",
         "make room or write elsewhere (df -h, quota, ulimit -f); what was written is incomplete.",
     ),
+    "worker-exit": (
+        "code in a DataLoader worker called sys.exit() or os._exit(), or the worker could not start.",
+        "read what the worker wrote; num_workers=0 shows an error of the dataset itself.",
+    ),
 }
 
 INTERRUPTED: Final[Advice] = (

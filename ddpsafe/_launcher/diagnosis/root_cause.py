@@ -278,13 +278,7 @@ def _in_rpc(evidence: Evidence) -> Ranks:
 
 
 def _stuck_on_gpu(evidence: Evidence) -> Ranks:
-    """Return all ranks of a group that are at one collective which does not end."""
-    for members in evidence.groups.values():
-        at = [place.at for place in members if place.at is not None and not place.at.done]
-        is_same = len({each.number for each in at}) == 1 and at[0].is_queued_ahead
-        if is_same and len(at) == len(members) > 1:
-            return [place.outcome for place in members]
-    return ()
+    return [outcome for outcome, _ in find_stuck_on_gpu(evidence)]
 
 
 def _returned(evidence: Evidence) -> Ranks:
@@ -429,6 +423,20 @@ RULES: Final = (
 
 
 # ---- what the rules ask of one rank ----
+
+
+def find_stuck_on_gpu(evidence: Evidence) -> list[tuple[RankOutcome, Collective]]:
+    """Return all ranks of a group that are at one collective which does not end, and it."""
+    for members in evidence.groups.values():
+        stuck = [
+            (place.outcome, place.at)
+            for place in members
+            if place.at is not None and not place.at.done
+        ]
+        is_same = len({at.number for _, at in stuck}) == 1 and stuck[0][1].is_queued_ahead
+        if is_same and len(stuck) == len(members) > 1:
+            return stuck
+    return []
 
 
 def newest_collective(outcome: RankOutcome) -> Collective | None:

@@ -407,7 +407,10 @@ class Worker(RankState):
         """Send a signal, if the process has not been reaped."""
         if self.pid is not None and self.exitcode is None:
             try:
-                os.kill(self.pid, signum)
+                if self._pidfd is None:
+                    os.kill(self.pid, signum)
+                else:  # what a fork server has reaped leaves its pid to another process
+                    signal.pidfd_send_signal(self._pidfd, signum)
             except ProcessLookupError:
                 pass
             except PermissionError:  # it has become another user's by exec; the others still end

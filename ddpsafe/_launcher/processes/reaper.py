@@ -19,6 +19,7 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
+from ddpsafe._errors import Explanation, PreflightError
 from ddpsafe._launcher.processes.descendants import ProcessIdentity, RankProcess, kill_members
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 _PROGRAM: Final = (
     "import json, sys; first = json.loads(sys.stdin.readline()); sys.path[:] = first['path']; "
-    "from ddpsafe._launcher.processes.reaper import watch; watch(first['launch_id'])"
+    "from ddpsafe._launcher.processes.reaper import watch; watch(*first['launch'])"
 )
 _GOODBYE: Final = "goodbye"
 _CLEAN_UP_S: Final = 5.0
@@ -47,7 +48,7 @@ class Guard:
             sys.path
         )  # a Path among them is common; Python ignores it, too
         path = [entry for entry in entries if isinstance(entry, str)]
-        self._say(json.dumps({"path": path, "launch_id": launch_id}))
+        self._say(json.dumps({"path": path, "launch": [launch_id, os.getpid()]}))
 
     def protect(self, rank: RankProcess) -> None:
         """End this process and its session too, should the launcher vanish.
@@ -78,15 +79,25 @@ class Guard:
 
 @contextlib.contextmanager
 def posted_guard(launch_id: str) -> Iterator[Guard]:
-    """Keep a guard while ranks run. Its own session keeps the terminal's signals away from it."""
-    process = subprocess.Popen(  # noqa: S603 - our own interpreter and program
-        [sys.executable, "-I", "-S", "-c", _PROGRAM],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    )
+    """Keep a guard while ranks run. Its own session keeps the terminal's signals away from it.
+
+    Raises:
+        PreflightError: The system would not start another process.
+    """
+    try:
+        process = subprocess.Popen(  # noqa: S603 - our own interpreter and program
+            [sys.executable, "-I", "-S", "-c", _PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+    except OSError as exc:
+        what = f"the process that cleans up after a killed launcher could not be started: {exc}."
+        cause = "a limit of this machine: processes (ulimit -u), open files (ulimit -n), memory."
+        fix = "raise the limit, or end what else runs."
+        raise PreflightError(Explanation(what, cause=cause, fix=fix)) from exc
     guard = Guard(process)
     try:
         guard.teach(launch_id)
@@ -95,7 +106,7 @@ def posted_guard(launch_id: str) -> Iterator[Guard]:
         guard.dismiss()
 
 
-def watch(launch_id: str) -> None:
+def watch(launch_id: str, launcher_pid: int) -> None:
     """Be the guard: read pids and folders until the launcher says good-bye or is gone."""
     # What is sent to all processes of a job must not end the one that cleans up after them.
     for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
@@ -104,11 +115,15 @@ def watch(launch_id: str) -> None:
     folders: list[str] = []
     # A process that the launcher has forked off holds the pipe open beyond the launcher's death.
     threading.Thread(
-        target=_await_orphanage, args=(lambda: _clean_up(ranks, folders, launch_id),), daemon=True
+        target=_await_end,
+        args=(launcher_pid, lambda: _clean_up(ranks, folders, launch_id)),
+        daemon=True,
     ).start()
     for line in sys.stdin:
         if line.strip() == _GOODBYE:
             return
+        if not line.endswith("\n"):  # killed in the middle of it
+            break
         known = json.loads(line)
         if "folder" in known:
             folders.append(known["folder"])
@@ -133,9 +148,8 @@ def _clean_up(ranks: dict[int, RankProcess], folders: list[str], launch_id: str)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _await_orphanage(clean_up: Callable[[], None]) -> None:
-    launcher = os.getppid()
-    while os.getppid() == launcher:
+def _await_end(launcher_pid: int, clean_up: Callable[[], None]) -> None:
+    while os.getppid() == launcher_pid:  # it may have ended before this process looked first
         time.sleep(_LOOK_EVERY_S)
     clean_up()
     os._exit(0)

@@ -244,6 +244,7 @@ def _start(
         )
         with _main_only_if_it_exists(), _search_path_of_text():
             process.start()
+        on_failure.callback(process.join)
         on_failure.callback(process.kill)
         worker = Worker(
             spec,

@@ -33,12 +33,14 @@ class StopSignals:
         """Touch nothing yet."""
         self._before: dict[signal.Signals, Any] = {}
         self._pid = os.getpid()
+        self._is_open = False
         self.noted: signal.Signals | None = None
 
     def open(self) -> None:
         """Begin, where Python allows handlers: in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             return
+        self._is_open = True
         for signum in _NOTED:
             before = signal.getsignal(signum)
             if before is not None and before != signal.SIG_IGN:
@@ -49,10 +51,10 @@ class StopSignals:
         """Put back what was there, unless another handler is there by now."""
         if threading.current_thread() is not threading.main_thread():
             return
+        self._is_open = False
         for signum, before in self._before.items():
             if signal.getsignal(signum) == self._note:
                 signal.signal(signum, before)
-        self._before.clear()
 
     def raise_again(self) -> None:
         """Let the signal do what it would have done without us."""
@@ -71,15 +73,15 @@ class StopSignals:
             os.kill(self._pid, signal.SIGTERM)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        before = self._before.get(signal.Signals(signum))
-        if os.getpid() != self._pid:
-            signal.signal(signum, before)
-            os.kill(os.getpid(), signum)
-            return
-        if self.noted is None:
+        before = self._before[signal.Signals(signum)]
+        is_noted = self._is_open and os.getpid() == self._pid
+        if is_noted and self.noted is None:
             self.noted = signal.Signals(signum)
         if callable(before):
             before(signum, frame)
+        elif not is_noted:  # in a fork, or a handler of the user's calls this one after `close`
+            signal.signal(signum, before)
+            os.kill(os.getpid(), signum)
 
 
 class NoAgreementError(Exception):

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddpsafe._gpus import open_driver
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,7 @@ def count_device_nodes() -> int:
 def find_problem() -> str | None:
     """Return why the driver cannot be asked, or None when it can."""
     try:
-        with _opened():
+        with open_driver():
             return None
     except ImportError:
         return "nvidia-ml-py is not installed"
@@ -70,7 +72,7 @@ def find_problem() -> str | None:
 
 def read_driver() -> Driver | None:
     """Return the driver, or None where there is none or it cannot be asked."""
-    with contextlib.suppress(Exception), _opened() as nvml:
+    with contextlib.suppress(Exception), open_driver() as nvml:
         number = nvml.nvmlSystemGetCudaDriverVersion()
         cuda = (number // 1000, number % 1000 // 10)
         return Driver(version=_text(nvml.nvmlSystemGetDriverVersion()), cuda=cuda)
@@ -79,14 +81,14 @@ def read_driver() -> Driver | None:
 
 def read_health() -> list[Health]:
     """Return every GPU that the driver knows; none where it cannot be asked."""
-    with contextlib.suppress(Exception), _opened() as nvml:
+    with contextlib.suppress(Exception), open_driver() as nvml:
         return [_health(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
     return []
 
 
 def find_unlinked() -> list[tuple[int, int]]:
     """Return the pairs of GPUs that cannot reach each other's memory."""
-    with contextlib.suppress(Exception), _opened() as nvml:
+    with contextlib.suppress(Exception), open_driver() as nvml:
         handles = [
             nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())
         ]
@@ -98,17 +100,6 @@ def find_unlinked() -> list[tuple[int, int]]:
             != nvml.NVML_P2P_STATUS_OK
         ]
     return []
-
-
-@contextlib.contextmanager
-def _opened() -> Iterator[Any]:
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        yield pynvml
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def _health(nvml: Any, index: int) -> Health:

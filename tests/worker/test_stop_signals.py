@@ -1,0 +1,36 @@
+"""The handlers that note a request to stop, among those of the script."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+import scripts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("fork", [False, True])
+def test_a_chained_handler_ends_the_process_once_ddpsafe_is_done(
+    tmp_path: Path, *, fork: bool
+) -> None:
+    """A script's handler that calls the one before it, as it should, still finds what was there."""
+    source = f"""
+        import os, signal, sys
+        from ddpsafe._worker.stop.agreement import StopSignals
+
+        signals = StopSignals()
+        signals.open()
+        noting = signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, lambda *received: noting(*received))
+        signals.close()
+        if {fork} and (pid := os.fork()):
+            _, status = os.waitpid(pid, 0)
+            os.kill(os.getpid(), os.WTERMSIG(status))
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("still here")
+    """
+    run = scripts.run(tmp_path, source)
+    assert (run.code, run.out, run.err) == (-signal.SIGTERM, "", "")
