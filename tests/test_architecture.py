@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Final
 
@@ -271,6 +272,25 @@ def test_source_read_here_is_the_package_that_is_tested() -> None:
 def test_module_is_named_for_what_it_holds(file: Path) -> None:
     """No module is a drawer for everything."""
     assert file.stem not in FORBIDDEN_MODULE_NAMES
+
+
+STEMS_TWICE: Final = {
+    (
+        "_launcher",
+        "messages",
+    ): "the words of a failure, and what launchers of several nodes exchange",
+}
+"""Stems that two modules of one package share, each with its reason."""
+
+
+def test_a_stem_stands_once_per_package() -> None:
+    """Who hears of a module by its name finds one file."""
+    stems = Counter(
+        (file.relative_to(PACKAGE).parts[0].removesuffix(".py"), file.stem.lstrip("_"))
+        for file in MODULES
+        if file.stem != "__init__"
+    )
+    assert {stem for stem, count in stems.items() if count > 1} == STEMS_TWICE.keys()
 
 
 @pytest.mark.parametrize("file", MODULES, ids=module_of)

@@ -24,7 +24,7 @@ def test_no_kill_loses_a_checkpoint_or_changes_the_result(
     monkeypatch.chdir(tmp_path)
     options = ["--kills", str(KILLS), "--seed", "1", "--victims", "saver", "rank"]
     command = [sys.executable, str(SCRIPT), *options]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=220, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     total = next(line for line in run.stdout.splitlines() if line.startswith("| all |"))
     _, _, kills, _, trainings, faults, _ = (cell.strip() for cell in total.split("|"))

@@ -37,8 +37,11 @@ _LISTEN: Final = "0A"
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 
-SHARED: Final = ("torch_*", "psm_*", "ddpsafe*", "nccl-*")
-"""What torch, multiprocessing and NCCL call their shared memory."""
+SHARED: Final = ("torch_*", "ddpsafe*", "nccl-*")
+"""What torch and NCCL call their shared memory.
+
+Not multiprocessing's ``psm_*``: neither ddpsafe nor a test makes any, other programs do.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
