@@ -253,6 +253,8 @@ def _add_run(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
     )
     _add_both(parser, "--no-python", action="store_true", help="SCRIPT is a program, not Python")
     _add_both(parser, "--standalone", action="store_true", help="one node; always so")
+    # Of `python -m torch.distributed.launch`; always so, as under torchrun.
+    _add_both(parser, "--use-env", action="store_true", help=argparse.SUPPRESS)
     _add_both(parser, "--run-path", action="store_true", help=argparse.SUPPRESS)  # always so
     for names in ("--master-addr", "--master-port"):
         _add_both(parser, names, metavar="VALUE", help=argparse.SUPPRESS)
