@@ -185,10 +185,22 @@ def find_world(env: Mapping[str, str]) -> World | None:
     """
     if _describes_a_node(env):
         return _node_as_rank(env)
+    env = _with_index_of_job(env)
     for dialect in _DIALECTS:
         if dialect.marker in env and not _is_shell_step(dialect, env):
             return _read(dialect, _with_local_rank(dialect, env))
     return None
+
+
+def _with_index_of_job(env: Mapping[str, str]) -> Mapping[str, str]:
+    """Add the rank of a pod of an Indexed Job of Kubernetes whose manifest gives WORLD_SIZE alone.
+
+    Without WORLD_SIZE the index numbers jobs that have nothing to do with each other.
+    """
+    index = env.get("JOB_COMPLETION_INDEX")
+    if index is None or "RANK" in env or env.get("WORLD_SIZE", "1") == "1":
+        return env
+    return {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **env, "RANK": index}
 
 
 # torchrun takes its options from PET_<OPTION>. PyTorchJob, Kubeflow Trainer, Volcano and PAI set them
@@ -216,7 +228,8 @@ def _node_as_rank(env: Mapping[str, str]) -> World | None:
     if nnodes in {"1", "1:1"}:
         is_rank = nproc == "1" and "RANK" in env
         return _read(_BY_HAND, env) if is_rank else None
-    place = "PET_NODE_RANK" if "PET_NODE_RANK" in env else "RANK"
+    places = ("PET_NODE_RANK", "RANK", "JOB_COMPLETION_INDEX")
+    place = next((name for name in places if name in env), "RANK")
     counts_nodes = env.get("WORLD_SIZE", nnodes) == nnodes
     same_place = "RANK" not in env or env["RANK"] == env.get(place)
     if (

@@ -547,3 +547,16 @@ def test_the_only_process_of_each_node_knows_the_nodes(
 def test_one_node_or_several_processes_on_each_are_no_place_of_a_node(env: dict[str, str]) -> None:
     """There each process is a rank, or there is nothing to meet."""
     assert find_node_place(env) is None
+
+
+def test_an_indexed_job_of_kubernetes_numbers_its_pods() -> None:
+    """With WORLD_SIZE, or PET_NNODES of one rank each; an index alone says nothing of a world."""
+    index = {"JOB_COMPLETION_INDEX": "1", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+    assert places(require_world(index | {"WORLD_SIZE": "4"})) == (1, 4, 0, 1, 1, 4)
+    assert places(require_world(index | {"WORLD_SIZE": "4", "RANK": "2"})) == (2, 4, 0, 1, 2, 4)
+    pods = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}
+    assert places(require_world(index | pods)) == (1, 2, 0, 1, 1, 2)
+    assert find_world(index) is None
+    assert find_world(index | {"WORLD_SIZE": "1"}) is None
+    with pytest.raises(ConfigError, match="RANK is 4"):
+        find_world({"JOB_COMPLETION_INDEX": "4", "WORLD_SIZE": "4"})
