@@ -62,6 +62,36 @@ def _run_tests(session: nox.Session, *options: str) -> None:
     session.run("pytest", "-c", str(ROOT / "pyproject.toml"), "--installed", *arguments)
 
 
+CELLS = {
+    "lowest": ("3.10", "lowest-direct", "==2.6.0"),
+    "torch-2.8": ("3.12", "highest", "==2.8.0"),
+    "torch-2.10": ("3.12", "highest", "==2.10.0"),
+    "torch-2.12": ("3.11", "highest", "==2.12.0"),
+    "torch-2.13": ("3.10", "highest", "==2.13.0"),
+    "newest": ("3.13", "highest", ""),
+    "python-3.14": ("3.14", "highest", ""),
+}
+"""Of the matrix: a Python, how uv chooses the versions of dependencies, and a torch."""
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("cell", [nox.param(cell, id=cell) for cell in CELLS])
+def matrix(session: nox.Session, cell: str) -> None:
+    """Look at every promise with other versions; needs uv, and 3 to 6 GB of wheels for each cell.
+
+    ``nox -s "matrix(lowest)"`` runs one cell. Each prints a line for docs/reference/versions.md.
+    """
+    python, resolution, torch = CELLS[cell]
+    folder = _folder(session, cell)
+    interpreter = str(folder / "bin" / "python")
+    session.run("uv", "venv", "--clear", "--python", python, str(folder), external=True)
+    install = ["uv", "pip", "install", "--python", interpreter, "--resolution", resolution]
+    # The environment of the lowest versions is ddpsafe's alone: no tool of the tests raises one.
+    session.run(*install, f"torch{torch}", f"ddpsafe @ {ROOT.as_uri()}", external=True)
+    session.chdir(folder)
+    session.run(interpreter, str(ROOT / "tests" / "smoke" / "promises.py"), external=True)
+
+
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation, warnings being errors, and run its examples."""
