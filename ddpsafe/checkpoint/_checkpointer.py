@@ -271,7 +271,7 @@ class Checkpointer:
         """Begin a save; return what is lost where the step is saved already with something else."""
         ranks = self._ranks
         lost: list[str] = []
-        exchange = ranks.begin()
+        exchange = ranks.begin("save()")
         try:
             snapshot = (
                 state
@@ -632,7 +632,7 @@ class _Schedule:
             return step // self._every > before // self._every
         if step < self._next_look:
             return False
-        exchange = ranks.begin()
+        exchange = ranks.begin("is_due()")
         exchange.send(Message(facts={}))
         if ranks.is_main:
             answer = self._look(step, self._every.total_seconds())

@@ -57,15 +57,17 @@ class Message:
         facts: Plain values.
         data: Bytes that go with them.
         failure: What it failed with, as `to_wire` has it; ``None`` where it did not.
+        call: The call that it belongs to; set when it is sent.
     """
 
     facts: dict[str, Any]
     data: bytes = b""
     failure: dict[str, Any] | None = None
+    call: str = ""
 
     def dumps(self) -> bytes:
         """Return it as bytes: a line of JSON and what goes with it."""
-        head = {"facts": self.facts, "failure": self.failure}
+        head = {"facts": self.facts, "failure": self.failure, "call": self.call}
         return json.dumps(head).encode() + b"\n" + self.data
 
     @classmethod
@@ -287,9 +289,9 @@ class Ranks:
 
         note_checkpoint(step, is_new=is_new)
 
-    def begin(self) -> Exchange:
-        """Begin the next exchange; every rank does, in the same order."""
-        return Exchange(self, self._control, f"{self._name}/{next(self._exchanges)}")
+    def begin(self, call: str) -> Exchange:
+        """Begin the next exchange; every rank does, in the same order, in the same call."""
+        return Exchange(self, self._control, f"{self._name}/{next(self._exchanges)}", call)
 
     def forget(self, control: Control | None) -> None:
         """Remove what was said in exchanges that are over: the store would grow with every save."""
@@ -321,14 +323,16 @@ class Ranks:
 class Exchange:
     """All ranks send rank 0 a message, rank 0 answers all."""
 
-    def __init__(self, ranks: Ranks, control: Control | None, name: str) -> None:
+    def __init__(self, ranks: Ranks, control: Control | None, name: str, call: str) -> None:
         self._ranks = ranks
+        self._call = call
         self._control = control
         self._name = name
         self._mine: Message | None = None
 
     def send(self, message: Message) -> None:
         """Send rank 0 this rank's message, without waiting for it."""
+        message = replace(message, call=self._call)
         if self._ranks.rank == 0:
             self._mine = message
         if self._control is not None:
@@ -390,10 +394,29 @@ class Exchange:
         self._ranks.read_keys += [self._key(rank) for rank in messages]
         if missing:
             raise absent(Absence(ranks=missing, waited_s=deadline.waited_s(), lost=lost))
-        for message in messages.values():
+        for rank, message in messages.items():
             if message.failure is not None:
                 raise from_wire(message.failure, str(self._ranks))
+            self._require_same_call(rank, message)
         return messages
+
+    def _require_same_call(self, rank: int, message: Message) -> None:
+        """Refuse what was sent in another call: it would be taken for something else.
+
+        Raises:
+            CheckpointConfigError: It was.
+        """
+        if message.call == self._call:
+            return
+        raise errors.CheckpointConfigError(
+            Explanation(
+                f"rank {rank} calls {message.call} while {self._ranks} calls {self._call}.",
+                cause="the ranks take different ways through the script, as after a condition that "
+                "differs from rank to rank.",
+                fix="call the methods of a Checkpointer on every rank, in the same order.",
+            ),
+            rank=rank,
+        )
 
     def _wait(
         self,
@@ -427,7 +450,7 @@ class Exchange:
         if self._control is None:
             return
         failure = None if error is None else to_wire(error, rank=0)
-        message = Message(facts=answer or {}, failure=failure)
+        message = Message(facts=answer or {}, failure=failure, call=self._call)
         self._control.put(f"{self._name}/answer", message.dumps())
         self._ranks.read_keys.append(f"{self._name}/answer")
         if error is not None:  # it may end this rank, and under torchrun the store with it
@@ -472,6 +495,7 @@ class Exchange:
             with contextlib.suppress(RuntimeError):  # rank 0 may have left with the store
                 control.acknowledge(self._name)
             raise from_wire(message.failure, str(self._ranks)) from None
+        self._require_same_call(0, message)
         return message.facts
 
 

@@ -313,7 +313,7 @@ def open_directory(ranks: Ranks, directory: Path) -> tuple[DirectoryLock | None,
         DirectoryLockedError: Another job has it.
     """
     absent = functools.partial(_absent, ranks, directory)
-    opening, seeing = ranks.begin(), ranks.begin()
+    opening, seeing = (ranks.begin("Checkpointer()") for _ in range(2))
     locks: list[DirectoryLock] = []
 
     def lead(_: dict[int, Message]) -> dict[str, Any]:

@@ -148,7 +148,7 @@ def restore(request: Request) -> int | None:
 def _agree_on_steps(request: Request) -> tuple[list[int], list[int]]:
     """Return the steps that every rank sees, newest first, and those that any of them sees."""
     ranks = request.ranks
-    exchange = ranks.begin()
+    exchange = ranks.begin("restore()")
     try:
         own = _directory.list_steps(request.directory)
     except DirectoryError as exc:
@@ -217,7 +217,7 @@ def _list(steps: list[int]) -> str:
 
 def _try_step(request: Request, step: int) -> tuple[Loaded | None, list[str]]:
     """Load one checkpoint on every rank; return it if all of them could."""
-    exchange = request.ranks.begin()
+    exchange = request.ranks.begin("restore()")
     loaded, message = _load(request, step)
     exchange.send(message)
     answer = exchange.agree(
@@ -390,7 +390,7 @@ def _map(descriptor: str, path: Path) -> Any:
 
 def _apply_everywhere(request: Request, loaded: Loaded) -> None:
     """Change the objects; when those of one rank refuse, every rank raises."""
-    exchange = request.ranks.begin()
+    exchange = request.ranks.begin("restore()")
     try:
         _apply(request, loaded)
     except Exception as exc:

@@ -146,7 +146,7 @@ class Save:
                 data=snapshot.own,
             )
         )
-        self._second = request.ranks.begin() if snapshot.sharded else None
+        self._second = request.ranks.begin("save()") if snapshot.sharded else None
         self._call: BoundedCall[object] | None = None
         if request.ranks.is_main or self._second is not None:
             work = self._lead if request.ranks.is_main else self._write_own_shards

@@ -37,6 +37,12 @@ def disagreement(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str
     [
         ("own directories", "DirectoryError", "rank 1 on .* does not see what rank 0 wrote", 1),
         ("step", "CheckpointConfigError", "rank 1 saves step 3, and rank 0 2", 1),
+        (
+            "other calls",
+            "CheckpointConfigError",
+            r"rank 1 calls save\(\) while rank 0 .* restore",
+            1,
+        ),
         ("unsafe on rank 0", "UnsafeStateError", r"state\['code'\]", 0),
         ("locked", "DirectoryLockedError", "this very process", 0),
         ("lock gone", "SaveError", "lock on .* is gone", 0),

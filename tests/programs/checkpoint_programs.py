@@ -168,6 +168,8 @@ def everything_two_ranks_disagree_on(ctx: ddpsafe.RankContext, base: Path) -> di
         found["unsafe on rank 1"] = caught(checkpointer.save, wrong, 2)
         wrong = state | ({"code": print} if ctx.rank == 0 else {})
         found["unsafe on rank 0"] = caught(checkpointer.save, wrong, 2)
+        other = checkpointer.restore if ctx.is_main else lambda state: checkpointer.save(state, 3)
+        found["other calls"] = caught(other, {"value": 0})
         found["backwards"] = caught(checkpointer.save, state, 0)
         found["locked"] = caught(Checkpointer, base / "shared")
         checkpointer.save(state, 2)
