@@ -48,6 +48,9 @@ def _seed_everything(words: list[int]) -> None:
     # torch.manual_seed would cost 154 us, nearly all of it for devices a worker must not touch.
     torch.default_generator.manual_seed(random.getrandbits(63))
     random.seed(second << 32 | first)
+    info = get_worker_info()
+    if info is not None:  # torch promises that it equals torch.initial_seed()
+        object.__setattr__(info, "seed", torch.initial_seed())
 
 
 @overload

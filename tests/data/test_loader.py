@@ -15,6 +15,7 @@ from torch.utils.data import (
     Sampler,
     Subset,
     TensorDataset,
+    get_worker_info,
 )
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
@@ -125,6 +126,29 @@ def test_old_iterator_may_lie_around_but_not_be_used() -> None:
     iter(loader)
     with pytest.raises(LateSetEpochError, match="no longer valid"):
         next(unused)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_sampler_without_a_length_is_read_as_torch_reads_it(num_workers: int) -> None:
+    """Torch asks an iterator of indices for no length."""
+    loader: DataLoader[Any] = DataLoader(
+        Numbers(9), 2, sampler=iter([3, 1, 2]), num_workers=num_workers
+    )
+    assert read(loader) == [[3, 1], [2]]
+
+
+class SeedOfWorker(Numbers):
+    """Says whether torch's promise about seeds holds."""
+
+    def __getitem__(self, index: int) -> int:
+        info = get_worker_info()
+        return int(info is not None and info.seed == torch.initial_seed())
+
+
+def test_seed_that_a_worker_is_told_is_the_one_it_was_given() -> None:
+    """get_worker_info().seed is torch.initial_seed(), in later epochs of persistent workers too."""
+    loader: DataLoader[Any] = DataLoader(SeedOfWorker(4), 2, num_workers=1, persistent_workers=True)
+    assert [read(loader) for _ in range(2)] == [[[1, 1]] * 2] * 2
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

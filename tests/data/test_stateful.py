@@ -25,6 +25,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
     get_worker_info,
 )
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from ddpsafe.data import DataLoader
 from ddpsafe.data.errors import DataWarning, StateMismatchError
@@ -315,6 +316,34 @@ def test_resumed_twice_loses_and_repeats_nothing(kind: str, num_workers: int) ->
     assert len({number for batch in seen for number in batch}) == N
 
 
+class DrawsByItself(CountingDataset):
+    """Its state is that of torch's generator, from which it draws its samples."""
+
+    def __getitem__(self, index: int) -> int:
+        return int(torch.randint(10**6, ()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the generator's state."""
+        return {"torch": torch.get_rng_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put the generator there."""
+        torch.set_rng_state(state["torch"])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_state_before_the_first_batch_holds_the_dataset_too(num_workers: int) -> None:
+    """A stop in mid-epoch, and a return to the very beginning, by one loader."""
+    loader: DataLoader[Any] = DataLoader(DrawsByItself(), 4, num_workers=num_workers, shuffle=True)
+    iterator = iter(loader)
+    beginning = loader.state_dict()
+    batches = [plain(next(iterator)) for _ in range(4)]
+    loader.load_state_dict(loader.state_dict())
+    batches += [plain(batch) for batch in loader]
+    loader.load_state_dict(beginning)
+    assert [plain(batch) for batch in loader] == batches
+
+
 def test_persistent_workers_begin_again_at_the_state() -> None:
     """They hold a dataset that stands elsewhere, so they are replaced."""
     loader = make("generator with state", 2, persistent_workers=True)
@@ -401,6 +430,34 @@ def test_stream_of_hugging_face_resumes(num_workers: int) -> None:
     resumed = loader()
     resumed.load_state_dict(state)
     assert [batch["a"].tolist() for batch in resumed] == rest
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_data_pipes_are_sharded_shuffled_and_resumed(num_workers: int) -> None:
+    """Torch divides them over workers by their type, and gives all workers one order."""
+
+    def loader(epoch: int) -> DataLoader[Any]:
+        pipe = IterableWrapper(range(N)).shuffle().sharding_filter()
+        made: DataLoader[Any] = DataLoader(
+            pipe,
+            4,
+            shuffle=True,
+            num_workers=num_workers,
+            multiprocessing_context="fork" if num_workers else None,
+        )
+        made.set_epoch(epoch)
+        return made
+
+    whole = [plain(batch) for batch in loader(0)]
+    assert sorted(number for batch in whole for number in batch) == list(range(N))
+    assert [plain(batch) for batch in loader(1)] != whole
+    for stop in (1, 3):
+        first = loader(0)
+        iterator = iter(first)
+        assert [plain(next(iterator)) for _ in range(stop)] == whole[:stop]
+        resumed = loader(0)
+        resumed.load_state_dict(first.state_dict())
+        assert [plain(batch) for batch in resumed] == whole[stop:]
 
 
 class Divided(IterableDataset[int]):

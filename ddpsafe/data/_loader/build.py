@@ -53,7 +53,8 @@ def build_loader(
     """
     sampler = options.get("sampler")
     batch_sampler = options.get("batch_sampler")
-    _refuse_ignored(dataset, sampler or batch_sampler, train=train, shuffle=shuffle)
+    given = batch_sampler if sampler is None else sampler
+    _refuse_ignored(dataset, given, train=train, shuffle=shuffle)
     if batch_sampler is not None and batch_size != 1:
         raise _no_effect(f"batch_size={batch_size}", "a batch_sampler makes its own batches")
     if sampler is None and batch_sampler is None and not isinstance(dataset, IterableDataset):

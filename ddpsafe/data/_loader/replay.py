@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
+from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, get_worker_info
 
 from ddpsafe._errors import Explanation
 from ddpsafe.data._replica import current_replica
-from ddpsafe.data._samplers.base import VERSION, compare_identity, parse_state
+from ddpsafe.data._samplers.base import VERSION, Cursor, compare_identity, parse_state
 from ddpsafe.data.errors import DataConfigError, DataWarning, StateMismatchError
 
 if TYPE_CHECKING:
@@ -68,7 +68,9 @@ class Tracker:
 
     def __init__(self, dataset: Any, batch_size: int | None) -> None:
         self.is_stream = isinstance(dataset, IterableDataset)
-        self.is_stateful = is_stateful(dataset)
+        # torch shards and seeds data pipes by their type: nothing may stand before them.
+        self.is_pipe = isinstance(dataset, IterDataPipe)
+        self.is_stateful = is_stateful(dataset) and not self.is_pipe
         self.resume: dict[int, dict[str, Any]] = {}
         self.first_worker = 0
         self._batch_size = batch_size
@@ -82,6 +84,10 @@ class Tracker:
         saved = self.resume.pop(_worker(), None)
         if saved is not None and saved["dataset"] is not None and self.is_stateful:
             dataset.load_state_dict(saved["dataset"])
+
+    def has_entered(self) -> bool:
+        """Tell whether a dataset that is not a stream stands where its state says."""
+        return self._dataset is not None and not self.is_stream
 
     def open(self, dataset: Any) -> Iterator[Any]:
         """Iterate over a stream, from where its state says."""
@@ -114,7 +120,7 @@ class Tracker:
 
     def state(self) -> dict[str, Any] | None:
         """Return where the data stand now; ``None`` where there is nothing to tell."""
-        if not self.is_stream and not self.is_stateful:
+        if self.is_pipe or not (self.is_stream or self.is_stateful):
             return None
         iterator, dataset = self._iterator, self._dataset
         own = iterator if iterator is not dataset and is_stateful(iterator) else None
@@ -262,6 +268,8 @@ class Replay:
         self._base = saved["batches"]
         workers = {int(worker): state for worker, state in saved["workers"].items()}
         self._start = _Drawn(saved["checksum"], saved["sampler"], workers, saved["last_worker"])
+        if self.tracker.is_pipe:
+            return self._base  # read again and discarded
         self.tracker.resume = dict(workers)
         count = self._loader.num_workers
         if count > 1 and (self.tracker.is_stream or self.tracker.is_stateful):
@@ -301,7 +309,7 @@ class Replay:
             )
         at = self._delivered[-1 - back] if used else self._start
         workers = at.workers
-        if self._loader.num_workers == 0 and delivered:
+        if self._loader.num_workers == 0 and (delivered or self.tracker.has_entered()):
             if back and self.tracker.state() is not None:
                 raise DataConfigError(
                     Explanation(
@@ -375,9 +383,9 @@ class Replay:
 
     def _source(self) -> Any:
         loader = self._loader
-        return (
-            loader.dataset if self.tracker.is_stream else (loader.batch_sampler or loader.sampler)
-        )
+        if self.tracker.is_stream:
+            return loader.dataset
+        return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
     def _name(self) -> str:
         source = self._source()
@@ -459,6 +467,11 @@ def _batches(source: Any, saved: Any) -> tuple[Iterator[Any], Any]:
     sampler = source.sampler if plain else source
     if saved is not None and is_stateful(sampler):
         sampler.load_state_dict(saved)
+    elif saved is None and isinstance(sampler, Cursor):
+        # It may stand where an earlier pass was resumed; another epoch begins at 0.
+        epoch = sampler.epoch
+        sampler.set_epoch(int(epoch) + 1)
+        sampler.set_epoch(epoch)
     iterator = iter(sampler)
     owner = iterator if is_stateful(iterator) else sampler if is_stateful(sampler) else None
     if saved is not None and is_stateful(iterator) and iterator is not sampler:

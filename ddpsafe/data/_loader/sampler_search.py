@@ -58,7 +58,8 @@ def samplers_of(loader: DataLoader[Any]) -> list[Any]:
     item: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     while item is not None and len(found) < _DEEPEST:
         found.append(item)
-        item = getattr(item, "batch_sampler", None) or getattr(item, "sampler", None)
+        inner = getattr(item, "batch_sampler", None)
+        item = getattr(item, "sampler", None) if inner is None else inner
     return found
 
 

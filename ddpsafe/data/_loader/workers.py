@@ -8,6 +8,7 @@ import warnings
 from typing import TYPE_CHECKING, TypeVar
 
 from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterDataPipe, MapDataPipe
 
 from ddpsafe.data._loader.epochs import EpochBoard, FollowedDataset, add_note, limit_notes
 from ddpsafe.data._loader.replay import ParcelCollate, Replay, TrackedStream
@@ -71,7 +72,10 @@ class WorkerLoader(TorchDataLoader[T_co]):
         dataset, collate_fn = self.dataset, self.collate_fn
         tracker = None if self._replay is None else self._replay.tracker
         self.worker_init_fn.board = self._board
-        self.__dict__["dataset"] = FollowedDataset(dataset, collate_fn, self._board, tracker)
+        if not isinstance(dataset, IterDataPipe | MapDataPipe):
+            self.__dict__["dataset"] = FollowedDataset(dataset, collate_fn, self._board, tracker)
+        if tracker is not None and tracker.is_pipe:
+            tracker = None
         if tracker is not None and (tracker.is_stream or tracker.is_stateful):
             self.__dict__["collate_fn"] = ParcelCollate(collate_fn, tracker)
         try:
@@ -85,7 +89,7 @@ class WorkerLoader(TorchDataLoader[T_co]):
         """Let a dataset that is read without workers begin where its state says."""
         tracker = None if self._replay is None else self._replay.tracker
         dataset = self.dataset
-        if tracker is None or not (tracker.is_stream or tracker.is_stateful):
+        if tracker is None or tracker.is_pipe or not (tracker.is_stream or tracker.is_stateful):
             yield
             return
         if not tracker.is_stream:
