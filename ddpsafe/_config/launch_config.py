@@ -19,6 +19,7 @@ from ddpsafe._config.assembly import build, merge, parts_as_tables, refuse_confi
 from ddpsafe._config.paths import AbsolutePath, DataPath
 from ddpsafe._config.policies import Rendezvous, RetryPolicy
 from ddpsafe._config.problems import (
+    COUNTS_OF_RANKS,
     Problem,
     describe_fields,
     raise_config_error,
@@ -330,7 +331,10 @@ def refuse_fields(fields: Mapping[str, object], allowed: type, *, why: str, writ
         ConfigError: There are such fields.
     """
     foreign = [
-        name for name in fields if name in LaunchConfig.model_fields.keys() - _names_of(allowed)
+        name
+        for name in fields
+        if name in LaunchConfig.model_fields.keys() - _names_of(allowed)
+        or (name in COUNTS_OF_RANKS and "nproc_per_node" not in _names_of(allowed))
     ]
     if foreign:
         raise_config_error(

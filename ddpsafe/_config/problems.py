@@ -33,17 +33,20 @@ SAME: Final = object()
 
 _UNKNOWN: Final = "there is no such field"
 
+COUNTS_OF_RANKS: Final = (
+    "nprocs", "nproc", "n_procs", "num_procs", "num_processes", "nprocs_per_node",
+    "procs_per_node", "processes", "devices", "gpus", "ngpus", "num_gpus",
+    "gpus_per_node", "num_workers", "n_workers", "workers", "workers_per_host",
+    "ntasks", "ntasks_per_node", "local_world_size", "ranks", "world_size",
+)  # fmt: skip
+"""What other launchers and torch call the number of ranks."""
+
 # What other launchers and torch call a field, and what to write here: (model, name) -> text.
 # `{value}` is the value that was given.
 _ELSEWHERE: Final[dict[str, dict[str, str]]] = {
     "LaunchConfig": {
         **dict.fromkeys(
-            (
-                "nprocs", "nproc", "n_procs", "num_procs", "num_processes", "nprocs_per_node",
-                "procs_per_node", "processes", "devices", "gpus", "ngpus", "num_gpus",
-                "gpus_per_node", "num_workers", "n_workers", "workers", "workers_per_host",
-                "ntasks", "ntasks_per_node", "local_world_size", "ranks", "world_size",
-            ),
+            COUNTS_OF_RANKS,
             "nproc_per_node={value}",
         ),
         **dict.fromkeys(("num_nodes", "nodes", "n_nodes", "num_machines"), "nnodes={value}"),
@@ -286,7 +289,7 @@ def problems_of(
         # A default that depends on a field which is wrong: not a second problem.
         if detail["type"] == "default_factory_not_called":
             continue
-        location = detail["loc"]
+        location = _without_place_in_set(detail["loc"], model)
         write, is_guess = _write(detail, model)
         problem = ConfigProblem(
             field=".".join(map(str, location)) or model.__name__,
@@ -333,7 +336,8 @@ def _write(detail: ErrorDetails, model: type[BaseModel]) -> tuple[str, bool]:
 def suggest_field(name: object, value: object, model: type[BaseModel]) -> tuple[str, bool]:
     """Return what to write in place of a field that does not exist, and whether it is a guess."""
     template = _ELSEWHERE.get(model.__name__, {}).get(str(name).casefold().strip("_-"))
-    if template is not None:
+    # "timeout" of torch is one duration, and a table is what is meant to be ours.
+    if template is not None and not (isinstance(value, (Mapping, Part)) and "{{" in template):
         is_count = isinstance(value, int) and not isinstance(value, bool)
         one_more = show(int(value) + 1) if is_count else "3"  # type: ignore[call-overload] # is_count
         return template.format(value=show_at([str(name)], value), one_more=one_more), True
@@ -348,6 +352,15 @@ def unknown_field(name: str, value: object, model: type[BaseModel]) -> ConfigPro
     write, is_guess = suggest_field(name, value, model)
     given = show_at([name.strip("_")], value)
     return ConfigProblem(field=name, given=given, why=_UNKNOWN, write=write, is_guess=is_guess)
+
+
+def _without_place_in_set(location: Location, model: type[BaseModel]) -> Location:
+    """Leave out which element of a set is wrong: the user gave none an index."""
+    *parents, name, _ = ("", "", *location)
+    owner = _model_at(model, [part for part in parents if part != ""])
+    field = None if owner is None else owner.model_fields.get(str(name))
+    is_set = field is not None and get_origin(field.annotation) is frozenset
+    return location[:-1] if is_set else location
 
 
 def _model_at(model: type[BaseModel], path: Iterable[int | str]) -> type[BaseModel] | None:

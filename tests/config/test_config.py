@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ddpsafe import spawn
 from ddpsafe._config import DataPath, LaunchConfig, Rendezvous, RetryPolicy, Timeouts
 from ddpsafe._errors import ConfigError
 
@@ -146,6 +147,7 @@ def test_problems_are_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         ({"world_size": 8}, "nproc_per_node=8"),
         ({"max_restarts": 2}, 'retry={"attempts": 3}'),
         ({"timeout": 60}, 'timeouts={"collective": 60}'),
+        ({"timeout": {"colective": 3}}, "'timeouts'"),
         ({"num_nodes": 2}, "nnodes=2"),
         ({"rdzv_endpoint": "a:1"}, 'rendezvous={"endpoint":'),
         ({"log_dir": "/x"}, "run_dir='/x'"),
@@ -162,6 +164,20 @@ def test_names_of_other_launchers_are_answered_with_ours(
     """Who comes from mp.spawn, torchrun or Accelerate is told the name of the field here."""
     (text,) = problems_of(**fields).values()
     assert f"Did you mean {write}" in text
+
+
+def test_an_element_of_a_set_is_named_by_its_field() -> None:
+    """The user gave it no index."""
+    (field,) = problems_of(retry={"on": {"peer-lots"}})
+    assert field == "retry.on"
+
+
+def test_spawn_names_its_own_argument_for_the_number_of_ranks() -> None:
+    """And not the field of launch, which it would refuse."""
+    with pytest.raises(ConfigError) as caught:
+        spawn(print, num_processes=2)  # type: ignore[call-arg]
+    (problem,) = caught.value.problems
+    assert (problem.field, problem.write) == ("num_processes", "nprocs=…")
 
 
 def test_config_file_that_others_may_write_is_not_read(

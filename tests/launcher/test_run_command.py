@@ -57,6 +57,15 @@ def test_plain_script_meets_its_ranks_and_sees_its_own_arguments(tmp_path: Path)
     assert said == ["6.0 --lr 1 --help 2\n"] * 2
 
 
+def test_a_console_script_without_a_main_guard_starts_ranks(tmp_path: Path) -> None:
+    """Some installers write such; the ranks import the user's script and nothing else."""
+    scripts.write(tmp_path, "train.py", "import os; print(os.environ['RANK'], flush=True)")
+    tool = scripts.write(tmp_path, "tool.py", "from ddpsafe.cli import main; main()")
+    done = scripts.Script([str(tool), "run", "--nproc-per-node", "2", "train.py"], folder=tmp_path)
+    run = done.end()
+    assert (run.code, sorted(run.lines()), run.err) == (0, ["0", "1"], "")
+
+
 LEAVES_EARLY = """
 import os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.processes.descendants import RankProcess
     from ddpsafe._launcher.processes.reaper import Guard
     from ddpsafe._wire.payload import Pickled
-    from ddpsafe._wire.spec import RankSpec
+    from ddpsafe._wire.spec import CallStyle, RankSpec
 
     RunRank = Callable[[RankSpec, Inheritance], object]
 
@@ -242,7 +242,7 @@ def _start(
             name=f"ddpsafe-rank-{spec.world.rank}",
             daemon=daemon,
         )
-        with _main_only_if_it_exists(), _search_path_of_text():
+        with _main_to_import(spec.style), _search_path_of_text():
             process.start()
         on_failure.callback(process.join)
         on_failure.callback(process.kill)
@@ -259,18 +259,25 @@ def _start(
 
 
 @contextlib.contextmanager
-def _main_only_if_it_exists() -> Iterator[None]:
-    """Keep ranks from importing ``<stdin>``, which Python calls the file of ``python -``."""
+def _main_to_import(style: CallStyle) -> Iterator[None]:
+    """Keep ranks from importing what is no script of theirs as the main one.
+
+    That is ``<stdin>``, which Python calls the file of ``python -``; and under ``ddpsafe run`` the
+    program that is this launcher, which some installers write without a main guard.
+    """
     main = sys.modules["__main__"]
-    file = getattr(main, "__file__", None)
-    if file is None or Path(file).exists():
-        yield
-        return
-    del main.__file__
+    hidden: dict[str, Any] = {}
+    if style == "run":
+        hidden = {name: vars(main)[name] for name in ("__file__", "__spec__") if name in vars(main)}
+    elif "__file__" in vars(main) and not Path(str(main.__file__)).exists():
+        hidden = {"__file__": main.__file__, "__spec__": main.__spec__}
+    if hidden:
+        vars(main).pop("__file__", None)
+        main.__spec__ = None
     try:
         yield
     finally:
-        main.__file__ = file
+        vars(main).update(hidden)
 
 
 @contextlib.contextmanager
