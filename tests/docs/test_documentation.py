@@ -55,7 +55,7 @@ def test_examples_of_a_page_run_as_one_script(script: Script, tmp_path: Path) ->
     file.write_text(script.text, encoding="utf-8")
     command = [sys.executable, str(file)]
     run = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=220, check=False
     )
     assert run.returncode == 0, f"{script.page}:\n{script.text}\n{run.stdout}\n{run.stderr}"
 
@@ -163,7 +163,7 @@ def test_tutorial_shows_what_its_commands_print(tmp_path: Path) -> None:
 
     def run() -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=220, check=False
         )
 
     first = run()

@@ -25,7 +25,7 @@ pytest.importorskip(
 def run_python(*arguments: object, cwd: Path) -> str:
     """Run the interpreter, in an empty folder, and return what it wrote to stdout."""
     command = [sys.executable, *map(str, arguments)]
-    run = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=90, check=False)
+    run = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=220, check=False)
     assert run.returncode == 0, f"{command}\n{run.stdout}\n{run.stderr}"
     return run.stdout
 
@@ -79,7 +79,7 @@ def test_two_jobs_of_the_ported_mp_spawn_script_find_the_line(tmp_path: Path) ->
     jobs = [
         subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]
-    outputs = [job.communicate(timeout=90)[0] for job in jobs]
+    outputs = [job.communicate(timeout=220)[0] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0]
     for output in outputs:
         found = re.search(r"^y = (\S+) x \+ (\S+)$", output, re.MULTILINE)
@@ -99,7 +99,7 @@ def test_ported_torchrun_script_goes_on_from_its_snapshot_without_torchrun(tmp_p
 def test_ported_slurm_script_evaluates_on_rank_0_only(tmp_path: Path) -> None:
     """Two tasks of a Slurm step make one world, and one of them reports."""
     tasks = [start_slurm_task(rank, cwd=tmp_path) for rank in range(2)]
-    outputs = [task.communicate(timeout=90) for task in tasks]
+    outputs = [task.communicate(timeout=220) for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], outputs
     assert last_accuracy(outputs[0][0]) > 0.9
     assert outputs[1][0] == ""

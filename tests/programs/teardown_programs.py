@@ -31,6 +31,9 @@ HEAVY: Final = (
 )
 """What vision scripts drag in; with such imports the plain teardown hangs much more often."""
 
+HANG_S: Final = 90
+"""A hang of the plain teardown lasts for good; a slow end on a busy machine took 20 s and more."""
+
 
 def import_heavy_modules() -> None:
     """Import those that are installed."""
@@ -176,7 +179,7 @@ def _exit_code(pid: int) -> int | None:
     """Wait for a child; -9 means that it hung."""
     process = psutil.Process(pid)
     try:
-        return process.wait(timeout=20)
+        return process.wait(timeout=HANG_S)
     except psutil.TimeoutExpired:
         process.kill()
         return process.wait()
