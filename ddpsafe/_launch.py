@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import warnings
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -224,7 +225,7 @@ def _run_plan(
         with (
             closing(calls),
             quiet_log(plan.console),
-            open_run_directory(plan.config.run_dir) as directory,
+            open_run_directory(plan.config.run_dir, node=_node_folder(plan.config)) as directory,
         ):
             if plan.config.nnodes > 1:
                 return _run_with_other_nodes(plan, calls, directory, cancelled)
@@ -236,6 +237,14 @@ def _run_plan(
         raise
     kept = None if directory.is_ours else directory.path
     return LaunchResult(values=values, attempts=attempts, run_dir=kept)
+
+
+def _node_folder(config: LaunchConfig) -> str:
+    """Name the folder of this node's logs: with several nodes the run directory may be shared."""
+    if config.nnodes == 1:
+        return ""
+    rank = "" if config.node_rank is None else f"{config.node_rank}-"
+    return f"node-{rank}{socket.gethostname()}"
 
 
 def _run_with_other_nodes(

@@ -44,9 +44,12 @@ class RunDirectory:
         holds_failure: Whether an attempt has failed, and its logs and report are in there.
     """
 
-    def __init__(self, path: Path, *, is_ours: bool, owner_uid: int) -> None:
-        """Keep the path."""
+    def __init__(
+        self, path: Path, *, is_ours: bool, owner_uid: int, logs_below: Path | None = None
+    ) -> None:
+        """Keep the path, and where the folders of attempts are made if that is another one."""
         self.path = path
+        self._logs_below = logs_below or path
         self.is_ours = is_ours
         self.owner_uid = owner_uid
         self.holds_failure = False
@@ -57,7 +60,7 @@ class RunDirectory:
         Raises:
             PreflightError: It cannot be made, or something is in its place.
         """
-        path = self.path / f"attempt-{number}"
+        path = self._logs_below / f"attempt-{number}"
         try:
             path.mkdir(mode=0o700)
             if path.lstat().st_uid != self.owner_uid:
@@ -68,7 +71,7 @@ class RunDirectory:
 
     def logs(self, number: int, world: World) -> LogFiles:
         """Name the files of one rank in one attempt."""
-        stem = str(self.path / f"attempt-{number}" / f"rank-{world.rank}")
+        stem = str(self._logs_below / f"attempt-{number}" / f"rank-{world.rank}")
         return LogFiles(
             stdout=f"{stem}.out",
             stderr=f"{stem}.err",
@@ -93,7 +96,7 @@ class RunDirectory:
     def report(self, number: int, error: LaunchError) -> None:
         """Write what is known of a failed attempt beside its logs, if the disk takes it."""
         with contextlib.suppress(OSError):
-            write_report(error, self.path / f"attempt-{number}")
+            write_report(error, self._logs_below / f"attempt-{number}")
 
     @property
     def is_kept(self) -> bool:
@@ -107,17 +110,19 @@ class RunDirectory:
 
 
 @contextlib.contextmanager
-def open_run_directory(wanted: Path | None) -> Iterator[RunDirectory]:
+def open_run_directory(wanted: Path | None, *, node: str = "") -> Iterator[RunDirectory]:
     """Make the run directory; remove a temporary one when all went well or no attempt has failed.
 
     Args:
         wanted: The user's directory, or ``None`` for a private temporary one.
+        node: Name of a folder in the user's directory for the logs of this node: with several nodes
+            it may be on a disk that they share.
 
     Raises:
         PreflightError: It cannot be made or written to.
     """
     remove_old_directories(Path(tempfile.gettempdir()))
-    directory = _make_temporary() if wanted is None else _make(wanted)
+    directory = _make_temporary() if wanted is None else _make(wanted, node)
     in_use = _mark_in_use(directory) if wanted is None else None
     try:
         yield directory
@@ -204,17 +209,19 @@ def _make_temporary() -> RunDirectory:
         raise _unusable(Path(tempfile.gettempdir()), exc) from exc
 
 
-def _make(path: Path) -> RunDirectory:
+def _make(path: Path, node: str) -> RunDirectory:
+    logs_below = path / node
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _set_aside_earlier_attempts(path)
+        logs_below.mkdir(mode=0o700, exist_ok=True)
+        _set_aside_earlier_attempts(logs_below)
         with tempfile.TemporaryFile(dir=path) as file:
             file.write(bytes(_ROOM_BYTES))  # an empty file fits on a full disk
             owner_uid = os.fstat(file.fileno()).st_uid
         _warn_of_other_users(path, path.stat(), owner_uid)
     except OSError as exc:
         raise _unusable(path, exc) from exc
-    return RunDirectory(path, is_ours=False, owner_uid=owner_uid)
+    return RunDirectory(path, is_ours=False, owner_uid=owner_uid, logs_below=logs_below)
 
 
 def _warn_of_other_users(path: Path, found: os.stat_result, owner_uid: int) -> None:

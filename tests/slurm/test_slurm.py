@@ -237,7 +237,15 @@ def several_nodes(folder: Path, what: str = "") -> list[str]:
         dist.destroy_process_group()
     """
     script = scripts.write(folder, "script.py", source)
-    return [sys.executable, "-m", "ddpsafe", "run", "--nproc-per-node=2", str(script)]
+    return [
+        sys.executable,
+        "-m",
+        "ddpsafe",
+        "run",
+        "--nproc-per-node=2",
+        f"--run-dir={folder}/run",
+        str(script),
+    ]
 
 
 def test_one_task_on_each_node_is_a_launcher(slurm: Cluster, tmp_path: Path) -> None:

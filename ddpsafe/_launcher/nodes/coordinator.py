@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _EVIDENCE: Final = timedelta(seconds=3)
+_OTHER_LOSSES: Final = timedelta(seconds=0.5)
 _SILENCE_S: Final = 15.0
 _BEAT_S: Final = 1.0
 _AFTER_GRACE: Final = timedelta(seconds=10)
@@ -304,6 +305,9 @@ def coordinate(
             with open_console(workers, plan.console, inbox=inbox, limit=config.timeouts.attempt):
                 watch = Watch(workers, timeouts=config.timeouts, inbox=inbox, peers=nodes)
                 ending = watch.until_end()
+                if any(lost.is_silent for lost in nodes.lost.values()):
+                    # All others at once: this node is cut off, and not one of them.
+                    nodes.wait_until(lambda connected: not connected, Deadline.after(_OTHER_LOSSES))
                 ended = _collect(nodes, workers, ending, number, plan, directory, oom_kills_before)
                 try:
                     values = _conclude(
