@@ -268,9 +268,12 @@ class LaunchError(DDPSafeError):
         outcomes: What became of each rank, by rank.
         run_dir: Where logs and reports of the launch lie; ``None`` inside a rank.
         kind: What sort of failure it was, for the retry policy.
+        is_of_retried_type: Whether the rank's exception is of a type in `RetryPolicy.on`, where the
+            rank is on another node and the exception itself is not ``__cause__``.
     """
 
     kind: FailureKind = "user-error"
+    is_of_retried_type: bool = False
 
     def __init__(self, explanation: Explanation | str, **facts: Unpack[LaunchFacts]) -> None:
         """Keep the facts of the launch beside the text."""

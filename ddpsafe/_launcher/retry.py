@@ -254,4 +254,5 @@ def _deserves_another(exc: BaseException, policy: RetryPolicy) -> bool:
     if exc.kind in STARTUP_KINDS and _has_begun(exc):
         return False
     types = tuple(entry for entry in policy.on if isinstance(entry, type))
-    return exc.kind in policy.on or isinstance(exc.__cause__, types)
+    is_retried = isinstance(exc, LaunchError) and exc.is_of_retried_type
+    return is_retried or exc.kind in policy.on or isinstance(exc.__cause__, types)

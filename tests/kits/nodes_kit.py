@@ -41,18 +41,20 @@ class Case:
         what: What happens; see `node_programs.break_down`.
         rank: To which rank.
         fields: Fields of `LaunchConfig` beside `FIELDS`.
+        of_node: Further fields, of single nodes.
     """
 
     name: str
     what: str = "none"
     rank: int = -1
     fields: dict[str, Any] = field(default_factory=dict)
+    of_node: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def as_json(self, folder: Path, node: int, nproc: Sequence[int]) -> dict[str, Any]:
         """Return it for the program on a node."""
         run_dir = str(folder / f"run-{self.name}-{node}")
         fields = {"nnodes": len(nproc), "nproc_per_node": nproc[node], "run_dir": run_dir}
-        fields = {**FIELDS, **fields, **self.fields}
+        fields = {**FIELDS, **fields, **self.fields, **self.of_node.get(node, {})}
         return {"name": self.name, "what": self.what, "rank": self.rank, "fields": fields}
 
 

@@ -101,6 +101,11 @@ def main(folder: Path, endpoint: str, cases: list[dict[str, Any]]) -> None:
     for number, case in enumerate(cases):
         name = case["name"]
         fields = {"rendezvous": {"endpoint": f"{host}:{int(port) + number}", "join": 60}}
+        if "retry" in case["fields"]:  # JSON has no types
+            on = [
+                {"ValueError": ValueError}.get(each, each) for each in case["fields"]["retry"]["on"]
+            ]
+            case["fields"]["retry"]["on"] = on
         said: dict[str, Any] = {"name": name}
         try:
             result = ddpsafe.launch(

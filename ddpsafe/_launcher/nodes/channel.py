@@ -334,7 +334,9 @@ class Channel:
         with self._lock:
             self._nodes.pop(node, None)
         is_silent = exc is not None and not isinstance(exc, ConnectionError)
-        why = "its launcher has ended" if exc is None else str(exc.strerror or exc)
+        why = (
+            str(exc.strerror or exc) if is_silent and exc is not None else "its launcher has ended"
+        )
         self._tell(node, Lost(why=why, is_silent=is_silent, seen_ns=time.monotonic_ns()))
 
 

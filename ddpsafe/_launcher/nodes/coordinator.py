@@ -410,6 +410,7 @@ def _conclude(
     failure = attempt.failure_of(ended, directory)
     directory.holds_failure = True
     failure.add_details(*nodes.silent_nodes())
+    failure.is_of_retried_type = getattr(failure, "rank", None) in nodes.retried
     raise failure
 
 
