@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import signal
+import tempfile
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -15,7 +18,6 @@ from nodes_kit import Case, Launcher, require_in_time, require_nothing_left, sta
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.root
 
@@ -98,6 +100,8 @@ def test_a_host_that_vanishes_is_named_within_seconds(
             launchers[node].results()["long"], node=1 - node, from_s=before_s, within_s=5.0
         )
     require_nothing_left(own_network, besides=[victim] if how == "power" else [])
+    for left in Path(tempfile.gettempdir()).glob("ddpsafe-store-*"):
+        shutil.rmtree(left)  # of the host without power: its disk is this one here
 
 
 @pytest.mark.parametrize(
