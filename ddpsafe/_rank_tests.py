@@ -244,7 +244,7 @@ def _measure(settings: Mapping[str, Any]) -> Any:
 
 
 if COLLECTION_VARIABLE in os.environ:  # in the fork server: what is loaded here, ranks find loaded
-    # A test module that cannot be collected is told in the rank, where somebody reads it.
+    # A test module that cannot be collected is reported in the rank, whose output is read.
     with contextlib.suppress(Exception, pytest.skip.Exception, SystemExit):
         _collect(os.environ[COLLECTION_VARIABLE])
     if threading.active_count() > 1:

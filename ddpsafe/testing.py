@@ -49,7 +49,7 @@ _MARKER: Final = (
     "seconds and holds for the whole test; `fields` are fields of ddpsafe.LaunchConfig, such as `env`."
 )
 _TIMEOUT_S: Final = 120.0
-_DAY_S: Final = 86_400.0  # while somebody types into a debugger
+_DAY_S: Final = 86_400.0  # while a debugger waits for input
 _PARAMETERS: Final = {"nproc": "ddp_nproc", "backend": "ddp_backend"}
 _RANK_PLUGIN: Final = "ddpsafe-rank"
 _MAX_OUTPUT_CHARS: Final = 100_000

@@ -260,7 +260,7 @@ def _start(
 
 @contextlib.contextmanager
 def _main_to_import(style: CallStyle) -> Iterator[None]:
-    """Keep ranks from importing what is no script of theirs as the main one.
+    """Keep ranks from importing as main what is not their script.
 
     That is ``<stdin>``, which Python calls the file of ``python -``; and under ``ddpsafe run`` the
     program that is this launcher, which some installers write without a main guard.
