@@ -359,6 +359,19 @@ def _read_xids(within_s: float, log: Path = _KERNEL_LOG) -> list[str]:
     return found
 
 
+def read_memory() -> dict[int, int]:
+    """Return the GPU memory of each process, in bytes; nothing where nvidia-ml-py is missing."""
+    return _ask_driver(_read_memory) or {}
+
+
+def _read_memory(nvml: Any) -> dict[int, int]:
+    used: dict[int, int] = {}
+    for handle in map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount())):
+        for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
+            used[process.pid] = used.get(process.pid, 0) + (process.usedGpuMemory or 0)
+    return used
+
+
 def _find_users(pids: Collection[int]) -> set[int]:
     """Return which of these processes the driver lists on a GPU; none where it cannot be asked."""
     return (_ask_driver(_list_users) or set()) & set(pids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import importlib
 import io
 import os
 import sys
@@ -19,6 +20,17 @@ HEALTHY, UNHEALTHY, USAGE = 0, 1, 2
 NOBODY_READS: Final = 128 + 13
 """The reader of the output has gone, as in ``ddpsafe config | head -1``: what SIGPIPE would say."""
 
+_COMMANDS: Final = {
+    "doctor": "examine",
+    "checkpoint": "handle_checkpoints",
+    "config": "explain_config",
+    "status": "show_status",
+    "report": "write_report_page",
+    "explain": "explain_logs",
+    "run": "run_ranks",
+}
+"""The function of each command, in the module of its name."""
+
 _DOCTOR: Final = """\
 Examine this host for what breaks DistributedDataParallel jobs; with --nnodes, call it on every
 node at the same time, and it examines the connections between them too. Under srun or torchrun
@@ -32,6 +44,11 @@ most likely cause first, with the lines it rests on and what to do. Nothing leav
 _EXPLAIN_EXIT_CODES: Final = (
     "exit codes: 0 no failure known in the logs, 1 one was found, 2 wrong usage"
 )
+_STATUS: Final = """\
+Ask running launches of this user on this host where their ranks are: phase, steps, last collective,
+line, processor and memory. The ranks go on meanwhile, and no process is traced.
+"""
+_STATUS_EXIT_CODES: Final = "exit codes: 0 a launch is running, 1 none is, 2 wrong usage"
 _RUN: Final = """\
 Start the ranks of a script on this host, as torchrun does: each runs the script from its first
 line, with RANK, WORLD_SIZE and the like set, and its init_process_group() meets the others. For
@@ -120,25 +137,9 @@ def _let_go_of_the_pipe() -> None:
 
 def find_command(name: str) -> Callable[[argparse.Namespace], int]:
     """Return what a command does; its modules are loaded only now, so that help is instant."""
-    if name == "doctor":
-        from ddpsafe._commands.doctor import examine
-
-        return examine
-    if name == "checkpoint":
-        from ddpsafe._commands.checkpoint import handle_checkpoints
-
-        return handle_checkpoints
-    if name == "config":
-        from ddpsafe._commands.config import explain_config
-
-        return explain_config
-    if name == "explain":
-        from ddpsafe._commands.explain import explain_logs
-
-        return explain_logs
-    from ddpsafe._commands.run import run_ranks
-
-    return run_ranks
+    module = importlib.import_module(f"ddpsafe._commands.{name}")
+    command: Callable[[argparse.Namespace], int] = getattr(module, _COMMANDS[name])
+    return command
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -152,8 +153,30 @@ def make_parser() -> argparse.ArgumentParser:
     _add_config(commands.add_parser, "print the configuration, and where each value comes from")
     _add_checkpoint(commands.add_parser, "list, verify, compare and import checkpoints")
     _add_run(commands.add_parser, "start the ranks of a script on this host")
+    _add_status(commands.add_parser, "show what the ranks of running launches do")
+    _add_report(commands.add_parser, "write the page of a run: report.html")
     _add_explain(commands.add_parser, "say what went wrong, from the logs of any launcher")
     return parser
+
+
+def _add_status(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
+    parser = add("status", help=about, description=_STATUS, epilog=_STATUS_EXIT_CODES)
+    parser.set_defaults(parser=parser)
+    parser.add_argument(
+        "run_dir", metavar="RUN_DIR", nargs="?", help="one launch; all of yours without it"
+    )
+    parser.add_argument("--all", action="store_true", help="all launches of this user on this host")
+    parser.add_argument(
+        "--watch", action="store_true", help="again every second, until it has ended"
+    )
+    parser.add_argument("--stacks", action="store_true", help="the stacks of all threads, too")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_report(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
+    parser = add("report", help=about, description=f"{about.capitalize()}.")
+    parser.set_defaults(parser=parser)
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="the run directory of a launch")
 
 
 def _add_explain(add: Callable[..., argparse.ArgumentParser], about: str) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import Explanation, LaunchError, PreflightError
 from ddpsafe._launcher.diagnosis.report import write_report
+from ddpsafe._launcher.diagnosis.report_page import write_page
 from ddpsafe._wire.spec import LogFiles, open_log
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class RunDirectory:
         """Write what is known of a failed attempt beside its logs, if the disk takes it."""
         with contextlib.suppress(OSError):
             write_report(error, self._logs_below / f"attempt-{number}")
+            write_page(self._logs_below)
 
     @property
     def is_kept(self) -> bool:

@@ -33,7 +33,7 @@ from ddpsafe._wire.exceptions import (
 from ddpsafe._wire.spec import read_log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -494,6 +494,7 @@ class RankOutcome:
         progress: How far it had come: steps of its optimizers, and checkpoints.
         point_to_point: Which send or receive it waited in, e.g. ``recv``.
         in_rpc: Whether that line is of a thread that executes a call of another rank (RPC).
+        began_ns: When each phase began (monotonic), for its launcher's report.
         exited_at: The line of the ``sys.exit(0)`` by which it returned, if it did so.
         stdout: Its log of file descriptor 1.
         stderr: Its log of file descriptor 2.
@@ -518,6 +519,7 @@ class RankOutcome:
     progress: Progress = field(default=Progress())
     point_to_point: str = ""
     in_rpc: bool = False
+    began_ns: Mapping[Phase, int] = field(default_factory=dict)
     exited_at: str = ""
     stdout: str | None = None
     stderr: str | None = None

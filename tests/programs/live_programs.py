@@ -6,10 +6,13 @@ import ctypes
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING
 
+import psutil
+from scripts import wait_until
 from training_programs import average_gradients, mark
 
 if TYPE_CHECKING:
@@ -194,3 +197,54 @@ def hold_the_gil_in_training(ctx: RankContext, folder: Path, seconds: float) -> 
             hold_the_gil(seconds)
         average_gradients()
     return "done"
+
+
+def ask_for_status(ctx: RankContext, folder: Path, how: str) -> str:
+    """Let rank 0 ask for the status of its own launch, while rank 1 cannot answer."""
+    import torch
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(3):
+        average_gradients()
+        weight.grad = torch.ones(2)
+        optimizer.step()
+    pids = ctx.all_gather(os.getpid())
+    said = ""
+    if ctx.is_main:
+        command = [
+            sys.executable,
+            "-m",
+            "ddpsafe",
+            "status",
+            str(ctx.run_dir),
+            "--json",
+            "--stacks",
+        ]
+        wait_until(lambda: is_away(pids[1], folder, how))
+        said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        (folder / "asked").touch()
+        os.kill(pids[1], signal.SIGCONT)
+    elif how == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        wait_with_the_gil(folder)
+    average_gradients()
+    return said
+
+
+def wait_with_the_gil(folder: Path) -> None:
+    """Wait for the answer in C, and never let another thread run Python."""
+    library = ctypes.PyDLL(None)
+    sys.setswitchinterval(600)
+    (folder / "away").touch()
+    asked = str(folder / "asked").encode()
+    while library.access(asked, 0):
+        library.usleep(10_000)  # stuck here
+
+
+def is_away(pid: int, folder: Path, how: str) -> bool:
+    """Tell whether rank 1 is where it cannot answer."""
+    if how == "stopped":
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    return (folder / "away").exists()

@@ -9,6 +9,7 @@ Data flows one way, and each module imports only those before it::
     messages      texts: causes, advice, lines for each rank
     errors        all of it -> one LaunchError
     report        the error -> report.txt and report.json
+    report_page   the reports of all attempts -> report.html
 
 Nothing here starts or ends a process.
 """

@@ -104,7 +104,7 @@ def collect(workers: Sequence[Worker]) -> None:
             _note(worker, StackReading(stack=f"exec of {_name_of(worker)}", in_collective=False))
         if _waits_for_data(worker):
             worker.stack += "".join(
-                f", waiting for {each}" for each in _busy_loader_workers(worker)
+                f", waiting for {each}" for each in find_busy_loader_workers(worker)
             )
         _add_what_nccl_tells(worker)
 
@@ -217,7 +217,7 @@ def _waits_for_data(worker: Worker) -> bool:
     return any(frame.file.endswith(_DATALOADER) for frame in _main_thread(_dump_of(worker)))
 
 
-def _busy_loader_workers(worker: Worker) -> list[str]:
+def find_busy_loader_workers(worker: Worker) -> list[str]:
     """Say of each DataLoader worker that reads or collates what it is and where it does so.
 
     A forked worker has inherited the rank's handler and the file that it writes to. The workers are

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -91,6 +92,10 @@ def _facts(error: LaunchError) -> dict[str, Any]:
         "kind": error.kind,
         "exit_code": error.exit_code,
         "message": str(error),
+        "what": error.explanation.what,
+        "cause": error.explanation.cause,
+        "fix": error.explanation.fix,
+        "details": list(error.explanation.details),
         "attempt": error.attempt,
         "attempts": error.attempts,
     }
@@ -99,8 +104,31 @@ def _facts(error: LaunchError) -> dict[str, Any]:
     if isinstance(error, LaunchTimeoutError):
         facts["waited_s"] = round(error.waited_s, 3)
         facts["missing_ranks"] = list(error.missing_ranks)
-    facts["ranks"] = [_facts_of_rank(outcome) for outcome in error.outcomes.values()]
+    began = [out.began_ns["starting"] for out in error.outcomes.values() if out.began_ns]
+    facts["ranks"] = [
+        {**_facts_of_rank(outcome), "timeline_s": _timeline(outcome, min(began, default=0))}
+        for outcome in error.outcomes.values()
+    ]
     return facts
+
+
+def _timeline(outcome: RankOutcome, start_ns: int) -> dict[str, float]:
+    """Return when a rank's phases began, in seconds since the first rank of the attempt was started.
+
+    ``waiting`` is when it entered the collective that it did not leave, ``step`` its last step.
+    """
+    if not outcome.began_ns:  # a rank of another host, whose clock is another one
+        return {}
+    now_ns, wall_ns = time.monotonic_ns(), time.time_ns()
+    moments: dict[str, int] = {name: at_ns for name, at_ns in outcome.began_ns.items()}  # noqa: C416 - its keys are any text here
+    last = None if outcome.position is None else outcome.position.newest()
+    if last is not None and not last.done and 0 < last.entered_ns < wall_ns:
+        moments["waiting"] = now_ns - (wall_ns - last.entered_ns)
+    if outcome.progress.last_ns:
+        moments["step"] = outcome.progress.last_ns
+    ended_ns = outcome.ended_ns if outcome.raised is None else outcome.raised.at_ns
+    moments["end"] = ended_ns or now_ns
+    return {name: round((at_ns - start_ns) / 1e9, 3) for name, at_ns in moments.items()}
 
 
 def _facts_of_rank(outcome: RankOutcome) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import multiprocessing.process
 import os
 import signal
 import socket
+import time
 from typing import IO, TYPE_CHECKING
 
 from ddpsafe._launcher.processes.descendants import RankProcess, open_pidfd
@@ -115,6 +116,7 @@ class RankState:
 
     Attributes:
         phase: The last phase it reported.
+        began_ns: When each phase began, as far as it was reported (monotonic).
         returned: Its report of success, if it came.
         raised: Its report of an exception, in flight or final.
         failed: Whether an exception ended its function.
@@ -135,6 +137,7 @@ class RankState:
         """Know nothing yet; `say` sends the rank what it is asked, and drops it if the rank has gone."""
         self._say = say
         self.phase: Phase = "starting"
+        self.began_ns: dict[Phase, int] = {"starting": time.monotonic_ns()}
         self.returned: Returned | None = None
         self.raised: Raised | None = None
         self.failed = False
@@ -174,8 +177,10 @@ class RankState:
         """Take note of what the rank has sent."""
         if isinstance(message, Entered):
             self.phase = message.phase
+            self.began_ns[message.phase] = time.monotonic_ns()
         elif isinstance(message, Returned):
             self.returned, self.phase = message, "leaving"
+            self.began_ns["leaving"] = time.monotonic_ns()
             self.position = message.position
             self.stop.note_return(message.stop_calls)
         elif isinstance(message, Position):
@@ -384,6 +389,7 @@ class Worker(RankState):
             progress=self.progress(),
             point_to_point=self.point_to_point,
             in_rpc=self.in_rpc,
+            began_ns=self.began_ns,
             exited_at="" if self.returned is None else self.returned.exited_at,
         )
 

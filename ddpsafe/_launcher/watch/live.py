@@ -12,19 +12,28 @@ asked once, then ever more rarely, and a warning says who waits for whom.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import psutil
 
 from ddpsafe._errors import ranks_text
-from ddpsafe._launcher.diagnosis.evidence import ask_for_stacks, read_frames, read_new_stack
+from ddpsafe._launcher.diagnosis.evidence import (
+    ask_for_stacks,
+    find_busy_loader_workers,
+    read_frames,
+    read_new_stack,
+)
 from ddpsafe._launcher.diagnosis.root_cause import find_root_cause
 from ddpsafe._launcher.diagnosis.wait_graph import Deadlock, RankView, find_deadlock, unchanged
+from ddpsafe._launcher.watch.status import Rates, StatusSocket, answer
 from ddpsafe._wire.messages import Whereabouts
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable, Sequence
 
     from ddpsafe._launcher.processes.rank_process import Worker
@@ -284,6 +293,7 @@ class LiveWatch:
         self._deadlocks = DeadlockWatch(workers, self._settings, now_s=clock())
         self._inquiry: _Inquiry | None = None
         self._signalled: dict[int, int] | None = None
+        self._is_to_warn = False
         self._seen: object = None
         self._moved_s = clock()
         self._next_look_s = 0.0
@@ -291,6 +301,19 @@ class LiveWatch:
         self._next_warning_s = 0.0
         self.proof: Deadlock | None = None
         self.longest_s = 0.0
+        self._rates = Rates(clock)
+        self._socket = StatusSocket(Path(workers[0].spec.run_dir)) if workers else None
+        self._asked_by: list[socket.socket] = []
+        self._wants_stacks = False
+
+    def handles(self) -> list[int]:
+        """Return what becomes readable when another process asks for the status."""
+        return [] if self._socket is None else self._socket.handles()
+
+    def close(self) -> None:
+        """Answer no process any more."""
+        if self._socket is not None:
+            self._socket.close()
 
     def interval_s(self) -> float:
         """Return how often to look, in seconds."""
@@ -303,9 +326,11 @@ class LiveWatch:
         now_s = self._clock()
         if not self._workers:
             return False
+        self._take_request(now_s)
         if now_s < self._next_look_s and not self._deadlocks.is_asking and self._inquiry is None:
             return False
         self._next_look_s = now_s + self._settings.look_s
+        self._rates.note({worker.rank: worker.progress().steps for worker in self._workers})
         if len(self._workers) > 1:
             self.proof = self._deadlocks.look(now_s)
         self._note_progress(now_s)
@@ -345,6 +370,10 @@ class LiveWatch:
     def _ask(self, now_s: float) -> None:
         self._next_warning_s = now_s + self._pause_s
         self._pause_s *= _RARER
+        self._is_to_warn = True
+        self._start_inquiry(now_s)
+
+    def _start_inquiry(self, now_s: float) -> None:
         asked = [each for each in self._workers if each.alive and each.returned is None]
         self._signalled = None
         self._inquiry = _Inquiry(asked, ends_s=now_s + self._settings.answer_s)
@@ -368,7 +397,84 @@ class LiveWatch:
             each.rank: read_new_stack(each, (self._signalled or {}).get(each.rank, 0))
             for each in silent
         }
-        self._warn(answers, stacks, now_s)
+        if self._asked_by:
+            self._answer(answers, stacks)
+        if self._is_to_warn:
+            self._warn(answers, stacks, now_s)
+
+    def _take_request(self, now_s: float) -> None:
+        """Ask the ranks for whoever asks for the status; more than one get the same answer."""
+        found = None if self._socket is None else self._socket.accept()
+        if found is None:
+            return
+        connection, wants_stacks = found
+        self._asked_by.append(connection)
+        self._wants_stacks |= wants_stacks
+        if self._inquiry is None:
+            self._is_to_warn = False
+            self._start_inquiry(now_s)
+
+    def _answer(self, answers: dict[int, Whereabouts], stacks: dict[int, list[Frame]]) -> None:
+        spec = self._workers[0].spec
+        facts = {
+            "schema": 1,
+            "pid": os.getpid(),
+            "run_dir": spec.run_dir,
+            "attempt": spec.attempt,
+            "world_size": spec.world.world_size,
+            "longest_step_s": round(self.longest_s, 3),
+            "ranks": [
+                self._facts_of(worker, answers.get(worker.rank), stacks.get(worker.rank))
+                for worker in self._workers
+            ],
+        }
+        for connection in self._asked_by:
+            answer(connection, facts)
+        self._asked_by, self._wants_stacks = [], False
+
+    def _facts_of(
+        self, worker: Worker, at: Whereabouts | None, stack: list[Frame] | None
+    ) -> dict[str, object]:
+        made = worker.progress()
+        frames = at.threads[0].frames if at is not None and at.threads else stack or ()
+        outcome = self._outcome(worker, at, frames)
+        last = None if at is None else at.position.newest()
+        threads = [] if at is None else [(each.name, each.frames) for each in at.threads]
+        threads = threads or [("MainThread", tuple(stack or ()))]
+        return {
+            "rank": worker.rank,
+            "local_rank": worker.spec.world.local_rank,
+            "hostname": outcome.hostname,
+            "pid": worker.pid,
+            "phase": "returned" if worker.returned is not None else worker.phase,
+            "state": outcome.state or self._deadlocks.activity(worker.rank).now.state,
+            "answered": at is not None,
+            "steps": made.steps,
+            "steps_per_s": round(self._rates.of(worker.rank), 3),
+            "saves": made.saves,
+            "last_step_s": round((time.monotonic_ns() - made.last_ns) / 1e9, 3)
+            if made.last_ns
+            else None,
+            "collective": last
+            and {
+                "group": last.group,
+                "number": last.number,
+                "name": last.name.partition(":")[2],
+                "done": last.done,
+                "text": str(last),
+            },
+            "where": outcome.stack,
+            "in_collective": outcome.in_collective,
+            "threads": [
+                {"name": name, "frames": [list(frame) for frame in calls]}
+                for name, calls in threads
+            ]
+            if self._wants_stacks
+            else [],
+            "loader_workers": find_busy_loader_workers(worker)
+            if self._wants_stacks and worker.alive
+            else [],
+        }
 
     def _warn(
         self, answers: dict[int, Whereabouts], stacks: dict[int, list[Frame]], now_s: float

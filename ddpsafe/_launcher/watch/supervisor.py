@@ -140,8 +140,11 @@ class Watch:
 
         Ranks may still run when it returns; ending them is the caller's.
         """
-        while (reason := self._find_reason()) is None:
-            self._wait(self._next_deadline())
+        try:
+            while (reason := self._find_reason()) is None:
+                self._wait(self._next_deadline())
+        finally:
+            self._live.close()
         if reason == "failed":
             self._settle()
         elif reason == "done":
@@ -233,6 +236,7 @@ class Watch:
         """Wait for news of a rank or a signal, and take it; at most `limit_s` seconds."""
         alive = [worker for worker in self._own if worker.alive]
         handles = [self._inbox.fileno(), *(worker.end_handle() for worker in alive)]
+        handles += self._live.handles()
         handles += [worker.receiver.fileno() for worker in alive if not worker.receiver.closed]
         handles += [] if self._peers is None else [self._peers.fileno()]
         watches = (self._sequence, self._flight, self._progress, self._stderr, self._live)

@@ -1,0 +1,26 @@
+"""``ddpsafe report``: the page of a run directory, written again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddpsafe._launcher.diagnosis.report_page import write_page
+from ddpsafe.cli import HEALTHY, USAGE, complain, say
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def write_report_page(options: argparse.Namespace) -> int:
+    """Write the page, and say where it is."""
+    folder = Path(options.run_dir)
+    if not any(folder.glob("attempt-*")):
+        complain(f"ddpsafe report: {folder} is not a run directory: it has no attempt-1")
+        return USAGE
+    try:
+        say(str(write_page(folder)))
+    except OSError as error:
+        complain(f"ddpsafe report: {folder} cannot be written to: {error.strerror}")
+        return USAGE
+    return HEALTHY

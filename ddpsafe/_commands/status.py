@@ -1,0 +1,215 @@
+"""``ddpsafe status``: what the ranks of a running launch do, asked from another terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import psutil
+
+from ddpsafe import _gpus
+from ddpsafe._launcher.watch.status import ask
+from ddpsafe.cli import HEALTHY, UNHEALTHY, USAGE, complain, say
+from ddpsafe.doctor._report import printable
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterable
+
+    Facts = dict[str, Any]
+
+_RANKS_LOG: Final = re.compile(r"(?P<run>.+)/attempt-\d+/rank-\d+\.out(?: \(deleted\))?")
+_EVERY_S: Final = 1.0
+_CPU_S: Final = 0.1
+_MIB: Final = 1 << 20
+_CLEAR: Final = "\x1b[H\x1b[2J"
+_COLUMNS: Final = ("rank", "pid", "phase", "steps", "steps/s", "last step", "cpu", "memory")
+
+
+def show_status(options: argparse.Namespace) -> int:
+    """Show one launch, or all of this user on this host."""
+    if options.run_dir is not None and options.all:
+        complain("ddpsafe status: give a run directory, or --all")
+        return USAGE
+    try:
+        while True:
+            code = _show_once(options)
+            if not options.watch or code != HEALTHY:
+                return code
+            time.sleep(_EVERY_S)
+    except KeyboardInterrupt:
+        return HEALTHY
+
+
+def find_run_dirs() -> list[Path]:
+    """Return the run directories of this user's launches on this host, by what their ranks write to.
+
+    No launch has to register: the log that is a rank's standard output names the run directory.
+    """
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if process.stat().st_uid != os.geteuid():
+                continue
+            match = _RANKS_LOG.fullmatch(os.readlink(process / "fd" / "1"))  # noqa: PTH115 - text
+            if match is not None:
+                found.add(Path(match["run"]))
+    return sorted(found)
+
+
+def _show_once(options: argparse.Namespace) -> int:
+    folders = [Path(options.run_dir)] if options.run_dir is not None else find_run_dirs()
+    launches = [_read(folder, stacks=options.stacks) for folder in folders]
+    if options.run_dir is None:  # what was found by its ranks may be between two attempts
+        launches = [each for each in launches if each["state"] != "ended"]
+    if options.json:
+        say(json.dumps({"launches": launches}, ensure_ascii=False))
+    else:
+        text = "\n\n".join("\n".join(_lines(each)) for each in launches)
+        text = text or "no launch of this user runs on this host"
+        say(f"{_CLEAR}{text}" if options.watch and sys.stdout.isatty() else text)
+    is_running = any(each["state"] == "running" for each in launches)
+    return HEALTHY if is_running else UNHEALTHY
+
+
+def _read(folder: Path, *, stacks: bool) -> Facts:
+    """Return what is known of the launch in a run directory.
+
+    ``state`` is ``running``, ``ended``, ``dead`` (its launcher was killed), ``silent`` (the launcher
+    does not answer), or ``unknown``.
+    """
+    place = {"run_dir": str(folder)}
+    try:
+        facts = ask(folder, stacks=stacks)
+    except FileNotFoundError:
+        return {**place, **_read_end(folder)}
+    except ConnectionRefusedError:
+        return {**place, "state": "dead", "report": _find_report(folder)}
+    except OSError as error:
+        return {**place, "state": "silent", "error": str(error)}
+    usage = _read_usage([each["pid"] for each in facts["ranks"]])
+    gpus = _gpus.read_memory()
+    for each in facts["ranks"]:
+        each.update(usage.get(each["pid"], {}))
+        each["gpu_memory_bytes"] = gpus.get(each["pid"])
+    return {**facts, "state": "running"}
+
+
+def _read_end(folder: Path) -> Facts:
+    report = _find_report(folder)
+    if report is None:
+        return {"state": "ended" if folder.is_dir() else "unknown", "report": None}
+    return {"state": "ended", "report": report}
+
+
+def _find_report(folder: Path) -> Facts | None:
+    """Return what the newest attempt that failed came to."""
+    for path in sorted(folder.glob("attempt-*/report.json"), reverse=True):
+        with contextlib.suppress(OSError, ValueError):
+            report = json.loads(path.read_text(encoding="utf-8"))
+            names = ("error", "kind", "message", "attempt", "exit_code")
+            return {"path": str(path), **{name: report.get(name) for name in names}}
+    return None
+
+
+def _read_usage(pids: Iterable[int]) -> dict[int, Facts]:
+    """Return processor and memory of processes, their children included."""
+    families: dict[int, list[psutil.Process]] = {}
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            families[pid] = [process, *process.children(recursive=True)]
+    for each in (each for family in families.values() for each in family):
+        with contextlib.suppress(psutil.Error):
+            each.cpu_percent()
+    time.sleep(_CPU_S)
+    usage: dict[int, Facts] = {}
+    for pid, family in families.items():
+        cpu = memory = 0.0
+        for each in family:
+            with contextlib.suppress(psutil.Error):
+                cpu += each.cpu_percent()
+                memory += each.memory_info().rss
+        usage[pid] = {"cpu_percent": round(cpu, 1), "memory_bytes": int(memory)}
+    return usage
+
+
+def _lines(launch: Facts) -> list[str]:
+    folder, state = printable(launch["run_dir"]), launch["state"]
+    if state == "running":
+        return _running_lines(launch)
+    said = {
+        "ended": f"no launch is running in {folder}",
+        "dead": f"the launcher of {folder} has died without an end of its own; its ranks end with it",
+        "silent": f"the launcher of {folder} does not answer: {launch.get('error')}",
+        "unknown": f"there is no directory {folder}",
+    }[state]
+    report = launch.get("report")
+    if not report:
+        return [said]
+    first = str(report["message"]).partition("\n")[0]
+    return [
+        said,
+        printable(f"attempt {report['attempt']} failed: {report['error']}: {first}"),
+        printable(f"see {report['path']}"),
+    ]
+
+
+def _running_lines(launch: Facts) -> list[str]:
+    head = (
+        f"{launch['world_size']} ranks, attempt {launch['attempt']}, launcher {launch['pid']}, "
+        f"{launch['run_dir']}"
+    )
+    if launch["longest_step_s"]:
+        head += f", longest time between steps {launch['longest_step_s']:.1f} s"
+    has_gpus = any(each.get("gpu_memory_bytes") for each in launch["ranks"])
+    columns = [*_COLUMNS, *(["gpu memory"] if has_gpus else []), "collective", "where"]
+    rows = [_row(each, has_gpus=has_gpus) for each in launch["ranks"]]
+    widths = [max(len(row[at]) for row in [columns, *rows]) for at in range(len(columns) - 1)]
+    table = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
+        for row in [columns, *rows]
+    ]
+    stacks = [line for each in launch["ranks"] for line in _stack_lines(each)]
+    return [printable(line) for line in [head, *table, *stacks]]
+
+
+def _row(rank: Facts, *, has_gpus: bool) -> list[str]:
+    state = "stopped" if rank["state"] in ("T", "stopped") else rank["phase"]
+    ago, collective = rank["last_step_s"], rank["collective"]
+    gpu = [_mib(rank.get("gpu_memory_bytes"))] if has_gpus else []
+    at = rank["where"] or ("" if rank["answered"] or rank["phase"] == "returned" else "no answer")
+    return [
+        str(rank["rank"]),
+        str(rank["pid"]),
+        state,
+        str(rank["steps"]),
+        f"{rank['steps_per_s']:.1f}",
+        "" if ago is None else f"{ago:.1f} s ago",
+        f"{rank['cpu_percent']:.0f} %" if "cpu_percent" in rank else "",
+        _mib(rank.get("memory_bytes")),
+        *gpu,
+        ""
+        if collective is None
+        else f"{'after' if collective['done'] else 'in'} {collective['text']}",
+        at,
+    ]
+
+
+def _mib(size: int | None) -> str:
+    return "" if size is None else f"{size / _MIB:.0f} MiB"
+
+
+def _stack_lines(rank: Facts) -> list[str]:
+    lines = []
+    for thread in rank["threads"]:
+        if thread["frames"]:
+            lines += ["", f"rank {rank['rank']}, thread {thread['name']}, the last call first:"]
+            lines += [f"  {file}:{line} in {name}" for file, line, name in thread["frames"]]
+    return lines + [f"rank {rank['rank']} waits for {each}" for each in rank["loader_workers"]]

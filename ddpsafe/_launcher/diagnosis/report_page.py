@@ -1,0 +1,249 @@
+"""The reports of all attempts of a run as one HTML file, the cause first. It loads and runs nothing.
+
+It is made from what lies in the run directory, ``attempt-*/report.json`` and the ranks' logs, so that
+it can be made again later, or on another machine. Scripts and libraries have a part in what is in
+there: the template escapes all of it, and the page forbids the browser to run or to load anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+from ddpsafe._wire.spec import open_log
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    Facts = Mapping[str, Any]
+
+PAGE: Final = "report.html"
+
+_PHASES: Final = {
+    "starting": ("start", "starting: a new process imports the script"),
+    "loading": ("load", "loading the function and its arguments"),
+    "joining": ("join", "joining the process group"),
+    "running": ("run", "in the function"),
+    "waiting": ("wait", "waiting for other ranks in a collective"),
+    "leaving": ("leave", "returned, and leaving"),
+}
+"""Phase to the word in its bar, as not every eye and printer tells colours, and to its meaning."""
+
+_WIDTH: Final = 860
+_LEFT: Final = 70
+_ROW: Final = 24
+_LETTER: Final = 8
+_TICKS: Final = 5
+_LAST_BYTES: Final = 8_192
+_LAST_LINES: Final = 25
+_MOST_STACK: Final = 60_000
+_MOST_ATTEMPTS: Final = 50
+_MOST_RANKS: Final = 256
+_CONTROL: Final = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+)
+
+_STYLE: Final = """
+:root { color-scheme: light dark; --text: #1c2024; --back: #fff; --line: #8a94a0; --dim: #5b6470;
+  --box: #eef0f2; --bad: #b3261e; --starting: #e3e6ea; --loading: #d3d9e0; --joining: #c4d7f2;
+  --running: #cfe8d5; --waiting: #fff; --leaving: #e3e6ea; }
+@media (prefers-color-scheme: dark) { :root { --text: #e6e9ec; --back: #14171a; --line: #7b8693;
+  --dim: #9aa4af; --box: #23282d; --bad: #f0685c; --starting: #2b3036; --loading: #353c44;
+  --joining: #2b4468; --running: #1f4d30; --waiting: #14171a; --leaving: #2b3036; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back);
+  max-width: 60rem; margin: 1.5rem auto; padding: 0 1rem; overflow-wrap: anywhere; }
+h1 { font-size: 1.3rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+.cause { border-left: 5px solid var(--bad); padding: .1rem 0 .1rem 1rem; }
+.scroll { overflow-x: auto; } pre { background: var(--box); padding: .6rem .8rem; overflow-x: auto;
+  border-radius: 4px; font-size: 13px; overflow-wrap: normal; }
+table { border-collapse: collapse; } td, th { text-align: left; vertical-align: top;
+  padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line); }
+svg text { fill: var(--text); font: 12px system-ui, sans-serif; }
+svg rect { stroke: var(--line); } svg line { stroke: var(--line); }
+svg .end { stroke: var(--bad); stroke-width: 3; } svg .waiting { stroke-dasharray: 4 3; }
+.dim { color: var(--dim); }
+@media print { details { display: block; } }
+"""
+
+_TEMPLATE: Final = """\
+<!doctype html><html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>ddpsafe: {{ title | shown }}</title><style>{{ style }}</style></head><body>
+<h1>{{ title | shown }}</h1>
+{% for each in attempts %}{% if loop.first %}
+<div class="cause"><p><b>{{ each.report.what | shown }}</b></p>
+{% if each.report.cause %}<p>Likely cause: {{ each.report.cause | shown }}</p>{% endif %}
+{% if each.report.fix %}<p>What to do: {{ each.report.fix | shown }}</p>{% endif %}</div>
+{% if each.report.details %}<pre>{{ each.report.details | join("\n") | shown }}</pre>{% endif %}
+{% endif %}{% endfor %}
+<p class="dim">{{ summary | shown }}</p>
+{% if legend %}<h2>Timeline</h2>
+<p>{% for word, meaning in legend %}<b>{{ word }}</b>: {{ meaning }}{{ "; " if not loop.last }}{% endfor %}.
+The thick line is a rank's end, the small one its last step.</p>{% endif %}
+{% for each in attempts %}
+<h2>Attempt {{ each.number }}</h2>
+{% if not loop.first %}<p>{{ each.report.what | shown }}</p>{% endif %}
+{% if each.chart %}<div class="scroll"><svg viewBox="0 0 {{ each.chart.width }} {{ each.chart.height }}" width="{{ each.chart.width }}" height="{{ each.chart.height }}" role="img" aria-label="Timeline of attempt {{ each.number }}">
+{% for row in each.chart.rows %}<text x="0" y="{{ row.y + 15 }}">{{ row.label }}</text>
+{% for bar in row.bars %}<g><title>{{ bar.title }}</title><rect class="{{ bar.phase }}" x="{{ bar.x }}" y="{{ row.y + 2 }}" width="{{ bar.width }}" height="18" fill="var(--{{ bar.phase }})"/>{% if bar.word %}<text x="{{ bar.x + 4 }}" y="{{ row.y + 15 }}">{{ bar.word }}</text>{% endif %}</g>
+{% endfor %}{% if row.step_x is not none %}<line x1="{{ row.step_x }}" x2="{{ row.step_x }}" y1="{{ row.y + 6 }}" y2="{{ row.y + 16 }}"/>{% endif %}
+<line class="end" x1="{{ row.end_x }}" x2="{{ row.end_x }}" y1="{{ row.y }}" y2="{{ row.y + 22 }}"/>
+{% endfor %}{% for tick in each.chart.ticks %}<text x="{{ tick.x }}" y="{{ each.chart.height - 4 }}">{{ tick.label }}</text>{% endfor %}</svg></div>{% endif %}
+<div class="scroll"><table><tr><th>rank</th><th>host</th><th>end</th><th>steps</th><th>where it was</th><th>collective</th></tr>
+{% for rank in each.ranks %}<tr><td>{{ rank.rank }}</td><td>{{ rank.hostname | shown }}</td><td>{{ rank.status | shown }}{% if rank.signal %} ({{ rank.signal | shown }}){% endif %}</td><td>{{ rank.steps }}</td><td>{{ rank.where | shown }}</td><td>{{ rank.last | shown }}</td></tr>
+{% endfor %}</table></div>
+{% for rank in each.ranks %}{% if rank.raised or rank.output or rank.stacks %}
+<details{% if rank.rank == each.report.rank or rank.rank in (each.report.missing_ranks or []) %} open{% endif %}><summary>rank {{ rank.rank }}: what it raised, wrote and did</summary>
+{% if rank.raised %}<pre>{{ rank.raised.traceback | shown }}</pre>{% endif %}
+{% if rank.output %}<p>Last lines of its stderr:</p><pre>{{ rank.output | shown }}</pre>{% endif %}
+{% if rank.stacks %}<p>All threads, the last call first:</p><pre>{{ rank.stacks | shown }}</pre>{% endif %}
+</details>{% endif %}{% endfor %}{% endfor %}
+</body></html>
+"""
+
+
+def write_page(run_dir: Path) -> Path:
+    """Write ``report.html`` of a run directory, whole or not at all; return its path.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    path = run_dir / PAGE
+    temporary = path.with_name(f".{PAGE}.{os.getpid()}")
+    try:
+        fd = open_log(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        with open(fd, "w", encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - a file descriptor
+            file.write(draw(run_dir))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def draw(run_dir: Path) -> str:
+    """Return the page of a run directory: the newest attempt first."""
+    import jinja2
+    from markupsafe import Markup
+
+    attempts = [_attempt(path) for path in _reports(run_dir)]
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.ChainableUndefined, trim_blocks=True
+    )
+    environment.filters["shown"] = _shown
+    failed = f"{len(attempts)} failed attempt{'s' if len(attempts) != 1 else ''}"
+    newest = attempts[0]["report"] if attempts else {}
+    seen = {
+        bar["phase"] for each in attempts for row in each["chart"]["rows"] for bar in row["bars"]
+    }
+    return environment.from_string(_TEMPLATE).render(
+        title=newest.get("error", "no attempt of this run has failed"),
+        summary=f"{failed}, {newest.get('written_at', '')} {run_dir}",
+        attempts=attempts,
+        legend=[_PHASES[phase] for phase in _PHASES if phase in seen],
+        style=Markup(_STYLE),  # noqa: S704 - the constant above,
+    )
+
+
+def _shown(text: object) -> str:
+    """Return a text without what would hide or reorder other text."""
+    return _CONTROL.sub("�", "" if text is None else str(text))
+
+
+def _reports(run_dir: Path) -> list[Path]:
+    found = [path for path in run_dir.glob("attempt-*/report.json") if _number(path)]
+    return sorted(found, key=_number, reverse=True)[:_MOST_ATTEMPTS]
+
+
+def _number(path: Path) -> int:
+    text = path.parent.name.removeprefix("attempt-")
+    return int(text) if text.isdecimal() else 0
+
+
+def _attempt(path: Path) -> dict[str, Any]:
+    report: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        read = json.loads(path.read_text(encoding="utf-8"))
+        report = read if isinstance(read, dict) else {}
+    report.setdefault("what", report.get("message", f"{path} cannot be read"))
+    ranks = [each for each in report.get("ranks", []) if isinstance(each, dict)][:_MOST_RANKS]
+    return {
+        "number": _number(path),
+        "report": report,
+        "ranks": [_rank(each, path.parent) for each in ranks],
+        "chart": _chart(ranks),
+    }
+
+
+def _rank(facts: Facts, folder: Path) -> dict[str, Any]:
+    stem = folder / f"rank-{facts.get('rank')}"
+    output = _tail(stem.with_suffix(".err"), _LAST_BYTES)
+    collectives = facts.get("collectives") or []
+    last = collectives[-1] if collectives else None
+    return {
+        **facts,
+        "last": last
+        and f"{'after' if last['done'] else 'in'} {last['name']} number {last['number']}",
+        "output": "\n".join(output.splitlines()[-_LAST_LINES:]),
+        "stacks": _tail(stem.with_suffix(".stacks"), _MOST_STACK).strip(),
+    }
+
+
+def _tail(path: Path, size: int) -> str:
+    try:
+        with open(open_log(path, os.O_RDONLY), "rb") as file:  # noqa: PTH123 - a file descriptor
+            file.seek(max(0, os.fstat(file.fileno()).st_size - size))
+            return file.read(size).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _chart(ranks: Sequence[Facts]) -> dict[str, Any]:
+    """Return where everything of an attempt's timeline stands."""
+    timelines = [each["timeline_s"] for each in ranks if each.get("timeline_s")]
+    lasts_s: float = max([1e-3, *(line.get("end", 0.0) for line in timelines)])
+    scale = (_WIDTH - _LEFT) / lasts_s
+
+    def x(moment_s: float) -> float:
+        return float(round(_LEFT + min(max(moment_s, 0.0), lasts_s) * scale, 1))
+
+    rows: list[dict[str, Any]] = []
+    for facts in ranks:
+        line = facts.get("timeline_s")
+        if not line:
+            continue
+        end_s = line.get("end", lasts_s)
+        begun = sorted((line[name], name) for name in _PHASES if name in line)
+        bars = []
+        for (from_s, phase), after in zip(begun, [*begun[1:], (end_s, "")], strict=True):
+            width = max(1.0, round(x(min(after[0], end_s)) - x(from_s), 1))
+            word = _PHASES[phase][0]
+            bars.append(
+                {
+                    "phase": phase,
+                    "x": x(from_s),
+                    "width": width,
+                    "word": word if width > _LETTER * len(word) else "",
+                    "title": f"{_PHASES[phase][1]}: {from_s:.1f} s to {after[0]:.1f} s",
+                }
+            )
+        rows.append(
+            {
+                "y": len(rows) * _ROW,
+                "label": f"rank {facts.get('rank')}",
+                "bars": bars,
+                "step_x": x(line["step"]) if "step" in line else None,
+                "end_x": x(end_s),
+            }
+        )
+    ticks = [lasts_s * number / _TICKS for number in range(_TICKS + 1)] if rows else []
+    return {
+        "width": _WIDTH + 50,
+        "height": len(rows) * _ROW + 22,
+        "rows": rows,
+        "ticks": [{"x": x(each), "label": f"{each:.1f} s"} for each in ticks],
+    }

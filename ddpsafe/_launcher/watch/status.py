@@ -1,0 +1,151 @@
+"""What a running launch tells another process of its user: both ends of it.
+
+While an attempt runs, its launcher listens on a socket in the run directory, in the wait that it is
+in anyway. Who connects and is its user gets one line of JSON. Nothing is written meanwhile, no
+process is traced, and a launch that is not asked does nothing for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Facts = dict[str, Any]
+
+SOCKET: Final = "status.sock"
+WITH_STACKS: Final = b"stacks\n"
+WITHOUT: Final = b"status\n"
+
+_CREDENTIALS: Final = struct.Struct("3i")
+_QUEUED: Final = 8
+_ANSWER_S: Final = 10.0
+_SEND_S: Final = 1.0
+_MOST_BYTES: Final = 64 << 20
+
+
+class StatusSocket:
+    """The launcher's end.
+
+    Args:
+        run_dir: The run directory.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        """Listen, if the file system has sockets; else no launch fails for it."""
+        self._path = run_dir / SOCKET
+        self._listener: socket.socket | None = None
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)  # of an attempt before, or of a launcher that died
+            listener = socket.socket(socket.AF_UNIX)
+            self._listener = listener
+            with _short(self._path) as path:
+                listener.bind(path)
+            self._path.chmod(0o600)
+            listener.listen(_QUEUED)
+            listener.settimeout(0)
+
+    def handles(self) -> list[int]:
+        """Return what becomes readable when another process asks."""
+        return [] if self._listener is None else [self._listener.fileno()]
+
+    def accept(self) -> tuple[socket.socket, bool] | None:
+        """Return the next connection of this user, and whether it asks for stacks."""
+        if self._listener is None:
+            return None
+        with contextlib.suppress(OSError):
+            connection, _ = self._listener.accept()
+            connection.settimeout(_SEND_S)
+            if _is_of_this_user(connection):
+                return connection, connection.recv(len(WITH_STACKS)) == WITH_STACKS
+            connection.close()
+        return None
+
+    def close(self) -> None:
+        """Listen no longer."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
+
+
+def answer(connection: socket.socket, facts: Facts) -> None:
+    """Send the facts and end the connection; one that does not read them is left."""
+    with contextlib.suppress(OSError), connection:
+        connection.sendall(json.dumps(facts, ensure_ascii=False).encode() + b"\n")
+
+
+def ask(run_dir: Path, *, stacks: bool = False) -> Facts:
+    """Ask the launcher of a run directory.
+
+    Raises:
+        FileNotFoundError: No launcher listens there: the launch has ended, or there was none.
+        ConnectionRefusedError: There is a socket, but its launcher has died.
+        OSError: It gave no answer.
+    """
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(_ANSWER_S)
+        with _short(run_dir / SOCKET) as path:
+            connection.connect(path)
+        connection.sendall(WITH_STACKS if stacks else WITHOUT)
+        data = bytearray()
+        while (part := connection.recv(1 << 16)) and len(data) < _MOST_BYTES:
+            data += part
+    try:
+        facts: Facts = json.loads(data)
+    except ValueError as exc:
+        msg = "the launcher ended before it had answered"
+        raise ConnectionResetError(msg) from exc
+    return facts
+
+
+@contextlib.contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """Name a socket by the descriptor of its folder: a path of a socket has at most 107 bytes."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        has_proc = Path("/proc/self/fd").exists()
+        yield f"/proc/self/fd/{folder}/{path.name}" if has_proc else str(path)
+    finally:
+        os.close(folder)
+
+
+def _is_of_this_user(connection: socket.socket) -> bool:
+    option = getattr(socket, "SO_PEERCRED", None)
+    if option is None:  # not on Linux: the run directory's own mode keeps others out
+        return True
+    said = connection.getsockopt(socket.SOL_SOCKET, option, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(said)
+    return uid in (0, os.geteuid())
+
+
+class Rates:
+    """How many steps a second each rank makes, from what is looked at anyway."""
+
+    _KEPT: Final = 16
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Know nothing yet."""
+        self._clock = clock
+        self._seen: list[tuple[float, dict[int, int]]] = []
+
+    def note(self, steps: dict[int, int]) -> None:
+        """Take note of how many steps the ranks have made by now."""
+        self._seen = [*self._seen[-self._KEPT :], (self._clock(), steps)]
+
+    def of(self, rank: int) -> float:
+        """Return the rate over the last looks."""
+        if len(self._seen) < 2:  # noqa: PLR2004 - it takes two
+            return 0.0
+        (first_s, first), (last_s, last) = self._seen[0], self._seen[-1]
+        took_s = last_s - first_s
+        return (last.get(rank, 0) - first.get(rank, 0)) / took_s if took_s > 0 else 0.0

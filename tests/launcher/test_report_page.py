@@ -1,0 +1,139 @@
+"""``report.html``: the story of a run that failed, in one file that loads nothing."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING, Any
+
+import live_programs as programs
+from fault_kit import World
+
+import ddpsafe
+from ddpsafe._launcher.diagnosis.report_page import PAGE, draw
+from ddpsafe.cli import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HOSTILE = "<script>alert(1)</script>\"'&\x1b[2J\u202egnp."
+
+
+class Page(HTMLParser):
+    """What a browser would make of it: its elements, its text, and all that it would load."""
+
+    VOID = frozenset({"meta", "line", "rect"})
+
+    def __init__(self, text: str) -> None:
+        """Read it; every element has to be closed in order."""
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.loads: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note an element, and what it would load or run."""
+        self.tags.append(tag)
+        self.loads += [f"{tag} {name}" for name, _ in attrs if name in ("src", "href", "srcset")]
+        self.loads += [f"{tag} {name}" for name, _ in attrs if name.startswith("on")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        """Close the last one."""
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        """Note its text."""
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        """All that is to be read."""
+        return " ".join(self.words)
+
+
+def report(**facts: Any) -> dict[str, Any]:
+    """Return a report of an attempt with one rank."""
+    rank = {
+        "rank": 0,
+        "hostname": HOSTILE,
+        "status": "raised",
+        "steps": 3,
+        "where": HOSTILE,
+        "raised": {"traceback": HOSTILE},
+        "collectives": [{"name": HOSTILE, "number": 1, "done": False}],
+        "timeline_s": {"starting": 0.0, "joining": 1.0, "running": 2.0, "waiting": 3.0, "end": 9.0},
+    }
+    return {"error": "RankRaisedError", "what": HOSTILE, "cause": HOSTILE, "ranks": [rank], **facts}
+
+
+def write(folder: Path, number: int, facts: object) -> None:
+    """Write the report of an attempt, and logs beside it."""
+    attempt = folder / f"attempt-{number}"
+    attempt.mkdir()
+    (attempt / "report.json").write_text(json.dumps(facts))
+    (attempt / "rank-0.err").write_bytes(b"first\n" * 5000 + HOSTILE.encode() + b"\xff\n")
+    (attempt / "rank-0.stacks").write_text(HOSTILE)
+
+
+def test_what_scripts_and_hosts_say_is_shown_as_text(tmp_path: Path) -> None:
+    """No tag, no attribute and no control character of theirs becomes part of the page."""
+    write(tmp_path, 1, report())
+    text = draw(tmp_path)
+    page = Page(text)
+    assert "script" not in page.tags
+    assert page.loads == []
+    assert "default-src 'none'" in text
+    assert not {"\x1b", "\u202e"} & set(text)
+    assert page.text.count("<script>alert(1)</script>") >= 7
+
+
+def test_the_newest_attempt_comes_first_and_all_have_a_timeline(tmp_path: Path) -> None:
+    """Attempt 10 is newer than attempt 9; the words in the bars are read without colours."""
+    for number in (1, 9, 10):
+        write(tmp_path, number, report(what=f"failure {number}"))
+    page = Page(draw(tmp_path))
+    assert page.tags.count("svg") == 3
+    assert (
+        page.text.index("failure 10") < page.text.index("failure 9") < page.text.index("failure 1 ")
+    )
+    assert {"start", "join", "run", "wait"} <= set(page.words)
+    assert len(draw(tmp_path)) < 200_000
+
+
+def test_damaged_reports_are_shown_as_far_as_they_go(tmp_path: Path) -> None:
+    """The directory is written to, or a report is cut off."""
+    write(tmp_path, 1, report())
+    write(tmp_path, 2, [])
+    write(tmp_path, 3, {"ranks": [{}, 7]})
+    (tmp_path / "attempt-3" / "report.json").write_text('{"error": "Ra')
+    page = Page(draw(tmp_path))
+    assert "attempt-3/report.json cannot be read" in page.text
+
+
+def test_a_failure_leaves_the_page(tmp_path: Path) -> None:
+    """Beside the reports: the cause, each rank's timeline, and where it was."""
+    error = World(folder=tmp_path).launch_fails(
+        ddpsafe.CollectiveTimeoutError, programs.cross_two_groups, within_s=5.0
+    )
+    page = Page((tmp_path / "run" / PAGE).read_text())
+    assert error.explanation.what in page.text
+    assert error.explanation.fix in page.text
+    assert {"rank 0", "rank 1", "wait", "run"} <= set(page.words)
+    assert "in cross_two_groups" in page.text
+    assert (tmp_path / "run" / PAGE).stat().st_mode & 0o077 == 0
+
+
+def test_it_can_be_written_again(tmp_path: Path, capsys: Any) -> None:
+    """``ddpsafe report`` makes it of what lies in the run directory."""
+    write(tmp_path, 1, report())
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / PAGE}\n"
+    assert (tmp_path / PAGE).read_text() == draw(tmp_path)
+    assert main(["report", str(tmp_path / "attempt-1")]) == 2
