@@ -2,7 +2,7 @@
 
 A log is read once, in chunks. Of lines that differ in nothing but digits only the first few are
 looked at, which is most of any log; of the others, a rule's patterns are tried only where a literal
-part of them occurs.
+part of them occurs. Where those are in a large log is found with numpy, without looking at lines.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._explain.rules import LEVELS, RULES, Level, Retry, Rule
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterable, Iterator
     from typing import BinaryIO
 
     from ddpsafe._errors import FailureKind
@@ -26,8 +26,14 @@ _SAME_LINES: Final = 3
 """Of lines that differ in numbers only, so many are matched; a loop prints the same one for hours."""
 _MOST_SHAPES: Final = 50_000
 _EVIDENCE: Final = 3
+_SMALL_BYTES: Final = 1 << 16
+"""Below that a log is read line by line: it takes less time than to load numpy."""
+_LONGEST_TRACEBACK: Final = 200
+"""So many lines after its last call the exception of a traceback is not awaited any more."""
 
 _ANSI: Final = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|[\x00-\x08\x0b-\x1f\x7f]")
+_ANSI_BYTES: Final = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\n]*\x07")
+_CONTROL_BYTES: Final = bytes(each for each in (*range(32), 127) if each not in b"\t\n")
 _RANK: Final = re.compile(
     r"\[rank(?P<a>\d+)\]|\[Rank (?P<b>\d+)\]|\[default(?P<c>\d+)\]|^(?P<d>\d{1,5}): "
     r"|^\[1,(?P<e>\d+)\]<std|(?i:\blocal_rank: ?(?P<f>\d+))|\brank ?: ?(?P<g>\d+) "
@@ -99,6 +105,8 @@ class LogReader:
         self._cause_of_shape: dict[bytes, Cause] = {}
         self._frame: re.Match[str] | None = None
         self._in_traceback = False
+        self._since_frame = 0
+        self._sieve: _Sieve | None = None
         self._lowest: tuple[int, int | None] | None = None
         self.lines = 0
 
@@ -121,42 +129,70 @@ class LogReader:
         self._read_chunk(text.encode("utf-8", "replace"))
 
     def _read_chunk(self, chunk: bytes) -> None:
-        first = self.lines
+        first = self.lines + 1
         self.lines += chunk.count(b"\n") + (not chunk.endswith(b"\n") and chunk != b"")
-        for number, raw in enumerate(chunk.split(b"\n"), start=first + 1):
-            # Deleting the digits runs in C, and most lines of a log end here.
-            shape = raw[:_LONGEST_LINE].translate(None, b"0123456789")
-            seen = self._shapes.get(shape, 0)
-            if seen >= _SAME_LINES and b'File "' not in raw:
-                self._repeat(shape)
-                continue
-            if len(self._shapes) < _MOST_SHAPES:
-                self._shapes[shape] = seen + 1
-            # A carriage return redraws a progress bar: what follows it is a line of its own.
-            for part in raw.split(b"\r"):
-                self._read_line(number, part[:_LONGEST_LINE].decode("utf-8", "replace"), shape)
+        lines = chunk.split(b"\n")
+        if len(chunk) < _SMALL_BYTES or _ALWAYS:
+            for number, raw in enumerate(lines, start=first):
+                self._read_raw(number, raw, None)
+            return
+        self._sieve = self._sieve or _Sieve()
+        found = self._sieve.find(chunk)
+        number = 0
+        for at in sorted(found):
+            # In a traceback the line of the exception is awaited, which no rule may know.
+            while self._in_traceback and number < at:
+                self._read_raw(first + number, lines[number], ())
+                number += 1
+            self._read_raw(first + at, lines[at], found[at])
+            number = at + 1
+        while self._in_traceback and number < len(lines):
+            self._read_raw(first + number, lines[number], ())
+            number += 1
+
+    def _read_raw(self, number: int, raw: bytes, grams: Collection[str] | None) -> None:
+        """Read one line; `grams` are the four letters in it that rules need, if they are known."""
+        # Deleting the digits runs in C, and most lines of a log end here.
+        shape = raw[:_LONGEST_LINE].translate(None, b"0123456789")
+        seen = self._shapes.get(shape, 0)
+        if seen >= _SAME_LINES and b'File "' not in raw:
+            self._repeat(shape)
+            return
+        if len(self._shapes) < _MOST_SHAPES:
+            self._shapes[shape] = seen + 1
+        if self._in_traceback:
+            self._since_frame += 1
+            self._in_traceback = self._since_frame < _LONGEST_TRACEBACK
+        # A carriage return redraws a progress bar: what follows it is a line of its own.
+        for part in raw.split(b"\r"):
+            text = part[:_LONGEST_LINE].decode("utf-8", "replace")
+            self._read_line(number, text, shape, grams)
 
     def _repeat(self, shape: bytes) -> None:
         if (cause := self._cause_of_shape.get(shape)) is not None:
             cause.count += 1
 
-    def _read_line(self, number: int, line: str, shape: bytes) -> None:
+    def _read_line(
+        self, number: int, line: str, shape: bytes, grams: Collection[str] | None
+    ) -> None:
         line = _ANSI.sub("", line).rstrip()
         said = _PREFIX.sub("", line)
         frame = _FRAME.match(said)
         if frame is not None:
-            self._in_traceback = True
+            self._in_traceback, self._since_frame = True, 0
             if not _LIBRARY.search(frame["file"]):
                 self._frame = frame
         elif said.startswith("Traceback (most recent call last)"):
-            self._in_traceback, self._frame = True, None
+            self._in_traceback, self._frame, self._since_frame = True, None, 0
         else:
-            cause = self._match(number, line, said)
+            cause = self._match(number, line, said, grams)
             if cause is not None and len(self._cause_of_shape) < _MOST_SHAPES:
                 self._cause_of_shape[shape] = cause
 
-    def _match(self, number: int, line: str, said: str) -> Cause | None:
-        best = self._find_best(number, line, said)
+    def _match(
+        self, number: int, line: str, said: str, grams: Collection[str] | None
+    ) -> Cause | None:
+        best = self._find_best(number, line, said, grams)
         raised = _EXCEPTION.match(said)
         was_in_traceback = self._in_traceback
         if raised is not None:
@@ -170,10 +206,12 @@ class LogReader:
             return self._note_exception(raised, number, line, said)
         return None
 
-    def _find_best(self, number: int, line: str, said: str) -> tuple[Rule, re.Match[str]] | None:
+    def _find_best(
+        self, number: int, line: str, said: str, grams: Collection[str] | None
+    ) -> tuple[Rule, re.Match[str]] | None:
         """Return the rule that a line proves the most of; rules in need of another line are noted."""
         best: tuple[Rule, re.Match[str]] | None = None
-        for rule in _candidates(said):
+        for rule in _candidates(said, grams):
             if rule.also is not None and rule.also.search(said):
                 self._also.add(rule.code)
             match = next((found for sign in rule.signs if (found := sign.search(said))), None)
@@ -258,33 +296,60 @@ class LogReader:
         return real or kept
 
 
-def _literal_of(alternative: str) -> str:
-    """Return the longest text that a line has to hold for one alternative of a pattern to match."""
-    runs, run, depth = [], "", 0
-    parts = re.findall(r"\\.|\[(?:\\.|[^\]])+\]|\{[\d,]+\}|.", alternative)
-    for part, after in zip(parts, [*parts[1:], ""], strict=True):
+_OPENING: Final = re.compile(r"\(\?(?:[a-zA-Z]*:|P<\w+>)|\((?!\?)")
+
+
+def _literals_of(pattern: str) -> list[str]:
+    """Return texts of which a line has to hold one, in lower case, for a pattern to match.
+
+    ``[""]`` where that is not known. Of the parts of a pattern, groups included, it is the one whose
+    shortest text is longest.
+    """
+    found = []
+    for alternative in _split(pattern):
+        best, run = [""], ""
+        parts = _parts_of(alternative)
+        for part, after in zip(parts, [*parts[1:], ""], strict=True):
+            is_optional = after[:1] in ("?", "*", "{")
+            literal = part[1:] if len(part) == 2 and not part[1].isalnum() else part  # noqa: PLR2004 - an escape
+            if (
+                len(literal) == 1
+                and (literal != part or part not in ".^$|?*+()")
+                and not is_optional
+            ):
+                run += literal.lower()
+                continue
+            best, run = max(best, [run], key=_shortest), ""
+            opening = _OPENING.match(part)
+            if opening is not None and not is_optional:
+                best = max(best, _literals_of(part[opening.end() : -1]), key=_shortest)
+        found += max(best, [run], key=_shortest)
+    return found
+
+
+def _shortest(texts: Iterable[str]) -> int:
+    return min(map(len, texts))
+
+
+def _parts_of(pattern: str) -> list[str]:
+    """Split a pattern into characters, classes, repetitions and whole groups."""
+    parts, group, depth = [], "", 0
+    for part in re.findall(
+        r"\\.|\[(?:\\.|[^\]])+\]|\{[\d,]+\}|.", re.sub(r"^\(\?i\)", "", pattern)
+    ):
         depth += (part == "(") - (part == ")")
-        literal = part[1:] if len(part) == 2 and not part[1].isalnum() else part  # noqa: PLR2004 - an escape
-        optional = after in ("?", "*") or after.startswith("{")
-        if (
-            depth == 0
-            and len(literal) == 1
-            and (literal != part or part not in ".^$|?*+()")
-            and not optional
-        ):
-            run += literal.lower()
-        else:
-            runs.append(run)
-            run = ""
-    return max([*runs, run], key=len)
+        group += part
+        if depth == 0:
+            parts.append(group)
+            group = ""
+    return parts
 
 
-def _alternatives_of(pattern: str) -> list[str]:
+def _split(pattern: str) -> list[str]:
     """Split a pattern where it branches outside of any group."""
-    found, depth = [""], 0
-    for part in re.findall(r"\\.|\[(?:\\.|[^\]])+\]|.", re.sub(r"^\(\?i\)", "", pattern)):
-        depth += (part == "(") - (part == ")")
-        if part == "|" and depth == 0:
+    found = [""]
+    for part in _parts_of(pattern):
+        if part == "|":
             found.append("")
         else:
             found[-1] += part
@@ -292,9 +357,11 @@ def _alternatives_of(pattern: str) -> list[str]:
 
 
 _GRAM: Final = 4
+_TRACEBACK_SIGNS: Final = ('file "', "traceback (most")
+"""What lines hold that no rule is about, but that lead to the exception of a traceback."""
 
 
-def _index_rules() -> tuple[frozenset[int], dict[str, frozenset[int]]]:
+def _index_rules() -> tuple[frozenset[int], dict[str, list[tuple[str, int]]]]:
     """Return which rules any line may match, and which only one that holds certain four letters.
 
     Of a rule's literal texts those four letters are taken that the fewest rules have: a line's
@@ -303,18 +370,15 @@ def _index_rules() -> tuple[frozenset[int], dict[str, frozenset[int]]]:
     literals: dict[int, list[str]] = {}
     for number, rule in enumerate(RULES):
         patterns = [*rule.signs, *([rule.also] if rule.also else [])]
-        literals[number] = [
-            _literal_of(alternative)
-            for pattern in patterns
-            for alternative in _alternatives_of(pattern.pattern)
-        ]
-    always = {number for number, texts in literals.items() if min(map(len, texts)) < _GRAM}
+        literals[number] = [text for each in patterns for text in _literals_of(each.pattern)]
+    always = {number for number, texts in literals.items() if _shortest(texts) < _GRAM}
     counts = Counter(gram for texts in literals.values() for text in texts for gram in _grams(text))
-    keyed: dict[str, set[int]] = {}
+    keyed: dict[str, list[tuple[str, int]]] = {}
     for number in literals.keys() - always:
-        for text in literals[number]:
-            keyed.setdefault(min(_grams(text), key=lambda gram: counts[gram]), set()).add(number)
-    return frozenset(always), {gram: frozenset(numbers) for gram, numbers in keyed.items()}
+        for text in dict.fromkeys(literals[number]):
+            key = min(sorted(_grams(text)), key=lambda gram: (counts[gram], " " in gram))
+            keyed.setdefault(key, []).append((text, number))
+    return frozenset(always), keyed
 
 
 def _grams(text: str) -> set[str]:
@@ -324,13 +388,69 @@ def _grams(text: str) -> set[str]:
 _ALWAYS, _BY_GRAM = _index_rules()
 
 
-def _candidates(said: str) -> Iterator[Rule]:
-    """Yield the rules that may match a line, in their order."""
+def _candidates(said: str, grams: Iterable[str] | None = None) -> Iterator[Rule]:
+    """Yield the rules that may match a line, in their order.
+
+    Args:
+        said: The line.
+        grams: Those of its four letters that are known to be of a rule; looked up if not given.
+    """
     numbers = set(_ALWAYS)
-    for gram in _grams(said.lower()) & _BY_GRAM.keys():
-        numbers |= _BY_GRAM[gram]
+    lowered = said.lower()
+    for gram in _grams(lowered) & _BY_GRAM.keys() if grams is None else grams:
+        for text, number in _BY_GRAM.get(gram, ()):
+            if number not in numbers and text in lowered:
+                numbers.add(number)
     for number in sorted(numbers):
         yield RULES[number]
+
+
+class _Sieve:
+    """Finds the lines of a large chunk that any rule may be about, with a few passes of numpy.
+
+    Each four bytes in a row are looked up in a table of those that rules need. Most lines of any
+    log hold none of them, and no Python runs for those.
+    """
+
+    _FACTOR: Final = 2_654_435_761
+    _BITS: Final = 18
+
+    def __init__(self) -> None:
+        """Make the table."""
+        import numpy as np
+
+        self._np = np
+        grams = {*_BY_GRAM, *(sign[:_GRAM] for sign in _TRACEBACK_SIGNS)}
+        self._gram_of = {
+            int.from_bytes(gram.encode()[:_GRAM], "little"): gram
+            for gram in grams
+            if gram.isascii()
+        }
+        assert len(self._gram_of) == len(grams), "a rule needs a text that is not ASCII"  # noqa: S101
+        self._table = np.zeros(1 << self._BITS, dtype=bool)
+        self._table[self._hash(np.array(list(self._gram_of), dtype="<u4"))] = True
+
+    def _hash(self, codes: Any) -> Any:
+        return (codes * self._np.uint32(self._FACTOR)) >> self._np.uint32(32 - self._BITS)
+
+    def find(self, chunk: bytes) -> dict[int, set[str]]:
+        """Return the lines to look at, by their number from 0, with the four letters they hold."""
+        np = self._np
+        clean = _ANSI_BYTES.sub(b"", chunk) if b"\x1b" in chunk else chunk
+        clean = clean.translate(None, _CONTROL_BYTES).lower()
+        ends = np.flatnonzero(np.frombuffer(clean, dtype=np.uint8) == ord("\n"))
+        found: dict[int, set[str]] = {}
+        for offset in range(_GRAM):
+            count = (len(clean) - offset) // _GRAM
+            if count <= 0:
+                continue
+            codes = np.frombuffer(clean, dtype="<u4", offset=offset, count=count)
+            hits = np.flatnonzero(self._table[self._hash(codes)])
+            lines = np.searchsorted(ends, hits * _GRAM + offset)
+            for line, code in zip(lines.tolist(), codes[hits].tolist(), strict=True):
+                if (gram := self._gram_of.get(code)) is not None:
+                    found.setdefault(line, set()).add(gram)
+        return found
 
 
 def _rank_of(line: str) -> int | None:

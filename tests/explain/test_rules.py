@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import random
 import re
+import time
 from typing import Final
 
 import pytest
 
-from ddpsafe._explain.logs import explain_text
+from ddpsafe._explain.logs import LogReader, explain_text
 from ddpsafe._explain.rules import RULES
 
 ROWS: Final[tuple[tuple[str, str], ...]] = (
@@ -134,6 +137,9 @@ def test_a_failure_is_known(log: str, code: str) -> None:
     assert causes[0].fix
 
 
+_NUMPY_S: Final = 0.5
+"""To load numpy, at most."""
+
 LAUNCHERS: Final = {
     "plain": "{}",
     "torch": "[rank3]: {}",
@@ -238,3 +244,26 @@ def test_codes_are_unique_and_every_rule_is_worded() -> None:
 def test_a_line_that_denies_a_failure_is_none() -> None:
     """Words of an error without the error."""
     assert explain_text("No CUDA out of memory seen\n") == []
+
+
+def test_a_large_log_is_read_as_a_small_one() -> None:
+    """In a large one lines are found by numpy, of which a small one has no need: the same causes."""
+    choose = random.Random(0)
+    filler = "\n".join(f"error {choose.randbytes(24).hex()}" for _ in range(1500))
+    for log, _ in ROWS:
+        small, large = explain_text(log), explain_text(f"{filler}\n{log}\n{filler}\n")
+        assert [(each.code, each.rank) for each in small] == [
+            (each.code, each.rank) for each in large
+        ], log
+
+
+def test_a_log_whose_lines_all_differ_and_look_bad_is_read_in_time() -> None:
+    """Below a minute per GB of processor time; it was up to 1,000 s before lines were sieved."""
+    choose = random.Random(1)
+    line = "2026-11-22 10:00:00 [rank3] error {} loader timeout {}\n"
+    log = "".join(line.format(choose.randbytes(20).hex(), number) for number in range(60_000))
+    reader, started_s = LogReader(), time.process_time()
+    reader.read(io.BytesIO(log.encode()))
+    took_s = time.process_time() - started_s
+    assert took_s < 60 * len(log) / 1e9 + _NUMPY_S, f"{took_s:.2f} s for {len(log) / 1e6:.1f} MB"
+    assert reader.lines == 60_000
