@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import re
 import shlex
 import socket
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,6 +26,13 @@ def boot_id() -> str:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
         return socket.gethostname()
+
+
+def count_cores() -> int:
+    """Return how many cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def is_directory_gone() -> bool:
@@ -43,8 +52,14 @@ _SOMEWHERE: Final = "198.51.100.1"
 """An address that RFC 5737 reserves for documentation; only the route to it is asked for."""
 
 
-_VIRTUAL: Final = ("docker", "veth", "br-", "virbr", "cni", "flannel", "cali", "podman", "lxc")
-"""Starts of the names of interfaces that lead to containers of this host only."""
+_TO_CONTAINERS: Final = re.compile(
+    "docker|veth|virbr|cni|flannel|cali|podman|lxc|lxd|nerdctl|vmnet|vboxnet|weave|cilium|kube-"
+    "|antrea|nodelocaldns|br-[0-9a-f]{12}$"
+)
+"""Starts of the names of interfaces that lead to containers or guests of this host only; Docker names
+the bridges of its networks br- and twelve figures, where other bridges may be the host's own network."""
+_OVERLAYS: Final = ("tun", "tap", "wg", "tailscale", "zt", "ppp")
+"""Starts of the names of tunnels: they join hosts, slower than the network below them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +103,12 @@ class Interface:
 
 def leads_to_containers(name: str) -> bool:
     """Tell by its name whether an interface leads to containers of this host only."""
-    return name.startswith(_VIRTUAL)
+    return _TO_CONTAINERS.match(name) is not None
+
+
+def is_overlay(name: str) -> bool:
+    """Tell by its name whether an interface is a tunnel over another network."""
+    return name.startswith(_OVERLAYS)
 
 
 def is_loopback(address: str) -> bool:
@@ -108,12 +128,15 @@ def list_interfaces() -> list[Interface]:
     """Return the interfaces of this host, in the order of the kernel's numbers."""
     import psutil
 
-    addresses, states = psutil.net_if_addrs(), psutil.net_if_stats()
+    states = psutil.net_if_stats()
+    addresses: defaultdict[str, list[Any]] = defaultdict(list)
+    for label, entries in psutil.net_if_addrs().items():
+        addresses[label.partition(":")[0]] += entries  # the address of an alias, as in eth0:1
     found = []
     for name in list_names():
         own = [
             _with_prefix(each.address, each.netmask)
-            for each in addresses.get(name, [])
+            for each in addresses[name]
             if each.family in (socket.AF_INET, socket.AF_INET6) and "%" not in each.address
         ]
         state = states.get(name)

@@ -29,7 +29,7 @@ def require_ready_host(config: LaunchConfig, *, nproc: int, backend: str) -> Non
     if config.preflight == "off":
         return
     from ddpsafe import doctor
-    from ddpsafe.doctor._preflight import require_healthy
+    from ddpsafe.doctor._report import require_healthy
 
     asked = LaunchConfig.resolve(config, nproc_per_node=nproc, backend=backend)
     checks = "launch" if config.preflight == "local" else "all"
@@ -56,7 +56,7 @@ def require_ready_node(config: LaunchConfig, world: World) -> None:
     from ddpsafe import doctor
     from ddpsafe._worker.join.endpoint import find_endpoint
     from ddpsafe._worker.join.store import has_met
-    from ddpsafe.doctor._preflight import require_healthy
+    from ddpsafe.doctor._report import require_healthy
 
     asked = LaunchConfig.resolve(config, nproc_per_node=world.local_world_size)
     is_first = world.local_rank == 0

@@ -52,7 +52,7 @@ BETWEEN_SIBLINGS: Final = {
         "ddpsafe._worker.join.network",
         "ddpsafe.doctor._run",
     ): "nodes are examined over a store; late",
-    ("ddpsafe._worker.join.network", "ddpsafe.doctor._preflight"): "as above",
+    ("ddpsafe._worker.join.network", "ddpsafe.doctor._report"): "as above",
     (
         "ddpsafe.checkpoint._consensus",
         "ddpsafe._worker.join.attached",

@@ -44,13 +44,8 @@ TEXTS_OF_OTHERS: Final = {
 }
 """Files and folders that match texts of others, each with whose."""
 
-ALLOWED: Final = {
-    ("_commands/terminal.py", "checking "): "to be carried as data by the doctor",
-    ("doctor/_checks/gpu_health.py", "not installed"): "to be carried as data by the doctor",
-    ("doctor/_checks/interfaces.py", " Write "): "to be carried as data by the doctor",
-    ("doctor/_mesh/findings/results.py", "node rank"): "to be carried as data by the doctor",
-}
-"""File and text of matches of what is not a message, or will not be for long, each with its reason."""
+ALLOWED: Final = {}
+"""File and text of matches that are no message's, or will not be for long, each with its reason."""
 
 
 class Match(NamedTuple):

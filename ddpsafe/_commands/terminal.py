@@ -11,12 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ddpsafe.cli import complain, say
-from ddpsafe.doctor._report import printable
+from ddpsafe.doctor._report import AreaStep, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ddpsafe.doctor import Finding, Matrix, Report
+    from ddpsafe.doctor._report import Verdict
 
 _MARKS: Final = {"failed": "✗ failed", "warning": "! warning", "ok": "✓ ok"}
 _STYLES: Final = {"failed": "bold red", "warning": "yellow", "ok": "green"}
@@ -31,7 +32,7 @@ def progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
         return
     if not sys.stderr.isatty():
         # In a log only what takes long is worth a line.
-        yield lambda line: None if line.startswith("checking ") else complain(printable(line))
+        yield lambda line: None if isinstance(line, AreaStep) else complain(printable(line))
         return
     with Console(stderr=True).status("starting") as status:
         yield lambda line: status.update(Text(printable(line)))
@@ -85,11 +86,12 @@ def _summary(report: Report, *, verbose: bool) -> str:
 def _matrix_lines(matrix: Matrix) -> list[str]:
     """Return the directions that are not open, and how many are."""
     closed = [each for each in matrix.directions if each.verdict != "open"]
+    rows: dict[tuple[int, Verdict], list[str]] = {}
+    for each in closed:
+        rows.setdefault((each.source, each.verdict), []).append(matrix.hostnames[each.target])
     lines = [
-        printable(
-            f"  {matrix.hostnames[each.source]} -> {matrix.hostnames[each.target]}: {each.verdict}"
-        )
-        for each in closed
+        printable(f"  {matrix.hostnames[source]} -> {', '.join(targets)}: {verdict}")
+        for (source, verdict), targets in rows.items()
     ]
     more = [f"  … and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
     opened = len(matrix.directions) - len(closed)

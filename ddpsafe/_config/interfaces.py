@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._config.endpoint import find_address
 from ddpsafe._config.problems import Problem, find_near, show
+from ddpsafe._errors import ConfigProblem
 from ddpsafe._host import expand_nccl, list_names
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def _item_problem(variable: str, item: str) -> Problem | None:
 
 def check_interfaces(
     env: Mapping[str, str], *, existing: Iterable[str] | None = None
-) -> Iterator[str]:
+) -> Iterator[ConfigProblem]:
     """Check the interface variables of a rank's environment against this machine.
 
     Args:
@@ -69,7 +70,7 @@ def check_interfaces(
         existing: Names of the interfaces; asks the system by default.
 
     Yields:
-        One text for each problem.
+        Each problem; its field is the variable.
     """
     names = list(list_names() if existing is None else existing)
     for variable in (GLOO, NCCL):
@@ -78,16 +79,18 @@ def check_interfaces(
             continue
         problem = find_shape_problem(variable, value) or _absent(variable, value, names)
         if problem is not None:
-            yield f"{variable}: got {show(value)}: {problem.why}.\n     Write {problem.write}."
+            yield _about(variable, value, problem)
 
 
-def check_interface(name: str, *, existing: Iterable[str] | None = None) -> str | None:
+def check_interface(name: str, *, existing: Iterable[str] | None = None) -> ConfigProblem | None:
     """Check that `Rendezvous.interface` exists on this machine; return the problem, if any."""
     names = list(list_names() if existing is None else existing)
     problem = find_shape_problem(GLOO, name) or _absent(GLOO, name, names)
-    if problem is None:
-        return None
-    return f"rendezvous.interface: got {show(name)}: {problem.why}.\n     Write {problem.write}."
+    return None if problem is None else _about("rendezvous.interface", name, problem)
+
+
+def _about(field: str, value: str, problem: Problem) -> ConfigProblem:
+    return ConfigProblem(field=field, given=show(value), why=problem.why, write=problem.write)
 
 
 def _absent(variable: str, value: str, names: list[str]) -> Problem | None:

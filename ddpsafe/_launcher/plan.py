@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ddpsafe import _gpus
 from ddpsafe._config.backends import require_backend
 from ddpsafe._errors import ConfigError, Explanation
+from ddpsafe._host import count_cores
 from ddpsafe._launcher.processes.start import CallFile
 from ddpsafe._wire import payload
 from ddpsafe._wire.payload import main_is_importable
@@ -338,16 +339,10 @@ def _world(rank: int, nproc: int) -> World:
     )
 
 
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _resolve_nproc(config: LaunchConfig, gpus: int) -> int:
     asked = config.nproc_per_node
     if asked == "cpu" or (asked == "auto" and gpus == 0):
-        return _cores()
+        return count_cores()
     if asked not in ("auto", "gpu"):
         return int(asked)
     if gpus == 0:
@@ -422,7 +417,7 @@ def _child_start_method(config: LaunchConfig, style: CallStyle) -> str | None:
 def _threads(nproc: int, env: dict[str, str]) -> int | None:
     if "OMP_NUM_THREADS" in os.environ or "OMP_NUM_THREADS" in env:
         return None
-    return max(1, _cores() // nproc)
+    return max(1, count_cores() // nproc)
 
 
 def _resolve_console(config: LaunchConfig, style: CallStyle) -> str:

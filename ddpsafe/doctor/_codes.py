@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Final
 
 MISSING: Final = "DS-MESH-001"
-DOUBLED: Final = "DS-MESH-002"
-STRANGER: Final = "DS-MESH-003"
+DUPLICATE: Final = "DS-MESH-002"
+OTHER_PROGRAM: Final = "DS-MESH-003"
 ENDPOINT_DROPPED: Final = "DS-MESH-004"
 ENDPOINT_REFUSED: Final = "DS-MESH-005"
 ENDPOINT_NO_ROUTE: Final = "DS-MESH-006"
@@ -20,7 +20,7 @@ ENDPOINT_UNRESOLVED: Final = "DS-MESH-007"
 ENDPOINT_LOOPBACK: Final = "DS-MESH-008"
 CANNOT_SERVE: Final = "DS-MESH-009"
 LOST: Final = "DS-MESH-010"
-HUB_LOST: Final = "DS-MESH-011"
+COORDINATOR_LOST: Final = "DS-MESH-011"
 LATE: Final = "DS-MESH-012"
 OTHER_JOB: Final = "DS-MESH-013"
 GARBLED: Final = "DS-MESH-014"
@@ -32,6 +32,7 @@ DIFFERENT_NETWORKS: Final = "DS-MESH-023"
 SAME_ADDRESS: Final = "DS-MESH-024"
 TRANSLATED: Final = "DS-MESH-025"
 VARIABLE_ON_SOME: Final = "DS-MESH-026"
+BROKEN_FAMILY: Final = "DS-MESH-027"
 ALL_OPEN: Final = "DS-MESH-030"
 DROPPED: Final = "DS-MESH-031"
 REFUSED: Final = "DS-MESH-032"
@@ -53,8 +54,8 @@ ALL_REDUCE_SKIPPED: Final = "DS-MESH-051"
 
 MESH: Final = {
     MISSING: "A node has not come",
-    DOUBLED: "Two nodes have the same node rank",
-    STRANGER: "Something else answers at the endpoint",
+    DUPLICATE: "Two nodes have the same node rank",
+    OTHER_PROGRAM: "Something else answers at the endpoint",
     ENDPOINT_DROPPED: "What is sent to the endpoint vanishes",
     ENDPOINT_REFUSED: "The endpoint refuses connections",
     ENDPOINT_NO_ROUTE: "There is no way to the endpoint",
@@ -62,7 +63,7 @@ MESH: Final = {
     ENDPOINT_LOOPBACK: "The endpoint's name leads to the node itself",
     CANNOT_SERVE: "Node rank 0 cannot serve the endpoint",
     LOST: "A node was lost during the check",
-    HUB_LOST: "Node rank 0 was lost during the check",
+    COORDINATOR_LOST: "Node rank 0 was lost during the check",
     LATE: "A node came too late",
     OTHER_JOB: "Another job is at the endpoint",
     GARBLED: "A node says what no doctor says",
@@ -74,6 +75,7 @@ MESH: Final = {
     SAME_ADDRESS: "Two hosts have the same address",
     TRANSLATED: "A host is behind address translation",
     VARIABLE_ON_SOME: "An interface variable is set on some hosts only",
+    BROKEN_FAMILY: "One version of IP does not work between the hosts",
     ALL_OPEN: "Every host reaches every other",
     DROPPED: "Connections between hosts are dropped",
     REFUSED: "Connections between hosts are refused",

@@ -127,10 +127,3 @@ def find_place(config: LaunchConfig, name: str) -> Place:
 def environment_of(config: LaunchConfig) -> dict[str, str]:
     """Return the variables that the ranks of a config would have."""
     return {**os.environ, **config.env}
-
-
-def count_cores() -> int:
-    """Return the cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -21,13 +21,20 @@ from ddpsafe.doctor._context import environment_of
 from ddpsafe.doctor._system.nvidia import read_driver
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
     from pathlib import Path
 
     from ddpsafe._config import LaunchConfig
 
 _PACKAGES: Final = ("torch", "ddpsafe", "numpy", "torchvision", "cloudpickle")
 _COMPARED: Final = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "OMP_", "UCX_", "FI_", "PYTORCH_")
+_COMPARED_NAMES: Final = (
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "PYTHONPATH",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+)
 _ENTRIES: Final = 10_000
 _PATIENCE_S: Final = 3.0
 
@@ -44,7 +51,7 @@ def fingerprint(config: LaunchConfig) -> dict[str, object]:
     found: dict[str, object] = {
         "hostname": socket.gethostname(),
         "versions": _versions(),
-        "env": _environment(env),
+        "env": _environment(env, {*_COMPARED_NAMES, *config.env}),
         "interfaces": {each.name: _state(each) for each in interfaces},
         "subnets": sorted(
             {str(n.network) for each in interfaces if each.is_candidate for n in each.networks}
@@ -75,11 +82,11 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _environment(env: Mapping[str, str]) -> dict[str, str]:
+def _environment(env: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
     return {
         name: hide_value(name, value)
         for name, value in sorted(env.items())
-        if name.startswith(_COMPARED)
+        if name.startswith(_COMPARED) or name in names
     }
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal
 
+from ddpsafe._errors import PreflightError
 from ddpsafe.doctor._codes import page_of
 
 if TYPE_CHECKING:
@@ -15,12 +17,20 @@ if TYPE_CHECKING:
     from ddpsafe._secrets import Mask
 
 
+logger = logging.getLogger(__name__)
+
 Severity = Literal["ok", "warning", "failed"]
 
 _UNPRINTABLE: Final = re.compile(
     "[\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
 )
 """What moves the cursor, changes colours or titles, turns the direction of writing, or is not seen."""
+
+
+class AreaStep(str):
+    """A line of progress on the checks of one area, which take no time worth a line in a log."""
+
+    __slots__ = ()
 
 
 def printable(text: str) -> str:
@@ -172,6 +182,15 @@ class Report:
         """Whether nothing was found that will break a job."""
         return not self.failed
 
+    def __str__(self) -> str:
+        """Return what is not well as text, the worst first."""
+        problems = [*self.failed, *self.warnings]
+        head = (
+            f"ddpsafe doctor on {self.hostname}: {len(self.failed)} failed, "
+            f"{len(self.warnings)} warnings, {len(self.findings) - len(problems)} passed"
+        )
+        return "\n\n".join([printable(head), *(each.as_text() for each in problems)])
+
     def to_json(self) -> str:
         """Return the report as JSON text: fields as here, units in their names."""
         return json.dumps(asdict(self), indent=2, default=str)
@@ -197,3 +216,33 @@ def masked(finding: Finding, mask: Mask) -> Finding:
         fix=mask.text(finding.fix),
         details={name: mask.value(value) for name, value in finding.details.items()},
     )
+
+
+def require_healthy(
+    report: Report, *, who: str | None = None, outcome: str, speaks: bool = True
+) -> None:
+    """Refuse to go on where something was found that will break the job.
+
+    Args:
+        report: What was found.
+        who: Who is not ready then; this host by default.
+        outcome: What did not happen therefore.
+        speaks: Whether to log the warnings; others of this host do it.
+
+    Raises:
+        PreflightError: Something was.
+    """
+    for finding in report.warnings if speaks else ():
+        logger.warning("%s", _in_one_line(finding))
+    if report.failed:
+        count = len(report.failed)
+        problems = "1 problem" if count == 1 else f"{count} problems"
+        named = who or f"{report.hostname} is"
+        what = f"{named} not ready for this launch: {problems}; {outcome}."
+        told = [what, *(finding.as_text() for finding in report.failed)]
+        raise PreflightError("\n".join(told), report=report)
+
+
+def _in_one_line(finding: Finding) -> str:
+    fix = " ".join(finding.fix.split())
+    return f"{finding.code}: {finding.fact} What to do: {fix} ({finding.page})"

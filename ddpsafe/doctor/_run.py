@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Final, Literal
 from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._config import LaunchConfig
 from ddpsafe._errors import ConfigError, Explanation
+from ddpsafe._host import count_cores
 from ddpsafe._secrets import Mask
 from ddpsafe.doctor._checks import all_checks, launch_checks
-from ddpsafe.doctor._context import Subject, count_cores, environment_of, find_place
-from ddpsafe.doctor._report import Report, failed, masked, warning, worst_first
+from ddpsafe.doctor._context import Subject, environment_of, find_place
+from ddpsafe.doctor._report import AreaStep, Report, failed, masked, warning, worst_first
 from ddpsafe.doctor._system.nvidia import count_device_nodes
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def examine_host(
         subject, wanted=bool(_ASKS_TORCH & chosen.keys()) and not subject.at_launch
     ) as asked:
         for area, members in chosen.items():
-            on_progress(f"checking {area}")
+            on_progress(AreaStep(f"checking {area}"))
             for check in members:
                 findings += _bounded(check, asked, patient=area in _ASKS_TORCH)
     return findings

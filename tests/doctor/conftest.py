@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import doctor_kit
 import pytest
-from hosts import Network, find_obstacle, require
+from hosts import Network, find_obstacle, require, serving_forks
+from mesh_kit import FORKED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,8 +22,21 @@ def _server(_own_temporary_directory: None) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def _examining(_own_temporary_directory: None) -> Iterator[None]:
+    with serving_forks(FORKED["examine"]):
+        yield
+
+
+@pytest.fixture(scope="session")
+def training(_own_temporary_directory: None) -> Iterator[None]:
+    """Keep a process that has imported torch, for jobs on hosts."""
+    with serving_forks(FORKED["train"]):
+        yield
+
+
 @pytest.fixture
-def make_hosts() -> Iterator[MakeHosts]:
+def make_hosts(_examining: None) -> Iterator[MakeHosts]:
     """Make hosts out of namespaces, or skip; where CI requires them, fail instead."""
     require(find_obstacle())
     with contextlib.ExitStack() as stack:

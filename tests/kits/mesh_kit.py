@@ -12,10 +12,15 @@ if TYPE_CHECKING:
     import subprocess
     from collections.abc import Collection, Mapping, Sequence
 
-    from hosts import Host, Network
+    from hosts import Forked, Host, Network
 
 PROGRAM: Final = str(Path(__file__).parents[1] / "programs" / "mesh_programs.py")
 _LIMIT_S: Final = 60
+FORKED: Final = {
+    "examine": ("ddpsafe.doctor._mesh", "mesh_programs"),
+    "train": ("torch.distributed", "mesh_programs"),
+}
+"""Programs that are forked, each with what it needs imported."""
 
 
 class MakeHosts(Protocol):
@@ -64,15 +69,18 @@ class Told:
 
 def start_one(
     host: Host, network: Network, *, program: str = "examine", **asked: object
-) -> subprocess.Popen[str]:
+) -> subprocess.Popen[str] | Forked:
     """Start the check on one host; what is not asked for is as the host's place says."""
     known = {"nnodes": len(network), "node_rank": host.index, **asked}
     env = known.pop("env", {})
     assert isinstance(env, dict)
-    return host.start([sys.executable, PROGRAM, program, json.dumps(known)], env=env)
+    argv = [PROGRAM, program, json.dumps(known)]
+    if program not in FORKED:
+        return host.start([sys.executable, *argv], env=env)
+    return host.fork(argv, env=env, modules=FORKED[program])
 
 
-def read_one(started: subprocess.Popen[str]) -> Told:
+def read_one(started: subprocess.Popen[str] | Forked) -> Told:
     """Wait for a host's report."""
     out, err = started.communicate(timeout=_LIMIT_S)
     assert started.returncode == 0, f"{out}\n{err}"
@@ -116,14 +124,14 @@ def agree(told: Sequence[Told]) -> Told:
 def require_in_time(told: Sequence[Told], limit_s: float) -> None:
     """Hold the examination to a limit; what the machine's other programs took does not count.
 
-    A host waits for its own turn on the cores, and for the chair's.
+    A host waits for its own turn on the cores, and for the coordinator's.
     """
     starved_s = 2 * max(each.starved_s for each in told)
     took_s = max(each.took_s for each in told)
     assert took_s < limit_s + starved_s, f"{took_s:.1f} s, of which starved {starved_s:.1f} s"
 
 
-def wait_for_line(started: subprocess.Popen[str], text: str) -> None:
+def wait_for_line(started: subprocess.Popen[str] | Forked, text: str) -> None:
     """Wait until a program has said something on stderr."""
     assert started.stderr is not None
     for line in started.stderr:

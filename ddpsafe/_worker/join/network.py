@@ -155,7 +155,7 @@ def _examine(
     backend: str,
     deadline: Deadline,
 ) -> None:
-    from ddpsafe.doctor._preflight import require_healthy
+    from ddpsafe.doctor._report import require_healthy
     from ddpsafe.doctor._run import examine_nodes
 
     _claim_node(world, board)

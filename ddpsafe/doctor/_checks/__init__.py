@@ -23,16 +23,16 @@ class Check(Protocol):
 
 def launch_checks() -> dict[str, tuple[Check, ...]]:
     """Return the checks that every launch does: cheap, and about what would break it."""
-    from ddpsafe.doctor._checks import environment, interfaces, limits, run_storage
+    from ddpsafe.doctor._checks import networks, resources, run_storage, variables
 
     return {
-        "ENV": (environment.check_debugging,),
-        "NET": (interfaces.check_loopback, interfaces.check_names),
+        "ENV": (variables.check_debugging,),
+        "NET": (networks.check_loopback, networks.check_names),
         "LIM": (
-            limits.check_shared_memory,
-            limits.check_open_files,
-            limits.check_processes,
-            limits.check_memory,
+            resources.check_shared_memory,
+            resources.check_open_files,
+            resources.check_processes,
+            resources.check_memory,
         ),
         # A run directory that cannot be written is the launch's own to refuse.
         "PATH": (run_storage.check_temporary_directory, run_storage.check_room),
@@ -45,30 +45,26 @@ def all_checks() -> dict[str, tuple[Check, ...]]:
     Those that ask torch come last: its process has been running since the first one.
     """
     from ddpsafe.doctor._checks import (
-        containers,
+        cuda,
         data_storage,
-        environment,
-        gpu_health,
-        gpus,
-        interfaces,
-        limits,
-        master,
         names,
+        networks,
         ports,
         processes,
-        routes,
+        resources,
         run_storage,
+        variables,
         versions,
     )
 
     return {
-        "ENV": (*environment.CHECKS, *master.CHECKS),
+        "ENV": variables.CHECKS,
         "NAME": names.CHECKS,
         "PORT": ports.CHECKS,
-        "NET": (*interfaces.CHECKS, *routes.CHECKS),
-        "LIM": (*limits.CHECKS, *containers.CHECKS),
+        "NET": networks.CHECKS,
+        "LIM": resources.CHECKS,
         "PATH": (*data_storage.CHECKS, *run_storage.CHECKS),
         "PROC": processes.CHECKS,
         "VER": versions.CHECKS,
-        "GPU": (*gpus.CHECKS, *gpu_health.CHECKS),
+        "GPU": cuda.CHECKS,
     }

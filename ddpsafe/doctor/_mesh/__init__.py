@@ -2,8 +2,8 @@
 
 `examine` meets at the endpoint, `examine_at_store` at a store of torch that exists already. Node
 rank 0 coordinates (`coordinator`), every other node takes part (`participant`). What they tell each
-other travels over a `Board` (`transport`): a small server on node rank 0 (`server`, `reach`), or the
-store. Node rank 0 collects what was seen and sends it to all, and every node makes its findings from
+other travels over a `Transport` (`transport`): a small server on node rank 0 (`server`, `reach`), or
+the store. Node rank 0 collects what was seen and sends it to all, and every node makes its findings from
 that (`findings`), so they are the same everywhere.
 """
 
@@ -11,17 +11,43 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any, Literal
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ddpsafe._clock import BoundedCall
-from ddpsafe.doctor._mesh.examination import meet_at_endpoint, meet_at_store
+from ddpsafe._clock import BoundedCall, Deadline
+from ddpsafe.doctor._mesh.all_reduce import LONGEST
+from ddpsafe.doctor._mesh.coordinator import (
+    MESH,
+    Coordinator,
+    EndpointServer,
+    OtherCoordinatorError,
+    owner_of,
+)
+from ddpsafe.doctor._mesh.findings.all import make_findings, make_matrix
+from ddpsafe.doctor._mesh.findings.attendance import (
+    cannot_serve,
+    coordinator_garbled,
+    coordinator_lost,
+    describe_obstacle,
+    describe_trouble,
+)
+from ddpsafe.doctor._mesh.findings.fixes import find_filter_chains
 from ddpsafe.doctor._mesh.job import Job
+from ddpsafe.doctor._mesh.node import LocalNode
+from ddpsafe.doctor._mesh.participant import participate, wait_for_results
+from ddpsafe.doctor._mesh.reach import Obstacle, Refused, find_addresses, reach_coordinator
+from ddpsafe.doctor._mesh.transport import (
+    StoreTransport,
+    TransportClosedError,
+    TransportGarbledError,
+    TransportLostError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
-    from datetime import timedelta
 
     from ddpsafe.doctor._context import Place
+    from ddpsafe.doctor._mesh.protocol import Greeting, Node
     from ddpsafe.doctor._mesh.transport import Store
     from ddpsafe.doctor._report import Finding, Matrix
 
@@ -74,12 +100,12 @@ def examine(  # noqa: PLR0913 - the facts of one job, all by name
         backend=backend,
         timeout=timeout,
         facts=_as_json(local),
-        say=on_progress,
+        on_progress=on_progress,
         collective=collective,
         secret=secret,
         places=places or {},
     )
-    return _complete(meet_at_endpoint(job))
+    return _complete(_meet_at_endpoint(job))
 
 
 def examine_at_store(  # noqa: PLR0913 - as `examine`
@@ -124,12 +150,129 @@ def examine_at_store(  # noqa: PLR0913 - as `examine`
         backend=backend,
         timeout=timeout,
         facts=_as_json(local),
-        say=on_progress,
+        on_progress=on_progress,
         collective="skip",
         at_store=True,
         places=places or {},
     )
-    return _complete(meet_at_store(job, store))
+    return _complete(_meet_at_store(job, store))
+
+
+_RESOLVE: Final = timedelta(seconds=2)
+_COME_BACK: Final = timedelta(seconds=4)
+
+
+async def _meet_at_endpoint(job: Job) -> Found:
+    """Examine; node rank 0 serves the endpoint and the others come to it."""
+    return await (_serve(job) if job.node_rank == 0 else _join(job))
+
+
+async def _meet_at_store(job: Job, store: Store) -> Found:
+    """Examine over a store of torch that all nodes are connected to."""
+    transport = StoreTransport(store, node_rank=job.node_rank, nnodes=job.nnodes)
+    local_node = LocalNode(job, job.env())
+    addresses = await find_addresses(job.host, job.port, deadline=Deadline.after(_RESOLVE))
+    try:
+        own = await local_node.introduce(addresses)
+        if job.node_rank == 0:
+            return await Coordinator(job, transport, local_node).coordinate(own)
+        return await participate(job, transport, local_node, own)
+    except TransportLostError as exc:
+        return _without_coordinator(exc, job, job.host)
+    finally:
+        await local_node.close()
+
+
+async def _serve(job: Job) -> Found:
+    at_endpoint, local_node = EndpointServer(job), LocalNode(job, job.env())
+    try:
+        await at_endpoint.open()
+    except OSError as exc:
+        return [cannot_serve(exc, port=job.port, owner=owner_of(job.port))], job.empty_matrix()
+    coordinator = Coordinator(job, at_endpoint.server, local_node, at_endpoint=at_endpoint)
+    try:
+        addresses = await find_addresses(job.host, job.port, deadline=Deadline.after(_RESOLVE))
+        return await coordinator.coordinate(await local_node.introduce(addresses))
+    except OtherCoordinatorError:
+        pass
+    finally:
+        await local_node.close()
+        await at_endpoint.close()
+    return await _join(job)
+
+
+async def _join(job: Job) -> Found:
+    deadline, greeting = Deadline.after(job.timeout), job.greeting()
+    local_node = LocalNode(job, job.env())
+    own: Node | None = None
+    lost: Found | None = None
+    try:
+        while True:
+            reached = await reach_coordinator(
+                job.host,
+                job.port,
+                greeting,
+                secret=job.secret,
+                deadline=deadline,
+                on_trouble=lambda found: job.on_progress(
+                    describe_trouble(found, host=job.host, port=job.port)
+                ),
+            )
+            if isinstance(reached, Obstacle):
+                return lost or ([await _describe(reached, job)], job.empty_matrix())
+            if isinstance(reached, Refused):
+                return await _wait_refused(reached, job, greeting)
+            try:
+                own = own or await local_node.introduce([reached.coordinator_address])
+                return await participate(job, reached, local_node, own)
+            except TransportLostError as exc:
+                lost = _without_coordinator(exc, job, reached.coordinator_hostname)
+                if not isinstance(exc, TransportClosedError):
+                    return lost
+                # Ended before anything was examined, perhaps to start it again: come back.
+                deadline = Deadline.after(_COME_BACK).earlier(deadline)
+            finally:
+                await reached.close()
+    finally:
+        await local_node.close()
+
+
+async def _wait_refused(refused: Refused, job: Job, greeting: Greeting) -> Found:
+    """Wait for the results of those who were let in: all nodes end with the same."""
+    job.on_progress("refused by node rank 0: waiting for the results of the others")
+    found = [await _describe(refused.obstacle, job)]
+    try:
+        results = await wait_for_results(refused.client, job.timeout + MESH + LONGEST)
+    except TransportLostError:
+        return found, job.empty_matrix()
+    finally:
+        await refused.client.close()
+    known = {(each.greeting.hostname, each.greeting.pid) for each in results.rejected}
+    if (greeting.hostname, greeting.pid) in known:
+        found = []  # it is among what was found
+    return [*found, *make_findings(results)], make_matrix(results)
+
+
+async def _describe(obstacle: Obstacle, job: Job) -> Finding:
+    """Return the finding of what keeps this node from node rank 0: a filter of its own may do so."""
+    closed = obstacle.trouble in ("dropped", "refused", "no-route")
+    return describe_obstacle(
+        obstacle,
+        host=job.host,
+        port=job.port,
+        node_rank=job.node_rank,
+        nnodes=job.nnodes,
+        chains=await asyncio.to_thread(find_filter_chains) if closed else None,
+    )
+
+
+def _without_coordinator(exc: TransportLostError, job: Job, hostname: str) -> Found:
+    finding = (
+        coordinator_garbled(hostname, str(exc))
+        if isinstance(exc, TransportGarbledError)
+        else coordinator_lost(hostname, str(exc), at_store=job.at_store)
+    )
+    return [finding], job.empty_matrix()
 
 
 def _as_json(local: Mapping[str, object]) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from ddpsafe._clock import Deadline
 from ddpsafe._host import interface_variables
 from ddpsafe.doctor import _codes
 from ddpsafe.doctor._mesh.findings.results import AllReduce
-from ddpsafe.doctor._mesh.messages import Address, AnyPort, Reduced, read, write
-from ddpsafe.doctor._mesh.transport import wait_for
+from ddpsafe.doctor._mesh.protocol import Address, AnyPort, Reduced, read, write
+from ddpsafe.doctor._mesh.transport import RESULTS, wait_for
 from ddpsafe.doctor._report import Finding, printable
 from ddpsafe.doctor._system.torch_probe import WITHOUT_DIRECTORY, find_safe_directory
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from ddpsafe.doctor._mesh.findings.results import Case, Skipped
+    from ddpsafe.doctor._mesh.findings.results import Results, Skipped
     from ddpsafe.doctor._mesh.job import Job
-    from ddpsafe.doctor._mesh.messages import Node
-    from ddpsafe.doctor._mesh.transport import Board, Json
+    from ddpsafe.doctor._mesh.protocol import Node
+    from ddpsafe.doctor._mesh.transport import Json, Transport
 
 _IMPORT: Final = timedelta(seconds=90)
 """Importing torch from cold network storage on a busy host is what takes its time."""
@@ -59,26 +59,28 @@ class Asked:
     port: AnyPort = 0
 
 
-async def preside(job: Job, board: Board, case: Case, *, found_failures: bool) -> AllReduce:
+async def coordinate(
+    job: Job, transport: Transport, results: Results, *, found_failures: bool
+) -> AllReduce:
     """Have every node take part in an all-reduce, as node rank 0; return what became of it."""
-    skipped = _find_reason_to_skip(job, case, found_failures=found_failures)
+    skipped = _find_reason_to_skip(job, results, found_failures=found_failures)
     if skipped:
-        await board.put("all-reduce", write(Asked()))
+        await transport.put("all-reduce", write(Asked()))
         return AllReduce(skipped=skipped)
-    job.say("all connections are open: trying an all-reduce")
-    async with _Rank(job, case.nodes[0], Asked()) as own:
+    job.on_progress("all connections are open: trying an all-reduce")
+    async with _Rank(job, results.nodes[0], Asked()) as own:
         importing = Deadline.after(_IMPORT)
         port = await own.find_port(importing)
-        address = case.nodes[0].announced.address if port else ""
-        await board.put("all-reduce", write(Asked(address=address, port=port)))
-        said, imported = await _collect(board, case.nodes.keys(), own, importing)
-    waiting = tuple(sorted(case.nodes.keys() - said.keys()))
+        address = results.nodes[0].announced.address if port else ""
+        await transport.put("all-reduce", write(Asked(address=address, port=port)))
+        said, imported = await _collect(transport, results.nodes.keys(), own, importing)
+    waiting = tuple(sorted(results.nodes.keys() - said.keys()))
     late = tuple(rank for rank in waiting if rank not in imported)
     return AllReduce(said=said, late=late, stuck=() if late else waiting)
 
 
 async def _collect(
-    board: Board, ranks: Collection[int], own: _Rank, importing: Deadline
+    transport: Transport, ranks: Collection[int], own: _Rank, importing: Deadline
 ) -> tuple[dict[int, Reduced], set[int]]:
     """Wait until all have a result, or one has failed, or there is no point in waiting.
 
@@ -87,13 +89,13 @@ async def _collect(
     """
     reducing: Deadline | None = None
     while True:
-        said = _results(await board.get("reduced"))
-        imported = {*(await board.get("imported")), *said}
+        said = _results(await transport.get("reduced"))
+        imported = {*(await transport.get("imported")), *said}
         if own.imported:
             imported.add(0)
         if own.result is not None:
             said[0] = own.result
-        for rank in board.gone():
+        for rank in transport.gone():
             said.setdefault(rank, Reduced(error="the doctor there was lost"))
         if reducing is None and imported >= set(ranks):
             reducing = Deadline.after(_REDUCE)
@@ -114,29 +116,29 @@ def _result(value: Json) -> Reduced:
         return Reduced(error="what it said of its part makes no sense")
 
 
-async def attend(job: Job, board: Board, asked: Asked, own: Node) -> None:
+async def participate(job: Job, transport: Transport, asked: Asked, own: Node) -> None:
     """Take part in the all-reduce that node rank 0 asks for, if it does.
 
     Args:
         job: What is examined.
-        board: Where the result is told.
+        transport: Where the result is told.
         asked: Where they meet.
         own: This node.
     """
     if not asked.port:
         return
-    job.say("all connections are open: trying an all-reduce")
+    job.on_progress("all connections are open: trying an all-reduce")
     async with _Rank(job, own, asked) as rank:
         deadline = Deadline.after(LONGEST)
-        over = asyncio.ensure_future(wait_for(board, "case", deadline=deadline))
+        over = asyncio.ensure_future(wait_for(transport, RESULTS, deadline=deadline))
         try:
             told = False
             while not over.done():
                 if rank.imported and not told:
-                    await board.put("imported", value=True)
+                    await transport.put("imported", value=True)
                     told = True
                 if rank.result is not None:
-                    await board.put("reduced", write(rank.result))
+                    await transport.put("reduced", write(rank.result))
                     return
                 await asyncio.sleep(_LOOK_S)
             await over
@@ -233,76 +235,76 @@ class _Rank:
         self.result = Reduced(error=f"the process ended with status {code} and without a result")
 
 
-def _find_reason_to_skip(job: Job, case: Case, *, found_failures: bool) -> Skipped:
+def _find_reason_to_skip(job: Job, results: Results, *, found_failures: bool) -> Skipped:
     if job.collective == "skip":
         return "not-asked"
     if found_failures:
         return "failures"
-    return "" if all(node.has_torch for node in case.nodes.values()) else "no-torch"
+    return "" if all(node.has_torch for node in results.nodes.values()) else "no-torch"
 
 
-def judge_all_reduce(case: Case) -> Finding:
+def check_all_reduce(results: Results) -> Finding:
     """Say what became of the all-reduce."""
-    done = case.all_reduce
+    done = results.all_reduce
     if done.skipped:
         return Finding(
             code=_codes.ALL_REDUCE_SKIPPED,
             severity="ok",
-            fact=f"No all-reduce was tried: {_why_skipped(case)}.",
+            fact=f"No all-reduce was tried: {_why_skipped(results)}.",
         )
     errors = {rank: each.error for rank, each in done.said.items() if each.error}
     if errors:
         return Finding(
             code=_codes.ALL_REDUCE,
             severity="failed",
-            fact=f"An all-reduce failed on {', '.join(map(case.label, errors))}: {errors[min(errors)]}",
+            fact=f"An all-reduce failed on {', '.join(map(results.label, errors))}: {errors[min(errors)]}",
             cause="connections open between all hosts, so it is not the network's ports: look at what "
             "torch says; versions that differ, an interface variable, or a GPU.",
             fix="Run it again with TORCH_DISTRIBUTED_DEBUG=INFO and NCCL_DEBUG=INFO in the environment.",
-            hosts=case.hostnames(errors),
-            details={"errors": {case.name_of(rank): text for rank, text in errors.items()}},
+            hosts=results.hostnames(errors),
+            details={"errors": {results.name_of(rank): text for rank, text in errors.items()}},
         )
     if done.late:
-        return _slow(case)
+        return _slow(results)
     if done.stuck:
         return Finding(
             code=_codes.ALL_REDUCE,
             severity="failed",
             fact=f"An all-reduce did not come to an end within {_REDUCE.total_seconds():.0f} s; "
-            f"without a result: {', '.join(map(case.label, done.stuck))}.",
+            f"without a result: {', '.join(map(results.label, done.stuck))}.",
             cause="all connections opened when they were tried; a firewall that ends long connections, "
             "lost packets, or an interface variable that only the ranks have.",
             fix="Run it again with TORCH_DISTRIBUTED_DEBUG=INFO and NCCL_DEBUG=INFO in the environment.",
-            hosts=case.hostnames(done.stuck),
+            hosts=results.hostnames(done.stuck),
         )
     took_s = max((each.took_s for each in done.said.values()), default=0.0)
     backends = done.said[0].backends if 0 in done.said else ()
     return Finding(
         code=_codes.ALL_REDUCE,
         severity="ok",
-        fact=f"An all-reduce over {len(case.nodes)} hosts is right "
+        fact=f"An all-reduce over {len(results.nodes)} hosts is right "
         f"({', '.join(backends)}, {took_s:.2f} s with the start of the process group).",
         details={"took_s": round(took_s, 3)},
     )
 
 
-def _slow(case: Case) -> Finding:
-    late = case.all_reduce.late
+def _slow(results: Results) -> Finding:
+    late = results.all_reduce.late
     return Finding(
         code=_codes.ALL_REDUCE,
         severity="warning",
         fact=f"No all-reduce was done: torch was not imported within {_IMPORT.total_seconds():.0f} s "
-        f"on {', '.join(map(case.label, late))}.",
+        f"on {', '.join(map(results.label, late))}.",
         cause="the host is busy, or reads Python's packages from slow network storage.",
         fix="Run the doctor again when the host is idle; all connections are open.",
-        hosts=case.hostnames(late),
+        hosts=results.hostnames(late),
     )
 
 
-def _why_skipped(case: Case) -> str:
-    if case.all_reduce.skipped == "not-asked":
+def _why_skipped(results: Results) -> str:
+    if results.all_reduce.skipped == "not-asked":
         return "it was not asked for"
-    if case.all_reduce.skipped == "failures":
+    if results.all_reduce.skipped == "failures":
         return "what failed above has to be repaired first"
-    without = [case.label(rank) for rank, node in case.nodes.items() if not node.has_torch]
+    without = [results.label(rank) for rank, node in results.nodes.items() if not node.has_torch]
     return f"torch is not installed on {', '.join(without)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 from dataclasses import replace
@@ -13,24 +14,28 @@ import psutil
 
 from ddpsafe._clock import Deadline
 from ddpsafe.doctor._mesh import all_reduce
-from ddpsafe.doctor._mesh.findings.all import judge, judge_without_all_reduce, make_matrix
-from ddpsafe.doctor._mesh.findings.attendance import count_sent_away
-from ddpsafe.doctor._mesh.findings.results import Case, pack
+from ddpsafe.doctor._mesh.findings.all import (
+    make_findings,
+    make_findings_before_all_reduce,
+    make_matrix,
+)
+from ddpsafe.doctor._mesh.findings.attendance import count_refused
+from ddpsafe.doctor._mesh.findings.results import Peer, Results, pack
 from ddpsafe.doctor._mesh.job import find_node_names
-from ddpsafe.doctor._mesh.messages import Node, NodeReport, Progress, Roster, read, write
 from ddpsafe.doctor._mesh.pairs import EVERY_PAIR
 from ddpsafe.doctor._mesh.probe import ANSWER_S, CONNECT_S
-from ddpsafe.doctor._mesh.reach import Obstacle, find_hub_answer
-from ddpsafe.doctor._mesh.server import Hub
-from ddpsafe.doctor._mesh.transport import gather
+from ddpsafe.doctor._mesh.protocol import Node, NodeReport, Progress, Roster, read, write
+from ddpsafe.doctor._mesh.reach import Obstacle, find_answer
+from ddpsafe.doctor._mesh.server import Server
+from ddpsafe.doctor._mesh.transport import RESULTS, gather
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from ddpsafe.doctor._mesh.job import Job
-    from ddpsafe.doctor._mesh.messages import Answer, Rejected
-    from ddpsafe.doctor._mesh.node import Member
-    from ddpsafe.doctor._mesh.transport import Board, Json
+    from ddpsafe.doctor._mesh.node import LocalNode
+    from ddpsafe.doctor._mesh.protocol import Answer, Rejected
+    from ddpsafe.doctor._mesh.transport import Json, Transport
     from ddpsafe.doctor._report import Finding, Matrix
 
 
@@ -38,18 +43,18 @@ _LOOK: Final = timedelta(seconds=4)
 _PAUSE_S: Final = 0.5
 
 
-class Entrance:
-    """Node rank 0's door.
+class EndpointServer:
+    """Node rank 0's server at the endpoint, and whether the endpoint leads to it.
 
     Args:
         job: What is examined.
     """
 
     def __init__(self, job: Job) -> None:
-        """Keep it shut."""
+        """Do not listen yet."""
         self._job = job
         self._greeting = job.greeting()
-        self.hub = Hub(self._greeting, secret=job.secret)
+        self.server = Server(self._greeting, secret=job.secret)
         self._leads_to: Answer | Obstacle | None = None
         self._looking: asyncio.Task[None] | None = None
 
@@ -59,16 +64,16 @@ class Entrance:
         Raises:
             OSError: The port cannot be had.
         """
-        await self.hub.open(self._job.port)
+        await self.server.open(self._job.port)
         self._looking = asyncio.create_task(self._look())
 
     def rejected(self) -> Sequence[Rejected]:
-        """Return who was sent away."""
-        return self.hub.rejected
+        """Return who was refused."""
+        return self.server.rejected
 
-    def close_roll(self) -> None:
-        """Let no further node in."""
-        self.hub.close_roll()
+    def close_registration(self) -> None:
+        """Accept no node from now on."""
+        self.server.close_registration()
 
     def leads_to(self) -> tuple[Obstacle | None, str]:
         """Return where the endpoint leads if not here: what is there, or which other node rank 0."""
@@ -77,14 +82,14 @@ class Entrance:
             return None, ""
         if isinstance(found, Obstacle):
             return found, ""
-        return None, found.hostname if found.nonce != self.hub.nonce else ""
+        return None, found.hostname if found.nonce != self.server.nonce else ""
 
     async def _look(self) -> None:
-        """Look until there is an answer: the host that the endpoint names may be late."""
+        """Look until a doctor answers: the host that the endpoint names may be late."""
         job = self._job
         while True:
             deadline = Deadline.after(_LOOK)
-            self._leads_to = await find_hub_answer(
+            self._leads_to = await find_answer(
                 job.host, job.port, self._greeting, secret=job.secret, deadline=deadline
             )
             if not isinstance(self._leads_to, Obstacle):
@@ -92,10 +97,10 @@ class Entrance:
             await asyncio.sleep(_PAUSE_S)
 
     async def close(self) -> None:
-        """Let every node read what was said, then stop."""
+        """Let every node read the results, then stop."""
         if self._looking is not None:
             self._looking.cancel()
-        await self.hub.close()
+        await self.server.close()
 
 
 def owner_of(port: int) -> str:
@@ -121,68 +126,93 @@ _PATIENCE_S: Final = 2.0
 _MOST_NAMED: Final = 8
 
 
-class Chair:
+class OtherCoordinatorError(Exception):
+    """Another host is node rank 0 as well, and the nodes go there."""
+
+
+class Coordinator:
     """Node rank 0 of one examination.
 
     Args:
         job: What is examined.
-        board: Where the others are heard.
-        member: This node's part in the mesh.
-        entrance: The door at the endpoint; None where the nodes meet at a store.
+        transport: Where the others are heard.
+        local_node: This node's part in the mesh.
+        at_endpoint: The door at the endpoint; None where the nodes meet at a store.
     """
 
     def __init__(
-        self, job: Job, board: Board, member: Member, *, entrance: Entrance | None = None
+        self,
+        job: Job,
+        transport: Transport,
+        local_node: LocalNode,
+        *,
+        at_endpoint: EndpointServer | None = None,
     ) -> None:
-        """Start without participants."""
-        self._job, self._board, self._member = job, board, member
-        self._entrance = entrance
+        """Start with nobody."""
+        self._job, self._transport, self._local_node = job, transport, local_node
+        self._at_endpoint = at_endpoint
         self._names = find_node_names(job.nnodes)
         self._missing: Collection[int] = ()
         self._garbled: dict[int, Literal["hello", "mesh", "reduced"]] = {}
 
-    async def preside(self, own: Node) -> tuple[list[Finding], Matrix]:
-        """Take the examination to its end; publish the verdict and return it."""
-        nodes, waited_s = await self._call_roll(own)
-        case = await self._hear(nodes, await self._publish_roster(nodes), waited_s)
-        failures = any(each.severity == "failed" for each in judge_without_all_reduce(case))
-        reduced = await all_reduce.preside(self._job, self._board, case, found_failures=failures)
-        case = replace(case, all_reduce=reduced)
-        await self._board.put("case", pack(_without_tokens(case)))
-        return judge(case), make_matrix(case)
+    async def coordinate(self, own: Node) -> tuple[list[Finding], Matrix]:
+        """Take the examination to its end; publish the results and return the findings.
 
-    async def _call_roll(self, own: Node) -> tuple[dict[int, Node], float]:
+        Raises:
+            OtherCoordinatorError: The endpoint leads to another one, and no node came here.
+        """
+        nodes, waited_s = await self._gather_nodes(own)
+        if len(nodes) == 1 and self._at_endpoint is not None and self._at_endpoint.leads_to()[1]:
+            raise OtherCoordinatorError
+        results = await self._hear(nodes, await self._publish_roster(nodes), waited_s)
+        failures = any(
+            each.severity == "failed" for each in make_findings_before_all_reduce(results)
+        )
+        reduced = await all_reduce.coordinate(
+            self._job, self._transport, results, found_failures=failures
+        )
+        results = replace(results, all_reduce=reduced)
+        await self._transport.put(RESULTS, pack(_without_tokens(results)))
+        return make_findings(results), make_matrix(results)
+
+    async def _gather_nodes(self, own: Node) -> tuple[dict[int, Node], float]:
         deadline = Deadline.after(self._job.timeout)
         others = range(1, self._job.nnodes)
         ticking = asyncio.ensure_future(self._tick(deadline))
         coming = asyncio.ensure_future(
-            gather(self._board, "hello", others, deadline=deadline, on_change=self._note_missing)
+            gather(
+                self._transport, "hello", others, deadline=deadline, on_change=self._note_missing
+            )
         )
         watching = asyncio.ensure_future(self._wait_until_explained())
         try:
             await asyncio.wait({coming, watching}, return_when=asyncio.FIRST_COMPLETED)
-            said = coming.result() if coming.done() else await self._board.get("hello")
+            said = coming.result() if coming.done() else await self._transport.get("hello")
         finally:
             for each in (ticking, coming, watching):
                 each.cancel()
-        if self._entrance is not None:
-            self._entrance.close_roll()
+        if self._at_endpoint is not None:
+            self._at_endpoint.close_registration()
         nodes = {0: own, **self._readable(Node, "hello", said)}
         return dict(sorted(nodes.items())), deadline.waited_s()
 
     async def _wait_until_explained(self) -> None:
-        """Wait until those who were sent away are all who are missing: no others will come.
+        """Wait until the nodes that were refused are all that are missing: no other will come.
 
-        A moment is left for those who come all the same, or come again with the right arguments.
+        A moment is left for those that come all the same, or come again with the right arguments.
         """
-        entrance = self._entrance
-        while (  # noqa: ASYNC110 - the two are told by different tasks
-            entrance is None
+        at_endpoint = self._at_endpoint
+        while (
+            at_endpoint is None
             or not self._missing
-            or not (
-                entrance.leads_to()[1] or count_sent_away(entrance.rejected()) >= len(self._missing)
-            )
+            or count_refused(at_endpoint.rejected()) < len(self._missing)
         ):
+            if (
+                at_endpoint is not None
+                and at_endpoint.leads_to()[1]
+                and len(self._missing) == self._job.nnodes - 1
+            ):
+                return  # the nodes go to another node rank 0
             await asyncio.sleep(_TICK_S)
         await asyncio.sleep(_PATIENCE_S)
 
@@ -202,8 +232,8 @@ class Chair:
                 waited_s=deadline.waited_s(),
                 total_s=deadline.ends_s - deadline.started_s,
             )
-            self._job.say(str(progress))
-            await self._board.put("progress", write(progress))
+            self._job.on_progress(str(progress))
+            await self._transport.put("progress", write(progress))
 
     async def _publish_roster(self, nodes: Mapping[int, Node]) -> Roster:
         roster = Roster(
@@ -212,22 +242,22 @@ class Chair:
             seed=time.time_ns(),
             clock_s=time.time(),
         )
-        self._job.say(f"{len(nodes)} nodes: trying every connection")
-        await self._board.put("roster", write(roster))
+        self._job.on_progress(f"{len(nodes)} nodes: trying every connection")
+        await self._transport.put("roster", write(roster))
         return roster
 
-    async def _hear(self, nodes: dict[int, Node], roster: Roster, waited_s: float) -> Case:
+    async def _hear(self, nodes: dict[int, Node], roster: Roster, waited_s: float) -> Results:
         deadline = Deadline.after(MESH)
-        own = asyncio.ensure_future(self._member.probe(roster))
+        own = asyncio.ensure_future(self._local_node.probe(roster))
         others = [rank for rank in nodes if rank != 0]
-        said = await gather(self._board, "mesh", others, deadline=deadline)
+        said = await gather(self._transport, "mesh", others, deadline=deadline)
         reports = {0: await own, **self._readable(NodeReport, "mesh", said)}
         only_closed = self._job.nnodes > EVERY_PAIR
         if only_closed:
             reports = {rank: _only_closed(each) for rank, each in reports.items()}
-        entrance = self._entrance
-        obstacle, other_hub = (None, "") if entrance is None else entrance.leads_to()
-        return Case(
+        at_endpoint = self._at_endpoint
+        obstacle, other_coordinator = (None, "") if at_endpoint is None else at_endpoint.leads_to()
+        return Results(
             nnodes=self._job.nnodes,
             backend=self._job.backend,
             host=self._job.host,
@@ -235,15 +265,24 @@ class Chair:
             nodes=nodes,
             reports=dict(sorted(reports.items())),
             names=self._names,
+            peers=self._find_peers(),
             garbled=dict(self._garbled),
             seed=roster.seed,
             only_closed=only_closed,
             waited_s=waited_s,
-            rejected=() if entrance is None else tuple(entrance.rejected()),
+            rejected=() if at_endpoint is None else tuple(at_endpoint.rejected()),
             obstacle=obstacle,
-            other_hub=other_hub,
+            other_coordinator=other_coordinator,
             at_store=self._job.at_store,
         )
+
+    def _find_peers(self) -> dict[int, Peer]:
+        known = {} if self._at_endpoint is None else self._at_endpoint.server.peers
+        found = {}
+        for rank, (hostname, address) in known.items():
+            with contextlib.suppress(ValueError):  # an address of the local link
+                found[rank] = read(Peer, {"hostname": hostname, "address": address})
+        return found
 
     def _readable(
         self, kind: type[T], topic: Literal["hello", "mesh"], said: Mapping[int, Json]
@@ -267,6 +306,6 @@ def _only_closed(report: NodeReport) -> NodeReport:
     return replace(report, dialled=tuple(each for each in report.dialled if each.verdict != "open"))
 
 
-def _without_tokens(case: Case) -> Case:
-    nodes = {rank: replace(node, token="") for rank, node in case.nodes.items()}
-    return replace(case, nodes=nodes)
+def _without_tokens(results: Results) -> Results:
+    nodes = {rank: replace(node, token="") for rank, node in results.nodes.items()}
+    return replace(results, nodes=nodes)

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._host import LIBRARY_VARIABLES
 from ddpsafe._world import expand_hosts
-from ddpsafe.doctor._mesh import protocol
-from ddpsafe.doctor._mesh.messages import Greeting, as_hostname
+from ddpsafe.doctor._mesh.connection import (
+    VERSION,
+)
+from ddpsafe.doctor._mesh.protocol import Greeting, as_hostname
 from ddpsafe.doctor._report import Matrix, printable
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ class Job:
         backend: Whose rules the addresses follow: ``nccl`` or ``gloo``.
         timeout: How long to wait for nodes that have not come.
         facts: This host's fingerprint.
-        say: Takes a line now and then on what is being waited for.
+        on_progress: Takes a line now and then on what is being waited for.
         collective: Whether an all-reduce closes the examination.
         at_store: Whether ranks of the job meet at its store, and not doctors at the endpoint.
         secret: What only the nodes of the job know; empty where there is none.
@@ -63,7 +65,7 @@ class Job:
     backend: str
     timeout: timedelta
     facts: Mapping[str, Json]
-    say: Callable[[str], None]
+    on_progress: Callable[[str], None]
     collective: Literal["run", "skip"]
     at_store: bool = False
     secret: str = ""
@@ -73,7 +75,7 @@ class Job:
         """Return how this node introduces itself."""
         job = " ".join(f"{name}={os.environ[name]}" for name in _NAMES if os.environ.get(name))
         return Greeting(
-            version=protocol.VERSION,
+            version=VERSION,
             nnodes=self.nnodes,
             node_rank=self.node_rank,
             hostname=as_hostname(socket.gethostname()),

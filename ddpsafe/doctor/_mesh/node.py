@@ -26,9 +26,11 @@ from ddpsafe._host import (
     source_address,
 )
 from ddpsafe.doctor._context import Place
-from ddpsafe.doctor._mesh.findings.fixes import find_gates
+from ddpsafe.doctor._mesh.connection import make_nonce
+from ddpsafe.doctor._mesh.findings.fixes import find_filter_chains
 from ddpsafe.doctor._mesh.findings.results import is_closed, make_plan
-from ddpsafe.doctor._mesh.messages import (
+from ddpsafe.doctor._mesh.probe import Listener, dial
+from ddpsafe.doctor._mesh.protocol import (
     Announced,
     Contact,
     Dialled,
@@ -42,8 +44,6 @@ from ddpsafe.doctor._mesh.messages import (
     read,
     require_unicast,
 )
-from ddpsafe.doctor._mesh.probe import Listener, dial
-from ddpsafe.doctor._mesh.protocol import make_nonce
 from ddpsafe.doctor._mesh.transport import bounded
 from ddpsafe.doctor._system.tcp import find_route
 
@@ -101,7 +101,7 @@ async def announce(
         places: Where variables of the ranks were set.
     """
     interfaces = list_interfaces()
-    fallback = find_address_towards(towards) or ""
+    fallback = _plain(find_address_towards(towards) or "")
     library = "NCCL" if "nccl" in backend else "GLOO"
     variable: Literal["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"] = (
         "NCCL_SOCKET_IFNAME" if library == "NCCL" else "GLOO_SOCKET_IFNAME"
@@ -173,6 +173,14 @@ def _of_address(
         return Announced(
             address=fallback, interface=usable, chosen_by=chosen_by, flaw="loopback", wanted=address
         )
+    if address and not _plain(address):
+        return Announced(
+            address=fallback,
+            interface=_owner_name(interfaces, fallback),
+            chosen_by=chosen_by,
+            flaw="link-local",
+            wanted=address,
+        )
     stopped = owner is not None and not owner.is_running
     return Announced(
         address=address,
@@ -228,7 +236,7 @@ def _can_bind(family: int, address: str) -> bool:
 _AT_A_TIME: Final = 256
 
 
-class Member:
+class LocalNode:
     """This node's part.
 
     Args:
@@ -315,13 +323,14 @@ class Member:
         heard = self._listener.received_bytes
         came = {rank for rank, count in heard.items() if count}
         closed = {each.target for each in dialled if is_closed(each.verdict)} | (due - came)
-        # Asked only where a connection failed: it costs a process, and says where to open the firewall.
-        gates = await asyncio.to_thread(find_gates) if closed else None
+        # Asked only where something failed: it costs a process, and says where to open the firewall.
+        failed = closed or len(contacts) < roster.nnodes
+        chains = await asyncio.to_thread(find_filter_chains) if failed else None
         return NodeReport(
             dialled=dialled,
             heard=tuple(sorted(heard)),
-            gates=tuple(gates or ()),
-            gates_known=gates is not None,
+            chains=tuple(chains or ()),
+            chains_known=chains is not None,
             routes=tuple(
                 self._other_routes(contacts[rank] for rank in sorted(closed & {*contacts}))
             ),
@@ -340,8 +349,8 @@ class Member:
         network = ipaddress.ip_network(own.network)
         for contact in contacts:
             near = contact.address and ipaddress.ip_address(contact.address) in network
-            found = find_route(contact.address) if near else None
-            if found is not None and found[0] not in (own.announced.interface, "lo"):
+            found = find_route(contact.address, own.announced.address) if near else None
+            if found is not None and found.interface not in (own.announced.interface, "lo"):
                 yield Route(contact.node_rank, *found)
 
     def _may_dial(self, contact: Contact) -> bool:

@@ -1,4 +1,4 @@
-"""Every other node's part: come, dial, tell, and make the findings from what node rank 0 collected."""
+"""The part of every node but node rank 0: register, dial, report, and make the findings from the results."""
 
 from __future__ import annotations
 
@@ -9,18 +9,23 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from ddpsafe._clock import Deadline
 from ddpsafe.doctor._mesh import all_reduce
 from ddpsafe.doctor._mesh.coordinator import MESH
-from ddpsafe.doctor._mesh.findings.all import judge, make_matrix
-from ddpsafe.doctor._mesh.findings.attendance import hub_garbled, hub_lost
+from ddpsafe.doctor._mesh.findings.all import make_findings, make_matrix
 from ddpsafe.doctor._mesh.findings.results import unpack
-from ddpsafe.doctor._mesh.messages import Progress, Roster, read, write
-from ddpsafe.doctor._mesh.transport import BoardGarbledError, BoardLostError, wait_for
+from ddpsafe.doctor._mesh.protocol import Progress, Roster, read, write
+from ddpsafe.doctor._mesh.transport import (
+    RESULTS,
+    TransportClosedError,
+    TransportGarbledError,
+    TransportLostError,
+    wait_for,
+)
 
 if TYPE_CHECKING:
-    from ddpsafe.doctor._mesh.findings.results import Case
+    from ddpsafe.doctor._mesh.findings.results import Results
     from ddpsafe.doctor._mesh.job import Job
-    from ddpsafe.doctor._mesh.messages import Node
-    from ddpsafe.doctor._mesh.node import Member
-    from ddpsafe.doctor._mesh.transport import Board, Json
+    from ddpsafe.doctor._mesh.node import LocalNode
+    from ddpsafe.doctor._mesh.protocol import Node
+    from ddpsafe.doctor._mesh.transport import Json, Transport
     from ddpsafe.doctor._report import Finding, Matrix
 
 T = TypeVar("T")
@@ -31,60 +36,69 @@ _SLACK: Final = timedelta(seconds=15)
 _TICK_S: Final = 0.5
 
 
-async def attend(
-    job: Job, board: Board, member: Member, own: Node, *, hub_hostname: str
+async def participate(
+    job: Job, transport: Transport, local_node: LocalNode, own: Node
 ) -> tuple[list[Finding], Matrix]:
-    """Take part in an examination until node rank 0 has collected what all nodes said."""
-    ticking = asyncio.ensure_future(_repeat_progress(job, board))
+    """Take part in an examination until node rank 0 has collected what all nodes said.
+
+    Raises:
+        TransportLostError: Node rank 0 is gone; a `TransportClosedError` where it was ended before
+            anything was examined.
+    """
+    ticking = asyncio.ensure_future(_repeat_progress(job, transport))
     try:
-        case = await _take_part(job, board, member, own)
-        return judge(case), make_matrix(case)
-    except BoardGarbledError as exc:
-        return [hub_garbled(hub_hostname, str(exc))], job.empty_matrix()
-    except BoardLostError as exc:
-        return [hub_lost(hub_hostname, str(exc), at_store=job.at_store)], job.empty_matrix()
+        await transport.put("hello", write(own))
+        roster = await _require(transport, "roster", Roster, Deadline.after(job.timeout + _SLACK))
     finally:
         ticking.cancel()
-
-
-async def _take_part(job: Job, board: Board, member: Member, own: Node) -> Case:
-    await board.put("hello", write(own))
-    roster = await _require(board, "roster", Roster, Deadline.after(job.timeout + _SLACK))
     if roster.nnodes != job.nnodes:
-        raise BoardGarbledError("its list of nodes is not of this job")
-    job.say(f"{len(roster.contacts)} nodes: trying every connection")
-    await board.put("mesh", write(await member.probe(roster)))
-    asked = await _require(board, "all-reduce", all_reduce.Asked, Deadline.after(MESH + _SLACK))
-    await all_reduce.attend(job, board, asked, own)
-    packed = await _require(board, "case", str, Deadline.after(all_reduce.LONGEST + _SLACK))
+        raise TransportGarbledError("its list of nodes is not of this job")
+    job.on_progress(f"{len(roster.contacts)} nodes: trying every connection")
     try:
-        case = unpack(packed)
+        await transport.put("mesh", write(await local_node.probe(roster)))
+        asked = await _require(
+            transport, "all-reduce", all_reduce.Asked, Deadline.after(MESH + _SLACK)
+        )
+        await all_reduce.participate(job, transport, asked, own)
+        results = await wait_for_results(transport, all_reduce.LONGEST + _SLACK)
+    except TransportClosedError as exc:  # what was examined is lost with it: no use in coming again
+        raise TransportLostError(str(exc)) from exc
+    if results.nnodes != job.nnodes:
+        raise TransportGarbledError("what it collected is not about this job")
+    return make_findings(results), make_matrix(results)
+
+
+async def wait_for_results(transport: Transport, limit: timedelta) -> Results:
+    """Wait for what node rank 0 has collected.
+
+    Raises:
+        TransportLostError: It does not come, or makes no sense.
+    """
+    try:
+        return unpack(await _require(transport, RESULTS, str, Deadline.after(limit)))
     except ValueError as exc:
-        raise BoardGarbledError("what it collected makes no sense") from exc
-    if case.nnodes != job.nnodes:
-        raise BoardGarbledError("what it collected is not about this job")
-    return case
+        raise TransportGarbledError("what it collected makes no sense") from exc
 
 
-async def _require(board: Board, topic: str, kind: type[T], deadline: Deadline) -> T:
-    value = await wait_for(board, topic, deadline=deadline)
+async def _require(transport: Transport, topic: str, kind: type[T], deadline: Deadline) -> T:
+    value = await wait_for(transport, topic, deadline=deadline)
     if value is None:
-        raise BoardLostError(f"it said nothing for {deadline.waited_s():.1f} s")
+        raise TransportLostError(f"it said nothing for {deadline.waited_s():.1f} s")
     try:
         return read(kind, value)
     except ValueError as exc:
-        raise BoardGarbledError(f"its message about {topic!r} makes no sense") from exc
+        raise TransportGarbledError(f"its message about {topic!r} makes no sense") from exc
 
 
-async def _repeat_progress(job: Job, board: Board) -> None:
+async def _repeat_progress(job: Job, transport: Transport) -> None:
     """Pass on what node rank 0 says about who is missing."""
     last: Json = None
     while True:
         await asyncio.sleep(_TICK_S)
         try:
-            value = (await board.get("progress")).get(0)
+            value = (await transport.get("progress")).get(0)
             if value is not None and value != last:
-                job.say(str(read(Progress, value)))
-        except (BoardLostError, ValueError):  # the examination itself says what is wrong
+                job.on_progress(str(read(Progress, value)))
+        except (TransportLostError, ValueError):  # the examination itself says what is wrong
             return
         last = value

@@ -12,12 +12,16 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe.doctor._mesh import protocol
-from ddpsafe.doctor._mesh.messages import Contact, Dialled, Hex, Rank, read
+from ddpsafe.doctor._mesh.connection import (
+    UnknownPeers,
+    encode,
+    prove,
+)
+from ddpsafe.doctor._mesh.protocol import Contact, Dialled, Hex, Rank, read
 from ddpsafe.doctor._system.tcp import find_tcp_state, is_silent_neighbour
 
 if TYPE_CHECKING:
-    from ddpsafe.doctor._mesh.messages import Reason
+    from ddpsafe.doctor._mesh.protocol import Reason
     from ddpsafe.doctor._report import Verdict
 
 
@@ -26,7 +30,7 @@ BULK_BYTES: Final = 64 << 10
 
 _LONGEST_LINE_BYTES: Final = 512
 _CONVERSATION_S: Final = 15.0
-_STRANGERS: Final = 256
+_UNKNOWN_PEERS: Final = 256
 """Also for the connections by which a dialler measures loss and the size of packets."""
 
 
@@ -57,8 +61,8 @@ class Listener:
         self.received_bytes: dict[int, int] = {}
         self._token, self._secret = token, secret
         self._expected = range(nnodes)
-        self._visitors = protocol.Visitors(
-            most=nnodes * 2 + _STRANGERS, per_address=nnodes * 2 + _STRANGERS
+        self._unknown_peers = UnknownPeers(
+            most=nnodes * 2 + _UNKNOWN_PEERS, per_address=nnodes * 2 + _UNKNOWN_PEERS
         )
         self._conversations: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -87,7 +91,7 @@ class Listener:
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - asyncio runs every connection as a task
         self._conversations.add(task)
-        self._visitors.admit(task, str((writer.get_extra_info("peername") or ("",))[0]))
+        self._unknown_peers.admit(task, str((writer.get_extra_info("peername") or ("",))[0]))
         try:
             await asyncio.wait_for(self._converse(reader, writer), _CONVERSATION_S)
         except (OSError, ValueError, asyncio.TimeoutError, asyncio.IncompleteReadError):
@@ -96,7 +100,7 @@ class Listener:
             pass
         finally:
             self._conversations.discard(task)
-            self._visitors.forget(task)
+            self._unknown_peers.forget(task)
             writer.close()
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -104,12 +108,12 @@ class Listener:
         call = read(Call, json.loads(await reader.readline() or "null"))
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - as above
-        self._visitors.forget(task)
+        self._unknown_peers.forget(task)
         if call.source not in self._expected:
             return
         self.received_bytes.setdefault(call.source, 0)
-        proof = protocol.prove(call.challenge, self._secret + self._token)
-        writer.write(protocol.encode({"answer": proof}))
+        proof = prove(call.challenge, self._secret + self._token)
+        writer.write(encode({"answer": proof}))
         received = 0
         while received < BULK_BYTES:
             chunk = await reader.read(BULK_BYTES)
@@ -117,7 +121,7 @@ class Listener:
                 return
             received += len(chunk)
             self.received_bytes[call.source] = max(received, self.received_bytes[call.source])
-        writer.write(protocol.encode({"bytes": received}))
+        writer.write(encode({"bytes": received}))
         with contextlib.suppress(OSError):
             await writer.drain()
         await reader.read(1)  # the dialler closes first, so that its port does the waiting
@@ -130,14 +134,17 @@ ANSWER_S: Final = 3.0
 """The kernel on the other side accepts at once; its process may wait for a CPU. Should it come
 later still, it says itself that it was dialled."""
 
-SMALLEST_MTU_BYTES: Final = 576
-"""What every host has to take (RFC 791); no network has less."""
+SMALLEST_MTU_BYTES: Final = {4: 576, 6: 1280}
+"""What every host, and with IPv6 every link, has to take (RFC 791, RFC 8200)."""
 
 _BULK_S: Final = 2.5
+_SLOW_BULK_S: Final = 7.0
+"""As long as packets arrive: a slow link or one with a long round trip is not a broken one."""
 _LOOK_S: Final = 0.1
 _LOST_AFTER: Final = 3  # retransmissions in a row without a sign of life: 1.4 s
 _SMALL_WRITES: Final = 12
 _SMALL_BYTES: Final = 64
+_BEYOND_SMALL_BYTES: Final = 512
 _SECOND_CALLS: Final = 2
 _SECOND_AFTER_S: Final = 1.0
 _LOSS_CALLS: Final = 8
@@ -177,7 +184,7 @@ async def _find_passing_mtu(call: _Call, lost: Dialled, mtu_bytes: int) -> Diall
     family = 6 if ":" in call.contact.address else 4
     largest = max(mtu_bytes, lost.segment_bytes + _HEADERS_BYTES[family])
     passing, failing = 0, largest + 1
-    sizes = {largest, min(largest, _USUAL_MTU_BYTES), 1400, SMALLEST_MTU_BYTES}
+    sizes = {largest, min(largest, _USUAL_MTU_BYTES), 1400, SMALLEST_MTU_BYTES[family]}
     for _ in range(_SEARCHES):
         tries = sorted(size for size in sizes if passing < size < failing)
         calls = [call.make(mss_bytes=size - _HEADERS_BYTES[family]) for size in tries]
@@ -274,13 +281,13 @@ class _Call:
     async def _talk(self, connection: socket.socket, *, lost_after: int) -> Dialled:
         loop = asyncio.get_running_loop()
         challenge = secrets.token_hex(8)
-        greeting = protocol.encode({"source": self.source, "challenge": challenge})
+        greeting = encode({"source": self.source, "challenge": challenge})
         await loop.sock_sendall(connection, greeting)
         answer = await _read_line(connection, ANSWER_S)
         if answer is None:
             return self._verdict("wrong-peer", reason="silent")
-        proof = protocol.prove(challenge, self.secret + self.contact.token)
-        if answer != protocol.encode({"answer": proof}):
+        proof = prove(challenge, self.secret + self.contact.token)
+        if answer != encode({"answer": proof}):
             # What it is stays unsaid: a node must not read to others what a port of a third says.
             return self._verdict("wrong-peer", reason="other-answer" if answer else "hung-up")
         state = find_tcp_state(connection)
@@ -288,8 +295,12 @@ class _Call:
         started_s = time.monotonic()
         if await _send_bulk(connection, lost_after):
             took_s = max(1e-6, time.monotonic() - started_s - (latency_s or 0.0))
+            state = find_tcp_state(connection)
+            arrived = BULK_BYTES if state is None else min(BULK_BYTES, state.acknowledged_bytes)
+            measured = state.rate_bytes_per_s if state is not None else None
             return self._verdict("open")._replace(
-                latency_s=latency_s, bandwidth_bytes_per_s=round(BULK_BYTES / took_s)
+                latency_s=latency_s,
+                bandwidth_bytes_per_s=max(round(arrived / took_s), measured or 0),
             )
         return self._large_lost(connection)._replace(latency_s=latency_s)
 
@@ -347,23 +358,36 @@ async def _read_line(connection: socket.socket, limit_s: float) -> bytes | None:
 
 
 async def _send_bulk(connection: socket.socket, lost_after: int) -> bool:
-    """Send more than a packet holds; tell whether the other side got all of it."""
+    """Send more than a packet holds; tell whether large packets arrive."""
     loop = asyncio.get_running_loop()
+    before = find_tcp_state(connection)
+    # Acknowledged beyond this, something has arrived that was larger than the small writes.
+    large_bytes = _SMALL_WRITES * _SMALL_BYTES + _BEYOND_SMALL_BYTES
+    large_bytes += before.acknowledged_bytes if before is not None else 0
     acknowledged = asyncio.ensure_future(_exchange_bulk(loop, connection))
-    ends_s = time.monotonic() + _BULK_S
+    started_s = time.monotonic()
+    ends_s, arrived = started_s + _BULK_S, 0
     while time.monotonic() < ends_s:
         done, _ = await asyncio.wait({acknowledged}, timeout=_LOOK_S)
         if done:
             return acknowledged.result()
         state = find_tcp_state(connection)
-        if state is not None and state.retransmits >= lost_after:
+        if state is None:
+            continue
+        if state.retransmits >= lost_after and state.acknowledged_bytes < large_bytes:
             break
+        if state.acknowledged_bytes > arrived:
+            arrived = state.acknowledged_bytes
+            ends_s = min(time.monotonic() + _BULK_S, started_s + _SLOW_BULK_S)
     acknowledged.cancel()
     with contextlib.suppress(asyncio.CancelledError, OSError):
         await acknowledged
-    # The other kernel has it all: only the process there has not had its turn yet.
+    # The other kernel has it all, and only the process there has not had its turn; or it is slow.
     state = find_tcp_state(connection)
-    return state is not None and not state.retransmits and not state.unacknowledged
+    if state is None:
+        return False
+    is_delivered = not state.retransmits and not state.unacknowledged
+    return is_delivered or state.acknowledged_bytes >= large_bytes
 
 
 async def _exchange_bulk(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> bool:
@@ -372,4 +396,4 @@ async def _exchange_bulk(loop: asyncio.AbstractEventLoop, connection: socket.soc
     for _ in range(_SMALL_WRITES):
         await loop.sock_sendall(connection, bytes(_SMALL_BYTES))
     await loop.sock_sendall(connection, bytes(BULK_BYTES - _SMALL_WRITES * _SMALL_BYTES))
-    return await _read_line(connection, _BULK_S) == protocol.encode({"bytes": BULK_BYTES})
+    return await _read_line(connection, _SLOW_BULK_S) == encode({"bytes": BULK_BYTES})

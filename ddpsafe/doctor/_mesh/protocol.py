@@ -1,271 +1,558 @@
-"""The wire: one JSON object per line, of bounded length, never unpickled, signed if there is a secret.
+"""What nodes tell each other: each field is checked on arrival, and all of it is data, not text.
 
-A `Link` is one connection on which such lines travel. `Visitors` keeps those who have connected and
-not said who they are from keeping out those who do.
+Every node renders what it prints from this data itself. A node that is wrong, or hostile, can lie
+about addresses and numbers; it cannot put a command, a control character or a page of its own into
+what another node prints.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import hmac
-import json
-import secrets
-import socket
-from collections import Counter
-from typing import TYPE_CHECKING, Final, TypeVar
+import dataclasses
+import ipaddress
+import re
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeVar
 
-from ddpsafe.doctor._mesh.messages import read, write
+from pydantic import AfterValidator, Field, Strict, TypeAdapter
+
+from ddpsafe.doctor._context import Place, PlaceKind
+from ddpsafe.doctor._report import (
+    Verdict,
+    printable,
+)
+
+# pydantic reads annotations when a message is first judged: these must exist at run time.
+from ddpsafe.doctor._system.tcp import MAIN_TABLE
 
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Mapping
+    from collections.abc import Iterable
 
     from ddpsafe.doctor._mesh.transport import Json
 
 T = TypeVar("T")
 
-VERSION: Final = 2
-"""Of what is said to each other; doctors of different versions do not talk."""
-
-LONGEST_GREETING_BYTES: Final = 16 << 10
-LONGEST_FROM_NODE_BYTES: Final = 4 << 20
-LONGEST_FROM_HUB_BYTES: Final = 64 << 20
-
-_CHUNK_BYTES: Final = 64 << 10
-_SMALL_SEGMENT_BYTES: Final = 1160
-"""With IPv6, TCP and options, less than the 1280 bytes that every link of IPv6 has to carry."""
-
-_NOTICE_S: Final = 1
-_NOTICES: Final = 3
+MOST_NODES: Final = 100_000
+LOWEST_PORT: Final = 1024
+"""What nodes listen on for each other is handed out by the system: no service's port is dialled."""
 
 
-class StrangerError(Exception):
-    """What was read is not what a doctor says."""
+def _is_interface(name: str) -> str:
+    # What the kernel's dev_valid_name() takes, of printable characters; a line to copy quotes it.
+    if name and (not name.isprintable() or any(each in "/: " for each in name) or name[0] == "."):
+        raise ValueError("this cannot be the name of an interface")
+    return name
 
 
-class ForgedError(StrangerError):
-    """What was read is not signed with this node's secret.
-
-    Attributes:
-        message: What was read, where it is of the kind that was expected.
-    """
-
-    def __init__(self, message: object = None) -> None:
-        """Keep what was read."""
-        super().__init__("it does not have the secret of this node, or has another one")
-        self.message = message
+def _is_address(text: str) -> str:
+    if text:
+        require_unicast(text)
+    return text
 
 
-def make_nonce() -> str:
-    """Return what cannot be guessed."""
-    return secrets.token_hex(16)
+def _is_network(text: str) -> str:
+    return text and str(ipaddress.ip_network(text))
 
 
-def prove(challenge: str, secret: str) -> str:
-    """Return the answer to a challenge that only who knows the secret can give."""
-    return _sign(f"challenge {challenge}".encode(), secret)
-
-
-def _sign(content: bytes, secret: str) -> str:
-    return hmac.new(f"ddpsafe {VERSION} {secret}".encode(), content, hashlib.sha256).hexdigest()
-
-
-def encode(message: Mapping[str, Json]) -> bytes:
-    """Return a message as a line."""
-    return json.dumps(message, separators=(",", ":"), default=str).encode() + b"\n"
-
-
-def decode(line: bytes) -> dict[str, Json]:
-    """Return the message of a line.
+def require_unicast(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Return an address that a host may have and announce.
 
     Raises:
-        StrangerError: It is not a JSON object.
+        ValueError: It is a name, or an address of a group, of nothing, or of the local link
+            (169.254.169.254 is where clouds keep their secrets).
     """
-    try:
-        message = json.loads(line)
-    except (ValueError, RecursionError) as exc:
-        raise StrangerError("what it sent is not JSON") from exc
-    if not isinstance(message, dict):
-        raise StrangerError("what it sent is not a JSON object")
-    return message
+    address = ipaddress.ip_address(text)
+    if isinstance(address, ipaddress.IPv6Address) and (address.scope_id or address.ipv4_mapped):
+        raise ValueError("an address with a zone, or IPv4 in IPv6, is not announced")
+    if address.is_multicast or address.is_unspecified or address.is_link_local:
+        raise ValueError("no host announces an address of this kind")
+    if address == ipaddress.IPv4Address("255.255.255.255"):
+        raise ValueError("no host announces the broadcast address")
+    return address
 
 
-class Link:
-    """One connection between two doctors.
+def _of_pattern(pattern: str) -> Any:
+    compiled = re.compile(pattern)
 
-    Args:
-        reader: Of the connection.
-        writer: Of the connection.
-        secret: What both sides know; empty where there is none.
+    def check(text: str) -> str:
+        if not compiled.fullmatch(text):
+            raise ValueError(f"this does not match {pattern}")
+        return text
+
+    return AfterValidator(check)
+
+
+Hostname = Annotated[str, Strict(), _of_pattern(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,252}")]
+EndpointHost = Annotated[str, Strict(), _of_pattern(r"[A-Za-z0-9_:][A-Za-z0-9._:-]{0,252}")]
+InterfaceName = Annotated[str, Strict(), Field(max_length=15), AfterValidator(_is_interface)]
+Address = Annotated[str, Strict(), Field(max_length=45), AfterValidator(_is_address)]
+NetworkText = Annotated[str, Strict(), Field(max_length=49), AfterValidator(_is_network)]
+Rank = Annotated[int, Field(ge=0, lt=MOST_NODES)]  # not strict: as a key of JSON it is a text
+Count = Annotated[int, Strict(), Field(ge=0, le=1 << 40)]
+AnyPort = Annotated[int, Strict(), Field(ge=0, le=65535)]
+Seconds = Annotated[float, Strict(), Field(allow_inf_nan=False, ge=-1e10, le=1e10)]
+Rate = Annotated[float, Strict(), Field(allow_inf_nan=False, ge=0, le=1e15)]
+Hex = Annotated[str, Strict(), _of_pattern(r"[0-9a-f]{0,64}")]
+Text = Annotated[str, Strict(), Field(max_length=500), AfterValidator(printable)]
+Long = Annotated[str, Strict(), Field(max_length=8192), AfterValidator(printable)]
+Name = Annotated[str, Strict(), _of_pattern(r"[A-Za-z0-9_.-]{1,128}")]
+ErrorName = Annotated[str, Strict(), _of_pattern(r"[A-Z0-9]{0,32}")]
+ChainName = Annotated[str, Strict(), _of_pattern(r"[A-Za-z0-9_./-]{1,128}")]
+Plain = bool | int | float | Long | None
+
+Flaw = Literal[
+    "",
+    "absent-interface",
+    "loopback",
+    "link-local",
+    "unresolved",
+    "silent-resolver",
+    "not-running",
+]
+Topic = Literal[
+    "hello", "mesh", "imported", "reduced", "roster", "progress", "all-reduce", "results"
+]
+
+_checkers: dict[Any, TypeAdapter[Any]] = {}
+"""Made when they are first needed: making one takes milliseconds."""
+
+
+def read(kind: type[T], value: object) -> T:
+    """Read a message of a kind.
+
+    Raises:
+        ValueError: It is none.
+    """
+    checker: TypeAdapter[T] | None = _checkers.get(kind)
+    if checker is None:
+        checker = _checkers[kind] = TypeAdapter(kind)
+    return checker.validate_python(value)
+
+
+def write(message: Any) -> Json:
+    """Return a message, a dataclass of this module or one that is made of such, as plain data."""
+    assert dataclasses.is_dataclass(message)  # noqa: S101 - every message is one
+    table: Json = asdict(message)  # type: ignore[arg-type]
+    return table
+
+
+def as_hostname(name: str) -> str:
+    """Return the name of this host as others accept it: the kernel takes any bytes for one."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)[:253].lstrip(".-") or "unnamed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Greeting:
+    """How a node introduces itself at the endpoint.
+
+    Attributes:
+        version: Of the protocol; doctors of different versions do not talk.
+        nnodes: Nodes of its job.
+        node_rank: Which it says it is.
+        hostname: Its name.
+        pid: Of its doctor, to tell two of them on one host apart.
+        job: What its launcher calls the job; empty where nothing does.
+        challenge: What the answer has to be signed with.
     """
 
-    def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: str
-    ) -> None:
-        """Begin with what is said before the sides know each other."""
-        self._reader, self._writer, self._secret = reader, writer, secret
-        self._buffer = bytearray()
-        self.begin_session("", is_node=True)
+    version: Count
+    nnodes: Annotated[int, Strict(), Field(ge=1, le=MOST_NODES)]
+    node_rank: Annotated[int, Strict(), Field(ge=-MOST_NODES, le=MOST_NODES)]
+    hostname: Hostname
+    pid: Count
+    job: Text
+    challenge: Hex
+
+
+Refusal = Literal["", "duplicate", "other-job", "late", "secret", "version"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What node rank 0 answers to a greeting.
+
+    Attributes:
+        nonce: Of this run of node rank 0.
+        session: Of this connection; the lines after it are signed with it.
+        hostname: Of node rank 0.
+        nnodes: Nodes of its job.
+        job: Its job.
+        version: Of the protocol that it speaks.
+        refusal: Why the node is not let in; empty where it is.
+        holder: The host that has the place, where that is the reason.
+        holder_pid: The process there.
+    """
+
+    nonce: Hex
+    session: Hex
+    hostname: Hostname
+    nnodes: Count
+    job: Text
+    version: Count
+    refusal: Refusal = ""
+    holder: Annotated[str, Strict(), _of_pattern(r"[A-Za-z0-9._-]{0,253}")] = ""
+    holder_pid: Count = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """A node that came and was sent away.
+
+    Attributes:
+        reason: Why.
+        greeting: What it said.
+        holder: Who has its place, where that is the reason.
+        holder_pid: The process there.
+    """
+
+    reason: Refusal
+    greeting: Greeting
+    holder: Annotated[str, Strict(), _of_pattern(r"[A-Za-z0-9._-]{0,253}")] = ""
+    holder_pid: Count = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announced:
+    """Where the ranks of a host would listen.
+
+    Attributes:
+        address: As numbers; where the library's choice is of no use, the one that leads to the
+            endpoint, so that the rest can be checked all the same. Empty if there is none.
+        interface: The interface that has it.
+        chosen_by: Why this one: a variable with its value, or the host's name.
+        flaw: What is wrong with the library's choice, or nothing.
+        wanted: What the library would have taken: a name of an interface, or an address.
+        variable: The variable that decided; empty where none did.
+        place: Where it was set.
+        place_where: The variable or the file that set it.
+        otherwise: The address that would be announced without the variable.
+    """
+
+    address: Address
+    interface: InterfaceName
+    chosen_by: Text
+    flaw: Flaw = ""
+    wanted: Text = ""
+    variable: Literal["", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"] = ""
+    place: PlaceKind = "shell"
+    place_where: Text = ""
+    otherwise: Address = ""
+
+    def place_of_variable(self) -> Place:
+        """Return where the variable was set, or is to be."""
+        return Place(kind=self.place, where=self.place_where)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What should be the same on all hosts; of a fingerprint, the sections that are compared.
+
+    Attributes:
+        versions: Of packages, by name.
+        env: Variables of the ranks, secrets hidden.
+        driver: Version of the NVIDIA driver.
+        data_paths: What each path of ``data_paths`` shows, by its name in the configuration.
+        config: The arguments that all nodes have to have in common.
+    """
+
+    versions: Annotated[dict[Name, Text], Field(max_length=256)] = field(default_factory=dict)
+    env: Annotated[dict[Name, Long], Field(max_length=1024)] = field(default_factory=dict)
+    driver: Text | None = None
+    data_paths: Annotated[dict[Text, dict[Name, Plain]], Field(max_length=256)] = field(
+        default_factory=dict
+    )
+    config: Annotated[dict[Name, Plain], Field(max_length=64)] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """What one node says when it registers.
+
+    Attributes:
+        node_rank: Its rank.
+        hostname: Its name.
+        machine: The same for two nodes that share one network, loopback included.
+        announced: The address its ranks would listen at, and why that one.
+        port: Where it listens now, on that address; 0 where it cannot.
+        token: Who can answer with it is this node.
+        mtu_bytes: Of the interface.
+        interfaces: Of every running interface but loopback, its addresses with their networks.
+        port_range: First and last of the ports that its system gives to those who ask for any.
+        has_torch: Whether torch is installed there.
+        source: The own address from which it reaches the endpoint.
+        endpoint: The address of the endpoint that it dialled or, as node rank 0, that its name has.
+        facts: What is compared with the others'.
+    """
+
+    node_rank: Rank
+    hostname: Hostname
+    machine: Annotated[str, Strict(), _of_pattern(r"[ -~]{0,128}")]
+    announced: Announced
+    port: AnyPort
+    token: Hex
+    mtu_bytes: Annotated[int, Strict(), Field(ge=0, le=1 << 24)]
+    interfaces: Annotated[dict[InterfaceName, dict[Address, NetworkText]], Field(max_length=1024)]
+    port_range: tuple[AnyPort, AnyPort]
+    has_torch: bool
+    source: Address = ""
+    endpoint: Address = ""
+    facts: Facts = field(default_factory=Facts)
+
+    def __post_init__(self) -> None:
+        """Hold the parts against each other.
+
+        Raises:
+            ValueError: It listens on a port of a service, or an address is not in its network.
+        """
+        _require_high_port(self.port)
+        for table in self.interfaces.values():
+            for address, network in table.items():
+                if ipaddress.ip_address(address) not in ipaddress.ip_network(network):
+                    raise ValueError(f"{address} is not in {network}")
+        known = {address for table in self.interfaces.values() for address in table}
+        own = self.announced.address
+        elsewhere = ipaddress.ip_address(own).is_loopback if own else True
+        # An interface that is down is not among those that run.
+        if not elsewhere and own not in known and self.announced.flaw != "not-running":
+            raise ValueError(f"{own} is announced and on none of the interfaces")
 
     @property
-    def peer(self) -> str:
-        """The address of the other side."""
-        return str((self._writer.get_extra_info("peername") or ("",))[0])
+    def network(self) -> str:
+        """The network of its address, e.g. ``10.77.0.0/24``; empty where it has none."""
+        return self.interfaces.get(self.announced.interface, {}).get(self.announced.address, "")
 
-    def begin_session(self, nonces: str, *, is_node: bool) -> None:
-        """Sign what follows for this connection, this direction and its place in the order.
-
-        Args:
-            nonces: What both sides have contributed.
-            is_node: Whether this is the end of a node that came to node rank 0.
-        """
-        self._session = nonces
-        self._direction = ("node", "hub") if is_node else ("hub", "node")
-        self._sent = self._received = 0
-
-    def send(self, message: Mapping[str, Json]) -> None:
-        """Say something."""
-        line = encode(message)
-        if self._secret:
-            proof = self._prove(self._direction[0], self._sent, line[:-1])
-            line = line[:-1] + b"\t" + proof.encode() + b"\n"
-        self._sent += 1
-        self._writer.write(line)
-
-    def send_greeting(self, message: object, *, context: str = "") -> None:
-        """Say one of the first two things, which are signed even without a secret.
-
-        Args:
-            message: A `Greeting` or an `Answer`.
-            context: The challenge that an answer answers.
-        """
-        table = write(message)
-        assert isinstance(table, dict)  # noqa: S101 - written from a dataclass
-        self._writer.write(encode({**table, "proof": self._proof_of(table, context)}))
-
-    async def receive_greeting(self, kind: type[T], *, context: str = "") -> T:
-        """Read one of the first two things.
-
-        Raises:
-            StrangerError: It is none of this version.
-            ForgedError: It is signed with another secret.
-            OSError: The connection broke.
-        """
-        line = await self._read_line(LONGEST_GREETING_BYTES)
-        if line is None:
-            raise StrangerError("it closed the connection")
-        table = decode(line)
-        proof = table.pop("proof", None)
-        try:
-            message = read(kind, table)
-        except ValueError as exc:
-            raise StrangerError("what it sent is not what a doctor of this version says") from exc
-        expected = self._proof_of(table, context)
-        if not isinstance(proof, str) or not hmac.compare_digest(proof.encode(), expected.encode()):
-            raise ForgedError(message)
-        return message
-
-    async def receive(self, limit_bytes: int) -> dict[str, Json] | None:
-        """Read the next message; None at the end.
-
-        Raises:
-            StrangerError: The line is too long, no JSON object, or not signed as agreed.
-            OSError: The connection broke.
-        """
-        line = await self._read_line(limit_bytes)
-        if line is None:
-            return None
-        if self._secret:
-            line, _, proof = line.rpartition(b"\t")
-            expected = self._prove(self._direction[1], self._received, line)
-            if not hmac.compare_digest(proof, expected.encode()):
-                raise ForgedError
-        self._received += 1
-        return decode(line)
-
-    def close(self) -> None:
-        """End the connection."""
-        self._writer.close()
-
-    def _proof_of(self, table: Mapping[str, Json], context: str) -> str:
-        content = json.dumps([context, table], sort_keys=True, default=str)
-        return _sign(content.encode(), self._secret)
-
-    def _prove(self, direction: str, number: int, line: bytes) -> str:
-        head = f"{self._session} {direction} {number} ".encode()
-        return _sign(head + line, self._secret)
-
-    async def _read_line(self, limit_bytes: int) -> bytes | None:
-        """Read up to the end of a line; None at the end of the connection."""
-        searched = 0
-        while True:
-            end = self._buffer.find(b"\n", searched)
-            if end >= 0:
-                line = bytes(self._buffer[:end])
-                del self._buffer[: end + 1]
-                return line
-            searched = len(self._buffer)
-            if searched > limit_bytes:
-                raise StrangerError("it sent a line without end")
-            chunk = await self._reader.read(_CHUNK_BYTES)
-            if not chunk:
-                return None
-            self._buffer += chunk
-
-
-class Visitors:
-    """Connections whose other side has not said yet who it is.
-
-    When they become too many, the oldest one of the address that has most of them is ended: who
-    sits there in silence makes room, and an address cannot take the places of the others.
-
-    Args:
-        most: How many there may be.
-        per_address: How many one address may have.
-    """
-
-    def __init__(self, *, most: int, per_address: int) -> None:
-        """Begin with no visitor."""
-        self._most, self._per_address = most, per_address
-        self._waiting: dict[asyncio.Task[None], str] = {}
-
-    def admit(self, task: asyncio.Task[None], address: str) -> None:
-        """Let one more in."""
-        self._waiting[task] = address
-        counts = Counter(self._waiting.values())
-        crowded = len(self._waiting) > self._most
-        if crowded or counts[address] > self._per_address:
-            busiest = counts.most_common(1)[0][0] if crowded else address
-            oldest = next(each for each, where in self._waiting.items() if where == busiest)
-            self.forget(oldest)
-            oldest.cancel()
-
-    def forget(self, task: asyncio.Task[None]) -> None:
-        """Note that one is known now, or has gone."""
-        self._waiting.pop(task, None)
-
-
-def keep_packets_small(connection: socket.socket) -> None:
-    """Make both sides send small packets; call it before connecting, or on a listening socket.
-
-    What is said about a network that loses large packets must itself get through.
-    """
-    with contextlib.suppress(OSError):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SMALL_SEGMENT_BYTES)
-
-
-def notice_loss(connection: socket.socket) -> None:
-    """Let the kernel find out within 3 s that the other host has vanished.
-
-    It sends probes while nothing else is said. Unlike a heartbeat of our own, they go on while
-    this process waits for a busy CPU.
-    """
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    with contextlib.suppress(AttributeError, OSError):  # other systems have other names
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _NOTICE_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _NOTICE_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NOTICES - 1)
-        connection.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _NOTICE_S * _NOTICES * 1000
+    def contact(self) -> Contact:
+        """Return what the others need to dial it."""
+        return Contact(
+            self.node_rank,
+            self.announced.address,
+            self.port,
+            self.token,
+            self.network,
+            self.machine,
         )
+
+    def __str__(self) -> str:
+        """Name it as messages do."""
+        return f"{self.hostname} (node rank {self.node_rank})"
+
+
+def _require_high_port(port: int) -> None:
+    if 0 < port < LOWEST_PORT:
+        raise ValueError(f"port {port} belongs to a service of the system")
+
+
+class Contact(NamedTuple):
+    """How to dial a node; the attributes are a `Node`'s."""
+
+    node_rank: Rank
+    address: Address
+    port: AnyPort
+    token: Hex
+    network: NetworkText
+    machine: Annotated[str, Strict(), _of_pattern(r"[ -~]{0,128}")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roster:
+    """Who came, as node rank 0 tells all of them; whom each one dials follows from it.
+
+    Attributes:
+        nnodes: How many were to come.
+        contacts: Those who came, by node rank.
+        seed: Decides what the plan leaves to chance.
+        clock_s: What the clock of node rank 0 showed, in seconds since 1970.
+    """
+
+    nnodes: Annotated[int, Strict(), Field(ge=1, le=MOST_NODES)]
+    contacts: Annotated[tuple[Contact, ...], Field(min_length=1, max_length=MOST_NODES)]
+    seed: Annotated[int, Strict(), Field(ge=0, lt=1 << 64)]
+    clock_s: Seconds
+
+    def __post_init__(self) -> None:
+        """Hold the parts against each other.
+
+        Raises:
+            ValueError: A node is beyond the number of nodes or there twice, or node rank 0 is missing.
+        """
+        ranks = [contact.node_rank for contact in self.contacts]
+        require_ranks(ranks, self.nnodes)
+        if len(set(ranks)) != len(ranks) or 0 not in ranks:
+            raise ValueError("a node is there twice, or node rank 0 is not")
+        for contact in self.contacts:
+            _require_high_port(contact.port)
+
+
+def require_ranks(ranks: Iterable[int], nnodes: int) -> None:
+    """Let ranks below the number of nodes pass.
+
+    Raises:
+        ValueError: One is not.
+    """
+    if any(rank >= nnodes for rank in ranks):
+        raise ValueError(f"a node rank is beyond the {nnodes} nodes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Who is waited for, as node rank 0 tells all nodes now and then.
+
+    Attributes:
+        came: How many have come.
+        nnodes: How many were to come.
+        missing: Some of those who have not.
+        names: Their names, where something tells them.
+        waited_s: How long it has waited.
+        total_s: How long it waits at most.
+    """
+
+    came: Count
+    nnodes: Count
+    missing: Annotated[tuple[Rank, ...], Field(max_length=64)]
+    names: dict[Rank, Hostname]
+    waited_s: Seconds
+    total_s: Seconds
+
+    def __str__(self) -> str:
+        """Say it in a line."""
+        named = ", ".join(self.names.get(rank) or str(rank) for rank in self.missing)
+        return (
+            f"{self.came} of {self.nnodes} nodes have come; waiting for node rank {named}, "
+            f"{self.waited_s:.0f} of {self.total_s:.0f} s"
+        )
+
+
+class FilterChain(NamedTuple):
+    """A chain of a host's own packet filter that keeps some packets out, or in.
+
+    Attributes:
+        family: ``inet``, ``ip`` or ``ip6``.
+        table: Its table.
+        name: Its own.
+        hook: Whether it filters what comes in, or what goes out.
+    """
+
+    family: Literal["inet", "ip", "ip6"]
+    table: ChainName
+    name: ChainName
+    hook: Literal["input", "output"] = "input"
+
+
+class Route(NamedTuple):
+    """The way that packets to another node take, where it is not by the announced interface.
+
+    Attributes:
+        target: That node.
+        interface: By which they leave; empty where a route or rule of the host refuses them.
+        prefix: The network or address that the route is for; empty where it is not known.
+        table: The routing table that it is in.
+    """
+
+    target: Rank
+    interface: InterfaceName
+    prefix: NetworkText
+    table: Count = MAIN_TABLE
+
+
+Reason = Literal["", "no-address", "no-arp", "silent", "late", "hung-up", "other-answer"]
+"""What is known of a direction besides the error of the system.
+
+``silent``: the connection opened and nothing was said; ``late``: so it seemed, and the other side
+did answer.
+"""
+
+
+class Dialled(NamedTuple):
+    """What became of one connection.
+
+    Attributes:
+        target: Whom it was to reach.
+        verdict: What became of it.
+        latency_s: Round trip of a small packet.
+        bandwidth_bytes_per_s: Rough, of one burst.
+        reason: What is known besides.
+        error: Name of the system's error, e.g. ``ECONNREFUSED``.
+        took_s: Until the verdict was clear.
+        retransmits: How often in a row the last packet was sent, where large ones were lost.
+        segment_bytes: The most the kernel put into one packet, where large ones were lost.
+        path_mtu_bytes: What the kernel took the path's MTU for, where large ones were lost.
+        passing_mtu_bytes: The largest MTU with which the same came through, where large ones were
+            lost; 0 where none did.
+        packets: How many were sent, each counted once.
+        resent: How many had to be sent again.
+    """
+
+    target: Rank
+    verdict: Verdict
+    latency_s: Rate | None = None
+    bandwidth_bytes_per_s: Rate | None = None
+    reason: Reason = ""
+    error: ErrorName = ""
+    took_s: Rate = 0.0
+    retransmits: Count = 0
+    segment_bytes: Count = 0
+    path_mtu_bytes: Count = 0
+    passing_mtu_bytes: Count = 0
+    packets: Count = 0
+    resent: Count = 0
+
+    @property
+    def said(self) -> str:
+        """What the system said, for a reader who knows it."""
+        if self.verdict == "large-lost" and self.segment_bytes:
+            return (
+                f"{self.retransmits} retransmissions, segments of {self.segment_bytes} bytes, "
+                f"path MTU {self.path_mtu_bytes} bytes"
+            )
+        if self.verdict == "dropped":
+            return "no answer"
+        return self.error or _REASONS[self.reason]
+
+
+_REASONS: Final[dict[Reason, str]] = {
+    "": "",
+    "no-address": "it has no address",
+    "no-arp": "no answer to ARP",
+    "silent": "accepted, then silent",
+    "late": "answered late",
+    "hung-up": "closed the connection",
+    "other-answer": "answered something else",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReport:
+    """What one node says after the mesh.
+
+    Attributes:
+        dialled: What became of its connections.
+        heard: Who dialled it and was answered, in time or not.
+        chains: Chains of its packet filter that keep packets out or in, where a direction is closed.
+        chains_known: Whether its packet filter could be read: without chains, it filters nothing.
+        routes: Ways to others that leave by another interface than the announced one.
+        clock_ahead_s: How much its clock is ahead of node rank 0's.
+        resolver_silent_s: How long it waited for the name of node rank 0's address and got no
+            answer; 0 if there was one.
+    """
+
+    dialled: Annotated[tuple[Dialled, ...], Field(max_length=MOST_NODES)]
+    heard: Annotated[tuple[Rank, ...], Field(max_length=MOST_NODES)] = ()
+    chains: Annotated[tuple[FilterChain, ...], Field(max_length=256)] = ()
+    chains_known: bool = False
+    routes: Annotated[tuple[Route, ...], Field(max_length=MOST_NODES)] = ()
+    clock_ahead_s: Seconds = 0.0
+    resolver_silent_s: Rate = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduced:
+    """What became of one node's part in the all-reduce.
+
+    Attributes:
+        error: What torch said; empty if all was well.
+        took_s: How long it took with the start of the process group.
+        backends: Which backends were tried.
+    """
+
+    error: Text = ""
+    took_s: Rate = 0.0
+    backends: tuple[Name, ...] = ()

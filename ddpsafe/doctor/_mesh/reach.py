@@ -13,15 +13,22 @@ from pydantic import Field
 
 from ddpsafe._clock import Deadline
 from ddpsafe._host import is_loopback
-from ddpsafe.doctor._mesh import protocol
-from ddpsafe.doctor._mesh.messages import Answer, Rate, Text
-from ddpsafe.doctor._mesh.server import Guest
+from ddpsafe.doctor._mesh.connection import (
+    VERSION,
+    BadSignatureError,
+    Link,
+    NotADoctorError,
+    keep_packets_small,
+    notice_loss,
+)
+from ddpsafe.doctor._mesh.protocol import Answer, Rate, Text
+from ddpsafe.doctor._mesh.server import Client
 from ddpsafe.doctor._mesh.transport import bounded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ddpsafe.doctor._mesh.messages import Greeting
+    from ddpsafe.doctor._mesh.protocol import Greeting
 
 Trouble = Literal[
     "dropped",
@@ -30,11 +37,12 @@ Trouble = Literal[
     "unresolved",
     "silent-resolver",
     "loopback",
-    "stranger",
+    "other-program",
     "other-job",
-    "doubled",
+    "duplicate",
     "late",
     "secret",
+    "version",
 ]
 
 _CONNECT_S: Final = 2.5
@@ -43,9 +51,13 @@ _ANSWER_S: Final = 3.0
 # A step that is cut shorter than this says nothing about the network, only about the deadline.
 _SHORTEST_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 1.0
-# On a host whose file says 127.0.1.1 nothing will ever listen; two nodes on one host need a moment.
-_LOOPBACK_PATIENCE: Final = timedelta(seconds=2)
-_FINAL: Final = ("other-job", "doubled", "late", "secret")
+_PATIENCE: Final[dict[Trouble, timedelta]] = {
+    # On a host whose file says 127.0.1.1 nothing will ever listen; two nodes on one host need a moment.
+    "loopback": timedelta(seconds=2),
+    # A former run may be about to end; a service stays, and node rank 0 cannot have the port.
+    "other-program": timedelta(seconds=5),
+}
+"""How long it is tried while the same is in the way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +79,14 @@ class Obstacle:
     holder: Text = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """That node rank 0 was reached and refused this node; it sends the results all the same."""
+
+    obstacle: Obstacle
+    client: Client
+
+
 class _Unreached(Exception):  # noqa: N818 - caught where it is thrown from; no error of the product
     def __init__(self, trouble: Trouble, said: str, holder: str = "") -> None:
         super().__init__(trouble)
@@ -74,7 +94,7 @@ class _Unreached(Exception):  # noqa: N818 - caught where it is thrown from; no 
         self.said, self.holder = said, holder
 
 
-async def reach_hub(
+async def reach_coordinator(
     host: str,
     port: int,
     greeting: Greeting,
@@ -82,7 +102,7 @@ async def reach_hub(
     secret: str = "",
     deadline: Deadline,
     on_trouble: Callable[[Obstacle], None],
-) -> Guest | Obstacle:
+) -> Client | Refused | Obstacle:
     """Introduce this node to node rank 0, which may come later than this node.
 
     Args:
@@ -94,19 +114,15 @@ async def reach_hub(
         on_trouble: Told what is in the way so far.
 
     Returns:
-        The board, or what was in the way at the end.
+        The transport, also where this node is refused, or what was in the way at the end.
     """
     pause_s = 0.05
-    patience = Deadline.after(_LOOPBACK_PATIENCE)
+    patience = {each: Deadline.after(_PATIENCE[each]) for each in _PATIENCE}
     while True:
         addresses: tuple[str, ...] = ()
         try:
             addresses = await resolve(host, port, deadline=deadline)
             link, answer = await greet(addresses, port, greeting, secret=secret, deadline=deadline)
-            if answer.refusal:
-                link.close()
-                raise _refusal(answer)
-            return Guest(link, hub_hostname=answer.hostname)
         except _Unreached as exc:
             trouble = exc.trouble
             leads_here = bool(addresses) and all(map(is_loopback, addresses))
@@ -119,8 +135,13 @@ async def reach_hub(
                 waited_s=deadline.waited_s(),
                 holder=exc.holder,
             )
-        is_hopeless = found.trouble in _FINAL or (
-            found.trouble == "loopback" and patience.expired()
+        else:
+            client = Client(link, coordinator_hostname=answer.hostname)
+            return _judge_answer(answer, client, addresses) if answer.refusal else client
+        if found.trouble not in ("loopback", "other-program"):
+            patience = {each: Deadline.after(_PATIENCE[each]) for each in _PATIENCE}
+        is_hopeless = found.trouble == "secret" or (
+            found.trouble in patience and patience[found.trouble].expired()
         )
         if is_hopeless or deadline.expired():
             return found
@@ -148,7 +169,10 @@ async def resolve(host: str, port: int, *, deadline: Deadline) -> tuple[str, ...
     except TimeoutError as exc:
         raise _Unreached("silent-resolver", str(exc)) from exc
     except (OSError, UnicodeError) as exc:
-        raise _Unreached("unresolved", getattr(exc, "strerror", None) or str(exc)) from exc
+        # Neither file nor server said no: none of the servers answers, or there is none.
+        silent = getattr(exc, "errno", None) == socket.EAI_AGAIN
+        said = getattr(exc, "strerror", None) or str(exc)
+        raise _Unreached("silent-resolver" if silent else "unresolved", said) from exc
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
@@ -159,13 +183,13 @@ async def greet(
     *,
     secret: str,
     deadline: Deadline,
-) -> tuple[protocol.Link, Answer]:
+) -> tuple[Link, Answer]:
     """Introduce this node at the first address that lets it in.
 
     Raises:
         _Unreached: None does, or what answers is not ddpsafe doctor.
     """
-    link = protocol.Link(*await _connect_to_one(addresses, port, deadline), secret)
+    link = Link(*await _connect_to_one(addresses, port, deadline), secret)
     try:
         return link, await _introduce(link, greeting, deadline)
     except BaseException:
@@ -192,8 +216,8 @@ async def _connect(
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     connection = socket.socket(family, socket.SOCK_STREAM)
     connection.settimeout(0)
-    protocol.keep_packets_small(connection)
-    protocol.notice_loss(connection)
+    keep_packets_small(connection)
+    notice_loss(connection)
     loop = asyncio.get_running_loop()
     try:
         await asyncio.wait_for(loop.sock_connect(connection, (address, port)), limit_s)
@@ -208,33 +232,37 @@ async def _connect(
         raise _Unreached("refused" if refused else "no-route", said) from exc
 
 
-async def _introduce(link: protocol.Link, greeting: Greeting, deadline: Deadline) -> Answer:
+async def _introduce(link: Link, greeting: Greeting, deadline: Deadline) -> Answer:
     limit_s = _limit_s(_ANSWER_S, deadline)
     try:
         link.send_greeting(greeting)
         receiving = link.receive_greeting(Answer, context=greeting.challenge)
         answer = await asyncio.wait_for(receiving, limit_s)
     except (asyncio.TimeoutError, TimeoutError) as exc:
-        raise _Unreached("stranger", f"it said nothing for {limit_s:.1f} s") from exc
-    except protocol.ForgedError as exc:
+        raise _Unreached("other-program", f"it said nothing for {limit_s:.1f} s") from exc
+    except BadSignatureError as exc:
         raise _Unreached("secret", str(exc)) from exc
-    except (OSError, protocol.StrangerError) as exc:
-        raise _Unreached("stranger", str(exc)) from exc
+    except (OSError, NotADoctorError) as exc:
+        raise _Unreached("other-program", str(exc)) from exc
     link.begin_session(greeting.challenge + answer.session, is_node=True)
     return answer
 
 
-def _refusal(answer: Answer) -> _Unreached:
-    if answer.refusal == "doubled":
+def _judge_answer(answer: Answer, client: Client, addresses: tuple[str, ...]) -> Refused:
+    assert answer.refusal  # noqa: S101 - the caller looked
+    holder = answer.hostname
+    said: str = answer.refusal
+    if answer.refusal == "duplicate":
         holder = f"{answer.holder} (pid {answer.holder_pid})"
-        return _Unreached("doubled", answer.refusal, holder=holder)
-    if answer.refusal == "late":
-        return _Unreached("late", answer.refusal, holder=answer.hostname)
-    said = f"nnodes={answer.nnodes}, job {answer.job or 'without a name'}"
-    return _Unreached("other-job", said, holder=answer.hostname)
+    elif answer.refusal == "other-job":
+        said = f"nnodes={answer.nnodes}, job {answer.job or 'without a name'}"
+    elif answer.refusal == "version":
+        said = f"its doctor speaks version {answer.version} of the protocol, this one {VERSION}"
+    found = Obstacle(trouble=answer.refusal, said=said, addresses=addresses, holder=holder)
+    return Refused(found, client)
 
 
-async def find_hub_answer(
+async def find_answer(
     host: str, port: int, greeting: Greeting, *, secret: str, deadline: Deadline
 ) -> Answer | Obstacle:
     """Look, as node rank 0, who answers at the endpoint."""

@@ -7,53 +7,69 @@ import contextlib
 import socket
 from typing import TYPE_CHECKING, Final, get_args
 
-from ddpsafe.doctor._mesh import protocol
-from ddpsafe.doctor._mesh.messages import Answer, Greeting, Rejected, Topic
-from ddpsafe.doctor._mesh.transport import BoardGarbledError, BoardLostError
+from ddpsafe.doctor._mesh.connection import (
+    LONGEST_FROM_COORDINATOR_BYTES,
+    LONGEST_FROM_NODE_BYTES,
+    LONGEST_GREETING_BYTES,
+    BadSignatureError,
+    Link,
+    NotADoctorError,
+    UnknownPeers,
+    keep_packets_small,
+    make_nonce,
+    notice_loss,
+)
+from ddpsafe.doctor._mesh.protocol import Answer, Greeting, Rejected, Topic
+from ddpsafe.doctor._mesh.transport import (
+    RESULTS,
+    TransportClosedError,
+    TransportGarbledError,
+    TransportLostError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from ddpsafe.doctor._mesh.messages import Refusal
+    from ddpsafe.doctor._mesh.protocol import Refusal
     from ddpsafe.doctor._mesh.transport import Json
 
 
 _TOPICS: Final = frozenset(get_args(Topic))
 
 
-class Guest:
-    """The board as a node other than node rank 0 sees it.
+class Client:
+    """The transport of every node but node rank 0.
 
     Args:
         link: A connection on which node rank 0 has welcomed this node.
-        hub_hostname: What the host of node rank 0 calls itself.
+        coordinator_hostname: What the host of node rank 0 calls itself.
     """
 
-    def __init__(self, link: protocol.Link, *, hub_hostname: str) -> None:
+    def __init__(self, link: Link, *, coordinator_hostname: str) -> None:
         """Start to listen."""
-        self.hub_hostname = hub_hostname
-        self.hub_address = link.peer.removeprefix("::ffff:")
+        self.coordinator_hostname = coordinator_hostname
+        self.coordinator_address = link.peer.removeprefix("::ffff:")
         self._link = link
-        self._heard: dict[str, Json] = {}
-        self._lost: BoardLostError | None = None
+        self._received: dict[str, Json] = {}
+        self._lost: TransportLostError | None = None
         self._listening = asyncio.ensure_future(self._listen())
 
     async def put(self, topic: str, value: Json) -> None:
-        """Say something to node rank 0."""
+        """Write a value for node rank 0."""
         if self._lost is not None:
             raise self._lost
         self._link.send({"topic": topic, "value": value})
 
     async def get(self, topic: str) -> Mapping[int, Json]:
-        """Return what node rank 0 has said."""
-        if topic in self._heard:
-            return {0: self._heard[topic]}
+        """Return what node rank 0 has written."""
+        if topic in self._received:
+            return {0: self._received[topic]}
         if self._lost is not None:
             raise self._lost
         return {}
 
     def gone(self) -> Collection[int]:
-        """Return nothing: that node rank 0 has gone is an error instead."""
+        """Return none: that node rank 0 is gone is an error instead."""
         return ()
 
     async def close(self) -> None:
@@ -63,30 +79,30 @@ class Guest:
 
     async def _listen(self) -> None:
         try:
-            while (
-                message := await self._link.receive(protocol.LONGEST_FROM_HUB_BYTES)
-            ) is not None:
+            while (message := await self._link.receive(LONGEST_FROM_COORDINATOR_BYTES)) is not None:
                 topic = message.get("topic")
                 if isinstance(topic, str) and topic in _TOPICS:
-                    self._heard[topic] = message.get("value")
-            self._lost = BoardLostError("it closed the connection")
+                    self._received[topic] = message.get("value")
+            self._lost = TransportClosedError("it closed the connection")
+        except ConnectionResetError as exc:
+            self._lost = TransportClosedError(exc.strerror or str(exc))
         except OSError as exc:
-            self._lost = BoardLostError(exc.strerror or str(exc))
-        except protocol.StrangerError as exc:
-            self._lost = BoardGarbledError(str(exc))
+            self._lost = TransportLostError(exc.strerror or str(exc))
+        except NotADoctorError as exc:
+            self._lost = TransportGarbledError(str(exc))
 
 
 _BACKLOG: Final = 1024
 _FROM_NODES: Final = ("hello", "mesh", "imported", "reduced")
-_STRANGERS: Final = 256
-_STRANGERS_OF_ONE_ADDRESS: Final = 32
+_UNKNOWN_PEERS: Final = 256
+_UNKNOWN_PEERS_OF_ONE_ADDRESS: Final = 32
 _MOST_REJECTED: Final = 256
 _GREETING_S: Final = 5.0
-_FAREWELL_S: Final = 2.0
+_LEAVE_S: Final = 2.0
 
 
-class Hub:
-    """The board as node rank 0 sees it.
+class Server:
+    """The transport of node rank 0.
 
     Args:
         own: How node rank 0 would introduce itself.
@@ -94,18 +110,21 @@ class Hub:
     """
 
     def __init__(self, own: Greeting, *, secret: str = "") -> None:
-        """Start with nothing said."""
-        self.nonce = protocol.make_nonce()
+        """Start with nothing written."""
+        self.nonce = make_nonce()
         self.rejected: list[Rejected] = []
         self._own, self._secret = own, secret
         self._is_open = True
-        self._said: dict[str, Json] = {}
-        self._heard: dict[str, dict[int, Json]] = {}
-        self._nodes: dict[int, tuple[Greeting, protocol.Link]] = {}
+        self._sent: dict[str, Json] = {}
+        self._received: dict[str, dict[int, Json]] = {}
+        self._nodes: dict[int, tuple[Greeting, Link]] = {}
+        self._waiting: set[Link] = set()
         self._came = {0}
+        self.peers: dict[int, tuple[str, str]] = {}
+        """Hostname and address of every node that was let in, by node rank."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._visitors = protocol.Visitors(
-            most=own.nnodes + _STRANGERS, per_address=own.nnodes + _STRANGERS_OF_ONE_ADDRESS
+        self._unknown_peers = UnknownPeers(
+            most=own.nnodes + _UNKNOWN_PEERS, per_address=own.nnodes + _UNKNOWN_PEERS_OF_ONE_ADDRESS
         )
         self._server: asyncio.Server | None = None
 
@@ -115,36 +134,37 @@ class Hub:
         Raises:
             OSError: The port cannot be had.
         """
-        # So much is kept of what a stranger sends; more is read when it has said who it is.
+        # So much is kept of what an unknown peer sends; more is read when it has said who it is.
         self._server = await asyncio.start_server(
-            self._receive, sock=_listen(port), limit=protocol.LONGEST_GREETING_BYTES
+            self._receive, sock=_listen(port), limit=LONGEST_GREETING_BYTES
         )
 
     async def put(self, topic: str, value: Json) -> None:
-        """Say something to every node."""
-        self._said[topic] = value
-        for _, link in self._nodes.values():
+        """Write a value for every node."""
+        self._sent[topic] = value
+        links = [link for _, link in self._nodes.values()]
+        for link in [*links, *self._waiting] if topic == RESULTS else links:
             link.send({"topic": topic, "value": value})
-        self._heard.setdefault(topic, {})[0] = value
+        self._received.setdefault(topic, {})[0] = value
 
     async def get(self, topic: str) -> Mapping[int, Json]:
-        """Return what the nodes have said."""
-        return self._heard.get(topic, {})
+        """Return what the nodes have written."""
+        return self._received.get(topic, {})
 
     def gone(self) -> Collection[int]:
         """Return the nodes that came and whose connection has ended."""
         return self._came - self._nodes.keys() - {0}
 
-    def close_roll(self) -> None:
-        """Let no further node in."""
+    def close_registration(self) -> None:
+        """Accept no node from now on."""
         self._is_open = False
 
     async def close(self) -> None:
-        """Wait until the nodes have read what was said and left, then stop listening."""
+        """Wait until the nodes have read everything and left, then stop listening."""
         if self._server is not None:
             self._server.close()
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_FAREWELL_S)
+            await asyncio.wait(self._tasks, timeout=_LEAVE_S)
         for task in self._tasks:
             task.cancel()
 
@@ -152,72 +172,84 @@ class Hub:
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - asyncio runs every connection as a task
         self._tasks.add(task)
-        link = protocol.Link(reader, writer, self._secret)
-        self._visitors.admit(task, link.peer)
+        link = Link(reader, writer, self._secret)
+        self._unknown_peers.admit(task, link.peer)
         try:
-            protocol.notice_loss(writer.get_extra_info("socket"))
+            notice_loss(writer.get_extra_info("socket"))
             await self._converse(link)
-        except (OSError, protocol.StrangerError, asyncio.TimeoutError):
+        except (OSError, NotADoctorError, asyncio.TimeoutError):
             pass
         except asyncio.CancelledError:  # by close() or to make room; Python < 3.12 would report it
             pass
         finally:
             self._tasks.discard(task)
-            self._visitors.forget(task)
+            self._unknown_peers.forget(task)
             link.close()
 
-    async def _converse(self, link: protocol.Link) -> None:
+    async def _converse(self, link: Link) -> None:
         try:
             greeting = await asyncio.wait_for(link.receive_greeting(Greeting), _GREETING_S)
-        except protocol.ForgedError as exc:
+        except BadSignatureError as exc:
             if isinstance(exc.message, Greeting):  # it cannot verify this, and says so
-                stranger = Rejected(reason="secret", greeting=exc.message)
-                link.send_greeting(self._answer(stranger), context=exc.message.challenge)
-                self._remember(stranger)
-            return
-        if greeting.version != protocol.VERSION:
+                rejected = Rejected(reason="secret", greeting=exc.message)
+                link.send_greeting(self._answer(rejected), context=exc.message.challenge)
+                self._remember(rejected)
             return
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - as above
-        self._visitors.forget(task)
-        rejected = self._judge(greeting)
-        answer = self._answer(rejected)
+        self._unknown_peers.forget(task)
+        refused = self._find_refusal(greeting)
+        answer = self._answer(refused)
         link.send_greeting(answer, context=greeting.challenge)
-        if rejected is not None:
-            self._remember(rejected)
-            return
         link.begin_session(greeting.challenge + answer.session, is_node=False)
+        if refused is not None:
+            self._remember(refused)
+            await self._let_wait(link)
+            return
         node = greeting.node_rank
-        for sayings in self._heard.values():
-            sayings.pop(node, None)  # of a doctor there that was ended and started again
+        for values in self._received.values():
+            values.pop(node, None)  # of a doctor there that was ended and started again
         self._nodes[node] = (greeting, link)
         self._came.add(node)
+        self.peers[node] = (greeting.hostname, link.peer.removeprefix("::ffff:"))
         try:
-            for topic, value in self._said.items():
+            for topic, value in self._sent.items():
                 link.send({"topic": topic, "value": value})
             await self._listen_to(node, link)
         finally:
             del self._nodes[node]
+
+    async def _let_wait(self, link: Link) -> None:
+        """Keep a node that was refused until it has the results, so that all end with the same."""
+        self._waiting.add(link)
+        try:
+            if RESULTS in self._sent:
+                link.send({"topic": RESULTS, "value": self._sent[RESULTS]})
+            await link.receive(LONGEST_GREETING_BYTES)  # it writes nothing, and leaves
+        finally:
+            self._waiting.discard(link)
 
     def _remember(self, rejected: Rejected) -> None:
         # Node rank 0 looks whether the endpoint leads to itself; another one may come as well.
         if rejected.greeting != self._own and len(self.rejected) < _MOST_REJECTED:
             self.rejected.append(rejected)
 
-    async def _listen_to(self, node: int, link: protocol.Link) -> None:
-        while (message := await link.receive(protocol.LONGEST_FROM_NODE_BYTES)) is not None:
+    async def _listen_to(self, node: int, link: Link) -> None:
+        while (message := await link.receive(LONGEST_FROM_NODE_BYTES)) is not None:
             topic = message.get("topic")
-            if topic in _FROM_NODES:  # what a stranger calls a topic must not fill the memory
-                self._heard.setdefault(str(topic), {})[node] = message.get("value")
+            if topic in _FROM_NODES:  # what an unknown peer calls a topic must not fill the memory
+                self._received.setdefault(str(topic), {})[node] = message.get("value")
 
-    def _judge(self, greeting: Greeting) -> Rejected | None:
+    def _find_refusal(self, greeting: Greeting) -> Rejected | None:
         own, rank = self._own, greeting.node_rank
+        if greeting.version != own.version:
+            return Rejected(reason="version", greeting=greeting)
         if (greeting.nnodes, greeting.job) != (own.nnodes, own.job) or not 0 <= rank < own.nnodes:
             return Rejected(reason="other-job", greeting=greeting)
         holder = own if rank == 0 else self._nodes[rank][0] if rank in self._nodes else None
         if holder is not None:
             return Rejected(
-                reason="doubled", greeting=greeting, holder=holder.hostname, holder_pid=holder.pid
+                reason="duplicate", greeting=greeting, holder=holder.hostname, holder_pid=holder.pid
             )
         return None if self._is_open else Rejected(reason="late", greeting=greeting)
 
@@ -225,10 +257,11 @@ class Hub:
         refusal: Refusal = rejected.reason if rejected is not None else ""
         return Answer(
             nonce=self.nonce,
-            session=protocol.make_nonce(),
+            session=make_nonce(),
             hostname=self._own.hostname,
             nnodes=self._own.nnodes,
             job=self._own.job,
+            version=self._own.version,
             refusal=refusal,
             holder=rejected.holder if rejected is not None else "",
             holder_pid=rejected.holder_pid if rejected is not None else 0,
@@ -244,5 +277,5 @@ def _listen(port: int) -> socket.socket:
             )
     if listening is None:
         listening = socket.create_server(("", port), backlog=_BACKLOG)
-    protocol.keep_packets_small(listening)
+    keep_packets_small(listening)
     return listening

@@ -17,80 +17,89 @@ if TYPE_CHECKING:
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 T = TypeVar("T")
 
+RESULTS: Final = "results"
+"""The topic of the last thing that node rank 0 writes."""
+
 _FIRST_PAUSE_S: Final = 0.002
 _LONGEST_PAUSE_S: Final = 0.05
 
 
-class BoardLostError(Exception):
-    """The board went away: node rank 0 ended, or its host vanished."""
+class TransportLostError(Exception):
+    """Nothing can be read or written any more: node rank 0 ended, or its host vanished."""
 
 
-class BoardGarbledError(BoardLostError):
+class TransportClosedError(TransportLostError):
+    """The process of node rank 0 ended, and its host is there."""
+
+
+class TransportGarbledError(TransportLostError):
     """What node rank 0 says is not what a doctor says."""
 
 
-class Board(Protocol):
-    """Where one node says and reads things, under topics."""
+class Transport(Protocol):
+    """Where one node writes and reads values, under topics."""
 
     async def put(self, topic: str, value: Json) -> None:
-        """Say something under a topic; saying it again replaces it.
+        """Write a value under a topic; writing again replaces it.
 
         Raises:
-            BoardLostError: It can no longer be read.
+            TransportLostError: Node rank 0 cannot read it any more.
         """
 
     async def get(self, topic: str) -> Mapping[int, Json]:
-        """Return what has been said under a topic, by node rank, as far as this node can read it.
+        """Return the values under a topic, by node rank, as far as this node can read them.
 
         Raises:
-            BoardLostError: Nothing can come any more.
+            TransportLostError: Nothing can come any more.
         """
 
     def gone(self) -> Collection[int]:
-        """Return the node ranks that will certainly say nothing more."""
+        """Return the node ranks that will certainly write nothing more."""
 
 
-async def wait_for(board: Board, topic: str, *, deadline: Deadline) -> Json:
-    """Wait until node rank 0 has said something under a topic; None if it has not by then.
+async def wait_for(transport: Transport, topic: str, *, deadline: Deadline) -> Json:
+    """Wait until node rank 0 has written under a topic; None if it has not by then.
 
     Raises:
-        BoardLostError: It will not.
+        TransportLostError: It will not.
     """
-    said = await gather(board, topic, [0], deadline=deadline)
+    said = await gather(transport, topic, [0], deadline=deadline)
     return said.get(0)
 
 
 async def gather(
-    board: Board,
+    transport: Transport,
     topic: str,
     node_ranks: Collection[int],
     *,
     deadline: Deadline,
     on_change: Callable[[Collection[int]], None] = lambda _: None,
 ) -> dict[int, Json]:
-    """Wait for what nodes say under a topic.
+    """Wait for what nodes write under a topic.
 
     Args:
-        board: Where.
+        transport: Where.
         topic: Under which topic.
         node_ranks: Who is expected.
         deadline: When to stop waiting.
         on_change: Told which nodes are still expected, at the start and whenever that changes.
 
     Returns:
-        What was said, by node rank, when all have, or when those who have not are gone, or when
+        What was written, by node rank, when all have, or when those who have not are gone, or when
         the deadline expired.
 
     Raises:
-        BoardLostError: The board itself went.
+        TransportLostError: The transport itself is gone.
     """
     expected: set[int] | None = None
     pauses = _pauses()
     while True:
         said = {
-            node: value for node, value in (await board.get(topic)).items() if node in node_ranks
+            node: value
+            for node, value in (await transport.get(topic)).items()
+            if node in node_ranks
         }
-        missing = set(node_ranks) - said.keys() - set(board.gone())
+        missing = set(node_ranks) - said.keys() - set(transport.gone())
         if missing != expected:
             expected, pauses = missing, _pauses()
             on_change(missing)
@@ -139,8 +148,8 @@ class Store(Protocol):
         """Tell whether all keys are there."""
 
 
-class StoreBoard:
-    """The board as one node sees it through a store.
+class StoreTransport:
+    """The transport of one node over a store of torch.
 
     Args:
         store: With keys that no other examination has used.
@@ -153,25 +162,25 @@ class StoreBoard:
         self._store = store
         self._node_rank = node_rank
         self._readable = range(nnodes) if node_rank == 0 else range(1)
-        self._heard: dict[str, dict[int, Json]] = {}
+        self._read: dict[str, dict[int, Json]] = {}
 
     async def put(self, topic: str, value: Json) -> None:
-        """Say something under a topic."""
+        """Write a value under a topic."""
         key, text = f"{topic}/{self._node_rank}", json.dumps(value, default=str)
         await self._ask(lambda: self._store.set(key, text))
 
     async def get(self, topic: str) -> Mapping[int, Json]:
-        """Return what has been said under a topic; once heard, a saying stays as it was."""
-        heard = self._heard.setdefault(topic, {})
+        """Return the values under a topic; once read, a value stays as it was."""
+        known = self._read.setdefault(topic, {})
         for node in self._readable:
-            if node not in heard:
+            if node not in known:
                 text = await self._ask(functools.partial(self._find, f"{topic}/{node}"))
                 if text is not None:
-                    heard[node] = _parse(text)
-        return heard
+                    known[node] = _parse(text)
+        return known
 
     def gone(self) -> Collection[int]:
-        """Return nothing: a store does not tell."""
+        """Return none: a store does not tell."""
         return ()
 
     def _find(self, key: str) -> bytes | None:
@@ -180,16 +189,16 @@ class StoreBoard:
     async def _ask(self, function: Callable[[], T]) -> T:
         try:
             return await bounded(
-                function, deadline=Deadline.after(_ANSWER), name="ddpsafe-store-board"
+                function, deadline=Deadline.after(_ANSWER), name="ddpsafe-store-transport"
             )
         except TimeoutError as exc:
-            raise BoardLostError("the store does not answer") from exc
+            raise TransportLostError("the store does not answer") from exc
         except RuntimeError as exc:  # torch's DistNetworkError and its like
-            raise BoardLostError(str(exc).splitlines()[0]) from exc
+            raise TransportLostError(str(exc).splitlines()[0]) from exc
 
 
 def _parse(text: bytes) -> Json:
-    """Return what was said; what is not JSON is not a message of any kind."""
+    """Return the value; what is not JSON is not a message either."""
     try:
         said: Json = json.loads(text)
     except (ValueError, RecursionError):

@@ -59,15 +59,13 @@ def count_device_nodes() -> int:
     return 0
 
 
-def find_problem() -> str | None:
-    """Return why the driver cannot be asked, or None when it can."""
+def find_driver_error() -> Exception | None:
+    """Return why the driver cannot be asked, ImportError without nvidia-ml-py; None when it can."""
     try:
         with open_driver():
             return None
-    except ImportError:
-        return "nvidia-ml-py is not installed"
     except Exception as error:  # noqa: BLE001 - NVMLError, made at run time by pynvml
-        return str(error)
+        return error
 
 
 def read_driver() -> Driver | None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 import struct
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ddpsafe._clock import BoundedCall
 from ddpsafe._config.endpoint import find_address, resolve_host
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def addresses_of(host: str, port: int, *, limit_s: float) -> list[str]:
@@ -30,13 +34,11 @@ def addresses_of(host: str, port: int, *, limit_s: float) -> list[str]:
     return call.result()
 
 
-_ARP: Final = Path("/proc/net/arp")
-_COMPLETE: Final = 0x2
 _TCP_INFO_BYTES: Final = 160
 _WITH_DUPLICATES_BYTES: Final = 220  # since Linux 4.19
 # Offsets in struct tcp_info of include/uapi/linux/tcp.h; fields are only ever appended to it.
 _RETRANSMITS, _SND_MSS, _UNACKED, _PMTU, _NOT_SENT, _MIN_RTT = 2, 16, 24, 60, 144, 148
-_TOTAL_RETRANS, _DATA_SEGS_OUT, _DSACK_DUPS = 100, 156, 216
+_TOTAL_RETRANS, _BYTES_ACKED, _DATA_SEGS_OUT, _DELIVERY_RATE, _DSACK_DUPS = 100, 120, 156, 160, 216
 _NO_RTT: Final = 0xFFFFFFFF
 
 
@@ -53,6 +55,8 @@ class TcpState:
         packets: Packets with data that it has sent, each counted once.
         resent: Packets that were lost: sent again, without those that the other side reports to have
             had already. A busy host answers late, and the kernel then sends again what did arrive.
+        acknowledged_bytes: What has arrived.
+        rate_bytes_per_s: How fast, by the times of the acknowledgements; None where it is not known.
     """
 
     retransmits: int
@@ -62,6 +66,8 @@ class TcpState:
     round_trip_s: float | None
     packets: int
     resent: int
+    acknowledged_bytes: int
+    rate_bytes_per_s: int | None
 
 
 def find_tcp_state(connection: socket.socket) -> TcpState | None:
@@ -91,72 +97,133 @@ def find_tcp_state(connection: socket.socket) -> TcpState | None:
         round_trip_s=None if round_trip_us == _NO_RTT else round_trip_us / 1e6,
         packets=max(0, number_at(_DATA_SEGS_OUT) - resent),
         resent=lost,
+        acknowledged_bytes=int(struct.unpack_from("=Q", raw, _BYTES_ACKED)[0]),
+        rate_bytes_per_s=struct.unpack_from("=Q", raw, _DELIVERY_RATE)[0] or None
+        if len(raw) >= _DELIVERY_RATE + 8
+        else None,
     )
 
 
+# include/uapi/linux/netlink.h, rtnetlink.h and neighbour.h
+_ERROR, _DONE, _NEW_ROUTE, _GET_ROUTE, _NEW_NEIGHBOUR, _GET_NEIGHBOUR = 2, 3, 24, 26, 28, 30
+_REQUEST, _DUMP = 1, 0x300
+_LOOKUP_TABLE, _FIB_MATCH = 0x1000, 0x2000
+_DST, _SRC, _OIF, _TABLE = 1, 2, 4, 15
+_NEIGHBOUR_DST: Final = 1
+_INCOMPLETE, _FAILED = 0x01, 0x20
+MAIN_TABLE: Final = 254
+_NLMSG, _RTMSG, _RTATTR = struct.Struct("=IHHII"), struct.Struct("=BBBBBBBBI"), struct.Struct("=HH")
+_NDMSG: Final = struct.Struct("=BBHiHBB")
+_REFUSED_ROUTES: Final = Path("/proc/net/route")
+
+
 def is_silent_neighbour(address: str) -> bool:
-    """Tell whether an address of this host's own network does not even answer to ARP.
+    """Tell whether an address of this host's own network does not even answer to ARP, or NDP.
 
     No firewall does that: the host is off, its cable is out, or it is in another network.
     """
-    try:
-        lines = _ARP.read_text().splitlines()[1:]
-    except OSError:
-        return False
-    for line in lines:
-        fields = line.split()
-        if len(fields) > 2 and fields[0] == address:  # noqa: PLR2004 - address, type, flags
-            return not int(fields[2], 16) & _COMPLETE
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    wanted = socket.inet_pton(family, address)
+    request = _NDMSG.pack(family, 0, 0, 0, 0, 0, 0)
+    for kind, body in _ask_kernel(_GET_NEIGHBOUR, request, flags=_DUMP):
+        if kind == _NEW_NEIGHBOUR:
+            state = _NDMSG.unpack_from(body)[4]
+            if _attributes(body[_NDMSG.size :]).get(_NEIGHBOUR_DST) == wanted:
+                return bool(state & (_INCOMPLETE | _FAILED))
     return False
 
 
-# include/uapi/linux/netlink.h and rtnetlink.h
-_GET_ROUTE, _NEW_ROUTE, _REQUEST = 26, 24, 1
-_FIB_MATCH: Final = 0x2000
-_DST, _OIF = 1, 4
-_NLMSG, _RTMSG, _RTATTR = struct.Struct("=IHHII"), struct.Struct("=BBBBBBBBI"), struct.Struct("=HH")
+class FoundRoute(NamedTuple):
+    """What the kernel does with packets to an address.
+
+    Attributes:
+        interface: By which they leave; empty where a route or rule refuses them.
+        prefix: What the route is for; empty where the kernel does not say.
+        table: The routing table that it is in.
+    """
+
+    interface: str
+    prefix: str
+    table: int = MAIN_TABLE
 
 
-def find_route(address: str) -> tuple[str, str] | None:
-    """Return the interface by which packets to an address leave, and what the route is for.
+def find_route(address: str, source: str = "") -> FoundRoute | None:
+    """Return what the kernel does with packets to an address, as `ip route get fibmatch` shows it.
 
-    The kernel is asked as `ip route get fibmatch` does.
+    Args:
+        address: Where they go.
+        source: The own address that they come from: rules may look at it.
 
     Returns:
-        Name of the interface and network in figures; None where the system does not tell.
+        None where the system does not tell.
     """
-    version = 6 if ":" in address else 4
-    family = socket.AF_INET6 if version == 6 else socket.AF_INET  # noqa: PLR2004 - IPv6
-    packed = socket.inet_pton(family, address)
-    attribute = _RTATTR.pack(_RTATTR.size + len(packed), _DST) + packed
-    route = _RTMSG.pack(family, len(packed) * 8, 0, 0, 0, 0, 0, 0, _FIB_MATCH)
-    length = _NLMSG.size + len(route) + len(attribute)
-    request = _NLMSG.pack(length, _GET_ROUTE, _REQUEST, 1, 0) + route + attribute
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    ends = [(_DST, address)] + ([(_SRC, source)] if (":" in source) is (":" in address) else [])
+    packed = [(kind, socket.inet_pton(family, each)) for kind, each in ends if each]
+    attributes = b"".join(_RTATTR.pack(_RTATTR.size + len(raw), kind) + raw for kind, raw in packed)
+    bits = [len(raw) * 8 for _, raw in packed]
+    of_source, flags = bits[1] if len(bits) > 1 else 0, _LOOKUP_TABLE | _FIB_MATCH
+    route = _RTMSG.pack(family, bits[0], of_source, 0, 0, 0, 0, 0, flags)
+    for kind, body in _ask_kernel(_GET_ROUTE, route + attributes):
+        if kind == _ERROR:
+            return FoundRoute("", _find_refused(address))
+        if kind == _NEW_ROUTE:
+            length, table = _RTMSG.unpack_from(body)[1], _RTMSG.unpack_from(body)[4]
+            found = _attributes(body[_RTMSG.size :])
+            start = found.get(_DST, bytes(len(packed[0][1])))
+            index = int.from_bytes(found.get(_OIF, b""), sys.byteorder)
+            prefix = str(ipaddress.ip_network((start, length), strict=False))
+            table = int.from_bytes(found.get(_TABLE, bytes([table])), sys.byteorder)
+            try:
+                return FoundRoute(socket.if_indextoname(index), prefix, table)
+            except OSError:
+                return FoundRoute("", prefix, table)
+    return None
+
+
+def _find_refused(address: str) -> str:
+    """Return the network that a route of the main table refuses packets to, the smallest one."""
+    found = []
     try:
-        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as kernel:  # 0: NETLINK_ROUTE
-            kernel.settimeout(1)
-            kernel.send(request)
-            return _read_route(kernel.recv(8192), version)
-    except (OSError, AttributeError, struct.error):  # no such route, or no such system
-        return None
+        lines = _REFUSED_ROUTES.read_text().splitlines()[1:]
+    except OSError:
+        return ""
+    for line in lines:
+        interface, start, _, _, _, _, _, mask, *_ = line.split()
+        if interface == "*":  # blackhole, unreachable, prohibit
+            raw = bytes.fromhex(start)[:: -1 if sys.byteorder == "little" else 1]
+            found.append(ipaddress.IPv4Network((raw, int(mask, 16).bit_count())))
+    fitting = [each for each in found if ipaddress.ip_address(address) in each]
+    return str(max(fitting, key=lambda each: each.prefixlen)) if fitting else ""
 
 
-def _read_route(answer: bytes, version: int) -> tuple[str, str] | None:
-    _, kind, _, _, _ = _NLMSG.unpack_from(answer)
-    if kind != _NEW_ROUTE:
-        return None
-    bits = _RTMSG.unpack_from(answer, _NLMSG.size)[1]
-    place = _NLMSG.size + _RTMSG.size
-    interface, start = "", bytes(4 if version == 4 else 16)  # noqa: PLR2004 - IPv4
-    while place + _RTATTR.size <= len(answer):
-        length, attribute = _RTATTR.unpack_from(answer, place)
-        value = answer[place + _RTATTR.size : place + length]
-        if attribute == _OIF:
-            interface = socket.if_indextoname(int.from_bytes(value[:4], sys.byteorder))
-        elif attribute == _DST:
-            start = value
+def _ask_kernel(kind: int, body: bytes, *, flags: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Yield the answers to one question about routes or neighbours; none where nothing answers."""
+    request = _NLMSG.pack(_NLMSG.size + len(body), kind, _REQUEST | flags, 1, 0) + body
+    with (
+        contextlib.suppress(OSError, AttributeError, struct.error),
+        socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as kernel,  # 0: NETLINK_ROUTE
+    ):
+        kernel.settimeout(1)
+        kernel.send(request)
+        while True:
+            answer = kernel.recv(1 << 16)
+            while len(answer) >= _NLMSG.size:
+                length, found, _, _, _ = _NLMSG.unpack_from(answer)
+                if found == _DONE or length < _NLMSG.size:
+                    return
+                yield found, answer[_NLMSG.size : length]
+                answer = answer[(length + 3) & ~3 :]
+            if not flags & _DUMP:
+                return
+
+
+def _attributes(raw: bytes) -> dict[int, bytes]:
+    found = {}
+    while len(raw) >= _RTATTR.size:
+        length, kind = _RTATTR.unpack_from(raw)
         if length < _RTATTR.size:
             break
-        place += (length + 3) & ~3
-    network = ipaddress.ip_network((start, bits), strict=False)
-    return (interface, str(network)) if interface else None
+        found[kind] = raw[_RTATTR.size : length]
+        raw = raw[(length + 3) & ~3 :]
+    return found

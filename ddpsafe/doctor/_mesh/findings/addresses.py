@@ -20,77 +20,65 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from ddpsafe.doctor._mesh.findings.connections import Way
-    from ddpsafe.doctor._mesh.findings.results import Case
-    from ddpsafe.doctor._mesh.messages import Dialled, Node
+    from ddpsafe.doctor._mesh.findings.results import Results
+    from ddpsafe.doctor._mesh.protocol import Dialled, Node
 
 
-def judge_addresses(case: Case) -> Iterator[Finding]:
+def check_addresses(results: Results) -> Iterator[Finding]:
     """Judge what each host would announce."""
-    nodes = list(case.nodes.values())
+    nodes = list(results.nodes.values())
     apart = len({node.machine for node in nodes}) > 1
     looping = [
         node
         for node in nodes
-        if apart and node.announced.flaw in ("loopback", "unresolved", "silent-resolver")
+        if apart
+        and node.announced.flaw in ("loopback", "link-local", "unresolved", "silent-resolver")
     ]
     by_flaw: dict[str, list[Node]] = defaultdict(list)
     for node in looping:
         by_flaw[node.announced.flaw].append(node)
     for flawed in by_flaw.values():
-        yield _loopback(case, flawed)
+        yield _loopback(results, flawed)
     absent = [node for node in nodes if node.announced.flaw == "absent-interface"]
     if absent:
-        yield _absent(case, absent)
+        yield _absent(results, absent)
     stopped = [node for node in nodes if node.announced.flaw == "not-running"]
     if stopped:
-        yield _not_running(case, stopped)
-    doubled = find_doubled(case)
-    if doubled and not (absent or looping):
-        yield _translated(case) if case.is_translated() else _same_address(case, doubled)
-    yield from _judge_variable(case)
+        yield _not_running(results, stopped)
+    duplicate = results.find_duplicates()
+    for rank, other in results.find_shadowed().items():
+        yield _shadowed(results, rank, other)
+    if duplicate and not (absent or looping):
+        yield _translated(results) if results.is_translated() else _same_address(results, duplicate)
+    yield from _check_variable(results)
 
 
-def find_doubled(case: Case) -> dict[str, list[int]]:
-    """Return announced addresses that another host has too, with the node ranks of all who do."""
-    holders: dict[str, set[int]] = defaultdict(set)
-    for rank, node in case.nodes.items():
-        for table in node.interfaces.values():
-            for address in table:
-                holders[address].add(rank)
-    announced = {node.announced.address for node in case.nodes.values()} - {""}
-    return {
-        address: sorted(holders[address])
-        for address in sorted(announced)
-        if len({case.nodes[rank].machine for rank in holders[address]}) > 1
-    }
-
-
-def excuse_ways(case: Case) -> dict[Way, Dialled]:
-    """Return closed directions that follow from what `judge_addresses` finds."""
-    flawed = {rank for rank, node in case.nodes.items() if node.announced.flaw}
-    stopped = {rank for rank, node in case.nodes.items() if node.announced.flaw == "not-running"}
-    doubled = {rank for ranks in find_doubled(case).values() for rank in ranks}
+def find_explained(results: Results) -> dict[Way, Dialled]:
+    """Return closed directions that follow from what `check_addresses` finds."""
+    flawed = {rank for rank, node in results.nodes.items() if node.announced.flaw}
+    stopped = {rank for rank, node in results.nodes.items() if node.announced.flaw == "not-running"}
+    duplicate = {rank for ranks in results.find_duplicates().values() for rank in ranks}
     return {
         way: each
-        for way, each in case.verdicts().items()
+        for way, each in results.verdicts().items()
         if (each.verdict == "no-route" and flawed & {*way})
         or (is_closed(each.verdict) and stopped & {*way})
-        or (each.verdict != "open" and doubled & {*way})
+        or (each.verdict != "open" and duplicate & {*way})
     }
 
 
-def judge_networks(case: Case, excused: dict[Way, Dialled]) -> Iterator[Finding]:
+def check_networks(results: Results, explained: dict[Way, Dialled]) -> Iterator[Finding]:
     """Find hosts that announce addresses in networks between which nothing is open.
 
-    Directions that this explains are added to `excused`.
+    Directions that this explains are added to `explained`.
     """
-    nodes = case.nodes
-    translated = case.is_translated()
+    nodes = results.nodes
+    translated = results.is_translated()
     shared = common_networks(list(nodes.values()))
     found = {
         way: each
-        for way, each in case.verdicts().items()
-        if way not in excused
+        for way, each in results.verdicts().items()
+        if way not in explained
         and is_closed(each.verdict)
         and nodes[way[0]].network != nodes[way[1]].network
         and (each.error == "ENETUNREACH" or shared or translated)
@@ -99,26 +87,89 @@ def judge_networks(case: Case, excused: dict[Way, Dialled]) -> Iterator[Finding]
         return
     # The way back is closed for the same reason, whatever it looks like from there.
     back = {(target, source) for source, target in found}
-    closed = {way: each for way, each in case.verdicts().items() if is_closed(each.verdict)}
+    closed = {way: each for way, each in results.verdicts().items() if is_closed(each.verdict)}
     found |= {way: closed[way] for way in back if way in closed}
-    excused.update(found)
-    yield _translated(case) if translated and not shared else _different_networks(case, found)
+    explained.update(found)
+    yield _translated(results) if translated and not shared else _different_networks(results, found)
 
 
-def _same_address(case: Case, doubled: Mapping[str, list[int]]) -> Finding:
-    told = "; ".join(
-        f"{address}: {', '.join(map(case.label, ranks))}" for address, ranks in doubled.items()
+def check_family(results: Results, explained: dict[Way, Dialled]) -> Iterator[Finding]:
+    """Find that hosts announce addresses of one version of IP, and only the other one works.
+
+    Directions that this explains are added to `explained`.
+    """
+    at_endpoint = {_version(node.endpoint) for node in results.nodes.values() if node.endpoint}
+    verdicts = results.verdicts()
+    versions = {way: _version(results.nodes[way[1]].announced.address) for way in verdicts}
+    working = {versions[way] for way, each in verdicts.items() if not is_closed(each.verdict)}
+    found = {
+        way: each
+        for way, each in verdicts.items()
+        if way not in explained
+        and is_closed(each.verdict)
+        and versions[way] not in working | at_endpoint
+    }
+    nodes = list(results.nodes.values())
+    shared = [each for each in common_networks(nodes) if _version(each) in at_endpoint]
+    if not found or not shared:
+        return
+    explained.update(found)
+    odd = [node for node in nodes if _version(node.announced.address) not in at_endpoint]
+    name = f"IPv{_version(odd[0].announced.address)}"
+    works = f"IPv{_version(shared[0])}"
+    lines = [
+        node.announced.place_of_variable().set_line(
+            *library_setting(results.backend, interface_in(node, shared[0]) or "")
+        )
+        for node in nodes
+    ]
+    listed = ", ".join(f"{node} {node.announced.address}" for node in odd)
+    yield Finding(
+        code=_codes.BROKEN_FAMILY,
+        severity="failed",
+        fact=f"No connection over {name} opens between the hosts, and the endpoint is reached over "
+        f"{works}; the ranks would announce {listed}.",
+        cause=f"a router or a firewall that passes {works} only; the names of the hosts have addresses "
+        "of both, and the first one counts.",
+        fix=to_copy(
+            f"Name the interface: its first address is of {works}. Or take the addresses of {name} out "
+            "of DNS or /etc/hosts:",
+            *(
+                [f"{lines[0]}    # on every host"]
+                if len(set(lines)) == 1
+                else [
+                    f"{line}    # on {node.hostname}"
+                    for line, node in zip(lines, nodes, strict=True)
+                ]
+            ),
+        ),
+        hosts=results.hostnames(node.node_rank for node in odd),
+        details={"directions": as_details(found)},
     )
-    involved = sorted({rank for ranks in doubled.values() for rank in ranks})
-    odd = [case.nodes[rank] for rank in involved if case.nodes[rank].announced.address in doubled]
+
+
+def _version(address: str) -> int:
+    return 6 if ":" in address else 4
+
+
+def _same_address(results: Results, duplicate: Mapping[str, list[int]]) -> Finding:
+    told = "; ".join(
+        f"{address}: {', '.join(map(results.label, ranks))}" for address, ranks in duplicate.items()
+    )
+    involved = sorted({rank for ranks in duplicate.values() for rank in ranks})
+    odd = [
+        results.nodes[rank]
+        for rank in involved
+        if results.nodes[rank].announced.address in duplicate
+    ]
     spare = [
         f"ip addr del {_with_prefix(node, address)} dev {shlex.quote(name)}    # on {node.hostname}"
-        for address, ranks in doubled.items()
-        for node in (case.nodes[rank] for rank in ranks)
+        for address, ranks in duplicate.items()
+        for node in (results.nodes[rank] for rank in ranks)
         for name, table in node.interfaces.items()
         if address in table and node.announced.address != address
     ]
-    meeting = meeting_lines(case, odd)
+    meeting = meeting_lines(results, odd)
     local = "it belongs to a bridge or an interface that every host has for itself, as docker0."
     if spare:
         what, lines = "Take the address from the host that does not need it, as root:", spare
@@ -129,15 +180,32 @@ def _same_address(case: Case, doubled: Mapping[str, list[int]]) -> Finding:
     else:
         cause = "an address was given twice, by hand or by two sources of configuration."
         what = "Give one of them another address; look where it comes from:"
-        lines = [f"ip -br address    # on {case.name_of(rank)}" for rank in involved]
+        lines = [f"ip -br address    # on {results.name_of(rank)}" for rank in involved]
     return Finding(
         code=_codes.SAME_ADDRESS,
         severity="failed",
         fact=f"Hosts have the same address, and what is sent to one arrives at another: {told}.",
         cause=cause,
         fix=to_copy(what, *lines),
-        hosts=case.hostnames(involved),
-        details={"addresses": {address: [*ranks] for address, ranks in doubled.items()}},
+        hosts=results.hostnames(involved),
+        details={"addresses": {address: [*ranks] for address, ranks in duplicate.items()}},
+    )
+
+
+def _shadowed(results: Results, rank: int, other: int) -> Finding:
+    peer, node = results.peers[rank], results.nodes[other]
+    return Finding(
+        code=_codes.SAME_ADDRESS,
+        severity="failed",
+        fact=f"{peer.hostname} (node rank {rank}) came from {peer.address} and was lost at once, and "
+        f"{node} announces the same address.",
+        cause="an address was given twice, by hand or by two sources of configuration.",
+        fix=to_copy(
+            "Give one of them another address; look where it comes from:",
+            *(f"ip -br address    # on {name}" for name in (peer.hostname, node.hostname)),
+        ),
+        hosts=(peer.hostname, node.hostname),
+        details={"addresses": {peer.address: [rank, other]}},
     )
 
 
@@ -146,16 +214,17 @@ def _with_prefix(node: Node, address: str) -> str:
     return f"{address}/{network.partition('/')[2]}"
 
 
-def _translated(case: Case) -> Finding:
-    hub = case.nodes[0]
+def _translated(results: Results) -> Finding:
+    coordinator = results.nodes[0]
     outside = sorted(
-        {node.endpoint for node in case.nodes.values() if node.endpoint} - {hub.announced.address}
+        {node.endpoint for node in results.nodes.values() if node.endpoint}
+        - {coordinator.announced.address}
     )
-    listed = ", ".join(f"{node} {node.announced.address}" for node in case.nodes.values())
+    listed = ", ".join(f"{node} {node.announced.address}" for node in results.nodes.values())
     return Finding(
         code=_codes.TRANSLATED,
         severity="failed",
-        fact=f"The others reach {hub} at {', '.join(outside)}, which no interface of it has: the "
+        fact=f"The others reach {coordinator} at {', '.join(outside)}, which no interface of it has: the "
         f"address is translated on the way. The ranks would announce {listed}.",
         cause="gloo and NCCL announce the addresses of a host's own interfaces, and these lead nowhere "
         "from the other network: hosts of two clouds or sites, or containers with networks of their own.",
@@ -164,80 +233,81 @@ def _translated(case: Case) -> Finding:
             "a container gets the network of its host with:",
             "docker run --network=host …",
         ),
-        hosts=case.hostnames(case.nodes),
+        hosts=results.hostnames(results.nodes),
         details={
             "endpoint": outside,
-            "networks": {n.hostname: n.network for n in case.nodes.values()},
+            "networks": {n.hostname: n.network for n in results.nodes.values()},
         },
     )
 
 
-def _judge_variable(case: Case) -> Iterator[Finding]:
+def _check_variable(results: Results) -> Iterator[Finding]:
     """Find an interface variable that reached some hosts only, whatever it does today."""
-    having = {rank for rank, node in case.nodes.items() if node.announced.variable}
-    without = sorted(case.nodes.keys() - having)
-    if not having or not without or any(node.announced.flaw for node in case.nodes.values()):
+    having = {rank for rank, node in results.nodes.items() if node.announced.variable}
+    without = sorted(results.nodes.keys() - having)
+    if not having or not without or any(node.announced.flaw for node in results.nodes.values()):
         return
-    if any(is_closed(each.verdict) for each in case.verdicts().values()):
+    if any(is_closed(each.verdict) for each in results.verdicts().values()):
         return  # what is closed says it, with the lines that repair it
-    name = case.nodes[min(having)].announced.variable
-    networks = {rank: node.network for rank, node in case.nodes.items()}
+    name = results.nodes[min(having)].announced.variable
+    networks = {rank: node.network for rank, node in results.nodes.items()}
     apart = len(set(networks.values())) > 1
-    meeting = meeting_lines(case, [case.nodes[rank] for rank in without])
+    meeting = meeting_lines(results, [results.nodes[rank] for rank in without])
     listed = ", ".join(
-        f"{case.label(rank)} {case.nodes[rank].announced.address} on "
-        f"{case.nodes[rank].announced.interface}"
+        f"{results.label(rank)} {results.nodes[rank].announced.address} on "
+        f"{results.nodes[rank].announced.interface}"
         for rank in without
     )
     yield Finding(
         code=_codes.VARIABLE_ON_SOME,
         severity="warning",
-        fact=f"{name} is set on {', '.join(map(case.label, sorted(having)))} and not on the others, "
+        fact=f"{name} is set on {', '.join(map(results.label, sorted(having)))} and not on the others, "
         f"which announce: {listed}.",
         cause="the variable was exported in one shell, or the launcher does not pass it on"
         + ("; a part of the job runs over another network, or not at all." if apart else "."),
-        fix=_set_where_missing(case, name, without, having)
+        fix=_set_where_missing(results, name, without, having)
         if meeting is None or not apart
         else to_copy(meeting[0], *meeting[1]),
-        hosts=case.hostnames(without),
-        details={"variable": name, "networks": {case.name_of(r): n for r, n in networks.items()}},
+        hosts=results.hostnames(without),
+        details={
+            "variable": name,
+            "networks": {results.name_of(r): n for r, n in networks.items()},
+        },
     )
 
 
-def _set_where_missing(case: Case, name: str, without: list[int], having: set[int]) -> str:
-    chosen = case.nodes[min(having)]
+def _set_where_missing(results: Results, name: str, without: list[int], having: set[int]) -> str:
+    chosen = results.nodes[min(having)]
     lines = []
     for rank in without:
-        node = case.nodes[rank]
+        node = results.nodes[rank]
         interface = interface_in(node, chosen.network) or node.announced.interface
-        _, value = library_setting(case.backend, interface)
+        _, value = library_setting(results.backend, interface)
         line = node.announced.place_of_variable().set_line(name, value)
         lines.append(f"{line}    # on {node.hostname}")
     return to_copy("Set it on every host, or on none:", *lines)
 
 
-def _loopback(case: Case, nodes: list[Node]) -> Finding:
+def _loopback(results: Results, nodes: list[Node]) -> Finding:
     announced = nodes[0].announced
     usual = announced.flaw == "loopback"
     named = ", ".join(f"{node}: {node.announced.wanted}" for node in nodes)
-    many = "each of them" if len(nodes) > 1 else "it"
-    cause = (
-        "/etc/hosts gives the host's own name a loopback address, as Debian and Ubuntu do."
-        if usual
-        else f"{announced.chosen_by} does not resolve there, and gloo then takes loopback."
-    )
-    settings = {
-        node.node_rank: node.announced.place_of_variable().set_line(
-            *library_setting(case.backend, node.announced.interface)
-        )
-        for node in nodes
-    }
-    alike = len(set(settings.values())) == 1 and len(nodes) > 1
-    on_all = alike and len(nodes) == len(case.nodes)
-    lines = (
-        [f"{settings[nodes[0].node_rank]}    # on {'every host' if on_all else 'these hosts'}"]
-        if alike
-        else [f"{settings[node.node_rank]}    # on {node.hostname}" for node in nodes]
+    if usual:
+        cause = "/etc/hosts gives the host's own name a loopback address, as Debian and Ubuntu do."
+    elif announced.flaw == "link-local":
+        cause = f"{announced.chosen_by} leads to an address that is valid on one wire only."
+    else:
+        cause = f"{announced.chosen_by} does not resolve there, and gloo then takes loopback."
+    # On every host, where one network joins all: what is set on some hosts only is the next finding.
+    _, lines = meeting_lines(results, nodes) or (
+        "",
+        [
+            node.announced.place_of_variable().set_line(
+                *library_setting(results.backend, node.announced.interface)
+            )
+            + f"    # on {node.hostname}"
+            for node in nodes
+        ],
     )
     return Finding(
         code=_codes.ANNOUNCES_LOOPBACK,
@@ -246,11 +316,11 @@ def _loopback(case: Case, nodes: list[Node]) -> Finding:
         f"{announced.chosen_by}).",
         cause=cause,
         fix=to_copy(
-            f'Name the interface on {many} (or write Rendezvous(interface="auto")), or give the name '
-            "its address in /etc/hosts:",
+            'Name the interface (or write Rendezvous(interface="auto")), or give the name its address in '
+            "/etc/hosts:",
             *lines,
         ),
-        hosts=case.hostnames(node.node_rank for node in nodes),
+        hosts=results.hostnames(node.node_rank for node in nodes),
         details={
             "announced": {node.hostname: node.announced.wanted for node in nodes},
             "usable": {node.hostname: node.announced.address for node in nodes},
@@ -258,13 +328,13 @@ def _loopback(case: Case, nodes: list[Node]) -> Finding:
     )
 
 
-def _absent(case: Case, odd: list[Node]) -> Finding:
-    meeting = meeting_lines(case, odd)
+def _absent(results: Results, odd: list[Node]) -> Finding:
+    meeting = meeting_lines(results, odd)
     if meeting is None:
         what = "Choose by host; no network joins all of them:"
         lines = [
             node.announced.place_of_variable().set_line(
-                *library_setting(case.backend, node.announced.interface)
+                *library_setting(results.backend, node.announced.interface)
             )
             + f"    # on {node.hostname}"
             for node in odd
@@ -282,7 +352,7 @@ def _absent(case: Case, odd: list[Node]) -> Finding:
         cause="names of interfaces differ from host to host, and the variable is the same on all, or "
         "it was meant for another host.",
         fix=to_copy(meeting[0], *meeting[1]),
-        hosts=case.hostnames(node.node_rank for node in odd),
+        hosts=results.hostnames(node.node_rank for node in odd),
         details={
             "wanted": {node.hostname: node.announced.wanted for node in odd},
             "interfaces": {node.hostname: dict(node.interfaces) for node in odd},
@@ -294,8 +364,8 @@ def _listed(node: Node) -> str:
     return ", ".join(f"{name} ({', '.join(table)})" for name, table in node.interfaces.items())
 
 
-def _not_running(case: Case, odd: list[Node]) -> Finding:
-    what, lines = meeting_lines(case, odd) or ("No other network joins all hosts.", [])
+def _not_running(results: Results, odd: list[Node]) -> Finding:
+    what, lines = meeting_lines(results, odd) or ("No other network joins all hosts.", [])
     told = "; ".join(
         f"interface {node.announced.interface} of {node} ({node.announced.address}, "
         f"{node.announced.chosen_by})"
@@ -312,7 +382,7 @@ def _not_running(case: Case, odd: list[Node]) -> Finding:
         cause="the cable, the switch port or the driver; it was never brought up; or it is a bridge to "
         "containers of the host, none of which runs.",
         fix=to_copy(f"Bring it up, or go without it. {what}", *looks, *lines),
-        hosts=case.hostnames(node.node_rank for node in odd),
+        hosts=results.hostnames(node.node_rank for node in odd),
         details={
             "interfaces": {node.hostname: node.announced.interface for node in odd},
             "addresses": {node.hostname: node.announced.address for node in odd},
@@ -320,15 +390,15 @@ def _not_running(case: Case, odd: list[Node]) -> Finding:
     )
 
 
-def _different_networks(case: Case, found: dict[Way, Dialled]) -> Finding:
+def _different_networks(results: Results, found: dict[Way, Dialled]) -> Finding:
     involved = sorted({node for way in found for node in way})
-    nodes = [case.nodes[each] for each in sorted(case.nodes)]
+    nodes = [results.nodes[each] for each in sorted(results.nodes)]
     usual, _ = Counter(node.network for node in nodes).most_common(1)[0]
     odd = [node for node in nodes if node.network != usual]
     listed = "; ".join(
         f"{node} {node.announced.address} on {node.announced.interface}" for node in odd
     )
-    meeting = meeting_lines(case, odd)
+    meeting = meeting_lines(results, odd)
     return Finding(
         code=_codes.DIFFERENT_NETWORKS,
         severity="failed",
@@ -340,10 +410,10 @@ def _different_networks(case: Case, found: dict[Way, Dialled]) -> Finding:
         if meeting is not None
         else f"No network has all hosts: give {', '.join(n.hostname for n in odd)} a route to {usual}, "
         "or an interface in it.",
-        hosts=case.hostnames(node.node_rank for node in odd),
+        hosts=results.hostnames(node.node_rank for node in odd),
         details={
             "networks": {node.hostname: node.network for node in nodes},
-            "hosts": list(case.hostnames(involved)),
+            "hosts": list(results.hostnames(involved)),
             "directions": as_details(found),
         },
     )

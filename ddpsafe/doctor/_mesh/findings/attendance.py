@@ -1,34 +1,56 @@
-"""Who has not come to the roll-call, who came twice, and what was in the way."""
+"""Which nodes have not come, which came twice, and what was in the way."""
 
 from __future__ import annotations
 
 import errno
 import shlex
 import socket
+from importlib import metadata
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe.doctor import _codes
+from ddpsafe.doctor._mesh.findings.fixes import allow, describe_chain
 from ddpsafe.doctor._report import Finding, to_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from ddpsafe.doctor._mesh.findings.results import Case
-    from ddpsafe.doctor._mesh.messages import Rejected
+    from ddpsafe.doctor._mesh.findings.results import Results
+    from ddpsafe.doctor._mesh.protocol import FilterChain, Rejected
     from ddpsafe.doctor._mesh.reach import Obstacle
 
 
-def judge_obstacle(
-    obstacle: Obstacle, *, host: str, port: int, node_rank: int, nnodes: int
+def describe_obstacle(
+    obstacle: Obstacle,
+    *,
+    host: str,
+    port: int,
+    node_rank: int,
+    nnodes: int,
+    chains: Sequence[FilterChain] | None = None,
 ) -> Finding:
-    """Word what kept this node from node rank 0."""
+    """Return the finding of what kept this node from node rank 0.
+
+    Args:
+        obstacle: What it was.
+        host: Of the endpoint.
+        port: Of the endpoint.
+        node_rank: Of this node.
+        nnodes: How many there are.
+        chains: Of this host's packet filter; None where it was not asked or cannot be read.
+    """
     here = f"{socket.gethostname()} (node rank {node_rank} of {nnodes})"
     if obstacle.trouble == "late":
         return late(f"{here} came to {host}:{port}", waited="the others had stopped waiting")
     if obstacle.trouble == "secret":
         return no_secret(f"{here} came to {host}:{port}", hosts=(socket.gethostname(), host))
-    code, word = _WORDS[obstacle.trouble]
-    what, cause, fix = word(obstacle, host, port)
+    if obstacle.trouble == "version":
+        what = f"{here} is refused by {obstacle.holder} at {host}:{port}: {obstacle.said}"
+        return other_version(what, hosts=(socket.gethostname(), obstacle.holder))
+    code, describe = _DESCRIPTIONS[obstacle.trouble]
+    what, cause, fix = describe(obstacle, host, port)
+    if chains and obstacle.addresses:
+        cause, fix = _own_filter(obstacle, host, port, chains)
     waited = f" ({obstacle.waited_s:.1f} s)" if obstacle.waited_s else ""
     return Finding(
         code=code,
@@ -55,10 +77,32 @@ def describe_trouble(obstacle: Obstacle, *, host: str, port: int) -> str:
     )
 
 
-_Words = tuple[str, str, str]
+_Description = tuple[str, str, str]
 
 
-def _dropped(obstacle: Obstacle, host: str, port: int) -> _Words:
+def _own_filter(
+    obstacle: Obstacle, host: str, port: int, chains: Sequence[FilterChain]
+) -> tuple[str, str]:
+    """Suspect this host's packet filter first: it may keep in what is sent, or keep out the answers."""
+    here, (address, *_) = socket.gethostname(), obstacle.addresses
+    named = ", ".join(map(describe_chain, chains))
+    rules = [
+        allow(chain, address, port, port, "dport" if chain.hook == "output" else "sport")
+        for chain in chains
+    ]
+    cause = (
+        f"the packet filter of this host ({named}) may keep in what it sends or keep out the "
+        f"answers; else a firewall drops port {port} on {host} or on the way."
+    )
+    fix = to_copy(
+        f"Let it through here, as root, and if that does not help open the port on {host}, whose own "
+        "doctor says how:",
+        *(f"{rule}    # on {here}" for rule in rules),
+    )
+    return cause, fix
+
+
+def _dropped(obstacle: Obstacle, host: str, port: int) -> _Description:
     addresses = ", ".join(obstacle.addresses)
     return (
         f"gets no answer from {host}:{port} ({addresses}): packets vanish",
@@ -72,7 +116,7 @@ def _dropped(obstacle: Obstacle, host: str, port: int) -> _Words:
     )
 
 
-def _refused(obstacle: Obstacle, host: str, port: int) -> _Words:
+def _refused(obstacle: Obstacle, host: str, port: int) -> _Description:
     addresses = ", ".join(obstacle.addresses)
     return (
         f"is refused by {host}:{port} ({addresses})",
@@ -85,7 +129,7 @@ def _refused(obstacle: Obstacle, host: str, port: int) -> _Words:
     )
 
 
-def _no_route(obstacle: Obstacle, host: str, port: int) -> _Words:
+def _no_route(obstacle: Obstacle, host: str, port: int) -> _Description:
     addresses = ", ".join(obstacle.addresses)
     first = obstacle.addresses[0] if obstacle.addresses else host
     return (
@@ -99,7 +143,7 @@ def _no_route(obstacle: Obstacle, host: str, port: int) -> _Words:
     )
 
 
-def _unresolved(obstacle: Obstacle, host: str, _port: int) -> _Words:
+def _unresolved(obstacle: Obstacle, host: str, _port: int) -> _Description:
     silent = obstacle.trouble == "silent-resolver"
     return (
         f"cannot resolve {host}: {obstacle.said}",
@@ -113,7 +157,7 @@ def _unresolved(obstacle: Obstacle, host: str, _port: int) -> _Words:
     )
 
 
-def _loopback(obstacle: Obstacle, host: str, port: int) -> _Words:
+def _loopback(obstacle: Obstacle, host: str, port: int) -> _Description:
     addresses = ", ".join(obstacle.addresses)
     return (
         f"is led to itself by {host}:{port} ({addresses})",
@@ -125,7 +169,7 @@ def _loopback(obstacle: Obstacle, host: str, port: int) -> _Words:
     )
 
 
-def _stranger(obstacle: Obstacle, host: str, port: int) -> _Words:
+def _other_program(obstacle: Obstacle, host: str, port: int) -> _Description:
     return (
         f"is let in at {host}:{port}, but what answers is not ddpsafe doctor: {obstacle.said}",
         "another program has the port, or a proxy between the hosts accepts every connection.",
@@ -136,7 +180,7 @@ def _stranger(obstacle: Obstacle, host: str, port: int) -> _Words:
     )
 
 
-def _other_job(obstacle: Obstacle, host: str, port: int) -> _Words:
+def _other_job(obstacle: Obstacle, host: str, port: int) -> _Description:
     return (
         f"found another job at {host}:{port}, on {obstacle.holder}: {obstacle.said}",
         "another job uses this endpoint, or --nnodes differs from host to host.",
@@ -144,7 +188,7 @@ def _other_job(obstacle: Obstacle, host: str, port: int) -> _Words:
     )
 
 
-def _doubled(obstacle: Obstacle, host: str, port: int) -> _Words:
+def _duplicate(obstacle: Obstacle, host: str, port: int) -> _Description:
     return (
         f"was sent away from {host}:{port}: its node rank is taken by {obstacle.holder}",
         "two hosts were started with the same --node-rank, or a former run goes on.",
@@ -152,124 +196,143 @@ def _doubled(obstacle: Obstacle, host: str, port: int) -> _Words:
     )
 
 
-_WORDS: Final[dict[str, tuple[str, Callable[[Obstacle, str, int], _Words]]]] = {
+_DESCRIPTIONS: Final[dict[str, tuple[str, Callable[[Obstacle, str, int], _Description]]]] = {
     "dropped": (_codes.ENDPOINT_DROPPED, _dropped),
     "refused": (_codes.ENDPOINT_REFUSED, _refused),
     "no-route": (_codes.ENDPOINT_NO_ROUTE, _no_route),
     "unresolved": (_codes.ENDPOINT_UNRESOLVED, _unresolved),
     "silent-resolver": (_codes.ENDPOINT_UNRESOLVED, _unresolved),
     "loopback": (_codes.ENDPOINT_LOOPBACK, _loopback),
-    "stranger": (_codes.STRANGER, _stranger),
+    "other-program": (_codes.OTHER_PROGRAM, _other_program),
     "other-job": (_codes.OTHER_JOB, _other_job),
-    "doubled": (_codes.DOUBLED, _doubled),
+    "duplicate": (_codes.DUPLICATE, _duplicate),
 }
 
 
-def judge_roll(case: Case) -> Iterator[Finding]:
+def check_attendance(results: Results) -> Iterator[Finding]:
     """Judge who came, as node rank 0 saw it."""
-    missing = [
-        node for node in range(case.nnodes) if node not in case.nodes and node not in case.garbled
-    ]
-    lost = [node for node in case.nodes if node not in case.reports]
+    named = {*results.nodes, *results.garbled, *results.find_shadowed()}
+    missing = [node for node in range(results.nnodes) if node not in named]
+    doubled = {rank for ranks in results.find_duplicates().values() for rank in ranks}
+    lost = [node for node in results.nodes if node not in results.reports]
     # Those who were sent away are the missing ones: that they "have not come" would be wrong.
-    if len(missing) > count_sent_away(case.rejected) and not case.other_hub:
-        yield _missing(case, missing)
+    if len(missing) > count_refused(results.rejected) and not results.other_coordinator:
+        yield _missing(results, missing)
     for node in lost:
-        if node not in case.garbled:
-            yield _lost(case, node)
-    if case.garbled:
-        yield _garbled(case)
+        if node not in results.garbled and node not in doubled:
+            yield _lost(results, node)
+    if results.garbled:
+        yield _garbled(results)
     seen = set()
-    for each in case.rejected:
+    for each in results.rejected:
         key = (each.reason, each.greeting.hostname, each.greeting.node_rank)
         if key not in seen:
             seen.add(key)
-            yield _rejected(case, each)
+            yield _rejected(results, each)
     # Behind address translation node rank 0 often cannot reach itself by the outer address.
-    if case.obstacle is not None and not case.is_translated():
-        yield _leads_elsewhere(case, case.obstacle)
-    if case.other_hub:
-        yield _other_hub(case)
+    if results.obstacle is not None and not results.is_translated():
+        yield _leads_elsewhere(results, results.obstacle)
+    if results.other_coordinator:
+        yield _other_coordinator(results)
 
 
-def count_sent_away(rejected: Iterable[Rejected]) -> int:
-    """Count the processes that came with arguments that do not fit this job."""
+def count_refused(rejected: Iterable[Rejected]) -> int:
+    """Count the processes that came and do not fit this job."""
     return len(
         {
             (each.greeting.hostname, each.greeting.pid)
             for each in rejected
-            if each.reason in ("doubled", "other-job")
+            if each.reason in ("duplicate", "other-job", "version")
         }
     )
 
 
-def _missing(case: Case, missing: list[int]) -> Finding:
-    labels = ", ".join(case.label(node) for node in missing)
-    came = len(case.nodes)
+def _missing(results: Results, missing: list[int]) -> Finding:
+    labels = ", ".join(results.label(node) for node in missing)
+    coordinator, came = results.nodes[0], len(results.nodes)
+    own = results.reports[0].chains if 0 in results.reports else ()
+    incoming = [chain for chain in own if chain.hook == "input" and not results.at_store]
+    if results.at_store:
+        cause = "the first rank there was not started, has failed, or is slow to start."
+        fix = "Look at the log of the ranks there."
+    else:
+        filtered = (
+            f", or the packet filter of {coordinator.hostname} "
+            f"({', '.join(map(describe_chain, incoming))}) keeps it out"
+            if incoming
+            else ""
+        )
+        cause = (
+            "the doctor was not started there, it waits for another endpoint, or it cannot reach this "
+            f"one{filtered}: what it prints there says which."
+        )
+        where = shlex.quote(f"{results.host}:{results.port}")
+        fix = to_copy(
+            "Start it there and look at what it says:",
+            *(
+                f"ddpsafe doctor --nnodes {results.nnodes} --node-rank {node} --rdzv-endpoint {where}"
+                for node in missing[:4]
+            ),
+            *(
+                f"{allow(chain, '', results.port, results.port)}    # on {coordinator.hostname}"
+                for chain in incoming
+            ),
+        )
     return Finding(
         code=_codes.MISSING,
         severity="failed",
-        fact=f"{came} of {case.nnodes} nodes came within {case.waited_s:.1f} s; not yet: {labels}.",
-        cause="the first rank there was not started, has failed, or is slow to start."
-        if case.at_store
-        else "the doctor was not started there, it waits for another endpoint, or it cannot reach "
-        "this one: what it prints there says which.",
-        fix="Look at the log of the ranks there." if case.at_store else _start_there(case, missing),
-        hosts=case.hostnames(missing),
-        details={"missing_node_ranks": missing, "waited_s": round(case.waited_s, 1)},
+        fact=f"{came} of {results.nnodes} nodes came within {results.waited_s:.1f} s; not yet: {labels}.",
+        cause=cause,
+        fix=fix,
+        hosts=results.hostnames(missing),
+        details={"missing_node_ranks": missing, "waited_s": round(results.waited_s, 1)},
     )
 
 
-def _start_there(case: Case, missing: list[int]) -> str:
-    return to_copy(
-        "Start it there and look at what it says:",
-        *(
-            f"ddpsafe doctor --nnodes {case.nnodes} --node-rank {node} "
-            f"--rdzv-endpoint {shlex.quote(f'{case.host}:{case.port}')}"
-            for node in missing[:4]
-        ),
-    )
-
-
-def _lost(case: Case, node: int) -> Finding:
+def _lost(results: Results, node: int) -> Finding:
     return Finding(
         code=_codes.LOST,
         severity="failed",
-        fact=f"{case.label(node)} came to the roll-call and was lost during the check.",
-        cause=f"the {_process(at_store=case.at_store)} there was ended, or the host went down or off "
+        fact=f"{results.label(node)} had come, and was lost during the check.",
+        cause=f"the {_process(at_store=results.at_store)} there was ended, or the host went down or off "
         "the network.",
         fix=to_copy(
-            f"Look whether the host lives and what its {_process(at_store=case.at_store)} printed last:",
-            shlex.join(["ping", "-c", "3", case.nodes[node].announced.address]),
+            f"Look whether the host lives and what its {_process(at_store=results.at_store)} printed last:",
+            shlex.join(["ping", "-c", "3", results.nodes[node].announced.address]),
         ),
-        hosts=case.hostnames([node]),
+        hosts=results.hostnames([node]),
         details={"node_rank": node},
     )
 
 
-def _rejected(case: Case, each: Rejected) -> Finding:
+def _rejected(results: Results, each: Rejected) -> Finding:
     who, rank = each.greeting.hostname, each.greeting.node_rank
-    if each.reason == "doubled":
-        return _finding_of_doubled(who, rank, each, case.nnodes)
+    if each.reason == "duplicate":
+        return _finding_of_duplicate(who, rank, each, results.nnodes)
     if each.reason == "secret":
         return no_secret(f"{who} (node rank {rank}) came", hosts=(who,))
+    if each.reason == "version":
+        speaks = f"speaks version {each.greeting.version} of the protocol, node rank 0 another one"
+        return other_version(
+            f"{who} (node rank {rank}) was refused: its doctor {speaks}", hosts=(who,)
+        )
     if each.reason == "late":
         return late(f"{who} (node rank {rank}) came", waited="the others had stopped waiting")
     return Finding(
         code=_codes.OTHER_JOB,
         severity="failed",
         fact=f"{who} came as node rank {rank} of {each.greeting.nnodes}"
-        f" (job {each.greeting.job or 'without a name'}); this job has {case.nnodes} nodes.",
+        f" (job {each.greeting.job or 'without a name'}); this job has {results.nnodes} nodes.",
         cause="another job uses this endpoint, or --nnodes differs from host to host.",
-        fix=f"Start it on {who} with --nnodes {case.nnodes}, or give the other job a port of its own.",
+        fix=f"Start it on {who} with --nnodes {results.nnodes}, or give the other job a port of its own.",
         hosts=(who,),
-        details={"nnodes_there": each.greeting.nnodes, "nnodes_here": case.nnodes},
+        details={"nnodes_there": each.greeting.nnodes, "nnodes_here": results.nnodes},
     )
 
 
-def _finding_of_doubled(who: str, rank: int, each: Rejected, nnodes: int) -> Finding:
+def _finding_of_duplicate(who: str, rank: int, each: Rejected, nnodes: int) -> Finding:
     return Finding(
-        code=_codes.DOUBLED,
+        code=_codes.DUPLICATE,
         severity="failed",
         fact=f"{who} came as node rank {rank}, which {each.holder} "
         f"(pid {each.holder_pid}) has already.",
@@ -281,7 +344,7 @@ def _finding_of_doubled(who: str, rank: int, each: Rejected, nnodes: int) -> Fin
 
 
 def late(who: str, *, waited: str) -> Finding:
-    """Word that a node came after the roll-call."""
+    """Return the finding of a node that came too late."""
     return Finding(
         code=_codes.LATE,
         severity="failed",
@@ -291,15 +354,30 @@ def late(who: str, *, waited: str) -> Finding:
     )
 
 
+def other_version(what: str, *, hosts: tuple[str, ...]) -> Finding:
+    """Return the finding that the doctor of a node is of another version."""
+    return Finding(
+        code=_codes.VERSIONS_DIFFER,
+        severity="failed",
+        fact=f"{what}.",
+        cause="another version of ddpsafe is installed there.",
+        fix=to_copy(
+            "Install the same version on every host:",
+            f"pip install ddpsafe=={metadata.version('ddpsafe')}",
+        ),
+        hosts=hosts,
+    )
+
+
 def _process(*, at_store: bool) -> str:
     return "first rank" if at_store else "doctor"
 
 
-def hub_lost(host: str, why: str, *, at_store: bool) -> Finding:
-    """Word that node rank 0 went away during the check."""
+def coordinator_lost(host: str, why: str, *, at_store: bool) -> Finding:
+    """Return the finding that node rank 0 went away during the check."""
     process = _process(at_store=at_store)
     return Finding(
-        code=_codes.HUB_LOST,
+        code=_codes.COORDINATOR_LOST,
         severity="failed",
         fact=f"{host} (node rank 0) was lost during the check: {why}.",
         cause=f"the {process} there was ended, or the host went down or off the network.",
@@ -310,7 +388,7 @@ def hub_lost(host: str, why: str, *, at_store: bool) -> Finding:
 
 
 def cannot_serve(exc: OSError, *, port: int, owner: str) -> Finding:
-    """Word that node rank 0 cannot listen on the endpoint's port."""
+    """Return the finding that node rank 0 cannot listen on the endpoint's port."""
     taken = exc.errno == errno.EADDRINUSE
     return Finding(
         code=_codes.CANNOT_SERVE,
@@ -327,40 +405,41 @@ def cannot_serve(exc: OSError, *, port: int, owner: str) -> Finding:
     )
 
 
-def _leads_elsewhere(case: Case, obstacle: Obstacle) -> Finding:
+def _leads_elsewhere(results: Results, obstacle: Obstacle) -> Finding:
     addresses = ", ".join(obstacle.addresses) or "no address"
-    own = case.nodes[0].hostname
-    complete = len(case.nodes) == case.nnodes
+    own = results.nodes[0].hostname
+    complete = len(results.nodes) == results.nnodes
     return Finding(
         code=_codes.CANNOT_SERVE,
         severity="warning" if complete else "failed",
-        fact=f"{case.host}:{case.port} ({addresses}) does not lead to {own}, which is node rank 0: "
+        fact=f"{results.host}:{results.port} ({addresses}) does not lead to {own}, which is node rank 0: "
         f"{obstacle.trouble} ({obstacle.said}).",
         cause="--node-rank 0 was given to another host than the one the endpoint names.",
-        fix=f"Start node rank 0 on {case.host}, or name {own} in --rdzv-endpoint.",
+        fix=f"Start node rank 0 on {results.host}, or name {own} in --rdzv-endpoint.",
         hosts=(own,),
         details={"addresses": list(obstacle.addresses), "trouble": obstacle.trouble},
     )
 
 
-def _other_hub(case: Case) -> Finding:
-    own = case.nodes[0].hostname
+def _other_coordinator(results: Results) -> Finding:
+    own = results.nodes[0].hostname
     return Finding(
-        code=_codes.DOUBLED,
+        code=_codes.DUPLICATE,
         severity="failed",
-        fact=f"{own} is node rank 0, and so is {case.other_hub}, to which {case.host}:{case.port} "
+        fact=f"{own} is node rank 0, and so is {results.other_coordinator}, to which {results.host}:{results.port} "
         "leads.",
         cause="two hosts were started with --node-rank 0.",
         fix="Give each host its own --node-rank; 0 belongs to the host that the endpoint names.",
-        hosts=(case.other_hub,),
+        hosts=(results.other_coordinator,),
         details={"node_rank": 0},
     )
 
 
-def _garbled(case: Case) -> Finding:
+def _garbled(results: Results) -> Finding:
     topics = {"hello": "who it is", "mesh": "what it dialled", "reduced": "the all-reduce"}
     named = ", ".join(
-        f"{case.label(rank)} about {topics[topic]}" for rank, topic in sorted(case.garbled.items())
+        f"{results.label(rank)} about {topics[topic]}"
+        for rank, topic in sorted(results.garbled.items())
     )
     return Finding(
         code=_codes.GARBLED,
@@ -369,13 +448,15 @@ def _garbled(case: Case) -> Finding:
         cause="another version of ddpsafe runs there, or another program has taken the node's place.",
         fix="Start the same version of ddpsafe on every host; where others can reach the endpoint, "
         "give all nodes one --secret-file.",
-        hosts=case.hostnames(case.garbled),
-        details={"topics": {case.name_of(rank): topic for rank, topic in case.garbled.items()}},
+        hosts=results.hostnames(results.garbled),
+        details={
+            "topics": {results.name_of(rank): topic for rank, topic in results.garbled.items()}
+        },
     )
 
 
-def hub_garbled(host: str, why: str) -> Finding:
-    """Word that what node rank 0 says makes no sense."""
+def coordinator_garbled(host: str, why: str) -> Finding:
+    """Return the finding that what node rank 0 says makes no sense."""
     return Finding(
         code=_codes.GARBLED,
         severity="failed",
@@ -389,7 +470,7 @@ def hub_garbled(host: str, why: str) -> Finding:
 
 
 def no_secret(who: str, *, hosts: tuple[str, ...] = ()) -> Finding:
-    """Word that a node does not have the secret of the others."""
+    """Return the finding that a node does not have the secret of the others."""
     return Finding(
         code=_codes.WITHOUT_SECRET,
         severity="failed",

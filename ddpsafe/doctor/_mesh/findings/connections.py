@@ -12,20 +12,21 @@ from typing import TYPE_CHECKING, Final, Literal
 from ddpsafe.doctor import _codes
 from ddpsafe.doctor._mesh.findings.fixes import (
     cloud_lines,
-    describe_gate,
+    describe_chain,
     find_openings,
     library_setting,
 )
 from ddpsafe.doctor._mesh.findings.results import as_details, is_closed
 from ddpsafe.doctor._mesh.probe import SMALLEST_MTU_BYTES
 from ddpsafe.doctor._report import Finding, to_copy
+from ddpsafe.doctor._system.tcp import MAIN_TABLE
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from ddpsafe.doctor._mesh.findings.fixes import Opening
-    from ddpsafe.doctor._mesh.findings.results import Case
-    from ddpsafe.doctor._mesh.messages import Dialled, Route
+    from ddpsafe.doctor._mesh.findings.results import Results
+    from ddpsafe.doctor._mesh.protocol import Dialled, Route
 
 
 Way = tuple[int, int]
@@ -150,50 +151,50 @@ _LOSS: Final = 0.05
 _LEAST_RESENT: Final = 8
 
 
-def judge_mesh(case: Case, excused: Mapping[Way, Dialled]) -> Iterator[Finding]:
+def check_connections(results: Results, explained: Mapping[Way, Dialled]) -> Iterator[Finding]:
     """Judge what was dialled.
 
     Args:
-        case: Everything that is known.
-        excused: Directions that another finding explains already.
+        results: Everything that is known.
+        explained: Directions that another finding explains already.
     """
-    tried = {way: each for way, each in case.verdicts().items() if way not in excused}
+    tried = {way: each for way, each in results.verdicts().items() if way not in explained}
     if not tried:
         return
     closed = {way for way, each in tried.items() if is_closed(each.verdict)}
     strange = {way for way, each in tried.items() if each.verdict == "wrong-peer"}
     lossy = {way for way, each in tried.items() if each.verdict == "large-lost"}
-    routed = {way for way in closed if _other_route(case, way) is not None}
+    routed = {way for way in closed if _other_route(results, way) is not None}
     for group in group_ways(routed, tried):
-        yield _routed(case, group, tried)
+        yield _routed(results, group, tried)
     for group in group_ways(closed - routed, tried):
-        yield _closed(case, group, tried)
+        yield _closed(results, group, tried)
     for group in group_ways(strange, tried):
-        yield _wrong_peer(case, group, tried)
+        yield _wrong_peer(results, group, tried)
     for group in group_ways(lossy, tried):
-        yield _large_lost(case, group, tried)
-    yield from _judge_loss(case, tried)
-    if not (closed or strange or lossy or excused):
-        yield _all_open(case, tried)
+        yield _large_lost(results, group, tried)
+    yield from _check_loss(results, tried)
+    if not (closed or strange or lossy or explained):
+        yield _all_open(results, tried)
 
 
-def _closed(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
+def _closed(results: Results, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
     found = {way: tried[way] for way in group.ways}
     verdicts = sorted({each.verdict for each in found.values()})
     verb = " or ".join({"no-route": "unreachable"}.get(each, each) for each in verdicts)
     said = ", ".join(sorted({each.said for each in found.values() if each.said}))
     if group.shape == "everywhere":
-        said += f"; port {case.port} of the endpoint is open"
+        said += f"; port {results.port} of the endpoint is open"
     only_endpoint = group.shape == "everywhere" and not _lacks_a_way(found)
     code = _codes.ONLY_ENDPOINT if only_endpoint else _CODES[verdicts[0]]
-    fix = _wiring(case, found) if _lacks_a_way(found) else _opening(case, group)
+    fix = _wiring(results, found) if _lacks_a_way(found) else _opening(results, group)
     return Finding(
         code=code,
         severity="failed",
-        fact=f"{_where(case, group, 'open a connection')}: {verb} ({said}).",
-        cause=_closed_cause(case, group, found),
+        fact=f"{_where(results, group, 'open a connection')}: {verb} ({said}).",
+        cause=_closed_cause(results, group, found),
         fix=fix,
-        hosts=case.hostnames(group.nodes),
+        hosts=results.hostnames(group.nodes),
         details={"shape": group.shape, "directions": as_details(found)},
     )
 
@@ -203,11 +204,11 @@ def _lacks_a_way(found: Mapping[Way, Dialled]) -> bool:
     return any(each.reason == "no-arp" or each.error == "ENETUNREACH" for each in found.values())
 
 
-def _where(case: Case, group: Group, doing: str) -> str:
+def _where(results: Results, group: Group, doing: str) -> str:
     """Say, in one sentence, which directions are meant."""
-    names = _several(case, group.nodes)
-    others = _several(case, tuple(sorted(set(itertools.chain(*group.ways)) - set(group.nodes))))
-    first, last = case.label(group.nodes[0]), case.label(group.nodes[-1])
+    names = _several(results, group.nodes)
+    others = _several(results, tuple(sorted(set(itertools.chain(*group.ways)) - set(group.nodes))))
+    first, last = results.label(group.nodes[0]), results.label(group.nodes[-1])
     sentences: dict[Shape, str] = {
         "everywhere": f"No host can {doing} to any other: "
         f"all {len(group.ways)} directions between {names}",
@@ -221,14 +222,14 @@ def _where(case: Case, group: Group, doing: str) -> str:
     return sentences[group.shape]
 
 
-def _several(case: Case, nodes: tuple[int, ...]) -> str:
-    labels = [case.label(node) for node in nodes[:_MOST_NAMED]]
+def _several(results: Results, nodes: tuple[int, ...]) -> str:
+    labels = [results.label(node) for node in nodes[:_MOST_NAMED]]
     more = len(nodes) - len(labels)
     return ", ".join(labels) + (f" and {more} more" if more else "")
 
 
 def _closed_cause(  # noqa: PLR0911 - one answer for each cause
-    case: Case, group: Group, found: Mapping[Way, Dialled]
+    results: Results, group: Group, found: Mapping[Way, Dialled]
 ) -> str:
     verdicts = {each.verdict for each in found.values()}
     if any(each.reason == "no-arp" for each in found.values()):
@@ -244,16 +245,16 @@ def _closed_cause(  # noqa: PLR0911 - one answer for each cause
             "between; the port of the endpoint gets through, so a route exists."
         )
     ports = "gloo and NCCL listen on ports that the system chooses"
-    openings = find_openings(case, found)
+    openings = find_openings(results, found)
     outgoing = [each for each in openings if each.hook == "output"]
     way = "drops" if verdicts == {"dropped"} else "rejects"
     if outgoing:
-        named = ", ".join(f"{each.host} ({_gates(each)})" for each in outgoing)
+        named = ", ".join(f"{each.host} ({_chains(each)})" for each in outgoing)
         return f"the packet filter of {named} {way} what goes out and is not on its list; {ports}."
     if group.shape == "everywhere":
-        return f"only port {case.port} is open between the hosts; {ports}."
-    if openings and all(each.gates for each in openings):
-        named = ", ".join(f"{each.host} ({_gates(each)})" for each in openings)
+        return f"only port {results.port} is open between the hosts; {ports}."
+    if openings and all(each.chains for each in openings):
+        named = ", ".join(f"{each.host} ({_chains(each)})" for each in openings)
         return f"the packet filter of {named} {way} what is not on its list; {ports}."
     if not openings:
         return (
@@ -263,46 +264,57 @@ def _closed_cause(  # noqa: PLR0911 - one answer for each cause
     return f"a firewall or security group {way} what is not on its list, at the listening host or between; {ports}."
 
 
-def _gates(opening: Opening) -> str:
-    return ", ".join(describe_gate(gate) for gate in opening.gates) or "not known"
+def _chains(opening: Opening) -> str:
+    return ", ".join(describe_chain(chain) for chain in opening.chains) or "not known"
 
 
-def _other_route(case: Case, way: Way) -> tuple[int, Route] | None:
+def _other_route(results: Results, way: Way) -> tuple[int, Route] | None:
     """Return the way that packets of a direction, or their answers, take by another interface."""
     source, target = way
     for here, there in ((source, target), (target, source)):
-        for route in case.reports[here].routes:
+        for route in results.reports[here].routes:
             if route.target == there:
                 return here, route
     return None
 
 
-def _routed(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
+def _routed(results: Results, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
     found = {way: tried[way] for way in group.ways}
-    routes = dict.fromkeys(each for way in sorted(found) if (each := _other_route(case, way)))
+    routes = dict.fromkeys(each for way in sorted(found) if (each := _other_route(results, way)))
     told, lines = [], []
     for here, route in routes:
-        node, other = case.nodes[here], case.nodes[route.target]
-        address = other.announced.address
+        node, other = results.nodes[here], results.nodes[route.target]
+        address, on = other.announced.address, f"    # on {results.name_of(here)}"
+        if not route.interface:
+            lines.append(f"ip route show to match {address}{on}")
+            told.append(f"a route of {node} refuses what it sends to {other} ({address})")
+            lines.append(
+                f"ip route del {route.prefix}{on}" if route.prefix else f"ip rule show{on}"
+            )
+            continue
+        lines.append(f"ip route get {address} from {node.announced.address}{on}")
         told.append(
             f"what {node} sends to {other} ({address}) leaves by {route.interface}, and it announces "
             f"{node.announced.address} on {node.announced.interface}"
         )
-        on = f"    # on {node.hostname}"
-        lines.append(f"ip route get {address}{on}")
-        if route.prefix != node.network:  # a route besides that of the interface itself
+        if route.table != MAIN_TABLE:
+            lines.append(f"ip rule del table {route.table}{on}")
+        elif route.prefix != node.network:  # a route besides that of the interface itself
             lines.append(f"ip route del {route.prefix} dev {shlex.quote(route.interface)}{on}")
         else:
             place = node.announced.place_of_variable()
-            lines.append(place.set_line(*library_setting(case.backend, route.interface)) + on)
+            lines.append(place.set_line(*library_setting(results.backend, route.interface)) + on)
     return Finding(
         code=_codes.OTHER_ROUTE,
         severity="failed",
-        fact=f"{_where(case, group, 'open a connection')}: {'; '.join(told)}.",
-        cause="a route was added by hand, or two interfaces are in one network; the other host drops "
-        "packets that come in by an interface it would not answer on (rp_filter), or never gets them.",
-        fix=to_copy("Take the route out, or announce the interface that it leads by:", *lines),
-        hosts=case.hostnames({here for here, _ in routes}),
+        fact=f"{_where(results, group, 'open a connection')}: {'; '.join(told)}.",
+        cause="a route or a rule was added by hand, or two interfaces are in one network; the other host "
+        "drops packets that come in by an interface it would not answer on (rp_filter), or never gets "
+        "them.",
+        fix=to_copy(
+            "Take the route or rule out, or announce the interface that it leads by:", *lines
+        ),
+        hosts=results.hostnames({here for here, _ in routes}),
         details={
             "routes": [
                 {
@@ -310,6 +322,7 @@ def _routed(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
                     "target": route.target,
                     "interface": route.interface,
                     "prefix": route.prefix,
+                    "table": route.table,
                 }
                 for here, route in routes
             ],
@@ -318,7 +331,7 @@ def _routed(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
     )
 
 
-def _judge_loss(case: Case, tried: Mapping[Way, Dialled]) -> Iterator[Finding]:
+def _check_loss(results: Results, tried: Mapping[Way, Dialled]) -> Iterator[Finding]:
     """Find directions in which packets get lost though connections hold."""
     lossy = {
         way: each
@@ -334,19 +347,19 @@ def _judge_loss(case: Case, tried: Mapping[Way, Dialled]) -> Iterator[Finding]:
         yield Finding(
             code=_codes.LOSSY,
             severity="warning",
-            fact=f"{_where(case, group, 'send without loss')}: {resent} of {sent + resent} packets "
+            fact=f"{_where(results, group, 'send without loss')}: {resent} of {sent + resent} packets "
             f"({share:.0f} %) had to be sent again.",
             cause="a bad cable or port, an overloaded link, or a limit of packets per second; a job "
             "runs many times slower, and connections break now and then.",
             fix=to_copy(
                 "Look for errors and drops of the interface, then at the switch:",
                 *(
-                    f"ip -s link show dev {shlex.quote(case.nodes[node].announced.interface)}"
-                    f"    # on {case.name_of(node)}"
+                    f"ip -s link show dev {shlex.quote(results.nodes[node].announced.interface)}"
+                    f"    # on {results.name_of(node)}"
                     for node in sorted({node for way in group.ways for node in way})[:_MOST_NAMED]
                 ),
             ),
-            hosts=case.hostnames(group.nodes),
+            hosts=results.hostnames(group.nodes),
             details={
                 "sent": sent,
                 "resent": resent,
@@ -355,81 +368,82 @@ def _judge_loss(case: Case, tried: Mapping[Way, Dialled]) -> Iterator[Finding]:
         )
 
 
-def _wiring(case: Case, found: Mapping[Way, Dialled]) -> str:
+def _wiring(results: Results, found: Mapping[Way, Dialled]) -> str:
     lines = []
     for source, target in sorted(found)[:_MOST_NAMED]:
-        address = case.nodes[target].announced.address
-        lines.append(f"ip route get {address}    # on {case.name_of(source)}")
-        lines.append(f"ip neigh show {address}    # on {case.name_of(source)}")
+        address = results.nodes[target].announced.address
+        lines.append(f"ip route get {address}    # on {results.name_of(source)}")
+        lines.append(f"ip neigh show {address}    # on {results.name_of(source)}")
     what = "Repair the cable, the switch port, the VLAN or the route, or choose another interface:"
     return to_copy(what, *lines)
 
 
-def _opening(case: Case, group: Group) -> str:
-    openings = find_openings(case, group.ways)
+def _opening(results: Results, group: Group) -> str:
+    openings = find_openings(results, group.ways)
     if not openings:
         what = "Allow it in the firewall or security group between the hosts:"
-        return to_copy(what, *cloud_lines(case, group.ways)[: 3 * _MOST_NAMED])
+        return to_copy(what, *cloud_lines(results, group.ways)[: 3 * _MOST_NAMED])
     lines = [f"{rule}    # on {each.host.hostname}" for each in openings for rule in each.rules()]
-    if any(not each.gates for each in openings):
-        lines += cloud_lines(case, group.ways)
+    if any(not each.chains for each in openings):
+        lines += cloud_lines(results, group.ways)
     what = "Let the packets of the job through, as root, and run the doctor again:"
     return to_copy(what, *list(dict.fromkeys(lines))[: 3 * _MOST_NAMED])
 
 
-def _wrong_peer(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
+def _wrong_peer(results: Results, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
     found = {way: tried[way] for way in group.ways}
     said = ", ".join(sorted({each.said for each in found.values()}))
     listeners = {target for _, target in group.ways}
-    addresses = sorted({case.nodes[each].announced.address for each in listeners})
+    addresses = sorted({results.nodes[each].announced.address for each in listeners})
     return Finding(
         code=_codes.WRONG_PEER,
         severity="failed",
-        fact=f"{_where(case, group, 'talk')}: another program takes the connection ({said}).",
+        fact=f"{_where(results, group, 'talk')}: somebody else takes the connection ({said}).",
         cause="a transparent proxy or a service mesh between the hosts accepts every connection, or "
         "two hosts have the same address.",
         fix=to_copy(
             "Take the job's ports out of the proxy (Istio: the annotations below on every pod), or "
             "look for a second host with the address:",
-            f'traffic.sidecar.istio.io/excludeInboundPorts: "{_range(case, listeners)}"',
-            f'traffic.sidecar.istio.io/excludeOutboundPorts: "{_range(case, listeners)}"',
+            f'traffic.sidecar.istio.io/excludeInboundPorts: "{_range(results, listeners)}"',
+            f'traffic.sidecar.istio.io/excludeOutboundPorts: "{_range(results, listeners)}"',
             *(
                 f"arping -D -c 3 {address}    # on another host"
                 for address in addresses[:_MOST_NAMED]
             ),
         ),
-        hosts=case.hostnames(group.nodes),
+        hosts=results.hostnames(group.nodes),
         details={"shape": group.shape, "directions": as_details(found)},
     )
 
 
-def _range(case: Case, listeners: set[int]) -> str:
-    first = min(case.nodes[each].port_range[0] for each in listeners)
-    last = max(case.nodes[each].port_range[1] for each in listeners)
+def _range(results: Results, listeners: set[int]) -> str:
+    first = min(results.nodes[each].port_range[0] for each in listeners)
+    last = max(results.nodes[each].port_range[1] for each in listeners)
     return f"{first}-{last}"
 
 
-def _large_lost(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
+def _large_lost(results: Results, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
     found = {way: tried[way] for way in group.ways}
     involved = sorted({node for way in group.ways for node in way})
-    mtus = {case.nodes[node].mtu_bytes for node in involved}
+    mtus = {results.nodes[node].mtu_bytes for node in involved}
     passing = min(each.passing_mtu_bytes for each in found.values())
     said = max(each.said for each in found.values())
+    has_ipv6 = any(":" in results.nodes[node].announced.address for node in involved)
     lines = [
-        f"ip link set dev {shlex.quote(case.nodes[node].announced.interface)} mtu {passing}"
-        f"    # on {case.name_of(node)}"
+        f"ip link set dev {shlex.quote(results.nodes[node].announced.interface)} mtu {passing}"
+        f"    # on {results.name_of(node)}"
         for node in involved[: 2 * _MOST_NAMED]
-        if case.nodes[node].mtu_bytes > passing
+        if results.nodes[node].mtu_bytes > passing
     ]
     proof = (
         f"with packets of {passing} bytes they arrive"
         if passing
-        else f"nor with packets of {SMALLEST_MTU_BYTES} bytes"
+        else f"nor with packets of {SMALLEST_MTU_BYTES[6 if has_ipv6 else 4]} bytes"
     )
     return Finding(
         code=_codes.LARGE_LOST,
         severity="failed",
-        fact=f"{_where(case, group, 'send more than a packet')}: connections open and small messages "
+        fact=f"{_where(results, group, 'send more than a packet')}: connections open and small messages "
         f"pass, 64 KiB do not ({said}); {proof}.",
         cause=f"the interfaces send packets of up to {max(mtus)} bytes, something between takes less, "
         "and the ICMP message that would say so is lost: an MTU hole (jumbo frames, a tunnel, a VPN)."
@@ -441,12 +455,12 @@ def _large_lost(case: Case, group: Group, tried: Mapping[Way, Dialled]) -> Findi
         )
         if passing
         else "Look at what inspects the connections between these hosts, and take the job's ports out.",
-        hosts=case.hostnames(group.nodes),
+        hosts=results.hostnames(group.nodes),
         details={"shape": group.shape, "mtu_bytes": passing, "directions": as_details(found)},
     )
 
 
-def _all_open(case: Case, tried: Mapping[Way, Dialled]) -> Finding:
+def _all_open(results: Results, tried: Mapping[Way, Dialled]) -> Finding:
     latencies = [each.latency_s for each in tried.values() if each.latency_s is not None]
     rates = [
         each.bandwidth_bytes_per_s
@@ -465,6 +479,6 @@ def _all_open(case: Case, tried: Mapping[Way, Dialled]) -> Finding:
     return Finding(
         code=_codes.ALL_OPEN,
         severity="ok",
-        fact=f"All {len(tried)} directions between {len(case.reports)} hosts are open{numbers}.",
+        fact=f"All {len(tried)} directions between {len(results.reports)} hosts are open{numbers}.",
         details=details,
     )

@@ -14,8 +14,8 @@ from ddpsafe.doctor._report import Finding, to_copy
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from ddpsafe.doctor._mesh.findings.results import Case
-    from ddpsafe.doctor._mesh.messages import Node
+    from ddpsafe.doctor._mesh.findings.results import Results
+    from ddpsafe.doctor._mesh.protocol import Node
     from ddpsafe.doctor._mesh.transport import Json
     from ddpsafe.doctor._report import Severity
 
@@ -81,14 +81,16 @@ def _show(text: str) -> str:
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 
 
-def judge_facts(case: Case) -> Iterator[Finding]:
+def check_facts(results: Results) -> Iterator[Finding]:
     """Judge the differences between the hosts' fingerprints."""
-    if len(case.nodes) < 2:  # noqa: PLR2004 - one host does not differ
+    if len(results.nodes) < 2:  # noqa: PLR2004 - one host does not differ
         return
-    versions = find_differences(case.nodes, "versions") + find_differences(case.nodes, "driver")
+    versions = find_differences(results.nodes, "versions") + find_differences(
+        results.nodes, "driver"
+    )
     if versions:
         yield _different(
-            case,
+            results,
             versions,
             code=_codes.VERSIONS_DIFFER,
             severity="failed" if _breaks(versions) else "warning",
@@ -96,10 +98,10 @@ def judge_facts(case: Case) -> Iterator[Finding]:
             fix="Install the same on every host, e.g. from one lock file; on the odd host:",
             line=_install_line,
         )
-    variables = find_differences(case.nodes, "env")
+    variables = find_differences(results.nodes, "env")
     if variables:
         yield _different(
-            case,
+            results,
             variables,
             code=_codes.ENVIRONMENT_DIFFERS,
             severity="warning",
@@ -107,12 +109,12 @@ def judge_facts(case: Case) -> Iterator[Finding]:
             fix="Set it the same on every host; on the odd host:",
             line=_shell_line,
         )
-    yield from _judge_data(case)
-    yield from _judge_config(case)
-    if all(each.verdict != "large-lost" for each in case.verdicts().values()):
-        yield from _judge_mtus(case)  # beside a hole, its size is the one to take
-    yield from _judge_clocks(case)
-    yield from _judge_resolvers(case)
+    yield from _check_data(results)
+    yield from _check_config(results)
+    if all(each.verdict != "large-lost" for each in results.verdicts().values()):
+        yield from _check_mtus(results)  # beside a hole, its size is the one to take
+    yield from _check_clocks(results)
+    yield from _check_resolvers(results)
 
 
 def _breaks(versions: list[Difference]) -> bool:
@@ -136,7 +138,7 @@ def _shell_line(each: Difference) -> str:
 
 
 def _different(
-    case: Case,
+    results: Results,
     differences: list[Difference],
     *,
     code: str,
@@ -148,7 +150,7 @@ def _different(
     told = []
     for each in differences[:_MANY_ODD]:
         odd = ", ".join(
-            f"{case.name_of(rank)} has {_show(value)}" for rank, value in each.odd.items()
+            f"{results.name_of(rank)} has {_show(value)}" for rank, value in each.odd.items()
         )
         told.append(f"{each.name} is {_show(each.usual)}, {odd}")
     lines = [line(each) for each in differences[:_MANY_ODD]] if line else []
@@ -159,12 +161,12 @@ def _different(
         fact=f"{_codes.MESH[code]}: {'; '.join(told)}.",
         cause=cause,
         fix=to_copy(fix, *lines) if lines else fix,
-        hosts=case.hostnames(ranks),
+        hosts=results.hostnames(ranks),
         details={
             "table": {
                 each.name: {
                     "usual": each.usual,
-                    "odd": {case.name_of(rank): value for rank, value in each.odd.items()},
+                    "odd": {results.name_of(rank): value for rank, value in each.odd.items()},
                 }
                 for each in differences
             }
@@ -172,11 +174,11 @@ def _different(
     )
 
 
-def _judge_data(case: Case) -> Iterator[Finding]:
-    differences = find_differences(case.nodes, "data_paths")
+def _check_data(results: Results) -> Iterator[Finding]:
+    differences = find_differences(results.nodes, "data_paths")
     if differences:
         yield _different(
-            case,
+            results,
             differences,
             code=_codes.DATA_DIFFER,
             severity="failed",
@@ -186,11 +188,11 @@ def _judge_data(case: Case) -> Iterator[Finding]:
         )
 
 
-def _judge_config(case: Case) -> Iterator[Finding]:
-    differences = find_differences(case.nodes, "config")
+def _check_config(results: Results) -> Iterator[Finding]:
+    differences = find_differences(results.nodes, "config")
     if differences:
         yield _different(
-            case,
+            results,
             differences,
             code=_codes.FACTS_DIFFER,
             severity="failed",
@@ -199,13 +201,13 @@ def _judge_config(case: Case) -> Iterator[Finding]:
         )
 
 
-def _judge_mtus(case: Case) -> Iterator[Finding]:
-    mtus = {rank: node.mtu_bytes for rank, node in case.nodes.items() if node.mtu_bytes}
+def _check_mtus(results: Results) -> Iterator[Finding]:
+    mtus = {rank: node.mtu_bytes for rank, node in results.nodes.items() if node.mtu_bytes}
     if len(set(mtus.values())) < 2:  # noqa: PLR2004 - one value means no difference
         return
     usual, _ = Counter(mtus.values()).most_common(1)[0]
     odd = {rank: mtu for rank, mtu in mtus.items() if mtu != usual}
-    named = ", ".join(f"{case.label(rank)} sends up to {mtu}" for rank, mtu in odd.items())
+    named = ", ".join(f"{results.label(rank)} sends up to {mtu}" for rank, mtu in odd.items())
     yield Finding(
         code=_codes.MTU_DIFFERS,
         severity="warning",
@@ -214,41 +216,41 @@ def _judge_mtus(case: Case) -> Iterator[Finding]:
         fix=to_copy(
             "Make them equal:",
             *(
-                f"ip link set dev {shlex.quote(case.nodes[rank].announced.interface)} mtu {usual}"
-                f"    # on {case.name_of(rank)}"
+                f"ip link set dev {shlex.quote(results.nodes[rank].announced.interface)} mtu {usual}"
+                f"    # on {results.name_of(rank)}"
                 for rank in odd
             ),
         ),
-        hosts=case.hostnames(odd),
-        details={"mtu_bytes": {case.name_of(rank): mtu for rank, mtu in mtus.items()}},
+        hosts=results.hostnames(odd),
+        details={"mtu_bytes": {results.name_of(rank): mtu for rank, mtu in mtus.items()}},
     )
 
 
-def _judge_clocks(case: Case) -> Iterator[Finding]:
-    ahead = {rank: each.clock_ahead_s for rank, each in case.reports.items()}
+def _check_clocks(results: Results) -> Iterator[Finding]:
+    ahead = {rank: each.clock_ahead_s for rank, each in results.reports.items()}
     middle = sorted(ahead.values())[len(ahead) // 2] if ahead else 0.0
     odd = {rank: by - middle for rank, by in ahead.items() if abs(by - middle) > _CLOCK_S}
     if odd:
-        named = ", ".join(f"{case.label(rank)} by {by:+.0f} s" for rank, by in odd.items())
+        named = ", ".join(f"{results.label(rank)} by {by:+.0f} s" for rank, by in odd.items())
         yield Finding(
             code=_codes.CLOCKS_DIFFER,
             severity="warning",
             fact=f"Clocks are off: {named}.",
             cause="no time service runs there; logs and file times of the hosts will not compare.",
             fix=to_copy("Start it:", "timedatectl set-ntp true"),
-            hosts=case.hostnames(odd),
-            details={"ahead_s": {case.name_of(rank): round(by, 1) for rank, by in odd.items()}},
+            hosts=results.hostnames(odd),
+            details={"ahead_s": {results.name_of(rank): round(by, 1) for rank, by in odd.items()}},
         )
 
 
-def _judge_resolvers(case: Case) -> Iterator[Finding]:
+def _check_resolvers(results: Results) -> Iterator[Finding]:
     silent = {
         rank: each.resolver_silent_s
-        for rank, each in case.reports.items()
+        for rank, each in results.reports.items()
         if each.resolver_silent_s
     }
     if silent:
-        named = ", ".join(map(case.label, silent))
+        named = ", ".join(map(results.label, silent))
         longest = max(silent.values())
         yield Finding(
             code=_codes.SILENT_RESOLVER,
@@ -261,6 +263,6 @@ def _judge_resolvers(case: Case) -> Iterator[Finding]:
                 "Correct the server, or make the wait short, on these hosts:",
                 "echo 'options timeout:1 attempts:1' >> /etc/resolv.conf",
             ),
-            hosts=case.hostnames(silent),
+            hosts=results.hostnames(silent),
             details={"waited_s": round(longest, 1)},
         )

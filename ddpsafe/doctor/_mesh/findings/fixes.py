@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ddpsafe._host import LIBRARY_VARIABLES, interface_variables, leads_to_containers
-from ddpsafe.doctor._mesh.messages import Gate
+from ddpsafe._host import LIBRARY_VARIABLES, interface_variables, is_overlay, leads_to_containers
+from ddpsafe.doctor._mesh.protocol import FilterChain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from ddpsafe.doctor._context import Place
     from ddpsafe.doctor._mesh.findings.connections import Way
-    from ddpsafe.doctor._mesh.findings.results import Case
-    from ddpsafe.doctor._mesh.messages import Node
+    from ddpsafe.doctor._mesh.findings.results import Results
+    from ddpsafe.doctor._mesh.protocol import Node
 
 Hook = Literal["input", "output"]
 
@@ -29,7 +29,7 @@ _FAMILIES: Final = ("inet", "ip", "ip6")
 _OLD_TABLES: Final = Path("/proc/net/ip_tables_names")
 
 
-def find_gates() -> list[Gate] | None:
+def find_filter_chains() -> list[FilterChain] | None:
     """Return where this host filters what comes in or goes out; None where that cannot be read."""
     nft = shutil.which("nft") or shutil.which("nft", path="/usr/sbin:/sbin")
     if nft is None:
@@ -39,10 +39,10 @@ def find_gates() -> list[Gate] | None:
             [nft, "-j", "list", "ruleset"], capture_output=True, timeout=_NFT_S, check=True
         )
         listed = json.loads(asked.stdout).get("nftables", [])
-        gates = [*_filtering(listed)]
+        chains = [*_filtering(listed)]
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
         return None
-    return gates if gates or _has_old_tables() is False else None
+    return chains if chains or _has_old_tables() is False else None
 
 
 def _has_old_tables() -> bool | None:
@@ -55,7 +55,7 @@ def _has_old_tables() -> bool | None:
         return None
 
 
-def _filtering(listed: list[dict[str, Any]]) -> Iterator[Gate]:
+def _filtering(listed: list[dict[str, Any]]) -> Iterator[FilterChain]:
     """Yield the base chains in which a packet may end, by their policy or by a rule."""
     dropping: set[tuple[str, str, str]] = set()
     jumps: dict[tuple[str, str, str], set[tuple[str, str, str]]] = defaultdict(set)
@@ -75,7 +75,7 @@ def _filtering(listed: list[dict[str, Any]]) -> Iterator[Gate]:
         key = (chain["family"], chain["table"], chain["name"])
         filters = chain.get("hook") in ("input", "output") and chain.get("type") == "filter"
         if filters and key[0] in _FAMILIES and (chain.get("policy") == "drop" or key in dropping):
-            yield Gate(*key, chain["hook"])
+            yield FilterChain(*key, chain["hook"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,14 +87,14 @@ class Opening:
         hook: In, or out.
         replies: Whether it is the answers of the connections that do not get through.
         peers: Whom they are with.
-        gates: Its chains; empty where they are not known.
+        chains: Its chains; empty where they are not known.
     """
 
     host: Node
     hook: Literal["input", "output"]
     replies: bool
     peers: tuple[Node, ...]
-    gates: tuple[Gate, ...]
+    chains: tuple[FilterChain, ...]
 
     def rules(self) -> list[str]:
         """Return the commands, one for each chain."""
@@ -103,17 +103,17 @@ class Opening:
         first, last = listener.port_range
         origin = _origin(self.peers, self.host)
         side = "sport" if self.hook == "output" and self.replies else "dport"
-        if not self.gates:
+        if not self.chains:
             unknown = [_iptables(origin, first, last, self.hook, side)]
             return [*unknown, f"{_firewalld(origin, first, last)}    # with firewalld"]
-        return [_rule(gate, origin, first, last, side) for gate in self.gates]
+        return [allow(chain, origin, first, last, side) for chain in self.chains]
 
 
-def find_openings(case: Case, ways: Iterable[Way]) -> list[Opening]:
+def find_openings(results: Results, ways: Iterable[Way]) -> list[Opening]:
     """Find the packet filters that closed directions may have ended in.
 
     Args:
-        case: Everything that is known.
+        results: Everything that is known.
         ways: The directions.
 
     Returns:
@@ -129,9 +129,9 @@ def find_openings(case: Case, ways: Iterable[Way]) -> list[Opening]:
             (source, "input", True, target),
             (target, "output", True, source),
         ]
-        chosen = [each for each in places if _gates_of(case, each[0], each[1])]
-        chosen = chosen or [each for each in replies if _gates_of(case, each[0], each[1])]
-        if not chosen and not case.reports[target].gates_known:
+        chosen = [each for each in places if _chains_of(results, each[0], each[1])]
+        chosen = chosen or [each for each in replies if _chains_of(results, each[0], each[1])]
+        if not chosen and not results.reports[target].chains_known:
             chosen = [places[0]]
         for host, hook, is_reply, peer in chosen:
             peers = found.setdefault((host, hook, is_reply), [])
@@ -139,61 +139,76 @@ def find_openings(case: Case, ways: Iterable[Way]) -> list[Opening]:
                 peers.append(peer)
     return [
         Opening(
-            host=case.nodes[host],
+            host=results.nodes[host],
             hook=hook,
             replies=is_reply,
-            peers=tuple(case.nodes[peer] for peer in sorted(peers)),
-            gates=_gates_of(case, host, hook),
+            peers=tuple(results.nodes[peer] for peer in sorted(peers)),
+            chains=_chains_of(results, host, hook),
         )
         for (host, hook, is_reply), peers in sorted(found.items())
     ]
 
 
-def _gates_of(case: Case, node_rank: int, hook: Hook) -> tuple[Gate, ...]:
-    return tuple(gate for gate in case.reports[node_rank].gates if gate.hook == hook)
+def _chains_of(results: Results, node_rank: int, hook: Hook) -> tuple[FilterChain, ...]:
+    return tuple(chain for chain in results.reports[node_rank].chains if chain.hook == hook)
 
 
-def describe_gate(gate: Gate) -> str:
+def describe_chain(chain: FilterChain) -> str:
     """Name a chain."""
-    return f"{gate.family} {gate.table} {gate.chain}"
+    return f"{chain.family} {chain.table} {chain.name}"
 
 
-def _rule(gate: Gate, origin: str, first: int, last: int, side: str = "dport") -> str:
-    if gate.table == "firewalld" and gate.hook == "input":
+def allow(chain: FilterChain, origin: str, first: int, last: int, side: str = "dport") -> str:
+    """Return the command that lets packets of some ports through a chain.
+
+    Args:
+        chain: Of the host's packet filter.
+        origin: The addresses or the network that they come from or go to; empty for all.
+        first: The first port.
+        last: The last one.
+        side: ``dport`` for what goes to these ports, ``sport`` for what comes from them.
+    """
+    if chain.table == "firewalld" and chain.hook == "input":
         return _firewalld(origin, first, last)
-    if gate.chain in ("INPUT", "OUTPUT") and gate.family != "inet":
-        return _iptables(origin, first, last, gate.hook, side)
+    if chain.name in ("INPUT", "OUTPUT") and chain.family != "inet":
+        return _iptables(origin, first, last, chain.hook, side)
     family = "ip6" if ":" in origin else "ip"
-    peer = "saddr" if gate.hook == "input" else "daddr"
-    return f"nft insert rule {describe_gate(gate)} {family} {peer} {origin} tcp {side} {first}-{last} accept"
+    peer = "saddr" if chain.hook == "input" else "daddr"
+    whose = f"{family} {peer} {origin} " if origin else ""
+    ports = str(first) if first == last else f"{first}-{last}"
+    return f"nft insert rule {describe_chain(chain)} {whose}tcp {side} {ports} accept"
 
 
 def _iptables(origin: str, first: int, last: int, hook: Hook = "input", side: str = "dport") -> str:
     command = "ip6tables" if ":" in origin else "iptables"
-    origin = origin.strip("{ }").replace(", ", ",")
     chain, flag = ("INPUT", "-s") if hook == "input" else ("OUTPUT", "-d")
-    return f"{command} -I {chain} -p tcp {flag} {origin} --{side} {first}:{last} -j ACCEPT"
+    whose = f"{flag} {origin.strip('{ }').replace(', ', ',')} " if origin else ""
+    ports = str(first) if first == last else f"{first}:{last}"
+    return f"{command} -I {chain} -p tcp {whose}--{side} {ports} -j ACCEPT"
 
 
 def _firewalld(origin: str, first: int, last: int) -> str:
+    ports = str(first) if first == last else f"{first}-{last}"
+    if not origin:
+        return f"firewall-cmd --permanent --add-port={ports}/tcp && firewall-cmd --reload"
     family = "ipv6" if ":" in origin else "ipv4"
     rules = " ".join(
         f'--add-rich-rule=\'rule family="{family}" source address="{each}" '
-        f'port port="{first}-{last}" protocol="tcp" accept\''
+        f'port port="{ports}" protocol="tcp" accept\''
         for each in origin.strip("{ }").split(", ")
     )
     return f"firewall-cmd --permanent {rules} && firewall-cmd --reload"
 
 
-def cloud_lines(case: Case, ways: Iterable[Way]) -> list[str]:
+def cloud_lines(results: Results, ways: Iterable[Way]) -> list[str]:
     """Return what to allow between hosts where neither of them filters."""
     by_target: dict[int, list[Node]] = defaultdict(list)
     for source, target in sorted(ways):
-        by_target[target].append(case.nodes[source])
+        by_target[target].append(results.nodes[source])
     return [
-        f"# a rule for what comes in to {case.name_of(target)}: TCP "
-        f"{case.nodes[target].port_range[0]}-{case.nodes[target].port_range[1]} "
-        f"from {_origin(sources, case.nodes[target])}"
+        f"# a rule for what comes in to {results.name_of(target)}: TCP "
+        f"{results.nodes[target].port_range[0]}-{results.nodes[target].port_range[1]} "
+        f"from {_origin(sources, results.nodes[target])}"
         for target, sources in by_target.items()
     ]
 
@@ -230,7 +245,7 @@ def common_networks(nodes: Sequence[Node]) -> list[str]:
         }
         if len({address for address, _ in owners}) == len(owners):
             joining.append(network)
-    return sorted(joining, key=lambda network: (-_leading_there(nodes, network), network))
+    return sorted(joining, key=lambda network: _rank_of_network(nodes, network))
 
 
 def _networks_of(node: Node) -> dict[str, list[str]]:
@@ -241,6 +256,11 @@ def _networks_of(node: Node) -> dict[str, list[str]]:
             for address, network in table.items():
                 networks[network].append(address)
     return networks
+
+
+def _rank_of_network(nodes: Sequence[Node], network: str) -> tuple[int, bool, str]:
+    overlay = any(is_overlay(interface_in(node, network) or "") for node in nodes)
+    return -_leading_there(nodes, network), overlay, network
 
 
 def _leading_there(nodes: Sequence[Node], network: str) -> int:
@@ -256,17 +276,17 @@ def interface_in(node: Node, network: str) -> str | None:
     return None
 
 
-def meeting_lines(case: Case, odd: Sequence[Node]) -> tuple[str, list[str]] | None:
+def meeting_lines(results: Results, odd: Sequence[Node]) -> tuple[str, list[str]] | None:
     """Return what makes hosts announce addresses of one network: a sentence, and lines for each.
 
     Args:
-        case: Everything that is known.
+        results: Everything that is known.
         odd: The hosts that announce something of no use.
 
     Returns:
         None where no network joins all hosts.
     """
-    nodes = [case.nodes[rank] for rank in sorted(case.nodes)]
+    nodes = [results.nodes[rank] for rank in sorted(results.nodes)]
     fine = {node.network for node in nodes if node not in odd}
     if len(fine) == 1 and all(_is_in(node.announced.otherwise, *fine) for node in odd):
         lines = [
@@ -282,7 +302,7 @@ def meeting_lines(case: Case, odd: Sequence[Node]) -> tuple[str, list[str]] | No
         return None
     settings = {
         node.node_rank: _place_of(node).set_line(
-            *library_setting(case.backend, interface_in(node, shared[0]) or "")
+            *library_setting(results.backend, interface_in(node, shared[0]) or "")
         )
         for node in nodes
     }

@@ -6,6 +6,7 @@ import base64
 import binascii
 import json
 import zlib
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
@@ -13,8 +14,10 @@ from pydantic import Field, Strict
 
 # pydantic reads annotations when a message is first judged: these must exist at run time.
 from ddpsafe._host import is_loopback
-from ddpsafe.doctor._mesh.messages import (
+from ddpsafe.doctor._mesh.pairs import plan_targets
+from ddpsafe.doctor._mesh.protocol import (
     MOST_NODES,
+    Address,
     AnyPort,
     Contact,
     Dialled,
@@ -31,7 +34,6 @@ from ddpsafe.doctor._mesh.messages import (
     require_ranks,
     write,
 )
-from ddpsafe.doctor._mesh.pairs import plan_targets
 from ddpsafe.doctor._mesh.reach import Obstacle  # noqa: TC001
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
     from ddpsafe.doctor._report import Verdict
 
 _LONGEST_BYTES: Final = 256 << 20
-"""Of a case when it is unpacked: a thousand nodes need 4 MB."""
+"""Of results when it is unpacked: a thousand nodes need 4 MB."""
 
 
 Skipped = Literal["", "not-asked", "failures", "no-torch"]
@@ -66,7 +68,20 @@ class AllReduce:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Peer:
+    """Where a node came from.
+
+    Attributes:
+        hostname: What it calls itself.
+        address: That node rank 0 sees it at.
+    """
+
+    hostname: Hostname
+    address: Address = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
     """What node rank 0 knows when every node has spoken.
 
     Attributes:
@@ -77,13 +92,14 @@ class Case:
         nodes: Who came, by node rank.
         reports: Who came back from the mesh, by node rank.
         names: Names of nodes that did not come, where something tells them.
+        peers: Where every node that was let in came from, by node rank.
         garbled: Who said something that makes no sense, with what it was about.
         seed: Decides, with the nodes, who dialled whom.
         only_closed: Whether the reports leave out what is open, because there is so much of it.
-        waited_s: How long the roll-call took.
+        waited_s: How long node rank 0 waited for the nodes.
         rejected: Who came and was sent away.
         obstacle: What is at the endpoint, where it does not lead to node rank 0.
-        other_hub: Another host that is node rank 0 and that the endpoint leads to.
+        other_coordinator: Another host that is node rank 0 and that the endpoint leads to.
         at_store: Whether ranks of the job have met at its store, and not doctors at the endpoint.
         all_reduce: What became of it.
     """
@@ -95,13 +111,14 @@ class Case:
     nodes: dict[Rank, Node]
     reports: dict[Rank, NodeReport]
     names: dict[Rank, Hostname] = field(default_factory=dict)
+    peers: dict[Rank, Peer] = field(default_factory=dict)
     garbled: dict[Rank, Literal["hello", "mesh", "reduced"]] = field(default_factory=dict)
     seed: Annotated[int, Strict(), Field(ge=0, lt=1 << 64)] = 0
     only_closed: bool = False
     waited_s: Rate = 0.0
     rejected: Annotated[tuple[Rejected, ...], Field(max_length=1024)] = ()
     obstacle: Obstacle | None = None
-    other_hub: Annotated[str, Strict(), Field(max_length=253)] = ""
+    other_coordinator: Annotated[str, Strict(), Field(max_length=253)] = ""
     at_store: bool = False
     all_reduce: AllReduce = field(default_factory=AllReduce)
 
@@ -113,7 +130,7 @@ class Case:
         """
         if 0 not in self.nodes or any(rank != each.node_rank for rank, each in self.nodes.items()):
             raise ValueError("node rank 0 is missing, or a node has two ranks")
-        require_ranks([*self.nodes, *self.names, *self.garbled], self.nnodes)
+        require_ranks([*self.nodes, *self.names, *self.peers, *self.garbled], self.nnodes)
         if (
             self.reports.keys() | self.all_reduce.said.keys() | {*self.all_reduce.late}
         ) - self.nodes.keys():
@@ -126,13 +143,42 @@ class Case:
 
     def is_translated(self) -> bool:
         """Tell whether nodes reach node rank 0 at an address that it does not have itself."""
-        hub = self.nodes[0]
-        own = {address for table in hub.interfaces.values() for address in table}
+        coordinator = self.nodes[0]
+        own = {address for table in coordinator.interfaces.values() for address in table}
         return any(
             node.endpoint not in own
             for node in self.nodes.values()
-            if node.endpoint and node.machine != hub.machine and not is_loopback(node.endpoint)
+            if node.endpoint
+            and node.machine != coordinator.machine
+            and not is_loopback(node.endpoint)
         )
+
+    def find_duplicates(self) -> dict[str, list[int]]:
+        """Return announced addresses that another host has too, with the node ranks of all who do."""
+        holders: dict[str, set[int]] = defaultdict(set)
+        for rank, node in self.nodes.items():
+            for table in node.interfaces.values():
+                for address in table:
+                    holders[address].add(rank)
+        announced = {node.announced.address for node in self.nodes.values()} - {""}
+        return {
+            address: sorted(holders[address])
+            for address in sorted(announced)
+            if len({self.nodes[rank].machine for rank in holders[address]}) > 1
+        }
+
+    def find_shadowed(self) -> dict[int, int]:
+        """Return nodes that came and were lost at once, with another one that has their address.
+
+        What is sent to such an address finds the one host or the other.
+        """
+        return {
+            rank: node.node_rank
+            for rank, peer in self.peers.items()
+            if rank not in self.nodes
+            for node in self.nodes.values()
+            if node.announced.address == peer.address and node.hostname != peer.hostname
+        }
 
     def verdicts(self) -> dict[Way, Dialled]:
         """Return every direction between two hosts that both came back."""
@@ -173,7 +219,10 @@ class Case:
 
     def _known_name(self, node_rank: int) -> str:
         node = self.nodes.get(node_rank)
-        return node.hostname if node is not None else self.names.get(node_rank, "")
+        if node is not None:
+            return node.hostname
+        peer = self.peers.get(node_rank)
+        return peer.hostname if peer is not None else self.names.get(node_rank, "")
 
 
 def make_plan(contacts: Iterable[Contact], *, nnodes: int, seed: int) -> dict[int, list[int]]:
@@ -184,14 +233,14 @@ def make_plan(contacts: Iterable[Contact], *, nnodes: int, seed: int) -> dict[in
     return {rank: plan[rank] for rank in networks}
 
 
-def pack(case: Case) -> str:
-    """Return a case as a message: small, as it goes to every node and hosts are much alike."""
-    text = json.dumps(write(case), separators=(",", ":"), default=str)
+def pack(results: Results) -> str:
+    """Return results as a message: small, as it goes to every node and hosts are much alike."""
+    text = json.dumps(write(results), separators=(",", ":"), default=str)
     return base64.b64encode(zlib.compress(text.encode())).decode()
 
 
-def unpack(packed: str) -> Case:
-    """Read a case.
+def unpack(packed: str) -> Results:
+    """Read results.
 
     Raises:
         ValueError: It is none.
@@ -199,9 +248,9 @@ def unpack(packed: str) -> Case:
     try:
         unzip = zlib.decompressobj()
         text = unzip.decompress(base64.b64decode(packed), _LONGEST_BYTES)
-        return read(Case, json.loads(text))
+        return read(Results, json.loads(text))
     except (zlib.error, binascii.Error, RecursionError) as exc:
-        raise ValueError("this is not a case") from exc
+        raise ValueError("these are not results") from exc
 
 
 def as_details(dialled: Mapping[Way, Dialled]) -> list[dict[str, Json]]:

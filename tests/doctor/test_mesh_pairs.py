@@ -55,7 +55,7 @@ GROUPINGS: dict[str, Callable[[int], list[list[int]]]] = {
 @pytest.mark.parametrize("name", GROUPINGS)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_host_that_cannot_reach_a_group_is_found_among_1024(name: str, seed: int) -> None:
-    """Every host dials at least one member of every group but those it is in itself."""
+    """Every host dials at least one local_node of every group but those it is in itself."""
     groups = GROUPINGS[name](1024)
     own = {node: number for number, group in enumerate(groups) for node in group}
     networks = [own[node] for node in range(1024)] if name.startswith("networks") else [0] * 1024

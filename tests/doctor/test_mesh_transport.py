@@ -11,11 +11,16 @@ from datetime import timedelta
 import pytest
 
 from ddpsafe._clock import Deadline
-from ddpsafe.doctor._mesh import protocol
-from ddpsafe.doctor._mesh.messages import Greeting, read
-from ddpsafe.doctor._mesh.reach import Obstacle, reach_hub
-from ddpsafe.doctor._mesh.server import Guest, Hub
-from ddpsafe.doctor._mesh.transport import BoardLostError, gather, wait_for
+from ddpsafe.doctor._mesh.connection import (
+    LONGEST_FROM_NODE_BYTES,
+    VERSION,
+    UnknownPeers,
+    encode,
+)
+from ddpsafe.doctor._mesh.protocol import Greeting, read
+from ddpsafe.doctor._mesh.reach import Obstacle, Refused, reach_coordinator
+from ddpsafe.doctor._mesh.server import Client, Server
+from ddpsafe.doctor._mesh.transport import TransportLostError, gather, wait_for
 
 SOON = timedelta(seconds=5)
 
@@ -23,7 +28,7 @@ SOON = timedelta(seconds=5)
 def greeting(node_rank: int, **changed: object) -> Greeting:
     """Return the greeting of a node of a job of three."""
     known = {"nnodes": 3, "hostname": f"h{node_rank}", "pid": 1, "job": "", "challenge": "c"}
-    return read(Greeting, {"version": protocol.VERSION, "node_rank": node_rank, **known, **changed})
+    return read(Greeting, {"version": VERSION, "node_rank": node_rank, **known, **changed})
 
 
 def free_port() -> int:
@@ -34,9 +39,9 @@ def free_port() -> int:
 
 async def come(
     port: int, node_rank: int, *, secret: str = "", **changed: object
-) -> Guest | Obstacle:
-    """Come to a hub on this machine."""
-    return await reach_hub(
+) -> Client | Refused | Obstacle:
+    """Come to a coordinator on this machine."""
+    return await reach_coordinator(
         "127.0.0.1",
         port,
         greeting(node_rank, **changed),
@@ -46,29 +51,29 @@ async def come(
     )
 
 
-async def opened(*, secret: str = "") -> tuple[Hub, int]:
-    """Return a hub and its port."""
-    hub, port = Hub(greeting(0), secret=secret), free_port()
-    await hub.open(port)
-    return hub, port
+async def opened(*, secret: str = "") -> tuple[Server, int]:
+    """Return a coordinator and its port."""
+    coordinator, port = Server(greeting(0), secret=secret), free_port()
+    await coordinator.open(port)
+    return coordinator, port
 
 
-def test_nodes_and_hub_read_each_other_and_nobody_else() -> None:
-    """The hub hears all, a node hears the hub, also what was said before it came."""
+def test_nodes_and_node_rank_0_read_each_other_and_nobody_else() -> None:
+    """The coordinator hears all, a node hears the coordinator, also what was said before it came."""
 
     async def talk() -> None:
-        hub, port = await opened()
-        await hub.put("progress", 1)
+        coordinator, port = await opened()
+        await coordinator.put("progress", 1)
         one, two = await come(port, 1), await come(port, 2)
-        assert isinstance(one, Guest)
-        assert isinstance(two, Guest)
+        assert isinstance(one, Client)
+        assert isinstance(two, Client)
         await one.put("hello", {"from": 1})
         await two.put("hello", {"from": 2})
-        said = await gather(hub, "hello", [1, 2], deadline=Deadline.after(SOON))
+        said = await gather(coordinator, "hello", [1, 2], deadline=Deadline.after(SOON))
         assert said == {1: {"from": 1}, 2: {"from": 2}}
         assert await wait_for(two, "progress", deadline=Deadline.after(SOON)) == 1
         assert await one.get("hello") == {}
-        await asyncio.gather(one.close(), two.close(), hub.close())
+        await asyncio.gather(one.close(), two.close(), coordinator.close())
 
     asyncio.run(talk())
 
@@ -83,16 +88,16 @@ def test_nodes_and_hub_read_each_other_and_nobody_else() -> None:
         b'{"version": 99}\n',
         b'{"version": 2, "nnodes": "many"}\n',
         b"[" * 100_000 + b"\n",
-        b"x" * (protocol.LONGEST_FROM_NODE_BYTES + 2),
+        b"x" * (LONGEST_FROM_NODE_BYTES + 2),
         b"",
     ],
     ids=lambda said: repr(said[:20]),
 )
 def test_strangers_at_the_port_change_nothing(said: bytes) -> None:
-    """Whatever is sent to the hub, it hangs up and the nodes go on."""
+    """Whatever is sent to the coordinator, it hangs up and the nodes go on."""
 
     async def talk() -> None:
-        hub, port = await opened()
+        coordinator, port = await opened()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(said)
         writer.write_eof()
@@ -100,16 +105,18 @@ def test_strangers_at_the_port_change_nothing(said: bytes) -> None:
             assert await asyncio.wait_for(reader.read(), 5) == b""
         writer.close()
         node = await come(port, 1)
-        assert isinstance(node, Guest)
+        assert isinstance(node, Client)
         await node.put("hello", "there")
-        assert await gather(hub, "hello", [1], deadline=Deadline.after(SOON)) == {1: "there"}
-        await asyncio.gather(node.close(), hub.close())
+        assert await gather(coordinator, "hello", [1], deadline=Deadline.after(SOON)) == {
+            1: "there"
+        }
+        await asyncio.gather(node.close(), coordinator.close())
 
     asyncio.run(talk())
 
 
 def test_who_listens_without_knowing_the_language_is_a_stranger() -> None:
-    """Another server at the endpoint, even one that repeats what it hears, is not a hub."""
+    """Another server at the endpoint, even one that repeats what it hears, is no coordinator."""
 
     async def talk() -> None:
         async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -118,7 +125,7 @@ def test_who_listens_without_knowing_the_language_is_a_stranger() -> None:
 
         server = await asyncio.start_server(echo, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        found = await reach_hub(
+        found = await reach_coordinator(
             "127.0.0.1",
             port,
             greeting(1),
@@ -127,7 +134,7 @@ def test_who_listens_without_knowing_the_language_is_a_stranger() -> None:
         )
         server.close()
         assert isinstance(found, Obstacle)
-        assert found.trouble == "stranger"
+        assert found.trouble == "other-program"
 
     asyncio.run(talk())
 
@@ -135,57 +142,63 @@ def test_who_listens_without_knowing_the_language_is_a_stranger() -> None:
 @pytest.mark.parametrize(
     ("node_rank", "changed", "trouble"),
     [
-        (1, {}, "doubled"),
+        (1, {}, "duplicate"),
         (2, {"nnodes": 4}, "other-job"),
         (2, {"job": "SLURM_JOB_ID=8"}, "other-job"),
         (7, {}, "other-job"),
         (-1, {}, "other-job"),
+        (2, {"version": VERSION + 1}, "version"),
     ],
 )
 def test_nodes_that_do_not_belong_are_sent_away(
     node_rank: int, changed: dict[str, object], trouble: str
 ) -> None:
-    """They learn why, and the hub remembers them."""
+    """They learn why, the coordinator remembers them, and they get the results and nothing else."""
 
     async def talk() -> None:
-        hub, port = await opened()
+        coordinator, port = await opened()
         first = await come(port, 1)
-        assert isinstance(first, Guest)
+        assert isinstance(first, Client)
         found = await come(port, node_rank, **changed)
-        assert isinstance(found, Obstacle)
-        assert found.trouble == trouble
-        assert [each.reason for each in hub.rejected] == [trouble]
-        await asyncio.gather(first.close(), hub.close())
+        assert isinstance(found, Refused)
+        assert found.obstacle.trouble == trouble
+        assert [each.reason for each in coordinator.rejected] == [trouble]
+        await coordinator.put("roster", [1])
+        await coordinator.put("results", "for all")
+        waiting = wait_for(found.client, "results", deadline=Deadline.after(SOON))
+        assert await waiting == "for all"
+        assert await found.client.get("roster") == {}
+        await asyncio.gather(first.close(), found.client.close(), coordinator.close())
 
     asyncio.run(talk())
 
 
-def test_nobody_is_let_in_after_the_roll_call() -> None:
+def test_no_node_is_let_in_after_the_wait() -> None:
     """A late node learns that it is late, not that something is broken."""
 
     async def talk() -> None:
-        hub, port = await opened()
-        hub.close_roll()
+        coordinator, port = await opened()
+        coordinator.close_registration()
         found = await come(port, 1)
-        assert isinstance(found, Obstacle)
-        assert found.trouble == "late"
-        await hub.close()
+        assert isinstance(found, Refused)
+        assert found.obstacle.trouble == "late"
+        await asyncio.gather(found.client.close(), coordinator.close())
 
     asyncio.run(talk())
 
 
-def test_node_notices_at_once_that_the_hub_is_gone() -> None:
+def test_node_notices_at_once_that_node_rank_0_is_gone() -> None:
     """What was said stays readable; what was not will not come."""
 
     async def talk() -> None:
-        hub, port = await opened()
+        coordinator, port = await opened()
         node = await come(port, 1)
-        assert isinstance(node, Guest)
-        await hub.put("roster", [1])
+        assert isinstance(node, Client)
+        await coordinator.put("roster", [1])
         assert await wait_for(node, "roster", deadline=Deadline.after(SOON)) == [1]
-        await hub.close()
-        with pytest.raises(BoardLostError):
-            await wait_for(node, "case", deadline=Deadline.after(SOON))
+        await coordinator.close()
+        with pytest.raises(TransportLostError):
+            await wait_for(node, "results", deadline=Deadline.after(SOON))
         assert await wait_for(node, "roster", deadline=Deadline.after(SOON)) == [1]
         await node.close()
 
@@ -196,23 +209,23 @@ def test_node_that_leaves_and_comes_back_before_the_roster_is_let_in() -> None:
     """Its doctor was started again; the first one is not waited for."""
 
     async def talk() -> None:
-        hub, port = await opened()
+        coordinator, port = await opened()
         first = await come(port, 1)
-        assert isinstance(first, Guest)
+        assert isinstance(first, Client)
         await first.close()
-        assert await gather(hub, "hello", [1], deadline=Deadline.after(SOON)) == {}
-        assert 1 in hub.gone()
+        assert await gather(coordinator, "hello", [1], deadline=Deadline.after(SOON)) == {}
+        assert 1 in coordinator.gone()
         again = await come(port, 1)
-        assert isinstance(again, Guest)
-        assert 1 not in hub.gone()
-        await asyncio.gather(again.close(), hub.close())
+        assert isinstance(again, Client)
+        assert 1 not in coordinator.gone()
+        await asyncio.gather(again.close(), coordinator.close())
 
     asyncio.run(talk())
 
 
 def test_message_is_one_line_and_survives_the_way() -> None:
     """Line breaks in a value do not end a message."""
-    line = protocol.encode({"topic": "x", "value": "two\nlines"})
+    line = encode({"topic": "x", "value": "two\nlines"})
     assert line.count(b"\n") == 1
     assert json.loads(line) == {"topic": "x", "value": "two\nlines"}
 
@@ -221,15 +234,15 @@ def test_nodes_with_one_secret_understand_each_other() -> None:
     """What they say is signed both ways, also what was said before one of them came."""
 
     async def talk() -> None:
-        hub, port = await opened(secret="ours")
-        await hub.put("progress", "early")
+        coordinator, port = await opened(secret="ours")
+        await coordinator.put("progress", "early")
         node = await come(port, 1, secret="ours")
-        assert isinstance(node, Guest)
+        assert isinstance(node, Client)
         await node.put("hello", "there")
         await node.put("mesh", [1])
-        assert await gather(hub, "mesh", [1], deadline=Deadline.after(SOON)) == {1: [1]}
+        assert await gather(coordinator, "mesh", [1], deadline=Deadline.after(SOON)) == {1: [1]}
         assert await wait_for(node, "progress", deadline=Deadline.after(SOON)) == "early"
-        await asyncio.gather(node.close(), hub.close())
+        await asyncio.gather(node.close(), coordinator.close())
 
     asyncio.run(talk())
 
@@ -239,14 +252,14 @@ def test_node_without_the_secret_takes_no_place(ours: str, theirs: str) -> None:
     """Both sides learn it, and the place stays free for who knows the secret."""
 
     async def talk() -> None:
-        hub, port = await opened(secret=ours)
+        coordinator, port = await opened(secret=ours)
         found = await come(port, 1, secret=theirs)
         assert isinstance(found, Obstacle)
         assert found.trouble == "secret"
-        assert [each.reason for each in hub.rejected] == ["secret"]
+        assert [each.reason for each in coordinator.rejected] == ["secret"]
         node = await come(port, 1, secret=ours)
-        assert isinstance(node, Guest)
-        await asyncio.gather(node.close(), hub.close())
+        assert isinstance(node, Client)
+        await asyncio.gather(node.close(), coordinator.close())
 
     asyncio.run(talk())
 
@@ -255,15 +268,17 @@ def test_idle_strangers_do_not_shut_a_node_out() -> None:
     """More of them than there is room for: the oldest make room, and their address has a limit."""
 
     async def talk() -> None:
-        hub, port = await opened()
+        coordinator, port = await opened()
         idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(400)]
         node = await come(port, 1)
-        assert isinstance(node, Guest)
+        assert isinstance(node, Client)
         await node.put("hello", "there")
-        assert await gather(hub, "hello", [1], deadline=Deadline.after(SOON)) == {1: "there"}
+        assert await gather(coordinator, "hello", [1], deadline=Deadline.after(SOON)) == {
+            1: "there"
+        }
         for _, writer in idle:
             writer.close()
-        await asyncio.gather(node.close(), hub.close())
+        await asyncio.gather(node.close(), coordinator.close())
 
     asyncio.run(talk())
 
@@ -272,7 +287,7 @@ def test_address_with_most_strangers_makes_room() -> None:
     """A place is never taken from an address that has few."""
 
     async def wait() -> None:
-        crowd = protocol.Visitors(most=4, per_address=10)
+        crowd = UnknownPeers(most=4, per_address=10)
         many = [asyncio.create_task(asyncio.sleep(60)) for _ in range(4)]
         one = asyncio.create_task(asyncio.sleep(60))
         crowd.admit(one, "10.0.0.1")
