@@ -243,7 +243,10 @@ class Rendezvous:
             self.require_no_signal()
             if deadline.expired():
                 raise self.lost("it does not answer", deadline)
-        return call.result()
+        try:
+            return call.result()
+        except RuntimeError as exc:  # torch's, of a store whose host has gone
+            raise self.lost(str(exc).splitlines()[0], deadline) from exc
 
     def require_no_signal(self) -> None:
         """Leave a wait when this launcher has been told to go.

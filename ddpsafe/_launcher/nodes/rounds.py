@@ -8,8 +8,9 @@ import platform
 import socket
 import time
 from dataclasses import replace
+from datetime import timedelta
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._clock import Deadline
 from ddpsafe._config import require_data_paths
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_REFUSAL_READ: Final = timedelta(seconds=3)
 _PLAN, _REFUSAL = "ddpsafe/plan", "ddpsafe/refusal"
 
 
@@ -151,6 +153,10 @@ class NodeLaunch:
                 round_plan = replace(round_plan, channel_port=self._channel.port)
             except DDPSafeError as exc:
                 seat.board.put(_REFUSAL, verdict_of(exc, is_final=True))
+                # The store ends with this node: the others have to read it before.
+                staying = Deadline.after(_REFUSAL_READ)
+                for node in range(1, len(nodes)):
+                    seat.board.wait_for(f"{_REFUSAL}/{node}", Verdict, staying)
                 raise
             seat.board.put(_PLAN, round_plan)
             self._await_nodes(round_plan, inbox, deadline)
@@ -234,6 +240,7 @@ class NodeLaunch:
             if (plan := seat.board.find(_PLAN, RoundPlan)) is not None:
                 return plan
             if (refusal := seat.board.find(_REFUSAL, Verdict)) is not None:
+                seat.board.put(f"{_REFUSAL}/{seat.node_rank}", refusal)
                 raise error_of(refusal)
             rendezvous.require_no_signal()
             time.sleep(pause_s)
