@@ -304,9 +304,9 @@ def _refuse(options: argparse.Namespace, unknown: Sequence[str]) -> None:
     name = option.partition("=")[0]
     known = [each for action in parser._actions for each in action.option_strings]  # noqa: SLF001 - no public name
     near = difflib.get_close_matches(name, known, n=1)
-    text = f"there is no option {name}" + (f"; {near[0]}, if that is what you mean" if near else "")
+    text = f"there is no option {name}" + (f"; did you mean {near[0]}?" if near else ".")
     if options.command == "run":
-        text += ". Options of the script stand behind it."
+        text += " Options of the script stand behind it."
     parser.error(text)
 
 

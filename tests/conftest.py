@@ -44,6 +44,19 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(msg)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what ``nox -s soak`` runs, unless ``-m`` asks for it.
+
+    An ``-m`` in pytest's own options would be replaced by the user's, as in ``-m "not slow"``.
+    """
+    if "soak" in config.getoption("markexpr"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("soak") is not None]
+    items[:] = [item for item in items if item.get_closest_marker("soak") is None]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+
+
 def pytest_report_header() -> str:
     """Say which ddpsafe is tested."""
     return f"ddpsafe: {_package_folder()}"

@@ -189,7 +189,9 @@ def _explain_refusal(error: DDPSafeError, policy: RetryPolicy) -> None:
     elif error.kind not in DETERMINISTIC:
         _say_why_not(error, f"RetryPolicy.on does not name the kind {error.kind!r}.")
     elif error.kind == "user-error":
-        _say_why_not(error, "RetryPolicy.on names no exception type that this one is of.")
+        _say_why_not(
+            error, "RetryPolicy.on lists neither this exception type nor a base class of it."
+        )
 
 
 def _say_why_not(error: DDPSafeError, why: str) -> None:

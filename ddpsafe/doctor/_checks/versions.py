@@ -128,7 +128,7 @@ def check_known(subject: Subject) -> Iterator[Finding]:
     elif not _PYTHONS[0] <= python <= _PYTHONS[1]:
         yield warning(
             "DS-VER-002",
-            f"Python {platform.python_version()} has not been tried with ddpsafe (3.10 to 3.14 have).",
+            f"Python {platform.python_version()} is outside of what ddpsafe supports (3.10 to 3.14).",
             cause="it is older or newer than this release.",
             fix=to_copy("Make an environment with another one:", "python3.12 -m venv .venv"),
         )
