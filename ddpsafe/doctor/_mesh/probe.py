@@ -138,6 +138,7 @@ SMALLEST_MTU_BYTES: Final = {4: 576, 6: 1280}
 """What every host, and with IPv6 every link, has to take (RFC 791, RFC 8200)."""
 
 _BULK_S: Final = 2.5
+_SEARCH_S: Final = 1.5
 _SLOW_BULK_S: Final = 7.0
 """As long as packets arrive: a slow link or one with a long round trip is not a broken one."""
 _LOOK_S: Final = 0.1
@@ -366,7 +367,9 @@ async def _send_bulk(connection: socket.socket, lost_after: int) -> bool:
     large_bytes += before.acknowledged_bytes if before is not None else 0
     acknowledged = asyncio.ensure_future(_exchange_bulk(loop, connection))
     started_s = time.monotonic()
-    ends_s, arrived = started_s + _BULK_S, 0
+    # Where a size is searched, packets of another size have been lost already: nothing has to be proved.
+    limit_s = _BULK_S if lost_after == _LOST_AFTER else _SEARCH_S
+    ends_s, arrived = started_s + limit_s, 0
     while time.monotonic() < ends_s:
         done, _ = await asyncio.wait({acknowledged}, timeout=_LOOK_S)
         if done:
@@ -376,7 +379,7 @@ async def _send_bulk(connection: socket.socket, lost_after: int) -> bool:
             continue
         if state.retransmits >= lost_after and state.acknowledged_bytes < large_bytes:
             break
-        if state.acknowledged_bytes > arrived:
+        if state.acknowledged_bytes >= max(large_bytes, arrived + 1):
             arrived = state.acknowledged_bytes
             ends_s = min(time.monotonic() + _BULK_S, started_s + _SLOW_BULK_S)
     acknowledged.cancel()
