@@ -50,6 +50,23 @@ def test_who_waits_for_whom_and_where_that_rank_is(
     ), said
 
 
+def test_the_loader_worker_that_the_rank_waits_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The worker's pid and line stand behind the rank's own line, and every sample is read."""
+    program = programs.step_and_wait_for_a_loader_worker
+    result = World(folder=tmp_path).launch(program, 4 * QUIET_S)
+    assert set(result.values.values()) == {"done"}
+    said = warnings(caplog)
+    assert said, caplog.text
+    assert re.search(
+        r"rank 0 has waited \d s for rank 1 in .*; rank 1 is at .*live_programs\.py:\d+ in "
+        r"step_and_wait_for_a_loader_worker, waiting for \S+ \(pid \d+\) at "
+        r".*live_programs\.py:\d+ in __getitem__$",
+        said[0],
+    ), said
+
+
 def test_not_in_the_first_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its length is not known: compilation, data on a slow disk."""
     World(folder=tmp_path).launch(programs.step_and_sleep, 2 * QUIET_S, 0)

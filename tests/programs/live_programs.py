@@ -134,6 +134,38 @@ def step_and_sleep(
     return "done"
 
 
+class SlowSample:
+    """A dataset of which one sample takes long on rank 1."""
+
+    def __init__(self, slow: int, sleep_s: float) -> None:
+        self.slow, self.sleep_s = slow, sleep_s
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.slow:
+            time.sleep(self.sleep_s)  # stuck here
+        return index
+
+
+def step_and_wait_for_a_loader_worker(ctx: RankContext, _folder: Path, sleep_s: float) -> str:
+    """Make steps with samples of two workers; rank 1 waits once for one of them, rank 0 for rank 1."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    dataset = SlowSample(9 if ctx.rank == 1 else -1, sleep_s)
+    seen = []
+    for index in DataLoader(dataset, batch_size=1, num_workers=2):
+        seen.append(int(index))
+        average_gradients()
+        weight.grad = torch.ones(2)
+        optimizer.step()
+    return "done" if seen == list(range(12)) else f"read {seen}"
+
+
 def evaluate_on_one_rank(ctx: RankContext, folder: Path, takes_s: float) -> str:
     """Let rank 0 evaluate while the others wait, as between two epochs."""
     import torch

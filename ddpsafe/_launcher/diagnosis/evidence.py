@@ -25,7 +25,7 @@ from ddpsafe._wire.messages import (
     Position,
 )
 from ddpsafe._wire.peer_errors import find_native_text, read_places
-from ddpsafe._wire.spec import STACKS_SIGNAL, read_log
+from ddpsafe._wire.spec import STACKS_SIGNAL, open_log, read_log
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -102,10 +102,7 @@ def collect(workers: Sequence[Worker]) -> None:
             _note(worker, read_stack(_dump_of(worker)))
         if not worker.stack and _is_another_program(worker):
             _note(worker, StackReading(stack=f"exec of {_name_of(worker)}", in_collective=False))
-        if _waits_for_data(worker):
-            worker.stack += "".join(
-                f", waiting for {each}" for each in find_busy_loader_workers(worker)
-            )
+        worker.stack += name_awaited_loader_workers(worker, _main_thread(_dump_of(worker)))
         _add_what_nccl_tells(worker)
 
 
@@ -157,12 +154,22 @@ def _note(worker: Worker, place: StackReading) -> None:
 
 
 def _ask(worker: Worker) -> None:
+    _forget_dumps(worker)
     worker.ask_position()
     # Before it has our handler the signal would end it; without our file it would write elsewhere.
     if worker.phase != "starting" and _catches_stacks_signal(worker) and _holds_stacks(worker):
         _ask_stacks(worker)
     if worker.state == psutil.STATUS_STOPPED:
         worker.signal(signal.SIGCONT)
+
+
+def _forget_dumps(worker: Worker) -> None:
+    """Empty the file of stacks: a live watch may have asked the rank, or its DataLoader workers, before.
+
+    Who writes to it appends.
+    """
+    with contextlib.suppress(OSError):  # the run directory may have been removed
+        os.close(open_log(worker.spec.logs.stacks, os.O_WRONLY | os.O_TRUNC))
 
 
 def _collect_all_threads(asked: Sequence[Worker]) -> None:
@@ -212,9 +219,16 @@ def read_new_stack(worker: Worker, before: int) -> list[Frame]:
     return _main_thread(_dump_of(worker)[before:])
 
 
-def _waits_for_data(worker: Worker) -> bool:
-    """Tell whether the rank's main thread is in a DataLoader."""
-    return any(frame.file.endswith(_DATALOADER) for frame in _main_thread(_dump_of(worker)))
+def name_awaited_loader_workers(worker: Worker, frames: Sequence[Frame]) -> str:
+    """Say for which workers the rank waits, to go behind its own line; nothing outside a DataLoader.
+
+    Args:
+        worker: The rank.
+        frames: What its main thread does.
+    """
+    if not any(frame.file.endswith(_DATALOADER) for frame in frames):
+        return ""
+    return "".join(f", waiting for {each}" for each in find_busy_loader_workers(worker))
 
 
 def find_busy_loader_workers(worker: Worker) -> list[str]:

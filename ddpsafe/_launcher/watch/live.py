@@ -24,6 +24,7 @@ from ddpsafe._errors import ranks_text
 from ddpsafe._launcher.diagnosis.evidence import (
     ask_for_stacks,
     find_busy_loader_workers,
+    name_awaited_loader_workers,
     read_frames,
     read_new_stack,
 )
@@ -500,6 +501,12 @@ class LiveWatch:
         ) or not self._has_begun(answers, goal)
         if now_s - self._moved_s < self._limit_s(is_slow=is_slow):
             return
+        workers = {worker.rank: worker for worker in self._workers}
+
+        def place_of(outcome: RankOutcome) -> str:
+            seen = frames.get(outcome.rank, ())
+            return _place_of(outcome) + name_awaited_loader_workers(workers[outcome.rank], seen)
+
         longest = f" (longest so far: {self.longest_s:.1f} s)" if self.longest_s else ""
         if goal is not None:
             waited_s = min(_waited_s(outcomes[rank], goal) for rank in waiting)
@@ -513,7 +520,7 @@ class LiveWatch:
                 goal,
                 longest,
                 cause.root.rank,
-                _place_of(cause.root),
+                place_of(cause.root),
             )
             return
         shown = list(outcomes.values())[:_SHOWN_RANKS]
@@ -521,7 +528,7 @@ class LiveWatch:
             "no rank has made a step for %.0f s%s; %s",
             now_s - self._moved_s,
             longest,
-            ", ".join(f"rank {each.rank} is {_place_of(each)}" for each in shown),
+            ", ".join(f"rank {each.rank} is {place_of(each)}" for each in shown),
         )
 
     def _outcome(
