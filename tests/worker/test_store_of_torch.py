@@ -1,0 +1,55 @@
+"""The arguments that torch's store gets, by version of torch."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+
+from ddpsafe._clock import Deadline
+from ddpsafe._launcher.nodes.rendezvous import open_tcp_store
+from ddpsafe._worker.join import store
+from ddpsafe._worker.join.endpoint import Endpoint
+from ddpsafe._world import World
+
+
+def _of_a_launch() -> None:
+    open_tcp_store("127.0.0.1", 0, listening=socket.create_server(("127.0.0.1", 0)))
+
+
+def _of_ranks_of_another_launcher() -> None:
+    endpoint = Endpoint(host="127.0.0.1", port=0, is_served=False, is_on_this_host=True)
+    deadline = Deadline.after(timedelta(seconds=30))
+    store._connect(endpoint, World.alone(), deadline, serves=True)
+
+
+@pytest.mark.parametrize("opens", [_of_a_launch, _of_ranks_of_another_launcher])
+@pytest.mark.parametrize(
+    ("version", "server"),
+    [
+        ("2.6.0+cu124", {"use_libuv": False}),
+        ("2.7.1", {"use_libuv": False}),
+        ("2.8.0", {}),
+        ("2.10.0+cpu", {}),  # a later one than 2.8, though not by its letters
+        ("2.13.0+cpu", {}),
+    ],
+)
+def test_the_store_takes_a_listening_socket_in_every_version(
+    opens: Any, version: str, server: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to torch 2.7 libuv's server refuses one, so the other server is chosen there."""
+    given: dict[str, Any] = {}
+
+    def take(*_: object, **options: Any) -> None:
+        given.update(options)
+        socket.close(options["master_listen_fd"])
+
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch.distributed, "TCPStore", take)
+    opens()
+    assert given["is_master"]
+    assert {name: given[name] for name in given if name == "use_libuv"} == server
