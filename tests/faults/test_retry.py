@@ -101,6 +101,7 @@ def test_a_deterministic_error_is_not_tried_again(tmp_path: Path, on: set[Any]) 
     )
     assert (error.attempt, error.previous_attempts) == (1, ())
     assert attempts_of(tmp_path) == [1]
+    assert ", attempt 1, after " in error.explanation.what  # not "attempt 1 of 3"
     assert (
         "RetryPolicy.on lists neither this exception type nor a base class of it" in str(error)
     ) == bool(on)
@@ -117,6 +118,7 @@ def test_a_killed_rank_is_not_tried_again_unless_the_policy_says_so(
         ddpsafe.RankKilledError, programs.fail_on_attempts, 1, "killed", **retry
     )
     assert attempts_of(tmp_path) == [1]
+    assert ", attempt 1, after " in error.explanation.what
     told = "Not retried: RetryPolicy.on does not name the kind 'killed'."
     assert (told in str(error)) == (policy is not None)
 

@@ -109,10 +109,10 @@ class EndedAttempt:
     def when(self, kind: FailureKind) -> str:
         """Say at which attempt and after how long it ended.
 
-        The number of attempts is told only where a failure of that kind gets more than one.
+        The number of attempts is told only where a failure of that kind gets more than one: of one
+        that is never retried, "attempt 1 of 3" reads as if two more came.
         """
-        types = any(isinstance(entry, type) for entry in self.retry.on)
-        counts = self.retry.attempts > 1 and (self.attempt > 1 or kind in self.retry.on or types)
+        counts = self.retry.attempts > 1 and (self.attempt > 1 or kind in self.retry.on)
         number = f"attempt {self.attempt}" + (f" of {self.retry.attempts}" if counts else "")
         return f"{number}, after {self.ending.waited_s:.1f} s"
 
