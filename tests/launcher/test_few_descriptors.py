@@ -1,8 +1,10 @@
-"""A launching process that may hardly open another file: said before anything starts."""
+"""A launching process that may hardly open a file, or sees no /proc: said before anything starts."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -74,3 +76,49 @@ def test_a_shell_limit_of_sixteen_files_ends_the_script_at_once(tmp_path: Path) 
     assert run.returncode == 78, run.stderr
     assert "file descriptors" in run.stderr
     assert "ulimit -n" in run.stderr
+
+
+WITHOUT_PROC = """
+import sys
+import ddpsafe
+
+def train(ctx):
+    raise SystemExit("a rank was started")
+
+if __name__ == "__main__":
+    try:
+        ddpsafe.launch(train, nproc_per_node=2, backend="gloo", preflight=sys.argv[1])
+    except ddpsafe.PreflightError as error:
+        print(error)
+"""
+
+
+def _may_mount() -> bool:
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        return False
+    tried = subprocess.run(
+        ["unshare", "--mount", "true"], check=False, capture_output=True, timeout=30
+    )
+    return tried.returncode == 0
+
+
+@pytest.mark.root
+@pytest.mark.skipif(not _may_mount(), reason="needs root, to mount in a namespace of its own")
+@pytest.mark.parametrize("preflight", ["local", "off"])
+def test_a_machine_without_proc_is_a_preflight_error(tmp_path: Path, preflight: str) -> None:
+    """No process that a rank starts could be found there; no IndexError of psutil at the end."""
+    script = scripts.write(tmp_path, "script.py", WITHOUT_PROC)
+    hide = 'mount -t tmpfs none /proc && exec "$@"'
+    run = subprocess.run(
+        ["unshare", "--mount", "sh", "-ec", hide, "sh", sys.executable, str(script), preflight],
+        env=scripts.clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=scripts.LIMIT_S,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    what, cause, fix = run.stdout.splitlines()
+    assert what.startswith("/proc is not mounted")
+    assert "a container or a chroot" in cause
+    assert "mount -t proc proc /proc" in fix
