@@ -613,6 +613,7 @@ def test_a_launch_from_a_daemonic_process_is_refused(tmp_path: Path) -> None:
     assert "is a daemonic process, which may not have children" in what
     assert "multiprocessing.Pool" in cause
     assert "concurrent.futures.ProcessPoolExecutor" in fix
+    assert "distributed.worker.daemon: False" in fix
 
 
 def test_a_process_of_a_pool_of_futures_may_launch(tmp_path: Path) -> None:

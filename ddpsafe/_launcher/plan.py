@@ -46,10 +46,11 @@ def require_may_have_children() -> None:
             Explanation(
                 f"{process.name} is a daemonic process, which may not have children: no rank can "
                 "be started from it.",
-                cause="it is a worker of multiprocessing.Pool or of a DataLoader, or was started "
+                cause="it is a worker of multiprocessing.Pool, of a DataLoader or of Dask, or was started "
                 "with daemon=True.",
                 fix="launch from the main process, start this one with daemon=False, or use "
-                "concurrent.futures.ProcessPoolExecutor in place of the Pool.",
+                "concurrent.futures.ProcessPoolExecutor in place of the Pool; in a worker of Dask set "
+                "distributed.worker.daemon: False.",
             )
         )
 
