@@ -284,7 +284,8 @@ def _add_run(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
     for names in TORCHRUN_NOTED:
         _add_both(parser, names, metavar="VALUE", help=argparse.SUPPRESS)
     _add_both(parser, "--virtual-local-rank", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("script", metavar="SCRIPT", help="the script of each rank")
+    # Optional for argparse only: without it the command says what is missing, with an example.
+    parser.add_argument("script", metavar="SCRIPT", nargs="?", help="the script of each rank")
     parser.add_argument(
         "arguments", metavar="…", nargs=argparse.REMAINDER, help="arguments of the script"
     )

@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 
 def run_ranks(options: Namespace) -> int:
     """Start the ranks and wait for them; the exit code is that of the error, if there is one."""
+    if options.script is None:
+        complain(
+            "ddpsafe run needs a script, for example:  ddpsafe run --nproc-per-node 2 train.py"
+        )
+        return USAGE
     try:
         _require_directory()
         fields, notes = read_options(options)

@@ -253,6 +253,17 @@ def test_what_this_command_cannot_do_is_refused_with_the_reason(
     assert said in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize("options", [[], ["--nproc-per-node=2"], ["-m"], ["--tee", "3"]])
+def test_a_missing_script_is_said_in_one_line_with_an_example(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In place of argparse's usage of forty options."""
+    assert main(["run", *options]) == 2
+    out, err = capsys.readouterr()
+    example = "ddpsafe run --nproc-per-node 2 train.py"
+    assert (out, err) == ("", f"ddpsafe run needs a script, for example:  {example}\n")
+
+
 REAL: list[Any] = [
     ["--standalone", "--nnodes=1", "--nproc_per_node=2", "--max_restarts=0", "train.py"],
     ["--nproc-per-node=2", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "-m", "train"],
