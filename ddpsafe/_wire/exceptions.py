@@ -18,14 +18,14 @@ import sysconfig
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ddpsafe._errors import DDPSafeError
 from ddpsafe._wire.peer_errors import find_peer_text, is_of_a_backend
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
+    from types import FrameType, TracebackType
 
     from ddpsafe._errors import Origin
 
@@ -62,21 +62,66 @@ def where_of(tb: TracebackType | None) -> str:
 _POINT_TO_POINT: Final = {"send": "to", "isend": "to", "recv": "from", "irecv": "from"}
 
 
-def point_to_point_of(tb: TracebackType | None) -> str:
-    """Name the send or the receive of torch that a traceback comes from, with the other rank.
+class PointToPoint(NamedTuple):
+    """A call of torch's that sends to one rank or receives from one.
 
     torch's flight recorder has none of gloo's, so that a rank seems to be in its last collective.
+
+    Attributes:
+        call: The function, e.g. ``recv``.
+        peer: The other rank; ``None`` where that is not known, or may be any.
     """
-    found = ""
+
+    call: str
+    peer: int | None
+
+    @property
+    def sender(self) -> int | None:
+        """The rank that something is received from."""
+        return self.peer if _POINT_TO_POINT[self.call] == "from" else None
+
+    def __str__(self) -> str:
+        """Name it as a reader would look for it."""
+        to = "" if self.peer is None else f" {_POINT_TO_POINT[self.call]} rank {self.peer}"
+        return f"{self.call}{to}"
+
+
+def point_to_point_of(tb: TracebackType | None) -> PointToPoint | None:
+    """Return the send or the receive of torch that a traceback comes from."""
+    found = None
     while tb is not None:
-        code, names = tb.tb_frame.f_code, tb.tb_frame.f_locals
-        if code.co_filename.endswith("distributed_c10d.py") and code.co_name in _POINT_TO_POINT:
-            peer = names.get("dst", names.get("src"))
-            peer = names.get("group_dst", names.get("group_src")) if peer is None else peer
-            to = f" {_POINT_TO_POINT[code.co_name]} rank {peer}" if isinstance(peer, int) else ""
-            found = f"{code.co_name}{to}"
+        found = _read_point_to_point(tb.tb_frame) or found
         tb = tb.tb_next
     return found
+
+
+def point_to_point_in(frame: FrameType | None) -> PointToPoint | None:
+    """Return the send or the receive of torch that a thread is in.
+
+    Args:
+        frame: Its innermost frame.
+    """
+    found = None
+    while frame is not None and found is None:
+        found = _read_point_to_point(frame)
+        frame = frame.f_back
+    return found
+
+
+def _read_point_to_point(frame: FrameType) -> PointToPoint | None:
+    code = frame.f_code
+    if not code.co_filename.endswith("distributed_c10d.py") or not is_point_to_point(code.co_name):
+        return None
+    names = frame.f_locals
+    peer, group = names.get("dst", names.get("src")), names.get("group")
+    if peer is None:
+        peer = names.get("group_dst", names.get("group_src"))
+        if peer is not None and group is not None:  # it is counted in that group
+            try:
+                peer = frame.f_globals["get_global_rank"](group, peer)
+            except Exception:  # noqa: BLE001 - a function of torch's may change
+                peer = None
+    return PointToPoint(code.co_name, peer if isinstance(peer, int) else None)
 
 
 def is_point_to_point(function: str) -> bool:

@@ -18,6 +18,7 @@ from ddpsafe._errors import (
 from ddpsafe._wire.channel import Progress
 from ddpsafe._wire.exceptions import (
     MAX_MESSAGE,
+    PointToPoint,
     clip,
     exit_code_of,
     goes_on,
@@ -169,10 +170,12 @@ class Position:
     Attributes:
         collectives: The last few of each group, in the order in which they were entered.
         handling: What the main thread handles in an ``except`` block that goes on, in a line.
+        point_to_point: Which send or receive the main thread is in.
     """
 
     collectives: tuple[Collective, ...]
     handling: str = ""
+    point_to_point: PointToPoint | None = None
 
     def in_group(self, group: str) -> Collective | None:
         """Return the last collective in that group."""
@@ -333,7 +336,7 @@ class Raised:
         kind: The kind of failure, where the exception's class tells it.
         setting: The field of `Timeouts` whose deadline passed, if it says that.
         is_wrapped: Whether it was raised while a peer error was handled.
-        point_to_point: Which send or receive it came from, e.g. ``recv from rank 1``.
+        point_to_point: Which send or receive it came from.
         hidden_by: The peer error that was raised on top of it and left in its place, in a line.
         handled: What was being handled when the rank asked to exit, in a line.
     """
@@ -356,7 +359,7 @@ class Raised:
     kind: FailureKind | None = None
     setting: str = ""
     is_wrapped: bool = False
-    point_to_point: str = ""
+    point_to_point: PointToPoint | None = None
     hidden_by: str = ""
     handled: str = ""
 
@@ -547,7 +550,22 @@ class RankOutcome:
     @property
     def sends_or_receives(self) -> str:
         """Which send or receive it waits in, or did until that failed; empty where it is in none."""
-        return self.point_to_point if self.raised is None else self.raised.point_to_point
+        told = self._told_point_to_point
+        if told is not None:
+            return str(told)
+        return self.point_to_point if self.raised is None else ""
+
+    @property
+    def awaited_sender(self) -> int | None:
+        """The rank that it waits to receive from, or did until that failed, where that is known."""
+        told = self._told_point_to_point
+        return None if told is None else told.sender
+
+    @property
+    def _told_point_to_point(self) -> PointToPoint | None:
+        if self.raised is not None:
+            return self.raised.point_to_point
+        return None if self.position is None else self.position.point_to_point
 
     @property
     def signal_name(self) -> str | None:

@@ -27,7 +27,14 @@ from ddpsafe._wire.channel import (
     Claim,
     Sender,
 )
-from ddpsafe._wire.exceptions import MAX_MESSAGE, exit_code_of, goes_on, is_library, line_of
+from ddpsafe._wire.exceptions import (
+    MAX_MESSAGE,
+    exit_code_of,
+    goes_on,
+    is_library,
+    line_of,
+    point_to_point_in,
+)
 from ddpsafe._wire.messages import (
     Entered,
     LivingThreads,
@@ -263,7 +270,11 @@ def position(*, asks_events: bool) -> Position:
     from ddpsafe._worker.torch_hooks import read_flight_recorders
 
     try:
-        return Position(collectives=read_flight_recorders(asks_events=asks_events))
+        main = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - documented, in spite of its name
+        return Position(
+            collectives=read_flight_recorders(asks_events=asks_events),
+            point_to_point=point_to_point_in(main),
+        )
     except Exception:  # noqa: BLE001 - evidence beside the report must never cost the report
         return Position(collectives=())
 

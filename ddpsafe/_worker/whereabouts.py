@@ -10,7 +10,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._wire.exceptions import is_library
+from ddpsafe._wire.exceptions import is_library, point_to_point_in
 from ddpsafe._wire.messages import Collective, Frame, Position, ThreadStack, Whereabouts
 from ddpsafe._worker.torch_hooks import read_flight_recorders, read_groups
 
@@ -62,7 +62,10 @@ def read_whereabouts() -> Whereabouts:
         and (frame := frames.get(thread.ident or 0)) is not None
     ]
     stack = ThreadStack(name=main.name, frames=_read_stack(mine))
-    position = Position(collectives=read_flight_recorders(asks_events=False))
+    position = Position(
+        collectives=read_flight_recorders(asks_events=False),
+        point_to_point=point_to_point_in(mine),
+    )
     newest = position.newest()
     alone = not any(_may_act(thread, each) for thread, each in others)
     return Whereabouts(

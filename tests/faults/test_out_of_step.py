@@ -114,6 +114,16 @@ def test_ranks_that_receive_from_each_other(tmp_path: Path) -> None:
     assert " in all_reduce" not in str(error)
 
 
+def test_a_rank_that_does_not_send(tmp_path: Path) -> None:
+    """Who waits to receive is behind the others only because of it, and it is said from whom."""
+    error = World(folder=tmp_path, ranks=3).launch_fails(
+        ddpsafe.CollectiveTimeoutError, programs.send_nothing, **BY_TIMEOUT
+    )
+    require_hang(error, 1)
+    line = r"rank 0, .* in recv from rank 1, after all_reduce number 1 "
+    assert re.search(line, str(error)), error
+
+
 def test_a_rank_that_works_alone_after_the_others_have_returned_is_no_failure(
     tmp_path: Path,
 ) -> None:

@@ -32,7 +32,7 @@ from ddpsafe._launcher.diagnosis.evidence import (
 )
 from ddpsafe._launcher.diagnosis.root_cause import RULES, find_root_cause
 from ddpsafe._launcher.watch.supervisor import Ending, EndReason
-from ddpsafe._wire.exceptions import note_met
+from ddpsafe._wire.exceptions import PointToPoint, note_met
 from ddpsafe._wire.messages import Collective, NativeError, Position, Raised, RankOutcome
 from ddpsafe._wire.payload import CannotTravelError
 from ddpsafe.checkpoint.errors import NoSpaceError
@@ -394,6 +394,12 @@ def waits(position: Position | None = NOWHERE) -> Facts:
         "position": position,
         "stack": "t.py:1 in f",
     }
+
+
+def receives(peer: int, position: Position) -> Facts:
+    """Say that a rank was waiting to receive from another one when it was stopped."""
+    call = PointToPoint("recv", peer)
+    return waits(replace(position, point_to_point=call)) | {"point_to_point": "recv"}
 
 
 def works(position: Position | None = NOWHERE, *, phase: str = "running") -> Facts:
@@ -1542,6 +1548,70 @@ POINT_TO_POINT: Final = [
         "hang",
         says=("rank 2, at", "timed out in send to rank 1"),
         says_not="waiting for it in all_reduce",
+    ),
+    row(
+        "does not send what a rank waits for that the others wait for",
+        [
+            receives(1, number(7, done=True)),
+            works(number(8)),
+            raises(timed_out, number(8)),
+        ],
+        1,
+        "behind",
+        HUNG,
+        "hang",
+        says=("rank 0, at t.py:1 in f, in recv from rank 1, after all_reduce number 7",),
+    ),
+    row(
+        "does not send at the end of a chain of receives",
+        [
+            raises(timed_out, number(8)),
+            receives(2, number(7, done=True)),
+            raises(timed_out_in("recv", 3), number(8, done=True)),
+            works(number(8, done=True)),
+        ],
+        3,
+        "behind",
+        HUNG,
+        "hang",
+        says=("in recv from rank 2", "timed out in recv from rank 3"),
+    ),
+    row(
+        "is in a receive from one of the others, which are in the next collective",
+        [
+            receives(1, number(7, done=True)),
+            raises(timed_out, number(8)),
+        ],
+        0,
+        "behind",
+        HUNG,
+        "hang",
+        says=("rank 0, at t.py:1 in f, in recv from rank 1, after all_reduce number 7",),
+    ),
+    row(
+        "is in a receive from a rank that receives from it, while another one is ahead",
+        [
+            receives(1, number(7, done=True)),
+            receives(0, number(7, done=True)),
+            raises(timed_out, number(8)),
+        ],
+        0,
+        "behind",
+        HUNG,
+        "hang",
+        says=("in recv from rank 1", "in recv from rank 0"),
+    ),
+    row(
+        "handles an error instead of sending what a rank waits for",
+        [
+            receives(1, number(7, done=True)),
+            hangs_with(raising(KeyError("weight")), number(8)),
+            raises(timed_out, number(8)),
+        ],
+        1,
+        "error-where-missed",
+        RAISED,
+        "user-error",
     ),
     row(
         "is in a receive while the others are in the next collective",

@@ -160,6 +160,22 @@ def come_after_the_timeout(ctx: RankContext, folder: Path) -> None:
         raise
 
 
+def send_nothing(ctx: RankContext, folder: Path) -> None:
+    """Work on rank 1 while rank 0 waits to receive from it, and rank 2 for both."""
+    import torch
+    import torch.distributed as dist
+
+    average_gradients()
+    if ctx.rank == 0:
+        dist.recv(torch.ones(8), 1)
+    if ctx.rank == 1:
+        pending = dist.all_reduce(torch.ones(8), async_op=True)
+        mark(folder)
+        time.sleep(60)  # stuck here
+        pending.wait()
+    average_gradients()
+
+
 def receive_from_each_other(ctx: RankContext, folder: Path) -> None:
     """Wait on both ranks for the other one's send."""
     import torch

@@ -60,8 +60,8 @@ class Evidence:
         broke: Those of them that blame no other rank, the likely cause first.
         errors: `broke` without the errors that all ranks handle in the same place.
         groups: For each process group, where the ranks that are in it are.
-        awaited: The ranks that have not entered a collective that others are in, the most likely
-            cause of it first.
+        awaited: The ranks that have not entered a collective that others are in, and the one whose
+            send such a rank waits for; the most likely cause first.
         mismatched: The ranks that entered another collective than most under one number.
         late: The ranks that came much later than others to a collective in which a wait timed out,
             the last one first, each with how much later in seconds.
@@ -97,7 +97,7 @@ class Evidence:
             broke=broke,
             errors=[out for out in broke if not _is_common(out, ranks)],
             groups=groups,
-            awaited=_find_awaited(groups),
+            awaited=_find_awaited(groups, outcomes),
             mismatched=_find_mismatched(ranks),
             late=_find_late(groups),
             someone_hangs=any(out.raised is None and out.in_collective is False for out in ranks),
@@ -364,7 +364,8 @@ RULES: Final = (
     ),
     Rule(
         name="behind",
-        sign="has not entered a collective, of any group it is in, that another rank has",
+        sign="has not entered a collective, of any group it is in, that another rank has, or has not "
+        "sent what such a rank waits to receive",
         why="the others wait for it; of several such ranks, it is the one that waits for no other",
         find=_behind,
         blames="wait",
@@ -552,12 +553,15 @@ def _numbers_of(outcome: RankOutcome, members: Sequence[Place]) -> list[int]:
     return [_number(place.last) for place in members if place.outcome is outcome]
 
 
-def _find_awaited(groups: Mapping[str, Sequence[Place]]) -> Ranks:
+def _find_awaited(
+    groups: Mapping[str, Sequence[Place]], outcomes: Mapping[int, RankOutcome]
+) -> Ranks:
     """Return the ranks that others wait for, the most likely cause of it first.
 
     That is one that has not entered what another rank is at. Of several it is one that waits for no
     other itself, as a rank of a smaller group does for another one of it; then the furthest behind
-    in the group of all ranks.
+    in the group of all ranks. If all of them wait, the first one may do so in a receive from a rank
+    that does not, which is then what all wait for, wherever it is in the collectives.
     """
     awaited: dict[int, RankOutcome] = {}
     waiting: set[int] = set()
@@ -571,7 +575,19 @@ def _find_awaited(groups: Mapping[str, Sequence[Place]]) -> Ranks:
         number = _number(last_in_main(outcome.position))
         return (outcome.rank in waiting, is_waiting(outcome), number, outcome.rank)
 
-    return sorted(awaited.values(), key=likelihood)
+    found = sorted(awaited.values(), key=likelihood)
+    sender = _find_sender(found[0], outcomes) if found else None
+    return found if sender is None else [sender, *(out for out in found if out is not sender)]
+
+
+def _find_sender(first: RankOutcome, outcomes: Mapping[int, RankOutcome]) -> RankOutcome | None:
+    """Go from receive to receive; return the rank at the end if it waits for no other."""
+    at: RankOutcome | None = first
+    seen: set[int] = set()
+    while at is not None and is_waiting(at) and at.rank not in seen:
+        seen.add(at.rank)
+        at = None if at.awaited_sender is None else outcomes.get(at.awaited_sender)
+    return None if at is None or is_waiting(at) else at
 
 
 def _find_late(groups: Mapping[str, Sequence[Place]]) -> list[tuple[RankOutcome, float]]:
