@@ -75,7 +75,7 @@ class ShardedIterable(IterableDataset[T], Generic[T]):
         self.read = read
         self.even: Even | None = even
         self.batch_size = batch_size
-        self.epoch = 0
+        self.epoch: int = AutoEpoch(0)
         self._num_workers = 0
         self._consumed = 0
         self._finished = False

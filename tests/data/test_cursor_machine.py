@@ -31,6 +31,7 @@ class CursorMachine(RuleBasedStateMachine):
         super().__init__()
         self.loader = self.make()
         self.epoch, self.base, self.chosen = 0, 0, True
+        self.by_user = False
         self.iterator: Any = None
         self.left: list[list[int]] = []
         self.delivered = 0
@@ -43,9 +44,9 @@ class CursorMachine(RuleBasedStateMachine):
 
     @rule()
     def begin(self) -> None:
-        """Begin an iteration: the chosen epoch, else the next one."""
-        if not self.chosen:
-            self.epoch, self.base = self.epoch + 1, 0
+        """Begin an iteration: the chosen epoch, that of a pass broken off in it, else the next."""
+        if not self.chosen and not (self.by_user and self.left):
+            self.epoch, self.base, self.by_user = self.epoch + 1, 0, False
         self.chosen = False
         self.delivered = 0
         self.left = expected(self.epoch, self.base)
@@ -77,6 +78,7 @@ class CursorMachine(RuleBasedStateMachine):
         if epoch != self.epoch:
             self.base = 0
         self.epoch, self.chosen, self.delivered = epoch, True, 0
+        self.by_user = True
 
     @rule()
     def save(self) -> None:
@@ -94,7 +96,7 @@ class CursorMachine(RuleBasedStateMachine):
         if fresh:
             self.loader = self.make()
         self.loader.load_state_dict(self.saved)
-        self.iterator, self.delivered = None, 0
+        self.iterator, self.delivered, self.by_user = None, 0, False
         if self.saved["finished"]:
             self.epoch, self.base, self.chosen = self.saved["epoch"], STEPS, False
         else:

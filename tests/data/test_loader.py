@@ -20,7 +20,7 @@ from torch.utils.data import (
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
-from ddpsafe.data import DataLoader, DistributedSampler
+from ddpsafe.data import DataLoader, DistributedSampler, ShardedIterable
 from ddpsafe.data._loader.build import build_loader
 from ddpsafe.data.errors import DataConfigError, DataWarning, LateSetEpochError
 
@@ -68,6 +68,129 @@ def test_user_wins(kind: Any) -> None:
     loader.set_epoch(2)
     assert read(loader) == epoch_order(2)
     assert read(loader) == epoch_order(3)
+
+
+WORKERS = [
+    pytest.param({"num_workers": 0}, id="0 workers"),
+    pytest.param({"num_workers": 2}, id="2 workers"),
+    pytest.param({"num_workers": 2, "persistent_workers": True}, id="2 persistent workers"),
+]
+
+
+@pytest.mark.parametrize("kind", [DistributedSampler, TorchDistributedSampler])
+@pytest.mark.parametrize("through", ["loader", "sampler"])
+@pytest.mark.parametrize("workers", WORKERS)
+def test_pass_that_was_broken_off_leaves_the_epoch_that_was_set(
+    kind: Any, through: str, workers: dict[str, Any]
+) -> None:
+    """A look at the first batch in a ported loop, and a break, cost no epoch; a whole pass does."""
+    sampler = kind(range(N), 2, 1)
+    loader = make(sampler, **workers)
+    target: Any = loader if through == "loader" else sampler
+    for epoch in range(2):
+        target.set_epoch(epoch)
+        assert [int(x) for x in next(iter(loader))] == epoch_order(epoch)[0]
+        for batch in loader:
+            assert [int(x) for x in batch] == epoch_order(epoch)[0]
+            break
+        assert read(loader) == epoch_order(epoch)
+    assert read(loader) == epoch_order(2)
+    next(iter(loader))  # of epoch 3, which was not set
+    assert read(loader) == epoch_order(4)
+
+
+def test_look_at_a_batch_changes_no_draw_of_the_epoch_that_was_set() -> None:
+    """Augmentations of workers too are those of a run that did not look."""
+    looked, plain = (
+        DataLoader(Augmented(N), 8, sampler=DistributedSampler(N, 2, 1), num_workers=2, seed=3)
+        for _ in range(2)
+    )
+    for loader in (looked, plain):
+        loader.set_epoch(2)
+    next(iter(looked))
+    assert [str(batch) for batch in looked] == [str(batch) for batch in plain]
+
+
+def test_epoch_set_on_the_dataset_is_left_too() -> None:
+    """The user may set it on what the loader reads, and on a stream."""
+    data = Augmented(N)
+    loader = DataLoader(data, 8, sampler=DistributedSampler(N, 2, 1))
+    list(loader)
+    data.set_epoch(5)
+    next(iter(loader))
+    assert [batch[0].tolist() for batch in loader] == epoch_order(5)
+    stream = ShardedIterable(range(N), num_replicas=2, rank=1)
+    loader = DataLoader(stream, 8)
+    stream.set_epoch(5)
+    next(iter(loader))
+    whole = read(loader)
+    assert loader.state_dict()["epoch"] == 5
+    assert read(loader) == whole
+    assert loader.state_dict()["epoch"] == 6
+
+
+def read_by_number(loader: Any) -> list[list[int]]:
+    """Read all batches of a pass without asking for its end."""
+    return [[int(x) for x in batch] for _, batch in zip(range(len(loader)), loader, strict=False)]
+
+
+@pytest.mark.parametrize("kind", [DistributedSampler, TorchDistributedSampler])
+@pytest.mark.parametrize("how", [read, read_by_number])
+def test_epoch_that_was_set_once_is_read_once(kind: Any, how: Any) -> None:
+    """All its batches make a pass complete, whether or not the loop asks for one more."""
+    loader = make(kind(range(N), 2, 1))
+    loader.set_epoch(3)
+    assert [how(loader) for _ in range(3)] == [epoch_order(epoch) for epoch in (3, 4, 5)]
+
+
+@pytest.mark.parametrize("kind", [DistributedSampler, TorchDistributedSampler])
+def test_first_epoch_counts_as_set_only_if_it_was(kind: Any) -> None:
+    """Samplers begin at 0: without set_epoch(0), a pass that was broken off was that epoch's."""
+    loader = make(kind(range(N), 2, 1))
+    next(iter(loader))
+    assert read(loader) == epoch_order(1)
+    sampler = kind(range(N), 2, 1)
+    loader = make(sampler)
+    sampler.set_epoch(0)
+    next(iter(loader))
+    assert read(loader) == epoch_order(0)
+
+
+@pytest.mark.parametrize("through", ["loader", "sampler"])
+def test_running_epoch_can_be_set_too(through: str) -> None:
+    """The same epoch, set after iter(), is chosen as if it were set before."""
+    sampler = DistributedSampler(N, 2, 1)
+    loader = make(sampler)
+    iterator = iter(loader)
+    (loader if through == "loader" else sampler).set_epoch(0)
+    next(iterator)
+    assert read(loader) == epoch_order(0)
+
+
+def test_look_after_a_resume_keeps_the_offset() -> None:
+    """set_epoch() of the resumed epoch, a look, and the pass: what is left of it."""
+    loader = make()
+    loader.set_epoch(1)
+    next(iter(loader))
+    state = loader.state_dict()
+    resumed = make()
+    resumed.load_state_dict(state)
+    resumed.set_epoch(1)
+    next(iter(resumed))
+    assert read(resumed) == epoch_order(1)[1:]
+    assert read(resumed) == epoch_order(2)
+
+
+def test_epoch_of_a_loop_is_not_one_that_the_user_set() -> None:
+    """After the loop was left with break, iterations go on with the next epoch, as documented."""
+    loader = make()
+    loader.set_epoch(1)
+    next(iter(loader))
+    for epoch in loader.epochs(5):
+        assert epoch == 1
+        next(iter(loader))
+        break
+    assert read(loader) == epoch_order(2)
 
 
 def test_epochs_loops_over_what_is_left() -> None:

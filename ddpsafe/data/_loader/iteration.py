@@ -36,6 +36,7 @@ class Delivery:
         severe: Whether going on would deliver wrong data.
         in_loop: Whether the pass belongs to a loop over ``loader.epochs()``.
         complete: Whether the epoch counts as read, though this pass may not have reached its end.
+        chosen: Whether the user set the epoch, for this pass or for one before it that was broken off.
     """
 
     epoch: AutoEpoch | None = None
@@ -46,6 +47,7 @@ class Delivery:
     severe: bool = False
     in_loop: bool = False
     complete: bool = False
+    chosen: bool = False
 
     def supersede(self, why: str, *, severe: bool) -> None:
         """Note that the pass is over, whatever still holds its iterator."""
@@ -145,6 +147,7 @@ class EpochIterator(Generic[T_co]):
             self._check_superseded(delivery.superseded)
         elif self._holder.epoch == self._mark:
             self._holder.epoch = self._mark
+            delivery.chosen = True
         else:
             raise late_set_epoch(int(self._holder.epoch), int(self._mark or 0), delivery.batches)
 

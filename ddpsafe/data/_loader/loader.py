@@ -22,6 +22,7 @@ from ddpsafe.data._loader.sampler_search import (
     check_population,
     enter_epoch,
     find_epoch_holder,
+    mark_unset,
     refuse_undivided,
 )
 from ddpsafe.data._loader.workers import WorkerLoader
@@ -151,6 +152,7 @@ class DataLoader(WorkerLoader[T_co]):
         self.seed = seed
         self.worker_safety: WorkerSafety = worker_safety
         self._holder: Any = find_epoch_holder(self)
+        mark_unset(self._holder)
         if isinstance(dataset, ShardedIterable):
             dataset.bind_loader(batch_size=batch_size or 1, num_workers=num_workers)
         check_population(self, self._holder)
@@ -172,6 +174,9 @@ class DataLoader(WorkerLoader[T_co]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; otherwise each iteration is the next one.
 
+        An iteration that is broken off, a look at the first batch for example, leaves the chosen
+        epoch to the next iteration; one that reached its end does not.
+
         Args:
             epoch: From 0. The epoch of a loaded state keeps its offset; others start at the beginning.
 
@@ -183,6 +188,7 @@ class DataLoader(WorkerLoader[T_co]):
         delivery = self._delivery
         if running is not None and not delivery.exhausted and delivery.batches == 0:
             if epoch == delivery.epoch:
+                delivery.chosen = True
                 return
             raise late_set_epoch(epoch, int(delivery.epoch or 0), 0)
         self._holder.set_epoch(int(epoch))
@@ -230,16 +236,18 @@ class DataLoader(WorkerLoader[T_co]):
     def _next_epoch(self) -> int:
         """Return the epoch that the next iteration reads."""
         epoch = self._holder.epoch
+        last = self._delivery.epoch
+        kept = self._keeps_epoch()
         loop = self._current_loop()
         if loop is not None and loop.current is not None:
-            return self._chosen_epoch(loop.current)
-        last = self._delivery.epoch
+            return self._chosen_epoch(int(last or 0) if kept else loop.current)
         if not isinstance(epoch, AutoEpoch):
             chosen = _chosen_by_dataset(self._told) if last is not None and epoch == last else None
             return int(epoch) if chosen is None else chosen
         if last is not None:
             chosen = _chosen_by_dataset(self._told)
-            return int(last) + 1 if chosen is None else chosen
+            following = int(last) if kept else int(last) + 1
+            return following if chosen is None else chosen
         finished = (
             self._replay.finished
             if self._replay is not None
@@ -300,13 +308,41 @@ class DataLoader(WorkerLoader[T_co]):
         self._measured = True
         return functools.partial(check_shared_memory, batches=batches_in_flight(self))
 
+    def _is_chosen(self, epoch: int) -> bool:
+        """Tell whether the user set the epoch that the next iteration reads."""
+        loop = self._current_loop()
+        if not isinstance(self._holder.epoch, AutoEpoch):
+            return loop is None or epoch != loop.current
+        by_dataset = loop is None and _chosen_by_dataset(self._told) is not None
+        return by_dataset or self._keeps_epoch()
+
+    def _keeps_epoch(self) -> bool:
+        """Tell whether the last iteration leaves its epoch: the user set it, and it was broken off."""
+        delivery = self._delivery
+        if not delivery.chosen or delivery.complete:
+            return False
+        if delivery.used is not None:
+            return True  # `even_steps` has looked ahead: an end met there is not that of all ranks
+        return not (delivery.exhausted or self._all_delivered())
+
+    def _all_delivered(self) -> bool:
+        """Tell whether no batch is left, though the iteration was not asked for its end."""
+        try:
+            length = len(self._index_sampler)
+        except (TypeError, NotImplementedError):  # a stream, or a sampler without a length
+            return False
+        skipped = 0 if self._replay is None else self._replay.skipped()
+        return skipped + self._delivery.batches >= length
+
     def _begin_epoch(self) -> AutoEpoch:
         epoch = AutoEpoch(self._next_epoch())
+        chosen = self._is_chosen(epoch)
         self._delivery.supersede("another iteration has begun", severe=self.persistent_workers)
         last = self._delivery
-        self._holder = enter_epoch(self._holder, epoch)
+        holder, self._holder = self._holder, enter_epoch(self._holder, epoch)
+        chosen = chosen and holder is self._holder  # else it cannot tell whether its epoch was set
         in_loop = self._current_loop() is not None
-        self._delivery = Delivery(epoch=epoch, in_loop=in_loop)
+        self._delivery = Delivery(epoch=epoch, in_loop=in_loop, chosen=chosen)
         if in_loop and last.exhausted and last.epoch == epoch:
             # The loop's epoch is complete: reading on in it moves the position no more.
             self._delivery.complete = True

@@ -290,6 +290,10 @@ class Replay:
         self._delivered.append(drawn)
         return batch
 
+    def skipped(self) -> int:
+        """Return how many batches of the epoch were read before the pass."""
+        return self._base
+
     def end(self) -> None:
         """Learn that a pass has reached its end."""
         self._equal_workers.end()

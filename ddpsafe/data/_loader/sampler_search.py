@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,7 +17,7 @@ from torch.utils.data import (
 
 from ddpsafe._errors import Explanation
 from ddpsafe.data._replica import Replica, resolve_replica
-from ddpsafe.data._samplers.base import Cursor
+from ddpsafe.data._samplers.base import AutoEpoch, Cursor
 from ddpsafe.data._samplers.ordered import LocalSampler
 from ddpsafe.data.errors import (
     DataConfigError,
@@ -43,7 +44,7 @@ class OwnEpoch:
     """The epoch of a loader whose sampler knows of none."""
 
     def __init__(self) -> None:
-        self.epoch: int = 0
+        self.epoch: int = AutoEpoch(0)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch."""
@@ -90,6 +91,13 @@ def enter_epoch(holder: Any, epoch: int) -> Any:
         holder = OwnEpoch()
         holder.set_epoch(epoch)
     return holder
+
+
+def mark_unset(holder: Any) -> None:
+    """Mark epoch 0 of a sampler that no loader has read: it is where samplers begin, and not set."""
+    if type(holder.epoch) is int and holder.epoch == 0:
+        with contextlib.suppress(AttributeError):
+            holder.epoch = AutoEpoch(0)
 
 
 def batch_geometry(loader: DataLoader[Any], cursor: Cursor) -> tuple[int, bool] | None:

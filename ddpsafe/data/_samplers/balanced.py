@@ -98,7 +98,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self.drop_last = drop_last
         self.largest_first = largest_first
         self.seed = run_seed() or 0 if seed is None else seed
-        self.epoch = 0
+        self.epoch: int = AutoEpoch(0)
         self.fingerprint: str | None = None
         self.dropped_batches = 0
         self._costs = item_costs(self.lengths, cost)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class AutoEpoch(int):
-    """An epoch that the loader set by itself.
+    """An epoch that the user did not set: the loader did, a loaded state, or nothing yet.
 
     A plain integer in ``sampler.epoch`` means that the user called ``set_epoch()`` since, and
     the user wins. The mark works for every sampler that keeps what it was given, torch's too.
@@ -214,7 +214,7 @@ class PositionSampler(Sampler[int]):
         self.takes_seed_of_state = False
         self.drop_last = drop_last
         self.pad = pad
-        self.epoch = 0
+        self.epoch = AutoEpoch(0)
         self.fingerprint = None
         self._base = 0
         self._resumed = False
