@@ -246,7 +246,10 @@ def execute(folder: Path, *cells: str) -> list[NotebookNode]:
 # jupyter_client and zmq warn about themselves.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_notebook_launches_a_function_from_a_cell(tmp_path: Path) -> None:
-    """Rank 0 prints into the cell, values are shown, an exception has its own type."""
+    """Rank 0 prints into the cell, values are shown, an exception has its own type.
+
+    Workers of a loader read a dataset whose class stands in a cell, too.
+    """
     outputs: list[Any] = execute(
         tmp_path,
         """
@@ -260,8 +263,17 @@ def test_a_notebook_launches_a_function_from_a_cell(tmp_path: Path) -> None:
                 if fails:
                     raise BadBatch("batch 17")
                 return ctx.broadcast({"from": ctx.rank}, src=1), ctx.rank
+            class Squares(torch.utils.data.Dataset):
+                def __len__(self):
+                    return 8
+                def __getitem__(self, index):
+                    return index ** 2
+            def read(ctx):
+                loader = ctx.loader(Squares(), batch_size=2, num_workers=2)
+                return torch.cat(list(loader)).tolist()
         """,
         "ddpsafe.launch(train, (False,), nproc_per_node=2).values",
+        "sorted(sum(ddpsafe.launch(read, nproc_per_node=2).values.values(), []))",
         """
             try:
                 ddpsafe.launch(train, (True,), nproc_per_node=2, start_method="forkserver")
@@ -272,11 +284,12 @@ def test_a_notebook_launches_a_function_from_a_cell(tmp_path: Path) -> None:
                 raise
         """,
     )
-    defined, launched, failed = outputs
+    defined, launched, loaded, failed = outputs
     assert defined == []
     stream, result = launched
     assert (stream.name, stream.text) == ("stdout", "hello from rank 0\n")
     assert result.data["text/plain"] == "{0: ({'from': 1}, 0), 1: ({'from': 1}, 1)}"
+    assert loaded[-1].data["text/plain"] == str([index**2 for index in range(8)])
     assert failed[0].text == "hello from rank 0\n"
     told = "".join(output.text for output in failed if output.get("name") == "stdout")
     assert told == "hello from rank 0\nTrue True\n"
