@@ -616,6 +616,34 @@ def test_a_launch_from_a_daemonic_process_is_refused(tmp_path: Path) -> None:
     assert "distributed.worker.daemon: False" in fix
 
 
+def test_a_start_method_of_another_library_is_refused_and_the_way_out_works(tmp_path: Path) -> None:
+    """As in a worker of joblib: its ranks would die at "cannot find context for 'loky'"."""
+    source = """
+        import multiprocessing, ddpsafe
+        from joblib import Parallel, delayed
+
+        def train(ctx):
+            return ctx.rank
+
+        def launch(goes_on):
+            if goes_on:
+                multiprocessing.set_start_method("spawn", force=True)
+            try:
+                return ddpsafe.launch(train, nproc_per_node=2, start_method="spawn").values
+            except ddpsafe.ConfigError as error:
+                return error.explanation.what, error.explanation.fix
+
+        if __name__ == "__main__":
+            for goes_on in (False, True):
+                print(Parallel(n_jobs=2, backend="loky")([delayed(launch)(goes_on)])[0])
+    """
+    pytest.importorskip("joblib")
+    refused, launched = scripts.run(tmp_path, source).lines()
+    assert "is 'loky', which a new process does not know" in refused
+    assert "multiprocessing.set_start_method('spawn', force=True)" in refused
+    assert launched == "{0: 0, 1: 1}"
+
+
 def test_a_process_of_a_pool_of_futures_may_launch(tmp_path: Path) -> None:
     """The way out that the message names is one."""
     source = """

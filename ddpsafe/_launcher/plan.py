@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 
 def require_may_have_children() -> None:
-    """Refuse a launch from a daemonic process, in which Python starts no other process.
+    """Refuse a launch from a process in which Python starts no other process, or none that can run.
 
     Raises:
-        ConfigError: This process is daemonic.
+        ConfigError: This process is daemonic, or its start method is not one of Python's own.
     """
     process = multiprocessing.current_process()
     if process.daemon:
@@ -51,6 +51,18 @@ def require_may_have_children() -> None:
                 fix="launch from the main process, start this one with daemon=False, or use "
                 "concurrent.futures.ProcessPoolExecutor in place of the Pool; in a worker of Dask set "
                 "distributed.worker.daemon: False.",
+            )
+        )
+
+    method = multiprocessing.get_start_method(allow_none=True)
+    if method not in (None, "fork", "spawn", "forkserver"):
+        # A new process takes over the name of the method, and would end at "cannot find context".
+        raise ConfigError(
+            Explanation(
+                f"the start method of {process.name} is {method!r}, which a new process does not "
+                "know: no rank can be started from it.",
+                cause="it is a worker of joblib or loky, or a library has added a start method.",
+                fix="call multiprocessing.set_start_method('spawn', force=True) before the launch.",
             )
         )
 

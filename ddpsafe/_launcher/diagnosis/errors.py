@@ -230,6 +230,7 @@ def _raised(ended: EndedAttempt, cause: RootCause, raised: Raised) -> LaunchErro
     at = [f"at {raised.where}"] if raised.where else []
     if not raised.final and root.stack and root.in_collective is False:
         at.append(f"still handled it at {root.stack}, in an except or a finally")
+    at += [raised.dead_worker] if raised.dead_worker else []
     at += [f"held: {raised.held}"] if raised.held else []
     at += _gpus.read_errors(ended.ending.waited_s + _LOG_MARGIN_S) if kind == "hardware" else []
     at += (
@@ -303,6 +304,7 @@ def _exited(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         return _vanished(ended, cause)
     elif root.phase == "starting":
         called = "the script failed while the new process imported it; its output stands above"
+        fix = "fix what the traceback above says; a rank imports the script from its first line."
     elif root.stderr is not None and unreported_mark(root.stderr).exists():
         what = "the error below" if code else "the function returned"
         called = f"{what}; the script had closed the pipe on which it is reported (os.closerange?)"
