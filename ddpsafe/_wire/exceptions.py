@@ -17,6 +17,7 @@ import signal
 import sysconfig
 import traceback
 from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -24,7 +25,8 @@ from ddpsafe._errors import DDPSafeError
 from ddpsafe._wire.peer_errors import find_peer_text, is_of_a_backend
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+    from multiprocessing.process import BaseProcess
     from types import FrameType, TracebackType
 
     from ddpsafe._errors import Origin
@@ -59,6 +61,7 @@ def where_of(tb: TracebackType | None) -> str:
     return f"{frame.filename}:{frame.lineno} in {frame.name}" if frame else ""
 
 
+_DATALOADER: Final = "torch/utils/data/dataloader.py"
 _POINT_TO_POINT: Final = {"send": "to", "isend": "to", "recv": "from", "irecv": "from"}
 
 
@@ -122,6 +125,44 @@ def _read_point_to_point(frame: FrameType) -> PointToPoint | None:
             except Exception:  # noqa: BLE001 - a function of torch's may change
                 peer = None
     return PointToPoint(code.co_name, peer if isinstance(peer, int) else None)
+
+
+_WORKER_ENDS_S: Final = 0.5
+"""How long the end of a worker may follow the end of its connection."""
+
+
+def dead_worker_of(exc: BaseException) -> str:
+    """Say which worker of torch's DataLoader has died, and how, if the exception comes from one.
+
+    torch says "exited unexpectedly", or that a connection was reset: neither tells the signal.
+    """
+    tb = None if isinstance(exc, DDPSafeError) else exc.__traceback__
+    while tb is not None:
+        frame = tb.tb_frame
+        if frame.f_code.co_filename.endswith(_DATALOADER):
+            workers = getattr(frame.f_locals.get("self"), "_workers", None)
+            if workers:
+                if isinstance(exc, (ConnectionError, EOFError)):
+                    connection.wait([each.sentinel for each in workers], _WORKER_ENDS_S)
+                return _name_dead(workers)
+        tb = tb.tb_next
+    return ""
+
+
+def _name_dead(workers: Sequence[BaseProcess]) -> str:
+    for number, worker in enumerate(workers):
+        code = worker.exitcode
+        if code:
+            how = f"exited with code {code}" if code > 0 else f"was killed by {_signal_name(-code)}"
+            return f"DataLoader worker {number} (pid {worker.pid}) {how}"
+    return ""
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def is_point_to_point(function: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import re
 import signal
@@ -20,6 +21,7 @@ from ddpsafe._wire.exceptions import (
     MAX_MESSAGE,
     PointToPoint,
     clip,
+    dead_worker_of,
     exit_code_of,
     goes_on,
     is_handled,
@@ -339,6 +341,7 @@ class Raised:
         point_to_point: Which send or receive it came from.
         hidden_by: The peer error that was raised on top of it and left in its place, in a line.
         handled: What was being handled when the rank asked to exit, in a line.
+        dead_worker: Which worker of torch's DataLoader it comes from, and how that ended.
     """
 
     type_name: str
@@ -362,6 +365,7 @@ class Raised:
     point_to_point: PointToPoint | None = None
     hidden_by: str = ""
     handled: str = ""
+    dead_worker: str = ""
 
     @property
     def is_peer_error(self) -> bool:
@@ -396,6 +400,9 @@ class Raised:
         name, message = type_name_of(shown), clip(text_of(shown), MAX_MESSAGE)
         code = exit_code_of(shown)
         handled = None if code is None else shown.__cause__
+        dead_worker = ""
+        with contextlib.suppress(Exception):  # private names of torch
+            dead_worker = dead_worker_of(shown)
         if code is not None and not shown.__suppress_context__:
             handled = shown.__context__
         if handled is not None and is_handled(handled):
@@ -422,6 +429,7 @@ class Raised:
             point_to_point=point_to_point_of((reading.hidden_by or shown).__traceback__),
             hidden_by="" if reading.hidden_by is None else in_a_line(reading.hidden_by),
             handled="" if handled is None else in_a_line(handled),
+            dead_worker=dead_worker,
         )
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from data_programs import Gated, Lethal, Numbers
+from data_programs import Gated, Lethal, Numbers, lose_a_worker_of_torchs_loader
 
+import ddpsafe
 from ddpsafe.data import DataLoader
 from ddpsafe.data.errors import WorkerDiedError, WorkerTimeoutError
 
@@ -119,3 +121,23 @@ def test_workers_of_a_dropped_iterator_leave_by_themselves() -> None:
     del held
     gc.collect()
     assert [worker.exitcode for worker in workers] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("SIGSEGV", "was killed by SIGSEGV"), ("exit", "exited with code 3")]
+)
+def test_a_worker_of_torchs_loader_is_named_with_how_it_died(
+    tmp_path: Path, how: str, said: str
+) -> None:
+    """Torch's own loader says "exited unexpectedly", or that a connection was reset."""
+    with pytest.raises(ddpsafe.RankRaisedError) as caught:
+        ddpsafe.launch(
+            lose_a_worker_of_torchs_loader,
+            (how,),
+            nproc_per_node=2,
+            backend="gloo",
+            start_method="forkserver",
+            run_dir=tmp_path,
+        )
+    assert caught.value.rank == 1
+    assert re.search(rf"DataLoader worker 1 \(pid \d+\) {said}", str(caught.value))

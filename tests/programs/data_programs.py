@@ -535,3 +535,12 @@ def wait_for_a_stuck_worker(ctx: Any, kind: str) -> None:
     for _ in make(dataset, 4, sampler=sampler, num_workers=2):
         pass
     ctx.barrier()
+
+
+def lose_a_worker_of_torchs_loader(ctx: Any, how: str) -> None:
+    """Read with torch's loader; on rank 1 a worker dies at a sample."""
+    sampler = data.DistributedSampler(16, 1, 0, shuffle=False)
+    dataset = Lethal(16, 5 if ctx.rank == 1 else -1, how)
+    for _ in TorchDataLoader(dataset, 4, sampler=sampler, num_workers=2):
+        pass
+    ctx.barrier()
