@@ -48,7 +48,7 @@ def test_dummy_steps_weigh_samples_as_one_process_would() -> None:
 def test_uneven_loops_that_cannot_go_on_name_the_rank(policy: str, counts: list[int]) -> None:
     """Every rank raises, with the rank that ran out."""
     values = run_ranks(uneven, policy, counts)
-    text = "ran out of batches after 2 steps" if policy == "error" else "no batch at all"
+    text = "ran out of batches after 2 steps" if policy == "error" else "has no batch at all"
     for rank in (0, 1):
         assert values[rank][2] == (0,)
         assert f"rank 0 (world_size 2) {text}" in values[rank][1]
