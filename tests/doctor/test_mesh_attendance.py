@@ -134,7 +134,7 @@ def test_node_that_is_one_too_many_does_not_hold_up_the_others(make_hosts: MakeH
 def test_node_comes_back_when_node_rank_0_is_started_again(
     make_hosts: MakeHosts, tmp_path: Path
 ) -> None:
-    """Nothing had been examined: nobody has to start the others again as well."""
+    """Nothing had been examined: the others need not be started again as well."""
     network = make_hosts(3)
     first = start_one(network[0], network, timeout_s=20)
     other = start_one(network[1], network, timeout_s=20)

@@ -116,7 +116,7 @@ def test_strangers_at_the_port_change_nothing(said: bytes) -> None:
 
 
 def test_who_listens_without_knowing_the_language_is_a_stranger() -> None:
-    """Another server at the endpoint, even one that repeats what it hears, is no coordinator."""
+    """Another server at the endpoint, even one that repeats what it hears, is not the coordinator."""
 
     async def talk() -> None:
         async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

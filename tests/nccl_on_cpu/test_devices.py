@@ -130,7 +130,7 @@ def plan(monkeypatch: pytest.MonkeyPatch, gpus: int, style: Any = "launch", **fi
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     made = make_plan(LaunchConfig.resolve(None, **fields), style=style)
-    return made.world_size, made.backend, made.devices
+    return made.nproc, made.backend, made.devices
 
 
 @pytest.mark.parametrize(

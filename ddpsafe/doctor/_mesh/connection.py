@@ -80,7 +80,7 @@ def decode(line: bytes) -> dict[str, Json]:
     """Return the message of a line.
 
     Raises:
-        NotADoctorError: It is no JSON object.
+        NotADoctorError: It is not a JSON object.
     """
     try:
         message = json.loads(line)
@@ -226,7 +226,7 @@ class UnknownPeers:
     """
 
     def __init__(self, *, most: int, per_address: int) -> None:
-        """Begin with nobody."""
+        """Begin without any connection."""
         self._most, self._per_address = most, per_address
         self._waiting: dict[asyncio.Task[None], str] = {}
 

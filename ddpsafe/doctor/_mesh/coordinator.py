@@ -148,7 +148,7 @@ class Coordinator:
         *,
         at_endpoint: EndpointServer | None = None,
     ) -> None:
-        """Start with nobody."""
+        """Start without any node."""
         self._job, self._transport, self._local_node = job, transport, local_node
         self._at_endpoint = at_endpoint
         self._names = find_node_names(job.nnodes)

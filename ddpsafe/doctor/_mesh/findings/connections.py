@@ -398,7 +398,7 @@ def _wrong_peer(results: Results, group: Group, tried: Mapping[Way, Dialled]) ->
     return Finding(
         code=_codes.WRONG_PEER,
         severity="failed",
-        fact=f"{_where(results, group, 'talk')}: somebody else takes the connection ({said}).",
+        fact=f"{_where(results, group, 'talk')}: another program takes the connection ({said}).",
         cause="a transparent proxy or a service mesh between the hosts accepts every connection, or "
         "two hosts have the same address.",
         fix=to_copy(
