@@ -45,7 +45,7 @@ TEXTS_OF_OTHERS: Final = {
 """Files and folders that match texts of others, each with whose."""
 
 ALLOWED: Final = {}
-"""File and text of matches that are no message's, or will not be for long, each with its reason."""
+"""File and text of matches that belong to no message, or not for long, each with its reason."""
 
 
 class Match(NamedTuple):
