@@ -6,6 +6,7 @@ import contextlib
 import pickle
 import re
 import signal
+from collections.abc import Mapping  # noqa: TC003 - read by pydantic, where nodes tell each other
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
@@ -36,7 +37,7 @@ from ddpsafe._wire.exceptions import (
 from ddpsafe._wire.spec import read_log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
