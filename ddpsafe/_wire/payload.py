@@ -179,7 +179,9 @@ def dumps_call(call: object, *, shares_tensors: bool = False) -> Pickled:
     file = io.BytesIO()
     pickler = _Pickler(file, handles, shares_tensors=shares_tensors)
     pickler.dump(call)
-    return Pickled(stream=file.getbuffer(), buffers=tuple(pickler.buffers), handles=tuple(handles))
+    return Pickled(
+        stream=memoryview(file.getvalue()), buffers=tuple(pickler.buffers), handles=tuple(handles)
+    )
 
 
 def dumps_result(value: object) -> Pickled:
@@ -187,7 +189,7 @@ def dumps_result(value: object) -> Pickled:
     file = io.BytesIO()
     pickler = _ResultPickler(file, None)
     pickler.dump(value)
-    return Pickled(stream=file.getbuffer(), buffers=tuple(pickler.buffers))
+    return Pickled(stream=memoryview(file.getvalue()), buffers=tuple(pickler.buffers))
 
 
 def loads(data: bytes | mmap.mmap, handles: tuple[object, ...] = ()) -> object:

@@ -70,22 +70,6 @@ def test_a_mark_is_heeded_in_processes_of_this_user_only(user: int) -> None:
         marked.wait()
 
 
-@AS_ROOT
-def test_a_rank_that_has_dropped_its_privileges_is_ended() -> None:
-    """With what is in its session, which no stranger can enter."""
-    rank = subprocess.Popen(
-        ["sh", "-c", "sleep 300 & exec sleep 301"], start_new_session=True, user=65534, env={}
-    )
-    identity = RankProcess.of(rank.pid)
-    assert identity is not None
-    scripts.wait_until(lambda: len(psutil.Process(rank.pid).children()) == 1)
-    (child,) = psutil.Process(rank.pid).children()
-    kill_members([identity], LAUNCH_ID, within_s=1)
-    rank.wait()
-    assert not is_running(rank.pid)
-    assert not is_running(child.pid)
-
-
 def test_a_service_without_the_mark_and_with_its_own_session_stays() -> None:
     """``env -u DDPSAFE_LAUNCH_ID setsid`` is how a daemon outlives the launch, as documented."""
     result = ddpsafe.launch(

@@ -231,7 +231,10 @@ REFUSED: list[Any] = [
     ("--max-restarts=often train.py", "--max-restarts=often is not a whole number"),
     ("--start-method fork train.py", "inherits CUDA"),
     ("--nproc_per_node=many train.py", "nproc_per_node"),
-    ("--nproc-per-nod 2 train.py", "there is no option --nproc-per-nod; --nproc-per-node, if"),
+    (
+        "--nproc-per-nod 2 train.py",
+        "there is no option --nproc-per-nod; did you mean --nproc-per-node?",
+    ),
     ("--no-python -m train", "exclude each other"),
     ("--no-python ./no-such-program", "There is no program './no-such-program'"),
 ]

@@ -80,7 +80,7 @@ def find_members(ranks: Iterable[RankProcess], launch_id: str) -> list[psutil.Pr
         launch_id: What `MARKER` says in the environment of this launch's processes.
 
     Returns:
-        Those processes, the caller excepted; of those that only carry the mark, this user's.
+        Processes of this user, the caller excepted.
     """
     sessions = {rank.pid for rank in ranks if rank.owns_session()}
     return [
@@ -88,11 +88,12 @@ def find_members(ranks: Iterable[RankProcess], launch_id: str) -> list[psutil.Pr
         for process in _processes()
         if process.pid != os.getpid()
         and (
-            # A rank of a launcher that is root may have dropped its privileges.
             process.pid in sessions
             or _session_of(process.pid) in sessions
-            or (_is_marked(process, launch_id) and _is_own_user(process))
+            or _is_marked(process, launch_id)
         )
+        # A rank's pid, and so its session, may be another user's by now.
+        and _is_own_user(process)
     ]
 
 
