@@ -143,7 +143,8 @@ _SLOW_BULK_S: Final = 7.0
 """As long as packets arrive: a slow link or one with a long round trip is not a broken one."""
 _LOOK_S: Final = 0.1
 _LOST_AFTER: Final = 3  # retransmissions in a row without a sign of life: 1.4 s
-_SMALL_WRITES: Final = 12
+_SMALL_WRITES: Final = 32
+"""Of 100 connections 82 lose at least one packet with 5 % of loss, 98 with 12 %."""
 _SMALL_BYTES: Final = 64
 _BEYOND_SMALL_BYTES: Final = 512
 _SECOND_CALLS: Final = 2
