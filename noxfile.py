@@ -32,7 +32,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Check the types of the package and of the usage samples in tests/typing."""
     # mypy reads the code as Python 3.10 would run it, and there TOML is read with tomli.
-    _install(session, ".[examples]", "mypy", "types-psutil", "tomli")
+    _install(session, ".[examples]", "mypy", "pytest", "types-psutil", "tomli")
     session.run("mypy", *session.posargs)
 
 
