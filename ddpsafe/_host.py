@@ -119,6 +119,17 @@ def is_loopback(address: str) -> bool:
         return False
 
 
+def plain_host(text: str) -> str:
+    """Return a host as sockets take it: without the brackets that endpoints put an IPv6 address in."""
+    inner = text[1:-1]
+    return inner if text[:1] == "[" and text[-1:] == "]" and ":" in inner else text
+
+
+def show_endpoint(host: str, port: int | str) -> str:
+    """Return host and port as one text; brackets keep the port of an IPv6 address apart."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def list_names() -> list[str]:
     """Return the names of this host's interfaces, in the order of the kernel's numbers."""
     return [name for _, name in socket.if_nameindex()]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._errors import ConfigError, Explanation
+from ddpsafe._host import plain_host, show_endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -268,7 +269,7 @@ def _with_local_rank(dialect: _Dialect, env: Mapping[str, str]) -> Mapping[str, 
 
 def is_loopback(host: str) -> bool:
     """Tell whether a host, as written, is this very machine."""
-    return host in {"localhost", "::1"} or host.startswith("127.")
+    return plain_host(host) in {"localhost", "::1"} or host.startswith("127.")
 
 
 def _is_shell_step(dialect: _Dialect, env: Mapping[str, str]) -> bool:
@@ -496,7 +497,9 @@ def _torchrun_node(env: Mapping[str, str]) -> NodePlace:
 
 def _master(env: Mapping[str, str]) -> str | None:
     host = env.get("MASTER_ADDR")
-    return f"{host}:{env.get('MASTER_PORT') or _TORCHRUN_PORT}" if host else None
+    if not host:
+        return None
+    return show_endpoint(plain_host(host), env.get("MASTER_PORT") or _TORCHRUN_PORT)
 
 
 def loopback_interfaces() -> dict[str, str]:

@@ -488,6 +488,19 @@ NODES: Final = [
         (2, None, 0, "gpu07-ib:29512"),
     ),
     (
+        "srun with an IPv6 master",
+        {
+            "SLURM_JOB_ID": "10",
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_NUM_NODES": "2",
+            "SLURM_NODEID": "0",
+            "MASTER_ADDR": "fd77::1",
+            "MASTER_PORT": "29512",
+        },
+        (2, None, 0, "[fd77::1]:29512"),
+    ),
+    (
         "a pod of PyTorchJob",
         {
             "PET_NNODES": "4",

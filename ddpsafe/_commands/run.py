@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ddpsafe._config import LaunchConfig
-from ddpsafe._config.endpoint import DEFAULT_PORT
+from ddpsafe._config.endpoint import complete_endpoint
 from ddpsafe._config.policies import DETERMINISTIC
 from ddpsafe._errors import FAILURE_KINDS, ConfigError, DDPSafeError, Explanation
-from ddpsafe._host import is_directory_gone
+from ddpsafe._host import is_directory_gone, plain_host, show_endpoint
 from ddpsafe._launch import run_processes
 from ddpsafe._wire.exceptions import where_of
 from ddpsafe._wire.messages import ScriptExit
@@ -136,7 +136,7 @@ def _read_nodes(options: Namespace, notes: list[str]) -> dict[str, Any]:
         fields["node_rank"] = _number(options, "node_rank")
     if options.master_addr is not None and "endpoint" not in meeting:
         port = 29500 if options.master_port is None else _number(options, "master_port")
-        meeting["endpoint"] = f"{options.master_addr}:{port}"
+        meeting["endpoint"] = show_endpoint(plain_host(options.master_addr), port)
     if options.standalone:
         fields["nnodes"] = 1
     if "nnodes" not in fields and "DDPSAFE_NNODES" not in os.environ and options.config is None:
@@ -146,8 +146,8 @@ def _read_nodes(options: Namespace, notes: list[str]) -> dict[str, Any]:
     if "JOB_COMPLETION_INDEX" in os.environ:  # of a pod of an indexed Job of Kubernetes
         index = require_int(os.environ, "JOB_COMPLETION_INDEX", because="--nnodes")
         fields.setdefault("node_rank", index)
-    if ":" not in meeting.get("endpoint", ":"):
-        meeting["endpoint"] += f":{DEFAULT_PORT}"  # as torchrun completes it
+    if "endpoint" in meeting:
+        meeting["endpoint"] = complete_endpoint(meeting["endpoint"])  # as torchrun completes it
     return {**fields, **({"rendezvous": meeting} if meeting else {})}
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._config.problems import Problem, require_none, show
+from ddpsafe._host import plain_host, show_endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,6 +40,10 @@ class Endpoint:
     host: str
     port: int
 
+    def __str__(self) -> str:
+        """Spell it, an IPv6 address in brackets."""
+        return show_endpoint(self.host, self.port)
+
     @property
     def is_loopback(self) -> bool:
         """Tell whether the host, as written, is this very machine and no other."""
@@ -58,7 +63,7 @@ def find_address(host: str) -> IPAddress | None:
 
 
 def parse_endpoint(text: str) -> Endpoint:
-    """Read ``host:port``; an IPv6 address comes first as it is, without brackets.
+    """Read ``host:port`` or ``[IPv6 address]:port``; as in torch, the brackets may be left out.
 
     Args:
         text: The endpoint as the user wrote it.
@@ -70,8 +75,40 @@ def parse_endpoint(text: str) -> Endpoint:
         ValidationError: With every problem found.
     """
     require_none(_problems(text), given=text)
-    host, _, port = text.rpartition(":")
-    return Endpoint(host=host, port=int(port))
+    host, port = split_endpoint(text)
+    return Endpoint(host=_canonical(host), port=int(port))
+
+
+def complete_endpoint(text: str, port: int = DEFAULT_PORT) -> str:
+    """Return an endpoint with a port, where the text is a host alone; others as they are."""
+    host, given = split_endpoint(text)
+    return text if given or not host else show_endpoint(host, port)
+
+
+def split_endpoint(text: str) -> tuple[str, str]:
+    """Return host and port of an endpoint as written, each empty where it is missing.
+
+    The last colon separates the port, as in torch, unless the whole is an address and what would be
+    left of it or be its port cannot be one: ``fd77::1`` is a host alone, ``fd77::1:29500`` is not.
+    """
+    if text.endswith("]"):
+        return plain_host(text), ""
+    host, colon, port = text.rpartition(":")
+    if not colon:
+        return text, ""
+    if "[" not in text and find_address(text) is not None:
+        is_port = port.isdecimal() and (int(port) == 0 or int(port) >= _FIRST_PORT)
+        if find_address(host) is None or not is_port:
+            return text, ""
+    return plain_host(host), port
+
+
+def _canonical(host: str) -> str:
+    """Spell an IPv6 address the one way that RFC 5952 has, so that nodes can compare endpoints."""
+    try:
+        return str(ipaddress.IPv6Address(host))
+    except ValueError:
+        return host
 
 
 def _problems(text: str) -> Iterator[Problem]:
@@ -79,7 +116,7 @@ def _problems(text: str) -> Iterator[Problem]:
     if shape is not None:
         yield shape
         return
-    host, _, port = text.rpartition(":")
+    host, port = split_endpoint(text)
     host_problem = _name_problem(host) if find_address(host) is None else _address_problem(host)
     if host_problem is not None:
         yield host_problem
@@ -97,16 +134,17 @@ def _shape_problem(text: str) -> Problem | None:
         )
     if "://" in text or "/" in text:
         return Problem(why="it is a URL or a path, not a host with a port", write=_EXAMPLE)
-    if "[" in text or "]" in text:
+    host, port = split_endpoint(text)
+    if "[" in host or "]" in host or ("[" in text and ":" not in host):
         return Problem(
-            why="it has brackets, which torch refuses in an endpoint",
-            write="an IPv6 address as it is, then a colon and the port: "
-            f'"2001:db8::1:{DEFAULT_PORT}"; the last colon separates the port',
+            why="brackets belong around an IPv6 address, and around nothing else",
+            write=f'"[2001:db8::1]:{DEFAULT_PORT}"',
         )
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port:
-        missing = "host" if colon and not host else "port"
-        return Problem(why=f"the {missing} is missing", write=_EXAMPLE)
+    if not host or not port:
+        missing = "port" if host or ":" not in text else "host"
+        is_address = missing == "port" and find_address(host) is not None
+        write = f'"{show_endpoint(host, DEFAULT_PORT)}"' if is_address else _EXAMPLE
+        return Problem(why=f"the {missing} is missing", write=write)
     return None
 
 
@@ -130,9 +168,15 @@ def _name_problem(host: str) -> Problem | None:
 def _address_problem(host: str) -> Problem | None:
     address = find_address(host)
     kind = None if address is None else _unusable_kind(address)
-    if kind is None:
+    if kind is not None:
+        return Problem(why=f"{host} {kind}", write=_EXAMPLE)
+    plain, percent, scope = host.partition("%")
+    if not percent:
         return None
-    return Problem(why=f"{host} {kind}", write=_EXAMPLE)
+    return Problem(
+        why=f"%{scope} names an interface of one host, and other hosts have other ones",
+        write=f'the address alone: "{show_endpoint(plain, DEFAULT_PORT)}"',
+    )
 
 
 def _unusable_kind(address: IPAddress) -> str | None:
@@ -146,7 +190,9 @@ def _unusable_kind(address: IPAddress) -> str | None:
 
 
 def _port_problem(host: str, port: str) -> Problem | None:
-    usable = f'a port from {_FIRST_PORT} to {_LAST_PORT}, e.g. "{host}:{DEFAULT_PORT}"'
+    usable = (
+        f'a port from {_FIRST_PORT} to {_LAST_PORT}, e.g. "{show_endpoint(host, DEFAULT_PORT)}"'
+    )
     if not re.fullmatch(r"[0-9]{1,5}", port, re.ASCII):
         return Problem(why=f"the port {show(port)} is not a port number", write=usable)
     number = int(port)

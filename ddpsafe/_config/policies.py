@@ -156,8 +156,8 @@ class Rendezvous(Part):
 
     endpoint: str | None = Field(
         default=None,
-        description="host:port that every node can reach; IPv6 without brackets.",
-        examples=['"gpu-01:29400"'],
+        description="host:port that every node can reach; an IPv6 address in brackets.",
+        examples=['"gpu-01:29400"', '"[2001:db8::1]:29400"'],
     )
     interface: str | None = Field(
         default=None,
@@ -210,9 +210,7 @@ class Rendezvous(Part):
     @field_validator("endpoint")
     @classmethod
     def _judge_endpoint(cls, value: str | None) -> str | None:
-        if value is not None:
-            parse_endpoint(value)
-        return value
+        return None if value is None else str(parse_endpoint(value))
 
     @field_validator("interface")
     @classmethod

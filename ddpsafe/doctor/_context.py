@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from ddpsafe._config.endpoint import Endpoint, parse_endpoint
 from ddpsafe._config.sources import find_variable, read_config_file
 from ddpsafe._errors import ConfigError
-from ddpsafe._host import as_setting
+from ddpsafe._host import as_setting, plain_host, show_endpoint
 from ddpsafe.doctor._system.nvidia import count_device_nodes
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Subject:
         if not host or not port:
             return None
         try:
-            return parse_endpoint(f"{host}:{port}")
+            return parse_endpoint(show_endpoint(plain_host(host), port))
         except ValueError:  # DS-ENV-003 and DS-ENV-004 say why
             return None
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ddpsafe._config.endpoint import Endpoint, parse_endpoint
+from ddpsafe import Rendezvous
+from ddpsafe._config.endpoint import Endpoint, complete_endpoint, parse_endpoint
 from ddpsafe._config.interfaces import (
     GLOO,
     NCCL,
@@ -30,12 +31,40 @@ EXISTING = ["lo", "eth0", "eth1", "docker0"]
         ("job-0.svc.cluster.local:65535", "job-0.svc.cluster.local", 65535),
         ("my_service:29400", "my_service", 29400),
         ("2001:db8::1:29400", "2001:db8::1", 29400),
+        ("[2001:db8::1]:29400", "2001:db8::1", 29400),
+        ("[2001:DB8:0:0::1]:29400", "2001:db8::1", 29400),
+        ("2001:db8::1:2940", "2001:db8::1", 2940),
+        ("1:2:3:4:5:6:7:8:29400", "1:2:3:4:5:6:7:8", 29400),
+        ("[::1]:0", "::1", 0),
+        ("::1:0", "::1", 0),
         ("localhost:0", "localhost", 0),
     ],
 )
 def test_endpoints_are_read(text: str, host: str, port: int) -> None:
-    """The last colon separates the port."""
-    assert parse_endpoint(text) == Endpoint(host=host, port=port)
+    """The last colon separates the port, with brackets around an IPv6 address or without."""
+    endpoint = parse_endpoint(text)
+    assert endpoint == Endpoint(host=host, port=port)
+    assert parse_endpoint(str(endpoint)) == endpoint
+    assert Rendezvous(endpoint=text).endpoint == str(endpoint)
+
+
+@pytest.mark.parametrize(
+    ("text", "completed"),
+    [
+        ("gpu-01", "gpu-01:29400"),
+        ("10.0.0.7", "10.0.0.7:29400"),
+        ("fd77::1", "[fd77::1]:29400"),
+        ("[fd77::1]", "[fd77::1]:29400"),
+        ("1:2:3:4:5:6:7:8", "[1:2:3:4:5:6:7:8]:29400"),
+        ("gpu-01:29500", "gpu-01:29500"),
+        ("fd77::1:29500", "fd77::1:29500"),
+        ("[fd77::1]:29500", "[fd77::1]:29500"),
+        (":29500", ":29500"),
+    ],
+)
+def test_host_alone_gets_the_port_of_torchrun(text: str, completed: str) -> None:
+    """An address whose last group could be a port is a host alone only in brackets."""
+    assert complete_endpoint(text) == completed
 
 
 @pytest.mark.parametrize(
@@ -47,7 +76,21 @@ def test_endpoints_are_read(text: str, host: str, port: int) -> None:
         ("", "port is missing"),
         (" gpu-01:29400", "blanks"),
         ("gpu-01:29400\n", "blanks"),
-        ("[2001:db8::1]:29400", "brackets"),
+        ("[gpu-01]:29400", "brackets"),
+        ("[10.0.0.7]:29400", "brackets"),
+        ("[2001:db8::1:29400", "brackets"),
+        ("[[2001:db8::1]]:29400", "brackets"),
+        ("[]:29400", "brackets"),
+        ("[2001:db8::1]29400", "brackets"),
+        ("[2001:db8::1]", "port is missing"),
+        ("[2001:db8::1]:", "port is missing"),
+        ("fd77::1", "port is missing"),
+        ("::1", "port is missing"),
+        ("fd77::1%eth0:29400", "%eth0 names an interface of one host"),
+        ("[fd77::1%eth0]:29400", "%eth0 names an interface of one host"),
+        ("[fe80::1%eth0]:29400", "link-local"),
+        ("[::]:29400", "any address"),
+        ("[2001:db8::1]:80", "need root"),
         ("tcp://gpu-01:29400", "URL"),
         ("6841231:29400", "0.104.99.143"),
         ("127.1:29400", "not an IPv4 address"),

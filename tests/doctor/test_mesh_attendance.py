@@ -180,6 +180,29 @@ def test_closed_endpoint_is_told_by_the_node_that_cannot_come(
     require_in_time([host], 5)
 
 
+def test_swapped_node_ranks_are_named_on_the_host_of_the_endpoint(make_hosts: MakeHosts) -> None:
+    """The doctor does run there; that "it does not run yet" would send the reader to a firewall."""
+    swapped = {0: {"node_rank": 1}, 1: {"node_rank": 0}}
+    visitor, _ = examine(make_hosts(2), timeout_s=1, each=swapped)
+    assert visitor.codes() == ["DS-MESH-005"]
+    found = visitor.one("DS-MESH-005")
+    assert "which is h0 itself" in found["fact"]
+    assert "Give --node-rank 0 to h0" in found["fix"]
+    assert "iptables" not in found["fix"]
+
+
+def test_closed_ipv6_endpoint_is_opened_with_ip6tables(make_hosts: MakeHosts) -> None:
+    """The lines to paste are for the packet filter that the connection passes."""
+    network = make_hosts(2)
+    for host in network:
+        host.shell(f"ip -6 addr add fd00:77::{host.index + 1}/64 dev eth0 nodad")
+    endpoint = f"[fd00:77::1]:{PORT}"
+    (visitor,) = examine(network, hosts=[1], timeout_s=1, endpoint=endpoint)
+    found = visitor.one("DS-MESH-005")
+    assert f"is refused by {endpoint} (fd00:77::1)" in found["fact"]
+    assert f"ip6tables -I INPUT -p tcp --dport {PORT} -j ACCEPT" in found["fix"]
+
+
 def test_host_in_another_network_has_no_way_to_the_endpoint(make_hosts: MakeHosts) -> None:
     """A host that has only the other card cannot even come."""
     network = make_hosts(

@@ -57,7 +57,7 @@ def test_hosts_with_ipv6_alone_are_examined_the_same(make_hosts: MakeHosts) -> N
             ip -6 addr add fd00:77::{host.index + 1}/64 dev eth0 nodad
         """)
     network[1].firewall(f"ip6 saddr fd00:77::3 ct state new tcp dport != {PORT} reject")
-    report = agree(examine(network))
+    report = agree(examine(network, endpoint=f"[fd00:77::1]:{PORT}"))
     assert report.codes() == ["DS-MESH-032"]
     assert report.ways("refused") == {(2, 1)}
     assert "ip6 saddr fd00:77::/64 tcp dport" in report.one("DS-MESH-032")["fix"]

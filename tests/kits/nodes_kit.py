@@ -125,22 +125,29 @@ def start_job(
     *,
     nproc: Sequence[int],
     port: int,
+    at: str | None = None,
 ) -> list[Launcher]:
-    """Start the launchers of a job on the first hosts of a network."""
+    """Start the launchers of a job on the first hosts of a network; they meet on the first."""
     started = []
     for index in range(len(nproc)):
         as_json = [case.as_json(folder, index, nproc) for case in cases]
-        endpoint = f"{network[0].name}:{port}"
+        endpoint = f"{at or network[0].name}:{port}"
         command = [sys.executable, str(PROGRAM), str(folder), endpoint, json.dumps(as_json)]
         started.append(Launcher(network[index], command, {}))
     return started
 
 
 def run_job(
-    network: Network, cases: Sequence[Case], folder: Path, *, nproc: Sequence[int], port: int
+    network: Network,
+    cases: Sequence[Case],
+    folder: Path,
+    *,
+    nproc: Sequence[int],
+    port: int,
+    at: str | None = None,
 ) -> list[dict[str, dict[str, Any]]]:
     """Run the cases on the first hosts; return what each node said of each."""
-    launchers = start_job(network, cases, folder, nproc=nproc, port=port)
+    launchers = start_job(network, cases, folder, nproc=nproc, port=port, at=at)
     for launcher in launchers:
         assert launcher.end() == 0, launcher.err[-4000:]
     require_nothing_left(network)

@@ -202,6 +202,16 @@ PUBLIC: list[Any] = [
         0,
     ),
     (
+        "--nnodes=2 --rdzv-endpoint fd77::1 t.py",
+        {"nnodes": 2, "rendezvous": {"endpoint": "[fd77::1]:29400"}},
+        0,
+    ),
+    (
+        "--nnodes=2 --master-addr [fd77::1] t.py",
+        {"nnodes": 2, "rendezvous": {"endpoint": "[fd77::1]:29500"}},
+        0,
+    ),
+    (
         "--nnodes 2 --node-rank 0 --master_addr gpu-01 --master_port 2950 t.py",
         {"nnodes": 2, "node_rank": 0, "rendezvous": {"endpoint": "gpu-01:2950"}},
         0,

@@ -83,3 +83,18 @@ def _require_the_same(said: list[dict[str, Any]]) -> None:
     """Fail unless all nodes said the same of an error."""
     for key in ("error", "text", "code", "kind", "rank", "attempt"):
         assert len({str(each.get(key)) for each in said}) == 1, (key, said)
+
+
+def test_nodes_meet_at_an_ipv6_address_in_brackets(network: Network, tmp_path: Path) -> None:
+    """The endpoint as every other tool spells it."""
+    for host in network:
+        host.shell(f"ip -6 addr add fd00:77::{host.index + 1}/64 dev eth0 nodad")
+    nodes = run_job(
+        network,
+        [Case(name="healthy")],
+        tmp_path,
+        nproc=(1, 1),
+        port=next(_ports),
+        at="[fd00:77::1]",
+    )
+    assert [node["healthy"]["values"] for node in nodes] == [{"0": 0}, {"1": 1}]

@@ -620,6 +620,14 @@ def test_ranks_of_slurm_meet_on_the_first_node(nodelist: str, first: str) -> Non
     assert require_endpoint(env).host == first
 
 
+@pytest.mark.parametrize("host", ["[::1]", "::1"])
+def test_master_addr_may_be_an_ipv6_address_in_brackets(host: str) -> None:
+    """As scripts write it that join it with the port; the sockets take the address alone."""
+    endpoint = require_endpoint(by_hand(0, 2, 29500) | {"MASTER_ADDR": host})
+    assert (endpoint.host, endpoint.is_on_this_host) == ("::1", True)
+    assert str(endpoint) == "[::1]:29500"
+
+
 def test_steps_of_slurm_have_ports_of_their_own() -> None:
     """All tasks of a step agree on the port; another step and another job have another one."""
     ports = [require_endpoint(env).port for env in (slurm(0), slurm(1))]

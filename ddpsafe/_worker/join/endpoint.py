@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import ConfigError, Explanation
+from ddpsafe._host import plain_host, show_endpoint
 from ddpsafe._world import expand_hosts, require_int
 
 if TYPE_CHECKING:
@@ -163,8 +164,8 @@ class Endpoint:
     is_on_this_host: bool
 
     def __str__(self) -> str:
-        """Spell it host:port."""
-        return f"{self.host}:{self.port}"
+        """Spell it, an IPv6 address in brackets."""
+        return show_endpoint(self.host, self.port)
 
 
 def find_endpoint(world: World, env: Mapping[str, str]) -> Endpoint:
@@ -183,7 +184,7 @@ def find_endpoint(world: World, env: Mapping[str, str]) -> Endpoint:
             if not env.get(name) and env.get(f"PET_{name}")
         },
     }
-    host = env.get("MASTER_ADDR") or _guess_host(world, env)
+    host = plain_host(env.get("MASTER_ADDR", "")) or _guess_host(world, env)
     if env.get("MASTER_PORT"):
         port = require_int(env, "MASTER_PORT", because="MASTER_ADDR")
     else:

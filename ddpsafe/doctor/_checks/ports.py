@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
-from ddpsafe._host import list_interfaces
+from ddpsafe._host import list_interfaces, show_endpoint
 from ddpsafe.doctor._report import Finding, failed, ok, to_copy, warning
 from ddpsafe.doctor._system.tcp import addresses_of
 
@@ -54,7 +54,7 @@ def check_free(subject: Subject) -> Iterator[Finding]:
         cause="another job with the same port, or a process that an earlier run left behind.",
         fix=to_copy(
             "Take another port on all nodes, or end the process if it is yours:",
-            f"export MASTER_PORT={endpoint.port + 1}   # or --rdzv-endpoint {endpoint.host}:{endpoint.port + 1}",
+            f"export MASTER_PORT={endpoint.port + 1}   # or --rdzv-endpoint {show_endpoint(endpoint.host, endpoint.port + 1)}",
             *stop,
         ),
         port=endpoint.port,

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from ddpsafe._config.endpoint import DEFAULT_PORT, parse_endpoint
 from ddpsafe._errors import ConfigError
-from ddpsafe._host import count_cores
+from ddpsafe._host import count_cores, plain_host, show_endpoint
 from ddpsafe._world import find_world
 from ddpsafe.doctor._context import find_place
 from ddpsafe.doctor._report import Finding, failed, ok, to_copy, warning
@@ -180,12 +180,22 @@ def check_address(subject: Subject) -> Iterator[Finding]:
         yield ok("DS-ENV-003", "MASTER_ADDR is not set; `launch` sets it for its ranks.")
         return
     try:
-        parsed = parse_endpoint(f"{host}:{DEFAULT_PORT}")
+        parsed = parse_endpoint(show_endpoint(plain_host(host), DEFAULT_PORT))
     except ValidationError as error:
         yield _unusable(subject, host, error)
         return
     if subject.nnodes > 1 and parsed.is_loopback:
         yield _loopback(subject, host)
+    elif plain_host(host) != host:
+        yield warning(
+            "DS-ENV-003",
+            f"MASTER_ADDR={host!r} has brackets: ddpsafe reads it, torch by itself does not.",
+            cause="the way to write an IPv6 address where a port follows.",
+            fix=to_copy(
+                "Write the address alone:",
+                find_place(subject.config, "MASTER_ADDR").set_line("MASTER_ADDR", plain_host(host)),
+            ),
+        )
     else:
         yield ok("DS-ENV-003", f"MASTER_ADDR={host!r} can be read.")
 
@@ -201,7 +211,7 @@ def _unusable(subject: Subject, host: str, error: ValidationError) -> Finding:
     return _judge(subject)(
         "DS-ENV-003",
         f"MASTER_ADDR={host!r} is not a host: {context.get('why', 'it cannot be read')}.",
-        cause="a line break of a command's output, an IPv6 address in brackets, or a URL.",
+        cause="a line break of a command's output, a URL, or an address with its port.",
         fix=to_copy(
             "Write the host alone, as a name or an address:", f"export MASTER_ADDR={example}"
         ),

@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ddpsafe._clock import BoundedCall, Deadline
+from ddpsafe._config.endpoint import split_endpoint
 from ddpsafe.doctor._mesh.all_reduce import LONGEST
 from ddpsafe.doctor._mesh.coordinator import (
     MESH,
@@ -90,7 +91,7 @@ def examine(  # noqa: PLR0913 - the facts of one job, all by name
     Returns:
         What was found, the same on every node that reached the endpoint, and who reaches whom.
     """
-    host, _, port = endpoint.rpartition(":")
+    host, port = split_endpoint(endpoint)
     job = Job(
         nnodes=nnodes,
         node_rank=node_rank,
@@ -140,7 +141,7 @@ def examine_at_store(  # noqa: PLR0913 - as `examine`
     Returns:
         As `examine` does.
     """
-    host, _, port = endpoint.rpartition(":")
+    host, port = split_endpoint(endpoint)
     job = Job(
         nnodes=nnodes,
         node_rank=node_rank,

@@ -8,6 +8,7 @@ import socket
 from importlib import metadata
 from typing import TYPE_CHECKING, Final
 
+from ddpsafe._host import list_interfaces, show_endpoint
 from ddpsafe.doctor import _codes
 from ddpsafe.doctor._mesh.findings.fixes import allow, describe_chain
 from ddpsafe.doctor._report import Finding, to_copy
@@ -41,11 +42,15 @@ def describe_obstacle(
     """
     here = f"{socket.gethostname()} (node rank {node_rank} of {nnodes})"
     if obstacle.trouble == "late":
-        return late(f"{here} came to {host}:{port}", waited="the others had stopped waiting")
+        return late(
+            f"{here} came to {show_endpoint(host, port)}", waited="the others had stopped waiting"
+        )
     if obstacle.trouble == "secret":
-        return no_secret(f"{here} came to {host}:{port}", hosts=(socket.gethostname(), host))
+        return no_secret(
+            f"{here} came to {show_endpoint(host, port)}", hosts=(socket.gethostname(), host)
+        )
     if obstacle.trouble == "version":
-        what = f"{here} is refused by {obstacle.holder} at {host}:{port}: {obstacle.said}"
+        what = f"{here} is refused by {obstacle.holder} at {show_endpoint(host, port)}: {obstacle.said}"
         return other_version(what, hosts=(socket.gethostname(), obstacle.holder))
     code, describe = _DESCRIPTIONS[obstacle.trouble]
     what, cause, fix = describe(obstacle, host, port)
@@ -60,7 +65,7 @@ def describe_obstacle(
         fix=fix,
         hosts=(socket.gethostname(), host),
         details={
-            "endpoint": f"{host}:{port}",
+            "endpoint": show_endpoint(host, port),
             "addresses": list(obstacle.addresses),
             "trouble": obstacle.trouble,
             "said": obstacle.said,
@@ -72,9 +77,7 @@ def describe_obstacle(
 def describe_trouble(obstacle: Obstacle, *, host: str, port: int) -> str:
     """Say in a line, while it is still tried, what is in the way."""
     seconds = f"{obstacle.waited_s:.0f} s"
-    return (
-        f"waiting for node rank 0 at {host}:{port}: {obstacle.trouble} ({obstacle.said}), {seconds}"
-    )
+    return f"waiting for node rank 0 at {show_endpoint(host, port)}: {obstacle.trouble} ({obstacle.said}), {seconds}"
 
 
 _Description = tuple[str, str, str]
@@ -105,26 +108,42 @@ def _own_filter(
 def _dropped(obstacle: Obstacle, host: str, port: int) -> _Description:
     addresses = ", ".join(obstacle.addresses)
     return (
-        f"gets no answer from {host}:{port} ({addresses}): packets vanish",
+        f"gets no answer from {show_endpoint(host, port)} ({addresses}): packets vanish",
         f"a firewall or security group drops port {port} on {host} or on the way, or the host is off.",
         to_copy(
             f"Open the port on {host}, as root:",
-            f"iptables -I INPUT -p tcp --dport {port} -j ACCEPT",
+            f"{_iptables(obstacle)} -I INPUT -p tcp --dport {port} -j ACCEPT",
             f"firewall-cmd --permanent --add-port={port}/tcp && firewall-cmd --reload",
             f"# in a cloud: an inbound rule of the security group, TCP {port}",
         ),
     )
 
 
+def _iptables(obstacle: Obstacle) -> str:
+    """Return the command of the packet filter that the endpoint's addresses pass."""
+    return "ip6tables" if all(":" in each for each in obstacle.addresses) else "iptables"
+
+
 def _refused(obstacle: Obstacle, host: str, port: int) -> _Description:
     addresses = ", ".join(obstacle.addresses)
+    own = {address for each in list_interfaces() for address in each.addresses}
+    if obstacle.addresses and own.issuperset(obstacle.addresses):
+        here = socket.gethostname()
+        return (
+            f"is refused by {show_endpoint(host, port)} ({addresses}), which is {here} itself",
+            (
+                f"the endpoint names {here}, and node rank 0 was not started here: two hosts have each "
+                "other's --node-rank, or --rdzv-endpoint names the wrong host."
+            ),
+            f"Give --node-rank 0 to {here}, or name the host that has it in --rdzv-endpoint.",
+        )
     return (
-        f"is refused by {host}:{port} ({addresses})",
+        f"is refused by {show_endpoint(host, port)} ({addresses})",
         f"the doctor does not run on {host} yet, its port is another one, or a firewall there rejects.",
         to_copy(
             f"Look on {host} whether it listens; if it does, open the port:",
             f"ss -ltn 'sport = :{port}'",
-            f"iptables -I INPUT -p tcp --dport {port} -j ACCEPT",
+            f"{_iptables(obstacle)} -I INPUT -p tcp --dport {port} -j ACCEPT",
         ),
     )
 
@@ -133,7 +152,7 @@ def _no_route(obstacle: Obstacle, host: str, port: int) -> _Description:
     addresses = ", ".join(obstacle.addresses)
     first = obstacle.addresses[0] if obstacle.addresses else host
     return (
-        f"has no way to {host}:{port} ({addresses}): {obstacle.said}",
+        f"has no way to {show_endpoint(host, port)} ({addresses}): {obstacle.said}",
         'no route leads there, the host is off, or a firewall answers "prohibited".',
         to_copy(
             "Compare, and name an address of node rank 0 in a network of this host:",
@@ -160,7 +179,7 @@ def _unresolved(obstacle: Obstacle, host: str, _port: int) -> _Description:
 def _loopback(obstacle: Obstacle, host: str, port: int) -> _Description:
     addresses = ", ".join(obstacle.addresses)
     return (
-        f"is led to itself by {host}:{port} ({addresses})",
+        f"is led to itself by {show_endpoint(host, port)} ({addresses})",
         f"the /etc/hosts of this host gives {host} a loopback address.",
         to_copy(
             "Correct that line, or name the address in --rdzv-endpoint; look up:",
@@ -171,7 +190,7 @@ def _loopback(obstacle: Obstacle, host: str, port: int) -> _Description:
 
 def _other_program(obstacle: Obstacle, host: str, port: int) -> _Description:
     return (
-        f"is let in at {host}:{port}, but what answers is not ddpsafe doctor: {obstacle.said}",
+        f"is let in at {show_endpoint(host, port)}, but what answers is not ddpsafe doctor: {obstacle.said}",
         "another program has the port, or a proxy between the hosts accepts every connection.",
         to_copy(
             f"Choose another port, or look on {host} who listens:",
@@ -182,7 +201,7 @@ def _other_program(obstacle: Obstacle, host: str, port: int) -> _Description:
 
 def _other_job(obstacle: Obstacle, host: str, port: int) -> _Description:
     return (
-        f"found another job at {host}:{port}, on {obstacle.holder}: {obstacle.said}",
+        f"found another job at {show_endpoint(host, port)}, on {obstacle.holder}: {obstacle.said}",
         "another job uses this endpoint, or --nnodes differs from host to host.",
         "Give each job its own port, and the same --nnodes to all nodes of one.",
     )
@@ -190,7 +209,7 @@ def _other_job(obstacle: Obstacle, host: str, port: int) -> _Description:
 
 def _duplicate(obstacle: Obstacle, host: str, port: int) -> _Description:
     return (
-        f"was sent away from {host}:{port}: its node rank is taken by {obstacle.holder}",
+        f"was sent away from {show_endpoint(host, port)}: its node rank is taken by {obstacle.holder}",
         "two hosts were started with the same --node-rank, or a former run goes on.",
         "Give each host its own --node-rank, counted from 0.",
     )
@@ -266,7 +285,7 @@ def _missing(results: Results, missing: list[int]) -> Finding:
             "the doctor was not started there, it waits for another endpoint, or it cannot reach this "
             f"one{filtered}: what it prints there says which."
         )
-        where = shlex.quote(f"{results.host}:{results.port}")
+        where = shlex.quote(show_endpoint(results.host, results.port))
         fix = to_copy(
             "Start it there and look at what it says:",
             *(
@@ -412,7 +431,7 @@ def _leads_elsewhere(results: Results, obstacle: Obstacle) -> Finding:
     return Finding(
         code=_codes.CANNOT_SERVE,
         severity="warning" if complete else "failed",
-        fact=f"{results.host}:{results.port} ({addresses}) does not lead to {own}, which is node rank 0: "
+        fact=f"{show_endpoint(results.host, results.port)} ({addresses}) does not lead to {own}, which is node rank 0: "
         f"{obstacle.trouble} ({obstacle.said}).",
         cause="--node-rank 0 was given to another host than the one the endpoint names.",
         fix=f"Start node rank 0 on {results.host}, or name {own} in --rdzv-endpoint.",
@@ -426,7 +445,7 @@ def _other_coordinator(results: Results) -> Finding:
     return Finding(
         code=_codes.DUPLICATE,
         severity="failed",
-        fact=f"{own} is node rank 0, and so is {results.other_coordinator}, to which {results.host}:{results.port} "
+        fact=f"{own} is node rank 0, and so is {results.other_coordinator}, to which {show_endpoint(results.host, results.port)} "
         "leads.",
         cause="two hosts were started with --node-rank 0.",
         fix="Give each host its own --node-rank; 0 belongs to the host that the endpoint names.",
