@@ -36,20 +36,39 @@ _ANSI_BYTES: Final = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\n]*\x0
 _CONTROL_BYTES: Final = bytes(each for each in (*range(32), 127) if each not in b"\t\n")
 _RANK: Final = re.compile(
     r"\[rank(?P<a>\d+)\]|\[Rank (?P<b>\d+)\]|\[default(?P<c>\d+)\]|^(?P<d>\d{1,5}): "
-    r"|^\[1,(?P<e>\d+)\]<std|(?i:\blocal_rank: ?(?P<f>\d+))|\brank ?: ?(?P<g>\d+) "
+    r"|^\[1,(?P<e>\d+)\]<std|(?i:\blocal_rank: ?(?P<local>\d+))|\brank\s*: ?(?P<g>\d+)\b"
     r"|\bprocess (?P<h>\d+) terminated|\bRank (?P<i>\d+)\]|^rank-?(?P<j>\d+)[ :|]"
+    r"|: task (?P<k>\d+): |\bprocess rank (?P<l>\d+) with PID|\bRANK (?P<m>\d+) PID"
 )
+_RANK_WORDS: Final = ("rank", "Rank", "RANK", "[default", "[1,", "process ", ": task ")
 _PREFIX: Final = re.compile(
-    r"^(?:\[(?:rank|default)\d+\]:?\s*|\[1,\d+\]<std\w+>:\s?|\d{1,5}: |[\w.-]+\s+\| ?"
-    r"|\(\w+ pid=\d+(?:, ip=[\d.]+)?\)\s*|\[[\d\-T:., ]+\]\s*|\d{4}-\d\d-\d\d[T ][\d:.,]+Z?\s*)+"
+    r"^(?:\[(?:rank|default)\d+\]:?\s*|\[1,\d+\]<std\w+>:\s?|\d{1,5}: |[\w.-]+\s+[|│] ?"
+    r"|\(\w+ pid=\d+(?:, ip=[\d.]+)?\)\s*|\[[\d\-T:., ]+\]\s*|\d{4}-\d\d-\d\d[T ][\d:.,]+Z?\s*"
+    r"|[IWEF]\d{4} [\d:.]+ +\d+ \S+:\d+\] ?|\[(?:ERROR|WARNING|INFO|DEBUG)\]\s*"
+    r"|\[pod/\S+\] ?|[a-z][\w.-]*\d: (?=\S)|std(?:out|err) [FP] )+"
 )
+_WARNING: Final = re.compile(
+    r"^.{0,60}?(?:\[W\d* |\[W \w|(?:^|[\]\s:])W\d{4} |(?<![=_\w])(?:WARN(?:ING)?(?<!NCCL WARN)|INFO|DEBUG)\b|Warning: )"
+)
+"""A line that its own program takes for less than an error: it proves less than one."""
 _EXCEPTION: Final = re.compile(
     r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure|Fault|Timeout))"
     r"(?:: (?P<text>.*)|:?\s*)$"
 )
 _FRAME: Final = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 _LIBRARY: Final = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen|\\lib\\|/torch/")
+_ANY_EXCEPTION: Final = re.compile(
+    r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w+)(?:: (?P<text>.*)|:?\s*)$"
+)
+"""What ends a traceback, whatever the class is called."""
+_IGNORED: Final = re.compile(r"^(?:Exception ignored in|Error in atexit|--- Logging error ---)")
+_CAUGHT_IN_WORKER: Final = re.compile(r"^Caught \w+ in (?:DataLoader worker|replica|pin memory)")
+_ROOT_CAUSE: Final = re.compile(r"^Root Cause \(first observed failure\)")
+_RANK_OF_ROOT: Final = re.compile(r"^\s*rank\s*: (\d+) \(local_rank")
 _SEQUENCE: Final = re.compile(r"SeqNum=(\d+)")
+_ALIKE: Final = 1_000
+"""After so many lines that hold the same four letters of rules, and were all about something, the
+next ones are taken to be about the same and only counted."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,6 +86,8 @@ class Cause:
         rank: The rank whose lines show it first; ``None`` where no line tells.
         evidence: The lines it rests on, the first few, as ``(line number from 1, text)``.
         count: How many lines show it.
+        has_local_rank: Whether `rank` is one of its host's, because the line names no other.
+        is_wrapper: Whether it only hands on an exception of another process, which may follow.
     """
 
     code: str
@@ -79,6 +100,8 @@ class Cause:
     rank: int | None = None
     evidence: list[tuple[int, str]] = field(default_factory=list)
     count: int = 0
+    has_local_rank: bool = False
+    is_wrapper: bool = False
 
     def as_json(self) -> dict[str, object]:
         """Return what ``ddpsafe explain --json`` prints of it."""
@@ -94,6 +117,26 @@ class Cause:
         }
 
 
+@dataclass(slots=True, kw_only=True)
+class _Traceback:
+    """A traceback that is being printed, of one rank.
+
+    Attributes:
+        frame: The last call so far that is not of a library.
+        has_frame: Whether any call has been printed.
+        is_ignored: Whether Python says that the exception is ignored.
+    """
+
+    frame: re.Match[str] | None = None
+    has_frame: bool = False
+    is_ignored: bool = False
+
+
+_USER: Final = "DS-USER-exception"
+_WATCHDOG: Final = "DS-HANG-watchdog"
+_OWN: Final = ("exception", "end")
+
+
 class LogReader:
     """Reads lines and keeps what the catalogue knows of them."""
 
@@ -103,7 +146,12 @@ class LogReader:
         self._also: set[str] = set()
         self._shapes: dict[bytes, int] = {}
         self._cause_of_shape: dict[bytes, Cause] = {}
-        self._frame: re.Match[str] | None = None
+        self._alike: dict[frozenset[str], int] = {}
+        # Of each rank the last call of the traceback that is being printed: they may be mixed.
+        self._tracebacks: dict[int | None, _Traceback] = {}
+        self._lone: Cause | None = None
+        self._root_rank: int | None = None
+        self._is_root_cause = False
         self._in_traceback = False
         self._since_frame = 0
         self._sieve: _Sieve | None = None
@@ -152,11 +200,13 @@ class LogReader:
 
     def _read_raw(self, number: int, raw: bytes, grams: Collection[str] | None) -> None:
         """Read one line; `grams` are the four letters in it that rules need, if they are known."""
+        if grams and self._alike and self._is_like_others(frozenset(grams)):
+            return
         # Deleting the digits runs in C, and most lines of a log end here.
         shape = raw[:_LONGEST_LINE].translate(None, b"0123456789")
         seen = self._shapes.get(shape, 0)
         if seen >= _SAME_LINES and b'File "' not in raw:
-            self._repeat(shape)
+            self._repeat(shape, raw)
             return
         if len(self._shapes) < _MOST_SHAPES:
             self._shapes[shape] = seen + 1
@@ -168,43 +218,74 @@ class LogReader:
             text = part[:_LONGEST_LINE].decode("utf-8", "replace")
             self._read_line(number, text, shape, grams)
 
-    def _repeat(self, shape: bytes) -> None:
+    def _repeat(self, shape: bytes, raw: bytes) -> None:
         if (cause := self._cause_of_shape.get(shape)) is not None:
             cause.count += 1
+            if cause.code == _WATCHDOG:  # which differs in numbers, and those are what counts
+                line = raw[:_LONGEST_LINE].decode("utf-8", "replace")
+                self._compare_sequence(line, _rank_of(line))
+
+    def _is_like_others(self, grams: frozenset[str]) -> bool:
+        return self._alike.get(grams, 0) >= _ALIKE
 
     def _read_line(
         self, number: int, line: str, shape: bytes, grams: Collection[str] | None
     ) -> None:
         line = _ANSI.sub("", line).rstrip()
         said = _PREFIX.sub("", line)
+        rank = _rank_of(line)
         frame = _FRAME.match(said)
         if frame is not None:
             self._in_traceback, self._since_frame = True, 0
+            traceback = self._tracebacks.setdefault(rank, _Traceback())
+            traceback.has_frame = True
             if not _LIBRARY.search(frame["file"]):
-                self._frame = frame
-        elif said.startswith("Traceback (most recent call last)"):
-            self._in_traceback, self._frame, self._since_frame = True, None, 0
+                traceback.frame = frame
+        elif said.lstrip().startswith(("Traceback (most recent", "Original Traceback (most")):
+            before = self._tracebacks.get(rank)
+            is_ignored = before is not None and before.is_ignored and not before.has_frame
+            self._tracebacks[rank] = _Traceback(is_ignored=is_ignored)
+            self._in_traceback, self._since_frame = True, 0
         else:
-            cause = self._match(number, line, said, grams)
+            if _IGNORED.match(said):
+                self._tracebacks[rank] = _Traceback(is_ignored=True)
+                self._in_traceback, self._since_frame = True, 0
+            cause = self._match(number, line, said, rank, grams)
             if cause is not None and len(self._cause_of_shape) < _MOST_SHAPES:
                 self._cause_of_shape[shape] = cause
+            if grams:
+                key = frozenset(grams)
+                self._alike[key] = self._alike.get(key, 0) + 1 if cause is not None else -_ALIKE
 
     def _match(
-        self, number: int, line: str, said: str, grams: Collection[str] | None
+        self, number: int, line: str, said: str, rank: int | None, grams: Collection[str] | None
     ) -> Cause | None:
         best = self._find_best(number, line, said, grams)
+        self._note_root(said)
         raised = _EXCEPTION.match(said)
-        was_in_traceback = self._in_traceback
-        if raised is not None:
-            self._in_traceback = False
+        traceback = self._tracebacks.get(rank) if self._in_traceback else None
+        if raised is None and traceback is not None and traceback.has_frame:
+            raised = _ANY_EXCEPTION.match(said)
+        if raised is not None and traceback is not None:
+            del self._tracebacks[rank]
+            self._in_traceback = bool(self._tracebacks)
+            if traceback.is_ignored:
+                return None
         if best is not None:
             rule, match = best
-            if rule.code == "DS-HANG-watchdog":
-                self._compare_sequence(said, _rank_of(line))
+            if rule.code == _WATCHDOG:
+                self._compare_sequence(said, rank)
             return self._note(self._found, rule, match, number, line, said)
-        if raised is not None and was_in_traceback:
-            return self._note_exception(raised, number, line, said)
+        if raised is not None:
+            return self._note_exception(raised, traceback, number, line, said)
         return None
+
+    def _note_root(self, said: str) -> None:
+        """Keep the rank that torchrun's summary names as the first to fail."""
+        if _ROOT_CAUSE.match(said):
+            self._is_root_cause = True
+        elif self._is_root_cause and (match := _RANK_OF_ROOT.match(said)):
+            self._root_rank, self._is_root_cause = int(match[1]), False
 
     def _find_best(
         self, number: int, line: str, said: str, grams: Collection[str] | None
@@ -236,35 +317,50 @@ class LogReader:
     ) -> Cause:
         facts = {name: value or "" for name, value in match.groupdict().items()}
         cause = where.get(rule.code)
+        level = "symptom" if rule.level == "cause" and _WARNING.search(line) else rule.level
         if cause is None:
             cause = where[rule.code] = Cause(
                 code=rule.code,
                 kind=rule.kind,
-                level=rule.level,
+                level=level,
                 retry=rule.retry,
                 cause=rule.cause.format(**facts) if facts else rule.cause,
                 fix=rule.fix.format(**facts) if facts else rule.fix,
                 page=rule.page,
             )
+        if LEVELS[level] < LEVELS[cause.level]:  # now it is an error, and no longer a warning
+            cause.level, cause.evidence = level, []
         if cause.rank is None:
             cause.rank = int(facts["rank"]) if facts.get("rank") else _rank_of(line)
+            cause.has_local_rank = cause.rank is not None and _has_local_rank(line)
         cause.count += 1
         if len(cause.evidence) < _EVIDENCE:
             cause.evidence.append((number, said[:400]))
         return cause
 
-    def _note_exception(self, raised: re.Match[str], number: int, line: str, said: str) -> Cause:
-        if (known := self._found.get("DS-USER-exception")) is not None:
+    def _note_exception(
+        self,
+        raised: re.Match[str],
+        traceback: _Traceback | None,
+        number: int,
+        line: str,
+        said: str,
+    ) -> Cause | None:
+        """Note the script's own exception; one without a traceback counts if there is no other."""
+        known = self._lone if traceback is None else self._found.get(_USER)
+        if known is not None and not known.is_wrapper:
             known.count += 1
             return known
         at = ""
-        if self._frame is not None:
-            at = f" at {self._frame['file']}:{self._frame['line']} in {self._frame['function']}"
-        text = f": {raised['text'][:300]}" if raised["text"] else ""
-        cause = self._found["DS-USER-exception"] = Cause(
-            code="DS-USER-exception",
+        frame = None if traceback is None else traceback.frame
+        if frame is not None:
+            at = f" at {frame['file']}:{frame['line']} in {frame['function']}"
+        said_text = raised["text"] or ""
+        text = f": {said_text[:300]}" if said_text else ""
+        cause = Cause(
+            code=_USER,
             kind="user-error",
-            level="exception",
+            level="end" if traceback is None else "exception",
             retry="never",
             cause=f"The script raised {raised['type']}{text}{at}.",
             fix="Fix that line; ranks that complain of a lost peer failed because of it.",
@@ -272,7 +368,13 @@ class LogReader:
             rank=_rank_of(line),
             evidence=[(number, said[:400])],
             count=1,
+            # The original stands below it, with the line of the dataset.
+            is_wrapper=_CAUGHT_IN_WORKER.match(said_text) is not None,
         )
+        if traceback is None:
+            self._lone = cause
+        else:
+            self._found[_USER] = cause
         return cause
 
     def _compare_sequence(self, said: str, rank: int | None) -> None:
@@ -284,16 +386,21 @@ class LogReader:
     def causes(self) -> list[Cause]:
         """Return the causes, best first; noise only where there is nothing else."""
         found = dict(self._found)
+        if self._lone is not None:
+            found.setdefault(_USER, self._lone)
         for code, cause in self._waiting.items():
             if code in self._also:
                 found.setdefault(code, cause)
         if self._lowest is not None and self._lowest[1] is not None:
-            found["DS-HANG-watchdog"].rank = self._lowest[1]
+            found[_WATCHDOG].rank = self._lowest[1]
         ranked = sorted(found.values(), key=lambda each: (LEVELS[each.level], each.evidence[0][0]))
         general = {code for rule in RULES if rule.code in found for code in rule.over}
         kept = [cause for cause in ranked if cause.code not in general]
-        real = [cause for cause in kept if cause.level != "noise"]
-        return real or kept
+        real = [cause for cause in kept if cause.level != "noise"] or kept
+        is_known = self._root_rank is not None and real and real[0].level in ("cause", *_OWN)
+        if is_known and (real[0].rank is None or real[0].has_local_rank):
+            real[0].rank = self._root_rank
+        return real
 
 
 _OPENING: Final = re.compile(r"\(\?(?:[a-zA-Z]*:|P<\w+>)|\((?!\?)")
@@ -357,7 +464,9 @@ def _split(pattern: str) -> list[str]:
 
 
 _GRAM: Final = 4
-_TRACEBACK_SIGNS: Final = ('file "', "traceback (most")
+_FREQUENT: Final = "step epoch iteration train loss valid lr: rate time data rank world size batch error load worker"
+"""What most lines of a healthy log hold."""
+_TRACEBACK_SIGNS: Final = ('file "', "traceback (most", "ror: ", "xception", "root cause")
 """What lines hold that no rule is about, but that lead to the exception of a traceback."""
 
 
@@ -376,7 +485,10 @@ def _index_rules() -> tuple[frozenset[int], dict[str, list[tuple[str, int]]]]:
     keyed: dict[str, list[tuple[str, int]]] = {}
     for number in literals.keys() - always:
         for text in dict.fromkeys(literals[number]):
-            key = min(sorted(_grams(text)), key=lambda gram: (counts[gram], " " in gram))
+            key = min(
+                sorted(_grams(text)),
+                key=lambda gram: (gram in _FREQUENT, counts[gram], " " in gram),
+            )
             keyed.setdefault(key, []).append((text, number))
     return frozenset(always), keyed
 
@@ -454,8 +566,20 @@ class _Sieve:
 
 
 def _rank_of(line: str) -> int | None:
-    match = _RANK.search(line)
+    match = _search_rank(line)
     return None if match is None else int(match[match.lastgroup or 0])
+
+
+def _search_rank(line: str) -> re.Match[str] | None:
+    # Most lines name no rank, and to search them for all ways to do so takes ten times as long.
+    if not line[:1].isdigit() and not any(word in line for word in _RANK_WORDS):
+        return None
+    return _RANK.search(line)
+
+
+def _has_local_rank(line: str) -> bool:
+    match = _search_rank(line)
+    return match is not None and match.lastgroup == "local"
 
 
 def explain_text(text: str) -> list[Cause]:

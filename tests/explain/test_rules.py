@@ -209,6 +209,41 @@ def test_the_watchdog_names_the_rank_that_is_behind() -> None:
     assert (cause.code, cause.rank, cause.count) == ("DS-HANG-watchdog", 5, 3)
 
 
+def test_every_rank_counts_for_who_is_behind() -> None:
+    """Lines that differ in numbers only are skipped after a few; the watchdog's numbers are read."""
+    line = "[rank{0}]:[E] [Rank {0}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={1}, OpType=ALLREDUCE)\n"
+    log = "".join(line.format(rank, 96 - (rank == 61)) for rank in range(64))
+    (cause,) = explain_text(log)
+    assert (cause.rank, cause.count) == (61, 64)
+
+
+def test_torchruns_summary_gives_the_global_rank() -> None:
+    """Its other lines have the rank on their host only."""
+    log = (
+        "E1 api.py:869] failed (exitcode: -9) local_rank: 3 (pid: 7) of binary: python\n"
+        "Root Cause (first observed failure):\n[0]:\n  time      : 2025-11-20_10:25:01\n"
+        "  rank      : 11 (local_rank: 3)\n  exitcode  : -9 (pid: 7)\n"
+    )
+    first, *_ = explain_text(log)
+    assert (first.code, first.rank) == ("DS-END-sigkill", 11)
+
+
+def test_tracebacks_of_ranks_may_be_mixed() -> None:
+    """Each line belongs to its rank's traceback: the file named is the one of the rank that raised."""
+    log = """\
+[rank0]: Traceback (most recent call last):
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/w/data.py", line 7, in read
+[rank0]:   File "/w/train.py", line 9, in train
+[rank1]:     raise SampleMissing(name)
+[rank1]: SampleMissing: 4711.png
+[rank0]: RuntimeError: [pair.cc:553] Connection closed by peer [10.0.0.2]:4711
+"""
+    first, *_ = explain_text(log)
+    assert first.rank == 1
+    assert first.cause == "The script raised SampleMissing: 4711.png at /w/data.py:7 in read."
+
+
 @pytest.mark.parametrize(
     "log",
     [
