@@ -1,11 +1,57 @@
-"""Secrets of the environment: recognised, and taken out of everything that is shown."""
+"""Secrets of the environment: recognised, taken out of what is shown, and kept from programs of the user's."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
+
+JOB_SECRET: Final = "DDPSAFE_JOB_SECRET"  # noqa: S105 - the name of a variable
+"""The variable with what only the launchers, or the attached ranks, of one job know."""
+
+DOCTOR_SECRET: Final = "DDPSAFE_DOCTOR_SECRET"  # noqa: S105 - the name of a variable
+"""The variable with what only the doctors of one check know."""
+
+OWN_SECRETS: Final = (JOB_SECRET, DOCTOR_SECRET)
+"""What programs that the user's code starts have no use for, and so must not inherit."""
+
+_environment = threading.RLock()
+_taken: dict[str, str] = {}
+
+
+def find_own(name: str) -> str:
+    """Return one of `OWN_SECRETS`, also after `take_own`; empty where there is none."""
+    with _environment:
+        return os.environ.get(name) or _taken.get(name, "")
+
+
+def take_own() -> None:
+    """Take `OWN_SECRETS` out of the environment of this process, which knows them from now on."""
+    with _environment:
+        for name in OWN_SECRETS:
+            text = os.environ.pop(name, None)
+            if text:
+                _taken[name] = text
+
+
+@contextlib.contextmanager
+def withheld_own() -> Iterator[None]:
+    """Keep `OWN_SECRETS` from a process that is started meanwhile.
+
+    `multiprocessing` hands on the environment as it is. The script that a rank imports first may
+    start programs, so it is too late to remove them in the rank.
+    """
+    with _environment:
+        kept = {name: os.environ.pop(name) for name in OWN_SECRETS if name in os.environ}
+        try:
+            yield
+        finally:
+            os.environ.update(kept)
+
 
 HIDDEN: Final = "***"
 
@@ -80,6 +126,7 @@ class Mask:
     def of(cls, env: Mapping[str, str]) -> Mask:
         """Collect the values of all variables whose names look secret."""
         found = {value for name, value in env.items() if is_secret_name(name)}
+        found.update(_taken.values())
         long = [value for value in found if len(value) >= _SHORTEST_SECRET]
         return cls(tuple(sorted(long, key=len, reverse=True)))
 

@@ -30,6 +30,7 @@ from ddpsafe._launcher.processes.store import open_store
 from ddpsafe._launcher.watch.console import open_console
 from ddpsafe._launcher.watch.signals import Interrupted, is_order, open_inbox
 from ddpsafe._launcher.watch.supervisor import Watch
+from ddpsafe._secrets import OWN_SECRETS
 from ddpsafe._wire import payload
 from ddpsafe._wire.spec import RankSpec
 
@@ -301,7 +302,7 @@ def _specs(
             timeouts=plan.timeouts,
             style=plan.style,
             env=rank_env(plan, world, store.master_port, directory.logs(number, world)),
-            inherited_env=dict(os.environ) if config.start_method == "forkserver" else None,
+            inherited_env=_own_environment() if config.start_method == "forkserver" else None,
             cwd=os.getcwd(),  # noqa: PTH109 - plain text crosses to the rank
             seed=config.seed,
             child_start_method=plan.child_start_method,
@@ -311,3 +312,7 @@ def _specs(
         )
         for world in plan.worlds
     ]
+
+
+def _own_environment() -> dict[str, str]:
+    return {name: text for name, text in os.environ.items() if name not in OWN_SECRETS}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 from dataclasses import replace
 from datetime import timedelta
@@ -14,7 +13,7 @@ from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._config import LaunchConfig
 from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._host import count_cores
-from ddpsafe._secrets import Mask
+from ddpsafe._secrets import DOCTOR_SECRET, Mask, find_own
 from ddpsafe.doctor._checks import all_checks, launch_checks
 from ddpsafe.doctor._context import Subject, environment_of, find_place
 from ddpsafe.doctor._report import AreaStep, Report, failed, masked, warning, worst_first
@@ -169,7 +168,7 @@ def run(
     findings += examine_host(subject, checks, on_progress=say)
     matrix = None
     if meets:
-        known = os.environ.get("DDPSAFE_DOCTOR_SECRET", "") if secret is None else secret
+        known = find_own(DOCTOR_SECRET) if secret is None else secret
         between, matrix = _examine_mesh(resolved, subject.backend, timeout, say, known)
         findings += between
     return _report(findings, matrix, subject.env, began)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -48,6 +50,17 @@ def join_soon() -> str:
             return ""
     except ddpsafe.DDPSafeError as error:
         return f"{type(error).__name__}: {error}"
+
+
+def join_twice_and_start_a_program() -> list[object]:
+    """Join two groups, one after the other; return their sums, and which secrets a program finds."""
+    found: list[object] = []
+    for _ in range(2):
+        with ddpsafe.process_group(timeouts=PATIENT) as ctx:
+            found.append(ctx.all_reduce(ctx.rank))
+    show = "import os, json; print(json.dumps([os.environ.get(f'DDPSAFE_{n}_SECRET') for n in ('JOB', 'DOCTOR')]))"
+    found += json.loads(subprocess.check_output([sys.executable, "-S", "-c", show], text=True))
+    return found
 
 
 def forge(port: int, world_size: int) -> list[str]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NAME: Final = "DDPSAFE_JOB_SECRET"
+DOCTORS: Final = "DDPSAFE_DOCTOR_SECRET"
 ONE: Final = "a secret of 24 characters"
 OTHER: Final = "another one of the same sort"
 
@@ -82,12 +83,51 @@ def test_a_rank_with_another_secret_is_told_so_at_once(
     assert "rank 1" in first.value
 
 
-def test_a_secret_that_can_be_guessed_is_refused() -> None:
+def test_a_secret_that_can_be_guessed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fifteen characters are too few; an empty variable means none."""
+    monkeypatch.setenv(NAME, "x" * 15)
     with pytest.raises(ddpsafe.ConfigError, match=f"{NAME} has 15 characters"):
-        job_secret({NAME: "x" * 15})
-    assert job_secret({NAME: ""}) is None
-    assert job_secret({}) is None
+        job_secret()
+    monkeypatch.setenv(NAME, "")
+    assert job_secret() is None
+    monkeypatch.delenv(NAME)
+    assert job_secret() is None
+
+
+def test_programs_that_a_rank_of_another_launcher_starts_do_not_inherit_it(tmp_path: Path) -> None:
+    """The rank knows it all the same: it joins a second group with it."""
+    port = free_port()
+    envs = [by_hand(rank, 2, port) | {NAME: ONE, DOCTORS: ONE} for rank in range(2)]
+    found = forked_ranks.run(programs.join_twice_and_start_a_program, envs, folder=tmp_path)
+    assert [each.value for each in found] == [[1, 1, None, None]] * 2
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_ranks_of_a_launch_never_have_the_secret_of_its_launchers(
+    start_method: str, tmp_path: Path
+) -> None:
+    """Nor has a program that the script starts when it is imported; the launcher keeps it."""
+    source = f"""
+        import os, subprocess, sys
+        import ddpsafe
+
+        NAMES = [{NAME!r}, {DOCTORS!r}]
+        SHOW = "import os, sys; print([os.environ.get(name) for name in sys.argv[1:]])"
+        at_import = subprocess.check_output([sys.executable, "-S", "-c", SHOW, *NAMES], text=True)
+
+        def look(ctx):
+            return at_import.strip(), [os.environ.get(name) for name in NAMES]
+
+        if __name__ == "__main__":
+            values = ddpsafe.launch(
+                look, nproc_per_node=1, backend="gloo", start_method={start_method!r}
+            ).values
+            print(values[0], [os.environ[name] for name in NAMES] == [{ONE!r}, {OTHER!r}])
+    """
+    path = scripts.write(tmp_path, "script.py", source)
+    env = {NAME: ONE, DOCTORS: OTHER}
+    done = scripts.Script([str(path)], folder=tmp_path, env=env).end()
+    assert done.lines() == ["('[None, None]', [None, None]) True"], done.err
 
 
 def _plain(raw: FolderStore, _: SignedKeys) -> None:

@@ -37,6 +37,7 @@ from ddpsafe._launcher.nodes.messages import (
     to_json,
 )
 from ddpsafe._launcher.watch.signals import Interrupted
+from ddpsafe._secrets import JOB_SECRET, find_own
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -48,9 +49,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-
-SECRET: Final = "DDPSAFE_JOB_SECRET"  # noqa: S105 - the name of a variable
-"""The variable with the secret of a job; the ranks do not get it."""
 
 _ELASTIC: Final = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 _STATE_CLASSES: Final = frozenset(
@@ -468,7 +466,7 @@ class Rendezvous:
                 "endpoint, or a stranger writes there."
             )
             fix = (
-                f"give every node the same {SECRET}, secret_file and --rdzv-id, and every job an "
+                f"give every node the same {JOB_SECRET}, secret_file and --rdzv-id, and every job an "
                 "endpoint of its own."
             )
             return PreflightError(Explanation(what, cause=cause, fix=fix), kind="config")
@@ -577,8 +575,9 @@ def find_secret(config: LaunchConfig) -> bytes:
             fix = f"write one:  head -c 32 /dev/urandom | base64 > {path}"
             raise ConfigError(Explanation(f"rendezvous.secret_file {path} is empty.", fix=fix))
         return hashlib.sha256(b"file\0" + secret).digest()
-    if os.environ.get(SECRET):
-        return hashlib.sha256(b"variable\0" + os.environ[SECRET].encode()).digest()
+    told = find_own(JOB_SECRET)
+    if told:
+        return hashlib.sha256(b"variable\0" + told.encode()).digest()
     known = (str(config.rendezvous.endpoint), config.rendezvous.id or "")
     return hashlib.sha256("\0".join(("derived", *known)).encode()).digest()
 

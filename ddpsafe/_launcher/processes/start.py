@@ -15,6 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import Explanation, PreflightError
 from ddpsafe._launcher.processes.rank_process import Worker
+from ddpsafe._secrets import withheld_own
 from ddpsafe._wire.channel import Inheritance, InheritedFd, StepCounter, open_memory
 
 if TYPE_CHECKING:
@@ -242,7 +243,7 @@ def _start(
             name=f"ddpsafe-rank-{spec.world.rank}",
             daemon=daemon,
         )
-        with _main_to_import(spec.style), _search_path_of_text():
+        with _main_to_import(spec.style), _search_path_of_text(), withheld_own():
             process.start()
         on_failure.callback(process.join)
         on_failure.callback(process.kill)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._host import plain_host, show_endpoint
+from ddpsafe._secrets import JOB_SECRET, find_own
 from ddpsafe._world import expand_hosts, require_int
 
 if TYPE_CHECKING:
@@ -23,11 +24,10 @@ if TYPE_CHECKING:
     from ddpsafe._world import World
 
 
-SECRET: Final = "DDPSAFE_JOB_SECRET"  # noqa: S105 - the name of a variable
 _SHORTEST_SECRET: Final = 16
 
 
-def job_secret(env: Mapping[str, str]) -> bytes | None:
+def job_secret() -> bytes | None:
     """Return what only the ranks of this job know, if they were given a secret.
 
     None is made out of the job's identifiers: other users of a cluster can read those.
@@ -35,12 +35,12 @@ def job_secret(env: Mapping[str, str]) -> bytes | None:
     Raises:
         ConfigError: It can be guessed.
     """
-    text = env.get(SECRET, "")
+    text = find_own(JOB_SECRET)
     if not text:
         return None
     if len(text) < _SHORTEST_SECRET:
-        what = f"{SECRET} has {len(text)} characters, fewer than {_SHORTEST_SECRET}."
-        fix = f'export {SECRET}="$(openssl rand -hex 32)", the same for all ranks of the job.'
+        what = f"{JOB_SECRET} has {len(text)} characters, fewer than {_SHORTEST_SECRET}."
+        fix = f'export {JOB_SECRET}="$(openssl rand -hex 32)", the same for all ranks of the job.'
         raise ConfigError(Explanation(what, cause="a secret that can be guessed.", fix=fix))
     return hashlib.sha256(text.encode()).digest()
 
@@ -64,11 +64,9 @@ def require_same_secret(theirs: str, secret: bytes | None, place: str, world: Wo
     other = (
         "has none" if theirs == fingerprint_of(None) else "has another one" if secret else "has one"
     )
-    what = f"{SECRET}: {world} on {socket.gethostname()} {mine}, and rank 0 at {place} {other}."
+    what = f"{JOB_SECRET}: {world} on {socket.gethostname()} {mine}, and rank 0 at {place} {other}."
     cause = "the variable did not reach every rank; or rank 0 there is that of another job."
-    fix = (
-        f"give all ranks of the job the same {SECRET}; srun --export=ALL and mpirun -x pass it on."
-    )
+    fix = f"give all ranks of the job the same {JOB_SECRET}; srun --export=ALL and mpirun -x pass it on."
     raise ConfigError(Explanation(what, cause=cause, fix=fix))
 
 

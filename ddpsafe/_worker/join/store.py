@@ -137,7 +137,7 @@ def open_stores(
     """
     from torch.distributed import PrefixStore
 
-    secret = job_secret(env)
+    secret = job_secret()
     require_name(endpoint, world, deadline=Deadline.after(_NAME_WAIT).earlier(deadline))
     serves = world.rank == 0 and not endpoint.is_served
     group_client = _connection(endpoint, world, deadline, serves=serves, line=0)
