@@ -576,6 +576,9 @@ RUN_JOBS: Final = (
 )
 
 
+REFUSED: Final = {"PreflightError", "ConfigError"}
+
+
 def test_two_jobs_on_one_port_never_join_each_other(tmp_path: Path) -> None:
     """Ten times, two mp.spawn jobs start together on one hard-coded port: no sum is ever mixed.
 
@@ -588,9 +591,11 @@ def test_two_jobs_on_one_port_never_join_each_other(tmp_path: Path) -> None:
         assert works
         for value in set(found) - set(works):
             refused += 1
-            for error, text in found[value]:
-                assert error in ("PreflightError", "ConfigError")
-                assert "MASTER_PORT" in text
+            # When one rank has been refused, the first job may end before the other one comes.
+            told = {error for error, _ in found[value]}
+            assert told & REFUSED
+            assert told <= {*REFUSED, "RendezvousTimeoutError"}
+            assert all("MASTER_PORT" in text for error, text in found[value] if error in REFUSED)
     assert refused
 
 
