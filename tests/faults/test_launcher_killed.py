@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import leftovers
+import psutil
 import pytest
 import scripts
 from fault_kit import launch_everything, start_script, write_script
@@ -30,6 +31,19 @@ def test_by_sigkill(tmp_path: Path, how: str, start_method: str) -> None:
     """Ranks in Python, in C++ and with the GIL held, DataLoader workers, and stubborn children."""
     with start_script(tmp_path, launch_everything(how, start_method)) as job:
         job.wait_until_up()
+        os.kill(job.pid, signal.SIGKILL)
+        assert job.end().code == -signal.SIGKILL
+        job.require_all_gone()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_of_root_whose_ranks_have_become_another_user(tmp_path: Path) -> None:
+    """The kernel forgets then whose death ends them, and here they hold the GIL."""
+    statement = "ddpsafe.launch(orphan_programs.become_another_user, (folder,), **options)"
+    with start_script(tmp_path, statement) as job:
+        job.wait_until_up()
+        pids = [int(pid) for path in tmp_path.glob("pids-?") for pid in path.read_text().split()]
+        scripts.wait_until(lambda: {psutil.Process(pid).uids().real for pid in pids} == {65534})
         os.kill(job.pid, signal.SIGKILL)
         assert job.end().code == -signal.SIGKILL
         job.require_all_gone()

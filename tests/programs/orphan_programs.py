@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import scripts
@@ -57,6 +58,20 @@ def hold_a_semaphore(ctx: RankContext, folder: Path) -> None:
     (folder / f"ready-{ctx.rank}").touch()
     with lock:
         wait_for(folder / "go")
+
+
+def become_another_user(ctx: RankContext, folder: Path) -> None:
+    """Give up root's privileges, with a child that ignores signals, and hold the GIL."""
+    child = os.fork()
+    if not child:
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, signal.SIG_IGN)
+        os.setuid(65534)
+        time.sleep(FOREVER_S)
+    (folder / f"pids-{ctx.rank}").write_text(f"{os.getpid()} {child}")
+    (folder / f"ready-{ctx.rank}").touch()
+    os.setuid(65534)
+    hold_the_gil(folder)
 
 
 def wait_for(path: Path) -> None:

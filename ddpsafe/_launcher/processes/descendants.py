@@ -61,11 +61,17 @@ class RankProcess(ProcessIdentity):
         """Describe it after its end, with what is left in its session."""
         return replace(self, left=tuple(_identities_in_session(self.pid)))
 
-    def owns_session(self) -> bool:
-        """Tell whether a session of its number is still its own, and not a stranger's."""
+    def owns_session(self) -> bool | None:
+        """Tell whether a session of its number is its own, and not a stranger's; ``None`` if unknown.
+
+        A process comes into a session by its birth alone. So all that is in one whose leader is the
+        rank, or which one that the rank has left is still in, descends from the rank.
+        """
         if psutil.pid_exists(self.pid):
             return self.is_alive()
-        return self.left is None or any(each.is_alive() for each in self.left)
+        if self.left is None:
+            return None
+        return any(each.is_alive() for each in self.left)
 
 
 def find_members(ranks: Iterable[RankProcess], launch_id: str) -> list[psutil.Process]:
@@ -80,21 +86,27 @@ def find_members(ranks: Iterable[RankProcess], launch_id: str) -> list[psutil.Pr
         launch_id: What `MARKER` says in the environment of this launch's processes.
 
     Returns:
-        Processes of this user, the caller excepted.
+        What descends from the ranks, also where root's ranks have become another user; beyond what
+        is certain only processes of this user. Never the caller.
     """
-    sessions = {rank.pid for rank in ranks if rank.owns_session()}
+    owned = {rank.pid: rank.owns_session() for rank in ranks}
+    certain = {pid for pid, is_own in owned.items() if is_own}
+    likely = {pid for pid, is_own in owned.items() if is_own is None}
     return [
         process
         for process in _processes()
-        if process.pid != os.getpid()
-        and (
-            process.pid in sessions
-            or _session_of(process.pid) in sessions
-            or _is_marked(process, launch_id)
-        )
-        # A rank's pid, and so its session, may be another user's by now.
-        and _is_own_user(process)
+        if process.pid != os.getpid() and _is_member(process, certain, likely, launch_id)
     ]
+
+
+def _is_member(
+    process: psutil.Process, certain: set[int], likely: set[int], launch_id: str
+) -> bool:
+    places = {process.pid, _session_of(process.pid)}
+    if places & certain:
+        return True
+    # Of an ended rank's session it is not known whose it is by now, and a mark can be forged.
+    return bool(places & likely or _is_marked(process, launch_id)) and _is_own_user(process)
 
 
 def kill_members(
@@ -110,17 +122,19 @@ def kill_members(
     Returns:
         What was killed, this process's children first reaped by their owner.
     """
-    # What is being killed may fork, and then nothing that was there at the rank's end is left.
-    known = [replace(rank, left=None) for rank in ranks if rank.owns_session()]
+    known = [rank for rank in ranks if rank.owns_session() is not False]
     killed: list[psutil.Process] = []
     ends = time.monotonic() + within_s
     while (members := find_members(known, launch_id)) and time.monotonic() < ends:
+        known = [rank.ended() if rank.owns_session() else rank for rank in known]
         if all(member in killed and is_in_kernel(member.pid) for member in members):
             break  # they go when the disk answers
         for member in members:
             _kill(member)
         killed += [member for member in members if member not in killed]
         psutil.wait_procs(members, timeout=0.05)
+        # What was being killed may have forked, and then nothing that was there before is left.
+        known = [rank if rank.owns_session() else replace(rank, left=None) for rank in known]
     return killed
 
 
