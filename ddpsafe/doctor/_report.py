@@ -8,7 +8,7 @@ import re
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal
 
-from ddpsafe._errors import PreflightError
+from ddpsafe._errors import Explanation, PreflightError
 from ddpsafe.doctor._codes import page_of
 
 if TYPE_CHECKING:
@@ -239,8 +239,8 @@ def require_healthy(
         problems = "1 problem" if count == 1 else f"{count} problems"
         named = who or f"{report.hostname} is"
         what = f"{named} not ready for this launch: {problems}; {outcome}."
-        told = [what, *(finding.as_text() for finding in report.failed)]
-        raise PreflightError("\n".join(told), report=report)
+        told = [finding.as_text() for finding in report.failed]
+        raise PreflightError(Explanation(what, details=told), report=report)
 
 
 def _in_one_line(finding: Finding) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import secrets
@@ -12,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import BoundedCall, Deadline
-from ddpsafe._errors import ConfigError, Explanation, PreflightError
+from ddpsafe._errors import ConfigError, DDPSafeError, Explanation, PreflightError
 from ddpsafe._host import find_address_towards, find_interface_of, interface_variables, list_names
 from ddpsafe._worker import environment
 
@@ -139,11 +140,17 @@ def _lead(world: World, control: Control, examine: Callable[[], None]) -> None:
     try:
         examine()
     except BaseException as error:
-        _tell(world, control, f"{type(error).__name__}: {error}".partition("\n")[0])
+        _tell(world, control, _explanation_of(error))
         if world.rank == 0:  # the store may go with it
             control.stay(_KEY)
         raise
-    _tell(world, control, "")
+    _tell(world, control, None)
+
+
+def _explanation_of(error: BaseException) -> Explanation:
+    if isinstance(error, DDPSafeError):
+        return error.explanation
+    return Explanation(f"{type(error).__name__}: {error}")
 
 
 def _examine(
@@ -194,9 +201,10 @@ def _own_key(world: World) -> str:
     return f"{_KEY}/{world.node_rank}"
 
 
-def _tell(world: World, control: Control, found: str) -> None:
+def _tell(world: World, control: Control, found: Explanation | None) -> None:
+    told = {} if found is None else {"what": found.what, "cause": found.cause, "fix": found.fix}
     with _gone_store():
-        control.put(_own_key(world), found.encode())
+        control.put(_own_key(world), json.dumps(told).encode())
 
 
 def _gone_store() -> contextlib.suppress:
@@ -207,10 +215,18 @@ def _gone_store() -> contextlib.suppress:
 def _follow(world: World, control: Control, deadline: Deadline) -> None:
     """Wait for what the first rank of this node found; the group names ranks that never come."""
     waiting = Deadline.after(timedelta(seconds=deadline.remaining_s()) + _EXAMINATION)
-    found: bytes | None = b"the store was gone before the examination had ended."
+    told: bytes | None = None
     with _gone_store():
-        found = control.take(_own_key(world), deadline=waiting)
+        told = control.take(_own_key(world), deadline=waiting)
+    if told is None:
+        found = {"what": "the check of the nodes was not told to have ended."}
+    else:
+        found = json.loads(told)
     if found:
-        cause = "the first rank of this node has examined the nodes, and raises what it found."
-        fix = "see the error of that rank."
-        raise PreflightError(Explanation(f"{world}: {found.decode()}", cause=cause, fix=fix))
+        raise PreflightError(
+            Explanation(
+                f"{world}: {found['what']}",
+                cause=found.get("cause") or "that is what the first rank of this node has found.",
+                fix=found.get("fix") or "see the error of that rank, which has the report.",
+            )
+        )
