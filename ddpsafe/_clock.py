@@ -50,6 +50,23 @@ class AwakeClock:
         return True
 
 
+class HeldClock:
+    """Time that does not begin before it is released: what others have to do first counts against no one."""
+
+    def __init__(self) -> None:
+        """Stand still."""
+        self._released_s: float | None = None
+
+    def release(self) -> None:
+        """Let time begin; only the first call counts."""
+        if self._released_s is None:
+            self._released_s = time.monotonic()
+
+    def __call__(self) -> float:
+        """Return a reading in seconds, for `Deadline`."""
+        return 0.0 if self._released_s is None else time.monotonic() - self._released_s
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadline:
     """A point in monotonic time after which waiting is over.

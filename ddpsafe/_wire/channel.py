@@ -127,6 +127,7 @@ ASK_THREADS: Final = b"&"
 ASK_STOP: Final = b"!"
 STOP_AT: Final = b"="
 END_NOW: Final = b"."
+ALL_STARTED: Final = b"+"
 """What the launcher may say to a rank, on the pipe that otherwise only ends with it."""
 
 CALL_NUMBER: Final = struct.Struct("<Q")

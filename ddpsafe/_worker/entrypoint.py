@@ -14,9 +14,10 @@ import traceback
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from ddpsafe._clock import BoundedCall, Deadline
+from ddpsafe._clock import BoundedCall, Deadline, HeldClock
 from ddpsafe._wire import payload
 from ddpsafe._wire.channel import (
+    ALL_STARTED,
     ASK_POSITION,
     ASK_STACKS,
     ASK_STOP,
@@ -292,11 +293,13 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
     stop = agreement.Stopping(line.calls, line)
     agreement.enter(stop)
     stacks = environment.Stacks(spec.logs)
+    since_start = HeldClock()
     lifeline.tie_to_launcher(
         inheritance.lifeline.fd,
         launcher_pid=spec.launcher_pid,
         is_child=spec.inherited_env is None,
         on_words={
+            ALL_STARTED: since_start.release,
             ASK_POSITION: reporter.position,
             ASK_WHEREABOUTS: reporter.whereabouts,
             ASK_STACKS: lambda: reporter.position_after(stacks.show_all),
@@ -315,7 +318,7 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
         environment.use_start_method(spec.child_start_method)
         environment.name_semaphores(spec.launch_id)
         reporter.enter("loading")
-        value = _run_user_code(spec, reporter, inheritance)
+        value = _run_user_code(spec, reporter, inheritance, since_start)
         if reporter.is_here():
             reporter.returned(value, stop_calls=line.calls.count)
     except BaseException as exc:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are failures
@@ -325,11 +328,13 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
     _leave(spec)
 
 
-def _run_user_code(spec: RankSpec, reporter: Reporter, inheritance: Inheritance) -> object:
+def _run_user_code(
+    spec: RankSpec, reporter: Reporter, inheritance: Inheritance, since_start: HeldClock
+) -> object:
     from ddpsafe._worker import session
 
     pending_exception.tell(reporter)
-    session.install_hooks(spec)
+    session.install_hooks(spec, since_start)
     environment.use_threads(spec.num_threads)
     environment.count_steps(inheritance.shared.fd, after_step=pending_exception.after_step)
     # What unpickling the arguments does on "cuda" is done on the rank's GPU, not on the first one.

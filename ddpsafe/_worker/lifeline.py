@@ -16,7 +16,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._wire.channel import CALL_NUMBER, STOP_AT, Claim
+from ddpsafe._wire.channel import ALL_STARTED, CALL_NUMBER, STOP_AT, Claim
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -39,6 +39,7 @@ def tie_to_launcher(
         launcher_pid: The launcher.
         is_child: Whether it is our direct parent (not so under the forkserver).
         on_words: What to call, in a thread, when the launcher says a word such as `ASK_POSITION`.
+            `ALL_STARTED` is taken as said, too, once no word can come any more.
         on_agreement: Called in that thread with the call of `stop_requested` that says so.
     """
     listeners = {
@@ -72,11 +73,12 @@ def _listen(pipe_fd: int, listeners: Mapping[bytes, Callable[[], None]]) -> None
         try:
             word = os.read(pipe_fd, 1)
         except OSError:  # closed just now
-            return
+            break
         if not word:
             _end_session()
         with contextlib.suppress(Exception):  # no answer is an answer too
             listeners[word]()
+    listeners[ALL_STARTED]()
 
 
 def _end_session() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,7 @@ def current_world() -> World:
 
 
 _spec: RankSpec | None = None
+_since_start: Callable[[], float] = time.monotonic
 
 
 def find_spec() -> RankSpec | None:
@@ -55,10 +57,16 @@ def find_spec() -> RankSpec | None:
     return _spec
 
 
-def install_hooks(spec: RankSpec) -> None:
-    """Prepare torch for scripts that make and destroy their process group themselves."""
-    global _spec  # noqa: PLW0603 - one process is one rank
-    _spec = spec
+def install_hooks(spec: RankSpec, since_start: Callable[[], float]) -> None:
+    """Prepare torch for scripts that make and destroy their process group themselves.
+
+    Args:
+        spec: What the launcher told this rank.
+        since_start: The clock for waits at the rendezvous. It stands still until the launcher has
+            started all ranks: one that is suspended in between (Ctrl-Z) starts the rest when it goes on.
+    """
+    global _spec, _since_start
+    _spec, _since_start = spec, since_start
     torch_hooks.meet_at_launcher(
         lambda timeout: _meet(spec, timeout),
         world_size=spec.world.world_size,
@@ -87,7 +95,8 @@ def _meet(spec: RankSpec, timeout: timedelta | None) -> Store:
         timeout = torch_hooks.DEFAULT_TIMEOUT
     if spec.style != "launch" and "rendezvous" not in spec.timeouts.chosen:
         limit = timeout  # what the user has not set must not end a script that works
-    process_group.meet_everyone(control, spec.world, deadline=Deadline.after(min(timeout, limit)))
+    deadline = Deadline.after(min(timeout, limit), clock=_since_start)
+    process_group.meet_everyone(control, spec.world, deadline=deadline)
     return open_fresh_store(spec)
 
 
@@ -118,6 +127,11 @@ def join(
     return member
 
 
+def rendezvous_deadline(spec: RankSpec) -> Deadline:
+    """Return until when to wait for the other ranks, from now, or from when all have been started."""
+    return Deadline.after(spec.timeouts.rendezvous, clock=_since_start)
+
+
 def open_group(
     spec: RankSpec, control: Control | None, *, backend: str, device: torch.device
 ) -> None:
@@ -128,7 +142,7 @@ def open_group(
         world=spec.world,
         backend=backend,
         device=device,
-        rendezvous=Deadline.after(spec.timeouts.rendezvous),
+        rendezvous=rendezvous_deadline(spec),
         collective=spec.timeouts.collective,
     )
 

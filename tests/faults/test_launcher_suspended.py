@@ -7,6 +7,7 @@ import signal
 import time
 from typing import TYPE_CHECKING, Final
 
+import psutil
 import pytest
 import scripts
 from fault_kit import start_script
@@ -45,6 +46,29 @@ def test_time_in_which_the_launcher_was_suspended_counts_against_no_rank(
         job.wait_until_up()
         suspend(job)
         (tmp_path / "go").touch()
+        run = job.end()
+    assert (run.code, run.err) == (0, "")
+    assert "{0: 'went', 1: 'went'}" in run.out
+
+
+def test_a_launcher_that_is_suspended_between_two_starts_starts_the_rest_later(
+    tmp_path: Path,
+) -> None:
+    """The rank that it had started waits, however long that takes: nobody could join it."""
+    (tmp_path / "go").touch()
+    statements = f"""
+        import suspended_programs as programs
+        sys.stdout = programs.StopBetweenStarts(sys.stdout)
+        call = programs.Loading(folder)
+        limits = {{"rendezvous": {LIMIT_S}}}
+        print(ddpsafe.launch(programs.run, (call,), **options, timeouts=limits).values)
+    """
+    with start_script(tmp_path, statements) as job:
+        scripts.wait_until(lambda: list(tmp_path.glob("ready-*")), otherwise=job.errors)
+        assert psutil.Process(job.pid).status() == psutil.STATUS_STOPPED
+        time.sleep(LIMIT_S + 0.5)  # the fault itself
+        assert len(list(tmp_path.glob("ready-*"))) == 1
+        os.kill(job.pid, signal.SIGCONT)
         run = job.end()
     assert (run.code, run.err) == (0, "")
     assert "{0: 'went', 1: 'went'}" in run.out

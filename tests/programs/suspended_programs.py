@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import threading
 from typing import TYPE_CHECKING, Final
 
@@ -12,6 +14,7 @@ from training_programs import average_gradients
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+    from typing import TextIO
 
     from ddpsafe import RankContext
 
@@ -31,6 +34,26 @@ class Loading:
 
     def __call__(self) -> None:
         """Do nothing more."""
+
+
+class StopBetweenStarts:
+    """Stands for stdout in the launcher, which flushes it before it starts each rank."""
+
+    def __init__(self, stream: TextIO) -> None:
+        """Stop nothing yet."""
+        self._stream = stream
+        self._has_stopped = False
+
+    def flush(self) -> None:
+        """Suspend this process once it has started one rank, and not the next."""
+        self._stream.flush()
+        if len(multiprocessing.active_children()) == 1 and not self._has_stopped:
+            self._has_stopped = True
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def __getattr__(self, name: str) -> object:
+        """Be the stream otherwise."""
+        return getattr(self._stream, name)
 
 
 class Talking:

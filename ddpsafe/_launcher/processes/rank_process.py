@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING
 from ddpsafe._launcher.processes.descendants import RankProcess, open_pidfd
 from ddpsafe._wire import payload
 from ddpsafe._wire.channel import (
+    ALL_STARTED,
     ASK_POSITION,
     ASK_STACKS,
     ASK_STOP,
@@ -210,6 +211,10 @@ class RankState:
         hides = earlier is not None and not earlier.is_peer_error and raised.is_peer_error
         if earlier is None or (raised.final and not hides):
             self.raised, self.position = raised, raised.position
+
+    def tell_all_started(self) -> None:
+        """Tell it that the others have been started, and can be waited for."""
+        self._say(ALL_STARTED)
 
     def ask_position(self) -> None:
         """Ask where it is; the answer is a report. A rank that holds the GIL cannot answer."""

@@ -160,6 +160,8 @@ def started_workers(
                         protect=guard.protect,
                     )
                 )
+        for worker in workers:
+            worker.tell_all_started()
         yield workers
 
 

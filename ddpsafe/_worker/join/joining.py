@@ -106,7 +106,7 @@ def join_launch(current: RankContext, backend: str) -> RankContext:
     global _joined  # noqa: PLW0603 - one process is one rank
     spec = session.find_spec()
     assert spec is not None  # noqa: S101 - checked by the caller
-    deadline = Deadline.after(spec.timeouts.rendezvous)
+    deadline = session.rendezvous_deadline(spec)
     chosen, device = agree_on_devices(backend, current.world, current.control, deadline=deadline)
     session.open_group(spec, current.control, backend=chosen, device=device)
     _joined = member = replace(current, backend=chosen, device=device)
