@@ -21,7 +21,10 @@ Every error pickles, with its cause and its facts where they pickle.
 
 from __future__ import annotations
 
+import os
 import pickle
+import re
+import sys
 from collections.abc import Sequence  # noqa: TC003 - pydantic reads the fields of Explanation
 from dataclasses import dataclass, replace
 from pathlib import Path  # noqa: TC003 - as above
@@ -97,7 +100,27 @@ class Explanation:
         lines += [f"  {line}" for detail in self.details for line in detail.splitlines()]
         if self.logs is not None:
             lines.append(f"  Logs: {self.logs}")
-        return "\n".join(lines)
+        return name_cells("\n".join(lines))
+
+
+def name_cells(text: str) -> str:
+    """Write ``Cell In[5]`` where a text has the file that a notebook compiled its cell 5 from.
+
+    Such a file is never written, and its name changes with the kernel; IPython itself shows the
+    number of the cell. Elsewhere than in a notebook the text stays as it is.
+    """
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    name_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    if name_of is None:
+        return text
+
+    def named(found: re.Match[str]) -> str:
+        label = name_of(found[0])
+        return found[0] if label is None else " ".join(label)
+
+    # The pid is that of the kernel, which is where the launcher runs.
+    return re.sub(rf"[^\s\"']*/ipykernel_{os.getpid()}/\d+\.py", named, text)
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

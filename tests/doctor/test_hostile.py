@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import scripts
+from mesh_kit import healthy_node as node
 
 from ddpsafe._clock import Deadline
 from ddpsafe.doctor import Direction, Finding, Matrix, Report, _mesh
@@ -30,7 +31,6 @@ from ddpsafe.doctor._mesh.protocol import (
     Facts,
     FilterChain,
     Greeting,
-    Node,
     NodeReport,
     Reduced,
     Roster,
@@ -47,25 +47,6 @@ if TYPE_CHECKING:
 EVIL: Final = "x; touch PWNED; $(touch PWNED) `touch PWNED`"
 ESCAPE: Final = "gpu\x1b]0;owned\x07\x1b[2J\x9b31m\u202e"
 SOON: Final = timedelta(seconds=10)
-
-
-def node(rank: int, **changed: Any) -> Node:
-    """Return what a healthy node says."""
-    known = {
-        "node_rank": rank,
-        "hostname": f"h{rank}",
-        "machine": f"m{rank}",
-        "announced": Announced(
-            address=f"10.77.0.{rank + 1}", interface="eth0", chosen_by="the host's name"
-        ),
-        "port": 40000,
-        "token": "ab",
-        "mtu_bytes": 1500,
-        "interfaces": {"eth0": {f"10.77.0.{rank + 1}": "10.77.0.0/24"}},
-        "port_range": (32768, 60999),
-        "has_torch": False,
-    }
-    return Node(**{**known, **changed})
 
 
 def spoiled(message: object, place: tuple[str | int, ...], value: object) -> Any:

@@ -1,13 +1,41 @@
-"""Every finding of the mesh has a page, and every page a finding."""
+"""Every finding of the mesh has a page, and the page shows what the doctor prints today."""
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
+from mesh_kit import healthy_node as node
 
 from ddpsafe.doctor import _codes
+from ddpsafe.doctor._mesh.findings.all import make_findings
+from ddpsafe.doctor._mesh.findings.attendance import (
+    cannot_serve,
+    coordinator_garbled,
+    coordinator_lost,
+    describe_obstacle,
+)
+from ddpsafe.doctor._mesh.findings.results import AllReduce, Results
+from ddpsafe.doctor._mesh.protocol import (
+    Announced,
+    Dialled,
+    Facts,
+    FilterChain,
+    Greeting,
+    NodeReport,
+    Reduced,
+    Rejected,
+    Route,
+)
+from ddpsafe.doctor._mesh.reach import Obstacle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ddpsafe.doctor import Finding
+    from ddpsafe.doctor._mesh.protocol import Node
 
 CHECKOUT: Final = Path(__file__).parents[2]
 PAGES: Final = CHECKOUT / "docs" / "findings"
@@ -35,3 +63,241 @@ def test_every_code_is_found_by_something() -> None:
     modules = [path for path in SOURCES.rglob("*.py") if path.name != "_codes.py"]
     text = "\n".join(path.read_text(encoding="utf-8") for path in modules)
     assert [code for code in _codes.MESH if f"_codes.{names[code]}" not in text] == []
+
+
+def of(ways: Mapping[tuple[int, int], Dialled], size: int = 3, **changed: Any) -> Results:
+    """Return what was collected of hosts that reach each other, besides some directions."""
+    nodes: Mapping[int, Node] = changed.pop("nodes", {rank: node(rank) for rank in range(size)})
+    told: Mapping[int, dict[str, Any]] = changed.pop("told", {})
+    reports = {
+        rank: NodeReport(
+            dialled=tuple(
+                ways.get((rank, other), Dialled(other, "open")) for other in nodes if other != rank
+            ),
+            **{"chains_known": True, **told.get(rank, {})},
+        )
+        for rank in nodes
+    }
+    known = {
+        "nnodes": size,
+        "backend": "gloo",
+        "host": "h0",
+        "port": 29400,
+        "nodes": nodes,
+        "reports": reports,
+        "waited_s": 60.0,
+        **changed,
+    }
+    return Results(**known)
+
+
+def kept_from(trouble: Any, **changed: Any) -> Callable[[], list[Finding]]:
+    """Return what makes the finding of a node that did not come to node rank 0."""
+    said = {"dropped": "no answer within 3.0 s", "no-route": "ENETUNREACH"}.get(trouble, "")
+    known = {"said": said, "addresses": ("10.77.0.1",), "waited_s": 60.0, **changed}
+    obstacle = Obstacle(trouble=trouble, **known)
+    return lambda: [describe_obstacle(obstacle, host="h0", port=29400, node_rank=1, nnodes=4)]
+
+
+def judged(results: Results) -> Callable[[], list[Finding]]:
+    """Return what makes the findings of collected results."""
+    return lambda: make_findings(results)
+
+
+def all_ways(dialled: Callable[[int], Dialled], size: int = 3) -> dict[tuple[int, int], Dialled]:
+    """Return the same for every direction."""
+    return {
+        (here, there): dialled(there)
+        for here in range(size)
+        for there in range(size)
+        if here != there
+    }
+
+
+def came(rank: int, nnodes: int, job: str = "") -> Greeting:
+    """Return how another node introduced itself."""
+    return Greeting(
+        version=3, nnodes=nnodes, node_rank=rank, hostname="h2", pid=311, job=job, challenge="ab"
+    )
+
+
+def announcing(rank: int, **announced: Any) -> Node:
+    """Return a node with another choice of its library."""
+    known = {
+        "address": f"10.77.0.{rank + 1}",
+        "interface": "eth0",
+        "chosen_by": "the host's name",
+        **announced,
+    }
+    return node(rank, announced=Announced(**known))
+
+
+def with_facts(rank: int, **facts: Any) -> Node:
+    """Return a node with a fingerprint."""
+    return node(rank, facts=Facts(**facts))
+
+
+INPUT: Final = {"chains": (FilterChain("inet", "filter", "input"),)}
+BOTH: Final = {
+    rank: {"eth0": {f"fd00:77::{rank + 1}": "fd00:77::/64", f"10.77.0.{rank + 1}": "10.77.0.0/24"}}
+    for rank in range(3)
+}
+TORCH: Final = {"ddpsafe": "0.1.0", "torch": "2.13.0+cpu"}
+
+PRINTED: Final[dict[str, Callable[[], list[Finding]]]] = {
+    "DS-MESH-001": judged(of({}, size=4, nodes={rank: node(rank) for rank in (0, 1, 3)})),
+    "DS-MESH-002": judged(
+        of(
+            {},
+            size=4,
+            nodes={rank: node(rank) for rank in (0, 1, 3)},
+            rejected=(
+                Rejected(reason="duplicate", greeting=came(1, 4), holder="h1", holder_pid=207),
+            ),
+        )
+    ),
+    "DS-MESH-003": kept_from("other-program", said="it said nothing for 5.0 s"),
+    "DS-MESH-004": kept_from("dropped"),
+    "DS-MESH-005": kept_from("refused"),
+    "DS-MESH-006": kept_from("no-route"),
+    "DS-MESH-007": kept_from("unresolved", said="Name or service not known", addresses=()),
+    "DS-MESH-008": kept_from("loopback", addresses=("127.0.1.1",)),
+    "DS-MESH-009": lambda: [
+        cannot_serve(
+            OSError(98, "Address already in use"), port=29400, owner=": python (pid 207) has it"
+        )
+    ],
+    "DS-MESH-010": judged(
+        of({}, reports={rank: NodeReport(dialled=(Dialled(1 - rank, "open"),)) for rank in (0, 1)})
+    ),
+    "DS-MESH-011": lambda: [coordinator_lost("h0", "it closed the connection", at_store=False)],
+    "DS-MESH-012": kept_from("late"),
+    "DS-MESH-013": judged(
+        of({}, size=2, rejected=(Rejected(reason="other-job", greeting=came(1, 3)),))
+    ),
+    "DS-MESH-014": lambda: [coordinator_garbled("h0", "a number is out of range")],
+    "DS-MESH-015": kept_from("secret"),
+    "DS-MESH-020": judged(
+        of(
+            {},
+            nodes={
+                0: node(0),
+                1: node(1),
+                2: announcing(2, flaw="loopback", wanted="127.0.1.1"),
+            },
+        )
+    ),
+    "DS-MESH-021": judged(
+        of(
+            {},
+            nodes={
+                0: node(0),
+                1: node(1),
+                2: announcing(
+                    2,
+                    flaw="absent-interface",
+                    wanted="ib7",
+                    variable="GLOO_SOCKET_IFNAME",
+                    chosen_by="GLOO_SOCKET_IFNAME=ib7",
+                    otherwise="10.77.0.3",
+                ),
+            },
+        )
+    ),
+    "DS-MESH-024": judged(
+        of(
+            {(1, 2): Dialled(2, "refused", error="ECONNREFUSED")},
+            nodes={
+                0: node(0),
+                1: node(1),
+                2: node(
+                    2,
+                    announced=node(1).announced,
+                    interfaces={"eth0": {"10.77.0.2": "10.77.0.0/24"}},
+                ),
+            },
+        )
+    ),
+    "DS-MESH-027": judged(
+        of(
+            {
+                (here, there): Dialled(there, "dropped")
+                for here in range(3)
+                for there in range(3)
+                if here != there
+            },
+            nodes={
+                rank: node(
+                    rank,
+                    announced=Announced(
+                        address=f"fd00:77::{rank + 1}",
+                        interface="eth0",
+                        chosen_by="the host's name",
+                    ),
+                    interfaces=BOTH[rank],
+                    endpoint="10.77.0.1",
+                )
+                for rank in range(3)
+            },
+        )
+    ),
+    "DS-MESH-031": judged(
+        of({(0, 1): Dialled(1, "dropped"), (2, 1): Dialled(1, "dropped")}, told={1: INPUT})
+    ),
+    "DS-MESH-032": judged(
+        of({(2, 1): Dialled(1, "refused", error="ECONNREFUSED")}, told={1: INPUT})
+    ),
+    "DS-MESH-033": judged(
+        of(
+            {
+                (0, 2): Dialled(2, "no-route", reason="no-arp", error="EHOSTUNREACH"),
+                (2, 0): Dialled(0, "no-route", reason="no-arp", error="EHOSTUNREACH"),
+            }
+        )
+    ),
+    "DS-MESH-036": judged(of(all_ways(lambda there: Dialled(there, "dropped")))),
+    "DS-MESH-038": judged(
+        of(
+            {(2, 1): Dialled(1, "dropped"), (1, 2): Dialled(2, "dropped")},
+            told={2: {"routes": (Route(1, "eth1", "10.77.0.2/32"),)}},
+        )
+    ),
+    "DS-MESH-040": judged(
+        of(
+            {},
+            nodes={
+                0: with_facts(0, versions=TORCH),
+                1: with_facts(1, versions=TORCH),
+                2: with_facts(2, versions={**TORCH, "torch": "2.12.0+cpu"}),
+            },
+        )
+    ),
+    "DS-MESH-041": judged(
+        of(
+            {},
+            nodes={
+                0: with_facts(0, env={"OMP_NUM_THREADS": "1"}),
+                1: with_facts(1, env={"OMP_NUM_THREADS": "1"}),
+                2: with_facts(2, env={"OMP_NUM_THREADS": "1", "NCCL_DEBUG": "INFO"}),
+            },
+        )
+    ),
+    "DS-MESH-050": judged(
+        of(
+            {},
+            all_reduce=AllReduce(said={0: Reduced(error="RuntimeError: Connection reset by peer")}),
+        )
+    ),
+}
+"""What the findings of each code are made of; what the others need, test_pasted.py breaks for real."""
+
+
+@pytest.mark.parametrize("code", PRINTED)
+def test_page_shows_what_the_doctor_prints(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Facts, cause, lines to paste and all: a text that changes takes its page along."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "h1")
+    (found,) = (each for each in PRINTED[code]() if each.severity in ("failed", "warning"))
+    assert found.code == code
+    block = f"```text\n{found.as_text()}\n```"
+    page = (PAGES / f"{code}.md").read_text(encoding="utf-8")
+    assert block in page, f"{code}.md has to show:\n{block}"

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from ddpsafe.doctor._mesh.protocol import Announced, Node
+
 if TYPE_CHECKING:
     import subprocess
     from collections.abc import Collection, Mapping, Sequence
@@ -138,3 +140,22 @@ def wait_for_line(started: subprocess.Popen[str] | Forked, text: str) -> None:
         if text in line:
             return
     raise AssertionError(f"{text!r} was never said")
+
+
+def healthy_node(rank: int, **changed: Any) -> Node:
+    """Return what a healthy node says."""
+    known = {
+        "node_rank": rank,
+        "hostname": f"h{rank}",
+        "machine": f"m{rank}",
+        "announced": Announced(
+            address=f"10.77.0.{rank + 1}", interface="eth0", chosen_by="the host's name"
+        ),
+        "port": 40000,
+        "token": "ab",
+        "mtu_bytes": 1500,
+        "interfaces": {"eth0": {f"10.77.0.{rank + 1}": "10.77.0.0/24"}},
+        "port_range": (32768, 60999),
+        "has_torch": False,
+    }
+    return Node(**{**known, **changed})

@@ -296,3 +296,8 @@ def test_a_notebook_launches_a_function_from_a_cell(tmp_path: Path) -> None:
     assert failed[-1].ename == "RankRaisedError"
     assert "raised BadBatch" in failed[-1].evalue
     assert "batch 17" in failed[-1].evalue
+    # The kernel's name for the first cell is that of a file that does not exist.
+    assert "at Cell In[1]:9 in train" in failed[-1].evalue
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(failed[-1].traceback))
+    assert 'File "Cell In[1]", line 9, in train' in shown
+    assert "ipykernel_" not in failed[-1].evalue

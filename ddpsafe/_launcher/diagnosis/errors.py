@@ -25,6 +25,7 @@ from ddpsafe._errors import (
     RankLeftEarlyError,
     RankRaisedError,
     RendezvousTimeoutError,
+    name_cells,
     ranks_text,
 )
 from ddpsafe._launcher.diagnosis import messages
@@ -571,7 +572,7 @@ class RemoteTraceback(Exception):  # noqa: N818 - shown as text above the error 
 
     def __str__(self) -> str:
         """Show it as Python shows a traceback."""
-        return f"\n{self.args[0]}"
+        return name_cells(f"\n{self.args[0]}")
 
 
 def original_of(raised: Raised) -> BaseException:
