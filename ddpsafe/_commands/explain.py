@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from ddpsafe._explain.flight import FlightRecordings
 from ddpsafe._explain.logs import Cause, LogReader
 from ddpsafe.cli import HEALTHY, UNHEALTHY, USAGE, complain, say
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _SHOWN: Final = 5
-_LOGS: Final = {".log", ".out", ".err", ".txt", ".json", ".stacks", ""}
+_LOGS: Final = {".log", ".out", ".err", ".txt", ".json", ".stacks", ".pkl", ".pickle", ""}
 _WIDTH: Final = 160
 _AGAIN: Final = {
     "never": "Starting it again will not help.",
@@ -33,13 +34,18 @@ def explain_logs(options: argparse.Namespace) -> int:
             complain("reading the log from the terminal; end it with Ctrl-D")
         reader.read(sys.stdin.buffer)
     else:
-        try:
-            for path in _files(options.logs):
-                with path.open("rb") as stream:
-                    reader.read(stream)
-        except OSError as error:
-            complain(f"ddpsafe explain: {error.filename} cannot be read: {error.strerror}")
-            return USAGE
+        recordings = FlightRecordings()
+        for path in _files(options.logs):
+            try:
+                if not recordings.read(path):
+                    with path.open("rb") as stream:
+                        reader.read(stream)
+            except OSError as error:
+                complain(f"ddpsafe explain: {error.filename} cannot be read: {error.strerror}")
+                if str(path) in options.logs:
+                    return USAGE  # of a folder, a file that has just gone or is not readable is left
+        for finding in recordings.findings():
+            reader.add(finding)
     causes = reader.causes()
     if options.json:
         say(json.dumps({"findings": [cause.as_json() for cause in causes]}, ensure_ascii=False))

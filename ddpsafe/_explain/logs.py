@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from typing import BinaryIO
 
     from ddpsafe._errors import FailureKind
+    from ddpsafe._explain.flight import Finding
 
 _CHUNK_BYTES: Final = 1 << 20
 _LONGEST_LINE: Final = 4_000
@@ -287,6 +288,15 @@ class LogReader:
         elif self._is_root_cause and (match := _RANK_OF_ROOT.match(said)):
             self._root_rank, self._is_root_cause = int(match[1]), False
 
+    def add(self, finding: Finding) -> None:
+        """Take what flight recordings show beside what the logs say."""
+        rule = next(rule for rule in RULES if rule.code == f"DS-{finding.code}")
+        if rule.code not in self._found:  # the first group that stopped; others wait because of it
+            self._found[rule.code] = _cause_of(rule, finding.facts)
+            self._found[rule.code].rank = finding.rank
+            self._found[rule.code].evidence = finding.evidence
+            self._found[rule.code].count = len(finding.evidence)
+
     def _find_best(
         self, number: int, line: str, said: str, grams: Collection[str] | None
     ) -> tuple[Rule, re.Match[str]] | None:
@@ -319,15 +329,8 @@ class LogReader:
         cause = where.get(rule.code)
         level = "symptom" if rule.level == "cause" and _WARNING.search(line) else rule.level
         if cause is None:
-            cause = where[rule.code] = Cause(
-                code=rule.code,
-                kind=rule.kind,
-                level=level,
-                retry=rule.retry,
-                cause=rule.cause.format(**facts) if facts else rule.cause,
-                fix=rule.fix.format(**facts) if facts else rule.fix,
-                page=rule.page,
-            )
+            cause = where[rule.code] = _cause_of(rule, facts)
+            cause.level = level
         if LEVELS[level] < LEVELS[cause.level]:  # now it is an error, and no longer a warning
             cause.level, cause.evidence = level, []
         if cause.rank is None:
@@ -393,7 +396,7 @@ class LogReader:
                 found.setdefault(code, cause)
         if self._lowest is not None and self._lowest[1] is not None:
             found[_WATCHDOG].rank = self._lowest[1]
-        ranked = sorted(found.values(), key=lambda each: (LEVELS[each.level], each.evidence[0][0]))
+        ranked = sorted(found.values(), key=_order)
         general = {code for rule in RULES if rule.code in found for code in rule.over}
         kept = [cause for cause in ranked if cause.code not in general]
         real = [cause for cause in kept if cause.level != "noise"] or kept
@@ -478,6 +481,8 @@ def _index_rules() -> tuple[frozenset[int], dict[str, list[tuple[str, int]]]]:
     """
     literals: dict[int, list[str]] = {}
     for number, rule in enumerate(RULES):
+        if not rule.signs:  # of another source than the lines of a log
+            continue
         patterns = [*rule.signs, *([rule.also] if rule.also else [])]
         literals[number] = [text for each in patterns for text in _literals_of(each.pattern)]
     always = {number for number, texts in literals.items() if _shortest(texts) < _GRAM}
@@ -563,6 +568,23 @@ class _Sieve:
                 if (gram := self._gram_of.get(code)) is not None:
                     found.setdefault(line, set()).add(gram)
         return found
+
+
+def _order(cause: Cause) -> tuple[int, bool, int]:
+    is_recorded = cause.code.startswith("DS-FLIGHT-")
+    return LEVELS[cause.level], not is_recorded, cause.evidence[0][0] if cause.evidence else 0
+
+
+def _cause_of(rule: Rule, facts: dict[str, str]) -> Cause:
+    return Cause(
+        code=rule.code,
+        kind=rule.kind,
+        level=rule.level,
+        retry=rule.retry,
+        cause=rule.cause.format(**facts) if facts else rule.cause,
+        fix=rule.fix.format(**facts) if facts else rule.fix,
+        page=rule.page,
+    )
 
 
 def _rank_of(line: str) -> int | None:

@@ -1,0 +1,262 @@
+"""Flight-recorder dumps of torch: which rank is missing in which collective, and who called another.
+
+Each rank writes what it last enqueued on each group, as a pickle of plain values or as JSON. A
+pickle may come from anywhere, so it is read by an unpickler that knows no class and no function.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from ddpsafe._errors import ranks_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+_MOST_BYTES: Final = 256 << 20
+_HEAD: Final = 512
+_JSON: Final = re.compile(
+    rb'^\s*\{\s*"(?:entries|pg_config|pg_status|comm_lib_version|nccl_version|version)"'
+)
+_PICKLE: Final = re.compile(rb"^\x80[\x02-\x05]")
+_LAST_NUMBER: Final = re.compile(r"(\d+)(?:\.\w+)?$")
+_LIBRARY: Final = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen|/torch/")
+_SAME_SIZES: Final = ("allreduce", "broadcast", "reduce", "reducescatter")
+"""Collectives that need the same shape on every rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What the dumps show: a code of the catalogue, the facts of its text, and where it is seen."""
+
+    code: str
+    facts: dict[str, str]
+    rank: int | None
+    evidence: list[tuple[int, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """One collective, as one rank recorded it."""
+
+    number: int
+    record: int
+    name: str
+    sizes: str
+    dtypes: str
+    state: str
+    is_over: bool
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.name} number {self.number} of shape {self.sizes}{self.where} ({self.state})"
+
+    def matches(self, other: _Call) -> bool:
+        """Tell whether two ranks' calls may be of the same collective."""
+        if self.name != other.name or self.dtypes != other.dtypes:
+            return False
+        return _plain(self.name) not in _SAME_SIZES or self.sizes == other.sizes
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads numbers, texts, lists, tuples and dicts; a pickle that wants more is refused."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        """Refuse it: to look a function up is the first step of calling it."""
+        msg = f"a flight recording holds plain values, this file asks for {module}.{name}"
+        raise pickle.UnpicklingError(msg)
+
+
+class FlightRecordings:
+    """The dumps of the ranks of one job."""
+
+    def __init__(self) -> None:
+        """Know none yet."""
+        self._members: dict[str, set[int]] = {}
+        self._calls: dict[str, dict[int, dict[int, _Call]]] = {}
+        self._dumped: set[int] = set()
+
+    def read(self, path: Path) -> bool:
+        """Read a file if it is a dump; else return ``False``: it may be a log.
+
+        Raises:
+            OSError: It cannot be read.
+        """
+        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+            return False
+        with path.open("rb") as stream:
+            head = stream.read(_HEAD)
+            if not (_PICKLE.match(head) or _JSON.match(head)):
+                return False
+            data = head + stream.read()
+        try:
+            dump: Any = (
+                _PlainUnpickler(io.BytesIO(data)).load()
+                if _PICKLE.match(head)
+                else json.loads(data)
+            )
+            return self._take(dump, path)
+        except (pickle.UnpicklingError, ValueError, EOFError, KeyError, IndexError, TypeError):
+            return False
+        except (AttributeError, MemoryError, OverflowError, RecursionError):
+            return False
+
+    def _take(self, dump: Any, path: Path) -> bool:
+        entries = dump["entries"] if isinstance(dump, dict) else dump
+        if not isinstance(entries, list) or not all(isinstance(each, dict) for each in entries):
+            return False
+        groups = dump.get("pg_config", {}) if isinstance(dump, dict) else {}
+        rank = dump.get("rank") if isinstance(dump, dict) else None
+        if not isinstance(rank, int):
+            match = _LAST_NUMBER.search(path.name)
+            rank = int(match[1]) if match else max(self._dumped, default=-1) + 1
+        calls = [(_group_of(each), _call_of(each)) for each in entries if not each.get("is_p2p")]
+        for group, call in calls:
+            self._calls.setdefault(group, {}).setdefault(rank, {})[call.number] = call
+        for name, group in groups.items():
+            # In a dump the ranks of a group are a text: "[0, 1]".
+            found = {int(each) for each in re.findall(r"\d+", str(group.get("ranks", "")))}
+            self._members.setdefault(str(group.get("name", name)), set()).update(found)
+        self._dumped.add(rank)
+        return True
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield what each group shows, the one that stopped first in first place."""
+        for group, calls in sorted(self._calls.items(), key=lambda each: _first_stuck(each[1])):
+            found = self._examine(group, calls)
+            if found is not None:
+                yield found
+
+    def _examine(self, group: str, calls: dict[int, dict[int, _Call]]) -> Finding | None:
+        # Under gloo the default group, "0", is written with an empty name.
+        members = self._members.get(group) or (group == "0" and self._members.get("")) or set(calls)
+        mismatch = _find_mismatch(group, calls)
+        if mismatch is not None:
+            return mismatch
+        at = _first_stuck(calls)
+        if at == _NEVER:
+            return None
+        inside = {rank: own[at] for rank, own in calls.items() if at in own}
+        # A rank that is past this collective has completed it, whatever its ring buffer has kept.
+        missing = {
+            rank for rank in members & self._dumped if max(calls.get(rank, {}), default=0) < at
+        }
+        silent = members - self._dumped
+        call = next(iter(inside.values()))
+        waiting = sorted(rank for rank, each in inside.items() if each.state != "completed")
+        facts = {"call": f"{call.name} number {at}", "group": group, "waiting": _ranks(waiting)}
+        evidence = [(each.record, f"rank {rank}: {each}") for rank, each in sorted(inside.items())]
+        if missing:
+            last = [
+                (own.record, f"rank {rank}, its last: {own}")
+                for rank in sorted(missing)
+                if (own := _last(calls.get(rank, {}))) is not None
+            ]
+            facts["missing"] = _ranks(sorted(missing))
+            code = "FLIGHT-missing"
+            return Finding(
+                code=code, facts=facts, rank=min(missing), evidence=(last + evidence)[:_SHOWN]
+            )
+        if silent:
+            facts["missing"] = _ranks(sorted(silent))
+            code = "FLIGHT-no-dump"
+            return Finding(code=code, facts=facts, rank=min(silent), evidence=evidence[:_SHOWN])
+        queued = sorted(rank for rank, each in inside.items() if each.state == "scheduled")
+        if queued and len(queued) < len(inside):
+            facts["missing"] = _ranks(queued)
+            return Finding(
+                code="FLIGHT-not-started", facts=facts, rank=queued[0], evidence=evidence[:_SHOWN]
+            )
+        return Finding(code="FLIGHT-stuck", facts=facts, rank=None, evidence=evidence[:_SHOWN])
+
+
+_SHOWN: Final = 4
+_NEVER: Final = 1 << 62
+
+
+def _first_stuck(calls: dict[int, dict[int, _Call]]) -> int:
+    """Return the number of the first collective that a rank has not ended, or has not begun."""
+    pending = [call.number for own in calls.values() for call in own.values() if not call.is_over]
+    if pending:
+        return min(pending)
+    last = [max(own) for own in calls.values()]
+    if not last or min(last) == max(last):
+        return _NEVER
+    # All that was called has ended, in errors as it seems, and one rank has called less.
+    return min(last) + 1
+
+
+def _find_mismatch(group: str, calls: dict[int, dict[int, _Call]]) -> Finding | None:
+    for number in sorted({number for own in calls.values() for number in own}):
+        inside = {rank: own[number] for rank, own in calls.items() if number in own}
+        if all(each.state == "completed" for each in inside.values()):
+            continue
+        usual = max(
+            inside.values(),
+            key=lambda call: sum(call.matches(other) for other in inside.values()),
+        )
+        others = {rank: each for rank, each in inside.items() if not each.matches(usual)}
+        if others:
+            rank, other = min(others.items())
+            facts = {
+                "group": group,
+                "number": str(number),
+                "rank": str(rank),
+                "call": f"{other.name} of shape {other.sizes}{other.where}",
+                "waiting": _ranks(sorted(set(inside) - set(others))),
+                "usual": f"{usual.name} of shape {usual.sizes}{usual.where}",
+            }
+            lines = [(each.record, f"rank {who}: {each}") for who, each in sorted(inside.items())]
+            return Finding(code="FLIGHT-mismatch", facts=facts, rank=rank, evidence=lines[:_SHOWN])
+    return None
+
+
+def _group_of(entry: dict[str, Any]) -> str:
+    group = entry.get("process_group")
+    return str(group[0] if isinstance(group, (list, tuple)) and group else entry.get("pg_id", "0"))
+
+
+def _call_of(entry: dict[str, Any]) -> _Call:
+    number = entry.get("collective_seq_id", entry.get("seq_id"))
+    return _Call(
+        number=int(number if number is not None else entry["record_id"]),
+        record=int(entry.get("record_id", entry.get("id", 0))),
+        name=str(entry.get("profiling_name", "?")).partition(":")[2] or "?",
+        sizes=_sizes(entry.get("input_sizes")),
+        dtypes=",".join(map(str, entry.get("input_dtypes") or ())),
+        state=str(entry.get("state", "?")),
+        # gloo never says "completed"; a call that has ended, also in an error, is retired.
+        is_over=entry.get("state") == "completed" or bool(entry.get("retired")),
+        where=_where(entry.get("frames") or ()),
+    )
+
+
+def _sizes(sizes: Any) -> str:
+    return ", ".join(str([int(each) for each in size]) for size in sizes or ()) or "[]"
+
+
+def _where(frames: Iterable[dict[str, Any]]) -> str:
+    """Return the last call that is not of a library: frames come innermost first."""
+    for frame in frames:
+        file = str(frame.get("filename", ""))
+        if file and not _LIBRARY.search(file):
+            return f" at {file}:{frame.get('line')} in {frame.get('name')}"
+    return ""
+
+
+def _last(calls: dict[int, _Call]) -> _Call | None:
+    return calls[max(calls)] if calls else None
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z]|base|coalesced|tensor", "", name.lower())
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ranks_text(ranks)

@@ -1,0 +1,192 @@
+"""Flight-recorder dumps: the rank that is missing, the call that differs, and files that attack."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from ddpsafe._explain.flight import FlightRecordings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RANKS: Final = (0, 1, 2)
+
+
+def call(number: int, *, op: str = "all_reduce", size: int = 4, state: str = "completed", line: int = 9) -> dict[str, Any]:  # fmt: skip
+    """Return one entry, with the keys that torch 2.5 to 2.13 write."""
+    return {
+        "record_id": number - 1,
+        "pg_id": 0,
+        "process_group": ("0", "default_pg"),
+        "collective_seq_id": number,
+        "p2p_seq_id": 0,
+        "op_id": number,
+        "profiling_name": f"nccl:{op}",
+        "input_sizes": [[size]],
+        "input_dtypes": ["Float"],
+        "output_sizes": [[size]],
+        "output_dtypes": ["Float"],
+        "state": state,
+        "retired": state == "completed",
+        "is_p2p": False,
+        "timeout_ms": 600_000,
+        "frames": [
+            {"name": "all_reduce", "filename": "/env/site-packages/torch/distributed/distributed_c10d.py", "line": 3245},
+            {"name": "step", "filename": "/w/train.py", "line": line},
+        ],
+    }  # fmt: skip
+
+
+def dump(*entries: dict[str, Any]) -> dict[str, Any]:
+    """Return the dump of one rank."""
+    return {
+        "version": "2.10",
+        "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": str(list(RANKS))}},
+        "pg_status": {},
+        "entries": list(entries),
+    }
+
+
+WAITING: Final = dump(call(1), call(2, state="started"))
+ROWS: Final[dict[str, tuple[dict[int, dict[str, Any]], str, int | None, str]]] = {
+    "a rank never came": (
+        {0: WAITING, 1: dump(call(1, line=44)), 2: WAITING},
+        "FLIGHT-missing",
+        1,
+        "wait for rank 1, which never called all_reduce number 2 of group 0. In it: ranks 0 and 2.",
+    ),
+    "a rank called another collective": (
+        {0: WAITING, 1: dump(call(1), call(2, op="broadcast", state="started", line=7)), 2: WAITING},
+        "FLIGHT-mismatch",
+        1,
+        "rank 1 calls broadcast of shape [4] at /w/train.py:7 in step. Of ranks 0 and 2 it is all_reduce of shape [4]",
+    ),
+    "a rank passed another shape": (
+        {0: WAITING, 1: WAITING, 2: dump(call(1), call(2, size=3, state="scheduled"))},
+        "FLIGHT-mismatch",
+        2,
+        "rank 2 calls all_reduce of shape [3]",
+    ),
+    "a rank left no dump": (
+        {0: WAITING, 2: WAITING},
+        "FLIGHT-no-dump",
+        1,
+        "There is no recording of rank 1. Waiting in all_reduce number 2 of group 0: ranks 0 and 2.",
+    ),
+    "a GPU is behind": (
+        {0: WAITING, 1: dump(call(1), call(2, state="scheduled")), 2: WAITING},
+        "FLIGHT-not-started",
+        1,
+        "on rank 1 the GPU has not begun it",
+    ),
+    "all are in it": (
+        dict.fromkeys(RANKS, WAITING),
+        "FLIGHT-stuck",
+        None,
+        "All ranks are in all_reduce number 2",
+    ),
+}  # fmt: skip
+
+
+def explain(folder: Path) -> list[dict[str, Any]]:
+    """Run the command on a folder."""
+    command = [sys.executable, "-m", "ddpsafe", "explain", "--json", str(folder)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    found: list[dict[str, Any]] = json.loads(run.stdout)["findings"]
+    return found
+
+
+@pytest.mark.parametrize("form", ["pickle", "json"])
+@pytest.mark.parametrize(("dumps", "code", "rank", "text"), ROWS.values(), ids=ROWS.keys())
+def test_the_dumps_show_who_keeps_the_others_waiting(
+    dumps: dict[int, dict[str, Any]], code: str, rank: int | None, text: str, form: str, tmp_path: Path
+) -> None:  # fmt: skip
+    """The collective, the ranks in it, the one that is not, and its last line."""
+    recordings = FlightRecordings()
+    for number, each in dumps.items():
+        path = tmp_path / f"nccl_trace_rank_{number}"
+        path.write_bytes(pickle.dumps(each, 2) if form == "pickle" else json.dumps(each).encode())
+        assert recordings.read(path)
+    (finding,) = recordings.findings()
+    assert (finding.code, finding.rank) == (code, rank)
+    assert any("/w/train.py" in line for _, line in finding.evidence)
+    (tmp_path / "rank-0.err").write_text(
+        "[rank0]:[E] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=2, OpType=ALLREDUCE)\n"
+    )
+    if form == "pickle":  # the whole command, once a row: the recording says more than the watchdog
+        first, *others = explain(tmp_path)
+        assert first["code"] == f"DS-{code}"
+        assert text in first["cause"]
+        assert "DS-HANG-watchdog" not in [each["code"] for each in others]
+
+
+def test_a_run_that_is_well_has_no_finding(tmp_path: Path) -> None:
+    """All collectives have ended on all ranks."""
+    recordings = FlightRecordings()
+    for rank in RANKS:
+        path = tmp_path / f"trace_{rank}"
+        path.write_bytes(pickle.dumps(dump(call(1), call(2))))
+        assert recordings.read(path)
+    assert list(recordings.findings()) == []
+
+
+def test_gloo_is_read_though_it_never_says_completed(tmp_path: Path) -> None:
+    """There a call that has ended is retired, also if it failed; the default group has no name."""
+    recordings = FlightRecordings()
+    for rank, count in {0: 3, 1: 2}.items():
+        entries = [call(number, state="scheduled") | {"retired": True} for number in range(1, count + 1)]  # fmt: skip
+        config = {"": {"name": "", "desc": "", "ranks": "[0, 1]"}}
+        path = tmp_path / f"trace_{rank}"
+        path.write_bytes(pickle.dumps(dump(*entries) | {"pg_config": config}))
+        assert recordings.read(path)
+    (finding,) = recordings.findings()
+    assert (finding.code, finding.rank, finding.facts["waiting"]) == ("FLIGHT-missing", 1, "rank 0")
+
+
+class Attack:
+    """What would run a command if it were unpickled."""
+
+    def __init__(self, target: Path) -> None:
+        """Take what it would write."""
+        self.target = target
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        """Return the call."""
+        return os.system, (f"touch {self.target}",)
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    """It is read as a log, of which nothing is known; nothing of it is looked up or called."""
+    written = tmp_path / "written"
+    folder = tmp_path / "dumps"
+    folder.mkdir()
+    (folder / "nccl_trace_rank_0").write_bytes(pickle.dumps({"entries": [Attack(written)]}))
+    assert explain(folder) == []
+    assert not written.exists()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{"entries": 3}, {"entries": [4]}, {"entries": [{"x": 1}]}, [], {"pg_config": []}, {"entries": [call(1) | {"frames": 5}]}],
+)  # fmt: skip
+def test_a_pickle_of_another_kind_is_no_recording(value: object, tmp_path: Path) -> None:
+    """No traceback; what is cut off is not one either."""
+    path = tmp_path / "x.pkl"
+    path.write_bytes(pickle.dumps(value))
+    FlightRecordings().read(path)
+    path.write_bytes(pickle.dumps(WAITING)[:-40])
+    assert not FlightRecordings().read(path)
+
+
+def test_a_fifo_in_a_folder_is_left_alone(tmp_path: Path) -> None:
+    """It would never end: there is no writer. The files beside it are read."""
+    os.mkfifo(tmp_path / "pipe.log")
+    (tmp_path / "rank-0.err").write_text("MemoryError\n")
+    assert [each["code"] for each in explain(tmp_path)] == ["DS-MEM-alloc"]
