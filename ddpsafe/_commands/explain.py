@@ -40,10 +40,12 @@ def explain_logs(options: argparse.Namespace) -> int:
                 if not recordings.read(path):
                     with path.open("rb") as stream:
                         reader.read(stream)
-            except OSError as error:
+            except OSError as error:  # noqa: PERF203 - a file costs far more
                 complain(f"ddpsafe explain: {error.filename} cannot be read: {error.strerror}")
                 if str(path) in options.logs:
-                    return USAGE  # of a folder, a file that has just gone or is not readable is left
+                    return (
+                        USAGE  # of a folder, a file that has just gone or is not readable is left
+                    )
         for finding in recordings.findings():
             reader.add(finding)
     causes = reader.causes()
