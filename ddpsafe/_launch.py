@@ -19,8 +19,9 @@ from ddpsafe._launcher.plan import Calls, make_plan, require_main_guard, require
 from ddpsafe._launcher.retry import run_attempts
 from ddpsafe._launcher.run_directory import open_run_directory
 from ddpsafe._launcher.uncaught import presentable
-from ddpsafe._launcher.watch.console import quiet_log
+from ddpsafe._launcher.watch.console import shown_log
 from ddpsafe._launcher.watch.signals import Interrupted, interrupts_kept, pass_on
+from ddpsafe._logging import launch_fields
 from ddpsafe._preflight import require_ready_host, require_ready_node
 from ddpsafe._worker.entrypoint import run_rank
 from ddpsafe._worker.join import attached
@@ -190,7 +191,7 @@ def run_processes(fn: Callable[..., object], args: Sequence[Any], config: Launch
 
 def _ready_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False) -> LaunchPlan:
     """Plan a launch, on a machine that is ready for it."""
-    with interrupts_kept():
+    with interrupts_kept(), shown_log(config.console):
         plan = make_plan(config, style=style, daemon=daemon)
         require_ready_host(config, nproc=plan.nproc, backend=plan.backend)
     return plan
@@ -224,7 +225,8 @@ def _run_plan(
     try:
         with (
             closing(calls),
-            quiet_log(plan.console),
+            launch_fields(plan.config.node_rank),
+            shown_log(plan.console),
             open_run_directory(plan.config.run_dir, node=_node_folder(plan.config)) as directory,
         ):
             if plan.config.nnodes > 1:

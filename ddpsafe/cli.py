@@ -8,6 +8,7 @@ import difflib
 import importlib
 import io
 import os
+import signal
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
@@ -62,8 +63,13 @@ exit codes: 0, the failing rank's own, 128 + signal, 78 another attempt cannot h
 _RUN_OPTIONS: Final = (
     ("--nproc-per-node", "N", 'ranks: a number, "gpu", "cpu" or "auto"'),
     ("--run-dir --log-dir", "DIR", "where logs and reports go"),
-    ("--console", "WHOSE", "auto, rank-zero, all, tagged or none"),
+    ("--console", "WHOSE", "auto, rank-zero, all, tagged, json or none"),
     ("--start-method", "HOW", "spawn or forkserver"),
+    ("--backend", "NAME", "for launch() and setup() in the script: gloo, nccl; auto by default"),
+    ("--seed", "N", "the seed of every rank"),
+    ("--preflight", "WHAT", "off, local or full"),
+    ("--timeout", "TIME", "of an attempt, as --timeouts.attempt: 30s, 10min, 12h"),
+    ("--retry", "N", "attempts in all, as --retry.attempts"),
     ("--max-restarts", "N", "attempts after the first one, where another one can help"),
     ("--shutdown-timeout", "S", "seconds between SIGTERM and SIGKILL"),
     ("--nnodes", "N", "nodes, each of which runs this command: a number, or MIN:MAX"),
@@ -75,6 +81,24 @@ _RUN_OPTIONS: Final = (
     ("-t --tee", "STD", "as torchrun: show every rank's output, each line with its rank"),
     ("-r --redirects", "STD", "as torchrun: 3 shows nothing on the console"),
     ("--local-ranks-filter", "RANKS", "as torchrun: 0 shows rank 0's output"),
+)
+PARTS: Final = {
+    "timeouts": (
+        "attempt",
+        "rendezvous",
+        "collective",
+        "barrier",
+        "progress",
+        "shutdown",
+        "grace",
+        "stop",
+    ),
+    "retry": ("attempts", "on", "backoff_initial", "backoff_max", "jitter", "no_progress"),
+}
+"""Fields of the parts of a configuration that ``ddpsafe run`` has options for; a test compares."""
+
+_PARTS: Final = (
+    "Each overrides one field of the configuration; docs/reference/config.md says what it means."
 )
 TORCHRUN_NOTED: Final = {
     "--rdzv-backend": "nodes always meet at the endpoint, and ranks of one node in a private folder",
@@ -114,6 +138,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _let_go_of_the_pipe()
         return NOBODY_READS
+    except KeyboardInterrupt:
+        # As a program without Python would end: no traceback, and a shell's loop ends, too.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)
+        return 128 + signal.SIGINT
 
 
 def _make_printable() -> None:
@@ -272,6 +301,13 @@ def _add_run(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
         _add_both(parser, names, metavar=metavar, help=text)
     _add_config_file(parser)
     parser.add_argument(
+        "--quiet", action="store_true", help="no notes and warnings; output and errors remain"
+    )
+    parts = parser.add_argument_group("timeouts and retry", _PARTS)
+    for part, fields in PARTS.items():
+        for name in fields:
+            _add_both(parts, f"--{part}.{name.replace('_', '-')}", metavar="VALUE")
+    parser.add_argument(
         "-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m"
     )
     _add_both(parser, "--no-python", action="store_true", help="SCRIPT is a program, not Python")
@@ -291,7 +327,7 @@ def _add_run(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
     )
 
 
-def _add_both(parser: argparse.ArgumentParser, names: str, **how: Any) -> None:
+def _add_both(parser: argparse._ActionsContainer, names: str, **how: Any) -> None:
     """Add an option with hyphens and with underscores, as torchrun has each."""
     given = names.split()
     spellings = [*given, *(f"--{name[2:].replace('-', '_')}" for name in given if name[1] == "-")]

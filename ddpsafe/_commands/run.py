@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
 import runpy
 import shutil
@@ -20,10 +21,11 @@ from ddpsafe._config.policies import DETERMINISTIC
 from ddpsafe._errors import FAILURE_KINDS, ConfigError, DDPSafeError, Explanation
 from ddpsafe._host import is_directory_gone, plain_host, show_endpoint
 from ddpsafe._launch import run_processes
+from ddpsafe._logging import current_fields, is_json, json_line, json_of_error, use_json
 from ddpsafe._wire.exceptions import where_of
 from ddpsafe._wire.messages import ScriptExit
 from ddpsafe._world import find_node_place, require_int
-from ddpsafe.cli import HEALTHY, TORCHRUN_NOTED, USAGE, complain
+from ddpsafe.cli import HEALTHY, PARTS, TORCHRUN_NOTED, USAGE, complain
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -49,13 +51,19 @@ def run_ranks(options: Namespace) -> int:
     except ConfigError as error:
         complain(str(error))
         return USAGE
-    for note in notes:
-        complain(f"ddpsafe run: {note}")
+    use_json(on=config.console == "json")
+    if options.quiet:
+        logging.getLogger("ddpsafe").setLevel(logging.ERROR)
+    for note in notes if not options.quiet else ():
+        complain(json_line("INFO", note, current_fields()) if is_json() else f"ddpsafe run: {note}")
     try:
         run_processes(run_script, (target, tuple(options.arguments), _kind_of(options)), config)
     except DDPSafeError as error:
-        # As Python would print it, the rank's own exception first; ddpsafe's frames say nothing.
-        complain("".join(traceback.format_exception(error.with_traceback(None))).rstrip())
+        if is_json():
+            complain(json_of_error(error))
+        else:
+            # As Python would print it, the rank's own exception first; ddpsafe's frames say nothing.
+            complain("".join(traceback.format_exception(error.with_traceback(None))).rstrip())
         return error.exit_code
     return HEALTHY
 
@@ -66,7 +74,7 @@ def read_options(options: Namespace) -> tuple[dict[str, Any], list[str]]:
     Raises:
         ConfigError: It is not a number where one is needed.
     """
-    names = ("nproc_per_node", "run_dir", "console", "start_method")
+    names = ("nproc_per_node", "run_dir", "console", "start_method", "backend", "seed", "preflight")
     fields: dict[str, Any] = {
         name: value for name in names if (value := getattr(options, name)) is not None
     }
@@ -76,12 +84,9 @@ def read_options(options: Namespace) -> tuple[dict[str, Any], list[str]]:
     fields |= _read_nodes(options, notes)
     if fields.get("nnodes", 1) > 1 and "PET_NPROC_PER_NODE" in os.environ:  # torchrun's option
         fields.setdefault("nproc_per_node", os.environ["PET_NPROC_PER_NODE"])
-    if options.max_restarts is not None:
-        restarts = _number(options, "max_restarts")
-        fields["retry"] = {"attempts": restarts + 1, "on": FAILURE_KINDS - DETERMINISTIC}
-    if options.shutdown_timeout is not None:
-        grace = _number(options, "shutdown_timeout")
-        fields["timeouts"] = {"grace": grace, "shutdown": max(30, 2 * grace)}
+    fields |= _read_parts(options)
+    if options.backend is not None:  # heard by launch(), setup() and process_group() in the script
+        fields["env"] = {"DDPSAFE_BACKEND": options.backend}
     console, more = _read_streams(options)
     notes += more
     if console is not None:
@@ -92,6 +97,36 @@ def read_options(options: Namespace) -> tuple[dict[str, Any], list[str]]:
     if options.virtual_local_rank:
         notes.append("--virtual-local-rank has no effect: LOCAL_RANK counts from 0 as always.")
     return fields, notes
+
+
+def _read_parts(options: Namespace) -> dict[str, dict[str, Any]]:
+    """Return the fields of timeouts and of retry: by their own names, by torchrun's and in short.
+
+    Raises:
+        ConfigError: A number is not one.
+    """
+    timeouts: dict[str, Any] = {}
+    retry: dict[str, Any] = {}
+    if options.shutdown_timeout is not None:
+        grace = _number(options, "shutdown_timeout")
+        timeouts = {"grace": grace, "shutdown": max(30, 2 * grace)}
+    if options.max_restarts is not None:
+        retry = {
+            "attempts": _number(options, "max_restarts") + 1,
+            "on": FAILURE_KINDS - DETERMINISTIC,
+        }
+    if options.timeout is not None:
+        timeouts["attempt"] = options.timeout
+    if options.retry is not None:
+        retry["attempts"] = options.retry
+    parts = {"timeouts": timeouts, "retry": retry}
+    for part, names in PARTS.items():
+        for name in names:
+            value = getattr(options, f"{part}.{name}")
+            if value is not None:
+                # As in a variable of the environment, where "null" stands for None.
+                parts[part][name] = None if value == "null" else value
+    return {part: given for part, given in parts.items() if given}
 
 
 def _read_streams(options: Namespace) -> tuple[str | None, list[str]]:

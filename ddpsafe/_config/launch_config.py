@@ -75,7 +75,7 @@ class SpawnFields(GroupFields, total=False):
     nnodes: int
     node_rank: int | None
     retry: RetryPolicy | Mapping[str, object]
-    console: Literal["auto", "rank-zero", "all", "tagged", "none"]
+    console: Literal["auto", "rank-zero", "all", "tagged", "json", "none"]
     backend: str
 
 
@@ -188,11 +188,12 @@ class LaunchConfig(BaseSettings):
         description="Seed of every rank, as `seed_all` sets it. None: seeds are left alone.",
         examples=["0", "None"],
     )
-    console: Literal["auto", "rank-zero", "all", "tagged", "none"] = Field(
+    console: Literal["auto", "rank-zero", "all", "tagged", "json", "none"] = Field(
         default="auto",
         description='Whose output the console shows. "auto": rank 0\'s under `launch`, every '
-        "rank's under `spawn`. \"tagged\": every rank's, each line with its rank.",
-        examples=['"rank-zero"', '"all"', '"tagged"', '"none"', '"auto"'],
+        'rank\'s under `spawn`. "tagged": every rank\'s, each line with its rank. "json": every line '
+        "of every rank and of ddpsafe as an object with time, level, message, rank, attempt, node.",
+        examples=['"rank-zero"', '"all"', '"tagged"', '"json"', '"none"', '"auto"'],
     )
 
     def __init__(self, /, **fields: Unpack[LaunchFields]) -> None:

@@ -90,7 +90,7 @@ _ELSEWHERE: Final[dict[str, dict[str, str]]] = {
         ),
         **dict.fromkeys(
             ("tee", "redirects", "verbose", "quiet", "local_ranks_filter", "log_line_prefix"),
-            'console="all", "tagged", "rank-zero" or "none"',
+            'console="all", "tagged", "json", "rank-zero" or "none"',
         ),
         **dict.fromkeys(
             ("env_vars", "extra_env_vars", "default_env_vars", "environ", "environment"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import socket
 import stat
@@ -17,12 +16,13 @@ import tenacity
 from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._config.mounts import find_mount_point
 from ddpsafe._errors import Explanation, PreflightError
+from ddpsafe._logging import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 PATIENCE: Final = timedelta(seconds=5)
 """How long one look may take before the file system counts as hung."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import stat
@@ -15,6 +14,7 @@ from pydantic_settings import EnvSettingsSource
 
 from ddpsafe._config.problems import find_near, raise_config_error, show, show_at
 from ddpsafe._errors import ConfigProblem
+from ddpsafe._logging import get_logger
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -37,7 +37,7 @@ _RUNS_CODE: Final = re.compile(
 
 _OTHERS_MAY_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,9 +27,10 @@ from ddpsafe._launcher.processes.reaper import posted_guard
 from ddpsafe._launcher.processes.shutdown import find_helpers_folder
 from ddpsafe._launcher.processes.start import require_room, started_workers
 from ddpsafe._launcher.processes.store import open_store
-from ddpsafe._launcher.watch.console import open_console
+from ddpsafe._launcher.watch.console import open_console, terminal_variables
 from ddpsafe._launcher.watch.signals import Interrupted, is_order, open_inbox
 from ddpsafe._launcher.watch.supervisor import Watch
+from ddpsafe._logging import note_attempt
 from ddpsafe._secrets import OWN_SECRETS
 from ddpsafe._wire import payload
 from ddpsafe._wire.spec import RankSpec
@@ -174,6 +175,8 @@ def started_ranks(
     """
     require_room(plan.nproc)
     directory.attempt(number)
+    place = plan.worlds[0]
+    note_attempt(number, world_size=place.world_size, node_rank=place.node_rank)
     config = plan.config
     with ExitStack() as stack:
         guard = stack.enter_context(posted_guard(plan.launch_id))
@@ -301,7 +304,10 @@ def _specs(
             device=plan.devices[world.local_rank],
             timeouts=plan.timeouts,
             style=plan.style,
-            env=rank_env(plan, world, store.master_port, directory.logs(number, world)),
+            env={
+                **terminal_variables(plan.console, world.rank, {**os.environ, **config.env}),
+                **rank_env(plan, world, store.master_port, directory.logs(number, world)),
+            },
             inherited_env=_own_environment() if config.start_method == "forkserver" else None,
             cwd=os.getcwd(),  # noqa: PTH109 - plain text crosses to the rank
             seed=config.seed,

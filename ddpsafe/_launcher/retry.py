@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import signal
 from datetime import timedelta
 from threading import Event
@@ -16,6 +15,7 @@ from ddpsafe._clock import Deadline
 from ddpsafe._config.policies import DETERMINISTIC
 from ddpsafe._errors import STARTUP_KINDS, DDPSafeError, LaunchError, PreflightError
 from ddpsafe._launcher.watch.signals import Interrupted, open_inbox
+from ddpsafe._logging import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ddpsafe._config import RetryPolicy
 
 R = TypeVar("R")
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 _MENTIONED: Final = 3
 _LOOK_EVERY_S: Final = 0.1
 _MAX_DOUBLINGS: Final = 60

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import fcntl
 import itertools
-import logging
 import os
 import re
 import shutil
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 from ddpsafe._errors import Explanation, LaunchError, PreflightError
 from ddpsafe._launcher.diagnosis.report import write_report
 from ddpsafe._launcher.diagnosis.report_page import write_page
+from ddpsafe._logging import get_logger
 from ddpsafe._wire.spec import LogFiles, open_log
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ddpsafe._wire.messages import RankOutcome
     from ddpsafe._world import World
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 _ROOM_BYTES: Final = 64 << 10
 _KEPT_S: Final = 7 * 86_400.0
 _TEMPORARY: Final = re.compile(r"ddpsafe-[a-z0-9_]{8}")

@@ -6,7 +6,8 @@ import sys
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import DDPSafeError, PreemptedError
-from ddpsafe._launcher.watch.streams import say
+from ddpsafe._launcher.watch.streams import say, write_line
+from ddpsafe._logging import is_json, json_of_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +27,7 @@ def presentable(error: DDPSafeError) -> DDPSafeError:
     Returns:
         The same error.
     """
-    if error.exit_code != 1:
+    if error.exit_code != 1 or is_json():
         _hook().sets_status = True
     return error.with_traceback(None)
 
@@ -76,6 +77,8 @@ class _Uncaught:
         try:
             if isinstance(raised, PreemptedError):
                 say(str(raised))  # no failure, so no traceback
+            elif isinstance(raised, DDPSafeError) and is_json():
+                write_line(json_of_error(raised))
             else:
                 self.before(kind, raised, traceback)
         finally:  # it may raise SystemExit itself

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from ddpsafe._clock import BoundedCall, Deadline, HeldClock
+from ddpsafe._logging import name_rank
 from ddpsafe._wire import payload
 from ddpsafe._wire.channel import (
     ALL_STARTED,
@@ -334,6 +335,7 @@ def _run_user_code(
     from ddpsafe._worker import session
 
     pending_exception.tell(reporter)
+    name_rank(spec.world, spec.attempt)
     session.install_hooks(spec, since_start)
     environment.use_threads(spec.num_threads)
     environment.count_steps(inheritance.shared.fd, after_step=pending_exception.after_step)

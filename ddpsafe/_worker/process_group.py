@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import logging
 import time
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ddpsafe._clock import BoundedCall
 from ddpsafe._errors import CollectiveTimeoutError, Explanation, RendezvousTimeoutError, ranks_text
+from ddpsafe._logging import get_logger
 from ddpsafe._worker import pending_exception
 from ddpsafe._worker.torch_hooks import (
     DRAIN_S,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ddpsafe._worker.store_sync import Control
     from ddpsafe._world import World
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def open_group(

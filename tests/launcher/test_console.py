@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
+import logging
 import os
 import pty
 import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -302,3 +306,198 @@ def test_a_live_line_says_how_many_have_joined_and_who_is_missing(tmp_path: Path
     assert terminal.text.endswith("trained\r\n")
     after_the_line = terminal.text.rpartition(" s)")[2]
     assert "\x1b[2K" in after_the_line  # the terminal's order to wipe a line
+
+
+BARS: Final = """
+import os, sys
+import ddpsafe
+
+
+def train(ctx, gate):
+    if sys.argv[1] == "tqdm":
+        from tqdm import tqdm
+        bar = tqdm(total=4, desc=f"rank {ctx.rank} trains", mininterval=0)
+        step, close, note = bar.update, bar.close, bar.write
+    else:
+        from rich.progress import Progress
+        bar = Progress(auto_refresh=False)
+        bar.start()
+        task = bar.add_task(f"rank {ctx.rank} trains", total=4)
+        def step():
+            bar.advance(task)
+            bar.refresh()
+        close, note = bar.stop, bar.console.print
+    step()
+    step()
+    print("NO_COLOR" in os.environ, file=sys.stderr, flush=True) if sys.argv[1] == "env" else None
+    while not os.path.exists(gate):
+        pass
+    if ctx.rank == 0:
+        note("a line between")
+    step()
+    step()
+    close()
+
+
+if __name__ == "__main__":
+    ddpsafe.launch(
+        train, (sys.argv[3],), nproc_per_node=2, console=sys.argv[2], start_method="forkserver"
+    )
+"""
+
+
+@pytest.mark.parametrize(
+    ("bar", "console", "halfway"),
+    [
+        ("tqdm", "rank-zero", r"rank 0 trains:  50%.*2/4"),
+        ("rich", "rank-zero", r"rank 0 trains .*50%"),
+        ("tqdm", "tagged", r"\[rank 1\] rank 1 trains:  50%.*2/4"),
+    ],
+)
+def test_a_progress_bar_is_alive_on_a_terminal(
+    tmp_path: Path, bar: str, console: str, halfway: str
+) -> None:
+    """It is as wide as the terminal, is redrawn below what is printed, and is shown full at the end."""
+    path = scripts.write(tmp_path, "script.py", BARS)
+    gate = tmp_path / "gate"
+    terminal = Terminal(
+        [sys.executable, str(path), bar, console, str(gate)],
+        folder=tmp_path,
+        env=scripts.clean_environment(),
+    )
+    try:
+        scripts.wait_until(lambda: re.search(halfway, terminal.read()), otherwise=terminal.read)
+        assert "a line between" not in terminal.text
+    finally:
+        gate.touch()
+        code = terminal.close()
+    assert code == 0
+    after = terminal.text.partition("a line between")[2]
+    ranks = [0] if console == "rank-zero" else [0, 1]
+    for rank in ranks:
+        assert re.search(rf"rank {rank} trains.*100%", after), terminal.text
+    if console == "tagged":  # each bar once more, on a line of its own
+        *_, last, end = after.split("\x1b[2K")[-1].split("\r\n")
+        assert last.startswith("[rank "), terminal.text
+        assert end == ""
+    assert terminal.text.count("\x1b[?25l") == terminal.text.count("\x1b[?25h")
+
+
+def test_a_redrawn_line_is_one_line_of_a_log(tmp_path: Path) -> None:
+    """Where several ranks go to a file, a bar of many redraws is shown once, as it was at the end."""
+    path = scripts.write(tmp_path, "script.py", BARS)
+    (tmp_path / "gate").touch()
+    run = scripts.Script(
+        [str(path), "tqdm", "tagged", str(tmp_path / "gate")], folder=tmp_path
+    ).end()
+    assert run.code == 0
+    for rank in (0, 1):
+        bars = [line for line in run.err.splitlines() if f"rank {rank} trains" in line]
+        assert len(bars) <= 2, run.err  # rank 0's is cut in two by its line between
+        assert bars[-1].startswith(f"[rank {rank}] rank {rank} trains: 100%"), run.err
+    assert "\r" not in run.err
+
+
+def test_no_colour_where_none_is_wanted(tmp_path: Path) -> None:
+    """``NO_COLOR`` holds for reports of ddpsafe on a terminal."""
+    found = {}
+    for name in ("TERM", "NO_COLOR"):  # the first is set in any case
+        reader, writer = pty.openpty()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ddpsafe", "doctor", "--no-mesh", "--verbose"],
+            cwd=tmp_path,
+            env={**scripts.clean_environment(), "TERM": "xterm", name: "xterm"},
+            stdin=writer,
+            stdout=writer,
+            stderr=writer,
+        )
+        os.close(writer)
+        text = b""
+        with contextlib.suppress(OSError):  # the other end is closed
+            while data := os.read(reader, 65536):
+                text += data
+        process.wait(scripts.LIMIT_S)
+        os.close(reader)
+        found[name] = re.findall(rb"\x1b\[[\d;]*3[0-7][\d;]*m", text)
+    assert found["TERM"]
+    assert not found["NO_COLOR"]
+
+
+# Lines of JSON, and fields of records.
+
+JSON: Final = """
+import logging, sys
+import ddpsafe
+
+
+def train(ctx):
+    logging.basicConfig(format="%(name)s: rank %(rank)s of %(world_size)s, attempt %(attempt)s")
+    print(f"out of {ctx.rank}")
+    print("0%\\r50%\\r100%", file=sys.stderr)
+    logging.getLogger("user").warning("said", extra={"local_rank": "theirs"})
+    if ctx.rank == 1:
+        raise ConnectionError(f"attempt {ctx.attempt}")
+    ctx.barrier()
+
+
+if __name__ == "__main__":
+    ddpsafe.launch(
+        train,
+        nproc_per_node=2,
+        console="json",
+        run_dir=sys.path[0] + "/run",
+        start_method="forkserver",
+        retry={"on": ConnectionError, "attempts": 2},
+    )
+"""
+
+
+def test_every_line_of_a_json_console_is_an_object(tmp_path: Path) -> None:
+    """Lines of ranks on the stream they were written to, warnings, and the error that ends it all."""
+    run = scripts.run(tmp_path, JSON)
+    assert run.code == 1
+    out = [json.loads(line) for line in run.out.splitlines()]
+    err = [json.loads(line) for line in run.err.splitlines()]
+    for each in [*out, *err]:
+        assert {"time", "level", "message", "rank", "attempt", "node", "host"} <= each.keys()
+        assert datetime.fromisoformat(each["time"]).tzinfo is not None
+    assert sorted((each["attempt"], each["rank"], each["message"]) for each in out) == [
+        (attempt, rank, f"out of {rank}") for attempt in (1, 2) for rank in (0, 1)
+    ]
+    assert {(each["node"], each["stream"]) for each in out} == {(0, "stdout")}
+    theirs = [(each["attempt"], each["rank"], each["message"]) for each in err if "stream" in each]
+    assert sorted(theirs) == sorted(
+        (attempt, rank, text)
+        for attempt in (1, 2)
+        for rank in (0, 1)
+        for text in ("100%", f"user: rank {rank} of 2, attempt {attempt}")
+    )
+    *_, warning, error = [each for each in err if "stream" not in each]
+    assert (warning["level"], warning["attempt"], warning["rank"]) == ("WARNING", 1, None)
+    assert "trying again" in warning["message"]
+    assert (error["level"], error["attempt"], error["rank"]) == ("ERROR", 2, 1)
+    assert (error["error"], error["kind"], error["exit_code"]) == ("RankRaisedError", "network", 1)
+    assert "attempt 2" in error["message"]
+    assert "ConnectionError" in error["traceback"]
+
+
+def test_records_of_the_launcher_have_the_fields_too(
+    caplog: pytest.LogCaptureFixture, run_dir: Path
+) -> None:
+    """A formatter of the program may use them for whatever ddpsafe logs."""
+    fields: Any = {"retry": {"on": ConnectionError}, "console": "none", "run_dir": run_dir}
+    ddpsafe.launch(programs.fail_once, **fields, **TWO)
+    (record,) = [each for each in caplog.records if "trying again" in each.getMessage()]
+    assert logging.Formatter("%(rank)s %(attempt)s %(node_rank)s").format(record) == "None 1 0"
+
+
+def test_quiet_leaves_output_and_errors(tmp_path: Path) -> None:
+    """Notes and warnings go; what the ranks print and why the launch failed stay."""
+    scripts.write(tmp_path, "train.py", "print('out'); raise ConnectionError('lost')")
+    command = "-m ddpsafe run --quiet --nproc-per-node 1 --run-dir run --role x --max-restarts 1"
+    command += " --start-method forkserver train.py"
+    run = scripts.Script(command.split(), folder=tmp_path).end()
+    assert (run.code, run.out) == (1, "out\nout\n")
+    assert "RankRaisedError" in run.err
+    assert "trying again" not in run.err
+    assert "has no effect" not in run.err

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import pytest
 import scripts
 
 from ddpsafe._commands.run import read_options
+from ddpsafe._config import RetryPolicy, Timeouts
 from ddpsafe._config.policies import DETERMINISTIC
 from ddpsafe._errors import FAILURE_KINDS
-from ddpsafe.cli import main, make_parser
+from ddpsafe.cli import PARTS, main, make_parser
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -182,6 +184,29 @@ PUBLIC: list[Any] = [
     ("--rdzv-conf timeout=600,join_timeout=60 --nproc_per_node=4 train.py", {}, 1),
     ("--run-path --nproc_per_node=2 /abs/train.py", {}, 0),
     (
+        "--seed 5 --backend gloo --timeout 12h --retry 2 --preflight off train.py --seed 6",
+        {
+            "seed": "5",
+            "backend": "gloo",
+            "env": {"DDPSAFE_BACKEND": "gloo"},
+            "timeouts": {"attempt": "12h"},
+            "retry": {"attempts": "2"},
+            "preflight": "off",
+        },
+        0,
+    ),
+    (
+        (
+            "--max-restarts 3 --retry.on port,mount --retry.backoff_max=5 --timeouts.progress null "
+            "--timeouts.collective 10min train.py"
+        ),
+        {
+            "timeouts": {"progress": None, "collective": "10min"},
+            "retry": {"attempts": 4, "on": "port,mount", "backoff_max": "5"},
+        },
+        0,
+    ),
+    (
         "--shutdown-timeout=60 --signals-to-handle SIGTERM,SIGUSR1 train.py",
         {"timeouts": {"grace": 60, "shutdown": 120}},
         1,
@@ -301,3 +326,43 @@ def test_the_end_of_a_program_is_that_of_its_rank(tmp_path: Path) -> None:
         kept = str(tmp_path / command.split()[0])
         options = ("--nproc-per-node", "1", "--run-dir", kept, "--no-python")
         assert run(tmp_path, *options, "sh", "-c", command).code == code
+
+
+def test_every_field_of_timeouts_and_retry_has_an_option() -> None:
+    """Spelled as in the configuration, so that what an error message names can be typed."""
+    assert {part: set(names) for part, names in PARTS.items()} == {
+        "timeouts": set(Timeouts.model_fields),
+        "retry": set(RetryPolicy.model_fields),
+    }
+
+
+INTERRUPTED: Final = """
+    import os, pathlib, runpy, signal, sys
+    # torch's import takes a second or two; this is what a Ctrl-C in the middle of it meets.
+    class Interrupts:
+        def find_spec(self, name, *_):
+            if name == "torch._C" and os.environ.get("INTERRUPT") == "torch":
+                pathlib.Path("interrupted").touch()
+                signal.raise_signal(signal.SIGINT)
+            if name == "ddpsafe._launch" and os.environ.get("INTERRUPT") == "ddpsafe":
+                pathlib.Path("interrupted").touch()
+                signal.raise_signal(signal.SIGINT)
+    sys.meta_path.insert(0, Interrupts())
+    sys.argv = ["ddpsafe", "run", "--nproc-per-node", "2", "train.py"]
+    runpy.run_module("ddpsafe", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("moment", ["torch", "ddpsafe"])
+def test_ctrl_c_while_it_loads_ends_the_command_without_a_traceback(
+    tmp_path: Path, moment: str
+) -> None:
+    """By the signal itself, as a program without Python would end."""
+    scripts.write(tmp_path, "train.py", "open('ran', 'w')")
+    path = scripts.write(tmp_path, "command.py", INTERRUPTED)
+    run = scripts.Script([str(path)], folder=tmp_path, env={"INTERRUPT": moment}).end()
+    assert (tmp_path / "interrupted").exists()
+    assert run.code == -signal.SIGINT, run.err
+    assert "Traceback" not in run.err
+    assert run.err.count("\n") <= 1
+    assert not (tmp_path / "ran").exists()

@@ -81,3 +81,10 @@ def write_much(ctx: RankContext, folder: Path, then: str, lines: int = 3000) -> 
         mark(folder)
         if then == "raise":
             raise_own_error(folder)
+
+
+def fail_once(ctx: RankContext) -> None:
+    """Fail on the first attempt in a way that another one may pass."""
+    if ctx.attempt == 1:
+        msg = "once"
+        raise ConnectionError(msg)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import time
 from dataclasses import replace
@@ -39,6 +38,7 @@ from ddpsafe._launcher.processes.rank_process import RankState
 from ddpsafe._launcher.watch.console import open_console
 from ddpsafe._launcher.watch.signals import Interrupted, is_order
 from ddpsafe._launcher.watch.supervisor import Watch
+from ddpsafe._logging import get_logger
 from ddpsafe._wire.channel import Progress
 from ddpsafe._wire.messages import RankOutcome
 from ddpsafe._world import World
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.watch.signals import SignalInbox
     from ddpsafe._launcher.watch.supervisor import Ending
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _EVIDENCE: Final = timedelta(seconds=3)
 _OTHER_LOSSES: Final = timedelta(seconds=0.5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
 from dataclasses import dataclass, replace
@@ -37,6 +36,7 @@ from ddpsafe._launcher.nodes.messages import (
 from ddpsafe._launcher.watch.console import open_console
 from ddpsafe._launcher.watch.hang_detection import StderrWatch
 from ddpsafe._launcher.watch.supervisor import Ending
+from ddpsafe._logging import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.watch.signals import Interrupted, SignalInbox
     from ddpsafe._wire.messages import RankOutcome
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _PROGRESS_S: Final = 1.0
 _MOST_SAID: Final = 64 << 10

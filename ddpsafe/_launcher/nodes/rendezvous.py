@@ -14,7 +14,6 @@ import hmac
 import inspect
 import io
 import json
-import logging
 import os
 import pickle
 import secrets
@@ -37,6 +36,7 @@ from ddpsafe._launcher.nodes.messages import (
     to_json,
 )
 from ddpsafe._launcher.watch.signals import Interrupted
+from ddpsafe._logging import get_logger
 from ddpsafe._secrets import JOB_SECRET, find_own
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.watch.signals import SignalInbox
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _ELASTIC: Final = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 _STATE_CLASSES: Final = frozenset(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import platform
 import socket
 import time
@@ -37,6 +36,7 @@ from ddpsafe._launcher.plan import NodesPlace
 from ddpsafe._launcher.processes.store import reserved_port
 from ddpsafe._launcher.retry import run_attempts
 from ddpsafe._launcher.watch.signals import Interrupted, open_inbox
+from ddpsafe._logging import get_logger
 from ddpsafe._wire.spec import StorePlace
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.run_directory import RunDirectory
     from ddpsafe._launcher.watch.signals import SignalInbox
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _REFUSAL_READ: Final = timedelta(seconds=3)
 _PLAN, _REFUSAL = "ddpsafe/plan", "ddpsafe/refusal"

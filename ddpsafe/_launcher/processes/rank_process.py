@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import multiprocessing.process
 import os
 import signal
@@ -12,6 +11,7 @@ import time
 from typing import IO, TYPE_CHECKING
 
 from ddpsafe._launcher.processes.descendants import RankProcess, open_pidfd
+from ddpsafe._logging import get_logger
 from ddpsafe._wire import payload
 from ddpsafe._wire.channel import (
     ALL_STARTED,
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from ddpsafe._wire.spec import RankSpec
 
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class StopTalk:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import shutil
 import signal
 import time
@@ -19,6 +18,7 @@ from ddpsafe import _gpus
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import ranks_text
 from ddpsafe._launcher.processes.descendants import is_in_kernel, kill_members
+from ddpsafe._logging import get_logger
 from ddpsafe._wire.spec import semaphore_prefix
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.processes.rank_process import Worker
 
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _SEMAPHORES: Final = Path("/dev/shm")  # noqa: S108 - where glibc keeps them, on Linux
 

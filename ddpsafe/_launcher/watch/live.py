@@ -11,7 +11,6 @@ asked once, then ever more rarely, and a warning says who waits for whom.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from dataclasses import dataclass, replace
@@ -31,6 +30,7 @@ from ddpsafe._launcher.diagnosis.evidence import (
 from ddpsafe._launcher.diagnosis.root_cause import find_root_cause
 from ddpsafe._launcher.diagnosis.wait_graph import Deadlock, RankView, find_deadlock, unchanged
 from ddpsafe._launcher.watch.status import Rates, StatusSocket, answer
+from ddpsafe._logging import get_logger
 from ddpsafe._wire.messages import Whereabouts
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.processes.rank_process import Worker
     from ddpsafe._wire.messages import Collective, Frame, RankOutcome
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 from typing import TYPE_CHECKING
 
 from ddpsafe._clock import Deadline
 from ddpsafe._launcher.watch.signals import is_order
+from ddpsafe._logging import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.processes.rank_process import RankState
     from ddpsafe._launcher.watch.signals import SignalInbox
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class StopRequest:

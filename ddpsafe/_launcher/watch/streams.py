@@ -13,6 +13,8 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Final, TextIO
 
+from ddpsafe._logging import current_fields, is_json, json_line
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -51,10 +53,15 @@ def pour(stream: TextIO, text: str) -> Iterator[None]:
 
 def say(line: str) -> None:
     """Write a line of the launcher's own to stderr, unless it is stuck."""
+    write_line(json_line("WARNING", line, current_fields()) if is_json() else f"ddpsafe: {line}")
+
+
+def write_line(line: str) -> None:
+    """Write a line to stderr as it is, unless it is stuck."""
     stream = sys.stderr
     if stream is None:  # a service may have none
         return
-    text = f"ddpsafe: {line}\n"
+    text = f"{line}\n"
     speaker = threading.Thread(target=lambda: list(pour(stream, text)), daemon=True)
     try:
         speaker.start()

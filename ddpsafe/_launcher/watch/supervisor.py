@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from ddpsafe._launcher.watch.hang_detection import (
 )
 from ddpsafe._launcher.watch.live import LiveWatch
 from ddpsafe._launcher.watch.preemption import StopRequest
+from ddpsafe._logging import get_logger
 from ddpsafe._wire.messages import is_peer_origin
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.watch.signals import SignalInbox
 
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _IDLE_S: Final = 1.0
 """How long to wait at most: what a wait takes beyond that is time in which it was suspended."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 import sys
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._errors import TRY_AGAIN_EXIT_CODE, DDPSafeError, Explanation, PreemptedError
+from ddpsafe._logging import get_logger
 from ddpsafe._wire.exceptions import clip, read_chain, text_of, type_name_of
 from ddpsafe._worker import environment, session
 from ddpsafe._worker import process_group as groups
@@ -102,7 +102,7 @@ def process_group(
     _close(member, opened=opened)
 
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _ABANDON_S: Final = 2.0
 _MAX_REASON: Final = 300

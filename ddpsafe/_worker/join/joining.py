@@ -13,6 +13,7 @@ from ddpsafe import _gpus
 from ddpsafe._clock import Deadline
 from ddpsafe._config.backends import require_backend
 from ddpsafe._errors import ConfigError, Explanation
+from ddpsafe._logging import name_rank
 from ddpsafe._secrets import take_own
 from ddpsafe._worker import environment, process_group, session, torch_hooks
 from ddpsafe._worker.context import RankContext
@@ -169,6 +170,7 @@ def _join_job(world: World, config: LaunchConfig) -> RankContext:
     )
     attempt = _own_attempt() if control is None else control.number("attempt")
     member = replace(_remember(world, device, backend, control, config=config), attempt=attempt)
+    name_rank(world, attempt)
     enter(member)
     if config.seed is not None:
         environment.seed_run(config.seed)

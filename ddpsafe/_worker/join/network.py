@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import secrets
 import socket
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._errors import ConfigError, DDPSafeError, Explanation, PreflightError
 from ddpsafe._host import find_address_towards, find_interface_of, interface_variables, list_names
+from ddpsafe._logging import get_logger
 from ddpsafe._worker import environment
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ddpsafe._world import World
 
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _RESOLVE: Final = timedelta(seconds=5)
 

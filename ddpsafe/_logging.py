@@ -1,0 +1,169 @@
+"""What a log record says of a launch: rank, attempt and node as fields, and lines of JSON.
+
+ddpsafe's own records have the fields wherever they are made. In a rank every record has them, those
+of the script and of its libraries too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+import traceback
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from ddpsafe._errors import DDPSafeError
+    from ddpsafe._world import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordFields:
+    """Where in a launch a record was made.
+
+    Attributes:
+        rank: The rank, or ``None`` in the launcher.
+        local_rank: The same among those of its node.
+        world_size: Number of ranks, as far as it is known.
+        attempt: The attempt, counted from 1.
+        node_rank: The node, as far as it is known.
+    """
+
+    rank: int | None = None
+    local_rank: int | None = None
+    world_size: int | None = None
+    attempt: int | None = None
+    node_rank: int | None = None
+
+
+_of_rank: RecordFields | None = None
+_of_launch: ContextVar[RecordFields | None] = ContextVar("ddpsafe_record_fields", default=None)
+_is_wrapped = False
+_is_json = False
+
+
+def current_fields() -> RecordFields:
+    """Return what a record made here and now has."""
+    return _of_launch.get() or _of_rank or RecordFields()
+
+
+def get_logger(name: str) -> logging.Logger:
+    """Return the logger of one of ddpsafe's modules, whose records have the fields."""
+    logger = logging.getLogger(name)
+    logger.addFilter(_add_fields)
+    return logger
+
+
+def _add_fields(record: logging.LogRecord) -> bool:
+    for field, value in asdict(current_fields()).items():
+        record.__dict__.setdefault(field, value)  # what `extra` says wins
+    return True
+
+
+def name_rank(world: World, attempt: int) -> None:
+    """Give every record of this process, which is a rank, its place.
+
+    A record factory would do so, too, but then Python refuses ``extra={"rank": …}``, which
+    distributed scripts pass.
+    """
+    global _of_rank, _is_wrapped  # noqa: PLW0603 - one process is one rank
+    _of_rank = RecordFields(
+        rank=world.rank,
+        local_rank=world.local_rank,
+        world_size=world.world_size,
+        attempt=attempt,
+        node_rank=world.node_rank,
+    )
+    if _is_wrapped:
+        return
+    _is_wrapped = True
+    make = logging.Logger.makeRecord
+
+    def make_record(self: logging.Logger, *arguments: Any, **named: Any) -> logging.LogRecord:
+        record = make(self, *arguments, **named)
+        _add_fields(record)
+        return record
+
+    logging.Logger.makeRecord = make_record  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def launch_fields(node_rank: int | None) -> Iterator[None]:
+    """Have records of a launch say its node while the context is open; see `note_attempt`."""
+    token = _of_launch.set(RecordFields(node_rank=node_rank))
+    try:
+        yield
+    finally:
+        _of_launch.reset(token)
+
+
+def note_attempt(number: int, *, world_size: int, node_rank: int) -> None:
+    """Have records of the launch that is open here say its attempt from now on."""
+    fields = _of_launch.get()
+    if fields is not None:
+        _of_launch.set(replace(fields, attempt=number, world_size=world_size, node_rank=node_rank))
+
+
+# Lines of JSON.
+
+HOSTNAME: Final = socket.gethostname()
+
+
+def use_json(*, on: bool) -> None:
+    """Have what ddpsafe itself says from now on be lines of JSON, or text again."""
+    global _is_json  # noqa: PLW0603 - a process has one console
+    _is_json = on
+
+
+def is_json() -> bool:
+    """Tell whether what ddpsafe itself says has to be lines of JSON."""
+    return _is_json
+
+
+def json_line(level: str, message: str, fields: RecordFields, **more: object) -> str:
+    """Return one object, without the end of the line; the names of its first keys are promised."""
+    told: dict[str, object] = {
+        "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        "level": level,
+        "message": message,
+        "rank": fields.rank,
+        "attempt": fields.attempt,
+        "node": fields.node_rank,
+        "host": HOSTNAME,
+        **more,
+    }
+    return json.dumps(told, default=str)
+
+
+def json_of_record(record: logging.LogRecord) -> str:
+    """Return a record as one object."""
+    facts: Mapping[str, Any] = record.__dict__
+    fields = RecordFields(
+        rank=facts.get("rank"), attempt=facts.get("attempt"), node_rank=facts.get("node_rank")
+    )
+    more = {"logger": record.name}
+    if record.exc_info and record.exc_info[0] is not None:
+        more["traceback"] = "".join(traceback.format_exception(*record.exc_info))
+    return json_line(record.levelname, record.getMessage(), fields, **more)
+
+
+def json_of_error(error: DDPSafeError) -> str:
+    """Return an error as one object: its text, its class, its kind and its exit code as fields."""
+    fields = RecordFields(
+        rank=getattr(error, "rank", None),
+        attempt=getattr(error, "attempt", None),
+        node_rank=current_fields().node_rank,
+    )
+    more = {
+        "error": type(error).__name__,
+        "kind": error.kind,
+        "exit_code": error.exit_code,
+        "traceback": "".join(traceback.format_exception(error.with_traceback(None))),
+    }
+    return json_line("ERROR", str(error), fields, **more)
