@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,6 +13,13 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import pytest
+
+from ddpsafe.cli import make_parser
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 CHECKOUT: Final = Path(__file__).parents[2]
 PAGES: Final = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").rglob("*.md"))]
@@ -69,6 +78,130 @@ def test_readme_commands_come_first_and_one_per_block() -> None:
     assert "nox -s tests" in tests
     assert "-c constraints.txt" in demo
     assert "-c constraints.txt" in tests
+
+
+PROJECT: Final = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))
+README: Final = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+
+
+def test_readme_says_why_first_and_then_shows_it() -> None:
+    """Why, twelve lines of code, what a failure looks like, how to install, what is promised."""
+    why, _, rest = README.partition("```python\n")
+    code, _, rest = rest.partition("```\n")
+    assert len(why.splitlines()) < 15
+    assert len([line for line in code.splitlines() if line.strip()]) == 12
+    headings = re.findall(r"^## (.+)$", rest, re.MULTILINE)
+    assert headings[:4] == ["What a failure looks like", "Install", "What is guaranteed", "Limits"]
+
+
+def test_failure_in_readme_is_what_its_script_prints(tmp_path: Path) -> None:
+    """The change that the README names, made to its script, prints the text that it shows."""
+    code = scripts_of(CHECKOUT / "README.md")[0].text
+    after = README.partition("## What a failure looks like\n")[2]
+    (change,) = re.findall(r"`(range\(.+?\))`,", after)
+    assert code.count("range(steps)") == 1
+    script = tmp_path / "train.py"
+    script.write_text(code.replace("range(steps)", change), encoding="utf-8")
+    run = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=220,
+        check=False,
+    )
+    assert run.returncode == 1
+    told = run.stderr.partition("RankLeftEarlyError: ")[2].splitlines()
+    shown = after.partition("```text\n")[2].partition("```")[0].splitlines()
+
+    def plain(line: str) -> str:
+        line = re.sub(r"returned early on \S+,", "returned early on HOST,", line)
+        line = re.sub(r"at \S+/train.py:\d+", "at train.py", line)
+        line = re.sub(r"after \d+\.\d s", "after N s", line)
+        line = re.sub(r"number \d+", "number N", line)  # DDP's own in the beginning are counted
+        return re.sub(r"Logs: \S+", "Logs: …", line)
+
+    assert [plain(line) for line in told if line] == [plain(line) for line in shown]
+
+
+def on_pypi(text: str) -> str:
+    """Return the README as the wheel's metadata have it."""
+    hook = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
+    assert hook["fragments"] == [{"path": "README.md"}]
+    for each in hook["substitutions"]:
+        text = re.sub(each["pattern"], each["replacement"], text)
+    return text.replace("$HFPR_VERSION", PROJECT["project"]["version"])
+
+
+def test_links_of_readme_lead_somewhere_on_pypi() -> None:
+    """None is relative there, and what it names in the repository is a file of this checkout."""
+    source = f"{PROJECT['project']['urls']['Source']}/blob/v{PROJECT['project']['version']}/"
+    links = re.findall(r"\]\(([^)\s]+)\)", on_pypi(README))
+    assert len(links) > 30
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+    inside = [link.removeprefix(source) for link in links if link.startswith(source)]
+    assert len(inside) > 30
+    assert [link for link in inside if not (CHECKOUT / link.partition("#")[0]).exists()] == []
+
+
+def test_metadata_say_where_to_read_on() -> None:
+    """What PyPI shows beside the page; files in the repository are there."""
+    urls = PROJECT["project"]["urls"]
+    assert {"Documentation", "Source", "Changelog", "Issues"} <= urls.keys()
+    files = [url.partition("/blob/main/")[2] for url in urls.values() if "/blob/main/" in url]
+    assert files
+    assert all((CHECKOUT / file).is_file() for file in files)
+
+
+SHELL: Final = re.compile(r"^```(?:console|sh|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def commands_of(page: Path) -> list[list[str]]:
+    """Return the commands of a page, by words, without prompts, variables, pipes and comments."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line for block in SHELL.findall(text) for line in block.splitlines()]
+    found = []
+    for line in lines:
+        for part in re.split(r"&&|\|\||[|;]", line.removeprefix("$ ")):
+            try:
+                words = shlex.split(part, comments=True)
+            except ValueError:
+                continue  # one line of a longer construct of the shell
+            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                del words[0]
+            found.append(words)
+    return [words for words in found if words]
+
+
+COMMANDS: Final = [
+    (page, words)
+    for page in [*PAGES, CHECKOUT / "CONTRIBUTING.md", CHECKOUT / "SECURITY.md"]
+    for words in commands_of(page)
+    if Path(words[0]).name in ("ddpsafe", "pip")
+]
+
+
+@pytest.mark.parametrize(
+    ("page", "words"),
+    COMMANDS,
+    ids=[f"{page.relative_to(CHECKOUT)}: {' '.join(words)}" for page, words in COMMANDS],
+)
+def test_commands_of_a_page_have_the_options_that_there_are(page: Path, words: list[str]) -> None:
+    """A reader can paste them: each option exists, and so does each extra that pip is to install."""
+    if Path(words[0]).name == "ddpsafe":
+        if words[1:] != ["--version"]:
+            make_parser().parse_args([word.rstrip("…") or "x" for word in words[1:]])
+        return
+    extras = {
+        name
+        for word in words
+        for found in re.findall(r"\[(.+?)\]", word)
+        for name in found.split(",")
+    }
+    assert extras <= PROJECT["project"]["optional-dependencies"].keys(), page
+    if "-c" in words:
+        assert (CHECKOUT / words[words.index("-c") + 1]).is_file()
 
 
 def test_every_promise_names_a_test_that_exists() -> None:
