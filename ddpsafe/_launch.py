@@ -20,6 +20,7 @@ from ddpsafe._launcher.retry import run_attempts
 from ddpsafe._launcher.run_directory import open_run_directory
 from ddpsafe._launcher.uncaught import presentable
 from ddpsafe._launcher.watch.console import shown_log
+from ddpsafe._launcher.watch.hang_detection import LearnedGaps
 from ddpsafe._launcher.watch.signals import Interrupted, interrupts_kept, pass_on
 from ddpsafe._logging import launch_fields
 from ddpsafe._preflight import require_ready_host, require_ready_node
@@ -206,6 +207,7 @@ def _run_plan(
 ) -> LaunchResult[Any]:
     attempts = 0
     cancelled = cancelled or Event()
+    learned = LearnedGaps()
 
     def attempt(number: int) -> dict[int, object]:
         nonlocal attempts
@@ -220,6 +222,7 @@ def _run_plan(
             on_start=on_start,
             cancelled=cancelled,
             grace_period=grace_period,
+            learned=learned,
         )
 
     try:

@@ -5,9 +5,16 @@ from __future__ import annotations
 import math
 import re
 from datetime import timedelta
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    TypeAdapter,
+    ValidationError,
+    WrapSerializer,
+    WrapValidator,
+)
 
 from ddpsafe._config.problems import show, wrong
 from ddpsafe._errors import ConfigError, Explanation
@@ -103,6 +110,16 @@ def show_duration(value: timedelta) -> str:
 
 Duration = Annotated[timedelta, BeforeValidator(parse_duration), AfterValidator(_judge)]
 """A timedelta of at least 1 ms and at most 365 days; a number means seconds."""
+
+if TYPE_CHECKING:
+    DurationOrAuto: TypeAlias = timedelta | Literal["auto"]
+else:
+    DurationOrAuto = Annotated[
+        Duration,
+        WrapValidator(lambda value, read: value if value == "auto" else read(value)),
+        WrapSerializer(lambda value, write: value if value == "auto" else write(value)),
+    ]
+"""A `Duration`, or ``"auto"``: it is found out by the run itself."""
 
 Wait = Annotated[timedelta, BeforeValidator(_parse_wait), AfterValidator(_judge_wait)]
 """As `Duration`, and zero is allowed: wait not at all."""

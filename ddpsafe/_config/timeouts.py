@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from ddpsafe._config.durations import Duration, DurationLike, show_duration
+from ddpsafe._config.durations import Duration, DurationLike, DurationOrAuto, show_duration
 from ddpsafe._config.problems import Part, wrong
 
 if TYPE_CHECKING:
@@ -57,10 +57,13 @@ class Timeouts(Part):
         "BarrierTimeoutError.",
         examples=["1800", '"30min"'],
     )
-    progress: Duration | None = Field(
+    progress: DurationOrAuto | None = Field(
         default=None,
-        description="Between two steps of the training: ProgressTimeoutError. None: not watched.",
-        examples=['"20min"', "None"],
+        description="Between two steps of the training: ProgressTimeoutError. None: not watched. "
+        '"auto": five times what the run itself has taken so far, at least 1 min; for the first '
+        "step (known from an attempt before, at least 5 min), for steps, and for a Checkpointer's "
+        "saves apart.",
+        examples=['"20min"', '"auto"', "None"],
     )
     shutdown: Duration = Field(
         default=timedelta(seconds=30),
@@ -89,7 +92,7 @@ class Timeouts(Part):
             rendezvous: DurationLike = ...,
             collective: DurationLike = ...,
             barrier: DurationLike = ...,
-            progress: DurationLike | None = ...,
+            progress: DurationLike | Literal["auto"] | None = ...,
             shutdown: DurationLike = ...,
             grace: DurationLike = ...,
             stop: DurationLike = ...,
@@ -98,10 +101,10 @@ class Timeouts(Part):
     @field_validator("rendezvous", "collective", "barrier", "progress")
     @classmethod
     def _end_before_the_attempt(
-        cls, value: timedelta | None, info: ValidationInfo
-    ) -> timedelta | None:
+        cls, value: DurationOrAuto | None, info: ValidationInfo
+    ) -> DurationOrAuto | None:
         attempt = info.data.get("attempt")
-        if value is not None and attempt is not None and value > attempt:
+        if isinstance(value, timedelta) and attempt is not None and value > attempt:
             raise wrong(
                 f"it is longer than timeouts.attempt ({show_duration(attempt)}), which would "
                 "always end the wait first, without naming a rank",

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.processes.start import CallFile, RunRank
     from ddpsafe._launcher.processes.store import LauncherStore
     from ddpsafe._launcher.run_directory import RunDirectory
+    from ddpsafe._launcher.watch.hang_detection import LearnedGaps
     from ddpsafe._launcher.watch.preemption import StopRequest
     from ddpsafe._launcher.watch.signals import SignalInbox
     from ddpsafe._launcher.watch.supervisor import Ending
@@ -93,7 +94,7 @@ def conclude_stop(
     )
 
 
-def run_attempt(
+def run_attempt(  # noqa: PLR0913 - the parts of one attempt
     number: int,
     *,
     plan: LaunchPlan,
@@ -103,6 +104,7 @@ def run_attempt(
     on_start: Callable[[Sequence[Worker], SignalInbox], None] | None = None,
     cancelled: Event,
     grace_period: GracePeriod = lambda: None,
+    learned: LearnedGaps | None = None,
 ) -> dict[int, object]:
     """Run all ranks once.
 
@@ -116,6 +118,7 @@ def run_attempt(
         grace_period: How long the other ranks may go on once one has failed, in seconds; asked by
             then.
         cancelled: Set when the launcher is to stop.
+        learned: How long attempts before went without a step; this one adds to it.
 
     Returns:
         What each rank returned, by rank.
@@ -134,7 +137,7 @@ def run_attempt(
         )
         if on_start is not None:
             on_start(workers, inbox)
-        ending, request = _watch_to_the_end(workers, plan, inbox, end, grace_period)
+        ending, request = _watch_to_the_end(workers, plan, inbox, end, grace_period, learned)
         ended = errors.EndedAttempt(
             outcomes={worker.rank: worker.outcome() for worker in workers},
             ending=ending,
@@ -208,10 +211,11 @@ def _watch_to_the_end(
     inbox: SignalInbox,
     end: Callable[..., None],
     grace_period: GracePeriod,
+    learned: LearnedGaps | None,
 ) -> tuple[Ending, StopRequest]:
     timeouts = plan.config.timeouts
     with open_console(workers, plan.console, inbox=inbox, limit=timeouts.attempt):
-        watch = Watch(workers, timeouts=timeouts, inbox=inbox)
+        watch = Watch(workers, timeouts=timeouts, inbox=inbox, learned=learned)
         ending = watch.until_end()
         if ending.reason not in ("done", "signal"):
             evidence.collect(workers)

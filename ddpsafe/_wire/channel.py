@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ddpsafe._wire.messages import Message
 
 
-_NUMBERS: Final = struct.Struct("<QQqQQQ")
+_NUMBERS: Final = struct.Struct("<QQqQQQQ")
 _NO_CHECKPOINT: Final = -1
 
 
@@ -37,6 +37,7 @@ class Progress:
         steps_at_checkpoint: What `steps` was by then.
         last_ns: When it made the last step (monotonic); 0 before the first.
         longest_ns: The longest time between two steps so far.
+        saving: Whether it is in a save of a `Checkpointer`, and has made no step since that began.
     """
 
     steps: int = 0
@@ -45,6 +46,7 @@ class Progress:
     steps_at_checkpoint: int = 0
     last_ns: int = 0
     longest_ns: int = 0
+    saving: bool = False
 
     @property
     def longest_s(self) -> float:
@@ -64,7 +66,7 @@ class StepCounter:
         fd: The rank's shared memory, which begins with `EMPTY`; mapped here, closed by its owner.
     """
 
-    EMPTY: Final = _NUMBERS.pack(0, 0, _NO_CHECKPOINT, 0, 0, 0)
+    EMPTY: Final = _NUMBERS.pack(0, 0, _NO_CHECKPOINT, 0, 0, 0, 0)
     """What a new file has to contain."""
 
     def __init__(self, fd: int) -> None:
@@ -73,22 +75,26 @@ class StepCounter:
 
     def count(self) -> None:
         """Count one optimizer step; costs a fraction of a microsecond."""
-        steps, saves, checkpoint, at, last_ns, longest_ns = _NUMBERS.unpack_from(self._memory)
+        steps, saves, checkpoint, at, last_ns, longest_ns, _ = _NUMBERS.unpack_from(self._memory)
         now_ns = time.monotonic_ns()
         if last_ns and now_ns - last_ns > longest_ns:
             longest_ns = now_ns - last_ns
-        _NUMBERS.pack_into(self._memory, 0, steps + 1, saves, checkpoint, at, now_ns, longest_ns)
+        _NUMBERS.pack_into(self._memory, 0, steps + 1, saves, checkpoint, at, now_ns, longest_ns, 0)
+
+    def note_saving(self) -> None:
+        """Note that the rank has begun to save a checkpoint."""
+        *numbers, _ = _NUMBERS.unpack_from(self._memory)
+        _NUMBERS.pack_into(self._memory, 0, *numbers, 1)
 
     def note_checkpoint(self, step: int, *, is_new: bool) -> None:
         """Note that the rank goes on from a checkpoint: it has restored it, or saved a new one."""
-        steps, saves, _, _, *times = _NUMBERS.unpack_from(self._memory)
-        _NUMBERS.pack_into(self._memory, 0, steps, saves + is_new, step, steps, *times)
+        steps, saves, _, _, *times, _ = _NUMBERS.unpack_from(self._memory)
+        _NUMBERS.pack_into(self._memory, 0, steps, saves + is_new, step, steps, *times, 0)
 
     def read(self) -> Progress:
         """Return how far the rank has come."""
-        steps, saves, checkpoint, steps_at_checkpoint, last_ns, longest_ns = _NUMBERS.unpack_from(
-            self._memory
-        )
+        numbers = _NUMBERS.unpack_from(self._memory)
+        steps, saves, checkpoint, steps_at_checkpoint, last_ns, longest_ns, saving = numbers
         return Progress(
             steps=steps,
             saves=saves,
@@ -96,6 +102,7 @@ class StepCounter:
             steps_at_checkpoint=steps_at_checkpoint,
             last_ns=last_ns,
             longest_ns=longest_ns,
+            saving=bool(saving),
         )
 
     def close(self) -> None:

@@ -182,6 +182,12 @@ def note_checkpoint(step: int, *, is_new: bool) -> None:
         _counter.note_checkpoint(step, is_new=is_new)
 
 
+def note_saving() -> None:
+    """Let the launcher know that the rank saves: that may take longer than its steps do."""
+    if _counter is not None:
+        _counter.note_saving()
+
+
 def use_device(name: str, *, is_current: bool = True) -> torch.device:
     """Make the rank's device the current one, which initialises CUDA; or only name it."""
     import torch

@@ -271,6 +271,7 @@ class Checkpointer:
         """Begin a save; return what is lost where the step is saved already with something else."""
         ranks = self._ranks
         lost: list[str] = []
+        ranks.note_saving()
         exchange = ranks.begin("save()")
         try:
             snapshot = (

@@ -289,6 +289,12 @@ class Ranks:
 
         note_checkpoint(step, is_new=is_new)
 
+    def note_saving(self) -> None:
+        """Tell the launcher, where ddpsafe started this rank, that it has begun to save."""
+        from ddpsafe._worker.environment import note_saving
+
+        note_saving()
+
     def begin(self, call: str) -> Exchange:
         """Begin the next exchange; every rank does, in the same order, in the same call."""
         return Exchange(self, self._control, f"{self._name}/{next(self._exchanges)}", call)

@@ -11,6 +11,7 @@ from join_programs import SlowToLoad
 from training_programs import Optimizer, return_rank, train
 
 import ddpsafe
+from ddpsafe._launcher.watch.hang_detection import LearnedGaps
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -111,3 +112,52 @@ def test_an_attempt_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     )
     assert error.missing_ranks == (0, 1)
     assert require_places(error, [0, 1]) == {0: "sleep", 1: "sleep"}
+
+
+@pytest.mark.parametrize(
+    ("gaps", "is_first", "is_save", "limit_s"),
+    [
+        ([], False, False, None),
+        ([9.0, 9.0], False, False, None),  # two are not known to be usual
+        ([1.0, 2.0, 1.0], False, False, 60.0),
+        ([1.0, 40.0, 1.0], False, False, 200.0),
+        ([1.0, 1.0, 1.0], True, False, None),
+        (["first 700", 1.0, 1.0, 1.0], True, False, 3500.0),
+        (["first 2", 1.0, 1.0, 1.0], True, False, 300.0),
+        (["first 700", 1.0, 1.0, 1.0], False, False, 60.0),
+        ([1.0, 1.0, 1.0, "save 100"], False, True, 500.0),
+        ([1.0, 1.0, 1.0, "save 100"], False, False, 60.0),
+        ([1.0, 1.0, 1.0], False, True, None),
+    ],
+)
+def test_first_steps_steps_and_saves_have_limits_of_their_own(
+    *, gaps: list[float | str], is_first: bool, is_save: bool, limit_s: float | None
+) -> None:
+    """Five times the longest so far, and at least a minute, or five; none before it is known."""
+    learned = LearnedGaps()
+    for gap in gaps:
+        kind, _, seconds = str(gap).rpartition(" ")
+        learned.note(float(seconds), is_first=kind == "first", is_save=kind == "save")
+    limit = learned.limit(is_first=is_first, is_save=is_save)
+    assert (None if limit is None else limit.total_seconds()) == limit_s
+
+
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_a_limit_that_the_run_has_learned_ends_it(
+    tmp_path: Path, attempts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``progress="auto"``: between steps, and before the first one by what an attempt before took."""
+    for name, value in {"LEAST_S": 1.0, "LEAST_SLOW_S": 1.0, "FACTOR": 2.0}.items():
+        monkeypatch.setattr(LearnedGaps, name, value)
+    if attempts == 2:
+        (tmp_path / "fails").touch()
+    error = World(folder=tmp_path, ranks=1).launch_fails(
+        ddpsafe.ProgressTimeoutError,
+        programs.step_then_stay,
+        Optimizer(),
+        within_s=8 + HANG_S,
+        timeouts={"progress": "auto"},
+        retry={"attempts": attempts, "on": ["ConnectionError"], "backoff_initial": 0},
+    )
+    assert error.attempt == attempts
+    assert "timeouts.progress (auto: " in str(error)

@@ -130,3 +130,15 @@ def count_reads(doing: Callable[[], object]) -> int:
 def count_reads_in_training(ctx: RankContext, folder: Path, takes_s: float, optimizer: Any) -> int:
     """Make steps for a while; return how often the rank was asked where it is."""
     return count_reads(lambda: step_slowly(ctx, folder, "optimizer", takes_s, optimizer))
+
+
+def step_then_stay(ctx: RankContext, folder: Path, optimizer: Any) -> None:
+    """Make steps for a while; then, or in a second attempt from the first on, make no more."""
+    until = time.monotonic() + 4
+    while ctx.attempt == 1 and time.monotonic() < until:
+        optimizer.step()
+        time.sleep(0.2)
+    if ctx.attempt == 1 and (folder / "fails").exists():
+        raise ConnectionError
+    mark(folder)
+    time.sleep(FOREVER_S)  # stuck here

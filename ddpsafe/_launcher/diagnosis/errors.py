@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -120,6 +121,10 @@ class EndedAttempt:
     def limit(self, field: str) -> str:
         """Name a timeout with its value, as it is written in a configuration."""
         value = getattr(self.timeouts, field)
+        if value == "auto":
+            longest = self.ending.progress
+            known = "" if longest is None else f": {show_duration(_rounded(longest))}, as learned"
+            return f"timeouts.{field} (auto{known})"
         return f"timeouts.{field} ({show_duration(value)})"
 
     def name(self, outcome: RankOutcome) -> str:
@@ -563,6 +568,10 @@ def _too_long(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     )
     cls = AttemptTimeoutError if setting == "attempt" else ProgressTimeoutError
     return cls(message, **ended.timeout_facts(missing, ended.ending.waited_s))
+
+
+def _rounded(value: timedelta) -> timedelta:
+    return timedelta(seconds=round(value.total_seconds(), 1))
 
 
 class RemoteTraceback(Exception):  # noqa: N818 - shown as text above the error it belongs to

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._clock import Deadline
 from ddpsafe._launcher.diagnosis.evidence import read_native_error
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ddpsafe._launcher.processes.rank_process import RankState, Worker
+    from ddpsafe._wire.channel import Progress
     from ddpsafe._wire.messages import Collective, Position
 
 _ASK_RETURNED_S: Final = 0.5
@@ -247,6 +248,53 @@ def _ends_on_errors(worker: Worker) -> bool:
     return tears_down and not raises
 
 
+class LearnedGaps:
+    """How long this launch goes without a sign of progress while all is well.
+
+    What has ended well once is multiplied by five, which is the factor of NVIDIA's resiliency
+    extension, before more than that ends a run. It is kept for the next attempts of a launch.
+
+    Attributes:
+        first_s: From the moment that all ranks have joined until the first step of any.
+        step_s: The longest time between two signs of progress after that, saves left out.
+        save_s: The same of those that a `Checkpointer` saved in.
+    """
+
+    FACTOR: Final = 5.0
+    LEAST_S = 60.0
+    LEAST_SLOW_S = 300.0
+    KNOWN: Final = 3
+
+    def __init__(self) -> None:
+        """Know nothing, so that nothing is too long."""
+        self._seen = 0
+        self.first_s: float | None = None
+        self.step_s = 0.0
+        self.save_s: float | None = None
+
+    def note(self, gap_s: float, *, is_first: bool, is_save: bool) -> None:
+        """Learn from a time that has ended with a sign of progress."""
+        if is_first:
+            self.first_s = max(self.first_s or 0.0, gap_s)
+        elif is_save:
+            self.save_s = max(self.save_s or 0.0, gap_s)
+        else:
+            self._seen += 1
+            self.step_s = max(self.step_s, gap_s)
+
+    def limit(self, *, is_first: bool, is_save: bool) -> timedelta | None:
+        """Return what would be too long now; ``None`` where that is not known."""
+        if is_first:
+            known_s, least_s = self.first_s, self.LEAST_SLOW_S
+        elif is_save:
+            known_s, least_s = self.save_s, self.LEAST_SLOW_S
+        else:
+            known_s, least_s = self.step_s if self._seen >= self.KNOWN else None, self.LEAST_S
+        if known_s is None:
+            return None
+        return timedelta(seconds=max(least_s, self.FACTOR * known_s))
+
+
 class ProgressWatch:
     """Notices that no rank has made a step, or entered a collective, for too long.
 
@@ -254,37 +302,85 @@ class ProgressWatch:
     asked for their last collective, then when half of the rest has passed, and so on.
     """
 
-    def __init__(self, workers: Sequence[RankState], longest: timedelta | None) -> None:
+    def __init__(
+        self,
+        workers: Sequence[RankState],
+        longest: timedelta | Literal["auto"] | None,
+        *,
+        learned: LearnedGaps | None = None,
+    ) -> None:
         """Start the count; ``None`` never stalls."""
         self._workers = workers
-        self._longest = longest
+        self._is_auto = longest == "auto"
+        self._learned = learned or LearnedGaps()
+        self._longest = longest if isinstance(longest, timedelta) else None
         self._seen: object = None
+        self._since_s = time.monotonic()
+        self._was_saving = self._has_begun = False
+        self._is_first = True
         self._entered_ns = 0
-        self._renew(longest)
+        self._renew(self._longest)
+
+    @property
+    def limit(self) -> timedelta | None:
+        """What may pass now without a sign of progress."""
+        return self._longest
 
     def interval_s(self) -> float:
         """Return how often to look, in seconds."""
         if self._longest is None:
-            return _NEVER_S
+            return _LOOK_S if self._is_auto else _NEVER_S
         until_question_s = self._deadline.remaining_s() - self._ask_at_s
         return min(_LOOK_S, max(0.0, until_question_s) + _SHORTEST_LOOK_S)
 
     def stalled(self) -> bool:
         """Tell whether the deadline passed without a sign of progress."""
-        if self._longest is None:
+        if self._longest is None and not self._is_auto:
             return False
-        seen = [(w.phase, w.progress(), w.returned is None) for w in self._workers]
+        progress = [worker.progress() for worker in self._workers]
+        seen = [
+            (each.phase, made, each.returned is None)
+            for each, made in zip(self._workers, progress, strict=True)
+        ]
         starting = not all(worker.joined for worker in self._workers)  # under a deadline of its own
         if starting or seen != self._seen:
+            self._learn(progress, starting=starting)
             self._seen = seen
             self._renew(self._longest)
+        if self._longest is None:
+            return False
         self._note_collectives(self._longest)
         self._ask_if_late()
         return self._deadline.expired()
 
     def restart(self) -> None:
         """Count from now: the launcher was suspended, and what it knows of the ranks is old."""
+        self._has_begun = False  # the time of the suspension is not one of the run
         self._renew(self._longest)
+
+    def _learn(self, progress: Sequence[Progress], *, starting: bool) -> None:
+        """With "auto": learn from the time that ends now, and choose the limit of the next one."""
+        if not self._is_auto:
+            return
+        now_s = time.monotonic()
+        is_saving = any(each.saving for each in progress)
+        has_stepped = any(each.steps for each in progress)
+        begins = not starting and not self._has_begun
+        if starting or begins:
+            self._since_s = now_s
+        elif has_stepped:  # until then other news are no step, and the time goes on
+            self._learned.note(
+                now_s - self._since_s, is_first=self._is_first, is_save=self._was_saving
+            )
+            self._since_s = now_s
+        self._has_begun, self._was_saving = not starting, is_saving
+        self._is_first = not has_stepped
+        leaves = any(each.returned is not None for each in self._workers)
+        self._longest = (
+            None
+            if starting or leaves  # what comes after the last step was never learned
+            else self._learned.limit(is_first=self._is_first, is_save=is_saving)
+        )
 
     def _renew(self, wait: timedelta | None) -> None:
         self._deadline = Deadline.after(wait)

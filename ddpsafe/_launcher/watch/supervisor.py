@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 from ddpsafe._clock import AwakeClock, Deadline
 from ddpsafe._launcher.watch.hang_detection import (
     FlightWatch,
+    LearnedGaps,
     ProgressWatch,
     SequenceWatch,
     StderrWatch,
@@ -90,11 +91,13 @@ class Ending:
         reason: See `EndReason`.
         waited_s: How long the attempt had taken, in seconds.
         proof: Why the ranks wait for ever, where that is the reason.
+        progress: How long they were allowed to make no step by then.
     """
 
     reason: EndReason
     waited_s: float
     proof: Deadlock | None = None
+    progress: timedelta | None = None
 
 
 class Watch:
@@ -108,6 +111,7 @@ class Watch:
         timeouts: The launcher's deadlines.
         inbox: Signals to the launcher.
         peers: The ranks of other nodes, if there are any.
+        learned: What attempts before have learned, for ``timeouts.progress="auto"``.
     """
 
     def __init__(
@@ -117,6 +121,7 @@ class Watch:
         timeouts: Timeouts,
         inbox: SignalInbox,
         peers: Peers | None = None,
+        learned: LearnedGaps | None = None,
     ) -> None:
         """Start the clocks."""
         self._own, self._peers = workers, peers
@@ -131,7 +136,7 @@ class Watch:
         self._sequence = SequenceWatch(ranks)
         self._flight = FlightWatch(ranks)
         self._stderr = StderrWatch(workers)
-        self._progress = ProgressWatch(ranks, timeouts.progress)
+        self._progress = ProgressWatch(ranks, timeouts.progress, learned=learned)
         # It reads /proc, so it knows the ranks of one machine; with half of them it could prove nothing.
         self._live = LiveWatch(workers if peers is None else (), clock=self._clock)
 
@@ -151,7 +156,12 @@ class Watch:
             if self._peers is not None:
                 self._peers.let_leave()
             self._let_leave()
-        return Ending(reason=reason, waited_s=self._attempt.waited_s(), proof=self._live.proof)
+        return Ending(
+            reason=reason,
+            waited_s=self._attempt.waited_s(),
+            proof=self._live.proof,
+            progress=self._progress.limit,
+        )
 
     def _find_reason(self) -> EndReason | None:
         """Return the first reason to end the watch, the most telling one first."""
