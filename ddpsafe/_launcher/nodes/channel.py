@@ -24,15 +24,26 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._launcher.nodes.messages import GarbledError, NodeMessage, pack, unpack
+from ddpsafe._launcher.nodes.messages import (
+    Alive,
+    GarbledError,
+    NodeMessage,
+    NodeProgress,
+    pack,
+    unpack,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ddpsafe._clock import Deadline
 
-LOSS_S: Final = 3
-"""After so many seconds without an answer of its kernel a host is lost."""
+LOSS_S: Final = 3.5
+"""After so many seconds without an answer of its kernel a host is lost.
+
+A packet is sent again 0.2, 0.6, 1.4 and 3.0 s after the first time: the last of them still reaches
+a network that is back by then.
+"""
 
 _MAX_LINE: Final = 16 << 20
 _MAX_GREETING: Final = 4096
@@ -42,6 +53,8 @@ _CHUNK: Final = 1 << 16
 _LONGEST_PAUSE_S: Final = 1.0
 _FLUSH_S: Final = 1.0
 _VERSION: Final = "ddpsafe-nodes-1"
+_ROUTINE: Final = (Alive, NodeProgress)
+"""What comes every second from every node, and wakes no watch."""
 
 
 class RefusedError(Exception):
@@ -160,7 +173,7 @@ class Channel:
         return int(self._listening.getsockname()[1])
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when there are events."""
+        """Return a descriptor that is readable when there are events that cannot wait a second."""
         return self._news_read
 
     def events(self) -> Iterator[tuple[int, NodeMessage | Lost]]:
@@ -211,6 +224,8 @@ class Channel:
 
     def _tell(self, node: int, event: NodeMessage | Lost) -> None:
         self._events.append((node, event))
+        if isinstance(event, _ROUTINE):
+            return  # each look at the ranks of 64 nodes takes milliseconds, and this can wait
         with contextlib.suppress(BlockingIOError):
             os.write(self._news_write, b"!")
 
@@ -347,8 +362,11 @@ def _notice_loss(connection: socket.socket) -> None:
     for name, value in (
         ("TCP_KEEPIDLE", 1),
         ("TCP_KEEPINTVL", 1),
-        ("TCP_KEEPCNT", LOSS_S - 1),
-        ("TCP_USER_TIMEOUT", LOSS_S * 1000),  # where something is unacknowledged no probe is sent
+        ("TCP_KEEPCNT", int(LOSS_S)),
+        (
+            "TCP_USER_TIMEOUT",
+            int(LOSS_S * 1000),
+        ),  # where something is unacknowledged no probe is sent
     ):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

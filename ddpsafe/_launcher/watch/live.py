@@ -11,6 +11,7 @@ asked once, then ever more rarely, and a warning says who waits for whom.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import dataclass, replace
@@ -318,6 +319,8 @@ class LiveWatch:
 
     def interval_s(self) -> float:
         """Return how often to look, in seconds."""
+        if not self._workers:
+            return math.inf  # it never looks
         if self._deadlocks.is_asking or self._inquiry is not None:
             return _ROUND_S
         return max(0.0, self._next_look_s - self._clock())

@@ -1,0 +1,461 @@
+"""Several nodes: from a fault to the verdict on every node, and to the first step of the next attempt.
+
+Hosts are Linux namespaces (as root), with gloo and one rank on each. ddpsafe restarts the ranks of
+both hosts again and again, as ``retry`` says; next to it ``torchrun --max-restarts`` does, with the
+same training and the same fault on the same hosts. Then one coordinator watches many nodes whose
+ranks are stand-ins (no torch, no processes): how soon it has them all, how soon all of them have the
+verdict, what goes over the control channel, and which share of a core the coordinator takes.
+
+Run ``python benchmarks/nodes.py``, with ``--rounds`` for the number of faults, ``--nodes`` for the
+number of stand-in nodes, ``--json`` for numbers or ``--save FILE`` for a page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import datetime, timedelta, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from hosts import Network
+
+# The hosts are those of the tests.
+KITS: Final = Path(__file__).parents[1] / "tests" / "kits"
+PORT: Final = 29400
+LIMIT_S: Final = 120
+FAULT_AT: Final = 5
+RANKS: Final = 8
+WATCHED_S: Final = 20
+
+
+# ---- two hosts: the ranks
+
+
+def train_under_ddpsafe(ctx: Any, folder: str, faults: int) -> None:
+    """Be a rank of ``ddpsafe.launch``; rank 1 is killed in each attempt but the last."""
+    train(Path(folder), ctx.rank, ctx.attempt, faults)
+
+
+def train_under_torchrun(folder: str, faults: int) -> None:
+    """Be a rank of torchrun."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    rank = dist.get_rank()
+    files = Path(folder).glob("fault-*")
+    train(Path(folder), rank, 1 + len(list(files)), faults)
+    dist.destroy_process_group()
+
+
+def train(folder: Path, rank: int, attempt: int, faults: int) -> None:
+    """Make steps together, and note the first one and the fault."""
+    import torch
+    import torch.distributed as dist
+
+    for step in range(2 * FAULT_AT):
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        if step == 0:
+            note(folder / f"first-{attempt}-{rank}")
+        if step == FAULT_AT and rank == 1 and attempt <= faults:
+            note(folder / f"fault-{attempt}")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def note(path: Path) -> None:
+    """Write down the time."""
+    path.write_text(repr(time.time()))
+
+
+def launch_node(folder: str, faults: int) -> None:
+    """Be the launcher of one node; note when it has each verdict."""
+    import ddpsafe
+
+    def note_verdict(error: Exception) -> None:
+        attempt = getattr(error, "attempt", 0)
+        note(Path(folder) / f"verdict-{attempt}-{os.uname().nodename}")
+
+    ddpsafe.launch(
+        train_under_ddpsafe,
+        (folder, faults),
+        nnodes=2,
+        nproc_per_node=1,
+        backend="gloo",
+        preflight="off",
+        console="none",
+        start_method="forkserver",
+        rendezvous={"endpoint": f"h0:{PORT}", "join": 60},
+        retry={
+            "attempts": faults + 1,
+            "on": ["killed"],
+            "backoff_initial": 0,
+            "jitter": 0,
+            "no_progress": None,
+        },
+        on_retry=note_verdict,
+    )
+
+
+# ---- two hosts: the comparison
+
+
+def compare(network: Network, rounds: int) -> dict[str, Any]:
+    """Run both launchers on the hosts; return the times of each round."""
+    this = [sys.executable, __file__]
+    with tempfile.TemporaryDirectory() as folder:
+        run(network, [[*this, "--be", "node", folder, str(rounds)]] * 2)
+        ours = read_times(Path(folder), rounds)
+    theirs: list[dict[str, float]] = []
+    for _ in range(rounds):  # one restart in each job: where it fails, nothing comes after it
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+            command += ["--nproc-per-node", "1", "--max-restarts", "1", "--rdzv-backend", "c10d"]
+            command += ["--rdzv-endpoint", f"h0:{PORT}", "--rdzv-id", "job"]
+            run(network, [[*command, __file__, "--be", "rank", folder, "1"]] * 2)
+            theirs += read_times(Path(folder), 1)
+    return {"ddpsafe": ours, "torchrun": theirs}
+
+
+def run(network: Network, commands: list[list[str]]) -> None:
+    """Run a command on each host, to its end."""
+    paths = os.pathsep.join([str(KITS), str(Path(__file__).parent)])
+    started = [
+        network[node].start(command, env={"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"})
+        for node, command in enumerate(commands)
+    ]
+    ends_s = time.monotonic() + LIMIT_S
+    for process in started:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=max(1.0, ends_s - time.monotonic()))
+        process.kill()
+        process.communicate()
+
+
+def read_times(folder: Path, rounds: int) -> list[dict[str, float]]:
+    """Return, for each fault, the seconds to the last verdict and to the next first step."""
+    found = []
+    for attempt in range(1, rounds + 1):
+        fault = folder / f"fault-{attempt}"
+        if not fault.exists():
+            break
+        fault_s = float(fault.read_text())
+        times = {}
+        for name, files in (
+            ("verdict", list(folder.glob(f"verdict-{attempt}-*"))),
+            ("first_step", list(folder.glob(f"first-{attempt + 1}-*"))),
+        ):
+            if len(files) == 2:  # on both hosts
+                times[name] = max(float(each.read_text()) for each in files) - fault_s
+        found.append(times)
+    return found
+
+
+# ---- many nodes, without torch
+
+
+def stand_in_nodes(  # noqa: C901 - one loop, as a launcher has
+    port: int, nodes: list[int], nnodes: int, watched_s: float, results: Any
+) -> None:
+    """Be the launchers of some nodes: report as they do, and wait for the verdict."""
+    from multiprocessing.connection import wait
+
+    from ddpsafe._clock import Deadline
+    from ddpsafe._launcher.nodes import messages
+    from ddpsafe._launcher.nodes.channel import Channel
+    from ddpsafe._wire.channel import Progress
+    from ddpsafe._wire.messages import Entered
+
+    channels = {}
+    for node in nodes:
+        channels[node] = Channel.dial(
+            ("127.0.0.1", port),
+            secret=b"secret",
+            round_id="round",
+            node=node,
+            hello=messages.Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
+            deadline=Deadline.after(timedelta(seconds=30)),
+        )
+        channels[node].send(messages.RanksStarted())
+        for rank in range(node * RANKS, (node + 1) * RANKS):
+            channels[node].send(messages.rank_report(rank, Entered(phase="running")))
+    fault_s, steps, next_s = time.time() + watched_s, 0, 0.0
+    culprit = nnodes - 1
+    waiting = dict(channels)
+    while waiting:
+        wait([channel.fileno() for channel in waiting.values()], 0.2)
+        if time.monotonic() >= next_s:
+            next_s, steps = time.monotonic() + 1, steps + 10
+            for node, channel in waiting.items():
+                ranks = range(node * RANKS, (node + 1) * RANKS)
+                progress = Progress(steps=steps, last_ns=time.monotonic_ns())
+                channel.send(messages.NodeProgress(ranks=dict.fromkeys(ranks, progress)))
+        if culprit in waiting and fault_s and time.time() >= fault_s:
+            results.put(("fault", time.time()))
+            fault_s, now_ns = 0, time.monotonic_ns()
+            rank = culprit * RANKS
+            ended = messages.RankEnded(rank=rank, exit_code=-9, ended_ns=now_ns)
+            waiting[culprit].send(ended)
+        for node, channel in list(waiting.items()):
+            for _, event in channel.events():
+                if isinstance(event, messages.Collect):
+                    channel.send(outcomes_of(node, culprit))
+                elif isinstance(event, messages.Verdict):
+                    results.put(("verdict", time.time()))
+                    channel.send(messages.RanksEnded())
+                    del waiting[node]
+    for channel in channels.values():
+        channel.close()
+
+
+def outcomes_of(node: int, culprit: int) -> Any:
+    """Return what the ranks of a node came to."""
+    from ddpsafe._launcher.nodes import messages
+    from ddpsafe._wire.messages import RankOutcome
+
+    outcomes = tuple(
+        RankOutcome(
+            rank=rank,
+            local_rank=rank % RANKS,
+            node_rank=node,
+            pid=1,
+            hostname=f"h{node}",
+            status="killed" if rank == culprit * RANKS else "stopped",
+            phase="running",
+            exit_code=-9 if rank == culprit * RANKS else None,
+        )
+        for rank in range(node * RANKS, (node + 1) * RANKS)
+    )
+    return messages.NodeOutcomes(outcomes=outcomes, oom_kills=0)
+
+
+def coordinate_stand_ins(nnodes: int, watched_s: float = WATCHED_S) -> dict[str, float]:
+    """Be node 0 of that many nodes, itself without ranks; return what was measured."""
+    from multiprocessing import get_context
+
+    from ddpsafe._clock import Deadline
+    from ddpsafe._config import Timeouts
+    from ddpsafe._errors import Explanation, RankKilledError
+    from ddpsafe._launcher.nodes import messages
+    from ddpsafe._launcher.nodes.channel import Channel
+    from ddpsafe._launcher.nodes.coordinator import OtherNodes
+    from ddpsafe._launcher.watch.signals import open_inbox
+    from ddpsafe._launcher.watch.supervisor import Watch
+
+    listening = Channel.listen("127.0.0.1", secret=b"secret", round_id="round", nnodes=nnodes)
+    nodes = tuple(
+        messages.NodeFacts(
+            hostname=f"h{node}", pid=node, address="127.0.0.1", nproc=RANKS, settings={}
+        )
+        for node in range(nnodes)
+    )
+    plan = messages.RoundPlan(
+        round_id="round",
+        attempt=1,
+        nodes=nodes,
+        store_port=0,
+        channel_port=listening.port,
+        master_port=0,
+    )
+    context = get_context("fork")
+    results = context.SimpleQueue()
+    others = list(range(1, nnodes))
+    began_s = time.monotonic()
+    started = [
+        context.Process(
+            target=stand_in_nodes,
+            args=(listening.port, others[part::4], nnodes, watched_s, results),
+        )
+        for part in range(4)
+    ]
+    for process in started:
+        process.start()
+    with open_inbox() as inbox:
+        peers = OtherNodes(listening, plan, inbox)
+        ready = {rank.rank for rank in peers.ranks}
+        while not all(rank.joined for rank in peers.ranks):
+            time.sleep(0.01)
+            peers.take_news()
+        start_s = time.monotonic() - began_s
+        before, before_s, bytes_before = time.process_time(), time.monotonic(), loopback_bytes()
+        watch = Watch([], timeouts=Timeouts(), inbox=inbox, peers=peers)
+        watch.until_end()
+        share = (time.process_time() - before) / (time.monotonic() - before_s)
+        traffic = (loopback_bytes() - bytes_before) / (time.monotonic() - before_s)
+        peers.send(messages.Collect())
+        peers.wait_until(
+            lambda connected: connected <= peers.outcomes.keys(),
+            Deadline.after(timedelta(seconds=3)),
+        )
+        error = RankKilledError(
+            Explanation("rank was killed"),
+            rank=max(ready),
+            local_rank=0,
+            hostname="h",
+            pid=1,
+            exit_code=137,
+            kind="killed",
+            attempt=1,
+            attempts=1,
+        )
+        peers.send(messages.verdict_of(error, is_final=True))
+        peers.wait_until(peers.ended.issuperset, Deadline.after(timedelta(seconds=10)))
+    listening.close()
+    for process in started:
+        process.join()
+    found: dict[str, list[float]] = {"fault": [], "verdict": []}
+    while not results.empty():
+        name, at_s = results.get()
+        found[name].append(at_s)
+    return {
+        "nodes": nnodes,
+        "ranks": nnodes * RANKS,
+        "verdicts": len(found["verdict"]),
+        "start_s": start_s,
+        "verdict_s": max(found["verdict"]) - found["fault"][0],
+        "bytes_per_s": traffic,
+        "cpu_share": share,
+    }
+
+
+def loopback_bytes() -> int:
+    """Return what has gone over the loopback of this network so far."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    (loopback,) = (line for line in lines if line.strip().startswith("lo:"))
+    return int(loopback.split()[1])
+
+
+# ---- results
+
+
+def median_of(rounds: list[dict[str, float]], name: str) -> str:
+    """Return median and range, as a cell."""
+    times = [each[name] for each in rounds if name in each]
+    if not times:
+        return "none"
+    return f"{statistics.median(times):.2f} s ({min(times):.2f} to {max(times):.2f}; {len(times)} of {len(rounds)})"
+
+
+def as_page(found: dict[str, Any]) -> str:
+    """Return the page of docs."""
+    stand = found["stand_ins"]
+    lines = [
+        "# Several nodes",
+        "",
+        (
+            "Rank 1 of two is killed with SIGKILL in its sixth step, on the second of two hosts "
+            "(Linux namespaces, gloo, one rank on each)."
+        ),
+        (
+            "The verdict is there when the launcher of every node has the error; the first step when "
+            "every rank of the next attempt has left its first all-reduce."
+        ),
+        (
+            "ddpsafe's faults come one after the other in one job, which then ends well; torchrun "
+            "(`--max-restarts 1`) has one fault in each job."
+        ),
+        "Medians, in brackets the range and how many of the faults it is about.",
+        "",
+        (
+            f"Measured on {found['date']} with torch {found['torch']}, Python {found['python']}, "
+            f"{found['cores']} cores, load {found['load']:.0f}, by `python benchmarks/nodes.py`."
+        ),
+        "",
+        "| launcher | fault to verdict on every node | fault to the first step of the next attempt |",
+        "|---|---|---|",
+    ]
+    lines += [
+        f"| {name} | {median_of(found[name], 'verdict')} | {median_of(found[name], 'first_step')} |"
+        for name in ("ddpsafe", "torchrun")
+    ]
+    lines += [
+        "",
+        "torchrun has no verdict to compare: the other node prints that a connection was closed.",
+        "",
+        "## Many nodes",
+        "",
+        (
+            f"One coordinator and stand-ins for the launchers of the other nodes, {RANKS} ranks on each, "
+            "over loopback: they report as launchers do, without torch and without processes of ranks."
+        ),
+        (
+            "All run on the same cores, so start and verdict are upper bounds; the share is of one core, "
+            "of the coordinator's process alone, while all train."
+        ),
+        "",
+        "| nodes | ranks | all connected and started | fault to verdict on all | control channel | coordinator |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {each['nodes']} | {each['ranks']} | {each['start_s']:.2f} s | {each['verdict_s']:.2f} s "
+        f"| {each['bytes_per_s'] / 1000:.0f} kB/s | {100 * each['cpu_share']:.1f} % |"
+        for each in stand
+    ]
+    largest = stand[-1]
+    factor = 1024 / largest["nodes"]
+    lines += [
+        "",
+        (
+            f"All of it grows with the number of nodes, so 1,024 of them with {RANKS} ranks each would "
+            f"cost about {largest['bytes_per_s'] * factor / 1e6:.1f} MB/s and "
+            f"{100 * largest['cpu_share'] * factor:.0f} % of a core (extrapolated, not measured)."
+        ),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure everything."""
+    sys.path.insert(0, str(KITS))
+    from hosts import Network
+
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        counts = sorted({options.nodes // 4, options.nodes})
+        stand_ins = [pool.apply(coordinate_stand_ins, (count,)) for count in counts]
+    with Network(2) as network:
+        found = compare(network, options.rounds)
+    return {
+        **found,
+        "stand_ins": stand_ins,
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "torch": version("torch"),
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+    }
+
+
+def main() -> None:
+    """Read the command line, measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--nodes", type=int, default=64)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--be", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.be:
+        role, folder, faults = options.be
+        {"node": launch_node, "rank": train_under_torchrun}[role](folder, int(faults))
+        return
+    found = measure(options)
+    print(json.dumps(found, indent=2) if options.json else as_page(found))
+    if options.save:
+        options.save.write_text(as_page(found))
+
+
+if __name__ == "__main__":
+    main()

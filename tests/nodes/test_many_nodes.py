@@ -1,0 +1,33 @@
+"""A coordinator of many nodes: it has them soon, tells them soon, and hardly takes a processor."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from nodes_kit import require_in_time
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+BENCHMARK: Final = Path(__file__).parents[2] / "benchmarks" / "nodes.py"
+
+
+def benchmark() -> ModuleType:
+    """Load the benchmark, whose stand-ins are those of this test."""
+    spec = importlib.util.spec_from_file_location("nodes_benchmark", BENCHMARK)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_sixteen_nodes_take_little_of_a_core() -> None:
+    """All are connected at once, all have the verdict within seconds, and the rest costs next to nothing."""
+    found = benchmark().coordinate_stand_ins(16, watched_s=3)
+    assert found["verdicts"] == 15
+    require_in_time(found["verdict_s"], 2.0, "all have the verdict")
+    assert found["cpu_share"] < 0.05
+    assert found["bytes_per_s"] < 100_000
