@@ -23,7 +23,7 @@ from ddpsafe._launcher.watch.console import shown_log
 from ddpsafe._launcher.watch.hang_detection import LearnedGaps
 from ddpsafe._launcher.watch.signals import Interrupted, interrupts_kept, pass_on
 from ddpsafe._logging import launch_fields
-from ddpsafe._preflight import require_ready_host, require_ready_node
+from ddpsafe._preflight import require_ready_host, require_ready_node, require_ready_nodes
 from ddpsafe._worker.entrypoint import run_rank
 from ddpsafe._worker.join import attached
 
@@ -257,7 +257,14 @@ def _run_with_other_nodes(
 ) -> LaunchResult[Any]:
     from ddpsafe._launcher.nodes.rounds import NodeLaunch  # it loads torch
 
-    nodes = NodeLaunch(plan, calls, run_rank=run_rank, directory=directory, cancelled=cancelled)
+    nodes = NodeLaunch(
+        plan,
+        calls,
+        run_rank=run_rank,
+        directory=directory,
+        cancelled=cancelled,
+        require_ready_nodes=require_ready_nodes,
+    )
     values = nodes.run()
     kept = None if directory.is_ours else directory.path
     return LaunchResult(values=values, attempts=nodes.attempts, run_dir=kept)

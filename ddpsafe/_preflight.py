@@ -9,6 +9,8 @@ from ddpsafe._config import LaunchConfig
 from ddpsafe._launcher.processes.start import require_room
 
 if TYPE_CHECKING:
+    from torch.distributed import Store
+
     from ddpsafe._world import World
 
 _NOTHING: Final = "nothing was started"
@@ -72,3 +74,34 @@ def require_ready_node(config: LaunchConfig, world: World) -> None:
         )
     report = doctor.run(asked, checks="all" if is_full else "launch", mesh=False)
     require_healthy(report, outcome=_NOTHING, speaks=is_first)
+
+
+def require_ready_nodes(
+    store: Store, config: LaunchConfig, *, nnodes: int, node_rank: int, backend: str
+) -> None:
+    """Examine the connections between the nodes of a launch, before any of them starts its ranks.
+
+    Args:
+        store: Where their launchers have met, with keys that nothing else uses.
+        config: What was asked for.
+        nnodes: How many nodes there are.
+        node_rank: Which of them this is.
+        backend: Backend they will use, "auto" decided.
+
+    Raises:
+        PreflightError: Something was found that will break the job; the same on every node.
+    """
+    from ddpsafe.doctor._report import require_healthy
+    from ddpsafe.doctor._run import examine_nodes
+
+    report = examine_nodes(
+        store,
+        config,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        endpoint=str(config.rendezvous.parsed()),
+        backend=backend,
+        timeout=config.timeouts.rendezvous,
+    )
+    speaks = node_rank == 0
+    require_healthy(report, who="the nodes of this job are", outcome=_NOTHING, speaks=speaks)

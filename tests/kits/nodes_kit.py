@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import signal
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import scripts
 from fault_kit import patience
@@ -26,7 +28,7 @@ FIELDS: Final[dict[str, Any]] = {
     "start_method": "forkserver",
     "backend": "gloo",
     "preflight": "off",
-    "console": "none",
+    "console": "all",
     "timeouts": {"collective": 6, "grace": 3},
 }
 """Fields of every launch, unless a case says otherwise."""
@@ -42,6 +44,10 @@ class Case:
         rank: To which rank.
         fields: Fields of `LaunchConfig` beside `FIELDS`.
         of_node: Further fields, of single nodes.
+        env: Variables of single nodes.
+        nodes: The nodes that take part; by default all.
+        after: Files in the folder of the test that single nodes wait for before they launch.
+        touches: Files there that single nodes make when their launch has ended.
     """
 
     name: str
@@ -49,21 +55,38 @@ class Case:
     rank: int = -1
     fields: dict[str, Any] = field(default_factory=dict)
     of_node: dict[int, dict[str, Any]] = field(default_factory=dict)
+    env: dict[int, dict[str, str]] = field(default_factory=dict)
+    nodes: tuple[int, ...] | None = None
+    after: dict[int, str] = field(default_factory=dict)
+    touches: dict[int, str] = field(default_factory=dict)
 
     def as_json(self, folder: Path, node: int, nproc: Sequence[int]) -> dict[str, Any]:
         """Return it for the program on a node."""
         run_dir = str(folder / f"run-{self.name}-{node}")
         fields = {"nnodes": len(nproc), "nproc_per_node": nproc[node], "run_dir": run_dir}
         fields = {**FIELDS, **fields, **self.fields, **self.of_node.get(node, {})}
-        return {"name": self.name, "what": self.what, "rank": self.rank, "fields": fields}
+        return {
+            "name": self.name,
+            "what": self.what,
+            "rank": self.rank,
+            "fields": fields,
+            "env": self.env.get(node, {}),
+            "is_in": self.nodes is None or node in self.nodes,
+            "after": self.after.get(node),
+            "touches": self.touches.get(node),
+        }
 
 
 class Launcher:
     """A program on a host, and what it prints, as it comes."""
 
+    started: ClassVar[list[Launcher]] = []
+    """All of them, for the end of the test."""
+
     def __init__(self, host: Host, command: Sequence[str], env: dict[str, str]) -> None:
         """Start it."""
         self.host = host
+        Launcher.started.append(self)
         self._process = host.start(command, env={**scripts.clean_environment(), **env})
         self.lines: list[tuple[float, str]] = []
         self.errors: list[str] = []
@@ -106,6 +129,12 @@ class Launcher:
             thread.join(10)
         return code
 
+    def kill(self) -> None:
+        """End it at once, if it still runs."""
+        self._process.send_signal(signal.SIGCONT)
+        self._process.kill()
+        self._process.wait()
+
     def wait_for_end(self) -> float:
         """Wait for its end, by whatever; return when that was."""
         self.end()
@@ -118,43 +147,69 @@ class Launcher:
         return {each["name"]: each for each in found}
 
 
+_ports = itertools.count(29400, 50)
+
+
 def start_job(
     network: Network,
     cases: Sequence[Case],
     folder: Path,
     *,
     nproc: Sequence[int],
-    port: int,
-    at: str | None = None,
+    port: int = 0,
+    at: str = "h0",
 ) -> list[Launcher]:
-    """Start the launchers of a job on the first hosts of a network; they meet on the first."""
-    started = []
-    for index in range(len(nproc)):
-        as_json = [case.as_json(folder, index, nproc) for case in cases]
-        endpoint = f"{at or network[0].name}:{port}"
-        command = [sys.executable, str(PROGRAM), str(folder), endpoint, json.dumps(as_json)]
-        started.append(Launcher(network[index], command, {}))
-    return started
+    """Start the launchers of a job on the first hosts of a network; they meet at one port."""
+    port = port or next(_ports)
+    return [
+        start_node(network, each, cases, folder, nproc, f"{at}:{port}")
+        for each in range(len(nproc))
+    ]
+
+
+def start_node(
+    network: Network,
+    index: int,
+    cases: Sequence[Case],
+    folder: Path,
+    nproc: Sequence[int],
+    endpoint: str,
+    env: dict[str, str] | None = None,
+) -> Launcher:
+    """Start the launcher of one node."""
+    as_json = [case.as_json(folder, index, nproc) for case in cases]
+    command = [sys.executable, str(PROGRAM), str(folder), endpoint, json.dumps(as_json)]
+    return Launcher(network[index], command, env or {})
 
 
 def run_job(
-    network: Network,
-    cases: Sequence[Case],
-    folder: Path,
-    *,
-    nproc: Sequence[int],
-    port: int,
-    at: str | None = None,
+    network: Network, cases: Sequence[Case], folder: Path, *, nproc: Sequence[int], at: str = "h0"
 ) -> list[dict[str, dict[str, Any]]]:
     """Run the cases on the first hosts; return what each node said of each."""
-    launchers = start_job(network, cases, folder, nproc=nproc, port=port, at=at)
+    return finish_job(network, cases, start_job(network, cases, folder, nproc=nproc, at=at))
+
+
+def finish_job(
+    network: Network,
+    cases: Sequence[Case],
+    launchers: Sequence[Launcher],
+    *,
+    besides: Sequence[int] = (),
+) -> list[dict[str, dict[str, Any]]]:
+    """Wait for the end of launchers that went through the cases; return what each said."""
     for launcher in launchers:
         assert launcher.end() == 0, launcher.err[-4000:]
-    require_nothing_left(network)
+    require_nothing_left(network, besides=besides)
     found = [launcher.results() for launcher in launchers]
     for results, launcher in zip(found, launchers, strict=True):
         assert list(results) == [case.name for case in cases], launcher.err[-4000:]
     return found
+
+
+def require_the_same(said: Sequence[dict[str, Any]]) -> None:
+    """Fail unless all nodes said the same of an error."""
+    for key in ("error", "text", "code", "kind", "rank", "attempt"):
+        assert len({str(each.get(key)) for each in said}) == 1, (key, said)
 
 
 def fault_s(folder: Path, case: str) -> float:

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import pytest
-from hosts import Network, find_obstacle, require
-from nodes_kit import Case, fault_s, require_in_time, run_job
+from nodes_kit import Case, fault_s, require_in_time, require_the_same, run_job
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
+
+    from hosts import Network
 
 pytestmark = pytest.mark.root
 
 COLLECTIVE_S: Final = 6
-_ports = itertools.count(29400, 50)
-
-
-@pytest.fixture(scope="module")
-def network() -> Iterator[Network]:
-    """Two hosts."""
-    require(find_obstacle())
-    with Network(2) as hosts:
-        yield hosts
-
-
 FAULTS: Final = [
     # what, error, exit code, promised seconds
     ("raise", "RankRaisedError", 1, 2.0),
@@ -37,6 +25,7 @@ FAULTS: Final = [
     ("return", "RankLeftEarlyError", 1, 3.0),
     ("barrier", "RankRaisedError", 1, 3.0),
     ("sleep", "CollectiveTimeoutError", 1, COLLECTIVE_S + 3.0),
+    ("gil", "CollectiveTimeoutError", 1, COLLECTIVE_S + 3.0),
     ("stop", "CollectiveTimeoutError", 1, COLLECTIVE_S + 3.0),
 ]
 
@@ -55,7 +44,7 @@ def test_every_node_names_the_rank_that_broke(
         *(Case(name=what, what=what, rank=culprit) for what, *_ in FAULTS),
         Case(name="healthy again"),
     ]
-    nodes = run_job(network, cases, tmp_path, nproc=nproc, port=next(_ports))
+    nodes = run_job(network, cases, tmp_path, nproc=nproc)
 
     first = [sum(nproc[:node]) for node in range(len(nproc))]
     for name in ("healthy", "healthy again"):
@@ -69,7 +58,7 @@ def test_every_node_names_the_rank_that_broke(
     )
     for what, error, code, within_s in FAULTS:
         said = [results[what] for results in nodes]
-        _require_the_same(said)
+        require_the_same(said)
         assert (said[0]["error"], said[0]["code"]) == (error, code), said[0]
         assert who in said[0]["text"]
         for each in said:
@@ -79,22 +68,9 @@ def test_every_node_names_the_rank_that_broke(
     assert causes[1 - node] != "ValueError"
 
 
-def _require_the_same(said: list[dict[str, Any]]) -> None:
-    """Fail unless all nodes said the same of an error."""
-    for key in ("error", "text", "code", "kind", "rank", "attempt"):
-        assert len({str(each.get(key)) for each in said}) == 1, (key, said)
-
-
 def test_nodes_meet_at_an_ipv6_address_in_brackets(network: Network, tmp_path: Path) -> None:
     """The endpoint as every other tool spells it."""
     for host in network:
         host.shell(f"ip -6 addr add fd00:77::{host.index + 1}/64 dev eth0 nodad")
-    nodes = run_job(
-        network,
-        [Case(name="healthy")],
-        tmp_path,
-        nproc=(1, 1),
-        port=next(_ports),
-        at="[fd00:77::1]",
-    )
+    nodes = run_job(network, [Case(name="healthy")], tmp_path, nproc=(1, 1), at="[fd00:77::1]")
     assert [node["healthy"]["values"] for node in nodes] == [{"0": 0}, {"1": 1}]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import signal
@@ -13,40 +12,30 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import scripts
-from hosts import Network, find_obstacle, require
-from nodes_kit import Case, Launcher, require_in_time, require_nothing_left, start_job
+from nodes_kit import (
+    Case,
+    Launcher,
+    finish_job,
+    require_in_time,
+    require_nothing_left,
+    start_job,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+
+    from hosts import Network
 
 pytestmark = pytest.mark.root
 
 AGAIN: Final = 75
 """Exit code that asks for another start: EX_TEMPFAIL."""
 
-_ports = itertools.count(29400, 50)
-
-
-@pytest.fixture(scope="module")
-def network() -> Iterator[Network]:
-    """Two hosts, which stay."""
-    require(find_obstacle())
-    with Network(2) as hosts:
-        yield hosts
-
-
-@pytest.fixture
-def own_network() -> Iterator[Network]:
-    """Two hosts, one of which the test takes away."""
-    require(find_obstacle())
-    with Network(2) as hosts:
-        yield hosts
-
 
 def start_training(network: Network, folder: Path) -> list[Launcher]:
     """Start a long training with two ranks on each of two hosts; wait until all train."""
     case = Case(name="long", what="long", fields={"timeouts": {"collective": 60, "grace": 3}})
-    launchers = start_job(network, [case], folder, nproc=[2, 2], port=next(_ports))
+    launchers = start_job(network, [case], folder, nproc=[2, 2])
     scripts.wait_until(
         lambda: len(list(folder.glob("running-long-1-*"))) == 4,
         otherwise=lambda: [launcher.err for launcher in launchers],
@@ -78,9 +67,25 @@ def test_a_launcher_that_is_killed_is_named_at_once(
     require_nothing_left(network)
 
 
+def drop(network: Network, *, to: int, source: int) -> None:
+    """Let nothing through from one host to another; the other direction stays."""
+    address = network[source].address()
+    network[to].run(
+        "nft",
+        "-f",
+        "-",
+        given=f"""
+        table inet one_way {{ chain input {{
+            type filter hook input priority -10
+            ip saddr {address} drop
+        }} }}""",
+    )
+
+
 LOSSES: Final[dict[str, Callable[[Network, int], None]]] = {
     "power": lambda network, victim: network[victim].power_off(),
     "cable": lambda network, victim: network[victim].unplug(),
+    "one way": lambda network, victim: drop(network, to=victim, source=1 - victim),
 }
 
 
@@ -102,6 +107,59 @@ def test_a_host_that_vanishes_is_named_within_seconds(
     require_nothing_left(own_network, besides=[victim] if how == "power" else [])
     for left in Path(tempfile.gettempdir()).glob("ddpsafe-store-*"):
         shutil.rmtree(left)  # of the host without power: its disk is this one here
+
+
+def held(network: Network, folder: Path) -> tuple[list[Case], list[Launcher]]:
+    """Start a training on two hosts that goes on until the test makes a file."""
+    cases = [Case(name="held", what="held", fields={"timeouts": {"collective": 60}})]
+    launchers = start_job(network, cases, folder, nproc=[2, 2])
+    scripts.wait_until(
+        lambda: len(list(folder.glob("running-held-1-*"))) == 4,
+        otherwise=lambda: [launcher.err for launcher in launchers],
+        within_s=120,
+    )
+    return cases, launchers
+
+
+def require_no_verdict(
+    network: Network, folder: Path, cases: list[Case], launchers: list[Launcher]
+) -> None:
+    """Let a training end; fail unless all went well, in the first attempt."""
+    (folder / "release-held").touch()
+    for results in finish_job(network, cases, launchers):
+        assert results["held"].get("attempts") == 1, results
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_network_that_is_back_after_two_seconds_is_no_loss(
+    network: Network, tmp_path: Path, victim: int
+) -> None:
+    """No packet comes or goes meanwhile; then training goes on."""
+    cases, launchers = held(network, tmp_path)
+    network[victim].cut_off("eth0")
+    time.sleep(2)  # how long it lasts is what the test is about
+    network.switch.run("nft", "delete", "table", "bridge", f"off{victim}")
+    time.sleep(4)  # longer than what a loss takes
+    require_no_verdict(network, tmp_path, cases, launchers)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_launcher_that_is_stopped_is_warned_of_and_not_lost(
+    network: Network, tmp_path: Path, victim: int
+) -> None:
+    """Its ranks train on; it is named after 15 s, and again when it goes on."""
+    cases, launchers = held(network, tmp_path)
+    other = launchers[1 - victim]
+    os.kill(launchers[victim].pid, signal.SIGSTOP)
+    try:
+        named = f"node {victim} ('h{victim}'): its launcher has said nothing for 15 s"
+        scripts.wait_until(lambda: named in other.err, otherwise=lambda: other.err, within_s=40)
+    finally:
+        os.kill(launchers[victim].pid, signal.SIGCONT)
+    again = f"node {victim} ('h{victim}'): its launcher is heard again"
+    scripts.wait_until(lambda: again in other.err, otherwise=lambda: other.err, within_s=20)
+    assert "said nothing" not in launchers[victim].err
+    require_no_verdict(network, tmp_path, cases, launchers)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,15 @@ import json
 import os
 import pickle
 import socket
+import struct
+import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
+import scripts
+from nodes_kit import Case, finish_job, start_job
 
 from ddpsafe._clock import Deadline
 from ddpsafe._launcher.nodes.channel import Channel, Lost, RefusedError
@@ -31,7 +36,8 @@ from ddpsafe._wire.messages import Position, Raised, Returned
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
+
+    from hosts import Network
 
 HELLO = Hello(mono_ns=1, wall_ns=2)
 
@@ -195,6 +201,7 @@ def test_no_pickle_of_a_rank_goes_over_the_network() -> None:
 def test_a_state_of_the_rendezvous_is_checked_before_it_is_loaded(tmp_path: Path) -> None:
     """A stranger's pickle in the store is an error of the rendezvous; torch alone would run it."""
     from torch.distributed.elastic.rendezvous import RendezvousStateError
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
 
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
@@ -203,7 +210,7 @@ def test_a_state_of_the_rendezvous_is_checked_before_it_is_loaded(tmp_path: Path
     evil = pickle.dumps(Evil(mark))
     seal = Seal(b"secret", "job")
     backend = make_sealed_backend(server, "job", seal)
-    assert backend.set_state(pickle.dumps(set()))[2]
+    assert backend.set_state(pickle.dumps(_RendezvousState()))[2]
     for state in (evil, Seal(b"another", "job").close("state", evil), seal.close("state", evil)):
         from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
             C10dRendezvousBackend,
@@ -277,3 +284,90 @@ def test_facts_of_a_node_are_read_as_they_were_written() -> None:
 
     facts = NodeFacts(hostname="h", pid=1, address="10.0.0.1", nproc=2, settings={"a": "b"})
     assert from_json(NodeFacts, json.loads(json.dumps(to_json(facts)))) == facts
+
+
+STRANGER: Final = """
+import json, os, pickle, resource, socket, sys, time
+
+host, ports, mark = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, (f"touch {mark}",)
+
+
+def say(port, data, times=1):
+    with socket.create_connection((host, port), 5) as connection:
+        connection.settimeout(2)
+        try:
+            for _ in range(times):
+                connection.sendall(data)
+            connection.recv(4096)
+        except OSError:
+            pass
+
+
+for port in ports:
+    for data in (b"GET / HTTP/1.1\\r\\n\\r\\n", pickle.dumps(Evil()) + b"\\n", b"\\xff" * 9, b"[" * 70000):
+        say(port, data)
+    say(port, b"x" * (1 << 20), times=1024)
+    flood = [socket.create_connection((host, port), 5) for _ in range(2000)]
+    time.sleep(2)
+    for connection in flood:
+        connection.close()
+print("done", flush=True)
+"""
+
+
+def listening_of(pid: int) -> list[tuple[str, int]]:
+    """Return where a process listens, in the network that it is in."""
+    own = {str(each.readlink()) for each in Path(f"/proc/{pid}/fd").iterdir()}
+    found = []
+    for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in own:
+                host, _, port = local.partition(":")
+                words = struct.pack(
+                    f"={len(host) // 8}I",
+                    *(int(host[each : each + 8], 16) for each in range(0, len(host), 8)),
+                )
+                found.append((socket.inet_ntop(family, words), int(port, 16)))
+    return found
+
+
+@pytest.mark.root
+def test_a_job_trains_on_whatever_a_stranger_sends_to_its_launchers(
+    network: Network, tmp_path: Path
+) -> None:
+    """Garbage, pickles, a line of 1 GB and 2,000 connections, to every port of every launcher."""
+    retry = {"attempts": 2, "on": ["killed"], "backoff_initial": 0, "jitter": 0}
+    cases = [
+        Case(name="held", what="held", fields={"timeouts": {"collective": 60}}),
+        Case(name="kills", what="kill-until-2", rank=1, fields={"retry": retry}),
+    ]
+    launchers = start_job(network, cases, tmp_path, nproc=(1, 1))
+    scripts.wait_until(
+        lambda: len(list(tmp_path.glob("running-held-1-*"))) == 2,
+        otherwise=lambda: [each.err for each in launchers],
+        within_s=120,
+    )
+    mark = tmp_path / "the stranger's code ran"
+    for node, launcher in enumerate(launchers):
+        listening = listening_of(launcher.pid)
+        address = network[node].address()
+        assert {each for each, _ in listening} <= {address}, "bound to one address"
+        assert node == 1 or len(listening) >= 3, "endpoint, control channel and store of the ranks"
+        ports = [port for _, port in listening]
+        command = [sys.executable, "-c", STRANGER, address, json.dumps(ports), str(mark)]
+        stranger = network[2].start(command)
+        out, err = stranger.communicate(timeout=120)
+        assert out == "done\n", err
+    (tmp_path / "release-held").touch()
+    for results in finish_job(network, cases, launchers):
+        assert results["held"].get("attempts") == 1, results
+        assert results["kills"].get("attempts") == 2, results
+    assert not mark.exists()

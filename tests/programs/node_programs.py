@@ -6,6 +6,7 @@ to which rank, and the fields of `LaunchConfig`. Prints one JSON object for each
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -29,13 +30,17 @@ def strike(folder: Path, name: str) -> None:
     (folder / f"fault-{name}").write_text(repr(time.time()))
 
 
-def train(ctx: RankContext, folder: Path, name: str, what: str, culprit: int) -> int:
+def train(ctx: RankContext, folder: Path, name: str, what: str, culprit: int) -> object:
     """Sum over all ranks in each step; one of them has a fault in the middle."""
     import torch
     import torch.distributed as dist
 
-    if what == "long":
+    if what in ("long", "held"):
         (folder / f"running-{name}-{ctx.attempt}-{ctx.rank}").touch()
+    if what == "resume":
+        return go_on(ctx, folder, name)
+    if what == "held":
+        return hold(ctx, folder / f"release-{name}")
     for step in range(LONG if what == "long" else STEPS):
         if what == "long":
             time.sleep(0.02)
@@ -50,6 +55,36 @@ def train(ctx: RankContext, folder: Path, name: str, what: str, culprit: int) ->
         dist.all_reduce(total)
         assert total.item() == ctx.world_size
     return ctx.rank
+
+
+def hold(ctx: RankContext, release: Path) -> int:
+    """Train until rank 0 sees a file."""
+    import torch
+    import torch.distributed as dist
+
+    while True:
+        time.sleep(0.02)
+        may_end = torch.tensor(float(ctx.rank == 0 and release.exists()))
+        dist.all_reduce(may_end)
+        if may_end.item():
+            return ctx.rank
+
+
+def go_on(ctx: RankContext, folder: Path, name: str) -> dict[str, int]:
+    """Save each step; started again, go on from there, and make ten steps more."""
+    from ddpsafe.checkpoint import Checkpointer
+
+    state = {"step": 0}
+    with Checkpointer(folder / f"checkpoints-{name}") as checkpointer:
+        checkpointer.restore(state)
+        first = state["step"]
+        while (first == 0 or state["step"] < first + 10) and not ctx.stop_requested():
+            time.sleep(0.02)
+            state["step"] = round(ctx.reduce_mean(float(state["step"] + 1)))
+            if state["step"] == first + 3:
+                (folder / f"running-{name}-{ctx.attempt}-{ctx.rank}").touch()
+            checkpointer.save(state, state["step"])
+    return {"first": first, "last": state["step"], "attempt": ctx.attempt, "of": ctx.world_size}
 
 
 def _fail() -> None:
@@ -75,10 +110,17 @@ def break_down(what: str, ctx: RankContext) -> None:
         os.kill(os.getpid(), signal.SIGSEGV)
     if what.startswith("exit-"):
         os._exit(int(what[5:]))
+    hang(what)
+
+
+def hang(what: str) -> None:
+    """Stay where it is, in Python, in C, or stopped."""
     if what == "sleep":
         time.sleep(600)  # stuck here
     if what == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if what == "gil":
+        ctypes.PyDLL(None).sleep(600)  # holds the lock of the interpreter
 
 
 def describe(error: ddpsafe.DDPSafeError) -> dict[str, Any]:
@@ -92,6 +134,7 @@ def describe(error: ddpsafe.DDPSafeError) -> dict[str, Any]:
         "rank": getattr(error, "rank", None),
         "attempt": getattr(error, "attempt", None),
         "details": list(error.explanation.details),
+        "values": getattr(error, "values", None),
     }
 
 
@@ -100,13 +143,21 @@ def main(folder: Path, endpoint: str, cases: list[dict[str, Any]]) -> None:
     host, _, port = endpoint.rpartition(":")
     for number, case in enumerate(cases):
         name = case["name"]
-        fields = {"rendezvous": {"endpoint": f"{host}:{int(port) + number}", "join": 60}}
+        said: dict[str, Any] = {"name": name}
+        if not case["is_in"]:
+            print(json.dumps(said), flush=True)
+            continue
+        while case["after"] and not list(folder.glob(case["after"])):
+            time.sleep(0.02)
+        os.environ.update(case["env"])
+        meets = {"endpoint": f"{host}:{int(port) + number}", "join": 60}
+        fields = {"rendezvous": {**meets, **case["fields"].pop("rendezvous", {})}}
+        said["began"] = time.time()
         if "retry" in case["fields"]:  # JSON has no types
             on = [
                 {"ValueError": ValueError}.get(each, each) for each in case["fields"]["retry"]["on"]
             ]
             case["fields"]["retry"]["on"] = on
-        said: dict[str, Any] = {"name": name}
         try:
             result = ddpsafe.launch(
                 train,
@@ -117,6 +168,10 @@ def main(folder: Path, endpoint: str, cases: list[dict[str, Any]]) -> None:
         except ddpsafe.DDPSafeError as error:
             said |= describe(error)
         said["at"] = time.time()
+        for variable in case["env"]:
+            del os.environ[variable]
+        if case["touches"]:
+            (folder / case["touches"]).touch()
         print(json.dumps(said), flush=True)
 
 

@@ -60,7 +60,9 @@ logger = get_logger(__name__)
 
 _EVIDENCE: Final = timedelta(seconds=3)
 _OTHER_LOSSES: Final = timedelta(seconds=0.5)
-_SILENCE_S: Final = 15.0
+SILENCE_S: Final = 15.0
+"""A launcher that says nothing for so many seconds is named in a warning, and is not lost."""
+
 _BEAT_S: Final = 1.0
 _AFTER_GRACE: Final = timedelta(seconds=10)
 """SIGKILL, and what ranks leave behind, come after the grace period."""
@@ -168,6 +170,9 @@ class OtherNodes:
             else:
                 self._take(node, event)
         if now_s >= self._next_beat_s:
+            if 0 < self._next_beat_s < now_s - SILENCE_S:
+                # This launcher was the one that was stopped.
+                self._heard_s = dict.fromkeys(self._heard_s, now_s)
             self._next_beat_s = now_s + _BEAT_S
             self._channel.send(Alive())
             self._warn_of_silence(now_s)
@@ -184,7 +189,7 @@ class OtherNodes:
                 self._take_of_rank(self._by_rank[message.rank], message, offset)
         elif isinstance(message, NodeProgress):
             for rank in set(self._plan.ranks_of(node)) & message.ranks.keys():
-                self._by_rank[rank].last_progress = message.ranks[rank]
+                self._by_rank[rank].last_progress = offset.shift_progress(message.ranks[rank])
         elif isinstance(message, NodeOutcomes):
             shifted = tuple(offset.shift_outcome(each) for each in message.outcomes)
             self.outcomes[node] = replace(message, outcomes=shifted)
@@ -215,7 +220,7 @@ class OtherNodes:
 
     def _warn_of_silence(self, now_s: float) -> None:
         for node, heard_s in self._heard_s.items():
-            if node in self._channel.connected() and now_s - heard_s > _SILENCE_S:
+            if node in self._channel.connected() and now_s - heard_s > SILENCE_S:
                 self._heard_s[node] = now_s
                 if node not in self._warned:
                     self._warned.add(node)
@@ -223,7 +228,7 @@ class OtherNodes:
                         "%s: its launcher has said nothing for %.0f s (stopped, starved of CPU?); "
                         "its ranks may go on",
                         self._name(node),
-                        _SILENCE_S,
+                        SILENCE_S,
                     )
 
     def silent_nodes(self) -> list[str]:
@@ -471,7 +476,7 @@ def lost_node_error(
     who, ranks = plan.nodes[node], plan.ranks_of(node)
     why = lost.why
     if lost.is_silent:
-        why = f"nothing has come from {who.address} for {LOSS_S} s ({lost.why})"
+        why = f"nothing has come from {who.address} for {LOSS_S:g} s ({lost.why})"
         cause = "its host has lost power or network, or its kernel hangs."
         fix = f"ping {who.hostname}; see what the scheduler says of the node."
     else:

@@ -70,6 +70,7 @@ class NodeFacts:
         address: Where the other nodes reach it.
         nproc: How many ranks it starts.
         settings: What has to be the same on all nodes, by the name of the field, as text.
+        node_rank: The node rank that it was given, if it was.
     """
 
     hostname: str
@@ -77,6 +78,7 @@ class NodeFacts:
     address: str
     nproc: int
     settings: dict[str, str]
+    node_rank: int | None = None
 
     def __str__(self) -> str:
         """Name it in a message."""
@@ -94,6 +96,7 @@ class RoundPlan:
         store_port: Port of the ranks' store at node 0's address.
         channel_port: Port of the control channel there.
         master_port: A port that is kept free there, for MASTER_PORT.
+        examines: Whether the nodes examine the connections between them before they start ranks.
     """
 
     round_id: str
@@ -102,6 +105,7 @@ class RoundPlan:
     store_port: int
     channel_port: int
     master_port: int
+    examines: bool = False
 
     @property
     def address(self) -> str:
@@ -552,4 +556,11 @@ class ClockOffset:
         raised = None if outcome.raised is None else self.shift(outcome.raised)
         ended_ns = None if outcome.ended_ns is None else outcome.ended_ns + self.mono_ns
         at = None if outcome.position is None else self.shift_position(outcome.position)
-        return replace(outcome, raised=raised, ended_ns=ended_ns, position=at)  # type: ignore[arg-type]
+        progress = self.shift_progress(outcome.progress)
+        return replace(outcome, raised=raised, ended_ns=ended_ns, position=at, progress=progress)  # type: ignore[arg-type]
+
+    def shift_progress(self, progress: Progress) -> Progress:
+        """Return how far a rank is, with its times on this host's clocks."""
+        if not progress.last_ns:
+            return progress
+        return replace(progress, last_ns=progress.last_ns + self.mono_ns)

@@ -16,7 +16,7 @@ from ddpsafe._launcher import attempt
 from ddpsafe._launcher.diagnosis import errors, evidence
 from ddpsafe._launcher.diagnosis.errors import original_of
 from ddpsafe._launcher.nodes.channel import Lost
-from ddpsafe._launcher.nodes.coordinator import lost_node_error, own_outcomes
+from ddpsafe._launcher.nodes.coordinator import SILENCE_S, lost_node_error, own_outcomes
 from ddpsafe._launcher.nodes.messages import (
     Collect,
     Leave,
@@ -56,6 +56,9 @@ logger = get_logger(__name__)
 _PROGRESS_S: Final = 1.0
 _MOST_SAID: Final = 64 << 10
 _MOST_TRACEBACK: Final = 8 << 10
+_OWN_NETWORK: Final = (
+    "If the other nodes name this one instead, the network of this node is the cause.",
+)
 _DECISION: Final = timedelta(minutes=2)
 """From the end of the ranks to node 0's decision on another attempt; its retry policy takes no time."""
 
@@ -105,6 +108,8 @@ class Participant:
         self._may_leave = False
         self._wants_evidence = False
         self._told: tuple[object, bool] = (None, False)
+        self._heard_s = time.monotonic()
+        self._is_node_0_silent = False
         self._started = Deadline.after(None)
         self._oom_kills = evidence.count_oom_kills()
 
@@ -152,14 +157,31 @@ class Participant:
                 if worker.native is not None and worker.rank not in complained:
                     complained.add(worker.rank)
                     self._channel.send(RankComplaint(rank=worker.rank, native=worker.native))
-            if time.monotonic() >= next_progress_s:
-                next_progress_s = time.monotonic() + _PROGRESS_S
-                progress = {worker.rank: worker.progress() for worker in workers}
-                self._channel.send(NodeProgress(ranks=progress))
+            if (now_s := time.monotonic()) >= next_progress_s:
+                if now_s - next_progress_s > SILENCE_S:
+                    self._heard_s = now_s  # this launcher was the one that was stopped
+                next_progress_s = now_s + _PROGRESS_S
+                self._notice_silence(now_s)
+                # To a launcher that is stopped, nothing that could fill its buffer: the kernel
+                # would take it for a host that is gone.
+                if not self._is_node_0_silent:
+                    progress = {worker.rank: worker.progress() for worker in workers}
+                    self._channel.send(NodeProgress(ranks=progress))
             if self._wants_evidence:
                 self._wants_evidence = False
                 evidence.collect(workers)
                 self._channel.send(self._outcomes(workers))
+
+    def _notice_silence(self, now_s: float) -> None:
+        """Warn once of a node 0 that says nothing: its ranks, and these, may train on."""
+        if now_s - self._heard_s > SILENCE_S and not self._is_node_0_silent:
+            self._is_node_0_silent = True
+            logger.warning(
+                "node 0 (%r): its launcher has said nothing for %.0f s (stopped, starved of CPU?); "
+                "its ranks may go on",
+                self._round.nodes[0].hostname,
+                SILENCE_S,
+            )
 
     def _wait(self, workers: Sequence[Worker], longest_s: float) -> None:
         alive = [worker for worker in workers if worker.alive]
@@ -189,6 +211,12 @@ class Participant:
     def _hear(self, workers: Sequence[Worker]) -> None:
         by_rank = {worker.rank: worker for worker in workers}
         for _, event in self._channel.events():
+            self._heard_s = time.monotonic()
+            if self._is_node_0_silent:
+                self._is_node_0_silent = False
+                logger.warning(
+                    "node 0 (%r): its launcher is heard again", self._round.nodes[0].hostname
+                )
             if isinstance(event, Lost):
                 self._lost = event
             elif isinstance(event, RankWord) and event.rank in by_rank:
@@ -276,6 +304,7 @@ class Participant:
             0,
             lost,
             when=ended.when("peer-lost"),
+            details=_OWN_NETWORK if lost.is_silent and len(self._round.nodes) > 2 else (),  # noqa: PLR2004 - else the other node is all there is
             attempt=self._number,
             attempts=ended.retry.attempts,
             outcomes=ended.outcomes,

@@ -18,22 +18,32 @@ import os
 import pickle
 import secrets
 import socket
+import threading
 import time
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import tenacity
 
 from ddpsafe._clock import BoundedCall, Deadline
-from ddpsafe._errors import ConfigError, Explanation, PreflightError, RendezvousTimeoutError
+from ddpsafe._errors import (
+    ConfigError,
+    DDPSafeError,
+    Explanation,
+    PreflightError,
+    RendezvousTimeoutError,
+)
 from ddpsafe._host import find_address_towards, find_interface_of, list_interfaces
 from ddpsafe._launcher.nodes.messages import (
     GarbledError,
     NodeFacts,
+    Verdict,
+    error_of,
     from_json,
     to_json,
+    verdict_of,
 )
 from ddpsafe._launcher.watch.signals import Interrupted
 from ddpsafe._logging import get_logger
@@ -72,11 +82,25 @@ _MAC_BYTES: Final = hashlib.sha256().digest_size
 _ANSWER: Final = timedelta(seconds=5)
 _CLOSE: Final = timedelta(seconds=3)
 _LOOK_S: Final = 0.05
-_PROBE_S: Final = 2.0
+_PROBE_S: Final = 4.0  # a kernel takes 3 s to find that nobody has an address
 _BACKLOG: Final = 1024
 _NAME_WAIT_S: Final = 10.0
 _FORGET_S: Final = 2.5
 """Nodes that wait to join look once a second; so long the store stays for them to read its end."""
+
+_LOOK_AROUND_S: Final = 0.5
+_SAY_WHO_CAME_S: Final = 10.0
+_SAY_AGAIN_S: Final = 60.0
+_SAY_NO_ANSWER_S: Final = 5.0
+_HANDSHAKE: Final = timedelta(seconds=10)
+_READ: Final = timedelta(seconds=3)
+_NEVER: Final = timedelta(days=365)
+_MOST_STRANGERS: Final = 8
+
+_HOST, _CAME = "ddpsafe/host", "ddpsafe/came"
+_OBJECTION, _OVER, _HEARD = "ddpsafe/objection", "ddpsafe/over", "ddpsafe/over/heard"
+_STRANGER = "ddpsafe/stranger"
+"""Keys of the endpoint's store: who serves it, who has come, and why there is no round."""
 
 
 class _CheckedUnpickler(pickle.Unpickler):
@@ -111,43 +135,112 @@ class Seal:
         return hmac.new(self._secret, head + value, hashlib.sha256).digest()
 
 
-def make_sealed_backend(store: Store, job: str, seal: Seal) -> Any:
+_Member = tuple[str, int]
+"""Label and pid of a node in a state of the rendezvous."""
+
+
+class _LocalTimes:
+    """Shows the times in a state of the rendezvous on this host's clock.
+
+    torch compares the wall clocks of different hosts: a node whose clock is ahead takes all others
+    for dead and starts a round alone. Whatever a clock says, a heartbeat is as old as it has not
+    changed, which each node can see for itself.
+
+    Args:
+        last_call: How far ahead the end of the last call is when it is written.
+    """
+
+    def __init__(self, last_call: timedelta) -> None:
+        self._last_call = last_call
+        self._beats: dict[_Member, tuple[datetime, datetime]] = {}
+        self._deadline: tuple[datetime, datetime] | None = None
+        self._gone: set[_Member] = set()
+
+    def forget(self, member: _Member) -> None:
+        """Show a node as one that was not heard of for long: it is known to be gone."""
+        self._gone.add(member)
+
+    def show(self, state: Any) -> Any:
+        """Replace the times that others wrote by those at which they were first seen."""
+        now = datetime.now(timezone.utc)
+        beats = {(node.addr, node.pid): beat for node, beat in state.last_heartbeats.items()}
+        for member, beat in beats.items():
+            if self._beats.get(member, (None,))[0] != beat:
+                self._beats[member] = (beat, now)
+        for node in state.last_heartbeats:
+            member = (node.addr, node.pid)
+            shown = _LONG_AGO if member in self._gone else self._beats[member][1]
+            state.last_heartbeats[node] = shown
+        if state.deadline is not None:
+            if self._deadline is None or self._deadline[0] != state.deadline:
+                self._deadline = (state.deadline, now + self._last_call)
+            state.deadline = self._deadline[1]
+        return state
+
+    def written(self, state: Any) -> Any:
+        """Put the times of others back as they wrote them."""
+        for node, beat in state.last_heartbeats.items():
+            wrote, shown = self._beats.get((node.addr, node.pid), (None, None))
+            if beat == shown:
+                state.last_heartbeats[node] = wrote
+        if self._deadline is not None and state.deadline == self._deadline[1]:
+            state.deadline = self._deadline[0]
+        return state
+
+
+_LONG_AGO: Final = datetime(2000, 1, 1, tzinfo=timezone.utc)
+
+
+def make_sealed_backend(  # noqa: C901 - a class within: torch is imported late
+    store: Store, job: str, seal: Seal, last_call: timedelta = timedelta(seconds=10)
+) -> Any:
     """Return torch's rendezvous backend behind a seal.
 
-    Its `cancelled` attribute, once set, ends a wait of the handler at its next look.
+    Its `cancelled` attribute, once set, ends a wait of the handler at its next look; `state` is the
+    one that the handler saw last.
     """
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousStateError
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
     inner = C10dRendezvousBackend(store, job)
+    times = _LocalTimes(last_call)
 
-    def opened(sealed: bytes) -> bytes:
+    def opened(sealed: bytes) -> Any:
         state = seal.open("state", sealed)
         if state is None:
             raise RendezvousStateError("another job, or a stranger, writes to the store")
         try:
-            _CheckedUnpickler(io.BytesIO(state)).load()
+            return times.show(_CheckedUnpickler(io.BytesIO(state)).load())
         except Exception as exc:
             raise RendezvousStateError(str(exc)) from exc
-        return state
 
     class SealedBackend(RendezvousBackend):
         cancelled = False
+        state: Any = None
+        forget = staticmethod(times.forget)
 
         @property
         def name(self) -> str:
             return "ddpsafe"
 
         def get_state(self) -> Any:
+            if self.cancelled and self.state is not None:
+                self.state.closed = True  # to this node: torch's own threads end with it
+                return pickle.dumps(self.state), None
             self._require_not_cancelled()
             found = inner.get_state()
-            return None if found is None else (opened(found[0]), found[1])
+            return None if found is None else (self._see(found[0]), found[1])
 
         def set_state(self, state: bytes, token: Any = None) -> Any:
             self._require_not_cancelled()
-            found = inner.set_state(seal.close("state", state), token)
-            return None if found is None else (opened(found[0]), found[1], found[2])
+            written = times.written(_CheckedUnpickler(io.BytesIO(state)).load())
+            found = inner.set_state(seal.close("state", pickle.dumps(written)), token)
+            return None if found is None else (self._see(found[0]), found[1], found[2])
+
+        def _see(self, sealed: bytes) -> bytes:
+            self.state = opened(sealed)
+            return pickle.dumps(self.state)
 
         def _require_not_cancelled(self) -> None:
             if self.cancelled:
@@ -175,18 +268,41 @@ class Board:
     """Sealed values under keys that no other round uses."""
 
     def __init__(self, store: Store, seal: Seal, rendezvous: Rendezvous) -> None:
-        self._store, self._seal, self._rendezvous = store, seal, rendezvous
+        self.store, self._seal, self._rendezvous = store, seal, rendezvous
 
     def put(self, key: str, value: object) -> None:
         """Set a key to a dataclass."""
         data = self._seal.close(key, json.dumps(to_json(value)).encode())
-        self._rendezvous.call(lambda: self._store.set(key, data.hex()), _ANSWER)
+        self._rendezvous.call(lambda: self.store.set(key, data.hex()), _ANSWER)
+
+    def has(self, key: str) -> bool:
+        """Tell whether a key is set, by whomever."""
+        return self._rendezvous.call(lambda: bool(self.store.check([key])), _ANSWER)
+
+    def count(self, key: str, more: int = 0) -> int:
+        """Add to a number that begins with 0; return it."""
+        return self._rendezvous.call(lambda: int(self.store.add(key, more)), _ANSWER)
+
+    def forget(self, key: str) -> None:
+        """Remove a key."""
+        self._rendezvous.call(lambda: self.store.delete_key(key), _ANSWER)
+
+    def put_plain(self, key: str, text: str) -> None:
+        """Set a key to a text without a seal: the other side may not know the secret."""
+        self._rendezvous.call(lambda: self.store.set(key, text), _ANSWER)
+
+    def find_plain(self, key: str, longest: int) -> str | None:
+        """Return the start of a text that whoever reaches the store may have written."""
+        if not self.has(key):
+            return None
+        text = self._rendezvous.call(lambda: self.store.get(key), _ANSWER)
+        return ascii(text[:longest].decode(errors="replace"))
 
     def find(self, key: str, cls: type[T]) -> T | None:
         """Return the value of a key, ``None`` where it is not set, or not by this job."""
 
         def read() -> bytes | None:
-            return self._store.get(key) if self._store.check([key]) else None
+            return self.store.get(key) if self.store.check([key]) else None
 
         text = self._rendezvous.call(read, _ANSWER)
         if text is None:
@@ -212,21 +328,53 @@ class Rendezvous:
     Args:
         config: What was asked for.
         inbox: Signals to this launcher, which end every wait.
+        settings: What has to be the same on all nodes, by name.
+        nproc: How many ranks this node starts.
     """
 
-    def __init__(self, config: LaunchConfig, inbox: SignalInbox) -> None:
+    def __init__(
+        self,
+        config: LaunchConfig,
+        inbox: SignalInbox,
+        *,
+        settings: dict[str, str] | None = None,
+        nproc: int = 1,
+    ) -> None:
         """Read where and as whom; nothing is opened yet."""
         endpoint = config.rendezvous.parsed()
         assert endpoint is not None, "the config requires one with more than one node"  # noqa: S101
         self._config, self.inbox, self._endpoint = config, inbox, endpoint
+        self._settings, self._nproc = settings or {}, nproc
         self.job = config.rendezvous.id or "default"
         self.secret = find_secret(config)
         self._seal = Seal(self.secret, self.job)
         self._store: TCPStore | None = None
         self._handler: Any = None
         self._backend: Any = None
+        self._joined = 0
+        self._present: list[NodeFacts] = []
+        self._strangers: set[str] = set()
+        self._is_elsewhere = self._has_said_elsewhere = False
         self.serves = False
         self.address = ""
+
+    @property
+    def facts(self) -> NodeFacts:
+        """This node, as it introduces itself."""
+        return NodeFacts(
+            hostname=socket.gethostname(),
+            pid=os.getpid(),
+            address=self.address,
+            nproc=self._nproc,
+            settings=self._settings,
+            node_rank=0 if self.serves else self._config.node_rank,
+        )
+
+    @property
+    def _root(self) -> Board:
+        """The keys of the endpoint's store that belong to no round."""
+        assert self._store is not None, "open() comes first"  # noqa: S101
+        return Board(self._store, self._seal, self)
 
     def call(self, function: Callable[[], T], limit: timedelta | None) -> T:
         """Make a call to the store, which may hang for ever once the host of the store is gone.
@@ -261,7 +409,9 @@ class Rendezvous:
         """Serve the endpoint where it is this host's, else connect to it.
 
         Raises:
-            PreflightError: The endpoint's name leads nowhere, or its port is taken.
+            ConfigError: This node does not agree with the one that serves the endpoint.
+            PreflightError: The endpoint's name leads nowhere, its port is taken, or another job
+                is there.
             RendezvousTimeoutError: No node serves it in time.
         """
         deadline = Deadline.after(self._config.rendezvous.join)
@@ -273,9 +423,60 @@ class Rendezvous:
         if node_rank == 0 or (node_rank is None and here):
             bound = here[0] if here else self.address
             if self._serve(bound):
-                self.address, self.serves = bound, True
+                self.address, self.serves, self._is_elsewhere = bound, True, not here
+                if has_derived_secret(self._config):
+                    logger.warning(
+                        "the secret of this job is derived from its endpoint and id: whoever knows "
+                        "them can join. Set %s or rendezvous.secret_file to keep others out.",
+                        JOB_SECRET,
+                    )
+                self._root.put(_HOST, self.facts)
+                self._come()
                 return
-        self._connect(deadline)
+        self._connect(deadline, here=bool(here))
+        self._require_same_job()
+        self._come()
+
+    def _come(self) -> None:
+        self._root.put(f"{_CAME}/{self._root.count(_CAME, 1)}", self.facts)
+
+    def _require_same_job(self) -> None:
+        """Compare this node with the one that serves the endpoint, before it joins anything.
+
+        Raises:
+            ConfigError: They do not agree.
+            PreflightError: It is not a node of this job.
+        """
+        for pause_s in Deadline.after(_ANSWER).pauses_s():
+            if self._root.has(_HOST):
+                break
+            self.require_no_signal()
+            time.sleep(pause_s)
+        first = self._root.find(_HOST, NodeFacts)
+        if first is None:
+            self._root.put_plain(_STRANGER, socket.gethostname())
+            raise self._not_this_job()
+        try:
+            require_same_settings([first, self.facts])
+        except ConfigError as exc:
+            self._root.put(_OBJECTION, verdict_of(exc, is_final=True))
+            raise
+
+    def _not_this_job(self) -> PreflightError:
+        here = socket.gethostname()
+        what = (
+            f"{here} cannot join the job at {self._endpoint}: what is written there does not "
+            "carry this job's seal."
+        )
+        cause = (
+            "the nodes have different secrets or ids of the job, another job has the same "
+            "endpoint, or a stranger writes there."
+        )
+        fix = (
+            f"give every node the same {JOB_SECRET}, secret_file and --rdzv-id, and every job an "
+            "endpoint of its own."
+        )
+        return PreflightError(Explanation(what, cause=cause, fix=fix), kind="config")
 
     def _resolve(self, deadline: Deadline) -> list[str]:
         endpoint = self._endpoint
@@ -350,8 +551,9 @@ class Rendezvous:
         )
         return True
 
-    def _connect(self, deadline: Deadline) -> None:
+    def _connect(self, deadline: Deadline, *, here: bool) -> None:
         host, port, why = self._endpoint.host, self._endpoint.port, ""
+        has_said = False
         for pause_s in deadline.pauses_s():
             try:
                 self.call(lambda: socket.create_connection((host, port), _PROBE_S).close(), None)
@@ -360,12 +562,30 @@ class Rendezvous:
                 why = "nothing answers: a firewall drops packets, or the host is down"
             except OSError as exc:
                 why = str(exc.strerror or exc)
+            if deadline.waited_s() > _SAY_NO_ANSWER_S and not has_said:
+                has_said = True
+                logger.warning(
+                    "%s finds no launcher at %s yet: %s%s; it tries for %.0f s (rendezvous.join)",
+                    socket.gethostname(),
+                    self._endpoint,
+                    why,
+                    f". The address is this host's, and its node rank is {self._config.node_rank}: "
+                    "node rank 0 has to be here"
+                    if here
+                    else "",
+                    deadline.remaining_s(),
+                )
             time.sleep(pause_s)
         else:
             raise self.lost(why, deadline)
-        self._store = self.call(
-            lambda: open_tcp_store(host, port), timedelta(seconds=max(1, deadline.remaining_s()))
-        )
+        try:
+            self._store = self.call(lambda: open_tcp_store(host, port), _HANDSHAKE)
+        except RendezvousTimeoutError as exc:
+            holder = "this host" if here else host
+            what = f"what answers {socket.gethostname()} at {self._endpoint} is not a launcher."
+            cause = f"another program has port {port} on {holder}."
+            fix = f"choose another port for this job, or end what holds it; there:  ss -ltnp 'sport = :{port}'"
+            raise PreflightError(Explanation(what, cause=cause, fix=fix), kind="port") from exc
 
     def lost(self, why: str, deadline: Deadline) -> RendezvousTimeoutError:
         """Return the error of an endpoint that does not answer."""
@@ -374,30 +594,255 @@ class Rendezvous:
             f"{here} found no store of this job at {self._endpoint} within {waited_s:.1f} s: {why}."
         )
         cause = "the node of the endpoint has not started its launcher, or has lost it."
+        if self._present:
+            what = f"{here} has lost the store of this job at {self._endpoint}: {why}."
+            cause = "the launcher of node 0 has ended, or its host has lost power or network."
         host, port = self._endpoint.host, self._endpoint.port
         fix = f"see the log of that node; then, on {here}:  nc -vz {host} {port}"
         return RendezvousTimeoutError(
             Explanation(what, cause=cause, fix=fix), waited_s=waited_s, kind="startup-network"
         )
 
-    def join(self) -> Seat:
+    def join(self) -> Seat | None:
         """Wait for the other nodes, and take a place in the next round.
 
+        Returns:
+            The place; ``None`` where the job ended well while this node waited to replace another.
+
         Raises:
+            ConfigError: A node does not agree with node 0.
             RendezvousTimeoutError: Too few nodes came.
-            PreflightError: The job is over, or is another one.
+            PreflightError: The job is over, has its nodes already, or is another one.
         """
-        from torch.distributed.elastic.rendezvous import RendezvousError
+        from torch.distributed.elastic.rendezvous import (
+            RendezvousError,
+            RendezvousGracefulExitError,
+        )
 
         deadline = Deadline.after(self._config.rendezvous.join)
         if self._handler is None:
             self._handler = self._make_handler()
+        if self.serves and self._joined:
+            self._root.forget(_OBJECTION)  # of a node that came while the others trained
+        call = BoundedCall(self._next_round, name="ddpsafe-rendezvous")
+        self._await_round(call, deadline)
         try:
-            info = self.call(self._next_round, None)
-        except RendezvousError as exc:
-            raise self._not_joined(exc, deadline) from exc
+            info = call.result()
+        except RendezvousGracefulExitError:
+            logger.warning(
+                "the job at %s has ended; no node of it had to be replaced", self._endpoint
+            )
+            return None
+        except (RendezvousError, RuntimeError) as exc:
+            error = self._not_joined(exc, deadline)
+            if self.serves and isinstance(error, DDPSafeError):
+                self.dismiss(error)
+            raise error from exc
+        self._joined += 1
         board = Board(info.store, self._seal, self)
         return Seat(node_rank=info.rank, nnodes=info.world_size, board=board)
+
+    def _await_round(self, call: BoundedCall[Any], deadline: Deadline) -> None:
+        """Wait for the end of torch's call, and say meanwhile what there is to say."""
+        next_look_s, says_at_s = 0.0, _SAY_WHO_CAME_S
+        is_spare = False
+        while not call.wait(_LOOK_S):
+            self.require_no_signal()
+            if deadline.expired() and not is_spare:
+                self._require_more_time(deadline)
+            if deadline.waited_s() >= next_look_s:
+                next_look_s = deadline.waited_s() + _LOOK_AROUND_S
+                self._look_around(deadline.waited_s())
+                if not is_spare and self._is_surplus():
+                    is_spare = True
+                    self._require_use_for_spare()
+            if deadline.waited_s() >= says_at_s and not is_spare:
+                says_at_s = deadline.waited_s() + _SAY_AGAIN_S
+                self._say_who_came(deadline)
+
+    def _require_more_time(self, deadline: Deadline) -> None:
+        """Give up once it is time; node 0 first, so that all nodes say the same.
+
+        Raises:
+            RendezvousTimeoutError: It is time.
+        """
+        limit = self._config.rendezvous.join
+        if not self.serves and deadline.waited_s() < (limit + _READ).total_seconds():
+            return
+        what = f"{self._who_came()}, within {limit.total_seconds():g} s (rendezvous.join)."
+        cause = "a node has not started its launcher, or cannot reach the endpoint."
+        fix = "see the logs of the nodes that are missing."
+        error = RendezvousTimeoutError(
+            Explanation(what, cause=cause, fix=fix),
+            waited_s=deadline.waited_s(),
+            kind="startup-network",
+        )
+        self.dismiss(error)
+        raise error
+
+    def _look_around(self, waited_s: float) -> None:
+        """See who is there; leave where another node has found out why there can be no round.
+
+        Raises:
+            ConfigError: A node does not agree with node 0.
+            DDPSafeError: What node 0 has ended with.
+        """
+        if self.serves:
+            objection = self._root.find(_OBJECTION, Verdict)
+            if objection is not None:
+                error = error_of(objection)
+                if isinstance(error, DDPSafeError):
+                    self.dismiss(error)
+                raise error
+            self._warn_of_strangers()
+            if self._is_elsewhere:
+                self._require_only_node_0(waited_s)
+        else:
+            over = self._root.find(_OVER, Verdict)
+            if over is not None:
+                self._root.count(_HEARD, 1)
+                raise error_of(over)
+        members = self._members()
+        if members != {(label_of(each), each.pid) for each in self._present}:
+            self._present = [
+                facts
+                for number in range(1, self._root.count(_CAME) + 1)
+                if (facts := self._root.find(f"{_CAME}/{number}", NodeFacts)) is not None
+                and (label_of(facts), facts.pid) in members
+            ]
+
+    def _members(self) -> set[_Member]:
+        """Return the nodes that take part in the round, as torch's state has them."""
+        state = None if self._backend is None else self._backend.state
+        return (
+            {(node.addr, node.pid) for node in state.participants} if state is not None else set()
+        )
+
+    def _is_surplus(self) -> bool:
+        """Tell whether the nodes of a round are complete without this one, which never was in one."""
+        state = self._backend.state
+        is_member = (label_of(self.facts), os.getpid()) in self._members()
+        full = state is not None and state.complete and len(state.participants) > 0
+        return bool(full and not is_member and not self._joined)
+
+    def _require_use_for_spare(self) -> None:
+        """Let a node beyond those that were asked for wait where it may replace one.
+
+        Raises:
+            PreflightError: The job never takes another node.
+        """
+        present = _listed([each.hostname for each in self._present])
+        rendezvous, retry = self._config.rendezvous, self._config.retry
+        here = socket.gethostname()
+        if retry.attempts > 1 and ("peer-lost" in retry.on or rendezvous.min_nodes is not None):
+            logger.warning(
+                "the job at %s runs on %s; %s waits, and joins at the next failure",
+                self._endpoint,
+                present,
+                here,
+            )
+            return
+        what = f"the job at {self._endpoint} has its {self._config.nnodes} nodes already: {present}; {here} is one more."
+        cause = "the command was started on one host too many, or twice on one."
+        fix = (
+            f"start it on {self._config.nnodes} hosts; a node that is to replace a lost one needs "
+            'retry={"attempts": 2, "on": ["peer-lost"]} on all of them.'
+        )
+        raise PreflightError(Explanation(what, cause=cause, fix=fix), kind="config")
+
+    def _require_only_node_0(self, waited_s: float) -> None:
+        """Find out whether another node serves the endpoint, whose address is not this host's.
+
+        Raises:
+            ConfigError: Two nodes have node rank 0.
+        """
+        host, port = self._endpoint.host, self._endpoint.port
+
+        def look() -> NodeFacts | None:
+            store = open_tcp_store(host, port)
+            if not store.check([_HOST]):
+                return None
+            data = self._seal.open(_HOST, bytes.fromhex(store.get(_HOST).decode()))
+            return None if data is None else from_json(NodeFacts, json.loads(data))
+
+        try:
+            socket.create_connection((host, port), _LOOK_AROUND_S).close()
+            other = self.call(look, _ANSWER)
+        except (OSError, ValueError, RendezvousTimeoutError) as exc:
+            # A pod's service may come later than the pod.
+            if waited_s > _SAY_NO_ANSWER_S and not self._has_said_elsewhere:
+                self._has_said_elsewhere = True
+                logger.warning(
+                    "this node has node rank 0 and serves the endpoint at %s, and nothing answers at "
+                    "%s yet, which is not an address of %s: %s",
+                    self.address,
+                    self._endpoint,
+                    socket.gethostname(),
+                    getattr(exc, "strerror", None) or exc,
+                )
+            return
+        if other is None or (other.hostname, other.pid) == (socket.gethostname(), os.getpid()):
+            self._is_elsewhere = False
+            return
+        what = f"two nodes have node rank 0: {other} and {self.facts}."
+        cause = f"{self._endpoint} leads to the first of them."
+        error = ConfigError(Explanation(what, cause=cause, fix="give each node a rank of its own."))
+        self.dismiss(error)
+        store = self.call(lambda: open_tcp_store(host, port), _ANSWER)
+        Board(store, self._seal, self).put(_OBJECTION, verdict_of(error, is_final=True))
+        raise error
+
+    def _warn_of_strangers(self) -> None:
+        """Say once which host has come without knowing the secret; whatever it says of itself."""
+        name = self._root.find_plain(_STRANGER, 64)
+        if name is not None and name not in self._strangers:
+            if len(self._strangers) < _MOST_STRANGERS:
+                self._strangers.add(name)
+                logger.warning(
+                    "a launcher that calls its host %s was refused: it has another secret or id of "
+                    "the job",
+                    name,
+                )
+            self._root.forget(_STRANGER)
+
+    def _say_who_came(self, deadline: Deadline) -> None:
+        state = self._backend.state
+        if state is None or state.complete:
+            return
+        logger.warning(
+            "%s; waiting for the others for %.0f s more (rendezvous.join)",
+            self._who_came(),
+            deadline.remaining_s(),
+        )
+
+    def _who_came(self) -> str:
+        """Say which nodes have come to the endpoint, and which ranks are missing."""
+        present, nnodes = self._present, self._config.nnodes
+        names = _listed([each.hostname for each in present])
+        ranks = {each.node_rank for each in present}
+        said = f"{len(present)} of {nnodes} nodes came to {self._endpoint}: {names}"
+        if present and None not in ranks:
+            missing = [str(rank) for rank in range(nnodes) if rank not in ranks]
+            plural = "node rank" if len(missing) == 1 else "node ranks"
+            said += f"; {plural} {_listed(missing)} did not" if missing else ""
+        return said
+
+    def dismiss(self, error: DDPSafeError) -> None:
+        """Tell the nodes that wait to join why there is no round; stay until they have read it."""
+        state = None if self._backend is None else self._backend.state
+        if not self.serves or state is None:
+            return
+        waiting = {*state.participants, *state.wait_list, *state.redundancy_list}
+        heard = self._root.count(_HEARD)
+        self._root.put(_OVER, verdict_of(error, is_final=True))
+        for pause_s in Deadline.after(_READ).pauses_s():
+            if self._root.count(_HEARD) - heard >= len(waiting) - 1:
+                return
+            time.sleep(pause_s)
+
+    def forget(self, facts: NodeFacts) -> None:
+        """Let the next round begin without a node that is known to be gone."""
+        self._backend.forget((label_of(facts), facts.pid))
 
     def _make_handler(self) -> Any:
         from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
@@ -407,25 +852,22 @@ class Rendezvous:
 
         assert self._store is not None, "open() comes first"  # noqa: S101
         rendezvous = self._config.rendezvous
-        self._backend = make_sealed_backend(self._store, self.job, self._seal)
+        self._backend = make_sealed_backend(self._store, self.job, self._seal, rendezvous.last_call)
         options: dict[str, Any] = {}
         if (
             "keep_alive_interval"
             in inspect.signature(DynamicRendezvousHandler.from_backend).parameters
         ):  # torch 2.6 has no keyword for it, and the same values
             options = {"keep_alive_interval": 5, "keep_alive_max_attempt": 3}
-        # Nodes are ordered by this text: node 0 is the one that serves the endpoint, and nodes
-        # keep their order from round to round.
-        order = 0 if self.serves else (self._config.node_rank or 1)
         return DynamicRendezvousHandler.from_backend(
             run_id=self.job,
             store=self._store,
             backend=self._backend,
             min_nodes=rendezvous.min_nodes or self._config.nnodes,
             max_nodes=self._config.nnodes,
-            local_addr=f"{order:06d} {socket.gethostname()} {self.address}",
+            local_addr=label_of(self.facts),
             timeout=RendezvousTimeout(
-                join=rendezvous.join,
+                join=rendezvous.join + _NEVER,  # `join` sees to it
                 last_call=rendezvous.last_call,
                 close=_ANSWER,
                 heartbeat=_ANSWER,
@@ -434,69 +876,44 @@ class Rendezvous:
         )
 
     def _next_round(self) -> Any:
-        before = os.environ.get(_UNSHARED)
-        os.environ[_UNSHARED] = "1"
-        try:
+        with _own_store_for_ranks():
             return self._handler.next_rendezvous()
-        finally:
-            if before is None:
-                os.environ.pop(_UNSHARED, None)
-            else:
-                os.environ[_UNSHARED] = before
 
     def _not_joined(self, exc: Exception, deadline: Deadline) -> Exception:
         from torch.distributed.elastic.rendezvous import (
             RendezvousClosedError,
             RendezvousStateError,
         )
-        from torch.distributed.elastic.rendezvous import RendezvousTimeoutError as Expired
 
-        waited_s, here = deadline.waited_s(), socket.gethostname()
+        here = socket.gethostname()
         if isinstance(exc, RendezvousClosedError):
             what = f"the job at {self._endpoint} has ended; {here} came too late for it."
             fix = "start the job again on all nodes if it is to run again."
             return PreflightError(Explanation(what, fix=fix), kind="peer-lost")
         if isinstance(exc, RendezvousStateError):
-            what = (
-                f"{here} cannot join the job at {self._endpoint}: what is written there does not "
-                "carry this job's seal."
-            )
-            cause = (
-                "the nodes have different secrets or ids of the job, another job has the same "
-                "endpoint, or a stranger writes there."
-            )
-            fix = (
-                f"give every node the same {JOB_SECRET}, secret_file and --rdzv-id, and every job an "
-                "endpoint of its own."
-            )
-            return PreflightError(Explanation(what, cause=cause, fix=fix), kind="config")
-        if isinstance(exc, Expired):
-            wanted = self._config.rendezvous.min_nodes or self._config.nnodes
-            what = (
-                f"fewer than {wanted} nodes came to {self._endpoint} within {waited_s:.0f} s "
-                f"(rendezvous.join); {here} was one of them."
-            )
-            cause = "a node has not started its launcher, or cannot reach the endpoint."
-            fix = "see the logs of the nodes that are missing."
-            return RendezvousTimeoutError(
-                Explanation(what, cause=cause, fix=fix), waited_s=waited_s, kind="startup-network"
-            )
+            return self._not_this_job()
         return self.lost(str(exc).splitlines()[0] if str(exc) else type(exc).__name__, deadline)
 
-    def introduce(self, seat: Seat, facts: NodeFacts, deadline: Deadline) -> list[NodeFacts]:
+    def introduce(self, seat: Seat, deadline: Deadline) -> list[NodeFacts]:
         """Introduce this node; as node 0, return all nodes once they have done so, too.
 
         Raises:
             RendezvousTimeoutError: A node has not.
         """
-        seat.board.put(f"ddpsafe/node/{seat.node_rank}", facts)
+        seat.board.put(f"ddpsafe/node/{seat.node_rank}", self.facts)
         if seat.node_rank != 0:
             return []
         nodes = []
         for node in range(seat.nnodes):
             found = seat.board.wait_for(f"ddpsafe/node/{node}", NodeFacts, deadline)
             if found is None:
-                what = f"node {node} of {seat.nnodes} joined, and then said nothing more."
+                names = [
+                    each.hostname
+                    for each in self._present
+                    if (label_of(each), each.pid) == self._member_at(node)
+                ]
+                who = f"node {node} of {seat.nnodes}" + (f" ({names[0]!r})" if names else "")
+                what = f"{who} joined, and then said nothing more."
                 cause = "its launcher has ended or is stopped, or its host has lost the network."
                 raise RendezvousTimeoutError(
                     Explanation(what, cause=cause),
@@ -506,22 +923,51 @@ class Rendezvous:
             nodes.append(found)
         return nodes
 
+    def _member_at(self, node: int) -> _Member | None:
+        places = self._backend.state.participants.items()
+        return next(((each.addr, each.pid) for each, rank in places if rank == node), None)
+
     def close(self) -> None:
         """Leave; as the host of the store, tell late nodes that the job is over, and go last."""
-        handler, self._handler = self._handler, None
-        if handler is None:
-            return
-        if self.serves:
-            waiting: list[int] = []
-            call = BoundedCall(
-                lambda: waiting.append(handler.num_nodes_waiting()), name="ddpsafe-rendezvous"
-            )
+        handler, backend = self._handler, self._backend
+        if handler is not None:
+            backend.cancelled = not self.serves
+            call = BoundedCall(handler.shutdown, name="ddpsafe-rendezvous")
             call.wait(_CLOSE.total_seconds())
-            BoundedCall(handler.set_closed, name="ddpsafe-rendezvous").wait(_CLOSE.total_seconds())
-            if any(waiting):
+            state = backend.state
+            if self.serves and state is not None and (state.wait_list or state.redundancy_list):
                 time.sleep(_FORGET_S)
-        if self._backend is not None:
-            self._backend.cancelled = True
+            backend.cancelled = True
+        # torch closes the port with the last reference; an error on its way out keeps this object.
+        self._handler = self._backend = self._store = None
+
+
+_unshared_lock = threading.Lock()
+_unshared_users: list[str | None] = []
+
+
+@contextlib.contextmanager
+def _own_store_for_ranks() -> Iterator[None]:
+    """Set the variable of `_UNSHARED` while any thread is in torch's rendezvous.
+
+    A wait that was given up may end while the next launch is in its own.
+    """
+    with _unshared_lock:
+        if not _unshared_users:
+            _unshared_users.append(os.environ.get(_UNSHARED))
+        _unshared_users.append(None)
+        os.environ[_UNSHARED] = "1"
+    try:
+        yield
+    finally:
+        with _unshared_lock:
+            _unshared_users.pop()
+            if len(_unshared_users) == 1:
+                before = _unshared_users.pop()
+                if before is None:
+                    os.environ.pop(_UNSHARED, None)
+                else:
+                    os.environ[_UNSHARED] = before
 
 
 def open_tcp_store(
@@ -580,6 +1026,59 @@ def find_secret(config: LaunchConfig) -> bytes:
         return hashlib.sha256(b"variable\0" + told.encode()).digest()
     known = (str(config.rendezvous.endpoint), config.rendezvous.id or "")
     return hashlib.sha256("\0".join(("derived", *known)).encode()).digest()
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]])) if names else "none"
+
+
+def has_derived_secret(config: LaunchConfig) -> bool:
+    """Tell whether the job's secret is one that whoever knows endpoint and id can derive, too."""
+    return config.rendezvous.secret_file is None and not find_own(JOB_SECRET)
+
+
+def label_of(facts: NodeFacts) -> str:
+    """Return the text that torch orders the nodes by.
+
+    Node 0 is the one that serves the endpoint, and nodes keep their order from round to round.
+    """
+    order = facts.node_rank if facts.node_rank is not None else 1
+    return f"{order:06d} {facts.hostname} {facts.address}"
+
+
+def require_same_settings(nodes: Sequence[NodeFacts]) -> None:
+    """Compare what has to be the same with node 0's, and what has to differ.
+
+    Raises:
+        ConfigError: Something is not as it has to be.
+    """
+    first, *others = nodes
+    lines = [
+        f"{name}: {first.settings.get(name)} on node 0 ({first.hostname}), "
+        f"{other.settings.get(name)} on {_place(other, number)} ({other.hostname})"
+        for number, other in enumerate(others, 1)
+        for name in first.settings
+        if other.settings.get(name) != first.settings[name]
+    ]
+    if lines:
+        what = f"the nodes of this job do not agree: {lines[0]}."
+        fix = "give every node the same arguments, variables, configuration file and versions."
+        cause = "another command, pyproject.toml, DDPSAFE_* variable or installation on one node."
+        raise ConfigError(Explanation(what, cause=cause, fix=fix, details=lines[1:]))
+    by_rank: dict[int, NodeFacts] = {}
+    for node in nodes:
+        if node.node_rank is None:
+            continue
+        other = by_rank.setdefault(node.node_rank, node)
+        if other is not node:
+            what = f"two nodes have node rank {node.node_rank}: {other} and {node}."
+            cause = "the same --node-rank, or DDPSAFE_NODE_RANK, was given to both."
+            fix = "give each node a rank of its own; or none to any: the order does not matter."
+            raise ConfigError(Explanation(what, cause=cause, fix=fix))
+
+
+def _place(node: NodeFacts, number: int) -> str:
+    return f"node {number if node.node_rank is None else node.node_rank}"
 
 
 def make_round_id() -> str:

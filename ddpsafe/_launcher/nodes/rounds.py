@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 from ddpsafe._clock import Deadline
 from ddpsafe._config import require_data_paths
 from ddpsafe._errors import (
-    ConfigError,
     DDPSafeError,
     Explanation,
     PreflightError,
@@ -31,7 +30,13 @@ from ddpsafe._launcher.nodes.messages import (
     verdict_of,
 )
 from ddpsafe._launcher.nodes.participant import Participant
-from ddpsafe._launcher.nodes.rendezvous import Rendezvous, Seat, make_round_id, rank_store
+from ddpsafe._launcher.nodes.rendezvous import (
+    Rendezvous,
+    Seat,
+    make_round_id,
+    rank_store,
+    require_same_settings,
+)
 from ddpsafe._launcher.plan import NodesPlace
 from ddpsafe._launcher.processes.store import reserved_port
 from ddpsafe._launcher.retry import run_attempts
@@ -40,6 +45,7 @@ from ddpsafe._logging import get_logger
 from ddpsafe._wire.spec import StorePlace
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from threading import Event
 
     from ddpsafe._launcher.plan import Calls, LaunchPlan
@@ -50,7 +56,16 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _REFUSAL_READ: Final = timedelta(seconds=3)
-_PLAN, _REFUSAL = "ddpsafe/plan", "ddpsafe/refusal"
+_EXAMINATION_READ: Final = timedelta(seconds=10)
+_PLAN, _REFUSAL, _EXAMINED = "ddpsafe/plan", "ddpsafe/refusal", "ddpsafe/examined"
+
+
+class _NoRound(Exception):  # noqa: N818 - it carries the error
+    """There can be no round of the nodes, and another attempt would change nothing."""
+
+    def __init__(self, error: DDPSafeError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class NodeLaunch:
@@ -62,6 +77,7 @@ class NodeLaunch:
         run_rank: What their processes run.
         directory: Where the logs go.
         cancelled: Set when the launcher is to stop.
+        require_ready_nodes: Examines the connections between the nodes, see `_preflight`.
     """
 
     def __init__(
@@ -72,8 +88,11 @@ class NodeLaunch:
         run_rank: RunRank,
         directory: RunDirectory,
         cancelled: Event,
+        require_ready_nodes: Callable[..., None],
     ) -> None:
         """Keep what is given."""
+        self._require_ready_nodes = require_ready_nodes
+        self._examined: set[tuple[str, int]] = set()
         self._plan, self._calls, self._run_rank = plan, calls, run_rank
         self._directory, self._cancelled = directory, cancelled
         self._channel: Channel | None = None
@@ -87,8 +106,14 @@ class NodeLaunch:
             Interrupted: A signal to the launcher of some node ended the attempt.
         """
         with open_inbox() as inbox:
-            rendezvous = Rendezvous(self._plan.config, inbox)
-            rendezvous.open()
+            rendezvous = Rendezvous(
+                self._plan.config, inbox, settings=_settings(self._plan), nproc=self._plan.nproc
+            )
+            try:
+                rendezvous.open()
+            except BaseException:
+                rendezvous.close()
+                raise
         try:
             if rendezvous.serves:
                 return self._lead(rendezvous)
@@ -101,8 +126,10 @@ class NodeLaunch:
     def _lead(self, rendezvous: Rendezvous) -> dict[int, object]:
         """Be node 0, whose retry policy decides for all."""
         policy = self._plan.config.retry
+        earlier: list[DDPSafeError] = []
 
         def announce(error: DDPSafeError) -> bool:
+            earlier.append(error)
             self._tell(verdict_of(error, is_final=False))
             return self._calls.change(error)
 
@@ -113,6 +140,9 @@ class NodeLaunch:
                 change=announce,
                 cancelled=self._cancelled,
             )
+        except _NoRound as exc:
+            exc.error.previous_attempts = tuple(earlier)
+            raise exc.error from exc.error.__cause__
         except (DDPSafeError, Interrupted) as exc:
             self._tell(verdict_of(exc, is_final=True))
             raise
@@ -127,45 +157,18 @@ class NodeLaunch:
         with contextlib.ExitStack() as stack:
             inbox = stack.enter_context(open_inbox())
             rendezvous.inbox = inbox
-            seat = rendezvous.join()
-            if seat.node_rank != 0:
-                raise _not_node_0(seat)
-            deadline = Deadline.after(self._plan.config.timeouts.rendezvous)
-            nodes = rendezvous.introduce(seat, self._facts(rendezvous), deadline)
             try:
-                require_data_paths(self._plan.config.data_paths)
-                _require_same_settings(nodes)
-                address = rendezvous.address
-                round_plan = RoundPlan(
-                    round_id=make_round_id(),
-                    attempt=number,
-                    nodes=tuple(nodes),
-                    store_port=stack.enter_context(rank_store(address)),
-                    channel_port=0,
-                    master_port=stack.enter_context(reserved_port(address)),
-                )
-                self._channel = Channel.listen(
-                    address,
-                    secret=rendezvous.secret,
-                    round_id=round_plan.round_id,
-                    nnodes=len(nodes),
-                )
-                round_plan = replace(round_plan, channel_port=self._channel.port)
+                round_plan, channel = self._open_round(rendezvous, number, stack)
             except DDPSafeError as exc:
-                seat.board.put(_REFUSAL, verdict_of(exc, is_final=True))
-                # The store ends with this node: the others have to read it before.
-                staying = Deadline.after(_REFUSAL_READ)
-                for node in range(1, len(nodes)):
-                    seat.board.wait_for(f"{_REFUSAL}/{node}", Verdict, staying)
-                raise
-            seat.board.put(_PLAN, round_plan)
-            self._await_nodes(round_plan, inbox, deadline)
+                raise _NoRound(exc) from exc
+            self._channel = channel
             try:
+                self._await_nodes(round_plan, inbox)
                 return coordinate(
                     number,
                     plan=self._placed(round_plan, 0, rendezvous),
                     round_plan=round_plan,
-                    channel=self._channel,
+                    channel=channel,
                     call=self._calls.current,
                     run_rank=self._run_rank,
                     directory=self._directory,
@@ -174,12 +177,93 @@ class NodeLaunch:
             finally:
                 if inbox.received is not None:
                     self._cancelled.set()
+                for node in {*range(1, len(round_plan.nodes))} - channel.connected():
+                    rendezvous.forget(round_plan.nodes[node])
 
-    def _await_nodes(self, plan: RoundPlan, inbox: SignalInbox, deadline: Deadline) -> None:
+    def _open_round(
+        self, rendezvous: Rendezvous, number: int, stack: contextlib.ExitStack
+    ) -> tuple[RoundPlan, Channel]:
+        """Wait for the nodes, tell them who starts what, and listen for them.
+
+        Raises:
+            DDPSafeError: There can be no round. The others know, and do not come again.
+        """
+        seat = rendezvous.join()
+        assert seat is not None, "who serves the endpoint replaces no other"  # noqa: S101
+        if seat.node_rank != 0:
+            raise _not_node_0(seat)
+        deadline = Deadline.after(self._plan.config.timeouts.rendezvous)
+        address = rendezvous.address
+        try:
+            nodes = rendezvous.introduce(seat, deadline)
+            require_data_paths(self._plan.config.data_paths)
+            require_same_settings(nodes)
+            round_id = make_round_id()
+            channel = Channel.listen(
+                address, secret=rendezvous.secret, round_id=round_id, nnodes=len(nodes)
+            )
+            round_plan = RoundPlan(
+                round_id=round_id,
+                attempt=number,
+                nodes=tuple(nodes),
+                store_port=stack.enter_context(rank_store(address)),
+                channel_port=channel.port,
+                master_port=stack.enter_context(reserved_port(address)),
+                examines=self._has_to_examine(nodes),
+            )
+        except DDPSafeError as exc:
+            seat.board.put(_REFUSAL, verdict_of(exc, is_final=True))
+            # The store ends with this node: the others have to read it before.
+            staying = Deadline.after(_REFUSAL_READ)
+            for node in range(1, seat.nnodes):
+                seat.board.wait_for(f"{_REFUSAL}/{node}", Verdict, staying)
+            raise
+        seat.board.put(_PLAN, round_plan)
+        try:
+            self._examine(rendezvous, seat, round_plan)
+        except BaseException:
+            channel.close()
+            raise
+        return round_plan, channel
+
+    def _has_to_examine(self, nodes: list[NodeFacts]) -> bool:
+        """Tell whether a node is new, and was not examined together with the others."""
+        known = {(node.hostname, node.pid) for node in nodes}
+        is_new = not known <= self._examined
+        self._examined = known
+        return is_new and self._plan.config.preflight == "full"
+
+    def _examine(self, rendezvous: Rendezvous, seat: Seat, plan: RoundPlan) -> None:
+        """Examine the connections between the nodes, all of them at once.
+
+        Raises:
+            PreflightError: Something was found that will break the launch; the same on all nodes.
+        """
+        if not plan.examines:
+            return
+        try:
+            self._require_ready_nodes(
+                seat.board.store,
+                self._plan.config,
+                nnodes=seat.nnodes,
+                node_rank=seat.node_rank,
+                backend=self._plan.backend,
+            )
+        finally:
+            # The store ends with node 0: the others have to read what was found before.
+            seat.board.count(_EXAMINED, 1)
+            if seat.node_rank == 0:
+                for pause_s in Deadline.after(_EXAMINATION_READ).pauses_s():
+                    if seat.board.count(_EXAMINED) == seat.nnodes:
+                        break
+                    rendezvous.require_no_signal()
+                    time.sleep(pause_s)
+
+    def _await_nodes(self, plan: RoundPlan, inbox: SignalInbox) -> None:
         """Wait until all nodes have opened their control channel."""
         assert self._channel is not None  # noqa: S101 - opened a line before
         missing: set[int] = set()
-        for pause_s in deadline.pauses_s():
+        for pause_s in Deadline.after(self._plan.config.timeouts.rendezvous).pauses_s():
             missing = set(range(1, len(plan.nodes))) - self._channel.connected()
             if not missing:
                 return
@@ -211,7 +295,10 @@ class NodeLaunch:
                 rendezvous.inbox = inbox
                 require_data_paths(self._plan.config.data_paths)
                 seat = rendezvous.join()
+                if seat is None:
+                    return {}
                 round_plan = self._read_plan(rendezvous, seat)
+                self._examine(rendezvous, seat, round_plan)
                 self.attempts = round_plan.attempt
                 self._channel = self._dial(rendezvous, seat, round_plan)
                 obeyed = Participant(
@@ -235,7 +322,7 @@ class NodeLaunch:
 
     def _read_plan(self, rendezvous: Rendezvous, seat: Seat) -> RoundPlan:
         deadline = Deadline.after(self._plan.config.timeouts.rendezvous)
-        rendezvous.introduce(seat, self._facts(rendezvous), deadline)
+        rendezvous.introduce(seat, deadline)
         for pause_s in deadline.pauses_s():
             if (plan := seat.board.find(_PLAN, RoundPlan)) is not None:
                 return plan
@@ -271,17 +358,6 @@ class NodeLaunch:
                 Explanation(what, cause=cause, fix=fix), kind="startup-network"
             ) from exc
 
-    def _facts(self, rendezvous: Rendezvous) -> NodeFacts:
-        import os
-
-        return NodeFacts(
-            hostname=socket.gethostname(),
-            pid=os.getpid(),
-            address=rendezvous.address,
-            nproc=self._plan.nproc,
-            settings=_settings(self._plan),
-        )
-
     def _placed(self, round_plan: RoundPlan, node: int, rendezvous: Rendezvous) -> LaunchPlan:
         """Return the plan with this node's ranks of the round, and with where they meet."""
         name = rendezvous.interface
@@ -316,27 +392,6 @@ def _settings(plan: LaunchPlan) -> dict[str, str]:
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "ddpsafe": version("ddpsafe"),
     }
-
-
-def _require_same_settings(nodes: list[NodeFacts]) -> None:
-    """Compare what has to be the same with node 0's.
-
-    Raises:
-        ConfigError: Something differs.
-    """
-    first = nodes[0]
-    lines = [
-        f"{name}: {first.settings.get(name)} on node 0 ({first.hostname}), "
-        f"{other.settings.get(name)} on node {number} ({other.hostname})"
-        for number, other in enumerate(nodes)
-        for name in first.settings
-        if other.settings.get(name) != first.settings[name]
-    ]
-    if lines:
-        what = f"the nodes of this job do not agree: {lines[0]}."
-        fix = "give every node the same arguments, variables, configuration file and versions."
-        cause = "another command, pyproject.toml, DDPSAFE_* variable or installation on one node."
-        raise ConfigError(Explanation(what, cause=cause, fix=fix, details=lines[1:]))
 
 
 def _not_node_0(seat: Seat) -> PreflightError:

@@ -1,0 +1,278 @@
+"""Nodes come to the endpoint: late, never, one too many, or as they should not; all are told."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+import scripts
+from hosts import require
+from nodes_kit import (
+    Case,
+    finish_job,
+    require_in_time,
+    require_the_same,
+    start_job,
+    start_node,
+)
+
+from ddpsafe._errors import ConfigError
+from ddpsafe._launcher.nodes.messages import NodeFacts
+from ddpsafe._launcher.nodes.rendezvous import require_same_settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from hosts import Network
+
+needs_hosts = pytest.mark.root
+
+CONFIG: Final = 78
+"""Exit code where a retry cannot help: EX_CONFIG."""
+
+TAKEN: Final = """
+import socket
+silent = socket.create_server(("", 28001))
+chatty = socket.create_server(("", 28002))
+print("up", flush=True)
+while True:
+    taken = chatty.accept()[0]
+    taken.sendall(b"HTTP/1.1 400 Bad Request\\r\\n\\r\\n")
+    taken.close()
+"""
+
+
+def asked(endpoint: str, **fields: Any) -> dict[str, Any]:
+    """Return the fields of a launch at another endpoint."""
+    return {"nnodes": 2, "rendezvous": {"endpoint": endpoint, **fields}}
+
+
+CASES: Final = [
+    Case(name="healthy"),
+    Case(
+        name="seeds", of_node={0: {"seed": 1}, 1: {"seed": 2}}, fields={"nnodes": 2}, nodes=(0, 1)
+    ),
+    Case(name="more nodes", of_node={0: {"nnodes": 2}, 1: {"nnodes": 3}}, nodes=(0, 1)),
+    Case(name="fewer nodes", of_node={0: {"nnodes": 3}, 1: {"nnodes": 2}}, nodes=(0, 1)),
+    Case(name="a rank twice", of_node={1: {"node_rank": 1}, 2: {"node_rank": 1}}),
+    Case(
+        name="two first nodes",
+        fields={"nnodes": 2},
+        of_node={0: {"node_rank": 0}, 1: {"node_rank": 0}},
+        nodes=(0, 1),
+    ),
+    Case(
+        name="another secret",
+        fields={"nnodes": 2},
+        env={1: {"DDPSAFE_JOB_SECRET": "another"}},
+        after={2: "refused"},
+        touches={1: "refused"},
+    ),
+    Case(
+        name="one too many",
+        what="held",
+        fields={"nnodes": 2},
+        after={2: "running-one too many-1-1"},
+        touches={2: "release-one too many"},
+    ),
+    Case(
+        name="never",
+        fields={"rendezvous": {"join": 12}},
+        of_node={0: {"node_rank": 0}, 1: {"node_rank": 1}},
+        nodes=(0, 1),
+    ),
+    Case(name="no such name", fields=asked("nowhere.invalid:29400"), nodes=(0, 1)),
+    Case(name="nobody's address", fields=asked("10.77.0.99:29400", join=9), nodes=(0, 1)),
+    Case(
+        name="nobody's address, and a first node",
+        fields=asked("10.77.0.99:29400", join=9),
+        of_node={0: {"node_rank": 0}},
+        nodes=(0,),
+    ),
+    Case(name="a silent program has the port", fields=asked("h0:28001"), nodes=(0, 1)),
+    Case(name="a chatty program has the port", fields=asked("h0:28002"), nodes=(0, 1)),
+    Case(name="late", fields={"nnodes": 2}, nodes=(0, 1), after={1: "has-said-who-came"}),
+]
+
+
+@needs_hosts
+def test_what_is_wrong_with_the_nodes_is_said_on_each_of_them(
+    network: Network, tmp_path: Path
+) -> None:
+    """In seconds, and by name: who does not agree, who is one too many, who has not come, and where.
+
+    Where the others can do without that node, their job goes on.
+    """
+    listening = network[0].start([sys.executable, "-c", TAKEN])
+    assert listening.stdout is not None
+    assert listening.stdout.readline() == "up\n"
+    launchers = start_job(network, CASES, tmp_path, nproc=(1, 1, 1))
+    scripts.wait_until(
+        lambda: "late" in str(launchers[1].results()) or "1 of 2 nodes came" in launchers[0].err,
+        otherwise=lambda: [each.err[-800:] for each in launchers],
+        within_s=180,
+    )
+    (tmp_path / "has-said-who-came").touch()
+    said = finish_job(network, CASES, launchers)
+    listening.kill()
+    for check in (_disagreements, _refusals, _absences, _endpoints):
+        check(said, [each.err for each in launchers])
+
+
+def _require(
+    said: list[dict[str, Any]], nodes: tuple[int, ...], case: str, error: str, *words: str
+) -> list[dict[str, Any]]:
+    """Fail unless these nodes ended a case with that error, whose text has these words."""
+    found = [said[node][case] for node in nodes]
+    for each in found:
+        assert each.get("error") == error, each
+        for word in words:
+            assert word in each["text"], each
+    return found
+
+
+def _disagreements(said: list[dict[str, Any]], _: list[str]) -> None:
+    """A different configuration is named with both values and both nodes, before any rank starts."""
+    for case, nodes, words in (
+        ("seeds", (0, 1), "seed: 1 on node 0 (h0), 2 on node 1 (h1)"),
+        ("more nodes", (0, 1), "nnodes: 2 on node 0 (h0), 3 on node 1 (h1)"),
+        ("fewer nodes", (0, 1), "nnodes: 3 on node 0 (h0), 2 on node 1 (h1)"),
+        ("a rank twice", (0, 1, 2), "two nodes have node rank 1: "),
+        (
+            "two first nodes",
+            (0, 1),
+            "two nodes have node rank 0: h0 (10.77.0.1) and h1 (10.77.0.2)",
+        ),
+    ):
+        found = _require(said, nodes, case, "ConfigError", words)
+        require_the_same(found)
+        assert found[0]["code"] == CONFIG
+        took_s = max(each["at"] for each in found) - max(each["began"] for each in found)
+        require_in_time(took_s, 5.0, case)
+
+
+def _refusals(said: list[dict[str, Any]], errors: list[str]) -> None:
+    """One node leaves, and the job of the others goes on."""
+    (stranger,) = _require(said, (1,), "another secret", "PreflightError", "this job's seal")
+    require_in_time(stranger["at"] - stranger["began"], 5.0, "another secret")
+    assert said[0]["another secret"]["values"] == {"0": 0}
+    assert said[2]["another secret"]["values"] == {"1": 1}
+    assert "calls its host 'h1' was refused" in errors[0]
+    surplus = "has its 2 nodes already: h0 and h1; h2 is one more"
+    (third,) = _require(said, (2,), "one too many", "PreflightError", surplus)
+    require_in_time(third["at"] - third["began"], 5.0, "one too many")
+    assert said[0]["one too many"]["values"] == {"0": 0}
+    assert said[1]["one too many"]["values"] == {"1": 1}
+
+
+def _absences(said: list[dict[str, Any]], errors: list[str]) -> None:
+    """Who came is said while the others are waited for, and in the end."""
+    came = "2 of 3 nodes came to h0:"
+    names = ": h0 and h1; node rank 2 did not"
+    found = _require(said, (0, 1), "never", "RendezvousTimeoutError", came, names, "within 12 s")
+    require_the_same(found)
+    assert found[0]["kind"] == "startup-network"
+    for each in errors[:2]:
+        assert came in each.partition("waiting for the others")[0]
+    assert said[0]["late"]["values"] == {"0": 0}
+    assert said[1]["late"]["values"] == {"1": 1}
+
+
+def _endpoints(said: list[dict[str, Any]], errors: list[str]) -> None:
+    """An endpoint that leads nowhere, or to another program."""
+    case = "no such name"
+    for each in _require(said, (0, 1), case, "PreflightError", "cannot resolve nowhere.invalid"):
+        require_in_time(each["at"] - each["began"], 15.0, case)
+    case = "nobody's address"
+    _require(said, (0, 1), case, "RendezvousTimeoutError", "10.77.0.99:29400", "No route to host")
+    assert all("finds no launcher at 10.77.0.99:29400 yet: No route" in each for each in errors[:2])
+    case = "nobody's address, and a first node"
+    _require(said, (0,), case, "RendezvousTimeoutError", "1 of 2 nodes came to 10.77.0.99:29400")
+    assert "which is not an address of h0" in errors[0]
+    for case in ("a silent program has the port", "a chatty program has the port"):
+        for each in _require(said, (0, 1), case, "PreflightError", "is not a launcher"):
+            assert each["kind"] == "port"
+            require_in_time(each["at"] - each["began"], 12.0, case)
+
+
+CLOCK: Final = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <time.h>
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+    int result = real(clock, now);
+    if (clock == CLOCK_REALTIME) now->tv_sec += 3600;
+    return result;
+}
+"""
+
+
+@needs_hosts
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_clocks_may_be_an_hour_apart(network: Network, tmp_path: Path, ahead: int) -> None:
+    """The nodes meet, in one round after the other: torch alone would take one for dead."""
+    require(None if shutil.which("gcc") else "a C compiler is needed to shift a clock")
+    (tmp_path / "clock.c").write_text(CLOCK)
+    library = tmp_path / "clock.so"
+    command = ["gcc", "-shared", "-fPIC", "-o", str(library), str(tmp_path / "clock.c"), "-ldl"]
+    subprocess.run(command, check=True)
+    retry = {"attempts": 3, "on": ["killed"], "backoff_initial": 0, "jitter": 0}
+    cases = [Case(name="kills", what="kill-until-2", rank=1, fields={"retry": retry})]
+    preload = {"LD_PRELOAD": str(library)}
+    launchers = [
+        start_node(
+            network,
+            node,
+            cases,
+            tmp_path,
+            (1, 1),
+            f"h0:{28500 + ahead}",
+            preload if node == ahead else {},
+        )
+        for node in (0, 1)
+    ]
+    said = finish_job(network, cases, launchers)
+    for node in (0, 1):
+        assert said[node]["kills"]["values"] == {str(node): node}
+        assert said[node]["kills"]["attempts"] == 2
+
+
+def facts(**changes: Any) -> NodeFacts:
+    """Return a node like any other, but for these settings."""
+    settings = {"nnodes": "2", "backend": "gloo", "torch": "2.13.0", "Python": "3.11", "seed": "1"}
+    rank = changes.pop("node_rank", None)
+    return NodeFacts(
+        hostname=changes.pop("hostname", "h1"),
+        pid=1,
+        address="10.0.0.2",
+        nproc=1,
+        settings={**settings, **changes},
+        node_rank=rank,
+    )
+
+
+DISAGREEMENTS: Final = [
+    ({"torch": "2.6.0"}, "torch: 2.13.0 on node 0 (h0), 2.6.0 on node 1 (h1)"),
+    ({"backend": "nccl"}, "backend: gloo on node 0 (h0), nccl on node 1 (h1)"),
+    ({"Python": "3.12"}, "Python: 3.11 on node 0 (h0), 3.12 on node 1 (h1)"),
+    ({"node_rank": 0}, "two nodes have node rank 0: h0 (10.0.0.2) and h1 (10.0.0.2)"),
+    ({"seed": "2", "node_rank": 3}, "seed: 1 on node 0 (h0), 2 on node 3 (h1)"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), DISAGREEMENTS)
+def test_both_values_and_both_nodes_are_named(changes: dict[str, Any], words: str) -> None:
+    """Whatever has to be the same on all nodes and is not."""
+    with pytest.raises(ConfigError) as caught:
+        require_same_settings([facts(hostname="h0", node_rank=0), facts(**changes)])
+    assert words in caught.value.explanation.what
+
+
+def test_nodes_may_differ_in_what_is_their_own() -> None:
+    """Host, number of ranks, and a node rank that only some of them were given."""
+    require_same_settings([facts(hostname="h0", node_rank=0), facts(node_rank=2), facts()])
