@@ -8,6 +8,7 @@ import sys
 import tempfile
 import uuid
 from importlib.util import find_spec
+from multiprocessing import forkserver
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,6 +86,20 @@ def _own_temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield
     # multiprocessing removes its own folder below this one at exit, with priority -100.
     Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-200)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ranks_share_the_import_of_dynamo() -> Iterator[None]:
+    """Let pytest's fork server load what optimizers and DistributedDataParallel import in each rank.
+
+    It takes more than a second of a core, and hundreds of ranks need it.
+    """
+    preload = forkserver.set_forkserver_preload
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            forkserver, "set_forkserver_preload", lambda names: preload([*names, "torch._dynamo"])
+        )
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -7,10 +7,9 @@ import contextlib
 import fcntl
 import os
 import signal
-import subprocess
-import sys
 import termios
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import pytest
@@ -20,7 +19,6 @@ from fault_kit import CRASH_S, patience, require_in_time, struck_at, write_scrip
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 PAUSE_S: Final = 2.0
 """How long a reader may pause after the end before it gets no more."""
@@ -37,7 +35,9 @@ class Unread:
         process: The launcher.
     """
 
-    def __init__(self, folder: Path, then: str, options: str, *, on: str, unbuffered: bool) -> None:
+    def __init__(
+        self, folder: Path, then: str, options: str, *, on: str, unbuffered: bool, fresh: bool
+    ) -> None:
         """Start two ranks, of which one writes much."""
         text = f"""
             import console_programs
@@ -47,14 +47,17 @@ class Unread:
         """
         self._folder = folder
         self._ours, theirs = os.openpty() if on == "terminal" else os.pipe()
-        with (folder / "script.err").open("wb") as err:
-            self.process = subprocess.Popen(
-                [sys.executable, *write_script(folder, text)],
-                cwd=folder,
-                env={**scripts.clean_environment(), "PYTHONUNBUFFERED": "1" * unbuffered},
-                stdin=subprocess.DEVNULL,
-                stdout=theirs,
-                stderr=err,
+        arguments = write_script(folder, text)
+        with (
+            Path(os.devnull).open("rb") as nothing,
+            (folder / "script.err").open("wb") as err,
+        ):
+            self.process = scripts.start(
+                arguments,
+                folder=folder,
+                streams=[nothing.fileno(), theirs, err.fileno()],
+                environment={**scripts.clean_environment(), "PYTHONUNBUFFERED": "1" * unbuffered},
+                fresh=fresh,
             )
         os.close(theirs)
 
@@ -106,10 +109,16 @@ class Unread:
 
 @contextlib.contextmanager
 def unread(
-    folder: Path, then: str, options: str = "", *, on: str = "pipe", unbuffered: bool = False
+    folder: Path,
+    then: str,
+    options: str = "",
+    *,
+    on: str = "pipe",
+    unbuffered: bool = False,
+    fresh: bool = False,
 ) -> Iterator[Unread]:
     """Start the script; see `console_programs.write_much` for what its rank does."""
-    script = Unread(folder, then, options, on=on, unbuffered=unbuffered)
+    script = Unread(folder, then, options, on=on, unbuffered=unbuffered, fresh=fresh)
     try:
         yield script
     finally:
@@ -207,7 +216,7 @@ def test_reader_that_goes_away_does_not_end_the_ranks(
     tmp_path: Path, code: int, *, unbuffered: bool
 ) -> None:
     """As with ``| head -1``; only the script's own ``print`` and exit say that the pipe is broken."""
-    with unread(tmp_path, "return", unbuffered=unbuffered) as script:
+    with unread(tmp_path, "return", unbuffered=unbuffered, fresh=True) as script:
         script.wait_until_stuck()
         script.stop_reading()
         script.open_gate()

@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
 import subprocess
-import sys
 import textwrap
 import time
 from dataclasses import dataclass
@@ -28,6 +26,8 @@ import ddpsafe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+
+    from warm_python import Forked
 
     from ddpsafe import LaunchError
 
@@ -236,12 +236,13 @@ def require_places(error: LaunchError, ranks: Iterable[int]) -> dict[int, str]:
     return names
 
 
-def run_script(folder: Path, statements: str, *arguments: str) -> scripts.Run:
+def run_script(folder: Path, statements: str, *arguments: str, fresh: bool = False) -> scripts.Run:
     """Run a script with statements below its main guard, to its end.
 
     In scope are `folder`, `ddpsafe`, `orphan_programs`, and `options` for two ranks.
     """
-    return scripts.Script(write_script(folder, statements, *arguments), folder=folder).end()
+    script = write_script(folder, statements, *arguments)
+    return scripts.Script(script, folder=folder, fresh=fresh).end()
 
 
 def write_script(folder: Path, statements: str, *arguments: str) -> list[str]:
@@ -286,7 +287,7 @@ class Started:
     """A script that is running, what its ranks have started, and its terminal if it has one."""
 
     def __init__(
-        self, folder: Path, process: subprocess.Popen[bytes], terminal: int | None
+        self, folder: Path, process: subprocess.Popen[bytes] | Forked, terminal: int | None
     ) -> None:
         """Own the process and the terminal."""
         self._folder = folder
@@ -353,19 +354,38 @@ class Started:
 
 @contextlib.contextmanager
 def start_script(
-    folder: Path, statements: str = "", *, command: list[str] | None = None
+    folder: Path, statements: str = "", *, command: list[str] | None = None, fresh: bool = False
 ) -> Iterator[Started]:
-    """Start the script of `write_script`, or a command that runs it, in the background."""
-    command = command or [sys.executable, *write_script(folder, statements)]
-    with (folder / "script.out").open("wb") as out, (folder / "script.err").open("wb") as err:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=scripts.clean_environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-        )
+    """Start the script of `write_script`, or a command that runs it, in the background.
+
+    Args:
+        folder: Its working directory.
+        statements: See `write_script`.
+        command: What runs the script, instead of Python.
+        fresh: Whether a new interpreter runs it; see `scripts`.
+    """
+    with (
+        Path(os.devnull).open("rb") as nothing,
+        (folder / "script.out").open("wb") as out,
+        (folder / "script.err").open("wb") as err,
+    ):
+        process: subprocess.Popen[bytes] | Forked
+        if command is None:
+            process = scripts.start(
+                write_script(folder, statements),
+                folder=folder,
+                streams=[stream.fileno() for stream in (nothing, out, err)],
+                fresh=fresh,
+            )
+        else:
+            process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=scripts.clean_environment(),
+                stdin=nothing,
+                stdout=out,
+                stderr=err,
+            )
     started = Started(folder, process, None)
     try:
         yield started
@@ -377,15 +397,15 @@ def start_script(
 def start_script_on_terminal(folder: Path, statements: str) -> Iterator[Started]:
     """Start such a script as the foreground job of a terminal of its own."""
     ours, theirs = os.openpty()
-    # The leader of a session gets the first terminal that it opens as its controlling one.
-    python = shlex.join([sys.executable, *write_script(folder, statements)])
-    command = f"exec {python} < {os.ttyname(theirs)} > script.out 2> script.err"
-    process = subprocess.Popen(
-        ["sh", "-c", command],
-        cwd=folder,
-        env=scripts.clean_environment(),
-        start_new_session=True,
-    )
+    with (folder / "script.out").open("wb") as out, (folder / "script.err").open("wb") as err:
+        process = scripts.warm_python().start(
+            write_script(folder, statements),
+            environment=scripts.clean_environment(),
+            streams=[theirs, out.fileno(), err.fileno()],
+            folder=folder,
+            session=True,
+            terminal=os.ttyname(theirs),
+        )
     os.close(theirs)
     started = Started(folder, process, ours)
     try:

@@ -11,20 +11,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import json
 import os
-import select
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 import pytest
+from warm_python import Forked, WarmPython, piped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -78,124 +74,14 @@ def require(obstacle: str | None) -> None:
         pytest.skip(obstacle)
 
 
-class Forked:
-    """A program that a fork server runs in a host, with the methods of `subprocess.Popen` that tests use."""
-
-    def __init__(self, server: ForkServer, pid: int, out: int, err: int) -> None:
-        """Keep the ends of its pipes."""
-        self.pid, self.returncode = pid, None
-        self.stdin = None
-        self.stdout, self.stderr = (
-            os.fdopen(out, encoding="utf-8"),
-            os.fdopen(err, encoding="utf-8"),
-        )
-        self._server, self._watch = server, os.pidfd_open(pid)
-
-    returncode: int | None
-
-    def poll(self) -> int | None:
-        """Return its exit code, None while it runs."""
-        if self.returncode is None and select.select([self._watch], [], [], 0)[0]:
-            self._reap()
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end."""
-        if self.returncode is None:
-            if not select.select([self._watch], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
-            self._reap()
-        assert self.returncode is not None
-        return self.returncode
-
-    def _reap(self) -> None:
-        self.returncode = self._server.ask({"wait": self.pid})["code"]
-        os.close(self._watch)
-
-    def communicate(self, given: None = None, timeout: float | None = None) -> tuple[str, str]:
-        """Read what it prints until its end."""
-        assert given is None
-        texts = ["", ""]
-        readers = [
-            threading.Thread(target=lambda i=i, f=f: texts.__setitem__(i, f.read()), daemon=True)
-            for i, f in enumerate((self.stdout, self.stderr))
-        ]
-        for reader in readers:
-            reader.start()
-        self.wait(timeout)
-        for reader in readers:
-            reader.join(timeout)
-        return texts[0], texts[1]
-
-    def send_signal(self, number: int) -> None:
-        """Send it a signal, unless it has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """End it at once."""
-        self.send_signal(signal.SIGKILL)
-
-
-class ForkServer:
-    """A process that has imported what programs need, and forks them into hosts.
-
-    Args:
-        modules: What it imports.
-    """
-
-    def __init__(self, *modules: str) -> None:
-        """Start it; who asks first waits until it is there."""
-        self._socket, other = socket.socketpair()
-        program = str(Path(__file__).with_name("host_server.py"))
-        folders = os.pathsep.join(filter(None, sys.path))
-        self._process = subprocess.Popen(
-            [sys.executable, program, str(other.fileno()), *modules],
-            pass_fds=[other.fileno()],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": folders},
-        )
-        other.close()
-        self._is_ready = False
-
-    def start(self, host: Namespaces, argv: Sequence[str], env: Mapping[str, str]) -> Forked:
-        """Start a function of a module: ``[file, function, arguments…]``."""
-        (out, out_there), (err, err_there) = os.pipe(), os.pipe()
-        asked = {"host": host.pid, "argv": list(argv), "env": {**os.environ, **env}}
-        pid = self.ask(asked, [out_there, err_there])["pid"]
-        os.close(out_there)
-        os.close(err_there)
-        return Forked(self, pid, out, err)
-
-    def ask(self, asked: Mapping[str, object], fds: Sequence[int] = ()) -> dict[str, int]:
-        """Ask one thing."""
-        if not self._is_ready:
-            self._read()
-            self._is_ready = True
-        socket.send_fds(self._socket, [json.dumps(asked).encode()], fds)
-        return self._read()
-
-    def _read(self) -> dict[str, int]:
-        line = b""
-        while not line.endswith(b"\n"):
-            chunk = self._socket.recv(1 << 16)
-            assert chunk, "the fork server has ended"
-            line += chunk
-        return dict(json.loads(line))
-
-    def close(self) -> None:
-        """End it."""
-        self._socket.close()
-        self._process.wait(_LIMIT_S)
-
-
-_servers: dict[tuple[str, ...], ForkServer] = {}
+_servers: dict[tuple[str, ...], WarmPython] = {}
 
 
 @contextlib.contextmanager
 def serving_forks(modules: tuple[str, ...]) -> Iterator[None]:
-    """Keep the server that has imported these modules while the context is open."""
-    _servers[modules] = ForkServer(*modules)
+    """Keep the interpreter that has imported these modules while the context is open."""
+    folders = os.pathsep.join(filter(None, sys.path))
+    _servers[modules] = WarmPython(modules, {**os.environ, "PYTHONPATH": folders})
     try:
         yield
     finally:
@@ -254,8 +140,16 @@ class Namespaces:
     def fork(
         self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, modules: Sequence[str]
     ) -> Forked:
-        """Start a function of a module inside, from a process that has imported these modules."""
-        started = _servers[tuple(modules)].start(self, argv, env or {})
+        """Start a script inside, in a fork of an interpreter that has imported these modules."""
+        with piped() as (theirs, ours):
+            started = _servers[tuple(modules)].start(
+                argv,
+                environment={**os.environ, **(env or {})},
+                streams=theirs,
+                host=self.pid,
+                launches=False,
+            )
+        started.stdout, started.stderr = ours
         self._started.append(started)
         return started
 

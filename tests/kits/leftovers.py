@@ -26,8 +26,12 @@ MARK: Final = "PYTEST_RUN_MARK"
 GRACE_S: Final = 3.0
 """How long a process may take to be gone; the product promises one second."""
 
-HELPERS: Final = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-"""Python's own servers: one of each for the life of the process that started them."""
+HELPERS: Final = (
+    "multiprocessing.resource_tracker",
+    "multiprocessing.forkserver",
+    "warm_server.py",
+)
+"""Servers of Python and of the tests: one of each for the life of the process that started them."""
 
 THREADS: Final = ("pytest_timeout", "tqdm_monitor", "QueueFeederThread")
 """Threads of libraries that end with the process, by the start of their names."""
@@ -129,7 +133,7 @@ def _processes_of_this_run(pids: Iterable[int]) -> dict[int, str]:
             status = process.status()
         except psutil.NoSuchProcess:
             continue
-        # A rank forked by the fork server has the server's command line, but not our pid above it.
+        # What a server has forked has the server's command line, but not our pid above it.
         if not (is_child and any(helper in command for helper in HELPERS)):
             found[pid] = f"process {pid} ({status}): {command[:200]}"
     return found

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     import subprocess
     from collections.abc import Collection, Mapping, Sequence
 
-    from hosts import Forked, Host, Network
+    from hosts import Host, Network
+    from warm_python import Forked
 
 PROGRAM: Final = str(Path(__file__).parents[1] / "programs" / "mesh_programs.py")
 _LIMIT_S: Final = 60

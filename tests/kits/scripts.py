@@ -1,15 +1,24 @@
-"""Runs scripts as a user does: in files, with a main module of their own."""
+"""Runs scripts as a user does: in files, with a main module of their own.
+
+They are forked from an interpreter that has imported torch (`warm_python`). What is about the start
+itself takes a new interpreter (``fresh=True``), and so does one real launch for each promise.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
 import textwrap
 import time
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+from warm_python import Forked, WarmPython, piped
+from warm_server import read_at_start
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +27,24 @@ LIMIT_S: Final = 120
 """How long any script may take, on a busy machine."""
 
 TESTS: Final = Path(__file__).parents[1]
+OF_LAUNCHES: Final = (
+    "torch.distributed",
+    "torch._dynamo",  # which DistributedDataParallel imports
+    "ddpsafe._launcher.attempt",
+    "ddpsafe._launcher.retry",
+    "ddpsafe._worker.context",
+    "ddpsafe._worker.entrypoint",
+    "ddpsafe._worker.process_group",
+    "ddpsafe._worker.torch_hooks",
+)
+"""What a script that launches imports, and its fork server.
+
+Not `ddpsafe._worker.preload`: it makes its process a fork server.
+"""
+
+FORKING: Final = {"DDPSAFE_START_METHOD": "forkserver"}
+"""Variables of a script whose ranks are forked as well, where their start is not the point."""
+
 IMPORTED: Final = (TESTS / "programs", TESTS / "kits")
 """Where rank functions are imported from, as ``pythonpath`` of pyproject.toml has it."""
 
@@ -52,18 +79,36 @@ class Script:
         folder: Path,
         text: str | None = None,
         env: Mapping[str, str] | None = None,
+        fresh: bool = False,
     ) -> None:
-        """Start ``python *arguments`` in `folder`, `text` being its stdin, with `env` on top."""
+        """Start ``python *arguments`` in `folder`, `text` being its stdin, with `env` on top.
+
+        Args:
+            arguments: A script and its arguments; or options of Python, which needs to be new then.
+            folder: Its working directory.
+            text: Its stdin; needs a new interpreter.
+            env: Variables beside those of this process.
+            fresh: Whether a new interpreter runs it.
+        """
         self._text = text
-        self._process = subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=folder,
-            env={**clean_environment(), **(env or {})},
-            stdin=subprocess.PIPE if text is not None else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        self._process: subprocess.Popen[str] | Forked
+        environment = {**clean_environment(), **(env or {})}
+        if fresh or text is not None or not can_be_forked(arguments, environment):
+            self._process = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.PIPE if text is not None else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            return
+        with piped() as (theirs, ours):
+            self._process = warm_python().start(
+                arguments, environment=environment, streams=theirs, folder=folder
+            )
+            self._process.stdout, self._process.stderr = ours
 
     @property
     def pid(self) -> int:
@@ -73,12 +118,48 @@ class Script:
     def end(self) -> Run:
         """Wait for its end; kill it if that takes too long."""
         try:
-            out, err = self._process.communicate(self._text, timeout=LIMIT_S)
+            if isinstance(self._process, Forked):
+                out, err = self._process.communicate(timeout=LIMIT_S)
+            else:
+                out, err = self._process.communicate(self._text, timeout=LIMIT_S)
         except BaseException:
             self._process.kill()
-            self._process.communicate()
+            self._process.wait()
             raise
         return Run(code=self._process.returncode, out=out, err=err)
+
+
+@functools.cache
+def warm_python() -> WarmPython:
+    """Return the interpreter of this pytest that has imported what launches need."""
+    server = WarmPython(OF_LAUNCHES, clean_environment())
+    Finalize(None, server.close, exitpriority=0)
+    return server
+
+
+def can_be_forked(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Tell whether the warm interpreter can run this as a new one would."""
+    same = read_at_start(environment) == read_at_start(clean_environment())
+    return same and (arguments[0].endswith(".py") or arguments[0] == "-m")
+
+
+def start(
+    arguments: Sequence[str],
+    *,
+    folder: Path,
+    streams: Sequence[int],
+    environment: Mapping[str, str] | None = None,
+    fresh: bool = False,
+) -> subprocess.Popen[bytes] | Forked:
+    """Start ``python *arguments`` with these files as stdin, stdout and stderr; see `Script`."""
+    environment = clean_environment() if environment is None else environment
+    if fresh or not can_be_forked(arguments, environment):
+        stdin, stdout, stderr = streams
+        command = [sys.executable, *arguments]
+        return subprocess.Popen(
+            command, cwd=folder, env=environment, stdin=stdin, stdout=stdout, stderr=stderr
+        )
+    return warm_python().start(arguments, environment=environment, streams=streams, folder=folder)
 
 
 def write(folder: Path, name: str, source: str) -> Path:
@@ -89,10 +170,10 @@ def write(folder: Path, name: str, source: str) -> Path:
     return path
 
 
-def run(folder: Path, source: str, *arguments: str) -> Run:
+def run(folder: Path, source: str, *arguments: str, fresh: bool = False) -> Run:
     """Write and run one script in `folder`, to its end."""
     path = write(folder, "script.py", source)
-    return Script([str(path), *arguments], folder=folder).end()
+    return Script([str(path), *arguments], folder=folder, fresh=fresh).end()
 
 
 def clean_environment() -> dict[str, str]:

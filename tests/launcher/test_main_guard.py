@@ -52,7 +52,7 @@ def test_a_script_without_a_guard_is_refused_where_it_stands_before_anything_sta
     tmp_path: Path, lines: list[str], line: int | None
 ) -> None:
     """The message has file and line, the reason, and the line to write; nothing imports twice."""
-    run = scripts.run(tmp_path, launching(*lines))
+    run = scripts.run(tmp_path, launching(*lines), fresh=lines == ["main()"])
     assert run.code == 78
     assert run.out == "imported as __main__\n"
     found = REFUSED.search(run.err)
@@ -141,7 +141,7 @@ def test_a_path_object_in_the_search_path_is_ignored_as_python_does(
         "if __name__ == '__main__':",
         f"    main(start_method={method!r})",
     )
-    run = scripts.run(tmp_path, source)
+    run = scripts.run(tmp_path, source, fresh=True)
     assert (run.lines()[-1], run.err) == ("{0: 10, 1: 11}", "")
 
 

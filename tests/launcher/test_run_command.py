@@ -44,16 +44,19 @@ if __name__ == "__main__":
 """
 
 
-def run(folder: Path, *arguments: str) -> scripts.Run:
-    """Run the command in `folder`."""
-    return scripts.Script(["-m", "ddpsafe", "run", *arguments], folder=folder).end()
+def run(folder: Path, *arguments: str, fresh: bool = False) -> scripts.Run:
+    """Run the command in `folder`; a fresh one starts its ranks as it does by default."""
+    command = ["-m", "ddpsafe", "run", *arguments]
+    env = {} if fresh else scripts.FORKING
+    return scripts.Script(command, folder=folder, env=env, fresh=fresh).end()
 
 
 def test_plain_script_meets_its_ranks_and_sees_its_own_arguments(tmp_path: Path) -> None:
     """It imports what lies beside it, and ``sys.exit(0)`` is a good end."""
     scripts.write(tmp_path, "sub/train.py", PLAIN)
     scripts.write(tmp_path, "sub/beside.py", "SCALE = 3")
-    done = run(tmp_path, "--nproc-per-node", "2", "sub/train.py", "--lr", "1", "--help")
+    options = ("--nproc-per-node", "2")
+    done = run(tmp_path, *options, "sub/train.py", "--lr", "1", "--help", fresh=True)
     assert done.code == 0, done.err
     said = [(tmp_path / f"said-{rank}").read_text(encoding="utf-8") for rank in range(2)]
     assert said == ["6.0 --lr 1 --help 2\n"] * 2

@@ -1,0 +1,180 @@
+"""Starts scripts in forks of an interpreter that has imported torch: a tenth of a new one's CPU time.
+
+What is about the start itself (imports, options of the interpreter, variables that torch reads when
+it is imported) takes a new interpreter; so does one real launch for each promise of a script.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+PROGRAM: Final = Path(__file__).with_name("warm_server.py")
+
+_LIMIT_S: Final = 20
+
+
+class Forked:
+    """A program that was forked, with the methods of `subprocess.Popen` that tests use."""
+
+    stdin: None = None
+    returncode: int | None = None
+
+    def __init__(self, server: WarmPython, pid: int) -> None:
+        """Watch a process of that server; who wants to read from it sets `stdout` and `stderr`."""
+        self.pid = pid
+        self.stdout: IO[str] | None = None
+        self.stderr: IO[str] | None = None
+        self._server, self._watch = server, os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """Return its exit code, None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end."""
+        if self.returncode is None:
+            if not select.select([self._watch], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
+            self.returncode = self._server.ask({"wait": self.pid})["code"]
+            os.close(self._watch)
+        return self.returncode
+
+    def communicate(self, given: None = None, timeout: float | None = None) -> tuple[str, str]:
+        """Read what it writes until its end, and that of who has inherited its streams."""
+        assert given is None
+        assert self.stdout is not None
+        assert self.stderr is not None
+        texts = ["", ""]
+
+        def read(number: int, stream: IO[str]) -> None:
+            with contextlib.suppress(ValueError), stream:  # it was closed, after the limit
+                texts[number] = stream.read()
+
+        streams = enumerate((self.stdout, self.stderr))
+        readers = [threading.Thread(target=read, args=each, daemon=True) for each in streams]
+        for reader in readers:
+            reader.start()
+        self.wait(timeout)
+        for reader in readers:
+            reader.join(timeout)
+            if reader.is_alive():
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
+        return texts[0], texts[1]
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.send_signal(signal.SIGKILL)
+
+
+class WarmPython:
+    """An interpreter that has imported some modules, and forks a process for each script.
+
+    Args:
+        modules: What it imports.
+        environment: Its variables.
+    """
+
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start it; who asks first waits until it is there."""
+        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(other.fileno()), *modules],
+            pass_fds=[other.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env=environment,
+        )
+        other.close()
+        self._lock = threading.Lock()
+        self._is_ready = False
+
+    def start(
+        self,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        streams: Sequence[int],
+        folder: Path | None = None,
+        session: bool = False,
+        terminal: str | None = None,
+        host: int | None = None,
+        launches: bool = True,
+    ) -> Forked:
+        """Start ``python *arguments``, the first of which is a script.
+
+        Args:
+            arguments: The script and its arguments.
+            environment: Its variables.
+            streams: Its stdin, stdout and stderr.
+            folder: Its working directory.
+            session: Whether it leads a session of its own.
+            terminal: Path of its terminal, which is also its stdin; needs a session.
+            host: A process whose namespaces it enters.
+            launches: Whether a process stands by to become the fork server of its ranks.
+        """
+        asked = {
+            "argv": list(arguments),
+            "env": dict(environment),
+            "folder": str(folder or Path.cwd()),
+            "session": session,
+            "terminal": terminal,
+            "host": host,
+            "launches": launches,
+        }
+        return Forked(self, self.ask(asked, streams)["pid"])
+
+    def ask(self, asked: Mapping[str, object], fds: Sequence[int] = ()) -> dict[str, int]:
+        """Ask one thing."""
+        with self._lock:
+            if not self._is_ready:
+                self._read()
+                self._is_ready = True
+            socket.send_fds(self._socket, [json.dumps(asked).encode()], fds)
+            return self._read()
+
+    def _read(self) -> dict[str, int]:
+        answer = self._socket.recv(1 << 16)
+        assert answer, "the warm interpreter has ended"
+        return dict(json.loads(answer))
+
+    def close(self) -> None:
+        """End it."""
+        self._socket.close()
+        self._process.wait(_LIMIT_S)
+
+
+@contextlib.contextmanager
+def piped() -> Iterator[tuple[tuple[int, int, int], tuple[IO[str], IO[str]]]]:
+    """Make the streams of a process that is only read: its ends, which close here, and ours."""
+    (out, out_there), (err, err_there) = os.pipe(), os.pipe()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    ours = os.fdopen(out, encoding="utf-8"), os.fdopen(err, encoding="utf-8")
+    try:
+        yield (nothing, out_there, err_there), ours
+    finally:
+        for fd in (nothing, out_there, err_there):
+            os.close(fd)

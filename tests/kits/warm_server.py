@@ -1,0 +1,323 @@
+"""An interpreter that has imported what scripts need, and forks one process for each script.
+
+A script finds what a new interpreter would give it: its own main module, arguments, environment,
+folder, streams, signals and end. What it does not pay for is the import of torch, and that of the
+fork server of its launches: a second process, forked before the script runs, waits to become it.
+
+Started with the number of a socket and the names of modules to import; see `warm_python`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import ctypes
+import gc
+import importlib
+import io
+import json
+import multiprocessing.process
+import multiprocessing.util
+import os
+import resource
+import runpy
+import select
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import types
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+NAMESPACES: Final = {"mnt": 0x00020000, "uts": 0x04000000, "net": 0x40000000, "pid": 0x20000000}
+"""Files of /proc/PID/ns, and their flags in <linux/sched.h>."""
+
+READ_AT_START: Final = (
+    "PYTHON",
+    "LD_",
+    "LC_",
+    "LANG",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "TORCH_",
+    "PYTORCH_",
+)
+"""Beginnings of variables that Python, the linker or torch read when they start or are imported."""
+
+UNBUFFERED: Final = "PYTHONUNBUFFERED"
+"""The one of them that a fork takes over, with its streams."""
+
+_STOPPING: Final = {signal.SIGKILL, signal.SIGSTOP}
+
+
+def read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a process which runs already cannot take over."""
+    return {
+        name: text
+        for name, text in environment.items()
+        if name.startswith(READ_AT_START) and name != UNBUFFERED
+    }
+
+
+def enter(pid: int | str, *names: str) -> None:
+    """Move into namespaces of a process; into a PID namespace, only children are moved."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    opened = [os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in names]
+    for name, fd in zip(names, opened, strict=True):
+        if libc.setns(fd, NAMESPACES[name]) != 0:
+            raise OSError(ctypes.get_errno(), f"setns {name}")
+        os.close(fd)
+
+
+def serve(asking: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Fork what is asked for and tell how it ended, until the socket closes.
+
+    Returns:
+        In each fork: what was asked, and the streams that came with it.
+    """
+    while True:
+        raw, fds, _, _ = socket.recv_fds(asking, 1 << 20, 3)
+        if not raw:
+            os._exit(0)
+        asked = json.loads(raw)
+        if "wait" in asked:
+            _, status = os.waitpid(asked["wait"], 0)
+            answer = {"code": os.waitstatus_to_exitcode(status)}
+        else:
+            pid = fork_into(asked["host"])
+            if pid == 0:
+                asking.close()
+                return asked, fds
+            for fd in fds:
+                os.close(fd)
+            answer = {"pid": pid}
+        asking.send(json.dumps(answer).encode())
+
+
+def fork_into(host: int | None) -> int:
+    """Fork, into the PID namespace of a process if one is given."""
+    if host is None:
+        return os.fork()
+    own = os.open("/proc/self/ns/pid", os.O_RDONLY)
+    enter(host, "pid")
+    pid = os.fork()
+    if pid:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(own, NAMESPACES["pid"]) != 0:
+            raise OSError(ctypes.get_errno(), "setns pid")
+    os.close(own)
+    return pid
+
+
+def be_new(asked: Mapping[str, Any], streams: Sequence[int]) -> None:
+    """Take over what a new process gets from who starts it."""
+    if asked["host"] is not None:
+        enter(asked["host"], "net", "uts", "mnt")
+    if asked["session"]:
+        os.setsid()
+    for number, fd in enumerate(streams):
+        os.dup2(fd, number)
+    close_all_but(3)
+    if asked["terminal"]:
+        # The leader of a session gets the first terminal that it opens as its controlling one.
+        terminal = os.open(asked["terminal"], os.O_RDONLY)
+        os.dup2(terminal, 0)
+        os.close(terminal)
+    take_over(asked["env"], asked["folder"])
+    for name, stream, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
+        opened = open_stream(stream, errors)
+        vars(sys).update({name: opened, f"__{name}__": opened})
+
+
+def open_stream(fd: int, errors: str) -> io.TextIOWrapper:
+    """Open stdout or stderr as Python does."""
+    raw = io.FileIO(fd, "w", closefd=False)
+    raw.name = f"<{'stdout' if fd == 1 else 'stderr'}>"
+    unbuffered = bool(os.environ.get(UNBUFFERED))
+    return io.TextIOWrapper(
+        raw if unbuffered else io.BufferedWriter(raw),
+        encoding="utf-8",
+        errors=errors,
+        line_buffering=not unbuffered and (fd == 2 or raw.isatty()),
+        write_through=unbuffered,
+    )
+
+
+def take_over(environment: Mapping[str, str], folder: str) -> None:
+    """Take over an environment and a working directory."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    multiprocessing.process.ORIGINAL_DIR = folder  # type: ignore[attr-defined]
+    tempfile.tempdir = None  # what torch has asked for at its import
+
+
+def close_all_but(kept: int) -> None:
+    """Close every file from this number on."""
+    os.closerange(kept, max(map(int, os.listdir("/proc/self/fd"))) + 1)  # noqa: PTH208
+
+
+def be_main(arguments: Sequence[str], first_of_path: str) -> types.ModuleType:
+    """Be the main module of an interpreter with these arguments."""
+    module = types.ModuleType("__main__")
+    vars(module).update(__builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = module
+    sys.argv[:] = arguments
+    sys.orig_argv[:] = [sys.executable, *arguments]
+    sys.path[0] = first_of_path
+    return module
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run a script, or ``-m`` a module, as ``python *arguments`` does, an exception's end included."""
+    try:
+        if arguments[0] == "-m":
+            be_main(["-m", *arguments[2:]], str(Path.cwd()))
+            runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]  # what Python calls
+        else:
+            path = os.path.abspath(arguments[0])  # noqa: PTH100 - as Python does
+            module = be_main(arguments, os.path.dirname(os.path.realpath(path)))  # noqa: PTH120
+            loader = SourceFileLoader("__main__", path)
+            vars(module).update(__file__=path, __cached__=None, __loader__=loader)
+            exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), vars(module))
+    except SystemExit:
+        raise
+    except BaseException as error:
+        traceback = error.__traceback__.tb_next if error.__traceback__ else None
+        sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+        if isinstance(error, KeyboardInterrupt):  # of which the interpreter then dies by SIGINT
+            sys.excepthook = lambda *_: None
+            raise
+        sys.exit(1)
+
+
+class StandIn:
+    """A fork of an interpreter that has run nothing yet, which becomes the fork server of a script.
+
+    It takes the place of ``python -c "from multiprocessing.forkserver import main; …"``, unless the
+    script has changed what a new interpreter would have inherited in other ways than these.
+    """
+
+    def __init__(self) -> None:
+        """Fork it, and let `multiprocessing` find it."""
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._state = inherited_state()
+        parent = os.getpid()
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._socket.close()
+            self.wait(theirs, parent)
+        theirs.close()
+        self._start = multiprocessing.util.spawnv_passfds
+        multiprocessing.util.spawnv_passfds = self.start
+
+    def start(self, path: Any, arguments: Sequence[Any], fds: Sequence[int]) -> int:
+        """Start a process of `multiprocessing`; the first fork server is there already."""
+        code = os.fsdecode(arguments[-1])
+        is_server = code.startswith("from multiprocessing.forkserver import main")
+        if is_server and self._socket.fileno() >= 0 and self._state == inherited_state():
+            streams = [fd for fd in (0, 1, 2) if is_open(fd)]
+            asked = {
+                "code": code,
+                "fds": [*streams, *fds],
+                "env": dict(os.environ),
+                "folder": str(Path.cwd()),
+                "ignored": [each for each in signals() if signal.getsignal(each) == signal.SIG_IGN],
+                "blocked": [*signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+            }
+            with self._socket, contextlib.suppress(OSError):  # it was killed
+                socket.send_fds(self._socket, [json.dumps(asked).encode()], [*streams, *fds])
+                return self._pid
+        return self._start(path, arguments, fds)
+
+    def wait(self, asking: socket.socket, parent: int) -> None:
+        """Be the stand-in: wait, and run what is asked for; end with the script."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals())
+        ended = os.pidfd_open(parent)
+        select.select([asking, ended], [], [])
+        asking.settimeout(0)
+        try:
+            raw, fds, _, _ = socket.recv_fds(asking, 1 << 20, 250)
+        except BlockingIOError:
+            raw = b""
+        if not raw:
+            os._exit(0)
+        asked = json.loads(raw)
+        asking.detach()
+        put_at(fds, asked["fds"])
+        for signum in signals():  # what came meanwhile was not for it
+            usual = signal.getsignal(signum)
+            signal.signal(signum, signal.SIG_IGN)
+            if signum not in asked["ignored"]:
+                signal.signal(signum, usual)
+        take_over(asked["env"], asked["folder"])
+        module = be_main(["-c"], "")
+        signal.pthread_sigmask(signal.SIG_SETMASK, asked["blocked"])
+        exec(asked["code"], vars(module))
+        sys.exit()
+
+
+def signals() -> set[signal.Signals]:
+    """Return the signals that a process may treat as it likes."""
+    return {signum for signum in signal.valid_signals() if signum not in _STOPPING}  # type: ignore[misc]
+
+
+def inherited_state() -> tuple[object, ...]:
+    """Return what a child process inherits and a stand-in would not."""
+    limits = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+    return (
+        [resource.getrlimit(getattr(resource, name)) for name in limits],
+        (os.getsid(0), os.getpgrp(), os.getresuid(), os.getresgid()),
+        (os.nice(0), os.sched_getaffinity(0)),
+        read_at_start(os.environ),
+        sys.warnoptions[:],
+    )
+
+
+def is_open(fd: int) -> bool:
+    """Tell whether a file descriptor is in use."""
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def put_at(fds: Sequence[int], numbers: Sequence[int]) -> None:
+    """Give file descriptors these numbers, and close all others."""
+    beyond = max([*fds, *numbers]) + 1
+    for offset, fd in enumerate(fds):
+        os.dup2(fd, beyond + offset)
+    os.closerange(0, beyond)
+    for offset, number in enumerate(numbers):
+        os.dup2(beyond + offset, number)
+    for offset in range(len(fds)):
+        os.close(beyond + offset)
+
+
+def main() -> None:
+    """Import, serve, and in each fork run a script."""
+    asking = socket.socket(fileno=int(sys.argv[1]))
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    assert threading.active_count() == 1, "a fork would lose a thread"
+    sys.path[0] = ""
+    gc.collect()
+    gc.freeze()  # or the first collection in each fork would copy every page
+    asking.send(b"{}")
+    asked, streams = serve(asking)
+    be_new(asked, streams)
+    if asked["launches"]:
+        StandIn()
+    run(asked["argv"])
+
+
+if __name__ == "__main__":
+    main()
