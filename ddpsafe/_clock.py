@@ -26,14 +26,20 @@ class AwakeClock:
     meanwhile has not been seen, so none of that time may be held against them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         """Start with the monotonic clock's reading."""
+        self._now = now
         self._suspended_s = 0.0
-        self._last_s = time.monotonic()
+        self._last_s = now()
+        self._was_suspended = False
 
     def __call__(self) -> float:
-        """Return a reading in seconds, for `Deadline`."""
-        return time.monotonic() - self._suspended_s
+        """Return a reading in seconds, for `Deadline`.
+
+        A process can be stopped between two waits as well, just before it looks at its deadlines.
+        """
+        self._look(0)
+        return self._last_s - self._suspended_s
 
     def note_wait(self, asked_s: float) -> bool:
         """Note the end of a wait; tell whether this process was suspended since the one before.
@@ -41,13 +47,17 @@ class AwakeClock:
         Args:
             asked_s: How long the wait might have taken, in seconds.
         """
-        now_s = time.monotonic()
+        self._look(asked_s)
+        was_suspended, self._was_suspended = self._was_suspended, False
+        return was_suspended
+
+    def _look(self, asked_s: float) -> None:
+        now_s = self._now()
         late_s = now_s - self._last_s - asked_s
         self._last_s = now_s
-        if late_s < _SUSPENDED_S:
-            return False
-        self._suspended_s += late_s
-        return True
+        if late_s >= _SUSPENDED_S:
+            self._suspended_s += late_s
+            self._was_suspended = True
 
 
 class HeldClock:

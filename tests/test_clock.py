@@ -1,0 +1,54 @@
+"""Time in which the process was suspended, as `AwakeClock` finds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from ddpsafe._clock import AwakeClock
+
+
+@dataclass
+class Hands:
+    """A clock that is set by hand."""
+
+    now_s: float = 100.0
+
+    def __call__(self) -> float:
+        """Return what it is set to."""
+        return self.now_s
+
+
+@pytest.mark.parametrize(
+    ("before_s", "in_wait_s", "asked_s", "counted_s"),
+    [
+        (0.0, 0.5, 1.0, 0.5),
+        (0.0, 1.9, 1.0, 1.9),
+        (0.0, 9.5, 1.0, 1.0),
+        (0.9, 0.5, 0.5, 1.4),
+        (9.5, 0.5, 1.0, 0.5),
+        (9.5, 7.5, 0.5, 0.5),
+    ],
+    ids=[
+        "awake",
+        "busy",
+        "suspended in a wait",
+        "busy before it",
+        "suspended before it",
+        "suspended twice",
+    ],
+)
+def test_time_in_which_the_process_was_suspended_does_not_count(
+    before_s: float, in_wait_s: float, asked_s: float, counted_s: float
+) -> None:
+    """Neither in a wait nor before a deadline is looked at; and whoever waits next hears of it."""
+    hands = Hands()
+    clock = AwakeClock(hands)
+    started_s = clock()
+    hands.now_s += before_s
+    assert clock() - started_s == pytest.approx(before_s if before_s < 1 else 0)
+    hands.now_s += in_wait_s
+    assert clock.note_wait(asked_s) == (before_s > 1 or in_wait_s - asked_s > 1)
+    assert clock() - started_s == pytest.approx(counted_s)
+    assert not clock.note_wait(asked_s)
