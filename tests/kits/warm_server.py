@@ -30,7 +30,7 @@ import threading
 import types
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -131,20 +131,19 @@ def be_new(asked: Mapping[str, Any], streams: Sequence[int]) -> None:
         os.dup2(terminal, 0)
         os.close(terminal)
     take_over(asked["env"], asked["folder"])
-    for name, stream, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
-        opened = open_stream(stream, errors)
-        vars(sys).update({name: opened, f"__{name}__": opened})
+    sys.stdout = sys.__stdout__ = reopened(sys.stdout, 1)
+    sys.stderr = sys.__stderr__ = reopened(sys.stderr, 2)
 
 
-def open_stream(fd: int, errors: str) -> io.TextIOWrapper:
-    """Open stdout or stderr as Python does."""
+def reopened(stream: TextIO, fd: int) -> io.TextIOWrapper:
+    """Open stdout or stderr as Python does at its start."""
     raw = io.FileIO(fd, "w", closefd=False)
-    raw.name = f"<{'stdout' if fd == 1 else 'stderr'}>"
+    raw.name = stream.name
     unbuffered = bool(os.environ.get(UNBUFFERED))
     return io.TextIOWrapper(
         raw if unbuffered else io.BufferedWriter(raw),
-        encoding="utf-8",
-        errors=errors,
+        encoding=stream.encoding,
+        errors=stream.errors,
         line_buffering=not unbuffered and (fd == 2 or raw.isatty()),
         write_through=unbuffered,
     )

@@ -1,0 +1,126 @@
+"""A script that is forked from the warm interpreter finds and leaves what a new one would."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import scripts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FACTS = """
+    import json, multiprocessing, os, pathlib, signal, sys, tempfile, threading
+
+    def facts():
+        main = vars(sys.modules["__main__"])
+        return {
+            "arguments": sys.argv,
+            "main": {name: str(main.get(name)) for name in ("__name__", "__file__", "__spec__")},
+            "path": sys.path,
+            "flags": str(sys.flags),
+            "folder": os.getcwd(),
+            "environment": {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"},
+            "temporary": tempfile.gettempdir(),
+            "streams": [
+                (each.name, each.encoding, each.errors, each.line_buffering, each.write_through)
+                for each in (sys.stdout, sys.stderr)
+            ],
+            "files": [fd for fd in range(64) if pathlib.Path(f"/proc/self/fd/{fd}").exists()],
+            "signals": {
+                int(each): str(signal.getsignal(each)).split(" at ")[0]
+                for each in signal.valid_signals()
+            },
+            "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+            "threads": threading.active_count(),
+            "parent": str(multiprocessing.parent_process()),
+            "is_leader": os.getsid(0) == os.getpid(),
+            "children": pathlib.Path(f"/proc/self/task/{os.getpid()}/children").read_text(),
+        }
+"""
+
+
+def of_both(folder: Path, source: str, *arguments: str) -> list[scripts.Run]:
+    """Run a script in a new interpreter and in a fork."""
+    path = scripts.write(folder, "script.py", source)
+    started = [
+        scripts.Script([str(path), *arguments], folder=folder, env={"SAID": "so"}, fresh=fresh)
+        for fresh in (True, False)
+    ]
+    return [script.end() for script in started]
+
+
+def test_it_finds_what_a_new_interpreter_gives(tmp_path: Path) -> None:
+    """But for one child, which stands by to become the fork server, and a socket to it."""
+    show = "    print(json.dumps(facts()))"
+    new, forked = (json.loads(run.lines()[0]) for run in of_both(tmp_path, FACTS + show, "a", "-b"))
+    assert (new.pop("children"), len(forked.pop("children").split())) == ("", 1)
+    assert (new.pop("files"), forked.pop("files")) == ([0, 1, 2], [0, 1, 2, 3])
+    assert forked == new
+
+
+IN_A_FORK_SERVER = """
+    def show(name):
+        print(json.dumps({**facts(), "name": name}), flush=True)
+
+    if __name__ == "__main__":
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        os.chdir("/")
+        os.environ["LATE"] = "yes"
+        for name in ("first", "second"):
+            process = multiprocessing.get_context("forkserver").Process(target=show, args=[name])
+            process.start()
+            process.join()
+        print(process.exitcode)
+"""
+
+
+def test_its_fork_server_finds_that_too(tmp_path: Path) -> None:
+    """What the script has changed meanwhile included; and the second process is of the same server."""
+
+    def parsed(run: scripts.Run) -> list[Any]:
+        found = [json.loads(line) for line in run.lines()]
+        for each in found[:-1]:
+            each["parent"] = each["parent"].split(" pid")[0].split("=")[0]
+        return found
+
+    new, forked = (parsed(run) for run in of_both(tmp_path, FACTS + IN_A_FORK_SERVER))
+    assert [each["name"] for each in new[:-1]] == ["first", "second"]
+    assert forked == new
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "pass",
+        "raise ValueError('bad batch')",
+        "raise SystemExit(3)",
+        "raise SystemExit('said at the end')",
+        "raise KeyboardInterrupt",
+        "import signal; signal.raise_signal(signal.SIGINT)",
+        "import os; os.kill(os.getpid(), 9)",
+        "import os; os._exit(7)",
+        "import atexit; atexit.register(print, 'at exit')",
+        "import threading; threading.Thread(target=print, args=['a thread']).start()",
+        "import sys; sys.excepthook = lambda *_: sys.exit(75); raise ValueError",
+        "import sys; print('for nobody', end=''); sys.stdout.close()",
+        "1 +",
+    ],
+)
+def test_it_ends_as_a_new_interpreter_does(tmp_path: Path, end: str) -> None:
+    """Exit status, what it prints at the end, and the traceback, line by line."""
+    new, forked = of_both(tmp_path, f"def work():\n    pass\n\nwork()\n{end}\n")
+    assert forked == new
+
+
+def test_options_of_the_interpreter_and_what_torch_reads_at_its_import_need_a_new_one() -> None:
+    """A fork has them already."""
+    plain = scripts.clean_environment()
+    assert scripts.can_be_forked(["script.py", "-x"], plain)
+    assert scripts.can_be_forked(["-m", "module"], {**plain, "RANK": "0"})
+    assert not scripts.can_be_forked(["-X", "dev", "script.py"], plain)
+    assert not scripts.can_be_forked(["-c", "pass"], plain)
+    assert not scripts.can_be_forked(["script.py"], {**plain, "OMP_NUM_THREADS": "1"})
+    assert not scripts.can_be_forked(["script.py"], {**plain, "PYTHONPATH": "elsewhere"})
