@@ -435,9 +435,9 @@ def train(ctx):
     print(f"out of {ctx.rank}")
     print("0%\\r50%\\r100%", file=sys.stderr)
     logging.getLogger("user").warning("said", extra={"local_rank": "theirs"})
+    ctx.barrier()  # a rank that has not written yet would be ended with the other one
     if ctx.rank == 1:
         raise ConnectionError(f"attempt {ctx.attempt}")
-    ctx.barrier()
 
 
 if __name__ == "__main__":
