@@ -29,8 +29,12 @@ _COMMANDS: Final = {
     "report": "write_report_page",
     "explain": "explain_logs",
     "run": "run_ranks",
+    "template": "print_template",
 }
 """The function of each command, in the module of its name."""
+
+TEMPLATES: Final = ("slurm", "kubernetes", "compose", "sagemaker")
+"""Places where jobs run, for which ``ddpsafe template`` has a file."""
 
 _DOCTOR: Final = """\
 Examine this host for what breaks DistributedDataParallel jobs; with --nnodes, call it on every
@@ -185,6 +189,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_status(commands.add_parser, "show what the ranks of running launches do")
     _add_report(commands.add_parser, "write the page of a run: report.html")
     _add_explain(commands.add_parser, "say what went wrong, from the logs of any launcher")
+    _add_template(commands.add_parser, "print a job file to start from: Slurm, Kubernetes, …")
     return parser
 
 
@@ -216,6 +221,12 @@ def _add_explain(add: Callable[..., argparse.ArgumentParser], about: str) -> Non
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--markdown", action="store_true", help="print a summary for an issue")
+
+
+def _add_template(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
+    parser = add("template", help=about, description=f"{about.capitalize()}.")
+    parser.set_defaults(parser=parser)
+    parser.add_argument("place", metavar="PLACE", choices=TEMPLATES, help=", ".join(TEMPLATES))
 
 
 def _add_doctor(add: Callable[..., argparse.ArgumentParser], about: str) -> None:

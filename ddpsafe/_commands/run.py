@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from ddpsafe._config import LaunchConfig
 from ddpsafe._config.endpoint import complete_endpoint
 from ddpsafe._config.policies import DETERMINISTIC
-from ddpsafe._errors import FAILURE_KINDS, ConfigError, DDPSafeError, Explanation
+from ddpsafe._errors import (
+    FAILURE_KINDS,
+    ConfigError,
+    DDPSafeError,
+    Explanation,
+    PreemptedError,
+)
 from ddpsafe._host import is_directory_gone, plain_host, show_endpoint
 from ddpsafe._launch import run_processes
 from ddpsafe._logging import current_fields, is_json, json_line, json_of_error, use_json
@@ -330,6 +336,10 @@ def run_script(
         if end.code not in {None, 0}:
             raise
         return ScriptExit(where=where_of(end.__traceback__))
+    except PreemptedError:
+        # `launch` in the script has done what this launcher had asked for, which tells by itself
+        # that all ranks have stopped.
+        return None
     return None
 
 

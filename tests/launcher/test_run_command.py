@@ -12,7 +12,7 @@ import scripts
 from ddpsafe._commands.run import read_options
 from ddpsafe._config import RetryPolicy, Timeouts
 from ddpsafe._config.policies import DETERMINISTIC
-from ddpsafe._errors import FAILURE_KINDS
+from ddpsafe._errors import FAILURE_KINDS, PreemptedError
 from ddpsafe.cli import PARTS, main, make_parser
 
 if TYPE_CHECKING:
@@ -369,3 +369,32 @@ def test_ctrl_c_while_it_loads_ends_the_command_without_a_traceback(
     assert "Traceback" not in run.err
     assert run.err.count("\n") <= 1
     assert not (tmp_path / "ran").exists()
+
+
+STOPS: Final = """
+import os, signal, sys
+import ddpsafe
+
+
+def train(ctx):
+    ctx.barrier()
+    if ctx.rank == 0:
+        os.kill(os.getppid(), signal.SIGUSR1)
+    while not ctx.stop_requested():
+        pass
+
+
+if __name__ == "__main__":
+    ddpsafe.launch(train)
+    print("the code after launch has run")
+"""
+
+
+def test_a_script_that_was_asked_to_stop_ends_the_command_with_75(tmp_path: Path) -> None:
+    """Not as a failure of a rank, though `launch` ends the script of each by an exception."""
+    scripts.write(tmp_path, "train.py", STOPS)
+    done = run(tmp_path, "--nproc-per-node", "2", "--run-dir", str(tmp_path / "run"), "train.py")
+    assert done.code == PreemptedError.exit_code, done.err
+    assert "ranks 0 and 1 (world_size 2) stopped on SIGUSR1 to the launcher" in done.err
+    assert "RankRaisedError" not in done.err
+    assert done.out == ""

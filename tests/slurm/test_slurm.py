@@ -12,6 +12,8 @@ import pytest
 import scripts
 from slurm_cluster import Cluster, require_slurm, started_cluster
 
+from ddpsafe._commands.template import read_template
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
@@ -265,3 +267,57 @@ def test_a_failure_is_told_by_every_node_of_a_step(slurm: Cluster, tmp_path: Pat
         r"rank 3 \(node 1 '\w+', local rank 1, world_size 4\) raised ValueError", output
     )
     assert len(told) == 2
+
+
+# The job file that ddpsafe prints.
+
+
+def write_template(folder: Path) -> Path:
+    """Write the template, with ddpsafe and the script of this test in it."""
+    text = read_template("slurm")
+    command = f"{sys.executable} -m ddpsafe run"
+    assert "ddpsafe run" in text
+    return scripts.write(folder, "train.sh", text.replace(" ddpsafe run", f" {command}"))
+
+
+def test_slurm_takes_the_template(slurm: Cluster, tmp_path: Path) -> None:
+    """``sbatch --test-only``: every line of it is an option that Slurm knows, and can be had."""
+    path = write_template(tmp_path)
+    _, output = slurm.end(slurm.start_command("sbatch", "--test-only", str(path), folder=tmp_path))
+    assert re.search(r"sbatch: Job \d+ to start at .* on nodes n\[?\d", output), output
+    # Each of its options in turn, misspelled, is refused: the line above is no accident.
+    wrong = scripts.write(tmp_path, "wrong.sh", path.read_text().replace("--requeue", "--requeued"))
+    code, _ = slurm.end(slurm.start_command("sbatch", "--test-only", str(wrong), folder=tmp_path))
+    assert code != 0
+
+
+def test_the_template_requeues_a_job_that_was_asked_to_stop(slurm: Cluster, tmp_path: Path) -> None:
+    """The warning before the time limit: both nodes save, and the next run goes on from there."""
+    source = f"""
+        from pathlib import Path
+        import ddpsafe
+        import stop_programs as programs
+
+        if __name__ == "__main__":
+            ddpsafe.launch(programs.train_and_resume, (Path({str(tmp_path)!r}), 50))
+    """
+    scripts.write(tmp_path, "train.py", source)
+    options = ["--export=ALL,DDPSAFE_NPROC_PER_NODE=1", "--output=job.out"]
+    found = slurm.run(
+        "sbatch", "--parsable", *options, str(write_template(tmp_path)), folder=tmp_path
+    )
+    job = int(found.strip())
+    await_ranks(tmp_path, 2)
+    slurm.run("scancel", "--signal=USR1", str(job))  # as --signal=USR1@600 does
+    scripts.wait_until(
+        lambda: slurm.job(job)["JobState"] == "PENDING",
+        within_s=50,
+        otherwise=(tmp_path / "job.out").read_text,
+    )
+    slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+2")
+    slurm.await_end(job, "COMPLETED")
+    first, second = (reports(tmp_path, run) for run in (0, 1))
+    assert len(first) == len(second) == 2
+    assert {each["last"] for each in first} == {each["first"] for each in second}
+    logs = tmp_path / "runs" / str(job)
+    assert sorted(path.name.rpartition("-")[2] for path in logs.glob("node-*")) == ["n0", "n1"]

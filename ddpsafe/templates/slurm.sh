@@ -1,0 +1,33 @@
+#!/bin/bash
+# Training on several nodes of Slurm, from "ddpsafe template slurm":  sbatch --gpus-per-node=8 train.sh
+# Lines marked with "edit" are yours; the others are there for a reason, which stands beside them.
+#SBATCH --job-name=train
+#SBATCH --nodes=2                # edit
+#SBATCH --ntasks-per-node=1      # one launcher on each node; it starts a rank for each GPU or core
+#SBATCH --cpus-per-task=4        # edit: cores of a node, for all its ranks and their DataLoader workers
+#SBATCH --time=24:00:00          # edit
+#SBATCH --requeue                # after a preemption or the loss of a node Slurm starts it again
+#SBATCH --open-mode=append       # the output of a requeued job goes on where it was
+#SBATCH --signal=USR1@600        # ten minutes before the time limit the ranks are asked to save
+#SBATCH --output=train-%j.out
+
+set -uo pipefail
+
+# Not /dev/shm nor /tmp: a requeued job may get other nodes. Logs and reports are below node-*/.
+run_dir="${SLURM_SUBMIT_DIR:-$PWD}/runs/$SLURM_JOB_ID"
+mkdir -p "$run_dir"
+
+# A restart starts everything again, so that the ranks may take as long to save as Slurm lets them.
+export DDPSAFE_TIMEOUTS__STOP="${DDPSAFE_TIMEOUTS__STOP:-9min}"
+
+# Nodes, their order, the endpoint and the job's id come from srun's variables.
+# --kill-on-bad-exit=0: each launcher ends by itself and prints why, instead of being killed.
+srun --kill-on-bad-exit=0 ddpsafe run --run-dir "$run_dir" train.py # edit
+code=$?
+
+# 75: the ranks have saved and returned because they were asked to. More than one such restart in a
+# row costs nothing, so there is no limit. Any other failure ends the job with its code.
+if [[ $code -eq 75 ]]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

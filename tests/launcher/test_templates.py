@@ -1,0 +1,167 @@
+"""``ddpsafe template``: what it prints is valid where it goes to, and says what ddpsafe relies on.
+
+Slurm's runs on a real Slurm, in tests/slurm. The schemas of the others are large, so that
+``nox -s frameworks`` installs them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import scripts
+
+from ddpsafe import Timeouts
+from ddpsafe._errors import NO_RETRY_EXIT_CODE, TRY_AGAIN_EXIT_CODE
+from ddpsafe.cli import TEMPLATES, main, make_parser
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+yaml = pytest.importorskip("yaml")
+
+
+def template(place: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what the command prints."""
+    assert main(["template", place]) == 0
+    return capsys.readouterr().out
+
+
+def read_job_request(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """Return what the program for SageMaker sends."""
+    names: dict[str, Any] = {"__name__": "submit"}
+    exec(compile(template("sagemaker", capsys), "submit.py", "exec"), names)
+    request: dict[str, Any] = names["REQUEST"]
+    return request
+
+
+def require_options(command: list[str]) -> None:
+    """Fail unless ``ddpsafe run`` knows all of its options."""
+    assert command[:2] == ["ddpsafe", "run"]
+    options, unknown = make_parser().parse_known_args(command[1:])
+    assert not unknown
+    assert options.script.endswith("train.py")
+
+
+@pytest.mark.parametrize("place", TEMPLATES)
+def test_every_template_says_where_it_is_from_and_what_to_edit(
+    place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ends with one newline, so that it can be written to a file."""
+    text = template(place, capsys)
+    assert f'"ddpsafe template {place}"' in text
+    assert "edit" in text
+    assert text.endswith("\n")
+    assert not text.endswith("\n\n")
+
+
+def test_an_unknown_place_is_refused_with_those_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By the usual exit code of a wrong usage."""
+    with pytest.raises(SystemExit) as ended:
+        main(["template", "lsf"])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert all(place in told for place in TEMPLATES)
+
+
+def test_kubernetes_starts_again_what_another_attempt_can_help(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Exit codes, grace and shared memory are those of ddpsafe's promises."""
+    service, _, job = yaml.safe_load_all(template("kubernetes", capsys))
+    spec = job["spec"]
+    rules = {rule["action"]: rule for rule in spec["podFailurePolicy"]["rules"][:2]}
+    assert rules["FailJob"]["onExitCodes"]["values"] == [NO_RETRY_EXIT_CODE]
+    assert rules["Ignore"]["onExitCodes"]["values"] == [TRY_AGAIN_EXIT_CODE]
+    pod = spec["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] > Timeouts().stop.total_seconds()
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    (container,) = pod["containers"]
+    require_options(container["command"])
+    assert f"--nnodes={spec['completions']}" in container["command"]
+    mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+    volumes = {each["name"]: each for each in pod["volumes"]}
+    assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+    assert "persistentVolumeClaim" in volumes[mounts["/runs"]]
+
+
+def test_kubernetes_template_keeps_to_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    """Kubernetes' own, without any unknown field."""
+    validator = pytest.importorskip("kubernetes_validate")
+    for document in yaml.safe_load_all(template("kubernetes", capsys)):
+        validator.validate(document, "1.31", strict=True)
+
+
+def test_compose_gives_the_ranks_time_and_shared_memory(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The grace is longer than `timeouts.stop`, and logs leave the container."""
+    (service,) = yaml.safe_load(template("compose", capsys))["services"].values()
+    require_options(service["command"])
+    minutes, seconds = re.fullmatch(r"(\d+)m(\d+)s", service["stop_grace_period"]).groups()  # type: ignore[union-attr]
+    assert int(minutes) * 60 + int(seconds) > Timeouts().stop.total_seconds()
+    assert service["shm_size"] == "16gb"
+    assert service["init"] is True
+    assert any(volume.endswith(":/runs") for volume in service["volumes"])
+
+
+def test_sagemaker_starts_a_launcher_on_each_instance(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first instance is node 0 and serves the endpoint, whoever asks."""
+    algorithm = read_job_request(capsys)["AlgorithmSpecification"]
+    python, flag, start = algorithm["ContainerEntrypoint"]
+    assert (python, flag) == ("python", "-c")
+    assert len(start) <= 256
+    config = tmp_path / "resourceconfig.json"
+    program = scripts.write(tmp_path, "ddpsafe", '#!/bin/sh\necho ddpsafe "$@"\n')
+    program.chmod(0o755)
+    for rank, host in enumerate(("algo-1", "algo-2")):
+        config.write_text(json.dumps({"current_host": host, "hosts": ["algo-2", "algo-1"]}))
+        here = start.replace("/opt/ml/input/config/resourceconfig.json", str(config))
+        assert here != start
+        done = subprocess.run(
+            [sys.executable, flag, here, *algorithm["ContainerArguments"]],
+            env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        command = done.stdout.split()
+        require_options(command)
+        expected = ["--nnodes=2", f"--node-rank={rank}", "--rdzv-endpoint=algo-1:29400"]
+        assert command[2:5] == expected
+
+
+def test_sagemaker_template_keeps_to_the_api(capsys: pytest.CaptureFixture[str]) -> None:
+    """Botocore's model of CreateTrainingJob: names, types, lengths and choices."""
+    pytest.importorskip("botocore")
+    import botocore.session
+    from botocore.validate import ParamValidator
+
+    model = botocore.session.get_session().get_service_model("sagemaker")
+    shape = model.operation_model("CreateTrainingJob").input_shape
+    request = read_job_request(capsys)
+    assert ParamValidator().validate(request, shape).generate_report() == ""
+    require_lengths(shape, request)
+
+
+def require_lengths(shape: Any, value: Any) -> None:
+    """Fail where a text is longer than the API takes, or none of its choices."""
+    if shape.type_name == "structure":
+        for name, each in value.items():
+            require_lengths(shape.members[name], each)
+    elif shape.type_name == "list":
+        for each in value:
+            require_lengths(shape.member, each)
+    elif shape.type_name == "string":
+        assert len(value) <= shape.metadata.get("max", len(value)), shape
+        assert not shape.enum or value in shape.enum, shape
