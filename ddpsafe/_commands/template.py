@@ -23,4 +23,4 @@ def print_template(options: Namespace) -> int:
 
 def read_template(place: str) -> str:
     """Return the template of a place; the one of SageMaker is a program, which is not imported here."""
-    return files("ddpsafe").joinpath("templates", _FILES[place]).read_text(encoding="utf-8")
+    return (files("ddpsafe") / "templates" / _FILES[place]).read_text(encoding="utf-8")
