@@ -259,11 +259,15 @@ def _load(request: Request, step: int) -> tuple[Loaded | None, Message]:
         damage = (DamagedFileError, OSError, RecursionError, MemoryError)
         if isinstance(exc, damage) and not cannot_read:
             return None, Message(facts={**facts, "damage": str(exc) or type(exc).__name__})
-        error = _unreadable(request.directory, step, exc) if isinstance(exc, OSError) else exc
-        if ranks.world_size == 1:
-            raise error from exc if error is not exc else None
-        logger.debug("step %d cannot be restored", step, exc_info=True)
-        return None, Message(facts=facts, failure=to_wire(error, rank=ranks.rank))
+        # No local name for the error: with its traceback it would hold this frame, and the mapped
+        # file, until the garbage collector runs.
+        if ranks.world_size > 1:
+            logger.debug("step %d cannot be restored", step, exc_info=True)
+            told = _unreadable(request.directory, step, exc) if isinstance(exc, OSError) else exc
+            return None, Message(facts=facts, failure=to_wire(told, rank=ranks.rank))
+        if isinstance(exc, OSError):
+            raise _unreadable(request.directory, step, exc) from exc
+        raise
     return loaded, Message(facts=facts)
 
 
