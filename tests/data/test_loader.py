@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import multiprocessing
 import pickle
 import sys
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from data_programs import Augmented, Numbers, Stream
 from torch.utils.data import (
     BatchSampler,
+    IterableDataset,
     Sampler,
     Subset,
     TensorDataset,
@@ -23,6 +27,9 @@ from torch.utils.data import DistributedSampler as TorchDistributedSampler
 from ddpsafe.data import DataLoader, DistributedSampler, ShardedIterable
 from ddpsafe.data._loader.build import build_loader
 from ddpsafe.data.errors import DataConfigError, DataWarning, LateSetEpochError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 N = 40
 
@@ -439,6 +446,52 @@ def test_generator_of_the_user_is_obeyed() -> None:
 def test_stream_that_divides_nothing_works_alone() -> None:
     """In a world of one any IterableDataset is fine."""
     assert read(DataLoader(Stream(), 4)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+class _Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        """Yield some numbers."""
+        return iter(range(100))
+
+
+@pytest.mark.parametrize(
+    "dataset", [TensorDataset(torch.arange(100)), _Stream()], ids=["map", "stream"]
+)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_end_with_the_last_reference_to_their_loader(
+    dataset: Any, *, persistent: bool
+) -> None:
+    """As torch's, also of a pass that was broken off, and of a loader that has taken a state."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = set(multiprocessing.active_children())
+        state: dict[str, Any] = {}
+        for _ in range(2):
+            loader = DataLoader(dataset, 2, num_workers=1, persistent_workers=persistent)
+            if state:
+                loader.load_state_dict(state)
+            next(iter(loader))
+            state = loader.state_dict()
+            del loader
+        assert set(multiprocessing.active_children()) == before
+    finally:
+        gc.enable()
+
+
+def test_iteration_goes_on_without_another_reference_to_its_loader() -> None:
+    """As with torch's loader: ``it = iter(DataLoader(...))``."""
+    batches = iter(DataLoader(TensorDataset(torch.arange(10)), 2, shuffle=True, num_workers=1))
+    assert sorted(int(x) for (batch,) in batches for x in batch) == list(range(10))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy], ids=["copy", "deepcopy"])
+def test_copied_loader_reads_all(copied: Callable[[Any], Any]) -> None:
+    """Also once the loader that it was made from is gone."""
+    loader = DataLoader(TensorDataset(torch.arange(10)), 2, shuffle=True)
+    next(iter(loader))
+    loader = copied(loader)
+    assert sorted(int(x) for (batch,) in loader for x in batch) == list(range(10))
 
 
 def test_loader_pickles_and_iterates_there() -> None:

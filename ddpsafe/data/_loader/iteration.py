@@ -67,6 +67,8 @@ class EpochIterator(Generic[T_co]):
         look_at_first: Callable[[object], None] | None = None,
         draws: torch.Tensor | None = None,
         replay: Replay | None = None,
+        *,
+        loader: object = None,
     ) -> None:
         self._inner = inner
         self._delivery = delivery
@@ -76,6 +78,7 @@ class EpochIterator(Generic[T_co]):
         self._look_at_first = look_at_first
         self._draws = draws
         self._replay = replay
+        self._loader = loader  # lives as long as what is drawn for it
         self._outlives = False  # whether it has gone on after another iteration began
         self.is_told = False  # whether a worker's death has been raised
         watch_workers(self, inner)

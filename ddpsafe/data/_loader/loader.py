@@ -286,6 +286,7 @@ class DataLoader(WorkerLoader[T_co]):
             self._first_batch_check(),
             self._private_draws(epoch),
             replay,
+            loader=self,
         )
         self._running = weakref.ref(iterator)
         return iterator  # type: ignore[return-value]  # delegates to torch's iterator
@@ -432,6 +433,12 @@ class DataLoader(WorkerLoader[T_co]):
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without the iteration under way."""
         return {**self.__dict__, "_running": None, "_board": None, "_iterator": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Be a copy with a position of its own."""
+        self.__dict__.update(state)
+        if self._replay is not None:
+            self._replay = self._replay.copy_for(self)
 
 
 def _chosen_by_dataset(told: list[Any]) -> int | None:

@@ -15,6 +15,7 @@ import collections.abc
 import copy
 import itertools
 import warnings
+import weakref
 import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -237,12 +238,30 @@ class Replay:
     """The position of one loader that ddpsafe's samplers do not know."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = loader
+        # Not held: persistent workers, which a loader holds, would stay until the garbage collector
+        # comes by. An iteration holds its loader, so whoever asks for it here finds it.
+        self._of: weakref.ref[DataLoader[Any]] | None = weakref.ref(loader)
         self.tracker = Tracker(loader.dataset, loader.batch_size)
         self.finished = False
         self._loaded: dict[str, Any] | None = None
         self._equal_workers = EqualWorkers(loader.dataset, loader.num_workers)
         self._begin()
+
+    @property
+    def _loader(self) -> DataLoader[Any]:
+        loader = None if self._of is None else self._of()
+        assert loader is not None, "used without its loader"  # noqa: S101 - our own invariant
+        return loader
+
+    def copy_for(self, loader: DataLoader[Any]) -> Replay:
+        """Return the position of a copy of the loader, pickled or not."""
+        copied = copy.copy(self)
+        copied._of = weakref.ref(loader)  # noqa: SLF001 - of the same class
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle without the loader, which pickles this."""
+        return {**self.__dict__, "_of": None}
 
     def _begin(self) -> None:
         self._equal_workers.begin()
