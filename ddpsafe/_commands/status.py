@@ -168,6 +168,7 @@ def _running_lines(launch: Facts) -> list[str]:
     )
     if launch["longest_step_s"]:
         head += f", longest time between steps {launch['longest_step_s']:.1f} s"
+    waits = [each["text"] for each in launch.get("stragglers", ())]
     has_gpus = any(each.get("gpu_memory_bytes") for each in launch["ranks"])
     columns = [*_COLUMNS, *(["gpu memory"] if has_gpus else []), "collective", "where"]
     rows = [_row(each, has_gpus=has_gpus) for each in launch["ranks"]]
@@ -177,7 +178,7 @@ def _running_lines(launch: Facts) -> list[str]:
         for row in [columns, *rows]
     ]
     stacks = [line for each in launch["ranks"] for line in _stack_lines(each)]
-    return [printable(line) for line in [head, *table, *stacks]]
+    return [printable(line) for line in [head, *table, *waits, *stacks]]
 
 
 def _row(rank: Facts, *, has_gpus: bool) -> list[str]:

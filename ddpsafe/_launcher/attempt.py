@@ -21,6 +21,7 @@ from ddpsafe._errors import (
 )
 from ddpsafe._launcher.diagnosis import errors, evidence
 from ddpsafe._launcher.diagnosis.messages import positions
+from ddpsafe._launcher.diagnosis.stragglers import log_stragglers
 from ddpsafe._launcher.plan import rank_env
 from ddpsafe._launcher.processes import shutdown
 from ddpsafe._launcher.processes.reaper import posted_guard
@@ -256,6 +257,7 @@ def _conclude(
 def values_of(
     workers: Sequence[Worker], ended: EndedAttempt, directory: RunDirectory
 ) -> dict[int, object]:
+    log_stragglers(ended.outcomes)
     values: dict[int, object] = {}
     for worker in workers:
         if worker.returned is not None:

@@ -8,7 +8,7 @@ import re
 import signal
 from collections.abc import Mapping  # noqa: TC003 - read by pydantic, where nodes tell each other
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from ddpsafe._errors import (
     DDPSafeError,
@@ -166,6 +166,10 @@ class Collective:
         return f"{self.name.partition(':')[2] or self.name} number {self.number}{group}{of}"
 
 
+Arrival: TypeAlias = tuple[int, int]
+"""The number of a collective, and when the rank entered it, in ns on the wall clock."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
     """Where a rank is in the sequence of collectives; sent when asked and at its end.
@@ -174,11 +178,13 @@ class Position:
         collectives: The last few of each group, in the order in which they were entered.
         handling: What the main thread handles in an ``except`` block that goes on, in a line.
         point_to_point: Which send or receive the main thread is in.
+        arrivals: The moments at which it entered the last collectives of the group of all ranks.
     """
 
     collectives: tuple[Collective, ...]
     handling: str = ""
     point_to_point: PointToPoint | None = None
+    arrivals: tuple[Arrival, ...] = field(default=(), compare=False, repr=False)
 
     def in_group(self, group: str) -> Collective | None:
         """Return the last collective in that group."""

@@ -269,12 +269,14 @@ class Reporter:
 
 def position(*, asks_events: bool) -> Position:
     """Return where the rank is in each group; nowhere where torch is not loaded yet."""
-    from ddpsafe._worker.torch_hooks import read_flight_recorders
+    from ddpsafe._worker.torch_hooks import read_recorders
 
     try:
         main = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - documented, in spite of its name
+        collectives, arrivals = read_recorders(asks_events=asks_events)
         return Position(
-            collectives=read_flight_recorders(asks_events=asks_events),
+            collectives=collectives,
+            arrivals=arrivals,
             point_to_point=point_to_point_in(main),
         )
     except Exception:  # noqa: BLE001 - evidence beside the report must never cost the report

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qs, urlparse
 
 from ddpsafe._clock import BoundedCall
-from ddpsafe._wire.messages import MAIN_GROUP, UNKNOWN_COLLECTIVE, Collective
+from ddpsafe._wire.messages import MAIN_GROUP, UNKNOWN_COLLECTIVE, Arrival, Collective
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,6 +40,7 @@ DRAIN_S: Final = 0.05
 
 # Ranks that have come apart are found a few collectives later: two for each batch norm's buffers.
 _KEPT: Final = 16
+_ARRIVALS: Final = 256
 _AHEAD: Final = 128
 
 _AWAITED: Final = (
@@ -231,7 +232,12 @@ def default_store() -> Store | None:
 
 
 def read_flight_recorders(*, asks_events: bool) -> tuple[Collective, ...]:
-    """Return the collectives at which each process group is, from torch's two flight recorders.
+    """Return the collectives at which each process group is; see `read_recorders`."""
+    return read_recorders(asks_events=asks_events)[0]
+
+
+def read_recorders(*, asks_events: bool) -> tuple[tuple[Collective, ...], tuple[Arrival, ...]]:
+    """Read torch's two flight recorders.
 
     gloo writes into the one and NCCL into the other (`FlightRecorder` is a template, with a recorder
     for each type of event); a build for CUDA has both. They are on by default since torch 2.9, and
@@ -242,12 +248,18 @@ def read_flight_recorders(*, asks_events: bool) -> tuple[Collective, ...]:
             names and shapes, but it goes to the driver, which may let it wait, and from another
             thread it breaks the capture of a CUDA graph. So a job that may be healthy is only asked
             for NCCL's counters.
+
+    Returns:
+        The collectives at which each process group is, and the moments at which this rank entered
+        the last ones of the group of all ranks: none where NCCL only queues them.
     """
     nccl = _read(_DUMP_NCCL, functools.partial(_dump_nccl, asks_events=asks_events))
     others = _read(_DUMP_OTHERS, functools.partial(_dump, _DUMP_OTHERS))
-    if not asks_events:
-        return (*_from_counters(nccl), *_from_entries(others, beside=nccl))
-    return (*_from_entries(nccl), *_from_entries(others, beside=nccl))
+    own = _from_counters(nccl) if not asks_events else _flat(_from_entries(nccl))
+    groups = _from_entries(others, beside=nccl)
+    entered = groups.get(MAIN_GROUP, {})
+    arrivals = tuple((each.number, each.entered_ns) for each in entered.values() if each.entered_ns)
+    return (*own, *_flat(groups)), arrivals[-_ARRIVALS:]
 
 
 def read_groups() -> dict[str, tuple[int, ...]]:
@@ -355,8 +367,8 @@ _queued: dict[int, tuple[int, int]] = {}
 
 def _from_entries(
     content: dict[str, Any], *, beside: dict[str, Any] | None = None
-) -> tuple[Collective, ...]:
-    """Return the entries that matter of each group; see `_KEPT`.
+) -> dict[str, dict[int, Collective]]:
+    """Return the entries of each group, by their number.
 
     Args:
         content: What a recorder has dumped.
@@ -364,7 +376,7 @@ def _from_entries(
     """
     entries = content.get("entries", [])
     if not entries and content.get("recorder") == _DUMP_NCCL:
-        return _from_counters(content)
+        return {MAIN_GROUP: {each.number: each for each in _from_counters(content)}}
     of_nccl = (beside or {}).get("pg_config", {})
     newest = {_name_of_group(entry): entry.get("pg_id") for entry in entries}
     groups: dict[str, dict[int, Collective]] = defaultdict(dict)
@@ -375,6 +387,11 @@ def _from_entries(
             collective = _collective(entry, content, is_second=entry["process_group"][0] in of_nccl)
             # The members of a coalesced call never complete; the entry of the whole call comes last.
             groups[collective.group][collective.number] = collective
+    return groups
+
+
+def _flat(groups: dict[str, dict[int, Collective]]) -> tuple[Collective, ...]:
+    """Return the entries that matter; see `_KEPT`."""
     return tuple(each for group in groups.values() for each in _kept(list(group.values())))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._wire.exceptions import is_library, point_to_point_in
 from ddpsafe._wire.messages import Collective, Frame, Position, ThreadStack, Whereabouts
-from ddpsafe._worker.torch_hooks import read_flight_recorders, read_groups
+from ddpsafe._worker.torch_hooks import read_groups, read_recorders
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -62,8 +62,10 @@ def read_whereabouts() -> Whereabouts:
         and (frame := frames.get(thread.ident or 0)) is not None
     ]
     stack = ThreadStack(name=main.name, frames=_read_stack(mine))
+    collectives, arrivals = read_recorders(asks_events=False)
     position = Position(
-        collectives=read_flight_recorders(asks_events=False),
+        collectives=collectives,
+        arrivals=arrivals,
         point_to_point=point_to_point_in(mine),
     )
     newest = position.newest()

@@ -29,6 +29,7 @@ from ddpsafe._launcher.diagnosis.evidence import (
     read_new_stack,
 )
 from ddpsafe._launcher.diagnosis.root_cause import find_root_cause
+from ddpsafe._launcher.diagnosis.stragglers import Straggler, find_stragglers
 from ddpsafe._launcher.diagnosis.wait_graph import Deadlock, RankView, find_deadlock, unchanged
 from ddpsafe._launcher.watch.status import Rates, StatusSocket, answer
 from ddpsafe._logging import get_logger
@@ -427,6 +428,7 @@ class LiveWatch:
             "attempt": spec.attempt,
             "world_size": spec.world.world_size,
             "longest_step_s": round(self.longest_s, 3),
+            "stragglers": [each.as_json() for each in self._find_stragglers(answers)],
             "ranks": [
                 self._facts_of(worker, answers.get(worker.rank), stacks.get(worker.rank))
                 for worker in self._workers
@@ -435,6 +437,12 @@ class LiveWatch:
         for connection in self._asked_by:
             answer(connection, facts)
         self._asked_by, self._wants_stacks = [], False
+
+    def _find_stragglers(self, answers: dict[int, Whereabouts]) -> list[Straggler]:
+        return find_stragglers(
+            {rank: at.position.arrivals for rank, at in answers.items()},
+            {worker.rank: worker.spec.world.node_rank for worker in self._workers},
+        )
 
     def _facts_of(
         self, worker: Worker, at: Whereabouts | None, stack: list[Frame] | None
