@@ -123,7 +123,10 @@ def gather_exact(
     specs = gather_json(spec, group)
     _refuse_misfits(specs)
     index = np.concatenate(
-        [_as_index(part) for part in gather_rows(as_rows(torch.from_numpy(own)), group)]
+        [
+            part.numpy().reshape(-1).view(np.int64)
+            for part in gather_rows(as_rows(torch.from_numpy(own)), group)
+        ]
     )
     order = _check_cover(index, n, duplicates)
     # The form is that of a rank with samples: one without cannot know it.
@@ -209,10 +212,6 @@ def _refuse_misfits(specs: list[dict[str, Any]]) -> None:
                 details=problems[1:],
             )
         )
-
-
-def _as_index(rows: torch.Tensor) -> NDArray[np.int64]:
-    return rows.numpy().reshape(-1).view(np.int64)
 
 
 def _check_cover(

@@ -233,7 +233,7 @@ class WindowPlan:
 
     def open_segment(self, place: Place) -> tuple[Segment, int]:
         """Return the segment to read next from `place`, and how many samples it has."""
-        left = self._left_in_window(place)
+        left = place.segments[-1].end - place.consumed() if place.segments else 0
         last = place.segments[-1] if place.segments else None
         if last is not None and last.batch == self.batch:
             return last, left + last.batch * last.delivered
@@ -243,9 +243,6 @@ class WindowPlan:
         # What is left of a window planned with another size is filled up to whole batches.
         end = min(self.n, last.end + -left % self.batch)
         return Segment(batch=self.batch, delivered=0, end=end), left + end - last.end
-
-    def _left_in_window(self, place: Place) -> int:
-        return place.segments[-1].end - place.consumed() if place.segments else 0
 
     def steps(self, place: Place) -> int:
         """Return how many global batches are left."""
@@ -262,11 +259,10 @@ class WindowPlan:
             batches -= left
             place = Place(start=segment.end)
             whole, batches = divmod(batches, max(1, self.window))
-            place = Place(start=min(self.n, place.start + whole * self._window_size()))
+            place = Place(
+                start=min(self.n, place.start + whole * (max(1, self.window) * self.batch))
+            )
         return place
-
-    def _window_size(self) -> int:
-        return max(1, self.window) * self.batch
 
     @staticmethod
     def _within(place: Place, segment: Segment, batches: int) -> Place:
