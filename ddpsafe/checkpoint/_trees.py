@@ -136,7 +136,7 @@ def size_bytes(tree: object) -> int:
     return sum(storages.values()) + others + 256 * len(storages)
 
 
-def pieces(tensor: torch.Tensor) -> list[torch.Tensor]:  # noqa: PLR0911 - one for each layout
+def pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return what a tensor's values lie in; for a sparse or a nested one that is several tensors."""
     import torch
 

@@ -40,7 +40,11 @@ def gather_rows(rows: torch.Tensor, group: ProcessGroup | None) -> list[torch.Te
     size = group_size(group)
     if size == 1:
         return [rows.cpu()]
-    device = _device_of(group)
+    # A backend for the CPU needs no copy and no device; NCCL alone has none.
+    if "cpu:" in str(dist.get_backend_config(group)):
+        device = torch.device("cpu")
+    else:
+        device = torch.device("cuda", torch.cuda.current_device())
     own = torch.tensor([len(rows)], dtype=torch.int64, device=device)
     counts = [torch.empty_like(own) for _ in range(size)]
     dist.all_gather(counts, own, group=group)
@@ -59,13 +63,6 @@ def gather_json(value: object, group: ProcessGroup | None) -> list[Any]:
     return [json.loads(part.numpy().tobytes()) for part in gather_rows(rows, group)]
 
 
-def _device_of(group: ProcessGroup | None) -> torch.device:
-    # A backend for the CPU needs no copy and no device; NCCL alone has none.
-    if "cpu:" in str(dist.get_backend_config(group)):
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 def as_rows(values: torch.Tensor) -> torch.Tensor:
     """Return (k, ...) of any dtype as the same bytes, (k, w) uint8."""
     width = math.prod(values.shape[1:])
@@ -76,7 +73,7 @@ def as_rows(values: torch.Tensor) -> torch.Tensor:
     return rows.copy_(values.detach().reshape(len(values), width)).view(torch.uint8)
 
 
-def encode(value: Any) -> Any:  # noqa: PLR0911 - a table of types
+def encode(value: Any) -> Any:
     """Return JSON that `decode` turns into an equal value of the same types.
 
     Raises:
@@ -107,7 +104,7 @@ def encode(value: Any) -> Any:  # noqa: PLR0911 - a table of types
     raise TypeError(message)
 
 
-def decode(form: Any) -> Any:  # noqa: PLR0911 - a table of types
+def decode(form: Any) -> Any:
     """Return the value that `encode` was given; tensors come back on the CPU."""
     if isinstance(form, list):
         return [decode(part) for part in form]

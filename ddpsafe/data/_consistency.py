@@ -75,8 +75,9 @@ def view_dataset(
     name = name.removeprefix("__main__.")
     if key is not None and length is not None:
         return _view(length, f"{name} by key", range(length), lambda i: stable_text(key(i)))
-    own = _own_fingerprint(dataset)
-    if own is not None:
+    method, value = getattr(dataset, "fingerprint", None), getattr(dataset, "_fingerprint", None)
+    if callable(method) or isinstance(value, str):
+        own = str(method()) if callable(method) else str(value)
         return _view(length, f"{name} by its fingerprint", range(1), lambda _: own)
     listing = _listing(dataset)
     if listing is not None:
@@ -96,14 +97,6 @@ def _view(
     length: int | None, kind: str, indices: range | list[int], item: Callable[[int], str]
 ) -> DatasetView:
     return DatasetView(length=length, kind=kind, indices=indices, item=item)
-
-
-def _own_fingerprint(dataset: Any) -> str | None:
-    method = getattr(dataset, "fingerprint", None)
-    if callable(method):
-        return str(method())
-    value = getattr(dataset, "_fingerprint", None)
-    return value if isinstance(value, str) else None
 
 
 def _listing(dataset: Any) -> Any:
@@ -234,8 +227,36 @@ def check_dataset_consistency(
         )
     view, report, error = _examine(dataset, probes, key, facts or {})
     reports = gather_json(report, group)
-    _refuse_broken(reports, error)
-    _refuse_differing_facts(reports)
+    broken = [rank for rank, report in enumerate(reports) if report["error"]]
+    if len(broken) == len(reports) and error is not None:
+        raise error  # an error of the dataset itself: ranks do not differ in it
+    if broken:
+        raise DatasetInconsistencyError(
+            Explanation(
+                f"{ranks_text(broken)} of {len(reports)} could not read the dataset: "
+                f"{reports[broken[0]]['error']}.",
+                cause="a file is missing or damaged there, or the storage is not mounted.",
+                fix="make the data readable on every host before training starts.",
+                details=[
+                    *(f"rank {rank}: {reports[rank]['error']}" for rank in broken[1:]),
+                    f"rank {broken[0]}: {reports[broken[0]]['traceback']}",
+                ],
+            ),
+            ranks=broken,
+        ) from error
+    for fact in sorted({fact for report in reports for fact in report["facts"]}):
+        values = [report["facts"].get(fact) for report in reports]
+        odd = _minority(values)
+        if odd:
+            raise DatasetInconsistencyError(
+                Explanation(
+                    f"{ranks_text(odd)} of {len(reports)} {'has' if len(odd) == 1 else 'have'} "
+                    f"another {fact}: {values[odd[0]]}, where the others have {_majority(values)}.",
+                    cause="it is computed or configured per rank.",
+                    fix=f"give every rank the same {fact}.",
+                ),
+                ranks=odd,
+            )
     if len({entry["fingerprint"] for entry in reports}) > 1:
         assert view is not None, "a rank without a view has reported an error"  # noqa: S101 - our own invariant
         _refuse_differing_data(view, reports, group)
@@ -294,43 +315,6 @@ def _examine(
         "compared": len(view.indices),
     }
     return view, report, None
-
-
-def _refuse_broken(reports: list[dict[str, Any]], error: Exception | None) -> None:
-    broken = [rank for rank, report in enumerate(reports) if report["error"]]
-    if len(broken) == len(reports) and error is not None:
-        raise error  # an error of the dataset itself: ranks do not differ in it
-    if broken:
-        raise DatasetInconsistencyError(
-            Explanation(
-                f"{ranks_text(broken)} of {len(reports)} could not read the dataset: "
-                f"{reports[broken[0]]['error']}.",
-                cause="a file is missing or damaged there, or the storage is not mounted.",
-                fix="make the data readable on every host before training starts.",
-                details=[
-                    *(f"rank {rank}: {reports[rank]['error']}" for rank in broken[1:]),
-                    f"rank {broken[0]}: {reports[broken[0]]['traceback']}",
-                ],
-            ),
-            ranks=broken,
-        ) from error
-
-
-def _refuse_differing_facts(reports: list[dict[str, Any]]) -> None:
-    for name in sorted({name for report in reports for name in report["facts"]}):
-        values = [report["facts"].get(name) for report in reports]
-        odd = _minority(values)
-        if odd:
-            raise DatasetInconsistencyError(
-                Explanation(
-                    f"{ranks_text(odd)} of {len(reports)} {_have(odd)} another {name}: "
-                    f"{values[odd[0]]}, "
-                    f"where the others have {_majority(values)}.",
-                    cause="it is computed or configured per rank.",
-                    fix=f"give every rank the same {name}.",
-                ),
-                ranks=odd,
-            )
 
 
 def _refuse_differing_data(
@@ -407,10 +391,6 @@ def _majority(values: list[Any]) -> Any:
 def _minority(values: list[Any]) -> list[int]:
     usual = _majority(values)
     return [rank for rank, value in enumerate(values) if value != usual]
-
-
-def _have(ranks: list[int]) -> str:
-    return "has" if len(ranks) == 1 else "have"
 
 
 def loader_facts(loader: Any) -> dict[str, object]:

@@ -116,12 +116,40 @@ def gather_exact(
     leaves: dict[str, Any] = {}
     try:
         own = _indices(indices)
-        leaves = _to_leaves(values)
+        # Tensors and arrays as they are and lists encoded, by the text of their key.
+        parts = {_WHOLE: values}
+        if isinstance(values, Mapping):
+            parts = {json.dumps(encode(key)): part for key, part in values.items()}
+        leaves = {
+            name: part if isinstance(part, torch.Tensor | np.ndarray) else encode(list(part))
+            for name, part in parts.items()
+        }
         spec = _describe(leaves, len(own), named=isinstance(values, Mapping))
     except Exception as error:  # noqa: BLE001 - raised on every rank: alone, it would leave the others waiting
         spec = {"error": str(error) or type(error).__name__}
     specs = gather_json(spec, group)
-    _refuse_misfits(specs)
+    problems = [f"rank {rank}: {spec['error']}" for rank, spec in enumerate(specs) if spec["error"]]
+    if not problems:
+        forms = {
+            rank: {
+                name: f"{leaf['kind']} {leaf['dtype']} {leaf['shape']}"
+                for name, leaf in spec["leaves"].items()
+            }
+            for rank, spec in enumerate(specs)
+            if spec["count"]
+        }
+        usual = next(iter(forms.values()), {})
+        if any(form != usual for form in forms.values()):
+            problems = [f"rank {rank}: the values are {form}" for rank, form in forms.items()]
+    if problems:
+        raise DataConfigError(
+            Explanation(
+                f"The results cannot be gathered: {problems[0]}.",
+                cause="ranks computed different things, or kept results of some batches only.",
+                fix="append results and indices of every batch, the same on every rank.",
+                details=problems[1:],
+            )
+        )
     index = np.concatenate(
         [
             part.numpy().reshape(-1).view(np.int64)
@@ -145,17 +173,6 @@ def gather_exact(
 def _indices(indices: Iterable[int]) -> NDArray[np.int64]:
     listed = indices.tolist() if isinstance(indices, torch.Tensor | np.ndarray) else indices
     return np.asarray([require_int(index, "an index") for index in listed], dtype=np.int64)
-
-
-def _to_leaves(values: Any) -> dict[str, Any]:
-    """Return tensors and arrays as they are and lists encoded, by the text of their key."""
-    parts = {_WHOLE: values}
-    if isinstance(values, Mapping):
-        parts = {json.dumps(encode(key)): part for key, part in values.items()}
-    return {
-        name: part if isinstance(part, torch.Tensor | np.ndarray) else encode(list(part))
-        for name, part in parts.items()
-    }
 
 
 def _describe(leaves: Mapping[str, Any], count: int, *, named: bool) -> dict[str, Any]:
@@ -187,31 +204,6 @@ def _describe(leaves: Mapping[str, Any], count: int, *, named: bool) -> dict[str
         shape = list(leaf.shape[1:]) if is_array else []
         specs[name] = {"kind": kind, "dtype": dtype, "shape": shape}
     return {"error": None, "leaves": specs, "named": named, "count": count}
-
-
-def _refuse_misfits(specs: list[dict[str, Any]]) -> None:
-    problems = [f"rank {rank}: {spec['error']}" for rank, spec in enumerate(specs) if spec["error"]]
-    if not problems:
-        forms = {
-            rank: {
-                name: f"{leaf['kind']} {leaf['dtype']} {leaf['shape']}"
-                for name, leaf in spec["leaves"].items()
-            }
-            for rank, spec in enumerate(specs)
-            if spec["count"]
-        }
-        usual = next(iter(forms.values()), {})
-        if any(form != usual for form in forms.values()):
-            problems = [f"rank {rank}: the values are {form}" for rank, form in forms.items()]
-    if problems:
-        raise DataConfigError(
-            Explanation(
-                f"The results cannot be gathered: {problems[0]}.",
-                cause="ranks computed different things, or kept results of some batches only.",
-                fix="append results and indices of every batch, the same on every rank.",
-                details=problems[1:],
-            )
-        )
 
 
 def _check_cover(

@@ -68,7 +68,10 @@ class EvenSteps(Generic[T]):
         source = iter(self._loader)
         last: T | None = None
         for step in itertools.count():
-            batch, has_batch = _next_or_none(source)
+            try:
+                batch, has_batch = next(source), True
+            except StopIteration:
+                batch, has_batch = None, False
             # Positions are equal on all ranks: each counts the steps, whatever it has fetched.
             getattr(source, "count_as_used", _ignore)(step)
             votes = self._vote(self._size(batch) if has_batch else -1)  # type: ignore[arg-type]  # a batch
@@ -81,25 +84,18 @@ class EvenSteps(Generic[T]):
                 return
             last = batch if has_batch else last
             # The batch of the next step is decided; its weight holds while it is used.
-            self._weigh(counts, has_batch=has_batch)
-
-    def _weigh(self, counts: list[int], *, has_batch: bool) -> None:
-        if self._policy != "dummy":
-            return
-        total = sum(count for count in counts if count > 0)
-        own = max(0, counts[dist.get_rank(self._group)]) if has_batch else 0
-        self.weight = len(counts) * own / max(1, total)
+            if self._policy == "dummy":
+                total = sum(count for count in counts if count > 0)
+                mine = max(0, counts[dist.get_rank(self._group)]) if has_batch else 0
+                self.weight = len(counts) * mine / max(1, total)
 
     def _vote(self, count: int) -> _Votes:
         own = torch.tensor([count], dtype=torch.int64)
         every = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
-        return _Votes(every, dist.all_gather(every, own, group=self._cpu_group(), async_op=True))
-
-    def _cpu_group(self) -> ProcessGroup | None:
         # A group of its own: votes must not queue behind gradients, or wait for the device.
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
-        return self._group
+        return _Votes(every, dist.all_gather(every, own, group=self._group, async_op=True))
 
     def _goes_on(self, counts: list[int], step: int) -> bool:
         finished = [rank for rank, count in enumerate(counts) if count < 0]
@@ -107,10 +103,29 @@ class EvenSteps(Generic[T]):
             return not finished
         if self._policy == "dummy":
             if step == 0:
-                raise _nothing_to_repeat(finished, len(counts))
+                have = "has" if len(finished) == 1 else "have"
+                raise UnevenStepsError(
+                    Explanation(
+                        f"{ranks_text(finished)} (world_size {len(counts)}) {have} no batch at all "
+                        "that could be repeated.",
+                        cause="the dataset is smaller than the world, or its files are divided unevenly.",
+                        fix="use fewer ranks, or policy='join'.",
+                    ),
+                    finished_ranks=finished,
+                    step=0,
+                )
             return True
         if self._policy == "error":
-            raise _uneven(finished, len(counts), step)
+            raise UnevenStepsError(
+                Explanation(
+                    f"{ranks_text(finished)} (world_size {len(counts)}) ran out of batches after "
+                    f"{step} steps; the others have more.",
+                    cause="a stream or its files are divided unevenly, or drop_last differs.",
+                    fix="policy='min' stops all ranks here, 'dummy' lets the others finish.",
+                ),
+                finished_ranks=finished,
+                step=step,
+            )
         logger.warning(
             "stopped after %d steps: %d of %d ranks have no further batch",
             step,
@@ -163,7 +178,12 @@ def even_steps(
     if policy not in get_args(Policy):
         raise _bad(f"there is no policy {policy!r}", f"choose one of {get_args(Policy)}")
     if policy == "join":
-        _check_joinable(model)
+        modules: Callable[[], Iterable[object]] = getattr(_require_model(model), "modules", list)
+        if any(isinstance(module, torch.nn.SyncBatchNorm) for module in modules()):
+            raise _bad(
+                "policy='join' cannot answer for SyncBatchNorm, which would hang",
+                "use policy='min' or 'dummy'",
+            )
     return EvenSteps(loader, policy=policy, model=model, size=size or batch_length, group=group)
 
 
@@ -188,51 +208,8 @@ def _require_model(model: Joinable | None) -> Joinable:
     return model
 
 
-def _check_joinable(model: Joinable | None) -> None:
-    modules = getattr(_require_model(model), "modules", list)
-    if any(isinstance(module, torch.nn.SyncBatchNorm) for module in modules()):
-        raise _bad(
-            "policy='join' cannot answer for SyncBatchNorm, which would hang",
-            "use policy='min' or 'dummy'",
-        )
-
-
-def _next_or_none(source: Iterator[T]) -> tuple[T | None, bool]:
-    try:
-        return next(source), True
-    except StopIteration:
-        return None, False
-
-
 def _ignore(*_: int) -> None:
     """Stand for what an iterator that is not ddpsafe's does not have."""
-
-
-def _uneven(finished: list[int], world_size: int, step: int) -> UnevenStepsError:
-    ranks = ranks_text(finished)
-    return UnevenStepsError(
-        Explanation(
-            f"{ranks} (world_size {world_size}) ran out of batches after {step} steps; the "
-            "others have more.",
-            cause="a stream or its files are divided unevenly, or drop_last differs.",
-            fix="policy='min' stops all ranks here, 'dummy' lets the others finish.",
-        ),
-        finished_ranks=finished,
-        step=step,
-    )
-
-
-def _nothing_to_repeat(empty: list[int], world_size: int) -> UnevenStepsError:
-    ranks, have = ranks_text(empty), "has" if len(empty) == 1 else "have"
-    return UnevenStepsError(
-        Explanation(
-            f"{ranks} (world_size {world_size}) {have} no batch at all that could be repeated.",
-            cause="the dataset is smaller than the world, or its files are divided unevenly.",
-            fix="use fewer ranks, or policy='join'.",
-        ),
-        finished_ranks=empty,
-        step=0,
-    )
 
 
 def _bad(what: str, fix: str) -> DataConfigError:

@@ -45,7 +45,13 @@ def sorted_files(
             )
         )
     wanted = None if suffixes is None else {suffix.lower() for suffix in suffixes}
-    found = [path for path in top.glob(pattern) if _is_wanted(path, top, wanted)]
+    found = [
+        path
+        for path in top.glob(pattern)
+        if (wanted is None or path.suffix.lower() in wanted)
+        and not any(part.startswith(".") for part in path.relative_to(top).parts)
+        and path.is_file()
+    ]
     if not found:
         raise DataConfigError(
             Explanation(
@@ -56,9 +62,3 @@ def sorted_files(
             )
         )
     return sorted(found, key=lambda path: os.fsencode(path.relative_to(top).as_posix()))
-
-
-def _is_wanted(path: Path, top: Path, suffixes: Collection[str] | None) -> bool:
-    hidden = any(part.startswith(".") for part in path.relative_to(top).parts)
-    fits = suffixes is None or path.suffix.lower() in suffixes
-    return fits and not hidden and path.is_file()

@@ -79,9 +79,6 @@ class ShardedIterable(IterableDataset[T], Generic[T]):
         self._num_workers = 0
         self._consumed = 0
         self._finished = False
-        self._check()
-
-    def _check(self) -> None:
         if self.shard not in get_args(Shard) or self.even not in {*get_args(Even), None}:
             raise _bad(
                 f"shard={self.shard!r} with even={self.even!r} is unknown",
@@ -163,9 +160,7 @@ class ShardedIterable(IterableDataset[T], Generic[T]):
             if self.even != "truncate" or slot == self.num_replicas - 1:
                 yield from held
                 held.clear()
-        yield from self._last_round(place + 1)
-
-    def _last_round(self, total: int) -> Iterator[T]:
+        total = place + 1
         missing = -total % self.num_replicas
         if missing == 0 or self.even in {None, "truncate"}:
             return

@@ -85,7 +85,9 @@ class PerProcess(Generic[T]):
         self._pid = os.getpid()
         self._inherited = inherited
         _alive.add(self)
-        _install_fork_hook()
+        if not _hook_installed.is_set():
+            _hook_installed.set()
+            os.register_at_fork(after_in_child=_park_all)
 
     @property
     def opened_before_fork(self) -> bool:
@@ -111,11 +113,20 @@ class PerProcess(Generic[T]):
             if key in self._values:
                 return self._values[key]
             if self._inherited:
-                self._warn_inherited()
+                self._inherited = False
+                warnings.warn(
+                    f"{self.name} was opened before this process was forked. It is opened again here; "
+                    "avoid reading from the dataset before the workers start.",
+                    ResourceWarning,
+                    stacklevel=3,
+                )
             try:
                 value = self._factory(*self._args)
             except Exception as error:
-                add_note(error, f"While opening {self.name}{self._args!r} in {_whereabouts()}.")
+                info = get_worker_info()
+                worker = "the main process" if info is None else f"DataLoader worker {info.id}"
+                where = f"{worker} of rank {current_replica().rank}"
+                add_note(error, f"While opening {self.name}{self._args!r} in {where}.")
                 raise
             self._values[key] = value
             self._closers[key] = util.Finalize(
@@ -142,15 +153,6 @@ class PerProcess(Generic[T]):
         for closer in self._closers.values():
             closer.cancel()
         self._start_empty(inherited=inherited)
-
-    def _warn_inherited(self) -> None:
-        self._inherited = False
-        warnings.warn(
-            f"{self.name} was opened before this process was forked. It is opened again here; "
-            "avoid reading from the dataset before the workers start.",
-            ResourceWarning,
-            stacklevel=4,
-        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle how to make the value, never the value."""
@@ -205,18 +207,6 @@ def _check_arguments(factory: object, scope: str) -> None:
 def _close_value(close: Callable[[T], object] | None, value: T) -> None:
     if close is not None:
         close(value)
-
-
-def _whereabouts() -> str:
-    info = get_worker_info()
-    worker = "the main process" if info is None else f"DataLoader worker {info.id}"
-    return f"{worker} of rank {current_replica().rank}"
-
-
-def _install_fork_hook() -> None:
-    if not _hook_installed.is_set():
-        _hook_installed.set()
-        os.register_at_fork(after_in_child=_park_all)
 
 
 def _park_all() -> None:

@@ -43,7 +43,18 @@ def resolve_replica(num_replicas: int | None, rank: int | None) -> Replica:
             ranks (``WORLD_SIZE``) while no process group exists that could tell them apart.
     """
     if num_replicas is None or rank is None:
-        _refuse_unborn_group()
+        # Reading as a world of one here would feed every rank the same data, silently.
+        announced = os.environ.get("WORLD_SIZE", "1")
+        if not has_group() and announced.isdigit() and int(announced) > 1:
+            raise DataConfigError(
+                Explanation(
+                    f"WORLD_SIZE is {announced}, but this process has no process group yet.",
+                    cause="the sampler or loader is made before setup(), or in a helper process "
+                    "that inherited a rank's environment.",
+                    fix="make it after ddpsafe.setup() / init_process_group(), or pass "
+                    "num_replicas and rank.",
+                )
+            )
     current = current_replica()
     replica = Replica(
         num_replicas=current.num_replicas if num_replicas is None else num_replicas,
@@ -80,19 +91,3 @@ def local_world_size() -> int:
     """Return how many ranks the launcher says this machine has; 1 without a launcher."""
     announced = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return int(announced) if announced.isdigit() else 1
-
-
-def _refuse_unborn_group() -> None:
-    # Reading as a world of one here would feed every rank the same data, silently.
-    announced = os.environ.get("WORLD_SIZE", "1")
-    if has_group() or not announced.isdigit() or int(announced) <= 1:
-        return
-    raise DataConfigError(
-        Explanation(
-            f"WORLD_SIZE is {announced}, but this process has no process group yet.",
-            cause="the sampler or loader is made before setup(), or in a helper process "
-            "that inherited a rank's environment.",
-            fix="make it after ddpsafe.setup() / init_process_group(), or pass "
-            "num_replicas and rank.",
-        )
-    )

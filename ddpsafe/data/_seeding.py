@@ -109,21 +109,26 @@ class WorkerInit:
 
     def __call__(self, worker_id: int) -> None:
         """Run in the worker, before it reads anything."""
-        _name_process(f"data_worker_{worker_id}")
-        self._seed(worker_id)
-        _hide_follower(worker_id, self.seed, self.rank())
-        if self.user_fn is not None:
-            self.user_fn(worker_id)
-
-    def _seed(self, worker_id: int) -> None:
+        # What ps, top and the launcher's report of a hang show beside the pid; Linux keeps 15 letters.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/comm").write_text(f"data_worker_{worker_id}", encoding="ascii")
+        rank, info = self.rank(), get_worker_info()
         epoch = None if self.board is None else self.board.epoch()
         if epoch is not None:
-            seed_worker(self.seed, epoch, self.rank(), worker_id)
-            return
-        # Another loader (Accelerate, Lightning) rebuilt itself from ours and starts the
-        # workers: torch's own seed is then what changes from epoch to epoch.
-        info = get_worker_info()
-        _seed_everything([self.seed, info.seed if info else 0, self.rank(), worker_id])
+            seed_worker(self.seed, epoch, rank, worker_id)
+        else:
+            # Another loader (Accelerate, Lightning) rebuilt itself from ours and starts the
+            # workers: torch's own seed is then what changes from epoch to epoch.
+            _seed_everything([self.seed, info.seed if info else 0, rank, worker_id])
+        if info is not None and isinstance(info.dataset, FollowedDataset):
+            follower = info.dataset
+            follower.enter_worker(
+                worker_id, lambda epoch: seed_worker(self.seed, epoch, rank, worker_id), rank
+            )
+            # Worker init functions configure get_worker_info().dataset: give them the user's own.
+            object.__setattr__(info, "dataset", follower.dataset)
+        if self.user_fn is not None:
+            self.user_fn(worker_id)
 
     def rank(self) -> int:
         """Return the rank that owns the worker; a forked worker still knows the group."""
@@ -132,19 +137,3 @@ class WorkerInit:
     def __getstate__(self) -> dict[str, Any]:
         """Take the rank along: a spawned worker has no process group to ask."""
         return {**self.__dict__, "_rank": self.rank()}
-
-
-def _name_process(name: str) -> None:
-    # What ps, top and the launcher's report of a hang show beside the pid; Linux keeps 15 letters.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/comm").write_text(name, encoding="ascii")
-
-
-def _hide_follower(worker_id: int, seed: int, rank: int) -> None:
-    info = get_worker_info()
-    if info is None or not isinstance(info.dataset, FollowedDataset):
-        return
-    follower = info.dataset
-    follower.enter_worker(worker_id, lambda epoch: seed_worker(seed, epoch, rank, worker_id), rank)
-    # Worker init functions configure get_worker_info().dataset: give them the user's own.
-    object.__setattr__(info, "dataset", follower.dataset)

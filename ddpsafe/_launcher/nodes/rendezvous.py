@@ -191,7 +191,7 @@ class _LocalTimes:
 _LONG_AGO: Final = datetime(2000, 1, 1, tzinfo=timezone.utc)
 
 
-def make_sealed_backend(  # noqa: C901 - a class within: torch is imported late
+def make_sealed_backend(
     store: Store, job: str, seal: Seal, last_call: timedelta = timedelta(seconds=10)
 ) -> Any:
     """Return torch's rendezvous backend behind a seal.

@@ -54,22 +54,9 @@ def build_loader(
     sampler = options.get("sampler")
     batch_sampler = options.get("batch_sampler")
     given = batch_sampler if sampler is None else sampler
-    _refuse_ignored(dataset, given, train=train, shuffle=shuffle)
-    if batch_sampler is not None and batch_size != 1:
-        raise _no_effect(f"batch_size={batch_size}", "a batch_sampler makes its own batches")
-    if sampler is None and batch_sampler is None and not isinstance(dataset, IterableDataset):
-        options["sampler"] = _sampler(dataset, train=train, shuffle=shuffle, seed=seed, agree=check)
-    loader = DataLoader(dataset, batch_size, seed=seed, **options)
-    if check:
-        fingerprint = check_dataset_consistency(dataset, facts=loader_facts(loader))
-        loader.remember_fingerprint(fingerprint)
-    return loader
-
-
-def _refuse_ignored(dataset: object, sampler: object, *, train: bool, shuffle: bool | None) -> None:
-    if sampler is not None and shuffle is not None:
+    if given is not None and shuffle is not None:
         raise _no_effect(f"shuffle={shuffle}", "the sampler that was given decides the order")
-    if sampler is not None and not train and not isinstance(sampler, EvalSampler):
+    if given is not None and not train and not isinstance(given, EvalSampler):
         raise _no_effect("train=False", "it makes an EvalSampler, but a sampler was given")
     if shuffle and not train:
         raise _no_effect("shuffle=True", "train=False reads in the order of the dataset")
@@ -77,28 +64,30 @@ def _refuse_ignored(dataset: object, sampler: object, *, train: bool, shuffle: b
         raise _no_effect("shuffle=True", "a stream comes in its own order")
     if not train and getattr(dataset, "even", None) is not None:
         raise _no_effect("train=False", "ShardedIterable(even=...) drops or repeats samples")
+    if batch_sampler is not None and batch_size != 1:
+        raise _no_effect(f"batch_size={batch_size}", "a batch_sampler makes its own batches")
+    if sampler is None and batch_sampler is None and not isinstance(dataset, IterableDataset):
+        sized: Any = dataset  # torch's Dataset declares no length
+        if not train:
+            options["sampler"] = EvalSampler(sized)
+        else:
+            order_seed = run_seed() or 0 if seed is None else seed
+            if seed is None and check:
+                # ``torch.manual_seed`` need not be equal on all ranks: rank 0's is taken.
+                seeds = gather_json(chosen_seed(), None)
+                order_seed = 0 if None in seeds else int(seeds[0])
+            options["sampler"] = DistributedSampler(
+                sized, shuffle=shuffle is not False, seed=order_seed
+            )
+            options["sampler"].takes_seed_of_state = seed is None
+    loader = DataLoader(dataset, batch_size, seed=seed, **options)
+    if check:
+        fingerprint = check_dataset_consistency(dataset, facts=loader_facts(loader))
+        loader.remember_fingerprint(fingerprint)
+    return loader
 
 
 def _no_effect(what: str, why: str) -> DataConfigError:
     return DataConfigError(
         Explanation(f"{what} would have no effect.", cause=f"{why}.", fix="leave one of them out.")
     )
-
-
-def _sampler(
-    dataset: Any, *, train: bool, shuffle: bool | None, seed: int | None, agree: bool
-) -> DistributedSampler:
-    if not train:
-        return EvalSampler(dataset)
-    chosen = _agreed_seed(agree=agree) if seed is None else seed
-    sampler = DistributedSampler(dataset, shuffle=shuffle is not False, seed=chosen)
-    sampler.takes_seed_of_state = seed is None
-    return sampler
-
-
-def _agreed_seed(*, agree: bool) -> int:
-    """Return a seed that is equal on all ranks, which ``torch.manual_seed`` need not be."""
-    if not agree:
-        return run_seed() or 0
-    seeds = gather_json(chosen_seed(), None)
-    return 0 if None in seeds else int(seeds[0])

@@ -88,10 +88,43 @@ class EpochIterator(Generic[T_co]):
 
     def __next__(self) -> T_co:
         delivery = self._delivery
-        if self._holder.epoch is not self._mark or delivery.superseded is not None:
-            self._check_current()
+        if delivery.superseded is not None:
+            if delivery.severe or delivery.batches == 0:
+                raise LateSetEpochError(
+                    Explanation(
+                        f"This iterator of epoch {int(self._mark or 0)} is no longer valid: "
+                        f"{delivery.superseded}.",
+                        cause="two loops use one loader at the same time, or an old iterator was kept.",
+                        fix="finish or drop one iteration before the next begins, or make two loaders.",
+                    )
+                )
+            if not self._outlives:
+                self._outlives = True
+                warnings.warn(
+                    f"an iterator is used further although {delivery.superseded}; only the newest "
+                    "is counted for state_dict().",
+                    DataWarning,
+                    stacklevel=2,
+                )
+        elif self._holder.epoch is not self._mark:  # set_epoch() came after iter()
+            if self._holder.epoch != self._mark:
+                raise late_set_epoch(
+                    int(self._holder.epoch), int(self._mark or 0), delivery.batches
+                )
+            self._holder.epoch = self._mark
+            delivery.chosen = True
         try:
-            batch = next(self._inner) if self._draws is None else self._next_with_own_draws()
+            if self._draws is None:
+                batch = next(self._inner)
+            else:
+                # Read with the generator of this rank's data; that of the training stays as it is.
+                outer = torch.get_rng_state()
+                torch.set_rng_state(self._draws)
+                try:
+                    batch = next(self._inner)
+                finally:
+                    self._draws = torch.get_rng_state()
+                    torch.set_rng_state(outer)
         except StopIteration:
             delivery.exhausted = True
             if self._replay is not None:
@@ -111,17 +144,6 @@ class EpochIterator(Generic[T_co]):
             look, self._look_at_first = self._look_at_first, None
             look(batch)
         return batch
-
-    def _next_with_own_draws(self) -> T_co:
-        """Read with the generator of this rank's data; that of the training stays where it is."""
-        assert self._draws is not None, "asked for with draws only"  # noqa: S101 - our own invariant
-        outer = torch.get_rng_state()
-        torch.set_rng_state(self._draws)
-        try:
-            return next(self._inner)
-        finally:
-            self._draws = torch.get_rng_state()
-            torch.set_rng_state(outer)
 
     def explain(self, error: Exception) -> Exception | None:
         """Return what is known of an error that a worker's death or silence has caused."""
@@ -143,35 +165,6 @@ class EpochIterator(Generic[T_co]):
         if name.startswith("__") or name == "_inner":
             raise AttributeError(name)
         return getattr(self._inner, name)
-
-    def _check_current(self) -> None:
-        delivery = self._delivery
-        if delivery.superseded is not None:
-            self._check_superseded(delivery.superseded)
-        elif self._holder.epoch == self._mark:
-            self._holder.epoch = self._mark
-            delivery.chosen = True
-        else:
-            raise late_set_epoch(int(self._holder.epoch), int(self._mark or 0), delivery.batches)
-
-    def _check_superseded(self, why: str) -> None:
-        delivery = self._delivery
-        if delivery.severe or delivery.batches == 0:
-            raise LateSetEpochError(
-                Explanation(
-                    f"This iterator of epoch {int(self._mark or 0)} is no longer valid: {why}.",
-                    cause="two loops use one loader at the same time, or an old iterator was kept.",
-                    fix="finish or drop one iteration before the next begins, or make two loaders.",
-                )
-            )
-        if not self._outlives:
-            self._outlives = True
-            warnings.warn(
-                f"an iterator is used further although {why}; only the newest is counted for "
-                "state_dict().",
-                DataWarning,
-                stacklevel=4,
-            )
 
 
 def late_set_epoch(asked: int, running: int, batches: int) -> LateSetEpochError:

@@ -266,7 +266,24 @@ class DataLoader(WorkerLoader[T_co]):
 
     def __iter__(self) -> _BaseDataLoaderIter:
         refuse_undivided(self)
-        epoch = self._begin_epoch()
+        epoch = AutoEpoch(self._next_epoch())
+        loop = self._current_loop()
+        if not isinstance(self._holder.epoch, AutoEpoch):  # the user set it
+            chosen = loop is None or epoch != loop.current
+        else:
+            by_dataset = loop is None and _chosen_by_dataset(self._told) is not None
+            chosen = by_dataset or self._keeps_epoch()
+        self._delivery.supersede("another iteration has begun", severe=self.persistent_workers)
+        last = self._delivery
+        holder, self._holder = self._holder, enter_epoch(self._holder, epoch)
+        chosen = chosen and holder is self._holder  # else it cannot tell whether its epoch was set
+        self._delivery = Delivery(epoch=epoch, in_loop=loop is not None, chosen=chosen)
+        if loop is not None and last.exhausted and last.epoch == epoch:
+            # The loop's epoch is complete: reading on in it moves the position no more.
+            self._delivery.complete = True
+        if self.num_workers > 0 and self._board is None:
+            self._board = EpochBoard(self.num_workers)
+        self._told = tell_epoch(self.dataset, self.collate_fn, epoch=epoch, but=self._holder)
         if self._board is not None:
             offset = self._holder.offset() if hasattr(self._holder, "offset") else 0
             self._board.announce(epoch, offset)
@@ -275,47 +292,31 @@ class DataLoader(WorkerLoader[T_co]):
             inner = super().__iter__()
         for _ in range(getattr(self._holder, "batches_to_skip", int)()):
             next(inner)
-        replay = self._replay
         for _ in range(skipped):
             next(inner)
+        # torch.manual_seed() and launch(seed=) seed torch equally on all ranks, so that models
+        # agree; augmentations drawn from it, where no worker reads, would coincide over the ranks.
+        draws = None
+        replica = current_replica()
+        if self.num_workers == 0 and replica.num_replicas > 1:
+            key = derive_keys(self._worker_seed, epoch, replica.rank, 0, count=1)[0]
+            draws = torch.Generator().manual_seed(key >> 1).get_state()
+        look_at_first = None
+        if self.num_workers > 0 and not self._measured:
+            self._measured = True
+            look_at_first = functools.partial(check_shared_memory, batches=batches_in_flight(self))
         iterator = EpochIterator(
             inner,
             self._delivery,
             self._holder,
             self._board,
-            self._first_batch_check(),
-            self._private_draws(epoch),
-            replay,
+            look_at_first,
+            draws,
+            self._replay,
             loader=self,
         )
         self._running = weakref.ref(iterator)
         return iterator  # type: ignore[return-value]  # delegates to torch's iterator
-
-    def _private_draws(self, epoch: int) -> torch.Tensor | None:
-        """Return the state of the generator that samples are read with, where no worker reads.
-
-        ``torch.manual_seed`` and ``launch(seed=)`` seed torch equally on all ranks, so that models
-        agree; augmentations drawn from it would coincide over the ranks.
-        """
-        replica = current_replica()
-        if self.num_workers > 0 or replica.num_replicas == 1:
-            return None
-        key = derive_keys(self._worker_seed, epoch, replica.rank, 0, count=1)[0]
-        return torch.Generator().manual_seed(key >> 1).get_state()
-
-    def _first_batch_check(self) -> Callable[[object], None] | None:
-        if self._measured or self.num_workers == 0:
-            return None
-        self._measured = True
-        return functools.partial(check_shared_memory, batches=batches_in_flight(self))
-
-    def _is_chosen(self, epoch: int) -> bool:
-        """Tell whether the user set the epoch that the next iteration reads."""
-        loop = self._current_loop()
-        if not isinstance(self._holder.epoch, AutoEpoch):
-            return loop is None or epoch != loop.current
-        by_dataset = loop is None and _chosen_by_dataset(self._told) is not None
-        return by_dataset or self._keeps_epoch()
 
     def _keeps_epoch(self) -> bool:
         """Tell whether the last iteration leaves its epoch: the user set it, and it was broken off."""
@@ -324,33 +325,15 @@ class DataLoader(WorkerLoader[T_co]):
             return False
         if delivery.used is not None:
             return True  # `even_steps` has looked ahead: an end met there is not that of all ranks
-        return not (delivery.exhausted or self._all_delivered())
-
-    def _all_delivered(self) -> bool:
-        """Tell whether no batch is left, though the iteration was not asked for its end."""
+        if delivery.exhausted:
+            return False
         try:
             length = len(self._index_sampler)
         except (TypeError, NotImplementedError):  # a stream, or a sampler without a length
-            return False
+            return True
+        # Where no batch is left, it was read to its end, though it was not asked for it.
         skipped = 0 if self._replay is None else self._replay.skipped()
-        return skipped + self._delivery.batches >= length
-
-    def _begin_epoch(self) -> AutoEpoch:
-        epoch = AutoEpoch(self._next_epoch())
-        chosen = self._is_chosen(epoch)
-        self._delivery.supersede("another iteration has begun", severe=self.persistent_workers)
-        last = self._delivery
-        holder, self._holder = self._holder, enter_epoch(self._holder, epoch)
-        chosen = chosen and holder is self._holder  # else it cannot tell whether its epoch was set
-        in_loop = self._current_loop() is not None
-        self._delivery = Delivery(epoch=epoch, in_loop=in_loop, chosen=chosen)
-        if in_loop and last.exhausted and last.epoch == epoch:
-            # The loop's epoch is complete: reading on in it moves the position no more.
-            self._delivery.complete = True
-        if self.num_workers > 0 and self._board is None:
-            self._board = EpochBoard(self.num_workers)
-        self._told = tell_epoch(self.dataset, self.collate_fn, epoch=epoch, but=self._holder)
-        return epoch
+        return skipped + delivery.batches < length
 
     @contextlib.contextmanager
     def _private_generator(self, epoch: int) -> Iterator[None]:
@@ -403,19 +386,16 @@ class DataLoader(WorkerLoader[T_co]):
             self._holder = enter_epoch(
                 self._holder, AutoEpoch(self._replay.load(state, strict=strict))
             )
-            self._end_persistent_workers()
+            # They hold a dataset that stands somewhere else; new ones receive the state.
+            iterator, self._iterator = self._iterator, None
+            shutdown = getattr(iterator, "_shutdown_workers", None)
+            if shutdown is not None:
+                shutdown()
         elif cursor is not None:
             cursor.load_state_dict(state, strict=strict)
         self._delivery.supersede("a state was loaded", severe=True)
         self._delivery = Delivery()
         self._running = None
-
-    def _end_persistent_workers(self) -> None:
-        # They hold a dataset that stands somewhere else; new ones receive the state.
-        iterator, self._iterator = self._iterator, None
-        shutdown = getattr(iterator, "_shutdown_workers", None)
-        if shutdown is not None:
-            shutdown()
 
     @property
     def _index_sampler(self) -> Any:

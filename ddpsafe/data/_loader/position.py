@@ -47,7 +47,13 @@ def save_state(
 def require_order(loader: DataLoader[Any]) -> None:
     """Refuse a state of a loader that delivers batches in no order."""
     if not loader.in_order:
-        raise _not_resumable("in_order=False delivers batches in no order", "in_order=True")
+        raise DataConfigError(
+            Explanation(
+                "This loader has no state: in_order=False delivers batches in no order.",
+                cause="a resume must know which samples were read, and find the others again.",
+                fix="use in_order=True.",
+            )
+        )
 
 
 def _resolve(loader: DataLoader[Any]) -> tuple[Cursor, int, bool] | None:
@@ -74,13 +80,3 @@ def _used(delivery: Delivery, batches: int | None) -> int:
             )
         )
     return used
-
-
-def _not_resumable(why: str, instead: str) -> DataConfigError:
-    return DataConfigError(
-        Explanation(
-            f"This loader has no state: {why}.",
-            cause="a resume must know which samples were read, and find the others again.",
-            fix=f"use {instead}.",
-        )
-    )

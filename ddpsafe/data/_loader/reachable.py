@@ -128,7 +128,7 @@ def parts_of(path: str, item: Any, *, into_c: bool = True) -> Iterable[Part]:
         return ()
 
 
-def _parts(path: str, item: Any) -> Iterable[Part]:  # noqa: C901, PLR0911 - a table of kinds
+def _parts(path: str, item: Any) -> Iterable[Part]:  # noqa: PLR0911 - a table of kinds
     kind: type = type(item)
     if issubclass(kind, _OPAQUE) or is_writer(kind) or is_standard_stream(item):
         return ()
@@ -424,7 +424,7 @@ def _undo_of(item: Any) -> list[Callable[[], bool]]:
     return steps
 
 
-def _steps(item: Any) -> Iterator[Callable[[], bool]]:  # noqa: C901, PLR0912 - a table of kinds
+def _steps(item: Any) -> Iterator[Callable[[], bool]]:  # noqa: C901 - a table of kinds
     kind: type = type(item)
     if issubclass(kind, dict):
         yield functools.partial(_restore_dict, item, dict(item))

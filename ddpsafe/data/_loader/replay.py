@@ -442,7 +442,18 @@ class Replay:
             if owner is None:
                 for batch in itertools.islice(batches, self._base):
                     checksum = zlib.crc32(repr(batch).encode(), checksum or 0)
-                self._check_replay(checksum)
+                expected = self._start.checksum
+                if self._base and expected is not None and checksum != expected:
+                    raise StateMismatchError(
+                        Explanation(
+                            f"{self._name()} draws other indices than before the state "
+                            f"was saved, so the {self._base} batches that were read are not known.",
+                            cause="its order depends on something that the state does not hold: Python's or "
+                            "numpy's generator, a counter, the time.",
+                            fix="give the sampler state_dict() and load_state_dict(), draw from a "
+                            "torch.Generator, or use ddpsafe.data.DistributedSampler.",
+                        )
+                    )
             else:
                 checksum = self._start.checksum
             first = next(batches, Skip)
@@ -454,20 +465,6 @@ class Replay:
             state = None if owner is None else copy.deepcopy(owner.state_dict())
             self._drawn.append(_Drawn(checksum, state))
             yield batch
-
-    def _check_replay(self, checksum: int | None) -> None:
-        expected = self._start.checksum
-        if self._base and expected is not None and checksum != expected:
-            raise StateMismatchError(
-                Explanation(
-                    f"{self._name()} draws other indices than before the state "
-                    f"was saved, so the {self._base} batches that were read are not known.",
-                    cause="its order depends on something that the state does not hold: Python's or "
-                    "numpy's generator, a counter, the time.",
-                    fix="give the sampler state_dict() and load_state_dict(), draw from a "
-                    "torch.Generator, or use ddpsafe.data.DistributedSampler.",
-                )
-            )
 
 
 class TrackedIndices:

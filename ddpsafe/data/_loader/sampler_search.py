@@ -153,8 +153,21 @@ def refuse_undivided(loader: DataLoader[Any]) -> None:
     chain = samplers_of(loader)
     divided = [item for item in chain if isinstance(getattr(item, "num_replicas", None), int)]
     if divided:
-        _check_division(divided[0], world)
-    elif isinstance(loader.dataset, IterableDataset):
+        sampler = divided[0]
+        replicas = sampler.num_replicas
+        # Fewer replicas than ranks is right where ranks share a model (tensor parallel).
+        if world.num_replicas % replicas == 0:
+            return
+        raise DataConfigError(
+            Explanation(
+                f"{type(sampler).__name__} divides the data by {replicas}, but the world has "
+                f"{world.num_replicas} ranks.",
+                cause="num_replicas was given by hand, or the sampler was made before the process "
+                "group: samples would be lost or read twice.",
+                fix="leave num_replicas and rank out, and make the sampler after the process group.",
+            )
+        )
+    if isinstance(loader.dataset, IterableDataset):
         warnings.warn(
             f"{type(loader.dataset).__name__} is read by {world.num_replicas} ranks; unless it "
             "divides itself, each of them sees every sample. ddpsafe.data.ShardedIterable does.",
@@ -175,21 +188,5 @@ def _missing(sampler: object, world: Replica) -> MissingDistributedSamplerError:
             fix=f"DataLoader(dataset, sampler=DistributedSampler(dataset, shuffle={shuffle})); "
             "for evaluation sampler=EvalSampler(dataset). If this rank is meant to read "
             "everything: DistributedSampler(dataset, num_replicas=1, rank=0).",
-        )
-    )
-
-
-def _check_division(sampler: Any, world: Replica) -> None:
-    replicas = sampler.num_replicas
-    # Fewer replicas than ranks is right where ranks share a model (tensor parallel).
-    if world.num_replicas % replicas == 0:
-        return
-    raise DataConfigError(
-        Explanation(
-            f"{type(sampler).__name__} divides the data by {replicas}, but the world has "
-            f"{world.num_replicas} ranks.",
-            cause="num_replicas was given by hand, or the sampler was made before the process "
-            "group: samples would be lost or read twice.",
-            fix="leave num_replicas and rank out, and make the sampler after the process group.",
         )
     )

@@ -89,7 +89,27 @@ def _explain(
     dataset = getattr(getattr(iterator, "_dataset", None), "dataset", None)
     for worker, process in enumerate(workers):
         if process.exitcode not in {None, 0}:
-            return _died(worker, process, board, dataset)
+            replica = current_replica()
+            index = None if board is None else board.reading(worker)
+            path = sample_path(dataset, index)
+            exitcode = process.exitcode or 0
+            reading = "before it read anything" if index is None else f"while it read index {index}"
+            cause, fix, details = _why(exitcode)
+            return WorkerDiedError(
+                Explanation(
+                    f"DataLoader worker {worker} (pid {process.pid}) of rank {replica.rank} "
+                    f"(world_size {replica.num_replicas}) {_how(exitcode)} {reading}"
+                    f"{f' ({path})' if path else ''}.",
+                    cause=cause,
+                    fix=fix,
+                    details=details,
+                ),
+                rank=replica.rank,
+                worker=worker,
+                pid=process.pid,
+                exitcode=exitcode,
+                index=index,
+            )
     if str(error).startswith("DataLoader timed out after"):
         return _timed_out(iterator, board, dataset)
     return None
@@ -131,32 +151,6 @@ def _timed_out(iterator: Any, board: EpochBoard | None, dataset: object) -> Work
 def _pid(iterator: Any, worker: int) -> int | None:
     pid: int | None = iterator._workers[worker].pid  # noqa: SLF001 - torch has no public name for it
     return pid
-
-
-def _died(
-    worker: int, process: BaseProcess, board: EpochBoard | None, dataset: object
-) -> WorkerDiedError:
-    replica = current_replica()
-    index = None if board is None else board.reading(worker)
-    path = sample_path(dataset, index)
-    exitcode = process.exitcode or 0
-    reading = "before it read anything" if index is None else f"while it read index {index}"
-    cause, fix, details = _why(exitcode)
-    return WorkerDiedError(
-        Explanation(
-            f"DataLoader worker {worker} (pid {process.pid}) of rank {replica.rank} "
-            f"(world_size {replica.num_replicas}) {_how(exitcode)} {reading}"
-            f"{f' ({path})' if path else ''}.",
-            cause=cause,
-            fix=fix,
-            details=details,
-        ),
-        rank=replica.rank,
-        worker=worker,
-        pid=process.pid,
-        exitcode=exitcode,
-        index=index,
-    )
 
 
 def _how(exitcode: int) -> str:

@@ -7,6 +7,7 @@ where CUDA is up. What a fork would share is looked for first; the start method 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import io
 import multiprocessing.pool
 import os
@@ -33,7 +34,7 @@ from ddpsafe.data._loader.reachable import is_standard_stream, parts_of, reachab
 from ddpsafe.data.errors import DataWarning, UnsafeWorkersError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
 Severity = Literal["unsafe", "caution", "memory"]
 WorkerSafety = Literal["error", "warn", "off"]
@@ -92,10 +93,6 @@ _FOREIGN_HANDLES: Final = {
 }
 
 
-def _grpc_state(channel: Any) -> object:
-    return getattr(channel, "_channel", channel).check_connectivity_state(False)  # noqa: FBT003 - grpc's signature
-
-
 # What raises once it is closed, of classes that have no word for it.
 _USES: Final[dict[tuple[str, str], Callable[[Any], object]]] = {
     ("av", "Container"): lambda item: item.flags,
@@ -104,7 +101,9 @@ _USES: Final[dict[tuple[str, str], Callable[[Any], object]]] = {
     ("lmdb", "Cursor"): lambda item: item.key(),
     ("duckdb", "DuckDBPyConnection"): lambda item: item.query_progress(),
     ("_duckdb", "DuckDBPyConnection"): lambda item: item.query_progress(),
-    ("grpc", "Channel"): _grpc_state,
+    ("grpc", "Channel"): lambda item: getattr(item, "_channel", item).check_connectivity_state(
+        False  # noqa: FBT003 - grpc's signature
+    ),
 }
 # pyarrow's files in memory: nothing below them has a position.
 _IN_MEMORY: Final = {"MemoryMappedFile", "BufferReader"}
@@ -152,7 +151,16 @@ def check_worker_safety(dataset: object, *, name: str = "dataset") -> tuple[Work
     if not any(hazard.severity == "unsafe" for hazard in found):
         where = find_unpicklable(dataset, name=name)
         if where is not None and all(hazard.path != where[0] for hazard in found):
-            found.append(_cannot_pickle(*where))
+            path, error = where
+            found.append(
+                WorkerHazard(
+                    path=path,
+                    kind=f"cannot be pickled ({error})",
+                    severity="caution",
+                    fix="Workers that are spawned cannot receive it: use a function or class at "
+                    "module level.",
+                )
+            )
     order = {"unsafe": 0, "caution": 1, "memory": 2}
     return tuple(sorted(found, key=lambda hazard: order[hazard.severity]))
 
@@ -170,7 +178,14 @@ def refuse_unsafe_workers(
     Raises:
         UnsafeWorkersError: The dataset holds an open handle.
     """
-    if safety == "off" or _method_name(requested) != "fork":
+    if safety == "off":
+        return
+    if requested is None:
+        # Asking the default context for its method would fix it for the whole process.
+        method = mp.get_start_method(allow_none=True) or mp.get_all_start_methods()[0]
+    else:
+        method = requested if isinstance(requested, str) else requested.get_start_method()
+    if method != "fork":
         return
     unsafe = [
         hazard
@@ -179,7 +194,19 @@ def refuse_unsafe_workers(
         if hazard.severity == "unsafe"
     ]
     if unsafe:
-        _complain(unsafe, safety)
+        text = Explanation(
+            f"The workers would share an open handle with this process: {unsafe[0].path} "
+            f"({unsafe[0].kind}).",
+            cause="it was opened before the workers start. After a fork they share its position, "
+            "so they read each other's records, without an error.",
+            fix="open it in the worker: self.file = ddpsafe.data.PerProcess(open, path, 'rb'), then "
+            "self.file.get(). If the dataset pickles: multiprocessing_context='forkserver'. If "
+            "worker_init_fn reopens it: worker_safety='off'.",
+            details=[str(hazard) for hazard in unsafe[1:]],
+        )
+        if safety == "error":
+            raise UnsafeWorkersError(text, paths=[hazard.path for hazard in unsafe])
+        warnings.warn(str(text), DataWarning, stacklevel=4)
 
 
 def explain_pickling(error: Exception, parts: dict[str, object]) -> UnsafeWorkersError | None:
@@ -200,29 +227,6 @@ def explain_pickling(error: Exception, parts: dict[str, object]) -> UnsafeWorker
     return None
 
 
-def _method_name(requested: Any) -> str:
-    if requested is None:
-        # Asking the default context for its method would fix it for the whole process.
-        return mp.get_start_method(allow_none=True) or mp.get_all_start_methods()[0]
-    return str(requested if isinstance(requested, str) else requested.get_start_method())
-
-
-def _complain(unsafe: Sequence[WorkerHazard], safety: WorkerSafety) -> None:
-    text = Explanation(
-        f"The workers would share an open handle with this process: {unsafe[0].path} "
-        f"({unsafe[0].kind}).",
-        cause="it was opened before the workers start. After a fork they share its position, "
-        "so they read each other's records, without an error.",
-        fix="open it in the worker: self.file = ddpsafe.data.PerProcess(open, path, 'rb'), then "
-        "self.file.get(). If the dataset pickles: multiprocessing_context='forkserver'. If "
-        "worker_init_fn reopens it: worker_safety='off'.",
-        details=[str(hazard) for hazard in unsafe[1:]],
-    )
-    if safety == "error":
-        raise UnsafeWorkersError(text, paths=[hazard.path for hazard in unsafe])
-    warnings.warn(str(text), DataWarning, stacklevel=5)
-
-
 def find_handles(root: object, *, name: str) -> Iterator[WorkerHazard]:
     """Walk what workers would receive; yield what is a hazard by its type."""
     inside: set[int] = set()  # parts of a hazard that was named already
@@ -236,8 +240,11 @@ def find_handles(root: object, *, name: str) -> Iterator[WorkerHazard]:
 
 def find_unpicklable(root: object, *, name: str, depth: int = 0) -> tuple[str, str] | None:
     """Return the path and the error of the innermost part that cannot be pickled."""
-    error = _pickling_error(root)
-    if error is None:
+    try:
+        _Probe(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL).dump(root)
+    except Exception as raised:  # noqa: BLE001 - a __reduce__ may raise anything
+        error = f"{type(raised).__name__}: {raised}"
+    else:
         return None
     for path, part in parts_of(name, root) if depth < _DEEPEST else ():
         inner = find_unpicklable(part, name=path, depth=depth + 1)
@@ -270,62 +277,39 @@ class _Probe(pickle.Pickler):
         return NotImplemented
 
 
-def _pickling_error(item: object) -> str | None:
-    try:
-        _Probe(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL).dump(item)
-    except Exception as error:  # noqa: BLE001 - a __reduce__ may raise anything
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def _cannot_pickle(path: str, error: str) -> WorkerHazard:
-    return WorkerHazard(
-        path=path,
-        kind=f"cannot be pickled ({error})",
-        severity="caution",
-        fix="Workers that are spawned cannot receive it: use a function or class at module level.",
-    )
-
-
-def _judge(path: str, item: object) -> WorkerHazard | None:
-    try:
-        return _hazard(path, item)
-    except Exception:  # noqa: BLE001 - an object of any library may raise anything when looked at
-        return None
-
-
-def _hazard(path: str, item: Any) -> WorkerHazard | None:
-    # By its real type: isinstance() asks the object for its __class__, which may raise or lie.
-    kind = type(item)
-    handle = _handle_kind(item)
-    if handle is not None:
-        return WorkerHazard(
-            path=path,
-            kind=handle,
-            severity="unsafe",
-            fix="Open it in the worker: ddpsafe.data.PerProcess(factory, *args).",
-        )
-    if issubclass(kind, torch.Tensor) and item.is_cuda:
-        return WorkerHazard(
-            path=path,
-            kind=f"CUDA tensor on {item.device}",
-            severity="unsafe",
-            fix="Keep data on the CPU and move batches to the device in the training loop.",
-        )
-    if issubclass(kind, (*_LOCKS, threading.Thread, types.GeneratorType)):
-        return WorkerHazard(
-            path=path,
-            kind=kind.__name__,
-            severity="caution",
-            fix="Make it in the worker: ddpsafe.data.PerProcess(threading.Lock), for example.",
-        )
-    if issubclass(kind, list | dict) and len(item) >= _BIG_LIST:
-        return WorkerHazard(
-            path=path,
-            kind=f"{kind.__name__} of {len(item)} Python objects",
-            severity="memory",
-            fix="Each worker copies it while it reads: use ddpsafe.data.PackedList or an array.",
-        )
+def _judge(path: str, item: Any) -> WorkerHazard | None:
+    with contextlib.suppress(Exception):  # an object of any library may raise when looked at
+        # By its real type: isinstance() asks the object for its __class__, which may raise or lie.
+        kind = type(item)
+        handle = _handle_kind(item)
+        if handle is not None:
+            return WorkerHazard(
+                path=path,
+                kind=handle,
+                severity="unsafe",
+                fix="Open it in the worker: ddpsafe.data.PerProcess(factory, *args).",
+            )
+        if issubclass(kind, torch.Tensor) and item.is_cuda:
+            return WorkerHazard(
+                path=path,
+                kind=f"CUDA tensor on {item.device}",
+                severity="unsafe",
+                fix="Keep data on the CPU and move batches to the device in the training loop.",
+            )
+        if issubclass(kind, (*_LOCKS, threading.Thread, types.GeneratorType)):
+            return WorkerHazard(
+                path=path,
+                kind=kind.__name__,
+                severity="caution",
+                fix="Make it in the worker: ddpsafe.data.PerProcess(threading.Lock), for example.",
+            )
+        if issubclass(kind, list | dict) and len(item) >= _BIG_LIST:
+            return WorkerHazard(
+                path=path,
+                kind=f"{kind.__name__} of {len(item)} Python objects",
+                severity="memory",
+                fix="Each worker copies it while it reads: use ddpsafe.data.PackedList or an array.",
+            )
     return None
 
 
@@ -345,14 +329,6 @@ def _handle_kind(item: Any) -> str | None:
         if issubclass(kind, base):
             return judge(item)
     return None
-
-
-def _file_kind(item: Any) -> str | None:
-    return "open file" if _is_shared_file(item) else None
-
-
-def _socket_kind(item: socket.socket) -> str | None:
-    return "open socket" if item.fileno() != -1 else None
 
 
 def _archive_kind(item: Any) -> str | None:
@@ -375,29 +351,27 @@ def _database_kind(item: Any) -> str | None:
 
 
 def _executor_kind(item: Any) -> str | None:
-    if isinstance(item, concurrent.futures.ThreadPoolExecutor):
+    if isinstance(item, multiprocessing.pool.Pool):
+        is_running = item._worker_handler.is_alive()  # type: ignore[attr-defined]  # noqa: SLF001 - the thread that feeds it
+    elif isinstance(item, concurrent.futures.ThreadPoolExecutor):
         is_running = any(thread.is_alive() for thread in item._threads)  # noqa: SLF001 - the threads that a fork loses
     else:
         is_running = bool(item._processes)  # noqa: SLF001 - the processes that a fork shares
     return f"started {type(item).__name__}" if is_running else None
 
 
-def _pool_kind(item: Any) -> str | None:
-    return f"started {type(item).__name__}" if item._worker_handler.is_alive() else None  # noqa: SLF001 - the thread that feeds it
-
-
 # In this order: the first base that fits decides.
 _STANDARD_HANDLES: Final[tuple[tuple[type, Callable[[Any], str | None]], ...]] = (
     (tempfile.SpooledTemporaryFile, lambda _: None),  # asking for its number writes it to the disk
-    (io.IOBase, _file_kind),
-    (socket.socket, _socket_kind),
+    (io.IOBase, lambda item: "open file" if _is_shared_file(item) else None),
+    (socket.socket, lambda item: "open socket" if item.fileno() != -1 else None),
     (zipfile.ZipFile, _archive_kind),
     (tarfile.TarFile, _archive_kind),
     (sqlite3.Connection, _database_kind),
     (sqlite3.Cursor, _database_kind),
     (concurrent.futures.ThreadPoolExecutor, _executor_kind),
     (concurrent.futures.ProcessPoolExecutor, _executor_kind),
-    (multiprocessing.pool.Pool, _pool_kind),
+    (multiprocessing.pool.Pool, _executor_kind),
 )
 
 

@@ -38,7 +38,12 @@ class WorkerLoader(TorchDataLoader[T_co]):
         if self.num_workers == 0:
             with self._tracked():
                 return super()._get_iterator()
-        parts = self._parts_for_workers()
+        init = self.worker_init_fn
+        parts: dict[str, object] = {
+            "dataset": self.dataset,
+            "collate_fn": self.collate_fn,
+            "worker_init_fn": init.user_fn if isinstance(init, WorkerInit) else init,
+        }
         refuse_unsafe_workers(
             parts, requested=self.multiprocessing_context, safety=self.worker_safety
         )
@@ -50,18 +55,12 @@ class WorkerLoader(TorchDataLoader[T_co]):
         except Exception as error:
             for note in limit_notes(error):
                 add_note(error, note)
-            explanation = explain_pickling(error, parts) if _may_be_pickling(error) else None
+            # What pickle raises depends on the object, the protocol and the version of Python.
+            kinds = (pickle.PicklingError, TypeError, AttributeError, ValueError)
+            explanation = explain_pickling(error, parts) if isinstance(error, kinds) else None
             if explanation is None:
                 raise
             raise explanation from error
-
-    def _parts_for_workers(self) -> dict[str, object]:
-        init = self.worker_init_fn
-        return {
-            "dataset": self.dataset,
-            "collate_fn": self.collate_fn,
-            "worker_init_fn": init.user_fn if isinstance(init, WorkerInit) else init,
-        }
 
     @contextlib.contextmanager
     def _followed(self) -> Iterator[None]:
@@ -101,9 +100,3 @@ class WorkerLoader(TorchDataLoader[T_co]):
             yield
         finally:
             self.__dict__["dataset"] = dataset
-
-
-def _may_be_pickling(error: Exception) -> bool:
-    # What pickle raises depends on the object, the protocol and the version of Python.
-    kinds = (pickle.PicklingError, TypeError, AttributeError, ValueError)
-    return isinstance(error, kinds)

@@ -109,7 +109,16 @@ class BalancedBatchSampler(Sampler[list[int]]):
         )
         self._digest = digest(self._costs.tobytes())
         self._place = Place()
-        self._tokens = self._token_plan(max_tokens)
+        self._tokens: TokenPlan | None = None
+        if max_tokens is not None:
+            self._tokens = TokenPlan(
+                max_tokens=max_tokens,
+                batch_size=self.batch_size,
+                window=self.window * self.batch_size * self.num_replicas,
+                padded=self._padded,
+                largest_first=self.largest_first,
+            )
+            self._tokens.check(self._costs)
         if largest_first and self.window == 0 and max_tokens is None:
             raise bad_balance(
                 "largest_first=True would change the global batches, which window=0 keeps",
@@ -122,19 +131,6 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 "use smaller batches, fewer ranks, or drop_last=False",
             )
         self._token_list: tuple[int, list[list[int]]] | None = None
-
-    def _token_plan(self, max_tokens: float | None) -> TokenPlan | None:
-        if max_tokens is None:
-            return None
-        plan = TokenPlan(
-            max_tokens=max_tokens,
-            batch_size=self.batch_size,
-            window=self.window * self.batch_size * self.num_replicas,
-            padded=self._padded,
-            largest_first=self.largest_first,
-        )
-        plan.check(self._costs)
-        return plan
 
     def _plan(self) -> WindowPlan:
         return WindowPlan(
@@ -184,13 +180,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         if self.is_finished():
             warn_empty_epoch(self.epoch)
             return iter(())
-        return self._token_batches() if self._tokens is not None else self._window_batches()
-
-    def _token_batches(self) -> Iterator[list[int]]:
-        batches = self._all_batches()
-        self._note_dropped_batches()
-        for step in range(self._steps_left()):
-            yield batches[self._place.start + self.rank + step * self.num_replicas]
+        return self._batches()
 
     def _note_dropped_batches(self) -> None:
         left = len(self._all_batches()) - self._place.start
@@ -213,21 +203,23 @@ class BalancedBatchSampler(Sampler[list[int]]):
             self._token_list = (epoch, found)
         return self._token_list[1]
 
-    def _window_batches(self) -> Iterator[list[int]]:
+    def _batches(self) -> Iterator[list[int]]:
+        if self._tokens is not None:
+            batches = self._all_batches()
+            self._note_dropped_batches()
+            for step in range(self._steps_left()):
+                yield batches[self._place.start + self.rank + step * self.num_replicas]
+            return
         look_up = self._order.open_epoch()
         words = (self.seed, int(self.epoch))
         for batch in self._plan().read(self._place, self._costs, look_up, words):
             lacking = -len(batch) % self.num_replicas
-            padded = self._pad(batch, lacking, look_up) if lacking else batch
+            # As torch: what is missing at the end is repeated from the epoch's beginning.
+            positions = [place % len(self.lengths) for place in range(lacking)]
+            extra = [look_up(place, place + 1)[0] for place in positions]
+            padded = np.concatenate([batch, np.asarray(extra, dtype=np.int64)])
             hands = deal(self._costs[padded], self.num_replicas, padded=self._padded)
             yield padded[hands[self.rank]].tolist()
-
-    def _pad(self, batch: NDArray[np.int64], lacking: int, look_up: Any) -> NDArray[np.int64]:
-        # As torch: what is missing at the end is repeated from the epoch's beginning.
-        n = len(self.lengths)
-        positions = [place % n for place in range(lacking)]
-        extra = [look_up(place, place + 1)[0] for place in positions]
-        return np.concatenate([batch, np.asarray(extra, dtype=np.int64)])
 
     def identity(self) -> dict[str, object]:
         """Return what must be equal for a saved position to mean the same."""

@@ -86,11 +86,6 @@ def parse_state(state: object) -> dict[str, Any]:
             ),
             differences={"version": (version, VERSION)},
         )
-    _check_cursor(state)
-    return dict(state)
-
-
-def _check_cursor(state: Mapping[str, Any]) -> None:
     for key in ("epoch", "consumed"):
         value = state.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -99,6 +94,7 @@ def _check_cursor(state: Mapping[str, Any]) -> None:
         raise _damaged(f"'finished' must be true or false, not {state.get('finished')!r}")
     if not isinstance(state.get("identity"), dict):
         raise _damaged("'identity' is missing")
+    return dict(state)
 
 
 def _damaged(why: str) -> StateMismatchError:
@@ -124,7 +120,8 @@ def compare_identity(
     differences = {
         key: (saved.get(key), current.get(key))
         for key in {*saved, *current}
-        if saved.get(key) != current.get(key) and not _unknown(key, saved, current)
+        if saved.get(key) != current.get(key)
+        and not (key == "fingerprint" and None in (saved.get(key), current.get(key)))
     }
     if not differences:
         return
@@ -139,10 +136,6 @@ def compare_identity(
     if strict:
         raise StateMismatchError(text, differences=differences)
     warnings.warn(str(text), DataWarning, stacklevel=4)
-
-
-def _unknown(key: str, saved: Mapping[str, object], current: Mapping[str, object]) -> bool:
-    return key == "fingerprint" and None in (saved.get(key), current.get(key))
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -272,31 +265,22 @@ class PositionSampler(Sampler[int]):
         """
         check_epoch(epoch)
         if epoch != self.epoch:
-            self._warn_if_discarding(epoch)
+            if self._resumed and (not self.is_finished() or epoch != self.epoch + 1):
+                warnings.warn(
+                    f"set_epoch({epoch}) gives up the position that was just loaded (epoch "
+                    f"{int(self.epoch)}, {self._base} samples read); epoch {epoch} starts at its beginning.",
+                    DataWarning,
+                    stacklevel=3,
+                )
             self._base = 0
         self._resumed = False
         self._progress = _Progress()
         self.epoch = epoch
         self._measure()
 
-    def _warn_if_discarding(self, epoch: int) -> None:
-        if not self._resumed or (self.is_finished() and epoch == self.epoch + 1):
-            return
-        warnings.warn(
-            f"set_epoch({epoch}) gives up the position that was just loaded (epoch "
-            f"{int(self.epoch)}, {self._base} samples read); epoch {epoch} starts at its beginning.",
-            DataWarning,
-            stacklevel=4,
-        )
-
     def is_finished(self) -> bool:
         """Tell whether a loaded state says that nothing of this epoch is left."""
         return self._base >= self.size()
-
-    def _rebase(self, base: int) -> None:
-        self._base = base
-        self._progress = _Progress()
-        self._measure()
 
     def steps_of_epoch(self, *, batch_size: int, drop_last: bool) -> int:
         """Return how many batches this rank has in an epoch that is read from its beginning."""
@@ -390,7 +374,9 @@ class PositionSampler(Sampler[int]):
                     fix="load an intact state, or begin the epoch again.",
                 )
             )
-        self._rebase(self.size() if parsed["finished"] else min(parsed["consumed"], self.size()))
+        self._base = self.size() if parsed["finished"] else min(parsed["consumed"], self.size())
+        self._progress = _Progress()
+        self._measure()
         self._resumed = True
 
     def __getstate__(self) -> dict[str, Any]:

@@ -57,7 +57,32 @@ class _OrderedSampler(PositionSampler):
         self.shuffle = shuffle
         self.algorithm: Algorithm = algorithm
         self._n = len(self.dataset)
-        self._check_length()
+        if self._n == 0:
+            raise DataConfigError(
+                Explanation(
+                    "The dataset is empty (n = 0).",
+                    cause="a path or a filter matched nothing.",
+                    fix="check where the dataset looks for its samples.",
+                )
+            )
+        if self._n < self.num_replicas:
+            if self.drop_last:
+                raise DataConfigError(
+                    Explanation(
+                        f"{self._n} samples are too few for {self.num_replicas} ranks with "
+                        "drop_last=True: every rank would read nothing.",
+                        cause="the dataset is smaller than the world.",
+                        fix="use fewer ranks, or drop_last=False.",
+                    )
+                )
+            if self.pad:
+                warnings.warn(
+                    f"{self._n} samples for {self.num_replicas} ranks: ranks {self._n} to "
+                    f"{self.num_replicas - 1} repeat samples of the others. "
+                    "pad=False (or EvalSampler) leaves them empty.",
+                    DataWarning,
+                    stacklevel=3,
+                )
         self._measure()
 
     def size(self) -> int:
@@ -75,35 +100,6 @@ class _OrderedSampler(PositionSampler):
             "fingerprint": self.fingerprint,
         }
 
-    def _check_length(self) -> None:
-        if self._n == 0:
-            raise DataConfigError(
-                Explanation(
-                    "The dataset is empty (n = 0).",
-                    cause="a path or a filter matched nothing.",
-                    fix="check where the dataset looks for its samples.",
-                )
-            )
-        if self._n >= self.num_replicas:
-            return
-        if self.drop_last:
-            raise DataConfigError(
-                Explanation(
-                    f"{self._n} samples are too few for {self.num_replicas} ranks with "
-                    "drop_last=True: every rank would read nothing.",
-                    cause="the dataset is smaller than the world.",
-                    fix="use fewer ranks, or drop_last=False.",
-                )
-            )
-        if self.pad:
-            warnings.warn(
-                f"{self._n} samples for {self.num_replicas} ranks: ranks {self._n} to "
-                f"{self.num_replicas - 1} repeat samples of the others. "
-                "pad=False (or EvalSampler) leaves them empty.",
-                DataWarning,
-                stacklevel=4,
-            )
-
     def _check_dataset(self) -> None:
         now = len(self.dataset)
         if now != self._n:
@@ -119,27 +115,21 @@ class _OrderedSampler(PositionSampler):
         if not self.shuffle:
             return lambda start, stop: self._positions(start, stop).tolist()
         if self.algorithm == "torch":
-            own = self._own_indices()
+            # The permutation is the one of ``DistributedSampler.__iter__``
+            # (torch/utils/data/distributed.py); int32 gives the same one as int64 in half the memory.
+            n, first = self._n, self._base + self.rank
+            generator = torch.Generator().manual_seed(self.seed + int(self.epoch))
+            dtype = torch.int32 if n < _INT32_LIMIT else torch.int64
+            order = torch.randperm(n, generator=generator, dtype=dtype)
+            own = order[first :: self.num_replicas][: self.num_samples]
+            if len(own) == self.num_samples:
+                own = own.clone()
+            else:
+                padding = torch.from_numpy(self._positions(len(own), self.num_samples))
+                own = torch.cat([own, order[padding]])
             return lambda start, stop: own[start:stop].tolist()
         permute = open_permutation(self._n, seed=self.seed, epoch=int(self.epoch))
         return lambda start, stop: permute(self._positions(start, stop)).tolist()
-
-    def _own_indices(self) -> torch.Tensor:
-        """Return this rank's part of torch's order, shape (num_samples,), int32 or int64.
-
-        The permutation is the one of ``DistributedSampler.__iter__``
-        (torch/utils/data/distributed.py); int32 gives the same one as int64 in half the memory.
-        """
-        n, first = self._n, self._base + self.rank
-        generator = torch.Generator().manual_seed(self.seed + int(self.epoch))
-        dtype = torch.int32 if n < _INT32_LIMIT else torch.int64
-        order = torch.randperm(n, generator=generator, dtype=dtype)
-        own = order[first :: self.num_replicas][: self.num_samples]
-        missing = self.num_samples - len(own)
-        if missing == 0:
-            return own.clone()
-        padding = torch.from_numpy(self._positions(len(own), self.num_samples))
-        return torch.cat([own, order[padding]])
 
 
 class DistributedSampler(_OrderedSampler, TorchDistributedSampler[object]):

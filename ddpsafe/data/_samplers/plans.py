@@ -133,12 +133,12 @@ class TokenPlan:
             shuffled = random_order(len(filled), (*words, first)) if self.window else ()
             found += [filled[i] for i in shuffled] if self.window else filled
         if self.largest_first:
-            costs = [self._cost_of(lengths[batch]) for batch in found]
+            costs = [
+                lengths[batch].max() * len(batch) if self.padded else lengths[batch].sum()
+                for batch in found
+            ]
             found.insert(0, found.pop(int(np.argmax(costs))))
         return found
-
-    def _cost_of(self, lengths: NDArray[np.float64]) -> float:
-        return float(lengths.max() * len(lengths) if self.padded else lengths.sum())
 
     def _fill(self, items: list[int], lengths: list[float]) -> list[list[int]]:
         batches: list[list[int]] = []
@@ -289,35 +289,25 @@ class WindowPlan:
         """
         for _ in range(self.steps(place)):
             segment, _size = self.open_segment(place)
-            for batch in self._segment_batches(place, segment, lengths, look_up, seed_words):
+            # Replay the window's earlier plans, then return this segment's remaining batches.
+            items = np.empty(0, dtype=np.int64)
+            batches: list[NDArray[np.int64]] = []
+            covered = place.start
+            earlier = [part for part in place.segments if part is not segment]
+            for number, part in enumerate([*earlier, segment]):
+                fresh = np.asarray(look_up(covered, part.end), dtype=np.int64)
+                items = np.concatenate([items, fresh])
+                covered = max(covered, part.end)
+                words = (*seed_words, place.start, number)
+                batches = self._cut(items, part.batch, lengths, words)[part.delivered :]
+                items = np.concatenate([np.empty(0, dtype=np.int64), *batches])
+            for batch in batches:
                 if self.drop_last and len(batch) < self.batch:
                     return
                 yield batch
             place = Place(start=segment.end)
             if place.start >= self.n:
                 return
-
-    def _segment_batches(
-        self,
-        place: Place,
-        segment: Segment,
-        lengths: NDArray[np.float64],
-        look_up: Callable[[int, int], list[int]],
-        seed_words: tuple[int, int],
-    ) -> list[NDArray[np.int64]]:
-        """Replay the window's earlier plans, then return this segment's remaining batches."""
-        items = np.empty(0, dtype=np.int64)
-        batches: list[NDArray[np.int64]] = []
-        covered = place.start
-        earlier = [part for part in place.segments if part is not segment]
-        for number, part in enumerate([*earlier, segment]):
-            fresh = np.asarray(look_up(covered, part.end), dtype=np.int64)
-            items = np.concatenate([items, fresh])
-            covered = max(covered, part.end)
-            words = (*seed_words, place.start, number)
-            batches = self._cut(items, part.batch, lengths, words)[part.delivered :]
-            items = np.concatenate([np.empty(0, dtype=np.int64), *batches])
-        return batches
 
     def _cut(
         self,

@@ -67,12 +67,6 @@ class WeightedSampler(PositionSampler):
         self.weights = check_weights(weights)
         self.replacement = replacement
         self.mode: WeightMode = mode
-        self._draws = self._check_draws(num_samples)
-        self._digest = digest(self.weights.tobytes())
-        self._repeats: tuple[int, NDArray[np.int64]] | None = None
-        self._measure()
-
-    def _check_draws(self, num_samples: int | None) -> int:
         if self.mode not in get_args(WeightMode):
             raise _bad_call(f"mode cannot be {self.mode!r}", "choose 'iid' or 'repeat'")
         if self.mode == "repeat" and num_samples is not None:
@@ -90,7 +84,10 @@ class WeightedSampler(PositionSampler):
                 f"{'' if self.replacement else ' without replacement'}",
                 "ask for fewer samples, or use replacement=True",
             )
-        return draws
+        self._draws = draws
+        self._digest = digest(self.weights.tobytes())
+        self._repeats: tuple[int, NDArray[np.int64]] | None = None
+        self._measure()
 
     def size(self) -> int:
         return int(self._repeat_ends()[-1]) if self.mode == "repeat" else self._draws
@@ -111,41 +108,33 @@ class WeightedSampler(PositionSampler):
 
     def open_epoch(self) -> Lookup:
         if self.mode == "repeat":
-            return self._open_repeat()
-        return self._open_iid() if self.replacement else self._open_exclusive()
+            ends = self._repeat_ends()
+            permute = open_permutation(int(ends[-1]), seed=self.seed, epoch=int(self.epoch))
 
-    def _open_iid(self) -> Lookup:
+            def look_up(start: int, stop: int) -> list[int]:
+                places = permute(self._positions(start, stop))
+                return list(np.searchsorted(ends, places, side="right").tolist())
+
+            return look_up
         key = derive_keys(self.seed, int(self.epoch), count=1)[0]
-        ends = np.cumsum(self.weights)
-        last = int(np.flatnonzero(self.weights)[-1])
+        if self.replacement:
+            sums = np.cumsum(self.weights)
+            last = int(np.flatnonzero(self.weights)[-1])
 
-        def look_up(start: int, stop: int) -> list[int]:
-            targets = uniform_at(self._positions(start, stop), key) * ends[-1]
-            places = np.searchsorted(ends, targets, side="right")
-            return list(np.minimum(places, last).tolist())
+            def draw(start: int, stop: int) -> list[int]:
+                targets = uniform_at(self._positions(start, stop), key) * sums[-1]
+                places = np.searchsorted(sums, targets, side="right")
+                return list(np.minimum(places, last).tolist())
 
-        return look_up
-
-    def _open_exclusive(self) -> Lookup:
+            return draw
         # Efraimidis and Spirakis, "Weighted random sampling with a reservoir", 2006: the
         # smallest exponential arrival times are a draw without replacement.
-        key = derive_keys(self.seed, int(self.epoch), count=1)[0]
         uniform = uniform_at(np.arange(len(self.weights), dtype=np.int64), key)
         with np.errstate(divide="ignore"):
             arrivals = -np.log1p(-uniform) / self.weights
         arrivals[self.weights == 0] = np.inf
         order = np.argsort(arrivals, kind="stable")[: self._draws]
         return lambda start, stop: order[self._positions(start, stop)].tolist()
-
-    def _open_repeat(self) -> Lookup:
-        ends = self._repeat_ends()
-        permute = open_permutation(int(ends[-1]), seed=self.seed, epoch=int(self.epoch))
-
-        def look_up(start: int, stop: int) -> list[int]:
-            places = permute(self._positions(start, stop))
-            return list(np.searchsorted(ends, places, side="right").tolist())
-
-        return look_up
 
     def _repeat_ends(self) -> NDArray[np.int64]:
         """Return where the repeats of each sample end in this epoch: shape (n,), int64."""

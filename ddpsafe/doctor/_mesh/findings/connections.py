@@ -228,9 +228,7 @@ def _several(results: Results, nodes: tuple[int, ...]) -> str:
     return ", ".join(labels) + (f" and {more} more" if more else "")
 
 
-def _closed_cause(  # noqa: PLR0911 - one answer for each cause
-    results: Results, group: Group, found: Mapping[Way, Dialled]
-) -> str:
+def _closed_cause(results: Results, group: Group, found: Mapping[Way, Dialled]) -> str:
     verdicts = {each.verdict for each in found.values()}
     if any(each.reason == "no-arp" for each in found.values()):
         return (
