@@ -299,7 +299,13 @@ class Checkpointer:
         place = None if self._is_saved(step) else self._place
         if self._place is not None and not isinstance(state, Snapshot):
             if place is None:
-                lost = self._find_changes(state, step, numbers, plain)
+                if self._versions != _versions_of(state):
+                    lost.append("the parameters of the models")
+                with contextlib.suppress(RestoreError):
+                    saved = read_info(self.path(step))
+                    lost += [repr(name) for name in state if name not in saved.names]
+                    lost += ["the metrics"] if numbers and numbers != saved.metrics else []
+                    lost += ["the metadata"] if plain and plain != saved.metadata else []
             else:
                 self._versions = _versions_of(state)
         request = _save.Request(
@@ -312,26 +318,6 @@ class Checkpointer:
         )
         self._pending = _Pending(step=step, save=_save.Save(request, exchange))
         return lost
-
-    def _find_changes(
-        self,
-        state: Mapping[str, Any],
-        step: int,
-        metrics: Mapping[str, float | None],
-        metadata: Mapping[str, Any],
-    ) -> list[str]:
-        """Return what differs from the checkpoint of a step that is saved already."""
-        changed = [] if self._versions == _versions_of(state) else ["the parameters of the models"]
-        with contextlib.suppress(RestoreError):
-            saved = read_info(self.path(step))
-            changed += [repr(name) for name in state if name not in saved.names]
-            changed += ["the metrics"] if metrics and metrics != saved.metrics else []
-            changed += ["the metadata"] if metadata and metadata != saved.metadata else []
-        return changed
-
-    def _save_snapshot(self, snapshot: Snapshot, step: int, metadata: Mapping[str, Any]) -> None:
-        self._begin(snapshot, step, None, metadata, asynchronous=False)
-        self._finish()
 
     def _finish(self) -> None:
         pending, self._pending = self._pending, None
@@ -455,7 +441,18 @@ class Checkpointer:
                 "make it with access='write'.",
             )
         if self._newest is not None and step <= self._newest and not self._is_saved(step):
-            raise _step_too_old(step, self._newest, self._directory, is_ours=self._is_ours)
+            raise StepOrderError(
+                Explanation(
+                    f"step {step} is not after step {self._newest}, the newest checkpoint in {self._directory}.",
+                    cause="the training went on from it and counts again."
+                    if self._is_ours
+                    else "restore() was not called, or the directory is another training's.",
+                    fix="begin to count at the step that restore() returns; for a new training choose "
+                    "an empty directory.",
+                ),
+                step=step,
+                newest=self._newest,
+            )
         return step
 
     def _go_on_from(self, step: int, *, is_new: bool) -> None:
@@ -534,7 +531,9 @@ def import_file(
     )
     source = os.fsencode(file).decode(errors="backslashreplace")
     with Checkpointer(directory, keep=None) as checkpointer:
-        checkpointer._save_snapshot(snapshot, step, {"imported_from": source})  # noqa: SLF001 - the same module
+        imported = {"imported_from": source}
+        checkpointer._begin(snapshot, step, None, imported, asynchronous=False)  # noqa: SLF001 - the same module
+        checkpointer._finish()  # noqa: SLF001 - the same module
         return checkpointer.info(step)
 
 
@@ -823,22 +822,6 @@ def _require_open(*, closed: bool, entered: bool, asynchronous: bool) -> None:
             "without one, the training may end before the last save has.",
             "write: with Checkpointer(…) as checkpointer:",
         )
-
-
-def _step_too_old(step: int, newest: int, directory: Path, *, is_ours: bool) -> StepOrderError:
-    """Word the error of a step that is not after the newest checkpoint."""
-    return StepOrderError(
-        Explanation(
-            f"step {step} is not after step {newest}, the newest checkpoint in {directory}.",
-            cause="the training went on from it and counts again."
-            if is_ours
-            else "restore() was not called, or the directory is another training's.",
-            fix="begin to count at the step that restore() returns; for a new training choose "
-            "an empty directory.",
-        ),
-        step=step,
-        newest=newest,
-    )
 
 
 def _require_numbers(metrics: object, *, judged_by: str | None) -> dict[str, float | None]:

@@ -61,28 +61,22 @@ class ChecksumWriter:
         self.size += len(view)
         for start in range(0, len(view), BLOCK_BYTES):
             # What has just been summed up is in the cache when the kernel copies it.
-            piece = view[start : start + BLOCK_BYTES]
-            self._account(piece)
-            self._write_all(piece)
+            piece = rest = view[start : start + BLOCK_BYTES]
+            while len(rest):
+                part = rest[: BLOCK_BYTES - self._in_block]
+                self._crc = checksum(part, self._crc)
+                self._in_block += len(part)
+                if self._in_block == BLOCK_BYTES:
+                    self._end_block()
+                rest = rest[len(part) :]
+            try:
+                while len(piece) and self.error is None:
+                    count = self._file.write(piece)
+                    piece = piece[count:]
+                    self._start_writeback(count)
+            except OSError as exc:
+                self.error = exc
         return len(view)
-
-    def _account(self, view: memoryview) -> None:
-        while len(view):
-            part = view[: BLOCK_BYTES - self._in_block]
-            self._crc = checksum(part, self._crc)
-            self._in_block += len(part)
-            if self._in_block == BLOCK_BYTES:
-                self._end_block()
-            view = view[len(part) :]
-
-    def _write_all(self, view: memoryview) -> None:
-        try:
-            while len(view) and self.error is None:
-                count = self._file.write(view)
-                view = view[count:]
-                self._start_writeback(count)
-        except OSError as exc:
-            self.error = exc
 
     def _start_writeback(self, count: int) -> None:
         """Let the disk begin now; otherwise all of it would be left to the fsync at the end."""

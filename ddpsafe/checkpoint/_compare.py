@@ -52,42 +52,6 @@ def compare(
     """
     import torch
 
-    _require_writable(state)
-    differences: Differences = {}
-    left: dict[str, str] = {}
-    for name, value in state.items():
-        found = _compare_one(loaded, name, value, unwrap)
-        differences.update(found)
-        if found and isinstance(value, torch.nn.Module) and name not in found:
-            left.update({path: _line(saved, now) for path, (saved, now) in found.items()})
-        elif found:
-            left[name] = _line(*next(iter(found.values())))
-    if differences and strict:
-        raise _mismatch(loaded, differences)
-    return left
-
-
-def _compare_one(
-    loaded: Loaded, name: str, value: Any, unwrap: Callable[[nn.Module], nn.Module]
-) -> Differences:
-    kept = loaded.manifest.names.get(name)
-    asked = PER_RANK if isinstance(value, PerRank) else "shared"
-    if kept is None or (kept == PER_RANK) != (asked == PER_RANK):
-        return {name: (kept or _ABSENT, asked)}
-    if isinstance(value, PerRank):
-        return {}
-    tree = loaded.shards.on_meta(loaded.replicated[name], name)
-    differences = _compare_tensors(name, value, tree, unwrap)
-    return differences | _compare_optimizers(loaded, name, value)
-
-
-def _line(saved: object, now: object) -> str:
-    return f"saved {_show(saved)}, now {_show(now)}"
-
-
-def _require_writable(state: Mapping[str, Any]) -> None:
-    import torch
-
     plain = [
         name
         for name, value in state.items()
@@ -102,6 +66,30 @@ def _require_writable(state: Mapping[str, Any]) -> None:
                 fix="pass a dict and read the values from it after restore().",
             )
         )
+    differences: Differences = {}
+    left: dict[str, str] = {}
+    for name, value in state.items():
+        kept = loaded.manifest.names.get(name)
+        asked = PER_RANK if isinstance(value, PerRank) else "shared"
+        found: Differences = {}
+        if kept is None or (kept == PER_RANK) != (asked == PER_RANK):
+            found = {name: (kept or _ABSENT, asked)}
+        elif not isinstance(value, PerRank):
+            tree = loaded.shards.on_meta(loaded.replicated[name], name)
+            found = _compare_tensors(name, value, tree, unwrap)
+            found |= _compare_optimizers(loaded, name, value)
+        differences.update(found)
+        if found and isinstance(value, torch.nn.Module) and name not in found:
+            left.update({path: _line(saved, now) for path, (saved, now) in found.items()})
+        elif found:
+            left[name] = _line(*next(iter(found.values())))
+    if differences and strict:
+        raise _mismatch(loaded, differences)
+    return left
+
+
+def _line(saved: object, now: object) -> str:
+    return f"saved {_show(saved)}, now {_show(now)}"
 
 
 def tensors_of(tree: Any, name: str) -> Tensors:
@@ -109,19 +97,15 @@ def tensors_of(tree: Any, name: str) -> Tensors:
     import torch
     from torch.nn.parameter import is_lazy
 
-    found = ((path.removeprefix(name), leaf) for path, leaf in leaves(tree, name))
-    return {
-        path: (_shape(leaf), str(leaf.dtype).removeprefix("torch."))
-        for path, leaf in found
-        if isinstance(leaf, torch.Tensor) and not is_lazy(leaf)
-    }
-
-
-def _shape(tensor: Any) -> tuple[Any, ...]:
-    """Return a shape that can be compared; a nested tensor has one for each of its parts."""
-    if getattr(tensor, "is_nested", False):
-        return tuple(tuple(each.shape) for each in tensor.unbind())
-    return tuple(tensor.shape)
+    found: Tensors = {}
+    for path, leaf in leaves(tree, name):
+        if not isinstance(leaf, torch.Tensor) or is_lazy(leaf):
+            continue
+        shape: tuple[Any, ...] = tuple(leaf.shape) if not leaf.is_nested else ()
+        if leaf.is_nested:  # it has a shape for each of its parts
+            shape = tuple(tuple(each.shape) for each in leaf.unbind())
+        found[path.removeprefix(name)] = (shape, str(leaf.dtype).removeprefix("torch."))
+    return found
 
 
 def _compare_tensors(

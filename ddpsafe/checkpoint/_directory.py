@@ -251,21 +251,20 @@ def prune(directory: Path, keep: Keep, metrics: Metrics) -> list[str]:
         doomed = keep.find_doomed(steps, metrics)
     except OSError as exc:
         return [str(exc)]
-    problems = {step: _remove(directory / folder_name(step)) for step in doomed}
-    return [f"step {step}: {why}" for step, why in problems.items() if why is not None]
-
-
-def _remove(folder: Path) -> OSError | None:
-    """Take it out of sight first, so that one that is half gone never looks complete."""
-    doomed = folder.parent / f"{_DELETING}{folder.name}-{uuid.uuid4().hex[:8]}"
-    try:
-        folder.rename(doomed)
-    except FileNotFoundError:
-        return None
-    except OSError as exc:
-        return exc
-    _delete(doomed)
-    return None
+    problems = []
+    for step in doomed:
+        # Out of sight first, so that one that is half gone never looks complete.
+        name = folder_name(step)
+        hidden = directory / f"{_DELETING}{name}-{uuid.uuid4().hex[:8]}"
+        try:
+            (directory / name).rename(hidden)
+        except FileNotFoundError:
+            continue
+        except OSError as exc:
+            problems.append(f"step {step}: {exc}")
+        else:
+            _delete(hidden)
+    return problems
 
 
 def set_aside(directory: Path, steps: Sequence[int]) -> list[Path]:
@@ -323,11 +322,37 @@ def open_directory(ranks: Ranks, directory: Path) -> tuple[DirectoryLock | None,
             sweep(directory)
             newest = next(iter(complete_steps(directory)), None)
         except OSError as exc:
-            raise _not_writable(directory, exc) from exc
+            raise DirectoryError(
+                Explanation(
+                    f"rank 0 cannot write checkpoints to {directory}: {exc}.",
+                    cause=find_cause(directory, exc),
+                    fix="choose a directory that this user may read and write.",
+                ),
+                rank=0,
+            ) from exc
         return {"id": locks[0].owner.id, "newest": newest}
 
     def require_seen(messages: dict[int, Message]) -> dict[str, Any]:
-        _require_seen(messages, directory)
+        blind = {
+            rank: message.facts for rank, message in messages.items() if not message.facts["sees"]
+        }
+        if blind:
+            hosts = sorted({facts["host"] for facts in blind.values()})
+            listed = [
+                f"rank {rank} on {facts['host']} looked in {facts['directory']}"
+                for rank, facts in list(blind.items())[:8]
+            ]
+            raise DirectoryError(
+                Explanation(
+                    f"{ranks_text(blind)} on {', '.join(hosts)} does not see what rank 0 wrote to {directory}.",
+                    cause="the directory is not shared between the nodes, a mount is missing there, or "
+                    "the ranks were given different paths.",
+                    fix="give every rank the same directory on storage that all nodes share.",
+                    details=listed,
+                ),
+                hosts=hosts,
+                rank=min(blind),
+            )
         return {}
 
     try:
@@ -341,17 +366,6 @@ def open_directory(ranks: Ranks, directory: Path) -> tuple[DirectoryLock | None,
             lock.release()
         raise
     return next(iter(locks), None), facts["newest"]
-
-
-def _not_writable(directory: Path, exc: OSError) -> DirectoryError:
-    return DirectoryError(
-        Explanation(
-            f"rank 0 cannot write checkpoints to {directory}: {exc}.",
-            cause=find_cause(directory, exc),
-            fix="choose a directory that this user may read and write.",
-        ),
-        rank=0,
-    )
 
 
 def _make(directory: Path) -> None:
@@ -422,28 +436,6 @@ def _sees(directory: Path, lock_id: str) -> bool:
         if deadline.expired():
             return False
         time.sleep(_PAUSE_S)
-
-
-def _require_seen(messages: dict[int, Message], directory: Path) -> None:
-    blind = {rank: message.facts for rank, message in messages.items() if not message.facts["sees"]}
-    if not blind:
-        return
-    hosts = sorted({facts["host"] for facts in blind.values()})
-    listed = [
-        f"rank {rank} on {facts['host']} looked in {facts['directory']}"
-        for rank, facts in list(blind.items())[:8]
-    ]
-    raise DirectoryError(
-        Explanation(
-            f"{ranks_text(blind)} on {', '.join(hosts)} does not see what rank 0 wrote to {directory}.",
-            cause="the directory is not shared between the nodes, a mount is missing there, or "
-            "the ranks were given different paths.",
-            fix="give every rank the same directory on storage that all nodes share.",
-            details=listed,
-        ),
-        hosts=hosts,
-        rank=min(blind),
-    )
 
 
 def _absent(ranks: Ranks, directory: Path, absence: Absence) -> CheckpointError:

@@ -333,7 +333,13 @@ def parse_manifest(data: bytes, folder: Path) -> Manifest:
     except (ValueError, MemoryError, RecursionError) as exc:
         raise DamagedFileError(f"{NAME} is not valid: {exc}"[:300]) from None
     if manifest.version == 1 and SHARDED in manifest.names.values():
-        raise _pickled_index(folder)
+        raise RestoreError(
+            Explanation(
+                f"The checkpoint {folder} has format 1 and holds distributed tensors.",
+                cause="their index is a pickle there, which could execute code; it is not opened.",
+                fix="restore it with the ddpsafe that wrote it, into an unsharded model, and save that.",
+            )
+        )
     if (SHARDED in manifest.names.values()) != bool(manifest.shards):
         raise DamagedFileError(f"{NAME} is not valid: names and shards disagree")
     return manifest
@@ -342,16 +348,6 @@ def parse_manifest(data: bytes, folder: Path) -> Manifest:
 class _Version(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
     version: Count
-
-
-def _pickled_index(folder: Path) -> RestoreError:
-    return RestoreError(
-        Explanation(
-            f"The checkpoint {folder} has format 1 and holds distributed tensors.",
-            cause="their index is a pickle there, which could execute code; it is not opened.",
-            fix="restore it with the ddpsafe that wrote it, into an unsharded model, and save that.",
-        )
-    )
 
 
 def from_json(value: Any) -> Any:

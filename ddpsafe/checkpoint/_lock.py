@@ -129,7 +129,15 @@ class DirectoryLock:
         self._path = directory / NAME
         self._key = str(directory.resolve())
         if _mine.get(self._key) == os.getpid():
-            raise _locked_by_us(directory, owner)
+            raise DirectoryLockedError(
+                Explanation(
+                    f"Another Checkpointer of this very process writes into {directory} ({owner}).",
+                    cause="it was made before, by a cell of a notebook that ran twice for example, and was "
+                    "not closed.",
+                    fix="call close() on the former one, or use it in a with block.",
+                ),
+                owner=asdict(owner),
+            )
         self._fd = _open(directory)
         try:
             self.owner = replace(owner, lock=self._take_record(directory))
@@ -155,13 +163,17 @@ class DirectoryLock:
 
     def _try_record(self) -> str | None:
         """Return which kind of record lock this process has now; ``None`` while another has it."""
+        # The lock of an open file description: other descriptors of the file leave it alone.
+        command = getattr(fcntl, "F_OFD_SETLK", None)
+        # struct flock: type, whence, start, length (0: to the end), pid (0 for these locks)
+        lock = struct.pack("@hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         try:
-            _lock_open_file(self._fd)
-        except OSError as exc:
+            if command is not None:
+                fcntl.fcntl(self._fd, command, lock)
+                return _FILE_LOCK
+        except OSError as exc:  # another has it, or this file system has no such locks
             if exc.errno in _BUSY:
                 return None
-        else:
-            return _FILE_LOCK
         try:
             fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as exc:
@@ -250,19 +262,6 @@ class DirectoryLock:
         os.close(self._fd)
 
 
-def _lock_open_file(fd: int) -> None:
-    """Take the lock of an open file description, which other descriptors of the file leave alone.
-
-    Raises:
-        OSError: Another has it, or this kernel or file system has no such locks.
-    """
-    command = getattr(fcntl, "F_OFD_SETLK", None)
-    if command is None:
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-    # struct flock: type, whence, start, length (0: to the end), pid (0 for these locks)
-    fcntl.fcntl(fd, command, struct.pack("@hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-
-
 def _open(directory: Path) -> int:
     """Open the lock file, made if need be, and refuse one that ddpsafe did not write.
 
@@ -334,18 +333,6 @@ def read_owner(directory: Path) -> Owner | None:
         return None
     finally:
         os.close(fd)
-
-
-def _locked_by_us(directory: Path, owner: Owner) -> DirectoryLockedError:
-    return DirectoryLockedError(
-        Explanation(
-            f"Another Checkpointer of this very process writes into {directory} ({owner}).",
-            cause="it was made before, by a cell of a notebook that ran twice for example, and was "
-            "not closed.",
-            fix="call close() on the former one, or use it in a with block.",
-        ),
-        owner=asdict(owner),
-    )
 
 
 def _locked(directory: Path, owner: Owner | None, sign: str) -> DirectoryLockedError:

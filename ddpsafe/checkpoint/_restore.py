@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import Explanation
@@ -48,7 +47,8 @@ from ddpsafe.checkpoint.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     import torch
     from torch import nn
@@ -116,17 +116,32 @@ def restore(request: Request) -> int | None:
     Raises:
         RestoreError: There are some, and none can be used.
     """
-    steps, seen = _agree_on_steps(request)
+    ranks = request.ranks
+    exchange = ranks.begin("restore()")
+    try:
+        own = _directory.list_steps(request.directory)
+    except DirectoryError as exc:
+        exchange.fail(exc)
+        raise
+    exchange.send(Message(facts={"steps": own, "host": ranks.host, "asked": request.step}))
+    answer = exchange.agree(functools.partial(_common, request), functools.partial(_absent, ranks))
+    steps: list[int] = answer["steps"]  # that every rank sees, newest first
+    seen: list[int] = answer["seen"]  # that any of them sees
     problems: list[str] = []
     for step in steps:
-        loaded, damage = _try_step(request, step)
-        if loaded is not None:
+        exchange = ranks.begin("restore()")
+        loaded, message = _load(request, step)
+        exchange.send(message)
+        answer = exchange.agree(
+            functools.partial(_judge, request.directory, step), functools.partial(_absent, ranks)
+        )
+        if loaded is not None and answer["use"]:  # every rank could load it
             _apply_everywhere(request, loaded)
             newer = [other for other in seen if other > step]
             _set_aside(request, newer, problems)
             logger.info("restored step %d from %s", step, loaded.folder)
             return step
-        problems += damage
+        problems += answer["problems"]
     if not steps:
         return None
     what = f"All {len(steps)} checkpoints in {request.directory} are damaged."
@@ -143,20 +158,6 @@ def restore(request: Request) -> int | None:
         ),
         problems=problems,
     )
-
-
-def _agree_on_steps(request: Request) -> tuple[list[int], list[int]]:
-    """Return the steps that every rank sees, newest first, and those that any of them sees."""
-    ranks = request.ranks
-    exchange = ranks.begin("restore()")
-    try:
-        own = _directory.list_steps(request.directory)
-    except DirectoryError as exc:
-        exchange.fail(exc)
-        raise
-    exchange.send(Message(facts={"steps": own, "host": ranks.host, "asked": request.step}))
-    answer = exchange.agree(functools.partial(_common, request), functools.partial(_absent, ranks))
-    return answer["steps"], answer["seen"]
 
 
 def _common(request: Request, messages: dict[int, Message]) -> dict[str, Any]:
@@ -213,18 +214,6 @@ def _common(request: Request, messages: dict[int, Message]) -> dict[str, Any]:
 
 def _list(steps: list[int]) -> str:
     return "no step" if not steps else "step " + ", ".join(map(str, steps[:4]))
-
-
-def _try_step(request: Request, step: int) -> tuple[Loaded | None, list[str]]:
-    """Load one checkpoint on every rank; return it if all of them could."""
-    exchange = request.ranks.begin("restore()")
-    loaded, message = _load(request, step)
-    exchange.send(message)
-    answer = exchange.agree(
-        functools.partial(_judge, request.directory, step),
-        functools.partial(_absent, request.ranks),
-    )
-    return (loaded if answer["use"] else None), answer["problems"]
 
 
 def _judge(directory: Path, step: int, messages: dict[int, Message]) -> dict[str, Any]:
@@ -296,6 +285,8 @@ def load_checkpoint(folder: Path, step: int | None, *, rank: int, world_size: in
         NewerFormatError: A newer ddpsafe wrote it.
         RestoreError: It is whole and cannot be read all the same.
     """
+    import torch
+
     manifest = read_manifest(folder)
     if step is not None and manifest.step != step:
         raise DamagedFileError(
@@ -313,39 +304,32 @@ def load_checkpoint(folder: Path, step: int | None, *, rank: int, world_size: in
     _sharded.check_shards(folder, manifest, rank=rank, world_size=world_size)
     own = None if part is None else part.get("own")
     rng = None if part is None else part.get("rng")
-    _require_structure(manifest, replicated, own if part is not None else {}, rng)
+    # Refuse what no `Checkpointer` writes, with right checksums or not.
+    shared = {name for name, kept in manifest.names.items() if kept != PER_RANK}
+    if replicated.keys() != shared:
+        raise DamagedFileError(f"{STATE} does not hold the names that {NAME} lists")
+    is_own = part is None or isinstance(own, dict)
+    if not is_own or not isinstance(rng, (dict, type(None))):
+        raise DamagedFileError(f"{RANKS} does not hold what a rank saves")
+    if own and own.keys() != manifest.names.keys() - shared:
+        raise DamagedFileError(f"{RANKS} does not hold the names that {NAME} lists")
+    shards = _sharded.SavedShards(folder, manifest)
+    for _, leaf in leaves(replicated, ""):
+        shards.find(leaf)
     return Loaded(
         folder=folder,
         manifest=manifest,
         replicated=replicated,
         own=own,
         rng=rng,
-        shards=_sharded.SavedShards(folder, manifest),
-        mapped=frozenset(_addresses(replicated)),
+        shards=shards,
+        mapped=frozenset(
+            piece.untyped_storage().data_ptr()
+            for _, leaf in leaves(replicated, "")
+            if isinstance(leaf, torch.Tensor)
+            for piece in pieces(leaf)
+        ),
     )
-
-
-def _require_structure(manifest: Manifest, replicated: Any, own: Any, rng: Any) -> None:
-    """Refuse what no `Checkpointer` writes, with right checksums or not."""
-    shared = {name for name, kept in manifest.names.items() if kept != PER_RANK}
-    if replicated.keys() != shared:
-        raise DamagedFileError(f"{STATE} does not hold the names that {NAME} lists")
-    if not isinstance(own, dict) or not isinstance(rng, (dict, type(None))):
-        raise DamagedFileError(f"{RANKS} does not hold what a rank saves")
-    if own and own.keys() != manifest.names.keys() - shared:
-        raise DamagedFileError(f"{RANKS} does not hold the names that {NAME} lists")
-    shards = _sharded.SavedShards(Path(), manifest)
-    for _, leaf in leaves(replicated, ""):
-        shards.find(leaf)
-
-
-def _addresses(tree: Any) -> Iterator[int]:
-    import torch
-
-    for _, leaf in leaves(tree, ""):
-        if isinstance(leaf, torch.Tensor):
-            for piece in pieces(leaf):
-                yield piece.untyped_storage().data_ptr()
 
 
 _NO_MAPPING: Final = re.compile(r"mmap", re.IGNORECASE)
@@ -506,7 +490,12 @@ def _restore_one(
         if _sharded.is_sharded(value):
             loaded.shards.fill(value, saved, name)
         else:
-            _copy_into(value, _whole(loaded.shards, saved, name))
+            whole = _whole(loaded.shards, saved, name)
+            with torch.no_grad():
+                if value.is_nested and value.layout is torch.jagged:
+                    value.values().copy_(whole.values())
+                else:
+                    value.copy_(whole)
     elif is_stateful(value):
         now = value.state_dict() if loaded.manifest.shards else None
         _give(loaded, name, value, _filled(loaded, saved, now, name))
@@ -611,16 +600,6 @@ def _is_mapped(loaded: Loaded, tensor: torch.Tensor) -> bool:
     return not loaded.mapped.isdisjoint(
         piece.untyped_storage().data_ptr() for piece in pieces(tensor)
     )
-
-
-def _copy_into(target: torch.Tensor, saved: torch.Tensor) -> None:
-    import torch
-
-    with torch.no_grad():
-        if target.is_nested and target.layout is torch.jagged:
-            target.values().copy_(saved.values())
-        else:
-            target.copy_(saved)
 
 
 def _give(loaded: Loaded, name: str, value: Any, saved: Any, **options: Any) -> None:

@@ -158,7 +158,19 @@ class Save:
     def _lead(self) -> None:
         """Rank 0's part."""
         messages = self._gather(self._answering)
-        _require_agreement(messages)
+        first = messages[0].facts
+        for other, answer in messages.items():
+            for key in ("step", "names"):
+                if answer.facts.get(key) != first.get(key):
+                    raise CheckpointConfigError(
+                        Explanation(
+                            f"rank {other} saves {key} {answer.facts.get(key)!r}, and rank 0 "
+                            f"{first.get(key)!r}.",
+                            cause="the ranks count their steps differently, or build other states.",
+                            fix="call save() on every rank with the same step and the same names.",
+                        ),
+                        rank=other,
+                    )
         place = self._request.place
         if place is None:  # saved already
             return
@@ -239,7 +251,14 @@ class Save:
             self._answering.announce(error=exc)
             raise
         self._answering.announce({"saved": self._request.place is not None})
-        self._warn_of_leftovers()
+        # The disk will fill up; said once the save is known to be good.
+        if self._not_removed and self._request.place is not None:
+            place = self._request.place
+            warn(
+                f"{len(self._not_removed)} checkpoints more than {place.keep} stay in "
+                f"{place.directory}, as they could not be removed; remove them by hand: "
+                + "; ".join(self._not_removed[:4])
+            )
 
     def abandon(self, limit: timedelta) -> None:
         """Give what is nearly written a moment to end, and tell no other rank: they may be dead."""
@@ -286,16 +305,6 @@ class Save:
             rank=self._ranks.rank,
         )
 
-    def _warn_of_leftovers(self) -> None:
-        """Warn that a disk will fill up, once the save is known to be good."""
-        if self._not_removed and self._request.place is not None:
-            place = self._request.place
-            warn(
-                f"{len(self._not_removed)} checkpoints more than {place.keep} stay in "
-                f"{place.directory}, as they could not be removed; remove them by hand: "
-                + "; ".join(self._not_removed[:4])
-            )
-
     def _absent(self, absence: Absence) -> SaveError:
         writes = absence.ranks == [0] and not self._ranks.is_main
         explanation = absence.explain(
@@ -317,22 +326,6 @@ class Save:
             missing_ranks=absence.ranks,
             waited_s=absence.waited_s,
         )
-
-
-def _require_agreement(messages: dict[int, Message]) -> None:
-    first = messages[0].facts
-    for rank, message in messages.items():
-        for key in ("step", "names"):
-            if message.facts.get(key) != first.get(key):
-                raise CheckpointConfigError(
-                    Explanation(
-                        f"rank {rank} saves {key} {message.facts.get(key)!r}, and rank 0 "
-                        f"{first.get(key)!r}.",
-                        cause="the ranks count their steps differently, or build other states.",
-                        fix="call save() on every rank with the same step and the same names.",
-                    ),
-                    rank=rank,
-                )
 
 
 def _no_space(directory: Path, step: int, needed: int, free: int, cause: str) -> NoSpaceError:

@@ -71,16 +71,6 @@ def _unsaveable(path: str, what: str) -> CheckpointConfigError:
     )
 
 
-def _is_copy(tensor: Any) -> bool:
-    """Tell whether another rank of the mesh has the same part, and writes it."""
-    place = tensor.device_mesh.get_coordinate() or ()
-    return any(
-        at > 0
-        for at, placement in zip(place, tensor.placements, strict=False)
-        if placement.is_replicate()
-    )
-
-
 Own = dict[str, tuple[list[int], list[int], "torch.Tensor"]]
 """By path: where this rank's part lies in its tensor, its shape, and its values."""
 
@@ -89,7 +79,15 @@ def own_parts(shards: Mapping[str, torch.Tensor]) -> Own:
     """Return what this rank writes; of copies, the first rank's."""
     own: Own = {}
     for path, tensor in shards.items():
-        found = None if _is_copy(tensor) else _local(tensor, path)
+        sharded: Any = tensor  # a DTensor
+        place = sharded.device_mesh.get_coordinate() or ()
+        if any(
+            at > 0
+            for at, placement in zip(place, sharded.placements, strict=False)
+            if placement.is_replicate()
+        ):
+            continue  # another rank of the mesh has the same part, and writes it
+        found = _local(tensor, path)
         if found is not None:
             own[path] = found
     return own

@@ -48,23 +48,20 @@ def replace_leaves(tree: Any, path: str, change: Callable[[str, Any], Any]) -> A
         items = {
             key: replace_leaves(value, f"{path}[{key!r}]", change) for key, value in tree.items()
         }
-        return items if type(tree) is dict else _like(tree, items)
+        if type(tree) is dict:
+            return items
+        same = tree.copy()  # an OrderedDict, a Counter or a defaultdict stays what it is
+        if hasattr(tree, "__dict__"):  # torch notes the versions of modules there
+            same.__dict__.update(tree.__dict__)
+        for key, value in items.items():
+            same[key] = value
+        return same
     if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
         values = [
             replace_leaves(value, f"{path}[{number}]", change) for number, value in enumerate(tree)
         ]
         return values if type(tree) is list else type(tree)(values)
     return change(path, tree)
-
-
-def _like(tree: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """Keep an OrderedDict, a Counter or a defaultdict what it is."""
-    same = tree.copy()
-    if hasattr(tree, "__dict__"):  # torch notes the versions of modules there
-        same.__dict__.update(tree.__dict__)
-    for key, value in items.items():
-        same[key] = value
-    return same
 
 
 class HostCopies:
