@@ -107,21 +107,6 @@ def assign(ranks: Sequence[VisibleGpus]) -> Assignment:
         ConfigError: The ranks are asked for different backends, only some of them see GPUs, or
             two of them would use one GPU.
     """
-    asked = _agreed_backend(ranks)
-    blind = [each.rank for each in ranks if not each.uuids]
-    if asked == "auto" and len(blind) == len(ranks):
-        return Assignment(backend="gloo", indexes=())
-    if asked != "auto" and not uses_gpus(asked):
-        return Assignment(backend=asked, indexes=())
-    if blind:
-        raise _blind(ranks, blind, asked)
-    indexes = tuple(_index(each) for each in ranks)
-    if not are_shared():
-        _require_distinct(ranks, indexes)
-    return Assignment(backend="nccl" if asked == "auto" else asked, indexes=indexes)
-
-
-def _agreed_backend(ranks: Sequence[VisibleGpus]) -> str:
     by_backend: dict[str, list[int]] = {}
     for each in ranks:
         by_backend.setdefault(each.backend, []).append(each.rank)
@@ -131,18 +116,45 @@ def _agreed_backend(ranks: Sequence[VisibleGpus]) -> str:
         cause = "the backend is set on some hosts only, or the script chooses it rank by rank."
         fix = "pass the same backend= on every rank (or DDPSAFE_BACKEND on every host)."
         raise ConfigError(Explanation(what, cause=cause, fix=fix))
-    return ranks[0].backend
-
-
-def _blind(ranks: Sequence[VisibleGpus], blind: Sequence[int], asked: str) -> ConfigError:
-    hosts = ", ".join(sorted({each.host for each in ranks if each.rank in blind}))
-    what = f"backend {asked!r} needs a GPU for each of {len(ranks)} ranks, but "
-    what += f"{ranks_text(blind)} on {hosts} can see none"
-    seeing = [each.rank for each in ranks if each.uuids]
-    what += f"; {ranks_text(seeing)} can." if seeing else "."
-    cause = f"no driver, a torch without CUDA, a container without --gpus, or an empty {VISIBLE}."
-    fix = "check nvidia-smi there; backend='gloo' trains on the CPU on every rank."
-    return ConfigError(Explanation(what, cause=cause, fix=fix))
+    asked = ranks[0].backend
+    blind = [each.rank for each in ranks if not each.uuids]
+    if asked == "auto" and len(blind) == len(ranks):
+        return Assignment(backend="gloo", indexes=())
+    if asked != "auto" and not uses_gpus(asked):
+        return Assignment(backend=asked, indexes=())
+    if blind:
+        hosts = ", ".join(sorted({each.host for each in ranks if each.rank in blind}))
+        what = f"backend {asked!r} needs a GPU for each of {len(ranks)} ranks, but "
+        what += f"{ranks_text(blind)} on {hosts} can see none"
+        seeing = [each.rank for each in ranks if each.uuids]
+        what += f"; {ranks_text(seeing)} can." if seeing else "."
+        cause = (
+            f"no driver, a torch without CUDA, a container without --gpus, or an empty {VISIBLE}."
+        )
+        fix = "check nvidia-smi there; backend='gloo' trains on the CPU on every rank."
+        raise ConfigError(Explanation(what, cause=cause, fix=fix))
+    indexes = tuple(_index(each) for each in ranks)
+    if not are_shared():
+        users: dict[str, list[VisibleGpus]] = {}
+        for rank, index in zip(ranks, indexes, strict=True):
+            users.setdefault(rank.uuids[index], []).append(rank)
+        shared = next((each for each in users.items() if len(each[1]) > 1), None)
+        if shared is not None:
+            uuid, sharing = shared
+            host = sharing[0].host
+            there = [each for each in ranks if each.host == host]
+            gpus = len({uuid for each in there for uuid in each.uuids})
+            what = (
+                f"{len(there)} ranks on {host} need {len(there)} GPUs, but see {gpus}: "
+                f"{ranks_text([each.rank for each in sharing])} would share {uuid}."
+            )
+            cause = f"more ranks than GPUs, a wrong LOCAL_RANK, or a {VISIBLE} that is the same for all."
+            fix = (
+                f"start {gpus} ranks there, or show each rank a GPU of its own "
+                f"(srun --gpus-per-task=1, {VISIBLE}), or use backend='gloo' to train on the CPU."
+            )
+            raise ConfigError(Explanation(what, cause=cause, fix=fix))
+    return Assignment(backend="nccl" if asked == "auto" else asked, indexes=indexes)
 
 
 def _index(rank: VisibleGpus) -> int:
@@ -151,29 +163,6 @@ def _index(rank: VisibleGpus) -> int:
     if are_shared():
         return rank.local_rank % seen
     return rank.local_rank if seen >= rank.local_world_size else 0
-
-
-def _require_distinct(ranks: Sequence[VisibleGpus], indexes: Sequence[int]) -> None:
-    users: dict[str, list[VisibleGpus]] = {}
-    for rank, index in zip(ranks, indexes, strict=True):
-        users.setdefault(rank.uuids[index], []).append(rank)
-    shared = next((each for each in users.items() if len(each[1]) > 1), None)
-    if shared is None:
-        return
-    uuid, sharing = shared
-    host = sharing[0].host
-    there = [each for each in ranks if each.host == host]
-    gpus = len({uuid for each in there for uuid in each.uuids})
-    what = (
-        f"{len(there)} ranks on {host} need {len(there)} GPUs, but see {gpus}: "
-        f"{ranks_text([each.rank for each in sharing])} would share {uuid}."
-    )
-    cause = f"more ranks than GPUs, a wrong LOCAL_RANK, or a {VISIBLE} that is the same for all."
-    fix = (
-        f"start {gpus} ranks there, or show each rank a GPU of its own "
-        f"(srun --gpus-per-task=1, {VISIBLE}), or use backend='gloo' to train on the CPU."
-    )
-    raise ConfigError(Explanation(what, cause=cause, fix=fix))
 
 
 def _uuids(host: str) -> tuple[str, ...]:

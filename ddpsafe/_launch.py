@@ -36,10 +36,8 @@ if TYPE_CHECKING:
     from ddpsafe._config import LaunchFields
     from ddpsafe._launcher.handle import GracePeriod, OnStart
     from ddpsafe._launcher.plan import LaunchPlan, OnRetry
-    from ddpsafe._launcher.run_directory import RunDirectory
     from ddpsafe._wire.spec import CallStyle
     from ddpsafe._worker.context import RankContext
-    from ddpsafe._world import World
 
 __tracebackhide__ = True  # pytest shows the line of the caller, not these
 
@@ -225,49 +223,39 @@ def _run_plan(
             learned=learned,
         )
 
+    folder = ""
+    if plan.config.nnodes > 1:  # the run directory may be shared: each node has its folder there
+        rank = "" if plan.config.node_rank is None else f"{plan.config.node_rank}-"
+        folder = f"node-{rank}{socket.gethostname()}"
     try:
         with (
             closing(calls),
             launch_fields(plan.config.node_rank),
             shown_log(plan.console),
-            open_run_directory(plan.config.run_dir, node=_node_folder(plan.config)) as directory,
+            open_run_directory(plan.config.run_dir, node=folder) as directory,
         ):
             if plan.config.nnodes > 1:
-                return _run_with_other_nodes(plan, calls, directory, cancelled)
-            values = run_attempts(
-                plan.config.retry, attempt, change=calls.change, cancelled=cancelled
-            )
+                from ddpsafe._launcher.nodes.rounds import NodeLaunch  # it loads torch
+
+                nodes = NodeLaunch(
+                    plan,
+                    calls,
+                    run_rank=run_rank,
+                    directory=directory,
+                    cancelled=cancelled,
+                    require_ready_nodes=require_ready_nodes,
+                )
+                values = nodes.run()
+                attempts = nodes.attempts
+            else:
+                values = run_attempts(
+                    plan.config.retry, attempt, change=calls.change, cancelled=cancelled
+                )
     except Interrupted as interrupted:
         pass_on(interrupted.signum)
         raise
     kept = None if directory.is_ours else directory.path
     return LaunchResult(values=values, attempts=attempts, run_dir=kept)
-
-
-def _node_folder(config: LaunchConfig) -> str:
-    """Name the folder of this node's logs: with several nodes the run directory may be shared."""
-    if config.nnodes == 1:
-        return ""
-    rank = "" if config.node_rank is None else f"{config.node_rank}-"
-    return f"node-{rank}{socket.gethostname()}"
-
-
-def _run_with_other_nodes(
-    plan: LaunchPlan, calls: Calls, directory: RunDirectory, cancelled: Event
-) -> LaunchResult[Any]:
-    from ddpsafe._launcher.nodes.rounds import NodeLaunch  # it loads torch
-
-    nodes = NodeLaunch(
-        plan,
-        calls,
-        run_rank=run_rank,
-        directory=directory,
-        cancelled=cancelled,
-        require_ready_nodes=require_ready_nodes,
-    )
-    values = nodes.run()
-    kept = None if directory.is_ours else directory.path
-    return LaunchResult(values=values, attempts=nodes.attempts, run_dir=kept)
 
 
 def _run_here(
@@ -278,30 +266,28 @@ def _run_here(
     if world is not None:
         require_ready_node(config, world)
     with attached.process_group(config=config) as context:
-        _warn_of_other_ranks(config, context.world)
+        # A launch inside of a rank does not get the ranks that it asks for: each asks once.
+        if context.world.rank == 0 or context.world.started_by == "ddpsafe":
+            given = {
+                "nproc_per_node": context.world.local_world_size,
+                "nnodes": context.world.nnodes,
+            }
+            for name, count in given.items():
+                asked = getattr(config, name)
+                if name in config.model_fields_set and isinstance(asked, int) and asked != count:
+                    text = Explanation(
+                        f"launch({name}={asked}) runs in a rank, which has {name}={count}: it starts no "
+                        f"processes, and the function runs once in each of the {context.world.world_size} ranks "
+                        "of the job around it.",
+                        cause="a launch in a process that is a rank already, by its variables or because "
+                        "ddpsafe started it, joins that job.",
+                        fix=f"ask the outer launcher for the ranks and leave {name} out here; or start the "
+                        "inner job in a process without RANK, WORLD_SIZE and the like.",
+                    )
+                    warnings.warn(str(text), RuntimeWarning, stacklevel=3)
         value = fn(context, *args, **kwargs)
     if attached.has_stopped():
         raise attached.stopped_error(context, value)
     return LaunchResult(
         values={context.rank: value}, attempts=context.attempt, run_dir=context.run_dir
     )
-
-
-def _warn_of_other_ranks(config: LaunchConfig, world: World) -> None:
-    """Say that a launch inside of a rank does not get the ranks that it asks for."""
-    if world.rank != 0 and world.started_by != "ddpsafe":  # once is enough
-        return
-    given = {"nproc_per_node": world.local_world_size, "nnodes": world.nnodes}
-    for name, count in given.items():
-        asked = getattr(config, name)
-        if name in config.model_fields_set and isinstance(asked, int) and asked != count:
-            text = Explanation(
-                f"launch({name}={asked}) runs in a rank, which has {name}={count}: it starts no "
-                f"processes, and the function runs once in each of the {world.world_size} ranks "
-                "of the job around it.",
-                cause="a launch in a process that is a rank already, by its variables or because "
-                "ddpsafe started it, joins that job.",
-                fix=f"ask the outer launcher for the ranks and leave {name} out here; or start the "
-                "inner job in a process without RANK, WORLD_SIZE and the like.",
-            )
-            warnings.warn(str(text), RuntimeWarning, stacklevel=4)

@@ -184,39 +184,27 @@ def find_world(env: Mapping[str, str]) -> World | None:
     Raises:
         ConfigError: The variables contradict each other or are incomplete.
     """
-    if _describes_a_node(env):
+    # A node's variables without a rank's are for a torchrun that did not start this process.
+    by_rank = any(
+        dialect.marker in env and not _is_shell_step(dialect, env)
+        for dialect in _DIALECTS
+        if dialect.started_by != "environment"
+    )
+    if not by_rank and "LOCAL_RANK" not in env and any(n in env for n in _NODE_VARIABLES):
         return _node_as_rank(env)
-    env = _with_index_of_job(env)
+    # A pod of an Indexed Job of Kubernetes has its index, where the manifest gives WORLD_SIZE alone.
+    index = env.get("JOB_COMPLETION_INDEX")
+    if index is not None and "RANK" not in env and env.get("WORLD_SIZE", "1") != "1":
+        env = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **env, "RANK": index}
     for dialect in _DIALECTS:
         if dialect.marker in env and not _is_shell_step(dialect, env):
             return _read(dialect, _with_local_rank(dialect, env))
     return None
 
 
-def _with_index_of_job(env: Mapping[str, str]) -> Mapping[str, str]:
-    """Add the rank of a pod of an Indexed Job of Kubernetes whose manifest gives WORLD_SIZE alone.
-
-    Without WORLD_SIZE the index numbers jobs that have nothing to do with each other.
-    """
-    index = env.get("JOB_COMPLETION_INDEX")
-    if index is None or "RANK" in env or env.get("WORLD_SIZE", "1") == "1":
-        return env
-    return {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **env, "RANK": index}
-
-
 # torchrun takes its options from PET_<OPTION>. PyTorchJob, Kubeflow Trainer, Volcano and PAI set them
 # in each pod, some with a RANK and WORLD_SIZE that count pods: they describe a node, not a rank.
 _NODE_VARIABLES: Final = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK")
-
-
-def _describes_a_node(env: Mapping[str, str]) -> bool:
-    """Tell whether the variables are for a torchrun that did not start this process."""
-    by_rank = any(
-        dialect.marker in env and not _is_shell_step(dialect, env)
-        for dialect in _DIALECTS
-        if dialect.started_by != "environment"
-    )
-    return not by_rank and "LOCAL_RANK" not in env and any(n in env for n in _NODE_VARIABLES)
 
 
 def _node_as_rank(env: Mapping[str, str]) -> World | None:
@@ -282,10 +270,25 @@ def _read(dialect: _Dialect, env: Mapping[str, str]) -> World:
     rank = require_int(env, dialect.rank, because=dialect.marker)
     world_size = require_int(env, dialect.world_size, because=dialect.rank)
     _check_range(dialect.rank, rank, dialect.world_size, world_size)
-    local_world_size = _local_world_size(dialect, env, world_size)
-    local_rank = _local_rank(dialect, env, rank, local_world_size)
+    if dialect.local_world_size is not None and dialect.local_world_size in env:
+        local_world_size = require_int(env, dialect.local_world_size, because=dialect.rank)
+    elif dialect.started_by == "slurm":
+        local_world_size = _slurm_tasks_here(env, world_size)
+    else:
+        local_world_size = world_size
+    if dialect.local_rank in env:
+        local_rank = require_int(env, dialect.local_rank, because=dialect.rank)
+    else:
+        local_rank = rank % max(1, local_world_size)
     _check_range("the local rank", local_rank, "the local world size", local_world_size)
-    node_rank, nnodes = _node(dialect, env, rank, local_world_size, world_size)
+    # Where nothing says how ranks lie on nodes, these are filled evenly.
+    node_rank = rank // local_world_size
+    if dialect.node_rank is not None and dialect.node_rank in env:
+        node_rank = require_int(env, dialect.node_rank, because=dialect.rank)
+    nnodes = max(-(-world_size // local_world_size), node_rank + 1)
+    if dialect.nnodes is not None and dialect.nnodes in env:
+        nnodes = require_int(env, dialect.nnodes, because=dialect.rank)
+    _check_range("the node's rank", node_rank, "the number of nodes", nnodes)
     return World(
         rank=rank,
         world_size=world_size,
@@ -295,34 +298,6 @@ def _read(dialect: _Dialect, env: Mapping[str, str]) -> World:
         nnodes=nnodes,
         started_by=dialect.started_by,
     )
-
-
-def _local_world_size(dialect: _Dialect, env: Mapping[str, str], world_size: int) -> int:
-    if dialect.local_world_size is not None and dialect.local_world_size in env:
-        return require_int(env, dialect.local_world_size, because=dialect.rank)
-    if dialect.started_by == "slurm":
-        return _slurm_tasks_here(env, world_size)
-    return world_size
-
-
-def _local_rank(dialect: _Dialect, env: Mapping[str, str], rank: int, local_world_size: int) -> int:
-    if dialect.local_rank in env:
-        return require_int(env, dialect.local_rank, because=dialect.rank)
-    return rank % max(1, local_world_size)
-
-
-def _node(
-    dialect: _Dialect, env: Mapping[str, str], rank: int, local_world_size: int, world_size: int
-) -> tuple[int, int]:
-    """Return this node and the number of nodes; where nothing says, they are filled evenly."""
-    node_rank = rank // local_world_size
-    if dialect.node_rank is not None and dialect.node_rank in env:
-        node_rank = require_int(env, dialect.node_rank, because=dialect.rank)
-    nnodes = max(-(-world_size // local_world_size), node_rank + 1)
-    if dialect.nnodes is not None and dialect.nnodes in env:
-        nnodes = require_int(env, dialect.nnodes, because=dialect.rank)
-    _check_range("the node's rank", node_rank, "the number of nodes", nnodes)
-    return node_rank, nnodes
 
 
 def _slurm_tasks_here(env: Mapping[str, str], world_size: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import importlib
 import io
@@ -129,43 +128,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    _make_printable()
+    # A question mark for what the terminal's encoding lacks, rather than a failure.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         try:
             options, unknown = make_parser().parse_known_args(arguments)
             if unknown:
-                _refuse(options, unknown)
+                parser: argparse.ArgumentParser = options.parser
+                option = next((each for each in unknown if each.startswith("-")), unknown[0])
+                name = option.partition("=")[0]
+                known = [each for action in parser._actions for each in action.option_strings]  # noqa: SLF001 - no public name
+                near = difflib.get_close_matches(name, known, n=1)
+                text = f"there is no option {name}" + (
+                    f"; did you mean {near[0]}?" if near else "."
+                )
+                if options.command == "run":
+                    text += " Options of the script stand behind it."
+                parser.error(text)
             return find_command(options.command)(options)
         finally:
             if sys.stdout is not None:  # None where the caller has closed it
                 sys.stdout.flush()
     except BrokenPipeError:
-        _let_go_of_the_pipe()
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except BrokenPipeError:
+            # Else Python, which flushes once more at its end, would complain about the reader's.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for output in (sys.stdout, sys.stderr):
+                os.dup2(nowhere, output.fileno())
+            os.close(nowhere)
         return NOBODY_READS
     except KeyboardInterrupt:
         # As a program without Python would end: no traceback, and a shell's loop ends, too.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.raise_signal(signal.SIGINT)
         return 128 + signal.SIGINT
-
-
-def _make_printable() -> None:
-    """Print a question mark for what the terminal's encoding lacks, rather than fail."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-
-
-def _let_go_of_the_pipe() -> None:
-    """Keep Python, which flushes once more at its end, from complaining about the reader's."""
-    with contextlib.suppress(BrokenPipeError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        return
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
 
 
 def find_command(name: str) -> Callable[[argparse.Namespace], int]:
@@ -183,55 +184,50 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ddpsafe {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_doctor(commands.add_parser, "examine this host, or all nodes of a job")
-    _add_config(commands.add_parser, "print the configuration, and where each value comes from")
+    about = "print the configuration, and where each value comes from"
+    config = commands.add_parser("config", help=about, description=f"{about.capitalize()}.")
+    _add_common(config)
     _add_checkpoint(commands.add_parser, "list, verify, compare and import checkpoints")
     _add_run(commands.add_parser, "start the ranks of a script on this host")
-    _add_status(commands.add_parser, "show what the ranks of running launches do")
-    _add_report(commands.add_parser, "write the page of a run: report.html")
-    _add_explain(commands.add_parser, "say what went wrong, from the logs of any launcher")
-    _add_template(commands.add_parser, "print a job file to start from: Slurm, Kubernetes, …")
-    return parser
-
-
-def _add_status(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
-    parser = add("status", help=about, description=_STATUS, epilog=_STATUS_EXIT_CODES)
-    parser.set_defaults(parser=parser)
-    parser.add_argument(
+    about = "show what the ranks of running launches do"
+    status = commands.add_parser(
+        "status", help=about, description=_STATUS, epilog=_STATUS_EXIT_CODES
+    )
+    status.add_argument(
         "run_dir", metavar="RUN_DIR", nargs="?", help="one launch; all of yours without it"
     )
-    parser.add_argument("--all", action="store_true", help="all launches of this user on this host")
-    parser.add_argument(
+    status.add_argument("--all", action="store_true", help="all launches of this user on this host")
+    status.add_argument(
         "--watch", action="store_true", help="again every second, until it has ended"
     )
-    parser.add_argument("--stacks", action="store_true", help="the stacks of all threads, too")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    status.add_argument("--stacks", action="store_true", help="the stacks of all threads, too")
+    status.add_argument("--json", action="store_true", help="print JSON")
 
+    about = "write the page of a run: report.html"
+    report = commands.add_parser("report", help=about, description=f"{about.capitalize()}.")
+    report.add_argument("run_dir", metavar="RUN_DIR", help="the run directory of a launch")
 
-def _add_report(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
-    parser = add("report", help=about, description=f"{about.capitalize()}.")
-    parser.set_defaults(parser=parser)
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="the run directory of a launch")
-
-
-def _add_explain(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
-    parser = add("explain", help=about, description=_EXPLAIN, epilog=_EXPLAIN_EXIT_CODES)
-    parser.add_argument(
+    about = "say what went wrong, from the logs of any launcher"
+    explain = commands.add_parser(
+        "explain", help=about, description=_EXPLAIN, epilog=_EXPLAIN_EXIT_CODES
+    )
+    explain.add_argument(
         "logs", metavar="LOG", nargs="*", help="files or folders; standard input without any, or -"
     )
-    form = parser.add_mutually_exclusive_group()
+    form = explain.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--markdown", action="store_true", help="print a summary for an issue")
 
-
-def _add_template(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
-    parser = add("template", help=about, description=f"{about.capitalize()}.")
-    parser.set_defaults(parser=parser)
-    parser.add_argument("place", metavar="PLACE", choices=TEMPLATES, help=", ".join(TEMPLATES))
+    about = "print a job file to start from: Slurm, Kubernetes, …"
+    template = commands.add_parser("template", help=about, description=f"{about.capitalize()}.")
+    template.add_argument("place", metavar="PLACE", choices=TEMPLATES, help=", ".join(TEMPLATES))
+    for each in commands.choices.values():
+        each.set_defaults(parser=each)
+    return parser
 
 
 def _add_doctor(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
     parser = add("doctor", help=about, description=_DOCTOR, epilog=_EXIT_CODES)
-    parser.set_defaults(parser=parser)
     nodes = parser.add_argument_group("nodes")
     nodes.add_argument("--nnodes", metavar="N", help="number of nodes")
     nodes.add_argument("--node-rank", metavar="I", help="this node, from 0")
@@ -257,12 +253,6 @@ def _add_doctor(add: Callable[..., argparse.ArgumentParser], about: str) -> None
     parser.add_argument("--explain", metavar="CODE", help="print the page of a finding, and end")
     parser.add_argument("--html", metavar="FILE", help="write a page with who reaches whom")
     parser.add_argument("--verbose", action="store_true", help="show what is well, too")
-
-
-def _add_config(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
-    parser = add("config", help=about, description=f"{about.capitalize()}.")
-    parser.set_defaults(parser=parser)
-    _add_common(parser)
 
 
 def _add_checkpoint(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
@@ -307,7 +297,6 @@ def _add_config_file(parser: argparse.ArgumentParser) -> None:
 def _add_run(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
     # Else an option of the script that begins as two of these do would be called ambiguous.
     parser = add("run", help=about, description=_RUN, epilog=_RUN_EPILOG, allow_abbrev=False)
-    parser.set_defaults(parser=parser)
     for names, metavar, text in _RUN_OPTIONS:
         _add_both(parser, names, metavar=metavar, help=text)
     _add_config_file(parser)
@@ -343,19 +332,6 @@ def _add_both(parser: argparse._ActionsContainer, names: str, **how: Any) -> Non
     given = names.split()
     spellings = [*given, *(f"--{name[2:].replace('-', '_')}" for name in given if name[1] == "-")]
     parser.add_argument(*dict.fromkeys(spellings), **how)
-
-
-def _refuse(options: argparse.Namespace, unknown: Sequence[str]) -> None:
-    """Say what is wrong with the usage of that command, and which option may be meant."""
-    parser: argparse.ArgumentParser = options.parser
-    option = next((each for each in unknown if each.startswith("-")), unknown[0])
-    name = option.partition("=")[0]
-    known = [each for action in parser._actions for each in action.option_strings]  # noqa: SLF001 - no public name
-    near = difflib.get_close_matches(name, known, n=1)
-    text = f"there is no option {name}" + (f"; did you mean {near[0]}?" if near else ".")
-    if options.command == "run":
-        text += " Options of the script stand behind it."
-    parser.error(text)
 
 
 def say(text: str) -> None:

@@ -194,7 +194,21 @@ def pytest_runtest_makereport(
     theirs.sections = [(f"{name} of rank {rank}", text) for name, text in theirs.sections]
     theirs.sections += outcome.output
     if theirs.failed:
-        _name_rank(theirs, rank, outcome)
+        # pytest's own report says which rank it is of, and what became of the others.
+        title = f"rank {rank} (world_size {outcome.world_size})"
+        failure: Any = theirs.longrepr
+        crash = getattr(failure, "reprcrash", None)
+        if crash is not None:
+            crash.message = f"{title}: {crash.message}"
+        notes = [title]
+        for other, told in sorted(outcome.told.items()):
+            states = [each["outcome"] for each in told["reports"] if each["outcome"] != "passed"]
+            if other != rank:
+                notes.append(f"rank {other}: {states[0] if states else 'ended with the first one'}")
+        if hasattr(failure, "addsection"):
+            failure.addsection(f"{title} failed first", "\n".join(notes[1:]) or title)
+        else:
+            theirs.longrepr = f"{title}: {failure}"
     return theirs
 
 
@@ -207,24 +221,6 @@ def _hint(error: BaseException) -> str:
             "\n  timeouts.attempt is the test's: @pytest.mark.ddp(timeout=…), or pytest-timeout's."
         )
     return ""
-
-
-def _name_rank(report: pytest.TestReport, rank: int, outcome: _Outcome) -> None:
-    """Say in pytest's own report which rank it is of, and what became of the others."""
-    title = f"rank {rank} (world_size {outcome.world_size})"
-    failure: Any = report.longrepr
-    crash = getattr(failure, "reprcrash", None)
-    if crash is not None:
-        crash.message = f"{title}: {crash.message}"
-    notes = [title]
-    for other, told in sorted(outcome.told.items()):
-        states = [each["outcome"] for each in told["reports"] if each["outcome"] != "passed"]
-        if other != rank:
-            notes.append(f"rank {other}: {states[0] if states else 'ended with the first one'}")
-    if hasattr(failure, "addsection"):
-        failure.addsection(f"{title} failed first", "\n".join(notes[1:]) or title)
-    else:
-        report.longrepr = f"{title}: {failure}"
 
 
 def _runs_ranks(item: pytest.Item) -> bool:
@@ -343,7 +339,15 @@ class _Server:
             for rank in range(call.nproc):
                 with contextlib.suppress(FileNotFoundError):
                     outcome.told[rank] = json.loads(job.report_of(rank).read_text(encoding="utf-8"))
-            outcome.output += _read_output(Path(str(fields["run_dir"])), call.nproc, outcome.told)
+            # What each rank has written in its test stands in sections of the report.
+            run_dir = Path(str(fields["run_dir"]))
+            for rank in range(call.nproc):
+                for suffix, name in (("out", "stdout"), ("err", "stderr")):
+                    for path in run_dir.glob(f"*/rank-{rank}.{suffix}"):
+                        written = path.read_bytes()[: outcome.told.get(rank, {}).get(suffix)]
+                        text = written.decode("utf-8", "replace")[-_MAX_OUTPUT_CHARS:]
+                        if text.strip():
+                            outcome.output.append((f"Captured {name} of rank {rank}", text))
 
     def _start(self, session: pytest.Session) -> None:
         """Start the fork server, which collects the files that have tests for ranks."""
@@ -424,18 +428,3 @@ def _find_coverage() -> dict[str, Any]:
     data_file = Path(settings["run:data_file"] or ".coverage")
     settings["run:data_file"] = str(data_file.absolute())
     return {name: value for name, value in settings.items() if value is not None}
-
-
-def _read_output(
-    run_dir: Path, nproc: int, told: Mapping[int, Mapping[str, Any]]
-) -> list[tuple[str, str]]:
-    """Return what each rank has written in its test, as sections of a report."""
-    sections: list[tuple[str, str]] = []
-    for rank in range(nproc):
-        for suffix, name in (("out", "stdout"), ("err", "stderr")):
-            for path in run_dir.glob(f"*/rank-{rank}.{suffix}"):
-                written = path.read_bytes()[: told.get(rank, {}).get(suffix)]
-                text = written.decode("utf-8", "replace")[-_MAX_OUTPUT_CHARS:]
-                if text.strip():
-                    sections.append((f"Captured {name} of rank {rank}", text))
-    return sections

@@ -192,31 +192,25 @@ def _difference(before: Any, after: Any) -> str:
     import torch
 
     if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
-        return _difference_of_tensors(before, after)
+        first, second = _describe(before), _describe(after)
+        if first != second:
+            return f"{first}, then {second}"
+        if before.layout is not torch.strided or before.is_nested or before.is_quantized:
+            return "" if str(before) == str(after) else f"{first}: other values"
+        same = (before == after) | ((before != before) & (after != after))  # noqa: PLR0124 - NaN
+        if bool(same.all()):
+            return ""
+        count = int((~same).sum())
+        change = ""
+        if before.is_floating_point() or before.is_complex():
+            apart = (after.to(torch.complex128) - before.to(torch.complex128)).abs()
+            change = f", by up to {float(apart.nan_to_num().max()):.3g}"
+        return f"{count} of {before.numel()} values differ{change}"
     if type(before) is not type(after):
         return f"{type(before).__name__}, then {type(after).__name__}"
     if before == after or (before != before and after != after):  # noqa: PLR0124 - NaN
         return ""
     return f"{str(before)[:SHOWN]}, then {str(after)[:SHOWN]}"
-
-
-def _difference_of_tensors(before: torch.Tensor, after: torch.Tensor) -> str:
-    import torch
-
-    first, second = _describe(before), _describe(after)
-    if first != second:
-        return f"{first}, then {second}"
-    if before.layout is not torch.strided or before.is_nested or before.is_quantized:
-        return "" if str(before) == str(after) else f"{first}: other values"
-    same = (before == after) | ((before != before) & (after != after))  # noqa: PLR0124 - NaN
-    if bool(same.all()):
-        return ""
-    count = int((~same).sum())
-    change = ""
-    if before.is_floating_point() or before.is_complex():
-        apart = (after.to(torch.complex128) - before.to(torch.complex128)).abs()
-        change = f", by up to {float(apart.nan_to_num().max()):.3g}"
-    return f"{count} of {before.numel()} values differ{change}"
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -36,33 +36,26 @@ def explain_config(options: Namespace) -> int:
     except ConfigError as error:
         complain(str(error))
         return USAGE
-    rows = list(_rows(config, file))
+    mask = Mask.of(config.env)
+    rows: list[Row] = []
+    for location, value in _values(config):
+        source = find_variable(location) or _in_file(location, file) or "default"
+        shown = json.loads(json.dumps(value, default=str))
+        text = shown if isinstance(shown, str) else json.dumps(shown)
+        field: object = config
+        for part in location:
+            field = getattr(field, part, None)
+        if isinstance(field, timedelta):
+            text = show_duration(field)  # as one would write it, rather than in ISO 8601
+        if location[0] == "env":
+            text = hide_value(location[-1], text)
+        rows.append((".".join(location), mask.text(text), source))
     if options.json:
         found = {name: {"value": value, "source": source} for name, value, source in rows}
         say(json.dumps(found, indent=2))
     else:
         _show(rows)
     return HEALTHY
-
-
-def _rows(config: LaunchConfig, file: ConfigFile | None) -> Iterator[Row]:
-    mask = Mask.of(config.env)
-    for location, value in _values(config):
-        source = find_variable(location) or _in_file(location, file) or "default"
-        shown = json.loads(json.dumps(value, default=str))
-        text = shown if isinstance(shown, str) else json.dumps(shown)
-        text = _as_duration(config, location) or text
-        if location[0] == "env":
-            text = hide_value(location[-1], text)
-        yield ".".join(location), mask.text(text), source
-
-
-def _as_duration(config: LaunchConfig, location: tuple[str, ...]) -> str | None:
-    """Return a duration as one would write it, rather than in ISO 8601."""
-    value: object = config
-    for part in location:
-        value = getattr(value, part, None)
-    return show_duration(value) if isinstance(value, timedelta) else None
 
 
 def _values(model: BaseModel, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -36,7 +36,10 @@ def examine(options: Namespace) -> int:
     if options.explain is not None:
         return _explain(options.explain)
     try:
-        world = _launched()
+        try:
+            world = find_world(os.environ)
+        except ConfigError:  # a finding of its own: DS-ENV-001
+            world = None
         if world is not None and world.local_rank > 0:
             return HEALTHY  # the first process of each node speaks for it
         config, fields = _what_is_asked(options, world)
@@ -68,15 +71,13 @@ def _explain(code: str) -> int:
     return HEALTHY
 
 
-def _launched() -> World | None:
-    try:
-        return find_world(os.environ)
-    except ConfigError:  # a finding of its own: DS-ENV-001
-        return None
-
-
 def _examine(options: Namespace, config: LaunchConfig | None, fields: dict[str, Any]) -> Report:
-    timeout = _duration(options.timeout)
+    try:
+        timeout = parse_duration(options.timeout)
+    except PydanticCustomError as error:
+        raise _bad_timeout(options.timeout, error.message()) from None
+    if not isinstance(timeout, timedelta):
+        raise _bad_timeout(options.timeout, "it is not a duration")
     secret = None if options.secret_file is None else _secret(options.secret_file)
     with progress(quiet=options.json and not options.verbose) as say_progress:
         return doctor.run(
@@ -87,16 +88,6 @@ def _examine(options: Namespace, config: LaunchConfig | None, fields: dict[str, 
             secret=secret,
             **fields,
         )
-
-
-def _duration(text: str) -> timedelta:
-    try:
-        value = parse_duration(text)
-    except PydanticCustomError as error:
-        raise _bad_timeout(text, error.message()) from None
-    if not isinstance(value, timedelta):
-        raise _bad_timeout(text, "it is not a duration")
-    return value
 
 
 def _secret(path: str) -> str:
@@ -124,7 +115,12 @@ def _what_is_asked(
     options: Namespace, world: World | None
 ) -> tuple[LaunchConfig | None, dict[str, Any]]:
     config = LaunchConfig.from_toml(options.config) if options.config else None
-    fields = {**_of_launcher(world), **_of_options(options)}
+    names = ("nnodes", "node_rank", "backend", "nproc_per_node")
+    given = {name: getattr(options, name) for name in names}
+    fields = {
+        **_of_launcher(world),
+        **{name: value for name, value in given.items() if value is not None},
+    }
     known = fields.pop("endpoint", None)
     rendezvous = {
         name: value
@@ -135,12 +131,6 @@ def _what_is_asked(
         if value is not None
     }
     return config, {**fields, **({"rendezvous": rendezvous} if rendezvous else {})}
-
-
-def _of_options(options: Namespace) -> dict[str, Any]:
-    names = ("nnodes", "node_rank", "backend", "nproc_per_node")
-    given = {name: getattr(options, name) for name in names}
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def next_port(endpoint: str) -> str:

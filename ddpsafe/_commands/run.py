@@ -93,10 +93,20 @@ def read_options(options: Namespace) -> tuple[dict[str, Any], list[str]]:
     fields |= _read_parts(options)
     if options.backend is not None:  # heard by launch(), setup() and process_group() in the script
         fields["env"] = {"DDPSAFE_BACKEND": options.backend}
-    console, more = _read_streams(options)
-    notes += more
-    if console is not None:
-        fields.setdefault("console", console)
+    # Whose output the console shows; files have the output of every rank in any case.
+    tee, redirects, ranks = options.tee, options.redirects, options.local_ranks_filter
+    if ranks:
+        fields.setdefault("console", "rank-zero" if ranks == "0" else "tagged")
+        if ranks != "0":
+            notes.append("--local-ranks-filter: the console shows every rank, or rank 0 alone.")
+    elif tee not in (None, "0"):
+        fields.setdefault("console", "tagged")
+        if tee != "3":
+            notes.append("--tee: both streams of every rank are shown.")
+    elif redirects == "3":
+        fields.setdefault("console", "none")
+    elif redirects not in (None, "0"):
+        notes.append("--redirects: the console shows both streams or none; files have both.")
     for name, why in TORCHRUN_NOTED.items():
         if getattr(options, name[2:].replace("-", "_")) is not None:
             notes.append(f"{name} has no effect: {why}.")
@@ -135,23 +145,6 @@ def _read_parts(options: Namespace) -> dict[str, dict[str, Any]]:
     return {part: given for part, given in parts.items() if given}
 
 
-def _read_streams(options: Namespace) -> tuple[str | None, list[str]]:
-    """Return whose output the console shows; files have the output of every rank in any case."""
-    tee, redirects, ranks = options.tee, options.redirects, options.local_ranks_filter
-    if ranks is not None and ranks != "":
-        if ranks == "0":
-            return "rank-zero", []
-        return "tagged", ["--local-ranks-filter: the console shows every rank, or rank 0 alone."]
-    if tee not in (None, "0"):
-        exact = [] if tee == "3" else ["--tee: both streams of every rank are shown."]
-        return "tagged", exact
-    if redirects == "3":
-        return "none", []
-    if redirects not in (None, "0"):
-        return None, ["--redirects: the console shows both streams or none; files have both."]
-    return None, []
-
-
 def _read_nodes(options: Namespace, notes: list[str]) -> dict[str, Any]:
     """Return the fields that say which nodes there are, and where they meet; add to the notes.
 
@@ -183,7 +176,18 @@ def _read_nodes(options: Namespace, notes: list[str]) -> dict[str, Any]:
     if "nnodes" not in fields and "DDPSAFE_NNODES" not in os.environ and options.config is None:
         fields, meeting = _complete(fields, meeting, notes)
     if fields.get("nnodes", 1) == 1 and "DDPSAFE_NNODES" not in os.environ:
-        return _of_one_node(options, fields, notes)
+        if fields.pop("node_rank", 0) != 0:
+            what = f"--node-rank={options.node_rank}: there is one node, and nodes count from 0."
+            raise ConfigError(
+                Explanation(what, fix="write --nnodes as well, the same on all nodes.")
+            )
+        notes += [
+            f"--{name.replace('_', '-')} has no effect: the ranks of one node meet at a place that "
+            "only they can reach."
+            for name in _OF_SEVERAL_NODES
+            if getattr(options, name) is not None
+        ]
+        return fields
     if "JOB_COMPLETION_INDEX" in os.environ:  # of a pod of an indexed Job of Kubernetes
         index = require_int(os.environ, "JOB_COMPLETION_INDEX", because="--nnodes")
         fields.setdefault("node_rank", index)
@@ -204,20 +208,6 @@ def _read_nnodes(text: str) -> tuple[int, int]:
 
 
 _OF_SEVERAL_NODES: Final = ("rdzv_endpoint", "rdzv_id", "master_addr", "master_port", "interface")
-
-
-def _of_one_node(options: Namespace, fields: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Note which options mean nothing with one node."""
-    if fields.pop("node_rank", 0) != 0:
-        what = f"--node-rank={options.node_rank}: there is one node, and nodes count from 0."
-        raise ConfigError(Explanation(what, fix="write --nnodes as well, the same on all nodes."))
-    notes += [
-        f"--{name.replace('_', '-')} has no effect: the ranks of one node meet at a place that "
-        "only they can reach."
-        for name in _OF_SEVERAL_NODES
-        if getattr(options, name) is not None
-    ]
-    return fields
 
 
 def _complete(
@@ -262,50 +252,39 @@ def _require_target(options: Namespace) -> str:
         message = "--module and --no-python exclude each other."
         raise ConfigError(message)
     kind = _kind_of(options)
+    name: str = options.script
     if kind == "module":
-        return _require_module(options.script)
-    return (
-        _require_program(options.script) if kind == "program" else _require_script(options.script)
-    )
-
-
-def _require_program(name: str) -> str:
-    if shutil.which(name) is None:
-        message = (
-            f"There is no program {name!r} to be run; a file needs a path and to be executable."
-        )
+        # Of a module at least the package has to be there; nothing is imported to look for it.
+        package = name.partition(".")[0]
+        path, here = sys.path, str(Path.cwd())
+        sys.path = [here, *path]  # as the ranks have it
+        try:
+            found = importlib.util.find_spec(package)
+        except (ImportError, ValueError):  # e.g. an empty name, or __main__
+            found = None
+        finally:
+            sys.path = path
+        if found is None:
+            message = f"There is no module {package!r} in {here} or among the installed ones."
+            raise ConfigError(message)
+        return name
+    if kind == "program":
+        if shutil.which(name) is None:
+            message = (
+                f"There is no program {name!r} to be run; a file needs a path and to be executable."
+            )
+            raise ConfigError(message)
+        return name
+    if not Path(name).is_file():
+        message = f"There is no script {name!r} in {Path.cwd()}; for a module write -m MODULE."
         raise ConfigError(message)
-    return name
+    return str(Path(name).absolute())
 
 
 def _require_directory() -> None:
     if is_directory_gone():
         message = "The current directory has been removed; go to one that exists."
         raise ConfigError(message)
-
-
-def _require_script(path: str) -> str:
-    if not Path(path).is_file():
-        message = f"There is no script {path!r} in {Path.cwd()}; for a module write -m MODULE."
-        raise ConfigError(message)
-    return str(Path(path).absolute())
-
-
-def _require_module(name: str) -> str:
-    """Refuse a module of which not even the package is there; nothing is imported for it."""
-    package = name.partition(".")[0]
-    path, here = sys.path, str(Path.cwd())
-    sys.path = [here, *path]  # as the ranks have it
-    try:
-        found = importlib.util.find_spec(package)
-    except (ImportError, ValueError):  # e.g. an empty name, or __main__
-        found = None
-    finally:
-        sys.path = path
-    if found is None:
-        message = f"There is no module {package!r} in {here} or among the installed ones."
-        raise ConfigError(message)
-    return name
 
 
 def run_script(
@@ -322,7 +301,14 @@ def run_script(
     """
     del rank  # the script reads RANK
     if kind == "program":
-        _run_program([target, *arguments])
+        # It runs to its end, and this process ends as it does.
+        code = subprocess.run([target, *arguments], check=False).returncode  # noqa: S603 - the user's own
+        if code < 0:
+            with contextlib.suppress(OSError):  # SIGKILL has no handler
+                signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
+        if code:
+            raise SystemExit(code)
         return None
     sys.argv = [target, *arguments]
     try:
@@ -341,14 +327,3 @@ def run_script(
         # that all ranks have stopped.
         return None
     return None
-
-
-def _run_program(command: Sequence[str]) -> None:
-    """Run a program to its end, and end as it does."""
-    code = subprocess.run(command, check=False).returncode  # noqa: S603 - the user's own
-    if code < 0:
-        with contextlib.suppress(OSError):  # SIGKILL has no handler
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    if code:
-        raise SystemExit(code)

@@ -39,7 +39,18 @@ def show_status(options: argparse.Namespace) -> int:
         return USAGE
     try:
         while True:
-            code = _show_once(options)
+            folders = [Path(options.run_dir)] if options.run_dir is not None else find_run_dirs()
+            launches = [_read(folder, stacks=options.stacks) for folder in folders]
+            if options.run_dir is None:  # what was found by its ranks may be between two attempts
+                launches = [each for each in launches if each["state"] != "ended"]
+            if options.json:
+                say(json.dumps({"launches": launches}, ensure_ascii=False))
+            else:
+                text = "\n\n".join("\n".join(_lines(each)) for each in launches)
+                text = text or "no launch of this user runs on this host"
+                say(f"{_CLEAR}{text}" if options.watch and sys.stdout.isatty() else text)
+            is_running = any(each["state"] == "running" for each in launches)
+            code = HEALTHY if is_running else UNHEALTHY
             if not options.watch or code != HEALTHY:
                 return code
             time.sleep(_EVERY_S)
@@ -63,21 +74,6 @@ def find_run_dirs() -> list[Path]:
     return sorted(found)
 
 
-def _show_once(options: argparse.Namespace) -> int:
-    folders = [Path(options.run_dir)] if options.run_dir is not None else find_run_dirs()
-    launches = [_read(folder, stacks=options.stacks) for folder in folders]
-    if options.run_dir is None:  # what was found by its ranks may be between two attempts
-        launches = [each for each in launches if each["state"] != "ended"]
-    if options.json:
-        say(json.dumps({"launches": launches}, ensure_ascii=False))
-    else:
-        text = "\n\n".join("\n".join(_lines(each)) for each in launches)
-        text = text or "no launch of this user runs on this host"
-        say(f"{_CLEAR}{text}" if options.watch and sys.stdout.isatty() else text)
-    is_running = any(each["state"] == "running" for each in launches)
-    return HEALTHY if is_running else UNHEALTHY
-
-
 def _read(folder: Path, *, stacks: bool) -> Facts:
     """Return what is known of the launch in a run directory.
 
@@ -88,7 +84,9 @@ def _read(folder: Path, *, stacks: bool) -> Facts:
     try:
         facts = ask(folder, stacks=stacks)
     except FileNotFoundError:
-        return {**place, **_read_end(folder)}
+        report = _find_report(folder)
+        has_been = report is not None or folder.is_dir()
+        return {**place, "state": "ended" if has_been else "unknown", "report": report}
     except ConnectionRefusedError:
         return {**place, "state": "dead", "report": _find_report(folder)}
     except OSError as error:
@@ -99,13 +97,6 @@ def _read(folder: Path, *, stacks: bool) -> Facts:
         each.update(usage.get(each["pid"], {}))
         each["gpu_memory_bytes"] = gpus.get(each["pid"])
     return {**facts, "state": "running"}
-
-
-def _read_end(folder: Path) -> Facts:
-    report = _find_report(folder)
-    if report is None:
-        return {"state": "ended" if folder.is_dir() else "unknown", "report": None}
-    return {"state": "ended", "report": report}
 
 
 def _find_report(folder: Path) -> Facts | None:
@@ -143,7 +134,25 @@ def _read_usage(pids: Iterable[int]) -> dict[int, Facts]:
 def _lines(launch: Facts) -> list[str]:
     folder, state = printable(launch["run_dir"]), launch["state"]
     if state == "running":
-        return _running_lines(launch)
+        head = (
+            f"{launch['world_size']} ranks, attempt {launch['attempt']}, launcher {launch['pid']}, "
+            f"{launch['run_dir']}"
+        )
+        if launch["longest_step_s"]:
+            head += f", longest time between steps {launch['longest_step_s']:.1f} s"
+        waits = [each["text"] for each in launch.get("stragglers", ())]
+        has_gpus = any(each.get("gpu_memory_bytes") for each in launch["ranks"])
+        columns = [*_COLUMNS, *(["gpu memory"] if has_gpus else []), "collective", "where"]
+        rows = [_row(each, has_gpus=has_gpus) for each in launch["ranks"]]
+        widths = [max(len(row[at]) for row in [columns, *rows]) for at in range(len(columns) - 1)]
+        table = [
+            "  ".join(
+                [*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]
+            )
+            for row in [columns, *rows]
+        ]
+        stacks = [line for each in launch["ranks"] for line in _stack_lines(each)]
+        return [printable(line) for line in [head, *table, *waits, *stacks]]
     said = {
         "ended": f"no launch is running in {folder}",
         "dead": f"the launcher of {folder} has died without an end of its own; its ranks end with it",
@@ -159,26 +168,6 @@ def _lines(launch: Facts) -> list[str]:
         printable(f"attempt {report['attempt']} failed: {report['error']}: {first}"),
         printable(f"see {report['path']}"),
     ]
-
-
-def _running_lines(launch: Facts) -> list[str]:
-    head = (
-        f"{launch['world_size']} ranks, attempt {launch['attempt']}, launcher {launch['pid']}, "
-        f"{launch['run_dir']}"
-    )
-    if launch["longest_step_s"]:
-        head += f", longest time between steps {launch['longest_step_s']:.1f} s"
-    waits = [each["text"] for each in launch.get("stragglers", ())]
-    has_gpus = any(each.get("gpu_memory_bytes") for each in launch["ranks"])
-    columns = [*_COLUMNS, *(["gpu memory"] if has_gpus else []), "collective", "where"]
-    rows = [_row(each, has_gpus=has_gpus) for each in launch["ranks"]]
-    widths = [max(len(row[at]) for row in [columns, *rows]) for at in range(len(columns) - 1)]
-    table = [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
-        for row in [columns, *rows]
-    ]
-    stacks = [line for each in launch["ranks"] for line in _stack_lines(each)]
-    return [printable(line) for line in [head, *table, *waits, *stacks]]
 
 
 def _row(rank: Facts, *, has_gpus: bool) -> list[str]:

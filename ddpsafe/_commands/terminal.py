@@ -16,7 +16,7 @@ from ddpsafe.doctor._report import AreaStep, printable
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ddpsafe.doctor import Finding, Matrix, Report
+    from ddpsafe.doctor import Report
     from ddpsafe.doctor._report import Verdict
 
 _MARKS: Final = {"failed": "✗ failed", "warning": "! warning", "ok": "✓ ok"}
@@ -43,59 +43,46 @@ def show_report(report: Report, *, verbose: bool) -> None:
     shown = [each for each in report.findings if verbose or each.severity != "ok"]
     on_terminal = sys.stdout.isatty()
     if on_terminal:
-        _show_table(shown)
+        table = Table(show_edge=False, pad_edge=False, expand=False)
+        table.add_column("result", no_wrap=True)
+        table.add_column("code", no_wrap=True)
+        table.add_column("what was found")
+        for finding in shown:
+            mark = Text(_MARKS[finding.severity], style=_STYLES[finding.severity])
+            table.add_row(mark, printable(finding.code), Text(printable(finding.fact)))
+        if shown:
+            Console().print(table)
     for finding in shown if not on_terminal else ():
         if finding.severity == "ok":  # the others come below, whole
             say(printable(f"ok {finding.code}: {finding.fact}"))
     if report.matrix is not None:
-        for line in _matrix_lines(report.matrix):
+        hosts, directions = report.matrix.hostnames, report.matrix.directions
+        closed = [each for each in directions if each.verdict != "open"]
+        rows: dict[tuple[int, Verdict], list[str]] = {}
+        for each in closed:
+            rows.setdefault((each.source, each.verdict), []).append(hosts[each.target])
+        lines = [
+            printable(f"  {hosts[source]} -> {', '.join(targets)}: {verdict}")
+            for (source, verdict), targets in rows.items()
+        ]
+        opened = len(directions) - len(closed)
+        say(f"\n{len(hosts)} hosts: {opened} of {len(directions)} directions are open")
+        for line in lines[:_MOST_LINES]:
             say(line)
+        if len(lines) > _MOST_LINES:
+            say(f"  … and {len(lines) - _MOST_LINES} more")
     for number, finding in enumerate(shown):
         if finding.severity != "ok":
             if number or on_terminal or report.matrix is not None:
                 say("")
-            mark = "" if on_terminal else f"{finding.severity} "
-            say(mark + finding.as_text())  # not through rich: a line to copy must not be broken
+            severity = "" if on_terminal else f"{finding.severity} "
+            say(severity + finding.as_text())  # not through rich: a line to copy must not be broken
     if shown:
         say("")
-    say(_summary(report, verbose=verbose))
-
-
-def _show_table(findings: list[Finding]) -> None:
-    table = Table(show_edge=False, pad_edge=False, expand=False)
-    table.add_column("result", no_wrap=True)
-    table.add_column("code", no_wrap=True)
-    table.add_column("what was found")
-    for finding in findings:
-        mark = Text(_MARKS[finding.severity], style=_STYLES[finding.severity])
-        table.add_row(mark, printable(finding.code), Text(printable(finding.fact)))
-    if findings:
-        Console().print(table)
-
-
-def _summary(report: Report, *, verbose: bool) -> str:
     fine = sum(1 for each in report.findings if each.severity == "ok")
     parts = [
         f"{len(report.failed)} failed",
         f"{len(report.warnings)} {'warning' if len(report.warnings) == 1 else 'warnings'}",
         f"{fine} passed" + ("" if verbose else " (--verbose lists them)"),
     ]
-    return f"{report.hostname}: {', '.join(parts)}, after {report.took_s:.1f} s."
-
-
-def _matrix_lines(matrix: Matrix) -> list[str]:
-    """Return the directions that are not open, and how many are."""
-    closed = [each for each in matrix.directions if each.verdict != "open"]
-    rows: dict[tuple[int, Verdict], list[str]] = {}
-    for each in closed:
-        rows.setdefault((each.source, each.verdict), []).append(matrix.hostnames[each.target])
-    lines = [
-        printable(f"  {matrix.hostnames[source]} -> {', '.join(targets)}: {verdict}")
-        for (source, verdict), targets in rows.items()
-    ]
-    more = [f"  … and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
-    opened = len(matrix.directions) - len(closed)
-    head = (
-        f"{len(matrix.hostnames)} hosts: {opened} of {len(matrix.directions)} directions are open"
-    )
-    return ["", head, *lines[:_MOST_LINES], *more]
+    say(f"{report.hostname}: {', '.join(parts)}, after {report.took_s:.1f} s.")

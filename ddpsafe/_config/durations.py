@@ -42,19 +42,6 @@ _LONGEST_TEXT: Final = 64
 _HOW: Final = 'seconds as a number (30), or a text such as "30s", "5min", "1h", "2 days"'
 
 
-def _seconds(value: DurationLike) -> float | None:
-    if isinstance(value, timedelta):
-        return value.total_seconds()
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, (int, float)):
-        return float(value) if abs(value) <= LONGEST.total_seconds() else math.inf
-    match = _TEXT.fullmatch(value.lower()) if len(value) <= _LONGEST_TEXT else None
-    if match is None or match[2] not in _UNIT_OF:
-        return None
-    return float(match[1]) * _UNIT_OF[match[2]]
-
-
 def parse_duration(value: object, *, shortest: timedelta = SHORTEST) -> object:
     """Read a duration as people write it.
 
@@ -70,9 +57,15 @@ def parse_duration(value: object, *, shortest: timedelta = SHORTEST) -> object:
     """
     if isinstance(value, bool) or not isinstance(value, (timedelta, int, float, str)):
         raise wrong(f"expected a duration, got a {type(value).__name__}", write=_HOW)
-    seconds = _seconds(value)
-    if seconds is None:
-        return value
+    if isinstance(value, timedelta):
+        seconds = value.total_seconds()
+    elif isinstance(value, (int, float)):
+        seconds = float(value) if abs(value) <= LONGEST.total_seconds() else math.inf
+    else:
+        match = _TEXT.fullmatch(value.lower()) if len(value) <= _LONGEST_TEXT else None
+        if match is None or match[2] not in _UNIT_OF:
+            return value
+        seconds = float(match[1]) * _UNIT_OF[match[2]]
     if math.isnan(seconds):
         raise wrong("NaN is not a duration", write=_HOW)
     if seconds > LONGEST.total_seconds():

@@ -120,9 +120,14 @@ def _problems(text: str) -> Iterator[Problem]:
     host_problem = _name_problem(host) if find_address(host) is None else _address_problem(host)
     if host_problem is not None:
         yield host_problem
-    port_problem = _port_problem(host, port)
-    if port_problem is not None:
-        yield port_problem
+    usable = (
+        f'a port from {_FIRST_PORT} to {_LAST_PORT}, e.g. "{show_endpoint(host, DEFAULT_PORT)}"'
+    )
+    if not re.fullmatch(r"[0-9]{1,5}", port, re.ASCII):
+        yield Problem(why=f"the port {show(port)} is not a port number", write=usable)
+    elif int(port) != 0 and not _FIRST_PORT <= int(port) <= _LAST_PORT:
+        low = "ports below 1024 need root" if int(port) < _FIRST_PORT else "ports end at 65535"
+        yield Problem(why=f"port {int(port)} cannot be used: {low}", write=usable)
 
 
 def _shape_problem(text: str) -> Problem | None:
@@ -187,19 +192,6 @@ def _unusable_kind(address: IPAddress) -> str | None:
     if address.is_multicast or str(address) == "255.255.255.255":
         return "addresses many hosts at once, and TCP needs one"
     return None
-
-
-def _port_problem(host: str, port: str) -> Problem | None:
-    usable = (
-        f'a port from {_FIRST_PORT} to {_LAST_PORT}, e.g. "{show_endpoint(host, DEFAULT_PORT)}"'
-    )
-    if not re.fullmatch(r"[0-9]{1,5}", port, re.ASCII):
-        return Problem(why=f"the port {show(port)} is not a port number", write=usable)
-    number = int(port)
-    if number == 0 or _FIRST_PORT <= number <= _LAST_PORT:
-        return None
-    low = "ports below 1024 need root" if number < _FIRST_PORT else "ports end at 65535"
-    return Problem(why=f"port {number} cannot be used: {low}", write=usable)
 
 
 def resolve_host(host: str, port: int) -> list[str]:

@@ -38,25 +38,6 @@ def _judge_path(value: object) -> Path:
     text = os.fspath(value)
     if not isinstance(text, str):
         raise wrong("a path in bytes", write='an absolute path as text: "/data/train"')
-    _refuse_unusable_text(text)
-    if not Path(text).is_absolute():
-        raise wrong(
-            "it is relative, and ranks on other nodes or under another launcher start in other "
-            "directories",
-            write=f'"{_from_here(text)}"; for a data path also DataPath.here("{text}"), which means '
-            "relative to the directory the job is launched from",
-        )
-    return Path(text)
-
-
-def _from_here(text: str) -> str:
-    try:
-        return str(Path.cwd() / text)
-    except OSError:  # the current directory was removed
-        return f"/…/{text}"
-
-
-def _refuse_unusable_text(text: str) -> None:
     example = 'an absolute path: "/data/train"'
     if not text.strip():
         raise wrong("it is empty, which means the current directory", write=example)
@@ -73,6 +54,21 @@ def _refuse_unusable_text(text: str) -> None:
             "of a name",
             write=f'"{text.replace(chr(92), "/")}"',
         )
+    if not Path(text).is_absolute():
+        raise wrong(
+            "it is relative, and ranks on other nodes or under another launcher start in other "
+            "directories",
+            write=f'"{_from_here(text)}"; for a data path also DataPath.here("{text}"), which means '
+            "relative to the directory the job is launched from",
+        )
+    return Path(text)
+
+
+def _from_here(text: str) -> str:
+    try:
+        return str(Path.cwd() / text)
+    except OSError:  # the current directory was removed
+        return f"/…/{text}"
 
 
 def _can_be_encoded(text: str) -> bool:

@@ -91,7 +91,13 @@ class Watch:
             self._looking_since = Deadline.after(None)
             self._call = BoundedCall(lambda: list(_look(self._wanted)), name="ddpsafe-look")
         if not self._call.wait(patience.total_seconds()):
-            return [_hung(self._wanted.path, self._looking_since.waited_s())]
+            return [
+                NotReady(
+                    what=f"{self._wanted.path} has not answered for {self._looking_since.waited_s():.1f} s",
+                    cause="it lies on a network file system whose server is gone",
+                    fix=f"Check the server and the mount (`findmnt -T {self._wanted.path}`), then remount",
+                )
+            ]
         call, self._call = self._call, None
         return call.result()
 
@@ -187,71 +193,52 @@ def preflight_error(
     return PreflightError(message, report=report, kind="mount")
 
 
-def _hung(path: Path, waited_s: float) -> NotReady:
-    return NotReady(
-        what=f"{path} has not answered for {waited_s:.1f} s",
-        cause="it lies on a network file system whose server is gone",
-        fix=f"Check the server and the mount (`findmnt -T {path}`), then remount",
-    )
-
-
 def _look(wanted: Wanted) -> Iterator[NotReady]:
     try:
         mode = wanted.path.stat().st_mode
-        yield from _look_at_kind(wanted, mode)
-        yield from _look_at_mount(wanted)
+        is_right = {"directory": stat.S_ISDIR, "file": stat.S_ISREG}.get(wanted.kind)
+        if is_right is not None and not is_right(mode):
+            found = (
+                "directory" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "device"
+            )
+            yield NotReady(
+                what=f"{wanted.path} is a {found}, no {wanted.kind}",
+                cause="the path is that of something else, or an unpacking step is missing",
+                fix=f'Give the path of a {wanted.kind}, or kind="any"',
+            )
+        if wanted.mount != "any":
+            point = find_mount_point(wanted.path)
+            is_mounted = (
+                point == wanted.path.resolve() if wanted.mount == "point" else point.parent != point
+            )
+            if not is_mounted:
+                yield NotReady(
+                    what=f"nothing is mounted on {wanted.path}"
+                    + (" or above it" if wanted.mount == "inside" else ""),
+                    cause=f"the mount has not happened yet or failed; the directory is one of {point}",
+                    fix=f"Mount it (`findmnt -T {wanted.path}` shows what is there), or give the data "
+                    'path a longer wait, or mount="any" where no mount is meant',
+                )
         if stat.S_ISDIR(mode):
-            yield from _look_inside(wanted)
+            least = wanted.min_entries or 0
+            with os.scandir(wanted.path) as entries:
+                count = sum(1 for _ in islice(entries, least))
+            if count < least:
+                yield NotReady(
+                    what=f"{wanted.path} has {count} of at least {least} entries",
+                    cause="a copy is not finished, or the directory is what lies under a missing mount",
+                    fix="Wait for the copy (field wait), or correct min_entries",
+                )
+            if wanted.marker is not None and not (wanted.path / wanted.marker).exists():
+                yield NotReady(
+                    what=f"{wanted.path / wanted.marker} does not exist",
+                    cause="what writes the data has not finished: the marker comes last",
+                    fix="Wait for it (field wait), or correct marker",
+                )
         elif stat.S_ISREG(mode):
             wanted.path.open("rb").close()
     except OSError as error:
         yield _unreadable(wanted.path, error)
-
-
-def _look_at_kind(wanted: Wanted, mode: int) -> Iterator[NotReady]:
-    is_right = {"directory": stat.S_ISDIR, "file": stat.S_ISREG}.get(wanted.kind)
-    if is_right is not None and not is_right(mode):
-        found = "directory" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "device"
-        yield NotReady(
-            what=f"{wanted.path} is a {found}, no {wanted.kind}",
-            cause="the path is that of something else, or an unpacking step is missing",
-            fix=f'Give the path of a {wanted.kind}, or kind="any"',
-        )
-
-
-def _look_at_mount(wanted: Wanted) -> Iterator[NotReady]:
-    if wanted.mount == "any":
-        return
-    point = find_mount_point(wanted.path)
-    is_mounted = (
-        point == wanted.path.resolve() if wanted.mount == "point" else point.parent != point
-    )
-    if not is_mounted:
-        yield NotReady(
-            what=f"nothing is mounted on {wanted.path}"
-            + (" or above it" if wanted.mount == "inside" else ""),
-            cause=f"the mount has not happened yet or failed; the directory is one of {point}",
-            fix=f"Mount it (`findmnt -T {wanted.path}` shows what is there), or give the data "
-            'path a longer wait, or mount="any" where no mount is meant',
-        )
-
-
-def _look_inside(wanted: Wanted) -> Iterator[NotReady]:
-    least = wanted.min_entries or 0
-    with os.scandir(wanted.path) as entries:
-        count = sum(1 for _ in islice(entries, least))
-    if count < least:
-        yield NotReady(
-            what=f"{wanted.path} has {count} of at least {least} entries",
-            cause="a copy is not finished, or the directory is what lies under a missing mount",
-            fix="Wait for the copy (field wait), or correct min_entries",
-        )
-    if wanted.marker is not None and not (wanted.path / wanted.marker).exists():
-        yield NotReady(
-            what=f"{wanted.path / wanted.marker} does not exist",
-            cause="what writes the data has not finished: the marker comes last",
-            fix="Wait for it (field wait), or correct marker",
-        )
 
 
 def _unreadable(path: Path, error: OSError) -> NotReady:

@@ -107,19 +107,6 @@ def judge_backend(value: object) -> object:
     backend = value.strip().lower()
     parts = backend.split(",")
     pairs = [part.rpartition(":") for part in parts]
-    _judge_backend_shape(pairs)
-    for _, _, name in pairs:
-        near = find_near(name, _COMMON_BACKENDS, cutoff=0.7)
-        if near not in {None, name} and not _VENDOR_BACKENDS.fullmatch(name):
-            raise wrong(
-                f"no backend is called {name!r}",
-                write=repr(backend.replace(name, near or "")),
-                is_guess=True,
-            )
-    return backend
-
-
-def _judge_backend_shape(pairs: list[tuple[str, str, str]]) -> None:
     write = '"auto", one name ("nccl", "gloo"), or one for each device: "cpu:gloo,cuda:nccl"'
     words = [
         word for device, colon, name in pairs for word in ((device, name) if colon else (name,))
@@ -131,6 +118,15 @@ def _judge_backend_shape(pairs: list[tuple[str, str, str]]) -> None:
         raise wrong("a list names every device exactly once", write=write)
     if len(pairs) > 1 and any(name == "auto" for _, _, name in pairs):
         raise wrong('"auto" chooses for all devices and stands alone', write=write)
+    for _, _, name in pairs:
+        near = find_near(name, _COMMON_BACKENDS, cutoff=0.7)
+        if near not in {None, name} and not _VENDOR_BACKENDS.fullmatch(name):
+            raise wrong(
+                f"no backend is called {name!r}",
+                write=repr(backend.replace(name, near or "")),
+                is_guess=True,
+            )
+    return backend
 
 
 def judge_env(value: object) -> object:

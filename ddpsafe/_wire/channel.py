@@ -279,7 +279,13 @@ class Receiver:
         """
         self._fill()
         messages: list[Message] = []
-        while (body := self._next_body()) is not None:
+        while len(self._buffer) >= _HEADER.size:
+            (size,) = _HEADER.unpack_from(self._buffer)
+            end = _HEADER.size + size
+            if len(self._buffer) < end:
+                break
+            body = bytes(memoryview(self._buffer)[_HEADER.size : end])
+            del self._buffer[:end]
             # The peer is our own child on an anonymous pipe, not a network peer.
             messages.append(pickle.loads(body))  # noqa: S301 - see above
         return messages
@@ -301,14 +307,3 @@ class Receiver:
                 self.close()
                 return
             self._buffer += chunk
-
-    def _next_body(self) -> bytes | None:
-        if len(self._buffer) < _HEADER.size:
-            return None
-        (size,) = _HEADER.unpack_from(self._buffer)
-        end = _HEADER.size + size
-        if len(self._buffer) < end:
-            return None
-        body = bytes(memoryview(self._buffer)[_HEADER.size : end])
-        del self._buffer[:end]
-        return body

@@ -346,17 +346,16 @@ def _origin_of(exc: BaseException, depth: int) -> Origin:
             return "own"
         origins = [_read(each, depth + 1).origin for each in exc.exceptions]
         return "own" if "own" in origins or "mismatch" in origins else origins[0]
-    row = find_peer_text(line_of(exc, MAX_MESSAGE)) if _is_torchs(exc) else None
-    return "own" if row is None else row.origin
-
-
-def _is_torchs(exc: BaseException) -> bool:
-    """Tell whether torch raised it: its type, its text or the place where it was raised says so."""
     if not isinstance(exc, RuntimeError):
-        return False
-    return type(exc).__module__.partition(".")[0] == "torch" or is_of_a_backend(
-        line_of(exc, MAX_MESSAGE), _file_of(exc)
-    )
+        return "own"
+    # Its type, its text or the file of the line that raised it says that torch did.
+    line, file, tb = line_of(exc, MAX_MESSAGE), "", exc.__traceback__
+    while tb is not None:
+        file, tb = tb.tb_frame.f_code.co_filename, tb.tb_next
+    if type(exc).__module__.partition(".")[0] != "torch" and not is_of_a_backend(line, file):
+        return "own"
+    row = find_peer_text(line)
+    return "own" if row is None else row.origin
 
 
 def _chain_of(exc: BaseException) -> Iterator[BaseException]:
@@ -367,11 +366,3 @@ def _chain_of(exc: BaseException) -> Iterator[BaseException]:
         seen.add(id(at))
         yield at
         at = at.__context__ if at.__cause__ is None else at.__cause__
-
-
-def _file_of(exc: BaseException) -> str:
-    """Return the file of the line that raised it."""
-    file, tb = "", exc.__traceback__
-    while tb is not None:
-        file, tb = tb.tb_frame.f_code.co_filename, tb.tb_next
-    return file

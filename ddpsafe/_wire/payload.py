@@ -70,9 +70,22 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
         return False
 
     def reducer_override(self, obj: Any) -> object:
-        _require_portable(obj)
+        if isinstance(obj, io.IOBase) and not isinstance(obj, (io.BytesIO, io.StringIO)):
+            msg = f"an open file ({getattr(obj, 'name', '?')})"
+            raise CannotTravelError(msg)
+        if _is_tensor(obj) and obj.device.type == "cuda":
+            msg = f"a tensor on {obj.device}"
+            raise CannotTravelError(msg)
+        if type(obj).__module__.startswith(_INHERITED_MODULES):
+            inside = (obj, *getattr(obj, "__dict__", {}).values())
+            if any(getattr(part, "_is_fork_ctx", False) for part in inside):
+                msg = "it serves forked processes only; make it with multiprocessing.get_context('spawn')"
+                raise CannotTravelError(msg)
         if self._shares_tensors and self._handles is not None and _is_tensor(obj):
-            _share(obj, len(self._handles))
+            # A tensor of the CPU moves into shared memory, as with torch's own pickler.
+            plain = obj.layout is sys.modules["torch"].strided and obj.device.type == "cpu"
+            if plain and len(self._handles) < _MOST_SHARED and obj.untyped_storage().nbytes():
+                obj.share_memory_()
         if self._handles is not None and _is_inherited_only(obj):
             self._handles.append(obj)
             return (_handle, (len(self._handles) - 1,))
@@ -83,18 +96,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
             if isinstance(obj, torch.storage.TypedStorage) and _is_large(obj._untyped_storage):  # noqa: SLF001 - as torch's own reducers
                 return (_typed_storage, (obj._untyped_storage, obj.dtype))  # noqa: SLF001
             if isinstance(obj, torch.UntypedStorage) and _is_large(obj):
-                return (_untyped_storage, (pickle.PickleBuffer(_memory_of(obj)),))
+                memory: Any = (ctypes.c_char * obj.nbytes()).from_address(obj.data_ptr())
+                memory.owner = obj  # which lives as long as its memory is used
+                return (_untyped_storage, (pickle.PickleBuffer(memory),))
         return super().reducer_override(obj)
 
 
 def _is_large(storage: Any) -> bool:
     return bool(storage.device.type == "cpu" and storage.nbytes() >= _LARGE_BYTES)
-
-
-def _memory_of(storage: Any) -> Any:
-    memory: Any = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
-    memory.owner = storage  # which lives as long as its memory is used
-    return memory
 
 
 def _untyped_storage(memory: Any) -> object:
@@ -117,17 +126,6 @@ class _ResultPickler(_Pickler):
         if _is_tensor(obj) and obj.device.type not in ("cpu", "meta"):
             return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return super().reducer_override(obj)
-
-
-def _share(tensor: Any, handles: int) -> None:
-    """Move a tensor of the CPU into shared memory, as torch's own pickler does.
-
-    A fork server takes 256 descriptors for one process, of which a few are others: a large model
-    goes on as a copy from there.
-    """
-    plain = tensor.layout is sys.modules["torch"].strided and tensor.device.type == "cpu"
-    if plain and handles < _MOST_SHARED and tensor.untyped_storage().nbytes():
-        tensor.share_memory_()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,23 +231,6 @@ def _is_tensor(obj: object) -> bool:
     return torch is not None and isinstance(obj, torch.Tensor)
 
 
-def _require_portable(obj: Any) -> None:
-    if isinstance(obj, io.IOBase) and not isinstance(obj, (io.BytesIO, io.StringIO)):
-        msg = f"an open file ({getattr(obj, 'name', '?')})"
-        raise CannotTravelError(msg)
-    if _is_tensor(obj) and obj.device.type == "cuda":
-        msg = f"a tensor on {obj.device}"
-        raise CannotTravelError(msg)
-    if type(obj).__module__.startswith(_INHERITED_MODULES) and _is_for_forks(obj):
-        msg = "it serves forked processes only; make it with multiprocessing.get_context('spawn')"
-        raise CannotTravelError(msg)
-
-
-def _is_for_forks(obj: object) -> bool:
-    parts = (obj, *getattr(obj, "__dict__", {}).values())
-    return any(getattr(part, "_is_fork_ctx", False) for part in parts)
-
-
 def _is_inherited_only(obj: Any) -> bool:
     if _is_tensor(obj):
         # A sparse tensor has no storage to ask; its parts are asked when they are pickled.
@@ -264,7 +245,17 @@ def _is_inherited_only(obj: Any) -> bool:
 def _lives_in_importable_main(obj: Any) -> bool:
     if not isinstance(obj, (type, types.FunctionType)) or obj.__module__ != "__main__":
         return False
-    return main_is_importable() and _resolves(obj)
+    if not main_is_importable():
+        return False
+    # A rank that imports the main script has to find the object under its name.
+    main = sys.modules["__main__"]
+    names = obj.__qualname__.split(".")
+    if names[0] in _defined_under_guard(str(main.__file__)):
+        return False
+    found: object = main
+    for name in names:
+        found = getattr(found, name, None)
+    return found is obj
 
 
 def main_is_importable() -> bool:
@@ -276,18 +267,6 @@ def main_is_importable() -> bool:
         return not (spec.name == "__main__" or spec.name.endswith(".__main__"))
     file = getattr(main, "__file__", None)
     return file is not None and Path(file).exists() and "ipython" not in Path(file).name
-
-
-def _resolves(obj: type | types.FunctionType) -> bool:
-    """Tell whether a rank that imports the main script will find the object under its name."""
-    main = sys.modules["__main__"]
-    names = obj.__qualname__.split(".")
-    if names[0] in _defined_under_guard(str(main.__file__)):
-        return False
-    found: object = main
-    for name in names:
-        found = getattr(found, name, None)
-    return found is obj
 
 
 @functools.cache
@@ -361,50 +340,34 @@ def _failure(obj: object, dumps: Callable[[object], object]) -> BaseException | 
 def _parts(obj: object) -> Iterator[tuple[str, object]]:
     """Yield what is inside, as far as a user's ``__repr__`` and ``__getattr__`` let us look."""
     with suppress(Exception):
-        yield from _every_part(obj)
-
-
-def _every_part(obj: object) -> Iterator[tuple[str, object]]:
-    if type(obj).__module__.startswith(_INHERITED_MODULES):
-        return  # it travels as a whole
-    if isinstance(obj, dict):
-        yield from ((f"[{key!r}]", value) for key, value in obj.items())
-        yield from ((f" key {key!r}", key) for key in obj)
-    elif isinstance(obj, (list, tuple, deque)):
-        yield from ((f"[{index}]", value) for index, value in enumerate(obj))
-    elif isinstance(obj, (set, frozenset)):
-        yield from ((f" element {value!r}", value) for value in obj)
-    elif isinstance(obj, BaseException):
-        yield ".args", obj.args
-    if isinstance(obj, types.FunctionType):
-        yield from _captured(obj)
-    elif isinstance(obj, types.MethodType):
-        yield ".__self__", obj.__self__
-    if not isinstance(obj, type):
-        state = getattr(obj, "__dict__", None) or {}
-        yield from ((f".{name}", value) for name, value in list(state.items()))
-        yield from _slots(obj)
-        yield from _partial(obj)
-
-
-def _captured(function: types.FunctionType) -> Iterator[tuple[str, object]]:
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        yield f" closure variable {name!r}", cell.cell_contents
-    for name in function.__code__.co_names:
-        if name in function.__globals__:
-            yield f" global variable {name!r}", function.__globals__[name]
-
-
-def _slots(obj: object) -> Iterator[tuple[str, object]]:
-    for cls in type(obj).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(obj, name):
-                yield f".{name}", getattr(obj, name)
-
-
-def _partial(obj: object) -> Iterator[tuple[str, object]]:
-    if isinstance(obj, functools.partial):
-        yield ".func", obj.func
-        yield ".args", obj.args
-        yield ".keywords", obj.keywords
+        if type(obj).__module__.startswith(_INHERITED_MODULES):
+            return  # it travels as a whole
+        if isinstance(obj, dict):
+            yield from ((f"[{key!r}]", value) for key, value in obj.items())
+            yield from ((f" key {key!r}", key) for key in obj)
+        elif isinstance(obj, (list, tuple, deque)):
+            yield from ((f"[{index}]", value) for index, value in enumerate(obj))
+        elif isinstance(obj, (set, frozenset)):
+            yield from ((f" element {value!r}", value) for value in obj)
+        elif isinstance(obj, BaseException):
+            yield ".args", obj.args
+        if isinstance(obj, types.FunctionType):
+            for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True):
+                yield f" closure variable {name!r}", cell.cell_contents
+            for name in obj.__code__.co_names:
+                if name in obj.__globals__:
+                    yield f" global variable {name!r}", obj.__globals__[name]
+        elif isinstance(obj, types.MethodType):
+            yield ".__self__", obj.__self__
+        if not isinstance(obj, type):
+            state = getattr(obj, "__dict__", None) or {}
+            yield from ((f".{name}", value) for name, value in list(state.items()))
+            for cls in type(obj).__mro__:
+                slots = cls.__dict__.get("__slots__", ())
+                for name in (slots,) if isinstance(slots, str) else slots:
+                    if hasattr(obj, name):
+                        yield f".{name}", getattr(obj, name)
+            if isinstance(obj, functools.partial):
+                yield ".func", obj.func
+                yield ".args", obj.args
+                yield ".keywords", obj.keywords
