@@ -21,7 +21,6 @@ from ddpsafe.doctor._context import environment_of
 from ddpsafe.doctor._system.nvidia import read_driver
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
     from pathlib import Path
 
     from ddpsafe._config import LaunchConfig
@@ -48,10 +47,15 @@ def fingerprint(config: LaunchConfig) -> dict[str, object]:
     env = environment_of(config)
     interfaces = list_interfaces()
     driver = read_driver()
+    names = {*_COMPARED_NAMES, *config.env}
     found: dict[str, object] = {
         "hostname": socket.gethostname(),
         "versions": _versions(),
-        "env": _environment(env, {*_COMPARED_NAMES, *config.env}),
+        "env": {
+            name: hide_value(name, value)
+            for name, value in sorted(env.items())
+            if name.startswith(_COMPARED) or name in names
+        },
         "interfaces": {each.name: _state(each) for each in interfaces},
         "subnets": sorted(
             {str(n.network) for each in interfaces if each.is_candidate for n in each.networks}
@@ -80,14 +84,6 @@ def _versions() -> dict[str, str]:
         if name.startswith("nvidia-nccl-"):
             versions["nccl"] = dist.version
     return versions
-
-
-def _environment(env: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
-    return {
-        name: hide_value(name, value)
-        for name, value in sorted(env.items())
-        if name.startswith(_COMPARED) or name in names
-    }
 
 
 def _state(interface: Interface) -> dict[str, object]:

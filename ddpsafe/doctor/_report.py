@@ -233,7 +233,8 @@ def require_healthy(
         PreflightError: Something was.
     """
     for finding in report.warnings if speaks else ():
-        logger.warning("%s", _in_one_line(finding))
+        fix = " ".join(finding.fix.split())
+        logger.warning("%s: %s What to do: %s (%s)", finding.code, finding.fact, fix, finding.page)
     if report.failed:
         count = len(report.failed)
         problems = "1 problem" if count == 1 else f"{count} problems"
@@ -241,8 +242,3 @@ def require_healthy(
         what = f"{named} not ready for this launch: {problems}; {outcome}."
         told = [finding.as_text() for finding in report.failed]
         raise PreflightError(Explanation(what, details=told), report=report)
-
-
-def _in_one_line(finding: Finding) -> str:
-    fix = " ".join(finding.fix.split())
-    return f"{finding.code}: {finding.fact} What to do: {fix} ({finding.page})"

@@ -49,7 +49,15 @@ def examine_host(
         checks: ``"all"``, ``"launch"``, or names of areas.
         on_progress: Takes a line for each area.
     """
-    chosen = _choose(checks)
+    chosen = launch_checks() if checks == "launch" else all_checks()
+    if checks not in ("launch", "all"):
+        wanted = {checks} if isinstance(checks, str) else set(checks)
+        unknown = wanted - chosen.keys()
+        if unknown:
+            what = f"checks: there is no area {', '.join(sorted(unknown))}."
+            fix = f'write "all", "launch", or a set of {", ".join(chosen)}.'
+            raise ConfigError(Explanation(what, cause="a typing error.", fix=fix))
+        chosen = {area: members for area, members in chosen.items() if area in wanted}
     findings: list[Finding] = []
     with _torch_asked(
         subject, wanted=bool(_ASKS_TORCH & chosen.keys()) and not subject.at_launch
@@ -59,21 +67,6 @@ def examine_host(
             for check in members:
                 findings += _bounded(check, asked, patient=area in _ASKS_TORCH)
     return findings
-
-
-def _choose(checks: str | Collection[str]) -> dict[str, tuple[Check, ...]]:
-    if checks == "launch":
-        return launch_checks()
-    everything = all_checks()
-    if checks == "all":
-        return everything
-    wanted = {checks} if isinstance(checks, str) else set(checks)
-    unknown = wanted - everything.keys()
-    if unknown:
-        what = f"checks: there is no area {', '.join(sorted(unknown))}."
-        fix = f'write "all", "launch", or a set of {", ".join(everything)}.'
-        raise ConfigError(Explanation(what, cause="a typing error.", fix=fix))
-    return {area: members for area, members in everything.items() if area in wanted}
 
 
 @contextlib.contextmanager
@@ -157,7 +150,21 @@ def run(
     resolved, findings = _resolve(config, fields)
     meets = (resolved.nnodes > 1 and checks != "launch") if mesh is None else mesh
     if meets:
-        _require_meeting_point(resolved)
+        missing = [
+            name
+            for name, value in (
+                ("rendezvous.endpoint", resolved.rendezvous.endpoint),
+                ("node_rank", resolved.node_rank),
+            )
+            if value is None
+        ]
+        if missing:
+            what = f"The check between {resolved.nnodes} nodes lacks {' and '.join(missing)}."
+            cause = "no launcher says it here, and every node has to be told."
+            fix = (
+                "ddpsafe doctor --nnodes N --node-rank I --rdzv-endpoint HOST:PORT on each node I."
+            )
+            raise ConfigError(Explanation(what, cause=cause, fix=fix))
     subject = Subject(
         config=resolved,
         env=environment_of(resolved),
@@ -168,8 +175,22 @@ def run(
     findings += examine_host(subject, checks, on_progress=say)
     matrix = None
     if meets:
+        from ddpsafe.doctor._fingerprint import fingerprint
+        from ddpsafe.doctor._mesh import examine
+
         known = find_own(DOCTOR_SECRET) if secret is None else secret
-        between, matrix = _examine_mesh(resolved, subject.backend, timeout, say, known)
+        between, matrix = examine(
+            nnodes=resolved.nnodes,
+            node_rank=resolved.node_rank or 0,
+            endpoint=resolved.rendezvous.endpoint or "",
+            interface=resolved.rendezvous.interface,
+            backend=subject.backend,
+            timeout=timeout,
+            local=fingerprint(resolved),
+            on_progress=say,
+            secret=known,
+            places=_places(resolved),
+        )
         findings += between
     return _report(findings, matrix, subject.env, began)
 
@@ -261,39 +282,3 @@ def _nproc(config: LaunchConfig) -> int:
 
 def _places(config: LaunchConfig) -> dict[str, Place]:
     return {name: find_place(config, name) for name in config.env}
-
-
-def _require_meeting_point(config: LaunchConfig) -> None:
-    missing = [
-        name
-        for name, value in (
-            ("rendezvous.endpoint", config.rendezvous.endpoint),
-            ("node_rank", config.node_rank),
-        )
-        if value is None
-    ]
-    if missing:
-        what = f"The check between {config.nnodes} nodes lacks {' and '.join(missing)}."
-        cause = "no launcher says it here, and every node has to be told."
-        fix = "ddpsafe doctor --nnodes N --node-rank I --rdzv-endpoint HOST:PORT on each node I."
-        raise ConfigError(Explanation(what, cause=cause, fix=fix))
-
-
-def _examine_mesh(
-    config: LaunchConfig, backend: str, timeout: timedelta, say: Callable[[str], None], secret: str
-) -> tuple[list[Finding], Matrix]:
-    from ddpsafe.doctor._fingerprint import fingerprint
-    from ddpsafe.doctor._mesh import examine
-
-    return examine(
-        nnodes=config.nnodes,
-        node_rank=config.node_rank or 0,
-        endpoint=config.rendezvous.endpoint or "",
-        interface=config.rendezvous.interface,
-        backend=backend,
-        timeout=timeout,
-        local=fingerprint(config),
-        on_progress=say,
-        secret=secret,
-        places=_places(config),
-    )

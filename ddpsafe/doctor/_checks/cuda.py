@@ -165,7 +165,18 @@ def check_kernels(subject: Subject) -> Iterator[Finding]:
         results = [results] if isinstance(results, dict) else results
         wrong = {index: each for index, each in enumerate(results) if not each.get("ok")}
         for index, each in wrong.items():
-            yield _broken(code, what, index, each)
+            yield failed(
+                code,
+                f"GPU {index}: {what} fails: {each.get('error', 'the result is wrong')}.",
+                cause="a GPU in a bad state, no memory left on it, a driver that does not fit, or broken "
+                "peer-to-peer traffic.",
+                fix=to_copy(
+                    "Look at it, and leave it out until it is repaired:",
+                    "nvidia-smi -q -d ECC,PAGE_RETIREMENT,PERFORMANCE",
+                    f"dmesg | grep -i xid | tail   # then CUDA_VISIBLE_DEVICES without {index}",
+                ),
+                gpu=index,
+            )
         if results and not wrong:
             yield ok(code, f"{what.capitalize()} works on {len(results)} GPUs.")
 
@@ -188,21 +199,6 @@ def _stuck(said: dict[str, Any]) -> Finding:
             "nvidia-smi",
             "export NCCL_P2P_DISABLE=1",
         ),
-    )
-
-
-def _broken(code: str, what: str, index: int, result: dict[str, Any]) -> Finding:
-    return failed(
-        code,
-        f"GPU {index}: {what} fails: {result.get('error', 'the result is wrong')}.",
-        cause="a GPU in a bad state, no memory left on it, a driver that does not fit, or broken "
-        "peer-to-peer traffic.",
-        fix=to_copy(
-            "Look at it, and leave it out until it is repaired:",
-            "nvidia-smi -q -d ECC,PAGE_RETIREMENT,PERFORMANCE",
-            f"dmesg | grep -i xid | tail   # then CUDA_VISIBLE_DEVICES without {index}",
-        ),
-        gpu=index,
     )
 
 
@@ -299,7 +295,20 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
             shown = f"{gpu.used_bytes / _GIB:.1f} of {gpu.total_bytes / _GIB:.1f} GiB"
             yield ok("DS-GPU-006", f"GPU {gpu.index}: {shown} in use.", used_bytes=gpu.used_bytes)
         else:
-            yield _in_use(gpu, gpu.used_bytes, gpu.total_bytes)
+            holders = [text for pid in gpu.pids if (text := _describe(pid))]
+            yield warning(
+                "DS-GPU-006",
+                f"GPU {gpu.index}: {gpu.used_bytes / _GIB:.1f} of {gpu.total_bytes / _GIB:.1f} GiB are in use "
+                f"already, by {', '.join(holders) or 'processes that cannot be named from here'}.",
+                cause="another job, a notebook, or ranks that an earlier run left behind.",
+                fix=to_copy(
+                    "Take other GPUs, or end what is yours:",
+                    "nvidia-smi",
+                    *(f"kill {pid}   # if it is yours" for pid in gpu.pids[:4]),
+                ),
+                used_bytes=gpu.used_bytes,
+                pids=list(gpu.pids),
+            )
 
 
 def _as_torch_sees(subject: Subject) -> list[Health]:
@@ -319,23 +328,6 @@ def _as_torch_sees(subject: Subject) -> list[Health]:
         for index, each in enumerate(results if isinstance(results, list) else [])
         if "free_bytes" in each
     ]
-
-
-def _in_use(gpu: Health, used_bytes: int, total_bytes: int) -> Finding:
-    holders = [text for pid in gpu.pids if (text := _describe(pid))]
-    return warning(
-        "DS-GPU-006",
-        f"GPU {gpu.index}: {used_bytes / _GIB:.1f} of {total_bytes / _GIB:.1f} GiB are in use "
-        f"already, by {', '.join(holders) or 'processes that cannot be named from here'}.",
-        cause="another job, a notebook, or ranks that an earlier run left behind.",
-        fix=to_copy(
-            "Take other GPUs, or end what is yours:",
-            "nvidia-smi",
-            *(f"kill {pid}   # if it is yours" for pid in gpu.pids[:4]),
-        ),
-        used_bytes=used_bytes,
-        pids=list(gpu.pids),
-    )
 
 
 def _describe(pid: int) -> str | None:

@@ -66,25 +66,18 @@ def _own_name_fix(name: str, loopback: Sequence[str]) -> str:
     choices = [each for each in list_interfaces() if each.is_candidate]
     if not choices:
         return "Bring up an interface that leads to the other hosts; `ip -br addr` shows all."
-    return to_copy(
-        "Name the interface on this host, or correct /etc/hosts:",
-        f"export GLOO_SOCKET_IFNAME={choices[0].name}",
-        _hosts_line(name, loopback, choices[0].addresses[0]),
-    )
-
-
-def _hosts_line(name: str, loopback: Sequence[str], address: str) -> str:
-    """Return the line that takes the name away from loopback and gives it to an address.
-
-    The file is written in place: in a container it is mounted, and `sed -i` cannot replace it.
-    """
+    # The line takes the name away from loopback and gives it to an address.
     blank = "[[:space:]]"
     takes = " ".join(
         f"-e '/^{re.escape(each)}{blank}/s/{blank}{re.escape(name)}\\({blank}\\|$\\)/ /g'"
         for each in loopback
     )
     kept = f"sed {takes} /etc/hosts" if takes else "cat /etc/hosts"
-    return f"hosts=$({kept}) && printf '%s\\n' \"$hosts\" '{address} {name}' > /etc/hosts"
+    return to_copy(
+        "Name the interface on this host, or correct /etc/hosts:",
+        f"export GLOO_SOCKET_IFNAME={choices[0].name}",
+        f"hosts=$({kept}) && printf '%s\\n' \"$hosts\" '{choices[0].addresses[0]} {name}' > /etc/hosts",
+    )
 
 
 def check_meeting_point(subject: Subject) -> Iterator[Finding]:
@@ -106,7 +99,11 @@ def check_meeting_point(subject: Subject) -> Iterator[Finding]:
             ),
         )
         return
-    if subject.nnodes > 1 and all(map(_is_loopback, found)) and not _is_own(endpoint.host):
+    if (
+        subject.nnodes > 1
+        and all(map(_is_loopback, found))
+        and endpoint.host.casefold().split(".")[0] != socket.gethostname().casefold().split(".")[0]
+    ):
         yield failed(
             "DS-NAME-002",
             f"The meeting point {endpoint.host} is {', '.join(found)} here: this node would wait "
@@ -120,13 +117,15 @@ def check_meeting_point(subject: Subject) -> Iterator[Finding]:
     yield ok("DS-NAME-002", f"The meeting point {endpoint.host} is {', '.join(found)}.")
 
 
-def _is_own(host: str) -> bool:
-    return host.casefold().split(".")[0] == socket.gethostname().casefold().split(".")[0]
-
-
 def check_name_server(subject: Subject) -> Iterator[Finding]:
     """Time the reverse look-up that torch's store does for every client."""
-    address = _address_to_ask(subject)
+    # An address that the ranks will meet: of the meeting point, else of this host.
+    endpoint = subject.endpoint
+    if endpoint is not None and find_address(endpoint.host) is not None:
+        address = endpoint.host
+    else:
+        outside = [each for each in list_interfaces() if each.is_candidate]
+        address = outside[0].addresses[0] if outside and subject.nnodes > 1 else "127.0.0.1"
     began_s = time.monotonic()
     call = BoundedCall(
         lambda: socket.getnameinfo((address, 0), socket.NI_NUMERICSERV), name="ddpsafe-reverse"
@@ -149,15 +148,6 @@ def check_name_server(subject: Subject) -> Iterator[Finding]:
         ),
         took_s=took_s,
     )
-
-
-def _address_to_ask(subject: Subject) -> str:
-    """Return an address that the ranks will meet: of the meeting point, else of this host."""
-    endpoint = subject.endpoint
-    if endpoint is not None and find_address(endpoint.host) is not None:
-        return endpoint.host
-    outside = [each for each in list_interfaces() if each.is_candidate]
-    return outside[0].addresses[0] if outside and subject.nnodes > 1 else "127.0.0.1"
 
 
 CHECKS: Final[tuple[Check, ...]] = (check_own_name, check_meeting_point, check_name_server)

@@ -66,7 +66,9 @@ def check_names(subject: Subject) -> Iterator[Finding]:
     problems += [own] if own else []
     for problem in problems:
         variable = problem.field
-        if not _may_matter(subject, variable):
+        # Groups of gloo are made beside nccl too, for objects and checkpoints.
+        may_be_nccl = "nccl" in subject.backend or subject.config.backend == "auto"
+        if variable == NCCL and not may_be_nccl:
             continue
         make = failed if _matters(subject, variable) else warning
         yield make(
@@ -81,12 +83,6 @@ def check_names(subject: Subject) -> Iterator[Finding]:
     if not problems:
         chosen = [f"{name}={subject.env[name]}" for name in (GLOO, NCCL) if subject.env.get(name)]
         yield ok("DS-NET-001", f"{' and '.join(chosen) or 'No interface'} is asked for.")
-
-
-def _may_matter(subject: Subject, variable: str) -> bool:
-    """Tell whether the library that reads the variable may be used at all."""
-    # Groups of gloo are made beside nccl too, for objects and checkpoints.
-    return variable != NCCL or "nccl" in subject.backend or subject.config.backend == "auto"
 
 
 def _matters(subject: Subject, variable: str) -> bool:
@@ -173,20 +169,18 @@ def check_way(subject: Subject) -> Iterator[Finding]:
         try:
             source = source_address(target, endpoint.port)
         except OSError as error:
-            yield _no_way(target, error)
+            yield failed(
+                "DS-NET-003",
+                f"There is no route from this host to the meeting point {target} ({error.strerror}).",
+                cause="the interface of that network is down here, or this host is in another network.",
+                fix=to_copy(
+                    "Look at the interfaces and routes:",
+                    "ip -brief address",
+                    f"ip route get {target}",
+                ),
+            )
             return
         yield _compare(subject, target, find_interface_of(source))
-
-
-def _no_way(target: str, error: OSError) -> Finding:
-    return failed(
-        "DS-NET-003",
-        f"There is no route from this host to the meeting point {target} ({error.strerror}).",
-        cause="the interface of that network is down here, or this host is in another network.",
-        fix=to_copy(
-            "Look at the interfaces and routes:", "ip -brief address", f"ip route get {target}"
-        ),
-    )
 
 
 def _compare(subject: Subject, target: str, way: Interface | None) -> Finding:

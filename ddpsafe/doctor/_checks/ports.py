@@ -38,7 +38,11 @@ def check_free(subject: Subject) -> Iterator[Finding]:
     if by_agent and subject.env.get("MASTER_PORT") == str(endpoint.port):
         yield ok("DS-PORT-001", f"Port {endpoint.port} is served by torchrun, as it should be.")
         return
-    taken = [family for family in _families() if _is_taken(family, endpoint.port)]
+    taken = [
+        family
+        for family in [socket.AF_INET, *([socket.AF_INET6] if socket.has_ipv6 else [])]
+        if _is_taken(family, endpoint.port)
+    ]
     if not taken:
         yield ok("DS-PORT-001", f"Port {endpoint.port} is free on this host.")
         return
@@ -67,10 +71,6 @@ def _is_here(endpoint: Endpoint) -> bool:
         own = {address for each in list_interfaces() for address in each.addresses}
         return bool(own & set(addresses_of(endpoint.host, endpoint.port, limit_s=_PATIENCE_S)))
     return False
-
-
-def _families() -> list[socket.AddressFamily]:
-    return [socket.AF_INET, *([socket.AF_INET6] if socket.has_ipv6 else [])]
 
 
 def _is_taken(family: socket.AddressFamily, port: int) -> bool:

@@ -69,7 +69,11 @@ def check_terminal(subject: Subject) -> Iterator[Finding]:
     by_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     kept = env.keys() & {"TMUX", "STY", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"}
     over_ssh = bool(env.get("SSH_CONNECTION") or env.get("SSH_TTY"))
-    if over_ssh and not kept and (by_nohup or _has_terminal()):
+    if (
+        over_ssh
+        and not kept
+        and (by_nohup or (sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()))
+    ):
         yield warning(
             "DS-PROC-002",
             "This is an SSH session without tmux or screen"
@@ -87,10 +91,6 @@ def check_terminal(subject: Subject) -> Iterator[Finding]:
         )
         return
     yield ok("DS-PROC-002", "The job does not hang on an SSH session.")
-
-
-def _has_terminal() -> bool:
-    return sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()
 
 
 def check_clock(subject: Subject) -> Iterator[Finding]:

@@ -133,7 +133,17 @@ def check_locked_memory(subject: Subject) -> Iterator[Finding]:
 
 def check_processes(subject: Subject) -> Iterator[Finding]:
     """Count the processes that may still be started, threads included."""
-    left = _processes_left(subject)
+    left = read_limits().processes_left
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    # root is not bound by it; counting the threads of a user is too dear for a launch.
+    if not subject.at_launch and soft != resource.RLIM_INFINITY and os.geteuid() != 0:
+        used = 0
+        for process in psutil.process_iter(["uids", "num_threads"]):
+            uids = process.info["uids"]
+            if uids is not None and uids.real == os.getuid():
+                used += process.info["num_threads"] or 1
+        by_user = max(0, soft - used)
+        left = by_user if left is None else min(left, by_user)
     if left is None or left >= subject.nproc * _PROCESSES_PER_RANK:
         yield ok(
             "DS-LIM-004", f"{'Any number of' if left is None else left} processes may be started."
@@ -151,21 +161,6 @@ def check_processes(subject: Subject) -> Iterator[Finding]:
         fix=to_copy("Raise the limit:", "docker run --pids-limit=-1 …", "ulimit -u unlimited"),
         left=left,
     )
-
-
-def _processes_left(subject: Subject) -> int | None:
-    left = read_limits().processes_left
-    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    # root is not bound by it; counting the threads of a user is too dear for a launch.
-    if subject.at_launch or soft == resource.RLIM_INFINITY or os.geteuid() == 0:
-        return left
-    used = 0
-    for process in psutil.process_iter(["uids", "num_threads"]):
-        uids = process.info["uids"]
-        if uids is not None and uids.real == os.getuid():
-            used += process.info["num_threads"] or 1
-    by_user = max(0, soft - used)
-    return by_user if left is None else min(left, by_user)
 
 
 def check_memory(subject: Subject) -> Iterator[Finding]:

@@ -128,7 +128,19 @@ def check_threads(subject: Subject) -> Iterator[Finding]:
 
 def check_debugging(subject: Subject) -> Iterator[Finding]:
     """Look for debugging variables that break or slow a job."""
-    yield from _debug_level(subject)
+    level = subject.env.get("TORCH_DISTRIBUTED_DEBUG")
+    if level is not None and level.upper() not in _DEBUG_LEVELS:
+        yield failed(
+            "DS-ENV-006",
+            f"TORCH_DISTRIBUTED_DEBUG={level!r} is not a level; torch ends every rank that reads it.",
+            cause="a typing error; the levels are OFF, INFO and DETAIL.",
+            fix=to_copy(
+                "Write a level, or take it out:",
+                find_place(subject.config, "TORCH_DISTRIBUTED_DEBUG").set_line(
+                    "TORCH_DISTRIBUTED_DEBUG", "INFO"
+                ),
+            ),
+        )
     if subject.at_launch:
         return
     slow = {name: why for name, why in _SLOW.items() if subject.env.get(name, "0") not in {"", "0"}}
@@ -151,23 +163,6 @@ def check_debugging(subject: Subject) -> Iterator[Finding]:
         )
     if not slow and not old:
         yield ok("DS-ENV-006", "No debugging variable slows the job down.")
-
-
-def _debug_level(subject: Subject) -> Iterator[Finding]:
-    level = subject.env.get("TORCH_DISTRIBUTED_DEBUG")
-    if level is None or level.upper() in _DEBUG_LEVELS:
-        return
-    yield failed(
-        "DS-ENV-006",
-        f"TORCH_DISTRIBUTED_DEBUG={level!r} is not a level; torch ends every rank that reads it.",
-        cause="a typing error; the levels are OFF, INFO and DETAIL.",
-        fix=to_copy(
-            "Write a level, or take it out:",
-            find_place(subject.config, "TORCH_DISTRIBUTED_DEBUG").set_line(
-                "TORCH_DISTRIBUTED_DEBUG", "INFO"
-            ),
-        ),
-    )
 
 
 _PORTS: Final = range(1024, 65536)

@@ -38,18 +38,10 @@ def check_import(subject: Subject) -> Iterator[Finding]:
             **about,
         )
         return
-    yield _slow_import(said) if said["timed_out"] else _broken_import(said)
-
-
-def ask(subject: Subject) -> dict[str, Any]:
-    """Return what torch said in its own process; by the end of the examination at the latest."""
-    if subject.probe is None:
-        return {"timed_out": False, "returncode": 0, "stderr": "", "import_error": "not asked"}
-    return subject.probe.said(subject.deadline)
-
-
-def _slow_import(said: dict[str, Any]) -> Finding:
-    return warning(
+    if not said["timed_out"]:
+        yield _broken_import(said)
+        return
+    yield warning(
         "DS-VER-001",
         f"`import torch` has not ended after {said['waited_s']:.0f} s.",
         cause="torch lies on slow network storage, or an import hangs in a driver or a dead mount.",
@@ -60,9 +52,24 @@ def _slow_import(said: dict[str, Any]) -> Finding:
     )
 
 
+def ask(subject: Subject) -> dict[str, Any]:
+    """Return what torch said in its own process; by the end of the examination at the latest."""
+    if subject.probe is None:
+        return {"timed_out": False, "returncode": 0, "stderr": "", "import_error": "not asked"}
+    return subject.probe.said(subject.deadline)
+
+
 def _broken_import(said: dict[str, Any]) -> Finding:
     if is_directory_gone():
-        return _lost_directory()
+        return failed(
+            "DS-VER-001",
+            "The current directory has been removed: torch, like much else, cannot be imported in it.",
+            cause="a clean-up, or a checkout or build that made the directory again under this shell.",
+            fix=to_copy(
+                "Go to one that exists; where it was made again, enter it once more:",
+                'cd "$PWD" || cd',
+            ),
+        )
     code = said["returncode"]
     why = said.get("import_error") or (said["stderr"].strip().splitlines() or [""])[-1]
     died = f"; the process died of signal {-code}" if code is not None and code < 0 else ""
@@ -83,17 +90,6 @@ def _broken_import(said: dict[str, Any]) -> Finding:
         ),
         found=found,
         returncode=code,
-    )
-
-
-def _lost_directory() -> Finding:
-    return failed(
-        "DS-VER-001",
-        "The current directory has been removed: torch, like much else, cannot be imported in it.",
-        cause="a clean-up, or a checkout or build that made the directory again under this shell.",
-        fix=to_copy(
-            "Go to one that exists; where it was made again, enter it once more:", 'cd "$PWD" || cd'
-        ),
     )
 
 
@@ -237,21 +233,17 @@ def check_backend(subject: Subject) -> Iterator[Finding]:
     known = list(said.get("backends", ()))
     unknown = find_unknown(backend, known) if known else []
     if unknown:
-        yield _unknown_backend(backend, unknown, known)
+        # A warning only: the doctor does not import what the script imports.
+        yield warning(
+            "DS-VER-005",
+            f"torch knows no backend called {' or '.join(map(repr, unknown))}; `launch` refuses it "
+            "unless the script imports a package that registers it.",
+            cause="a typing error, or a backend of a package that torch does not load by itself.",
+            fix=f"Write {suggest(backend, known)}, or import its package where the script begins.",
+            backends=known,
+        )
         return
     yield ok("DS-VER-005", f"torch can do what backend {backend!r} needs.")
-
-
-def _unknown_backend(backend: str, unknown: list[str], known: list[str]) -> Finding:
-    """Word it as a warning: the doctor does not import what the script imports."""
-    return warning(
-        "DS-VER-005",
-        f"torch knows no backend called {' or '.join(map(repr, unknown))}; `launch` refuses it "
-        "unless the script imports a package that registers it.",
-        cause="a typing error, or a backend of a package that torch does not load by itself.",
-        fix=f"Write {suggest(backend, known)}, or import its package where the script begins.",
-        backends=known,
-    )
 
 
 CHECKS: Final[tuple[Check, ...]] = (

@@ -63,7 +63,13 @@ async def coordinate(
     job: Job, transport: Transport, results: Results, *, found_failures: bool
 ) -> AllReduce:
     """Have every node take part in an all-reduce, as node rank 0; return what became of it."""
-    skipped = _find_reason_to_skip(job, results, found_failures=found_failures)
+    skipped: Skipped = ""
+    if job.collective == "skip":
+        skipped = "not-asked"
+    elif found_failures:
+        skipped = "failures"
+    elif not all(node.has_torch for node in results.nodes.values()):
+        skipped = "no-torch"
     if skipped:
         await transport.put("all-reduce", write(Asked()))
         return AllReduce(skipped=skipped)
@@ -235,14 +241,6 @@ class _Rank:
         self.result = Reduced(error=f"the process ended with status {code} and without a result")
 
 
-def _find_reason_to_skip(job: Job, results: Results, *, found_failures: bool) -> Skipped:
-    if job.collective == "skip":
-        return "not-asked"
-    if found_failures:
-        return "failures"
-    return "" if all(node.has_torch for node in results.nodes.values()) else "no-torch"
-
-
 def check_all_reduce(results: Results) -> Finding:
     """Say what became of the all-reduce."""
     done = results.all_reduce
@@ -265,7 +263,15 @@ def check_all_reduce(results: Results) -> Finding:
             details={"errors": {results.name_of(rank): text for rank, text in errors.items()}},
         )
     if done.late:
-        return _slow(results)
+        return Finding(
+            code=_codes.ALL_REDUCE,
+            severity="warning",
+            fact=f"No all-reduce was done: torch was not imported within {_IMPORT.total_seconds():.0f} s "
+            f"on {', '.join(map(results.label, done.late))}.",
+            cause="the host is busy, or reads Python's packages from slow network storage.",
+            fix="Run the doctor again when the host is idle; all connections are open.",
+            hosts=results.hostnames(done.late),
+        )
     if done.stuck:
         return Finding(
             code=_codes.ALL_REDUCE,
@@ -285,19 +291,6 @@ def check_all_reduce(results: Results) -> Finding:
         fact=f"An all-reduce over {len(results.nodes)} hosts is right "
         f"({', '.join(backends)}, {took_s:.2f} s with the start of the process group).",
         details={"took_s": round(took_s, 3)},
-    )
-
-
-def _slow(results: Results) -> Finding:
-    late = results.all_reduce.late
-    return Finding(
-        code=_codes.ALL_REDUCE,
-        severity="warning",
-        fact=f"No all-reduce was done: torch was not imported within {_IMPORT.total_seconds():.0f} s "
-        f"on {', '.join(map(results.label, late))}.",
-        cause="the host is busy, or reads Python's packages from slow network storage.",
-        fix="Run the doctor again when the host is idle; all connections are open.",
-        hosts=results.hostnames(late),
     )
 
 

@@ -9,10 +9,7 @@ import json
 import sys
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
+from typing import Any, Final
 
 _ELEMENTS: Final = 100_000
 
@@ -35,53 +32,41 @@ def _say(told: dict[str, object]) -> None:
 
 
 def _reduce(asked: dict[str, Any]) -> dict[str, object]:
-    timeout = timedelta(seconds=asked["timeout_s"])
-    store = _open_store(asked, timeout)
-    _say({"imported": True})
-    started_s = time.monotonic()
-    backends = _backends(asked["backend"])
-    for backend in backends:
-        _reduce_with(backend, store, asked, timeout)
-    return {"took_s": time.monotonic() - started_s, "backends": backends}
-
-
-def _open_store(asked: dict[str, Any], timeout: timedelta) -> Store:
-    from torch.distributed import TCPStore
-
-    if not asked["serve"]:
-        return TCPStore(asked["address"], asked["port"], is_master=False, timeout=timeout)
-    store = TCPStore(asked["address"], 0, is_master=True, timeout=timeout, wait_for_workers=False)
-    _say({"port": store.port})
-    return store
-
-
-def _backends(asked: str) -> list[str]:
-    """Return gloo, and nccl where it was asked for and has a GPU to run on."""
-    import torch
-
-    return ["gloo", "nccl"] if "nccl" in asked and torch.cuda.is_available() else ["gloo"]
-
-
-def _reduce_with(backend: str, store: Store, asked: dict[str, Any], timeout: timedelta) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed import TCPStore
 
+    timeout = timedelta(seconds=asked["timeout_s"])
+    if not asked["serve"]:
+        store = TCPStore(asked["address"], asked["port"], is_master=False, timeout=timeout)
+    else:
+        store = TCPStore(
+            asked["address"], 0, is_master=True, timeout=timeout, wait_for_workers=False
+        )
+        _say({"port": store.port})
+    _say({"imported": True})
+    started_s = time.monotonic()
+    backends = ["gloo"]
+    if "nccl" in asked["backend"] and torch.cuda.is_available():
+        backends.append("nccl")
     rank, world_size = int(asked["rank"]), int(asked["world_size"])
-    device = torch.device("cuda:0" if backend == "nccl" else "cpu")
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore(backend, store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-    )
-    values = torch.full((_ELEMENTS,), float(rank + 1), device=device)
-    dist.all_reduce(values)
-    expected = world_size * (world_size + 1) / 2
-    if not bool((values == expected).all()):
-        message = f"{backend}: the sum of 1 to {world_size} came out as {values[0].item()}"
-        raise RuntimeError(message)
-    dist.destroy_process_group()
+    for backend in backends:
+        device = torch.device("cuda:0" if backend == "nccl" else "cpu")
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(backend, store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+        )
+        values = torch.full((_ELEMENTS,), float(rank + 1), device=device)
+        dist.all_reduce(values)
+        expected = world_size * (world_size + 1) / 2
+        if not bool((values == expected).all()):
+            message = f"{backend}: the sum of 1 to {world_size} came out as {values[0].item()}"
+            raise RuntimeError(message)
+        dist.destroy_process_group()
+    return {"took_s": time.monotonic() - started_s, "backends": backends}
 
 
 if __name__ == "__main__":

@@ -164,7 +164,15 @@ class Coordinator:
         nodes, waited_s = await self._gather_nodes(own)
         if len(nodes) == 1 and self._at_endpoint is not None and self._at_endpoint.leads_to()[1]:
             raise OtherCoordinatorError
-        results = await self._hear(nodes, await self._publish_roster(nodes), waited_s)
+        roster = Roster(
+            nnodes=self._job.nnodes,
+            contacts=tuple(node.contact() for node in nodes.values()),
+            seed=time.time_ns(),
+            clock_s=time.time(),
+        )
+        self._job.on_progress(f"{len(nodes)} nodes: trying every connection")
+        await self._transport.put("roster", write(roster))
+        results = await self._hear(nodes, roster, waited_s)
         failures = any(
             each.severity == "failed" for each in make_findings_before_all_reduce(results)
         )
@@ -172,7 +180,8 @@ class Coordinator:
             self._job, self._transport, results, found_failures=failures
         )
         results = replace(results, all_reduce=reduced)
-        await self._transport.put(RESULTS, pack(_without_tokens(results)))
+        without_tokens = {rank: replace(node, token="") for rank, node in results.nodes.items()}
+        await self._transport.put(RESULTS, pack(replace(results, nodes=without_tokens)))
         return make_findings(results), make_matrix(results)
 
     async def _gather_nodes(self, own: Node) -> tuple[dict[int, Node], float]:
@@ -235,17 +244,6 @@ class Coordinator:
             self._job.on_progress(str(progress))
             await self._transport.put("progress", write(progress))
 
-    async def _publish_roster(self, nodes: Mapping[int, Node]) -> Roster:
-        roster = Roster(
-            nnodes=self._job.nnodes,
-            contacts=tuple(node.contact() for node in nodes.values()),
-            seed=time.time_ns(),
-            clock_s=time.time(),
-        )
-        self._job.on_progress(f"{len(nodes)} nodes: trying every connection")
-        await self._transport.put("roster", write(roster))
-        return roster
-
     async def _hear(self, nodes: dict[int, Node], roster: Roster, waited_s: float) -> Results:
         deadline = Deadline.after(MESH)
         own = asyncio.ensure_future(self._local_node.probe(roster))
@@ -257,6 +255,11 @@ class Coordinator:
             reports = {rank: _only_closed(each) for rank, each in reports.items()}
         at_endpoint = self._at_endpoint
         obstacle, other_coordinator = (None, "") if at_endpoint is None else at_endpoint.leads_to()
+        known = {} if self._at_endpoint is None else self._at_endpoint.server.peers
+        found = {}
+        for rank, (hostname, address) in known.items():
+            with contextlib.suppress(ValueError):  # an address of the local link
+                found[rank] = read(Peer, {"hostname": hostname, "address": address})
         return Results(
             nnodes=self._job.nnodes,
             backend=self._job.backend,
@@ -265,7 +268,7 @@ class Coordinator:
             nodes=nodes,
             reports=dict(sorted(reports.items())),
             names=self._names,
-            peers=self._find_peers(),
+            peers=found,
             garbled=dict(self._garbled),
             seed=roster.seed,
             only_closed=only_closed,
@@ -275,14 +278,6 @@ class Coordinator:
             other_coordinator=other_coordinator,
             at_store=self._job.at_store,
         )
-
-    def _find_peers(self) -> dict[int, Peer]:
-        known = {} if self._at_endpoint is None else self._at_endpoint.server.peers
-        found = {}
-        for rank, (hostname, address) in known.items():
-            with contextlib.suppress(ValueError):  # an address of the local link
-                found[rank] = read(Peer, {"hostname": hostname, "address": address})
-        return found
 
     def _readable(
         self, kind: type[T], topic: Literal["hello", "mesh"], said: Mapping[int, Json]
@@ -304,8 +299,3 @@ class Coordinator:
 def _only_closed(report: NodeReport) -> NodeReport:
     """Leave out what is open: it goes to every node, and there would be too much of it."""
     return replace(report, dialled=tuple(each for each in report.dialled if each.verdict != "open"))
-
-
-def _without_tokens(results: Results) -> Results:
-    nodes = {rank: replace(node, token="") for rank, node in results.nodes.items()}
-    return replace(results, nodes=nodes)

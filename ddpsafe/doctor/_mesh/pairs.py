@@ -34,36 +34,32 @@ def plan_targets(networks: Sequence[Hashable], *, seed: int) -> list[list[int]]:
     count = len(networks)
     if count <= EVERY_PAIR:
         return [[(node + step) % count for step in range(1, count)] for node in range(count)]
-    steps = _random_steps(count, seed)
+    # Steps that every node takes: up and down alike, so that each is dialled as often.
+    # No secret: only the pattern must not be one that a network happens to have as well.
+    chosen = random.Random(seed).sample(range(1, count // 2), _AT_RANDOM)  # noqa: S311
+    steps = [step for each in chosen for step in (each, -each)]
     members = _members(networks)
     plan = []
     for node in range(count):
-        targets = dict.fromkeys(_row_and_column(node, count))
+        # The others in a node's row and column when all stand in a square.
+        side = math.isqrt(count - 1) + 1
+        row, column = divmod(node, side)
+        in_row = range(row * side, min((row + 1) * side, count))
+        in_column = range(column, count, side)
+        targets = dict.fromkeys([each for each in (*in_row, *in_column) if each != node])
         targets.update(dict.fromkeys((node + step) % count for step in steps))
-        targets.update(dict.fromkeys(_some_of_each_network(node, members)))
+        # Members of every network, its own included: a switch may keep its hosts apart.
+        each_gets = min(2, _FOR_NETWORKS // len(members))
+        targets.update(
+            dict.fromkeys(
+                group[(node * each_gets + turn) % len(group)]
+                for group in members
+                for turn in range(min(each_gets, len(group)))
+            )
+        )
         targets.pop(node, None)
         plan.append(list(targets))
     return plan
-
-
-def _row_and_column(node: int, count: int) -> list[int]:
-    """Return the others in a node's row and column when all stand in a square.
-
-    A row is a run of neighbouring ranks, a column is every k-th rank: whatever holds a whole
-    run or a whole class of ranks is met.
-    """
-    side = math.isqrt(count - 1) + 1
-    row, column = divmod(node, side)
-    in_row = range(row * side, min((row + 1) * side, count))
-    in_column = range(column, count, side)
-    return [each for each in (*in_row, *in_column) if each != node]
-
-
-def _random_steps(count: int, seed: int) -> list[int]:
-    """Return steps that every node takes: up and down alike, so that each is dialled as often."""
-    # No secret: only the pattern must not be one that a network happens to have as well.
-    chosen = random.Random(seed).sample(range(1, count // 2), _AT_RANDOM)  # noqa: S311
-    return [step for each in chosen for step in (each, -each)]
 
 
 def _members(networks: Sequence[Hashable]) -> list[list[int]]:
@@ -72,13 +68,3 @@ def _members(networks: Sequence[Hashable]) -> list[list[int]]:
         found[network].append(node)
     largest = sorted(found.values(), key=len, reverse=True)
     return largest[:_FOR_NETWORKS]
-
-
-def _some_of_each_network(node: int, members: Sequence[Sequence[int]]) -> list[int]:
-    """Return members of every network, its own included: a switch may keep its hosts apart."""
-    each_gets = min(2, _FOR_NETWORKS // len(members))
-    return [
-        group[(node * each_gets + turn) % len(group)]
-        for group in members
-        for turn in range(min(each_gets, len(group)))
-    ]

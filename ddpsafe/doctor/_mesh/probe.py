@@ -177,7 +177,12 @@ async def dial(
     if found.verdict == "large-lost":
         found = await _find_passing_mtu(call, found, mtu_bytes)
     if found.verdict == "open" and found.resent:
-        found = await _measure_loss(call, found)
+        # More where something was lost: one packet may have been bad luck.
+        more = await asyncio.gather(*(call.make(mss_bytes=0) for _ in range(_LOSS_CALLS)))
+        found = found._replace(
+            packets=found.packets + sum(each.packets for each in more),
+            resent=found.resent + sum(each.resent for each in more),
+        )
     return found._replace(took_s=round(time.monotonic() - started_s, 3))
 
 
@@ -203,15 +208,6 @@ async def _find_passing_mtu(call: _Call, lost: Dialled, mtu_bytes: int) -> Diall
         step = max(1, (failing - passing) // (_STEPS + 1))
         sizes = {passing + step * number for number in range(1, _STEPS + 1)}
     return lost._replace(passing_mtu_bytes=passing)
-
-
-async def _measure_loss(call: _Call, found: Dialled) -> Dialled:
-    """Send more where something was lost: one packet may have been bad luck."""
-    more = await asyncio.gather(*(call.make(mss_bytes=0) for _ in range(_LOSS_CALLS)))
-    return found._replace(
-        packets=found.packets + sum(each.packets for each in more),
-        resent=found.resent + sum(each.resent for each in more),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +257,9 @@ class _Call:
             await asyncio.wait_for(loop.sock_connect(connection, self.contact[1:3]), limit_s)
         except (asyncio.TimeoutError, TimeoutError):
             connection.close()
-            return self._unanswered()
+            if is_silent_neighbour(self.contact.address):
+                return self._verdict("no-route", reason="no-arp")
+            return self._verdict("dropped")
         except OSError as exc:
             connection.close()
             return self._failed(exc)
@@ -269,11 +267,6 @@ class _Call:
             connection.close()
             raise
         return connection
-
-    def _unanswered(self) -> Dialled:
-        if is_silent_neighbour(self.contact.address):
-            return self._verdict("no-route", reason="no-arp")
-        return self._verdict("dropped")
 
     def _failed(self, exc: OSError) -> Dialled:
         refused = exc.errno in (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)

@@ -204,7 +204,14 @@ class Server:
         link.begin_session(greeting.challenge + answer.session, is_node=False)
         if refused is not None:
             self._remember(refused)
-            await self._let_wait(link)
+            # A node that was refused stays until it has the results, so that all end with the same.
+            self._waiting.add(link)
+            try:
+                if RESULTS in self._sent:
+                    link.send({"topic": RESULTS, "value": self._sent[RESULTS]})
+                await link.receive(LONGEST_GREETING_BYTES)  # it writes nothing, and leaves
+            finally:
+                self._waiting.discard(link)
             return
         node = greeting.node_rank
         for values in self._received.values():
@@ -215,30 +222,17 @@ class Server:
         try:
             for topic, value in self._sent.items():
                 link.send({"topic": topic, "value": value})
-            await self._listen_to(node, link)
+            while (message := await link.receive(LONGEST_FROM_NODE_BYTES)) is not None:
+                # What an unknown peer calls a topic must not fill the memory.
+                if (said := message.get("topic")) in _FROM_NODES:
+                    self._received.setdefault(str(said), {})[node] = message.get("value")
         finally:
             del self._nodes[node]
-
-    async def _let_wait(self, link: Link) -> None:
-        """Keep a node that was refused until it has the results, so that all end with the same."""
-        self._waiting.add(link)
-        try:
-            if RESULTS in self._sent:
-                link.send({"topic": RESULTS, "value": self._sent[RESULTS]})
-            await link.receive(LONGEST_GREETING_BYTES)  # it writes nothing, and leaves
-        finally:
-            self._waiting.discard(link)
 
     def _remember(self, rejected: Rejected) -> None:
         # Node rank 0 looks whether the endpoint leads to itself; another one may come as well.
         if rejected.greeting != self._own and len(self.rejected) < _MOST_REJECTED:
             self.rejected.append(rejected)
-
-    async def _listen_to(self, node: int, link: Link) -> None:
-        while (message := await link.receive(LONGEST_FROM_NODE_BYTES)) is not None:
-            topic = message.get("topic")
-            if topic in _FROM_NODES:  # what an unknown peer calls a topic must not fill the memory
-                self._received.setdefault(str(topic), {})[node] = message.get("value")
 
     def _find_refusal(self, greeting: Greeting) -> Rejected | None:
         own, rank = self._own, greeting.node_rank

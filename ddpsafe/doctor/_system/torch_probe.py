@@ -61,12 +61,18 @@ class TorchProbe:
             except subprocess.TimeoutExpired:
                 timed_out = True
             self._end()
+            self._lines.seek(0)
+            stages: dict[str, Any] = {}
+            for line in self._lines.read().decode("utf-8", "replace").splitlines():
+                with contextlib.suppress(ValueError):  # the line was cut off with its process
+                    stages.update(json.loads(line))
+            self._errors.seek(0)
             self._said = {
-                **self._stages(),
+                **stages,
                 "timed_out": timed_out,
                 "waited_s": deadline.waited_s(),
                 "returncode": self._process.returncode,
-                "stderr": self._last_words(),
+                "stderr": self._errors.read().decode("utf-8", "replace")[-_LAST_CHARS:],
             }
         return self._said
 
@@ -83,18 +89,6 @@ class TorchProbe:
             # A process that sits in a dead driver cannot be ended; it is left to the system.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(2)
-
-    def _stages(self) -> dict[str, Any]:
-        self._lines.seek(0)
-        stages: dict[str, Any] = {}
-        for line in self._lines.read().decode("utf-8", "replace").splitlines():
-            with contextlib.suppress(ValueError):  # the line was cut off with its process
-                stages.update(json.loads(line))
-        return stages
-
-    def _last_words(self) -> str:
-        self._errors.seek(0)
-        return self._errors.read().decode("utf-8", "replace")[-_LAST_CHARS:]
 
 
 def find_safe_directory() -> str:

@@ -89,11 +89,13 @@ def check_facts(results: Results) -> Iterator[Finding]:
         results.nodes, "driver"
     )
     if versions:
+        # With others of these, ranks will not understand each other.
+        breaks = any(each.name in ("torch", "nccl", "ddpsafe") for each in versions)
         yield _different(
             results,
             versions,
             code=_codes.VERSIONS_DIFFER,
-            severity="failed" if _breaks(versions) else "warning",
+            severity="failed" if breaks else "warning",
             cause="the hosts have different environments: another virtual environment, image or driver.",
             fix="Install the same on every host, e.g. from one lock file; on the odd host:",
             line=_install_line,
@@ -109,17 +111,87 @@ def check_facts(results: Results) -> Iterator[Finding]:
             fix="Set it the same on every host; on the odd host:",
             line=_shell_line,
         )
-    yield from _check_data(results)
-    yield from _check_config(results)
+    differences = find_differences(results.nodes, "data_paths")
+    if differences:
+        yield _different(
+            results,
+            differences,
+            code=_codes.DATA_DIFFER,
+            severity="failed",
+            cause="a copy is incomplete or old, or a mount is missing and shows the empty folder below.",
+            fix="Compare the folder with a host that has it right; on the odd host:",
+            line=lambda each: f"# {each.name}: findmnt -T its path",
+        )
+    differences = find_differences(results.nodes, "config")
+    if differences:
+        yield _different(
+            results,
+            differences,
+            code=_codes.FACTS_DIFFER,
+            severity="failed",
+            cause="the job was started with other arguments on one host.",
+            fix="Start it with the same arguments on every host.",
+        )
     if all(each.verdict != "large-lost" for each in results.verdicts().values()):
-        yield from _check_mtus(results)  # beside a hole, its size is the one to take
-    yield from _check_clocks(results)
-    yield from _check_resolvers(results)
-
-
-def _breaks(versions: list[Difference]) -> bool:
-    """Tell whether ranks of these versions will not understand each other."""
-    return any(each.name in ("torch", "nccl", "ddpsafe") for each in versions)
+        mtus = {rank: node.mtu_bytes for rank, node in results.nodes.items() if node.mtu_bytes}
+        if len(set(mtus.values())) > 1:
+            usual, _ = Counter(mtus.values()).most_common(1)[0]
+            others = {rank: mtu for rank, mtu in mtus.items() if mtu != usual}
+            named = ", ".join(
+                f"{results.label(rank)} sends up to {mtu}" for rank, mtu in others.items()
+            )
+            yield Finding(
+                code=_codes.MTU_DIFFERS,
+                severity="warning",
+                fact=f"The interfaces of most hosts send packets of up to {usual} bytes, but {named}.",
+                cause="jumbo frames are configured on some hosts only; TCP copes, other protocols may not.",
+                fix=to_copy(
+                    "Make them equal:",
+                    *(
+                        f"ip link set dev {shlex.quote(results.nodes[rank].announced.interface)} mtu {usual}"
+                        f"    # on {results.name_of(rank)}"
+                        for rank in others
+                    ),
+                ),
+                hosts=results.hostnames(others),
+                details={"mtu_bytes": {results.name_of(rank): mtu for rank, mtu in mtus.items()}},
+            )
+    ahead = {rank: each.clock_ahead_s for rank, each in results.reports.items()}
+    middle = sorted(ahead.values())[len(ahead) // 2] if ahead else 0.0
+    odd = {rank: by - middle for rank, by in ahead.items() if abs(by - middle) > _CLOCK_S}
+    if odd:
+        named = ", ".join(f"{results.label(rank)} by {by:+.0f} s" for rank, by in odd.items())
+        yield Finding(
+            code=_codes.CLOCKS_DIFFER,
+            severity="warning",
+            fact=f"Clocks are off: {named}.",
+            cause="no time service runs there; logs and file times of the hosts will not compare.",
+            fix=to_copy("Start it:", "timedatectl set-ntp true"),
+            hosts=results.hostnames(odd),
+            details={"ahead_s": {results.name_of(rank): round(by, 1) for rank, by in odd.items()}},
+        )
+    silent = {
+        rank: each.resolver_silent_s
+        for rank, each in results.reports.items()
+        if each.resolver_silent_s
+    }
+    if silent:
+        named = ", ".join(map(results.label, silent))
+        longest = max(silent.values())
+        yield Finding(
+            code=_codes.SILENT_RESOLVER,
+            severity="warning",
+            fact=f"No name server answers on {named}: looking up the name of an address of this job "
+            f"took more than {longest:.1f} s.",
+            cause="/etc/resolv.conf names a server that is down or firewalled; torch looks up every "
+            "host that connects to its store, which adds 10 to 20 s to each start.",
+            fix=to_copy(
+                "Correct the server, or make the wait short, on these hosts:",
+                "echo 'options timeout:1 attempts:1' >> /etc/resolv.conf",
+            ),
+            hosts=results.hostnames(silent),
+            details={"waited_s": round(longest, 1)},
+        )
 
 
 def _install_line(each: Difference) -> str:
@@ -172,97 +244,3 @@ def _different(
             }
         },
     )
-
-
-def _check_data(results: Results) -> Iterator[Finding]:
-    differences = find_differences(results.nodes, "data_paths")
-    if differences:
-        yield _different(
-            results,
-            differences,
-            code=_codes.DATA_DIFFER,
-            severity="failed",
-            cause="a copy is incomplete or old, or a mount is missing and shows the empty folder below.",
-            fix="Compare the folder with a host that has it right; on the odd host:",
-            line=lambda each: f"# {each.name}: findmnt -T its path",
-        )
-
-
-def _check_config(results: Results) -> Iterator[Finding]:
-    differences = find_differences(results.nodes, "config")
-    if differences:
-        yield _different(
-            results,
-            differences,
-            code=_codes.FACTS_DIFFER,
-            severity="failed",
-            cause="the job was started with other arguments on one host.",
-            fix="Start it with the same arguments on every host.",
-        )
-
-
-def _check_mtus(results: Results) -> Iterator[Finding]:
-    mtus = {rank: node.mtu_bytes for rank, node in results.nodes.items() if node.mtu_bytes}
-    if len(set(mtus.values())) < 2:  # noqa: PLR2004 - one value means no difference
-        return
-    usual, _ = Counter(mtus.values()).most_common(1)[0]
-    odd = {rank: mtu for rank, mtu in mtus.items() if mtu != usual}
-    named = ", ".join(f"{results.label(rank)} sends up to {mtu}" for rank, mtu in odd.items())
-    yield Finding(
-        code=_codes.MTU_DIFFERS,
-        severity="warning",
-        fact=f"The interfaces of most hosts send packets of up to {usual} bytes, but {named}.",
-        cause="jumbo frames are configured on some hosts only; TCP copes, other protocols may not.",
-        fix=to_copy(
-            "Make them equal:",
-            *(
-                f"ip link set dev {shlex.quote(results.nodes[rank].announced.interface)} mtu {usual}"
-                f"    # on {results.name_of(rank)}"
-                for rank in odd
-            ),
-        ),
-        hosts=results.hostnames(odd),
-        details={"mtu_bytes": {results.name_of(rank): mtu for rank, mtu in mtus.items()}},
-    )
-
-
-def _check_clocks(results: Results) -> Iterator[Finding]:
-    ahead = {rank: each.clock_ahead_s for rank, each in results.reports.items()}
-    middle = sorted(ahead.values())[len(ahead) // 2] if ahead else 0.0
-    odd = {rank: by - middle for rank, by in ahead.items() if abs(by - middle) > _CLOCK_S}
-    if odd:
-        named = ", ".join(f"{results.label(rank)} by {by:+.0f} s" for rank, by in odd.items())
-        yield Finding(
-            code=_codes.CLOCKS_DIFFER,
-            severity="warning",
-            fact=f"Clocks are off: {named}.",
-            cause="no time service runs there; logs and file times of the hosts will not compare.",
-            fix=to_copy("Start it:", "timedatectl set-ntp true"),
-            hosts=results.hostnames(odd),
-            details={"ahead_s": {results.name_of(rank): round(by, 1) for rank, by in odd.items()}},
-        )
-
-
-def _check_resolvers(results: Results) -> Iterator[Finding]:
-    silent = {
-        rank: each.resolver_silent_s
-        for rank, each in results.reports.items()
-        if each.resolver_silent_s
-    }
-    if silent:
-        named = ", ".join(map(results.label, silent))
-        longest = max(silent.values())
-        yield Finding(
-            code=_codes.SILENT_RESOLVER,
-            severity="warning",
-            fact=f"No name server answers on {named}: looking up the name of an address of this job "
-            f"took more than {longest:.1f} s.",
-            cause="/etc/resolv.conf names a server that is down or firewalled; torch looks up every "
-            "host that connects to its store, which adds 10 to 20 s to each start.",
-            fix=to_copy(
-                "Correct the server, or make the wait short, on these hosts:",
-                "echo 'options timeout:1 attempts:1' >> /etc/resolv.conf",
-            ),
-            hosts=results.hostnames(silent),
-            details={"waited_s": round(longest, 1)},
-        )
