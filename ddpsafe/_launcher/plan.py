@@ -76,33 +76,25 @@ def require_main_guard() -> None:
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise _missing("this process was started by another launch and imports its script.")
-    frame = _top_level_frame() if main_is_importable() else None
-    if frame is None:
+    if not main_is_importable():
         return
-    path, line = frame.f_code.co_filename, frame.f_lineno
-    if not _is_under_an_if(path, line):
-        raise _missing(f"{path}:{line} launches at the top level of the script.")
-
-
-def _top_level_frame() -> FrameType | None:
-    """Find the frame of the main script's top level, if the launch was called from there."""
     main = vars(sys.modules["__main__"])
     frame: FrameType | None = sys._getframe()  # noqa: SLF001 - inspect.stack reads all sources
     while frame is not None:
         if frame.f_globals is main and frame.f_code.co_name == "<module>":
-            return frame
+            break
         frame = frame.f_back
-    return None
-
-
-def _is_under_an_if(path: str, line: int) -> bool:
+    if frame is None:  # not called from the top level of the main script
+        return
+    path, line = frame.f_code.co_filename, frame.f_lineno
     try:
         tree = ast.parse(Path(path).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
-        return True  # no source to judge by
+        return  # no source to judge by
     statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
     around = [node for node in statements if node.lineno <= line <= (node.end_lineno or line)]
-    return not around or any(isinstance(node, ast.If) for node in around)
+    if around and not any(isinstance(node, ast.If) for node in around):
+        raise _missing(f"{path}:{line} launches at the top level of the script.")
 
 
 def _missing(what: str) -> ConfigError:
@@ -142,7 +134,12 @@ class Calls:
 
     def _pickled(self, args: Sequence[Any]) -> CallFile:
         _require_call(self._fn, args)
-        call = _pickle(self._fn, args, self._kwargs, self._style)
+        try:
+            # Scripts for torch's spawn may write to a tensor and read it in the caller.
+            parts = (self._fn, tuple(args), dict(self._kwargs))
+            call = CallFile(payload.dumps_call(parts, shares_tensors=self._style == "spawn"))
+        except Exception as exc:
+            raise _cannot_travel(self._fn, args, self._kwargs, exc) from exc
         _require_fitting(self._fn, args, self._kwargs, self._style)
         return call
 
@@ -180,17 +177,6 @@ def _require_fitting(
         cause = f"{style} passes {first} first, then args."
         fix = f"add a first parameter for {first}, check args=…, or use ddpsafe.{other}."
         raise ConfigError(Explanation(what, cause=cause, fix=fix)) from None
-
-
-def _pickle(
-    fn: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], style: CallStyle
-) -> CallFile:
-    try:
-        # Scripts for torch's spawn may write to a tensor and read it in the caller.
-        call = (fn, tuple(args), dict(kwargs))
-        return CallFile(payload.dumps_call(call, shares_tensors=style == "spawn"))
-    except Exception as exc:
-        raise _cannot_travel(fn, args, kwargs, exc) from exc
 
 
 def _cannot_travel(
@@ -279,18 +265,42 @@ def make_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False) -
     """
     gpus = _gpus.count_visible(config.env)
     nproc = _resolve_nproc(config, gpus)
-    backend = _resolve_backend(config, gpus)
+    backend = config.backend
+    if backend == "auto":
+        backend = "nccl" if gpus and config.nproc_per_node != "cpu" else "gloo"
     if style == "launch":  # else the script makes its group, and names the backend
         _require_usable(backend, nproc, gpus, env=config.env)
+    console = config.console
+    if console == "auto":
+        console = "rank-zero" if style == "launch" else "all"
+    # Python makes a spawned process start its own children by "spawn", too. Ranks of torchrun are
+    # programs of their own, which start them as the script says or as Python does by default: by
+    # "fork" up to Python 3.13. Scripts without a main guard, with a lambda as collate_fn or with a
+    # dataset of a notebook work only so, and short epochs are 45 times as fast. Scripts for
+    # `torch.multiprocessing.spawn` know "spawn" and may have CUDA tensors in their workers.
+    child_start_method = multiprocessing.get_start_method(allow_none=True)
+    if style == "spawn":
+        child_start_method = config.start_method
     return LaunchPlan(
         config=config,
         style=style,
-        worlds=tuple(_world(rank, nproc) for rank in range(nproc)),
+        worlds=tuple(
+            World(
+                rank=rank,
+                world_size=nproc,
+                local_rank=rank,
+                local_world_size=nproc,
+                node_rank=0,
+                nnodes=1,
+                started_by="ddpsafe",
+            )
+            for rank in range(nproc)
+        ),
         backend=backend,
         devices=tuple(_device(rank, nproc, backend, gpus, style) for rank in range(nproc)),
-        child_start_method=_child_start_method(config, style),
+        child_start_method=child_start_method,
         num_threads=_threads(nproc, config.env),
-        console=_resolve_console(config, style),
+        console=console,
         launch_id=make_launch_id(),
         timeouts=RankTimeouts(
             rendezvous=config.timeouts.rendezvous,
@@ -340,18 +350,6 @@ def _nccl_variables(
     return found
 
 
-def _world(rank: int, nproc: int) -> World:
-    return World(
-        rank=rank,
-        world_size=nproc,
-        local_rank=rank,
-        local_world_size=nproc,
-        node_rank=0,
-        nnodes=1,
-        started_by="ddpsafe",
-    )
-
-
 def _resolve_nproc(config: LaunchConfig, gpus: int) -> int:
     asked = config.nproc_per_node
     if asked == "cpu" or (asked == "auto" and gpus == 0):
@@ -369,12 +367,6 @@ def _resolve_nproc(config: LaunchConfig, gpus: int) -> int:
         text = str(Explanation(what, cause=cause, fix=fix))
         warnings.warn(text, RuntimeWarning, stacklevel=2)
     return gpus
-
-
-def _resolve_backend(config: LaunchConfig, gpus: int) -> str:
-    if config.backend != "auto":
-        return config.backend
-    return "nccl" if gpus and config.nproc_per_node != "cpu" else "gloo"
 
 
 def _require_usable(backend: str, nproc: int, gpus: int, *, env: dict[str, str]) -> None:
@@ -413,27 +405,7 @@ def _device(rank: int, nproc: int, backend: str, gpus: int, style: CallStyle) ->
     return f"cuda:{rank}" if "nccl" in backend or ("cuda" in backend and gpus) else "cpu"
 
 
-def _child_start_method(config: LaunchConfig, style: CallStyle) -> str | None:
-    """Return the start method for the processes that ranks start, such as DataLoader workers.
-
-    Python makes a spawned process start its own children by "spawn", too. Ranks of torchrun are
-    programs of their own, which start them as the script says or as Python does by default: by
-    "fork" up to Python 3.13. Scripts without a main guard, with a lambda as collate_fn or with a
-    dataset of a notebook work only so, and short epochs are 45 times as fast. Scripts for
-    `torch.multiprocessing.spawn` know "spawn" and may have CUDA tensors in their workers.
-    """
-    if style == "spawn":
-        return config.start_method
-    return multiprocessing.get_start_method(allow_none=True)
-
-
 def _threads(nproc: int, env: dict[str, str]) -> int | None:
     if "OMP_NUM_THREADS" in os.environ or "OMP_NUM_THREADS" in env:
         return None
     return max(1, count_cores() // nproc)
-
-
-def _resolve_console(config: LaunchConfig, style: CallStyle) -> str:
-    if config.console != "auto":
-        return config.console
-    return "rank-zero" if style == "launch" else "all"

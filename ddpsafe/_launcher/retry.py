@@ -62,7 +62,15 @@ def run_attempts(
     def prepare(state: tenacity.RetryCallState) -> None:
         error = _error_of(state)
         earlier.append(error)
-        _announce(error, state, policy)
+        assert state.next_action is not None  # noqa: S101 - tenacity sets it before a sleep
+        logger.warning(
+            "attempt %d of %d failed (%s); trying again in %.1f s: %s",
+            state.attempt_number,
+            policy.attempts,
+            error.kind,
+            state.next_action.sleep,
+            error.explanation.what,
+        )
         if _ask(change, error):
             progress.forget()
         elif error.kind == "hardware":
@@ -99,7 +107,11 @@ def run_attempts(
         # `change` may raise the failure that it was called with.
         error.previous_attempts = tuple(each for each in earlier if each is not error)
         if not isinstance(error, LaunchError):
-            _mention_earlier(error)
+            # This error knows of no attempt: it says which have failed before, and where to read.
+            failures = [each for each in error.previous_attempts if isinstance(each, LaunchError)]
+            if failures:
+                lines = [f"Before that, {each.explanation.what}" for each in failures[-_MENTIONED:]]
+                error.add_details(*lines, f"Logs: {failures[-1].run_dir}")
         if len(earlier) + 1 < policy.attempts and not cancelled.is_set():
             _explain_refusal(error, policy)
         raise
@@ -217,30 +229,10 @@ def _causes(error: BaseException) -> list[BaseException]:
     return chain
 
 
-def _mention_earlier(error: DDPSafeError) -> None:
-    """Say in an error that knows of no attempt which ones have failed before, and where to read."""
-    failures = [each for each in error.previous_attempts if isinstance(each, LaunchError)]
-    if failures:
-        lines = [f"Before that, {each.explanation.what}" for each in failures[-_MENTIONED:]]
-        error.add_details(*lines, f"Logs: {failures[-1].run_dir}")
-
-
 def _has_begun(error: DDPSafeError) -> bool:
     """Tell whether the user's function ran on some rank."""
     outcomes = error.outcomes.values() if isinstance(error, LaunchError) else ()
     return any(outcome.phase in ("running", "leaving") for outcome in outcomes)
-
-
-def _announce(error: DDPSafeError, state: tenacity.RetryCallState, policy: RetryPolicy) -> None:
-    assert state.next_action is not None  # noqa: S101 - tenacity sets it before a sleep
-    logger.warning(
-        "attempt %d of %d failed (%s); trying again in %.1f s: %s",
-        state.attempt_number,
-        policy.attempts,
-        error.kind,
-        state.next_action.sleep,
-        error.explanation.what,
-    )
 
 
 def _error_of(state: tenacity.RetryCallState) -> DDPSafeError:

@@ -220,23 +220,22 @@ def _make(path: Path, node: str) -> RunDirectory:
         with tempfile.TemporaryFile(dir=path) as file:
             file.write(bytes(_ROOM_BYTES))  # an empty file fits on a full disk
             owner_uid = os.fstat(file.fileno()).st_uid
-        _warn_of_other_users(path, path.stat(), owner_uid)
+        # Others may remove or rename the logs; that they cannot redirect them is seen to.
+        found = path.stat()
+        writable = (
+            found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
+        )
+        if writable or found.st_uid not in (owner_uid, 0):
+            logger.warning(
+                "other users can rename or remove what is in the run directory %s (owner uid %d, mode "
+                "%03o); choose one that only you can write to",
+                path,
+                found.st_uid,
+                stat.S_IMODE(found.st_mode),
+            )
     except OSError as exc:
         raise _unusable(path, exc) from exc
     return RunDirectory(path, is_ours=False, owner_uid=owner_uid, logs_below=logs_below)
-
-
-def _warn_of_other_users(path: Path, found: os.stat_result, owner_uid: int) -> None:
-    """Say that others can remove or rename the logs; that they cannot redirect them is seen to."""
-    writable = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
-    if writable or found.st_uid not in (owner_uid, 0):
-        logger.warning(
-            "other users can rename or remove what is in the run directory %s (owner uid %d, mode "
-            "%03o); choose one that only you can write to",
-            path,
-            found.st_uid,
-            stat.S_IMODE(found.st_mode),
-        )
 
 
 def _set_aside_earlier_attempts(path: Path) -> None:

@@ -108,7 +108,17 @@ def reduce_mean(x: Reducible, weight: float | None, device: torch.device) -> obj
 def all_reduce(x: Reducible, op: ReduceOp, device: torch.device) -> object:
     """Reduce a number, a tensor or a dict over the ranks; see `RankContext.all_reduce`."""
     if op not in get_args(ReduceOp):
-        raise _no_operation(op)
+        names = get_args(ReduceOp)
+        asked = str(op).rpartition(".")[2].lower()  # "AVG" of torch's ReduceOp.AVG, too
+        near = (
+            [_OTHER_NAMES[asked]]
+            if asked in _OTHER_NAMES
+            else difflib.get_close_matches(asked, names)
+        )
+        choice = f"one of {', '.join(map(repr, names))}"
+        fix = f"did you mean {near[0]!r}? Write {choice}." if near else f"write {choice}."
+        what = f"all_reduce(op={op!r}): there is no such operation."
+        raise ConfigError(Explanation(what, cause="a name that torch or numpy has.", fix=fix))
     values = _require_values(x, "all_reduce", op)
     has_float = _require_same_form(values, device, call="all_reduce", op=op)
     return _reduced(values, op, device, has_float=has_float)
@@ -123,18 +133,6 @@ _OTHER_NAMES: Final = {
     "minimum": "min",
     "maximum": "max",
 }
-
-
-def _no_operation(op: object) -> ConfigError:
-    names = get_args(ReduceOp)
-    asked = str(op).rpartition(".")[2].lower()  # "AVG" of torch's ReduceOp.AVG, too
-    near = (
-        [_OTHER_NAMES[asked]] if asked in _OTHER_NAMES else difflib.get_close_matches(asked, names)
-    )
-    choice = f"one of {', '.join(map(repr, names))}"
-    fix = f"did you mean {near[0]!r}? Write {choice}." if near else f"write {choice}."
-    what = f"all_reduce(op={op!r}): there is no such operation."
-    return ConfigError(Explanation(what, cause="a name that torch or numpy has.", fix=fix))
 
 
 def _require_values(x: Any, call: str, op: str = "", path: str = "x") -> Any:

@@ -115,7 +115,23 @@ def following(context: RankContext, *, local: bool) -> Iterator[None]:
     if not leads:
         # torchrun, Slurm's default and we number ranks node by node.
         leader = context.rank - context.local_rank if local else 0
-        _await_leader(context, control, name, leader)
+        deadline = Deadline.after(context.barrier_timeout)
+        came, failure = control.verdict(name, deadline=deadline)
+        if not came:
+            raise barrier_timeout_error(context, "rank_zero_first", [leader], deadline)
+        if failure is not None:
+            failed = failure.rank
+            what = f"rank {failed} failed in rank_zero_first: {failure.error} (seen by {context.world})."
+            fix = f"see the error of rank {failed} itself; this rank only waited for it."
+            error = RankRaisedError(
+                Explanation(what, cause=f"the error of rank {failed} above.", fix=fix),
+                rank=failed,
+                local_rank=0,
+                hostname="",
+                attempt=context.attempt,
+            )
+            error.origin = "peer-lost"
+            raise error
         yield
         return
     try:
@@ -124,28 +140,6 @@ def following(context: RankContext, *, local: bool) -> Iterator[None]:
         control.publish(name, f"{type(exc).__name__}: {clip(text_of(exc), _MAX_MESSAGE)}")
         raise
     control.publish(name, None)
-
-
-def _await_leader(context: RankContext, control: Control, name: str, leader: int) -> None:
-    deadline = Deadline.after(context.barrier_timeout)
-    came, failure = control.verdict(name, deadline=deadline)
-    if not came:
-        raise barrier_timeout_error(context, "rank_zero_first", [leader], deadline)
-    if failure is not None:
-        failed = failure.rank
-        what = (
-            f"rank {failed} failed in rank_zero_first: {failure.error} (seen by {context.world})."
-        )
-        fix = f"see the error of rank {failed} itself; this rank only waited for it."
-        error = RankRaisedError(
-            Explanation(what, cause=f"the error of rank {failed} above.", fix=fix),
-            rank=failed,
-            local_rank=0,
-            hostname="",
-            attempt=context.attempt,
-        )
-        error.origin = "peer-lost"
-        raise error
 
 
 P = ParamSpec("P")

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-    from ddpsafe._wire.channel import Inheritance, InheritedFd
+    from ddpsafe._wire.channel import Inheritance
     from ddpsafe._wire.messages import Phase
     from ddpsafe._wire.spec import RankSpec
 
@@ -177,8 +177,12 @@ class Reporter:
         # Before the work of describing it, during which others fail too.
         at_ns, wall_ns = time.monotonic_ns(), time.time_ns()
         self._told.add(id(exc))
+        # The traceback begins at the user's function.
+        tb = exc.__traceback__
+        while tb is not None and tb.tb_frame.f_globals.get("__name__") == __name__:
+            tb = tb.tb_next
         raised = Raised.from_exception(
-            _without_our_frames(exc),
+            exc.with_traceback(tb) if tb is not None else exc,
             phase=self.phase,
             pickled=_exception_bytes,
             position=position(asks_events=final),
@@ -325,10 +329,28 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
         if reporter.is_here():
             reporter.returned(value, stop_calls=line.calls.count)
     except BaseException as exc:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are failures
-        _report_and_exit(exc, reporter)
+        # Report, flush, exit: no collective, no destroy, no destructor on a failing path.
+        if reporter.is_here():
+            reporter.raised(exc, final=True)
+        elif exit_code_of(exc) is None:  # a fork's own, which is reported nowhere else
+            with contextlib.suppress(Exception):  # its text, or a stream that is closed
+                traceback.print_exception(exc)
+        _flush()
+        code = exit_code_of(exc)
+        os._exit(1 if code is None else code)
     if not reporter.is_here():
-        _exit_as_fork()
-    _leave(spec)
+        # The user's function has forked off this process and let it return: the rank is another.
+        _flush()
+        os._exit(0)
+    from ddpsafe._worker import session
+
+    session.leave(Deadline.after(spec.timeouts.barrier))
+    with contextlib.suppress(Exception):
+        # What the interpreter itself does at its end, in its order; no public names exist.
+        threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001 - see above
+        atexit._run_exitfuncs()  # noqa: SLF001 - see above
+    _flush()
+    os._exit(0)
 
 
 def _run_user_code(
@@ -344,7 +366,10 @@ def _run_user_code(
     # What unpickling the arguments does on "cuda" is done on the rank's GPU, not on the first one.
     # In spawn style the script may still choose its GPUs, or fork, as with mp.spawn.
     device = environment.use_device(spec.device, is_current=spec.style == "launch")
-    fn, args, kwargs = _load_call(inheritance.call, inheritance.handles)
+    # Mapped, for all ranks share the file's offset, and one read ends at 2 GiB.
+    data = payload.map_file(inheritance.call.fd)
+    os.close(inheritance.call.fd)
+    fn, args, kwargs = cast("Call", payload.loads(data, inheritance.handles))
     context = session.join(spec, device, on_phase=reporter.enter)
     if spec.seed is not None:
         environment.seed_run(spec.seed)
@@ -354,13 +379,6 @@ def _run_user_code(
     value = fn(spec.world.local_rank, *args, **kwargs)
     # mp.spawn drops the value too, which therefore need not be picklable.
     return value if isinstance(value, ScriptExit) else None
-
-
-def _load_call(call: InheritedFd, handles: tuple[object, ...]) -> Call:
-    # Mapped, for all ranks share the file's offset, and one read ends at 2 GiB.
-    data = payload.map_file(call.fd)
-    os.close(call.fd)
-    return cast("Call", payload.loads(data, handles))
 
 
 def _pickle_result(value: object) -> payload.Pickled:
@@ -396,53 +414,10 @@ def _exception_bytes(exc: BaseException) -> bytes | None:
     return data
 
 
-def _without_our_frames(exc: BaseException) -> BaseException:
-    """Let the traceback begin at the user's function."""
-    tb = exc.__traceback__
-    while tb is not None and tb.tb_frame.f_globals.get("__name__") == __name__:
-        tb = tb.tb_next
-    return exc.with_traceback(tb) if tb is not None else exc
-
-
 def _is_ours(exc: BaseException) -> bool:
     """Tell whether this module handles the exception, which is being reported then."""
     tb = exc.__traceback__
     return tb is not None and tb.tb_frame.f_globals.get("__name__") == __name__
-
-
-def _report_and_exit(exc: BaseException, reporter: Reporter) -> NoReturn:
-    """Report, flush, exit: no collective, no destroy, no destructor on a failing path."""
-    if reporter.is_here():
-        reporter.raised(exc, final=True)
-    elif exit_code_of(exc) is None:  # a fork's own, which is reported nowhere else
-        with contextlib.suppress(Exception):  # its text, or a stream that is closed
-            traceback.print_exception(exc)
-    _flush()
-    code = exit_code_of(exc)
-    os._exit(1 if code is None else code)
-
-
-def _exit_as_fork() -> NoReturn:
-    """End a process that the user's function forked off and let return: the rank is another one."""
-    _flush()
-    os._exit(0)
-
-
-def _leave(spec: RankSpec) -> NoReturn:
-    """Close the group and run what is registered for the exit, then go.
-
-    `os._exit` skips the destructors of C++ globals: a gloo thread that is still alive there
-    aborts a process whose work is done (8 of 40 runs with plain torch).
-    """
-    from ddpsafe._worker import session
-
-    session.leave(Deadline.after(spec.timeouts.barrier))
-    with contextlib.suppress(Exception):
-        # What the interpreter itself does at its end, in its order; no public names exist.
-        threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001 - see above
-        atexit._run_exitfuncs()  # noqa: SLF001 - see above
-    _flush()
-    os._exit(0)
 
 
 def _flush() -> None:

@@ -229,9 +229,23 @@ class Control:
             meeting = self.arrive(name)
             # Failed ranks have come to the last meeting too: the others may work to their ends.
             doors = [f"{meeting}/missing"] if is_last else [f"{meeting}/missing", _DEPARTED]
-            missing = self._await_all(meeting, doors, deadline)
+            # The last to come, or to give up, writes the list of missing ranks.
+            self.wait_for(*doors, deadline=deadline)
+            if not self.is_set(doors[0]):
+                departed = self.departure() if _DEPARTED in doors else None
+                # Who has not come yet beside a rank that has failed may be on its way.
+                absent = (
+                    [departed.rank]
+                    if departed
+                    else [rank for rank in range(self._world_size) if not self._came(meeting, rank)]
+                )
+                self.store.compare_set(doors[0], "", json.dumps(absent))
+            missing: list[int] = json.loads(self.store.get(doors[0]))
             if is_last:  # read before parting: the store may go right after it
-                self.failed_peer = self._peer_of(self.departure())
+                departure = self.departure()
+                self.failed_peer = None
+                if departure is not None and departure.rank != self._rank and departure.is_failure:
+                    self.failed_peer = departure
             if missing or is_last:
                 self._part(meeting)
         except RuntimeError:
@@ -243,11 +257,6 @@ class Control:
             self.failed_peer = self.failed_peer or self.departure()
             return []
         return missing
-
-    def _peer_of(self, departure: Departure | None) -> Departure | None:
-        if departure is None or departure.rank == self._rank or not departure.is_failure:
-            return None
-        return departure
 
     def arrive(self, name: str) -> str:
         """Come to a meeting without waiting for the others; return its name in the store."""
@@ -295,27 +304,6 @@ class Control:
     def number(self, name: str) -> int:
         """Return what `raise_to` has come to, once all ranks have called it."""
         return int(self.store.get(f"control/{name}"))
-
-    def _await_all(self, meeting: str, doors: list[str], deadline: Deadline) -> list[int]:
-        """Wait for the list of missing ranks, which the last to come or to give up writes.
-
-        Args:
-            meeting: The meeting.
-            doors: Keys one of which ends the wait: the list, or that a rank has failed, which
-                then never comes.
-            deadline: When to give up.
-        """
-        self.wait_for(*doors, deadline=deadline)
-        if not self.is_set(doors[0]):
-            departed = self.departure() if _DEPARTED in doors else None
-            # Who has not come yet beside a rank that has failed may be on its way.
-            missing = [departed.rank] if departed else self._not_here(meeting)
-            self.store.compare_set(doors[0], "", json.dumps(missing))
-        known: list[int] = json.loads(self.store.get(doors[0]))
-        return known
-
-    def _not_here(self, meeting: str) -> list[int]:
-        return [rank for rank in range(self._world_size) if not self._came(meeting, rank)]
 
     def _came(self, meeting: str, rank: int) -> bool:
         return bool(self.store.check([f"{meeting}/{rank}"]))

@@ -26,7 +26,6 @@ from ddpsafe._wire.messages import MAIN_GROUP, UNKNOWN_COLLECTIVE, Arrival, Coll
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
-    from types import ModuleType
 
     from torch.distributed import Store
 
@@ -82,18 +81,13 @@ def meet_at_launcher(
         on_larger_group: Called before a group that has more ranks than this launch, some of which
             may be on other hosts.
     """
-    handlers = _rendezvous_handlers()
+    # `torch.distributed.rendezvous` the attribute is the function, not the module.
+    module = importlib.import_module("torch.distributed.rendezvous")
+    handlers: dict[str, Handler] = getattr(module, "_rendezvous_handlers", {})
     for scheme in _SCHEMES:
         stock = handlers.get(scheme)
         if stock is not None:
             handlers[scheme] = _handler(stock, open_store, world_size, env, on_larger_group)
-
-
-def _rendezvous_handlers() -> dict[str, Handler]:
-    # `torch.distributed.rendezvous` the attribute is the function, not the module.
-    module = importlib.import_module("torch.distributed.rendezvous")
-    handlers: dict[str, Handler] = getattr(module, "_rendezvous_handlers", {})
-    return handlers
 
 
 def _handler(
@@ -146,7 +140,8 @@ def before_destroy(hook: Callable[[], object]) -> None:
 
     def destroy_process_group(group: object = None) -> None:
         hook()
-        _keep_groups(c10d)
+        world = getattr(c10d, "_world", None)
+        _kept_groups.extend(getattr(world, "pg_map", ()))
         time.sleep(DRAIN_S)
         stock(group)
 
@@ -217,11 +212,6 @@ def let_members_make_groups() -> None:
             main.bound_device_id = device
 
     _replace("new_group", stock, new_group)
-
-
-def _keep_groups(c10d: ModuleType) -> None:
-    world = getattr(c10d, "_world", None)
-    _kept_groups.extend(getattr(world, "pg_map", ()))
 
 
 def default_store() -> Store | None:
@@ -384,7 +374,29 @@ def _from_entries(
         is_present = entry.get("pg_id") == newest[_name_of_group(entry)]
         is_known = (content.get("recorder"), str(entry.get("pg_id"))) not in _forgotten
         if is_present and is_known and not entry.get("is_p2p"):
-            collective = _collective(entry, content, is_second=entry["process_group"][0] in of_nccl)
+            name, number = entry["profiling_name"], int(entry["collective_seq_id"])
+            label = _label_of(entry["process_group"])
+            counters = content.get("pg_status", {}).get(str(entry.get("pg_id")), {})
+            is_done = entry["retired"] or entry.get("state") == "completed"
+            # A coalesced call that was captured in a CUDA graph is recorded, but never retired.
+            is_done |= name.endswith("coalesced") and number <= int(
+                counters.get("last_completed_collective", 0)
+            )
+            # gloo's have begun when they are recorded; NCCL's wait for the stream until an event says so.
+            has_begun = entry.get("state") == "started" or not name.startswith("nccl:")
+            collective = Collective(
+                group=f"{label} ({name.partition(':')[0]})"
+                if (entry["process_group"][0] in of_nccl)
+                else label,
+                number=number,
+                name=name,
+                sizes=str(entry["input_sizes"]),
+                state="completed" if is_done else "started" if has_begun else "queued",
+                entered_ns=int(entry.get("time_created_ns", 0)),
+                numel=sum(math.prod(sizes) for sizes in entry["input_sizes"]),
+                timeout_s=int(entry.get("timeout_ms", 0)) / 1000,
+                thread_id=int(entry.get("thread_id", 0)),
+            )
             # The members of a coalesced call never complete; the entry of the whole call comes last.
             groups[collective.group][collective.number] = collective
     return groups
@@ -393,30 +405,6 @@ def _from_entries(
 def _flat(groups: dict[str, dict[int, Collective]]) -> tuple[Collective, ...]:
     """Return the entries that matter; see `_KEPT`."""
     return tuple(each for group in groups.values() for each in _kept(list(group.values())))
-
-
-def _collective(entry: dict[str, Any], content: dict[str, Any], *, is_second: bool) -> Collective:
-    name, number = entry["profiling_name"], int(entry["collective_seq_id"])
-    label = _label_of(entry["process_group"])
-    counters = content.get("pg_status", {}).get(str(entry.get("pg_id")), {})
-    is_done = entry["retired"] or entry.get("state") == "completed"
-    # A coalesced call that was captured in a CUDA graph is recorded, but never retired.
-    is_done |= name.endswith("coalesced") and number <= int(
-        counters.get("last_completed_collective", 0)
-    )
-    # gloo's have begun when they are recorded; NCCL's wait for the stream until an event says so.
-    has_begun = entry.get("state") == "started" or not name.startswith("nccl:")
-    return Collective(
-        group=f"{label} ({name.partition(':')[0]})" if is_second else label,
-        number=number,
-        name=name,
-        sizes=str(entry["input_sizes"]),
-        state="completed" if is_done else "started" if has_begun else "queued",
-        entered_ns=int(entry.get("time_created_ns", 0)),
-        numel=sum(math.prod(sizes) for sizes in entry["input_sizes"]),
-        timeout_s=int(entry.get("timeout_ms", 0)) / 1000,
-        thread_id=int(entry.get("thread_id", 0)),
-    )
 
 
 def _kept(group: list[Collective]) -> list[Collective]:

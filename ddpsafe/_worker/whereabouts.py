@@ -69,13 +69,19 @@ def read_whereabouts() -> Whereabouts:
         point_to_point=point_to_point_in(mine),
     )
     newest = position.newest()
-    alone = not any(_may_act(thread, each) for thread, each in others)
+    # Another thread may yet call a collective, or let the main thread go on in another way.
+    alone = not any(
+        isinstance(thread, threading.Timer)
+        or any(not is_library(at.file) or "/torch/distributed/" in at.file for at in each.frames)
+        for thread, each in others
+    )
+    done = [(each.name, each.sizes) for each in position.collectives if each.done]
     return Whereabouts(
         position=position,
         groups=read_groups(),
         threads=(stack, *(each for _, each in others)),
         waits_in=_find_wait(stack, position, main.ident or 0) if alone else None,
-        completed=0 if newest is None else _count_like(newest, position),
+        completed=0 if newest is None else done.count((newest.name, newest.sizes)),
         is_evaluating=_is_evaluating(mine),
     )
 
@@ -93,13 +99,6 @@ def _read_stack(frame: FrameType | None) -> tuple[Frame, ...]:
     return tuple(found)
 
 
-def _may_act(thread: threading.Thread, stack: ThreadStack) -> bool:
-    """Tell whether a thread may yet call a collective, or let the main thread go on in another way."""
-    return isinstance(thread, threading.Timer) or any(
-        not is_library(frame.file) or "/torch/distributed/" in frame.file for frame in stack.frames
-    )
-
-
 def _find_wait(stack: ThreadStack, position: Position, thread_id: int) -> Collective | None:
     """Return the collective that the main thread waits in: the last one that it has entered.
 
@@ -114,13 +113,6 @@ def _find_wait(stack: ThreadStack, position: Position, thread_id: int) -> Collec
         return None
     last = max(position.collectives, key=lambda each: (each.entered_ns, each.number), default=None)
     return None if last is None or last.done or last.is_queued_ahead else last
-
-
-def _count_like(newest: Collective, position: Position) -> int:
-    return sum(
-        each.done and (each.name, each.sizes) == (newest.name, newest.sizes)
-        for each in position.collectives
-    )
 
 
 def _is_evaluating(frame: FrameType | None) -> bool:

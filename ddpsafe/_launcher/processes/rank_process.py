@@ -194,23 +194,14 @@ class RankState:
             self.raised = self.raised if self.failed else None
         elif not isinstance(message, Raised):
             self.stop.note(message)
-        elif not self._is_our_doing(message):
-            self._take_exception(message)
-
-    def _is_our_doing(self, raised: Raised) -> bool:
-        """Tell whether ranks were being ended by then: all that is lost after that is our doing."""
-        return self._teardown_ns is not None and raised.at_ns > self._teardown_ns
-
-    def _take_exception(self, raised: Raised) -> None:
-        """Take the first one, or the one that ended the rank, unless that is but an echo.
-
-        What a ``finally: dist.barrier()`` raises hides the exception that led there.
-        """
-        self.failed = self.failed or raised.final
-        earlier = self.raised
-        hides = earlier is not None and not earlier.is_peer_error and raised.is_peer_error
-        if earlier is None or (raised.final and not hides):
-            self.raised, self.position = raised, raised.position
+        # Once ranks were being ended, all that is lost is our doing.
+        elif self._teardown_ns is None or message.at_ns <= self._teardown_ns:
+            # The first one counts, or the one that ended the rank, unless that is but an echo.
+            self.failed = self.failed or message.final
+            earlier = self.raised
+            hides = earlier is not None and not earlier.is_peer_error and message.is_peer_error
+            if earlier is None or (message.final and not hides):
+                self.raised, self.position = message, message.position
 
     def tell_all_started(self) -> None:
         """Tell it that the others have been started, and can be waited for."""
@@ -316,17 +307,14 @@ class Worker(RankState):
         for message in self.receiver.receive():
             self.take(message)
             if isinstance(message, Returned):
-                self._take_result(message)
+                # What it returned is in the message, or mapped where it is large.
+                if message.payload is not None:
+                    self.result = message.payload
+                else:
+                    with contextlib.suppress(OSError, ValueError):
+                        self.result = payload.map_file(self._shared.fileno(), RESULT_OFFSET)
             if self.relay is not None:
                 self.relay(message)
-
-    def _take_result(self, message: Returned) -> None:
-        """Take what it returned out of the message, or map it where it is large."""
-        if message.payload is not None:
-            self.result = message.payload
-            return
-        with contextlib.suppress(OSError, ValueError):
-            self.result = payload.map_file(self._shared.fileno(), RESULT_OFFSET)
 
     def note_teardown(self, at_ns: int) -> None:
         """Record that ranks are being ended from now on (monotonic)."""

@@ -109,14 +109,7 @@ def end_workers(workers: Sequence[Worker], *, grace: timedelta, launch_id: str) 
     leftovers = kill_members(identities, launch_id, within_s=_LEFTOVERS_S)
     if leftovers:
         logger.info("ended %d processes that ranks had left behind", len(leftovers))
-    _wait_for_gpus(workers)
-    remove_semaphores(launch_id)
-    for worker in workers:
-        worker.is_swept = True
-
-
-def _wait_for_gpus(workers: Sequence[Worker]) -> None:
-    """Wait until the driver has given back what ranks that were ended had on their GPUs."""
+    # The driver takes its time to give back what ranks that were ended had on their GPUs.
     pids = [each.pid for each in workers if each.spec.device != "cpu" and each.exitcode != 0]
     waiting = Deadline.after(_MEMORY_WAIT)
     is_free = _gpus.wait_for_memory([pid for pid in pids if pid is not None], waiting)
@@ -126,6 +119,9 @@ def _wait_for_gpus(workers: Sequence[Worker]) -> None:
             waiting.waited_s(),
             "given back" if is_free else "not given back: the next attempt may run out of it",
         )
+    remove_semaphores(launch_id)
+    for worker in workers:
+        worker.is_swept = True
 
 
 def _end(workers: Sequence[Worker], signum: signal.Signals, deadline: Deadline) -> None:
@@ -148,13 +144,13 @@ def _kill(workers: Sequence[Worker]) -> None:
     on_gpu = any(worker.alive and worker.spec.device != "cpu" for worker in workers)
     deadline = Deadline.after(_KILL_WAIT_ON_GPU if on_gpu else _KILL_WAIT)
     _end(workers, signal.SIGKILL, Deadline.after(_LOOK))
-    if not all(_waits_in_kernel(worker) for worker in workers if worker.alive):
+    # Who waits for a disk or a device, as when its state was asked, does not end yet.
+    if not all(
+        (worker.state == psutil.STATUS_DISK_SLEEP and is_in_kernel(worker.pid))
+        for worker in workers
+        if worker.alive
+    ):
         await_ends(workers, deadline)
-
-
-def _waits_in_kernel(worker: Worker) -> bool:
-    """Tell whether it waits for a disk or a device, as it did when its state was asked."""
-    return worker.state == psutil.STATUS_DISK_SLEEP and is_in_kernel(worker.pid)
 
 
 def await_ends(workers: Sequence[Worker], deadline: Deadline) -> None:

@@ -143,11 +143,20 @@ def started_workers(
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: _close_all(workers))
         stack.callback(lambda: end(workers))
-        _start_tracker()
+        # Python's resource tracker starts deaf to SIGUSR1, which a scheduler sends to whole groups.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        try:
+            resource_tracker.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         with _translated(workers, len(specs)):
             call_file = call.fileno()
         for spec in specs:
-            _flush_own_streams()
+            # What this program has printed is written before `multiprocessing` does it in the
+            # start of a rank.
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(AttributeError, ValueError):
+                    stream.flush()
             with _translated(workers, len(specs)):
                 workers.append(
                     _start(
@@ -172,29 +181,6 @@ def _translated(workers: Sequence[Worker], wanted: int) -> Iterator[None]:
         yield
     except (OSError, EOFError) as exc:
         raise _not_started(len(workers), wanted, exc) from exc
-
-
-def _flush_own_streams() -> None:
-    """Write what this program has printed, before `multiprocessing` does it in the start of a rank.
-
-    What goes wrong there, as in ``python train.py | head -1``, has nothing to do with the rank: it is
-    raised as by any ``print``. A stream that is closed or missing is left alone.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, ValueError):
-            stream.flush()
-
-
-def _start_tracker() -> None:
-    """Start Python's resource tracker deaf to SIGUSR1, which a scheduler sends to whole groups.
-
-    It ignores Ctrl-C and SIGTERM by itself.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    try:
-        resource_tracker.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _context(start_method: str, *, expects_restarts: bool) -> Any:

@@ -60,7 +60,10 @@ def open_store(parent: Path | None, guard: Guard) -> Iterator[LauncherStore]:
             stack.enter_context(_kept_from_cleaners(folder))
             master_port = stack.enter_context(reserved_port())
         except OSError as exc:
-            raise _not_made(exc) from exc
+            what = f"the folder in which the ranks meet cannot be made: {exc}."
+            cause = f"{tempfile.gettempdir()} is not writable or full, or a limit (ulimit -n) is reached."
+            fix = "set TMPDIR to a directory on a local disk that you can write to, or make room."
+            raise PreflightError(Explanation(what, cause=cause, fix=fix)) from exc
         yield LauncherStore(folder=folder, master_port=master_port)
 
 
@@ -89,10 +92,3 @@ def reserved_port(address: str = LOOPBACK) -> Iterator[int]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((address, 0))
         yield holder.getsockname()[1]
-
-
-def _not_made(exc: OSError) -> PreflightError:
-    what = f"the folder in which the ranks meet cannot be made: {exc}."
-    cause = f"{tempfile.gettempdir()} is not writable or full, or a limit (ulimit -n) is reached."
-    fix = "set TMPDIR to a directory on a local disk that you can write to, or make room."
-    return PreflightError(Explanation(what, cause=cause, fix=fix))

@@ -171,7 +171,14 @@ def _abandon(member: RankContext, exc: BaseException) -> None:
         # Bounded: the host of the store may be gone, and its client would wait for it.
         leaving = BoundedCall(partial(_say_goodbye, control, exc), name="ddpsafe-leave")
         if leaving.wait(_ABANDON_S):
-            _note_cause(exc, leaving.result(), member)
+            # A peer's error ("Connection closed by peer") does not say which rank failed first.
+            first = leaving.result()
+            if first is not None and first.rank != member.rank and first.is_failure:
+                line = f"ddpsafe: {peer_failure_line(first)} (this is {member.world})"
+                if sys.version_info >= (3, 11):
+                    exc.add_note(line)
+                else:
+                    logger.error("%s", line)
     _forget(member)
 
 
@@ -189,17 +196,6 @@ def _say_goodbye(control: Control, exc: BaseException) -> Departure | None:
     with contextlib.suppress(RuntimeError):
         control.arrive("leave")  # after the reason: who waits there reads it then
     return first
-
-
-def _note_cause(exc: BaseException, first: Departure | None, member: RankContext) -> None:
-    """Say beside a peer's error ("Connection closed by peer") which rank failed first, and how."""
-    if first is None or first.rank == member.rank or not first.is_failure:
-        return
-    line = f"ddpsafe: {peer_failure_line(first)} (this is {member.world})"
-    if sys.version_info >= (3, 11):
-        exc.add_note(line)
-    else:
-        logger.error("%s", line)
 
 
 def _enter(

@@ -59,7 +59,10 @@ def place_of(rank: int | None, world_size: int | None) -> World:
     if told is not None and (told.rank, told.world_size) == (rank, world_size):
         return told
     spoken = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    given = find_world({**_local_variables(os.environ), **spoken})
+    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
+    given = find_world(
+        {**{name: os.environ[name] for name in names if name in os.environ}, **spoken}
+    )
     assert given is not None  # noqa: S101 - RANK is set
     return given
 
@@ -74,11 +77,6 @@ def _alone(env: Mapping[str, str]) -> World:
         text = Explanation(what, cause=cause, fix=fix)
         warnings.warn(str(text), RuntimeWarning, stacklevel=2)
     return World.alone()
-
-
-def _local_variables(env: Mapping[str, str]) -> dict[str, str]:
-    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
-    return {name: env[name] for name in names if name in env}
 
 
 def adopt_group() -> RankContext:
@@ -230,7 +228,19 @@ def agree_on_devices(
     if missing:
         raise process_group.not_joined(world, missing, deadline)
     if world.rank == 0:
-        agreed = _assign_for_all(world, control, deadline)
+        # Rank 0 decides and tells the others, a refusal too.
+        told = [control.take(f"gpus/{rank}", deadline=deadline) for rank in range(world.world_size)]
+        facts = [json.loads(data) for data in told if data is not None]
+        ranks = [_gpus.VisibleGpus(**{**fact, "uuids": tuple(fact["uuids"])}) for fact in facts]
+        try:
+            agreed = _gpus.assign(ranks)
+        except ConfigError as error:
+            text = error.explanation
+            refused = {"what": text.what, "cause": text.cause, "fix": text.fix}
+            control.put("gpus/agreed", json.dumps({"refused": refused}).encode())
+            control.stay("gpus/agreed")
+            raise
+        control.put("gpus/agreed", json.dumps(dataclasses.asdict(agreed)).encode())
     else:
         data = control.take("gpus/agreed", deadline=deadline)
         if data is None:
@@ -241,23 +251,6 @@ def agree_on_devices(
             raise ConfigError(Explanation(**answer["refused"]))
         agreed = _gpus.Assignment(backend=answer["backend"], indexes=tuple(answer["indexes"]))
     return agreed.backend, _use(agreed.indexes[world.rank] if agreed.indexes else None)
-
-
-def _assign_for_all(world: World, control: Control, deadline: Deadline) -> _gpus.Assignment:
-    """Decide, in rank 0, and tell the others, a refusal too."""
-    told = [control.take(f"gpus/{rank}", deadline=deadline) for rank in range(world.world_size)]
-    facts = [json.loads(data) for data in told if data is not None]
-    ranks = [_gpus.VisibleGpus(**{**fact, "uuids": tuple(fact["uuids"])}) for fact in facts]
-    try:
-        agreed = _gpus.assign(ranks)
-    except ConfigError as error:
-        text = error.explanation
-        refused = {"what": text.what, "cause": text.cause, "fix": text.fix}
-        control.put("gpus/agreed", json.dumps({"refused": refused}).encode())
-        control.stay("gpus/agreed")
-        raise
-    control.put("gpus/agreed", json.dumps(dataclasses.asdict(agreed)).encode())
-    return agreed
 
 
 def _use(index: int | None) -> torch.device:

@@ -165,7 +165,13 @@ def _examine(
     from ddpsafe.doctor._report import require_healthy
     from ddpsafe.doctor._run import examine_nodes
 
-    _claim_node(world, board)
+    # No other rank may speak for this node.
+    claim = secrets.token_hex(16)
+    if board.compare_set(f"claims/{world.node_rank}", "", claim) != claim.encode():
+        what = f"{world} is not the only rank that takes itself for the first of node {world.node_rank}."
+        cause = "the launcher tells no node ranks, and does not fill one node after the other."
+        fix = "set NODE_RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, or start with mpirun --map-by slot."
+        raise PreflightError(Explanation(what, cause=cause, fix=fix))
     report = examine_nodes(
         board,
         config,
@@ -181,20 +187,6 @@ def _examine(
         outcome="no process group was made",
         speaks=world.node_rank == 0,
     )
-
-
-def _claim_node(world: World, board: Keys) -> None:
-    """Make sure that no other rank speaks for this node.
-
-    Raises:
-        PreflightError: The launcher told no node ranks, and what was made of the ranks is wrong.
-    """
-    claim = secrets.token_hex(16)
-    if board.compare_set(f"claims/{world.node_rank}", "", claim) != claim.encode():
-        what = f"{world} is not the only rank that takes itself for the first of node {world.node_rank}."
-        cause = "the launcher tells no node ranks, and does not fill one node after the other."
-        fix = "set NODE_RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, or start with mpirun --map-by slot."
-        raise PreflightError(Explanation(what, cause=cause, fix=fix))
 
 
 def _own_key(world: World) -> str:

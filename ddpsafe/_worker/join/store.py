@@ -143,7 +143,17 @@ def open_stores(
     group_client = _connection(endpoint, world, deadline, serves=serves, line=0)
     control_client = _connection(endpoint, world, deadline, serves=False, line=1)
     _compare_secrets(endpoint, control_client, world, secret, deadline)
-    generation = _generation(endpoint, control_client, world, secret, deadline)
+    # What tells this start of the ranks from earlier ones at the same store, if there may be any.
+    if not endpoint.is_served and secret is None:
+        generation = "group"  # the store is as young as rank 0; but who has seen signed values may repeat them
+    else:
+        if endpoint not in _generations:
+            keys = _keys(control_client, "ddpsafe/generation", secret)
+            name, missing = agree_on_generation(keys, world, deadline=deadline)
+            if missing:
+                raise not_joined(world, missing, deadline)
+            _generations[endpoint] = name
+        generation = _generations[endpoint]
     prefix = f"ddpsafe/{generation}/{next(_groups)}"
     control = Control(
         _keys(control_client, prefix, secret),
@@ -195,25 +205,6 @@ def has_met(endpoint: Endpoint) -> bool:
     return any(where == endpoint for where, _, _ in _stores)
 
 
-def _generation(
-    endpoint: Endpoint, client: TCPStore, world: World, secret: bytes | None, deadline: Deadline
-) -> str:
-    """Name what tells this start of the ranks from earlier ones at the same store, if there may be.
-
-    Raises:
-        RendezvousTimeoutError: Ranks did not come.
-    """
-    if not endpoint.is_served and secret is None:
-        return "group"  # the store is as young as rank 0; but who has seen signed values may repeat them
-    if endpoint not in _generations:
-        keys = _keys(client, "ddpsafe/generation", secret)
-        name, missing = agree_on_generation(keys, world, deadline=deadline)
-        if missing:
-            raise not_joined(world, missing, deadline)
-        _generations[endpoint] = name
-    return _generations[endpoint]
-
-
 def require_name(endpoint: Endpoint, world: World, *, deadline: Deadline) -> None:
     """Wait until the host's name resolves; a resolver without a server may hang for ever.
 
@@ -243,7 +234,20 @@ def _connection(
     key = (endpoint, world.world_size, line)
     if key not in _stores:
         if not serves:
-            _await_listener(endpoint, world, deadline)
+            # A plain socket comes first: torch's client takes 8 s to report a closed port.
+            retrying = tenacity.Retrying(
+                stop=lambda _: deadline.expired(),
+                wait=tenacity.wait_exponential(multiplier=0.02, max=0.5),
+                retry=tenacity.retry_if_exception_type(OSError),
+                reraise=True,
+            )
+            try:
+                retrying(_probe, endpoint, deadline)
+            except TimeoutError as exc:
+                dropped = f"a firewall drops what is sent to {endpoint}, or the host is down"
+                raise _nobody_serves(endpoint, world, dropped, deadline) from exc
+            except OSError as exc:
+                raise _nobody_serves(endpoint, world, str(exc.strerror or exc), deadline) from exc
         _stores[key] = _connect(endpoint, world, deadline, serves=serves)
     return _stores[key]
 
@@ -283,7 +287,13 @@ def _connect(endpoint: Endpoint, world: World, deadline: Deadline, *, serves: bo
             listener.shutdown(socket.SHUT_RDWR)  # torch's client may wait on: the port is free now
             raise _cannot_reach_itself(endpoint, world, reason, deadline)
         if not has_ended:
-            raise _stranger(endpoint, world, deadline)
+            what = (
+                f"{world}: something listens at {endpoint}, but it is not a store of torch"
+                f"{_owner(endpoint)}; waited {deadline.waited_s():.1f} s."
+            )
+            cause = "another program has the port, and rank 0 could not take it."
+            fix = "choose another MASTER_PORT for this job, or end the program that holds it."
+            raise PreflightError(Explanation(what, cause=cause, fix=fix), kind="port")
         raise _nobody_serves(endpoint, world, reason, deadline)
 
 
@@ -291,37 +301,19 @@ def _listen(endpoint: Endpoint, world: World) -> socket.socket:
     """Take the port; on one node only at the address of MASTER_ADDR, not on every interface."""
     try:
         if not endpoint.is_on_this_host:
-            return _listen_everywhere(endpoint.port)
+            if socket.has_dualstack_ipv6():
+                return socket.create_server(
+                    ("", endpoint.port),
+                    family=socket.AF_INET6,
+                    backlog=_BACKLOG,
+                    dualstack_ipv6=True,
+                )
+            return socket.create_server(("", endpoint.port), backlog=_BACKLOG)
         found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
         family, _, _, _, address = found[0]
         return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as exc:
         raise _cannot_serve(endpoint, world, exc) from exc
-
-
-def _listen_everywhere(port: int) -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
-        )
-    return socket.create_server(("", port), backlog=_BACKLOG)
-
-
-def _await_listener(endpoint: Endpoint, world: World, deadline: Deadline) -> None:
-    """Connect with a plain socket first: torch's client takes 8 s to report a closed port."""
-    retrying = tenacity.Retrying(
-        stop=lambda _: deadline.expired(),
-        wait=tenacity.wait_exponential(multiplier=0.02, max=0.5),
-        retry=tenacity.retry_if_exception_type(OSError),
-        reraise=True,
-    )
-    try:
-        retrying(_probe, endpoint, deadline)
-    except TimeoutError as exc:
-        dropped = f"a firewall drops what is sent to {endpoint}, or the host is down"
-        raise _nobody_serves(endpoint, world, dropped, deadline) from exc
-    except OSError as exc:
-        raise _nobody_serves(endpoint, world, str(exc.strerror or exc), deadline) from exc
 
 
 def _probe(endpoint: Endpoint, deadline: Deadline) -> None:
@@ -351,16 +343,6 @@ def _nobody_serves(
         missing_ranks=[0],
         kind="startup-network",
     )
-
-
-def _stranger(endpoint: Endpoint, world: World, deadline: Deadline) -> PreflightError:
-    what = (
-        f"{world}: something listens at {endpoint}, but it is not a store of torch"
-        f"{_owner(endpoint)}; waited {deadline.waited_s():.1f} s."
-    )
-    cause = "another program has the port, and rank 0 could not take it."
-    fix = "choose another MASTER_PORT for this job, or end the program that holds it."
-    return PreflightError(Explanation(what, cause=cause, fix=fix), kind="port")
 
 
 def _cannot_serve(endpoint: Endpoint, world: World, exc: OSError) -> PreflightError:

@@ -145,14 +145,12 @@ class StopCalls:
         if promise is None or call < promise:
             return False
         if self._agreed is None:
-            self._await_agreement(Deadline.after(limit))
+            deadline = Deadline.after(limit)
+            self._is_known.wait(min(deadline.remaining_s(), threading.TIMEOUT_MAX))
+            if self._agreed is None:
+                raise NoAgreementError(deadline)
         assert self._agreed is not None  # noqa: S101 - known by now
         return call >= self._agreed
-
-    def _await_agreement(self, deadline: Deadline) -> None:
-        self._is_known.wait(min(deadline.remaining_s(), threading.TIMEOUT_MAX))
-        if self._agreed is None:
-            raise NoAgreementError(deadline)
 
 
 class Others(Protocol):
