@@ -186,7 +186,14 @@ def pytest_runtest_makereport(
     found = outcome.find_report(item.config)
     if found is None:
         if outcome.error is not None and call.excinfo is not None and report.failed:
-            report.longrepr = f"{outcome.error}{_hint(outcome.error)}"
+            from ddpsafe import AttemptTimeoutError
+
+            report.longrepr = str(outcome.error)
+            if isinstance(outcome.error, AttemptTimeoutError):  # not set by the name in the message
+                report.longrepr += (
+                    "\n  timeouts.attempt is the test's: @pytest.mark.ddp(timeout=…), or "
+                    "pytest-timeout's."
+                )
         report.sections += outcome.output
         return report
     rank, theirs = found
@@ -210,17 +217,6 @@ def pytest_runtest_makereport(
         else:
             theirs.longrepr = f"{title}: {failure}"
     return theirs
-
-
-def _hint(error: BaseException) -> str:
-    """Say where a limit comes from that the user has not set by the name in the message."""
-    from ddpsafe import AttemptTimeoutError
-
-    if isinstance(error, AttemptTimeoutError):
-        return (
-            "\n  timeouts.attempt is the test's: @pytest.mark.ddp(timeout=…), or pytest-timeout's."
-        )
-    return ""
 
 
 def _runs_ranks(item: pytest.Item) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
 import socket
@@ -76,7 +77,10 @@ def parse_endpoint(text: str) -> Endpoint:
     """
     require_none(_problems(text), given=text)
     host, port = split_endpoint(text)
-    return Endpoint(host=_canonical(host), port=int(port))
+    with contextlib.suppress(ValueError):
+        # An IPv6 address has the one spelling of RFC 5952, so that nodes can compare endpoints.
+        host = str(ipaddress.IPv6Address(host))
+    return Endpoint(host=host, port=int(port))
 
 
 def complete_endpoint(text: str, port: int = DEFAULT_PORT) -> str:
@@ -101,14 +105,6 @@ def split_endpoint(text: str) -> tuple[str, str]:
         if find_address(host) is None or not is_port:
             return text, ""
     return plain_host(host), port
-
-
-def _canonical(host: str) -> str:
-    """Spell an IPv6 address the one way that RFC 5952 has, so that nodes can compare endpoints."""
-    try:
-        return str(ipaddress.IPv6Address(host))
-    except ValueError:
-        return host
 
 
 def _problems(text: str) -> Iterator[Problem]:

@@ -55,20 +55,17 @@ def _judge_path(value: object) -> Path:
             write=f'"{text.replace(chr(92), "/")}"',
         )
     if not Path(text).is_absolute():
+        try:
+            here = Path.cwd()
+        except OSError:  # the current directory was removed
+            here = Path("/…")
         raise wrong(
             "it is relative, and ranks on other nodes or under another launcher start in other "
             "directories",
-            write=f'"{_from_here(text)}"; for a data path also DataPath.here("{text}"), which means '
+            write=f'"{here / text}"; for a data path also DataPath.here("{text}"), which means '
             "relative to the directory the job is launched from",
         )
     return Path(text)
-
-
-def _from_here(text: str) -> str:
-    try:
-        return str(Path.cwd() / text)
-    except OSError:  # the current directory was removed
-        return f"/…/{text}"
 
 
 def _can_be_encoded(text: str) -> bool:

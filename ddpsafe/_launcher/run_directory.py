@@ -124,7 +124,14 @@ def open_run_directory(wanted: Path | None, *, node: str = "") -> Iterator[RunDi
         PreflightError: It cannot be made or written to.
     """
     remove_old_directories(Path(tempfile.gettempdir()))
-    directory = _make_temporary() if wanted is None else _make(wanted, node)
+    if wanted is None:
+        try:
+            path = Path(tempfile.mkdtemp(prefix="ddpsafe-"))
+            directory = RunDirectory(path, is_ours=True, owner_uid=path.lstat().st_uid)
+        except OSError as exc:
+            raise _unusable(Path(tempfile.gettempdir()), exc) from exc
+    else:
+        directory = _make(wanted, node)
     in_use = _mark_in_use(directory) if wanted is None else None
     try:
         yield directory
@@ -201,14 +208,6 @@ def _is_in_use(path: str) -> bool:
     finally:
         os.close(fd)
     return False
-
-
-def _make_temporary() -> RunDirectory:
-    try:
-        path = Path(tempfile.mkdtemp(prefix="ddpsafe-"))
-        return RunDirectory(path, is_ours=True, owner_uid=path.lstat().st_uid)
-    except OSError as exc:
-        raise _unusable(Path(tempfile.gettempdir()), exc) from exc
 
 
 def _make(path: Path, node: str) -> RunDirectory:

@@ -220,10 +220,12 @@ def _reduced(x: Reducible, op: ReduceOp, device: torch.device, *, has_float: boo
     if op == "mean":
         return _mean(x, 1.0, device)
     is_tensor = isinstance(x, torch.Tensor)
-    values = x.detach() if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=_wide(x))
+    widest = torch.int64 if isinstance(x, int) else torch.float64
+    values = x.detach() if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=widest)
     # Wide enough that no partial result overflows or rounds; given back in the caller's dtype. A
     # number may be 0 on one rank and 0.5 on another, and all ranks have to send one dtype.
-    is_float = values.is_floating_point() or (has_float and _is_number(x))
+    is_number = not is_tensor or values.numel() == 1
+    is_float = values.is_floating_point() or (has_float and is_number)
     wide = torch.float64 if is_float else torch.int64
     total = values.to(device=device, dtype=wide, copy=True)
     if group_size() > 1:
@@ -235,19 +237,6 @@ def _reduced(x: Reducible, op: ReduceOp, device: torch.device, *, has_float: boo
         return result
     is_truth = isinstance(x, bool) and op != "sum" and result in (0, 1)
     return bool(result) if is_truth else int(result)
-
-
-def _wide(x: float) -> torch.dtype:
-    import torch
-
-    return torch.int64 if isinstance(x, int) else torch.float64
-
-
-def _is_number(x: float | torch.Tensor) -> bool:
-    """Tell whether ranks may pass an integer or a float in one place: a number of either kind."""
-    import torch
-
-    return not isinstance(x, torch.Tensor) or x.numel() == 1
 
 
 def _mean(x: Reducible, share: float, device: torch.device) -> object:

@@ -153,7 +153,14 @@ class Reporter:
     def returned(self, value: object, *, stop_calls: int) -> None:
         """Say that the user's function returned; raises where the value cannot travel."""
         exited_at = value.where if isinstance(value, ScriptExit) else ""
-        pickled = _pickle_result(None if exited_at else value)
+        result = None if exited_at else value
+        try:
+            pickled = payload.dumps_result(result)
+        except Exception as exc:
+            culprit = payload.find_unpicklable(result, "the returned value")
+            where = culprit[0] if culprit else "the returned value"
+            msg = f"the function's result cannot travel to the launcher: {where}: {exc}"
+            raise payload.CannotTravelError(msg) from exc
         is_shared = (
             pickled.nbytes() >= _LARGE_RESULT_BYTES
             and self._has_shared.holds()  # the script may have closed all descriptors
@@ -379,16 +386,6 @@ def _run_user_code(
     value = fn(spec.world.local_rank, *args, **kwargs)
     # mp.spawn drops the value too, which therefore need not be picklable.
     return value if isinstance(value, ScriptExit) else None
-
-
-def _pickle_result(value: object) -> payload.Pickled:
-    try:
-        return payload.dumps_result(value)
-    except Exception as exc:
-        culprit = payload.find_unpicklable(value, "the returned value")
-        where = culprit[0] if culprit else "the returned value"
-        msg = f"the function's result cannot travel to the launcher: {where}: {exc}"
-        raise payload.CannotTravelError(msg) from exc
 
 
 def _write_result(pickled: payload.Pickled, fd: int) -> bool:

@@ -106,8 +106,12 @@ def join(
     """Become a member: connect to the launcher's store, in ``launch`` style make the group too."""
     control = None
     if spec.world.world_size > 1:
+        place = spec.store_place
+        store: Keys = FolderStore(Path(spec.store_dir, "control"))
+        if place is not None:
+            store = _client(place, "control")
         control = Control(
-            _control_store(spec),
+            store,
             rank=spec.world.rank,
             world_size=spec.world.world_size,
         )
@@ -176,12 +180,6 @@ def _client(place: StorePlace, use: str) -> Store:
             place.host, place.port, is_master=False, wait_for_workers=False
         )
     return dist.PrefixStore(f"{place.key}/{use}", _clients[use])
-
-
-def _control_store(spec: RankSpec) -> Keys:
-    if spec.store_place is None:
-        return FolderStore(Path(spec.store_dir, "control"))
-    return _client(spec.store_place, "control")
 
 
 def open_fresh_store(spec: RankSpec) -> Store:

@@ -265,19 +265,14 @@ class Control:
         if self.store.check([f"{meeting}/{rank}" for rank in range(self._world_size)]):
             # Whoever gave up before has the last word: all ranks must read the same.
             self.store.compare_set(f"{meeting}/missing", "", "[]")
-            self._forget_meeting_before(name)
+            # Who has come to this turn has read how the one before ended: its keys go, else a
+            # barrier in each of a million steps would fill the store.
+            turn = self._turns[name] - 2
+            if turn >= 0:
+                former = f"control/{name}/{turn}"
+                for key in ("missing", *map(str, range(self._world_size))):
+                    self.store.delete_key(f"{former}/{key}")
         return meeting
-
-    def _forget_meeting_before(self, name: str) -> None:
-        """Remove the keys of the turn before: who has come to this one has read how that one ended.
-
-        A barrier in each of a million steps would otherwise fill the store.
-        """
-        turn = self._turns[name] - 2
-        if turn >= 0:
-            meeting = f"control/{name}/{turn}"
-            for key in ("missing", *map(str, range(self._world_size))):
-                self.store.delete_key(f"{meeting}/{key}")
 
     def depart(self, error: str, origin: Origin, *, is_failure: bool = True) -> None:
         """Tell whoever waits for this rank, now or later, that it has failed and will not come."""

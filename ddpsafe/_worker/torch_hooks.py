@@ -375,7 +375,9 @@ def _from_entries(
         is_known = (content.get("recorder"), str(entry.get("pg_id"))) not in _forgotten
         if is_present and is_known and not entry.get("is_p2p"):
             name, number = entry["profiling_name"], int(entry["collective_seq_id"])
-            label = _label_of(entry["process_group"])
+            # All ranks of a group call it so: most have no description of their own.
+            short, description = entry["process_group"]
+            label = description if description == MAIN_GROUP else short
             counters = content.get("pg_status", {}).get(str(entry.get("pg_id")), {})
             is_done = entry["retired"] or entry.get("state") == "completed"
             # A coalesced call that was captured in a CUDA graph is recorded, but never retired.
@@ -413,12 +415,6 @@ def _kept(group: list[Collective]) -> list[Collective]:
     if len(group) - first <= _AHEAD:
         return group[max(0, first - _KEPT) :]
     return [*group[max(0, first - _KEPT) : first + _AHEAD], *group[-_KEPT:]]
-
-
-def _label_of(group: tuple[str, str]) -> str:
-    """Return what all ranks of a group call it: most have no description of their own."""
-    name, description = group
-    return description if description == MAIN_GROUP else name
 
 
 def _name_of_group(entry: dict[str, Any]) -> tuple[str, ...]:

@@ -197,22 +197,17 @@ class _Lives:
         departed = self._control.departure()
         if departed is not None and departed.rank == rank:
             return f"it has failed: {departed.error}"
-        process = self._process_of(rank)
-        if process is None:
-            return ""
+        if rank not in self._known:
+            raw = _look(self._control, f"{self._name}/process/{rank}")
+            if raw is None:
+                return ""
+            self._known[rank] = _Process(**json.loads(raw))
+        process = self._known[rank]
         if process.kernel == self._myself.kernel:
             where = f"{process.pid} on {process.host}"
             return f"its process {where} has ended." if process.has_ended() else ""
         silent = self._is_silent(rank, now)
         return f"nothing has come from {process.host} for {SILENCE_S:g} s." if silent else ""
-
-    def _process_of(self, rank: int) -> _Process | None:
-        if rank not in self._known:
-            raw = _look(self._control, f"{self._name}/process/{rank}")
-            if raw is None:
-                return None
-            self._known[rank] = _Process(**json.loads(raw))
-        return self._known[rank]
 
     def _is_silent(self, rank: int, now: float) -> bool:
         shown = _look(self._control, f"{self._name}/beat/{rank}")

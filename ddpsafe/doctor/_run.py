@@ -165,10 +165,13 @@ def run(
                 "ddpsafe doctor --nnodes N --node-rank I --rdzv-endpoint HOST:PORT on each node I."
             )
             raise ConfigError(Explanation(what, cause=cause, fix=fix))
+    asked = resolved.nproc_per_node
+    nproc = asked if isinstance(asked, int) else 0 if asked == "cpu" else count_device_nodes()
+    nproc = nproc or count_cores()
     subject = Subject(
         config=resolved,
         env=environment_of(resolved),
-        nproc=_nproc(resolved),
+        nproc=nproc,
         at_launch=checks == "launch",
         deadline=began,
     )
@@ -271,13 +274,6 @@ def _unreadable(error: ConfigError) -> Finding:
         + (f", and {len(others)} more: `ddpsafe config` lists them all." if others else "."),
         problems=[str(problem) for problem in error.problems],
     )
-
-
-def _nproc(config: LaunchConfig) -> int:
-    asked = config.nproc_per_node
-    if isinstance(asked, int):
-        return asked
-    return (0 if asked == "cpu" else count_device_nodes()) or count_cores()
 
 
 def _places(config: LaunchConfig) -> dict[str, Place]:

@@ -310,17 +310,14 @@ def _remember(
 ) -> RankContext:
     member = describe(world, device, backend, control, config=config)
     enter(member)
-    agreement.enter(_stopping_of(member))
-    return member
-
-
-def _stopping_of(member: RankContext) -> agreement.Stopping:
     calls = StopCalls()
-    control = member.control
-    if control is None:
-        return agreement.Stopping(calls, agreement.Alone(calls))
-    board = StopBoard(control.store, rank=member.rank, world_size=member.world_size, calls=calls)
-    return agreement.Stopping(calls, board, limit=member.barrier_timeout)
+    if member.control is None:
+        agreement.enter(agreement.Stopping(calls, agreement.Alone(calls)))
+        return member
+    store = member.control.store
+    board = StopBoard(store, rank=member.rank, world_size=member.world_size, calls=calls)
+    agreement.enter(agreement.Stopping(calls, board, limit=member.barrier_timeout))
+    return member
 
 
 def describe(

@@ -70,29 +70,21 @@ def check_names(subject: Subject) -> Iterator[Finding]:
         may_be_nccl = "nccl" in subject.backend or subject.config.backend == "auto"
         if variable == NCCL and not may_be_nccl:
             continue
-        make = failed if _matters(subject, variable) else warning
-        yield make(
+        library = {GLOO: "gloo", NCCL: "nccl"}.get(variable)
+        breaks = library is None or library in subject.backend
+        or_so = ", so or as --interface" if library is None else ""
+        yield (failed if breaks else warning)(
             "DS-NET-001",
             f"{variable}: got {problem.given}: {problem.why}.",
             cause="names of interfaces differ between hosts; the value may come from another one.",
             fix=to_copy(
-                f"Name one that this host has{_may_also_be_given(variable)}:",
+                f"Name one that this host has{or_so}:",
                 *_exports(subject, variable),
             ),
         )
     if not problems:
         chosen = [f"{name}={subject.env[name]}" for name in (GLOO, NCCL) if subject.env.get(name)]
         yield ok("DS-NET-001", f"{' and '.join(chosen) or 'No interface'} is asked for.")
-
-
-def _matters(subject: Subject, variable: str) -> bool:
-    """Tell whether the job certainly breaks without it."""
-    library = {GLOO: "gloo", NCCL: "nccl"}.get(variable)
-    return library is None or library in subject.backend
-
-
-def _may_also_be_given(variable: str) -> str:
-    return "" if variable in {GLOO, NCCL} else ", so or as --interface"
 
 
 def _exports(subject: Subject, variable: str) -> list[str]:
@@ -234,8 +226,19 @@ def check_mtu(subject: Subject) -> Iterator[Finding]:
 def check_choice(subject: Subject) -> Iterator[Finding]:
     """Look whether gloo and NCCL have to guess, and whether there is a network at all."""
     candidates = [each for each in list_interfaces() if each.is_candidate]
+    if not candidates and subject.nnodes == 1:
+        yield ok("DS-NET-006", "There is no network besides loopback; one node does without.")
+        return
     if not candidates:
-        yield _no_network(subject)
+        yield failed(
+            "DS-NET-006",
+            f"No interface besides loopback is up with an address, and {subject.nnodes} nodes have to meet.",
+            cause="the container has no network, or its interface is down.",
+            fix=to_copy(
+                "Look at the interfaces; a container gets the host's with --network=host:",
+                "ip -brief address",
+            ),
+        )
         return
     shown = ", ".join(f"{each.name} ({each.addresses[0]})" for each in candidates)
     yield ok("DS-NET-006", f"Networks: {shown}.")
@@ -266,20 +269,6 @@ def _towards(subject: Subject) -> str | None:
             way = find_interface_of(source_address(target, endpoint.port))
             return None if way is None or way.is_loopback else way.name
     return None
-
-
-def _no_network(subject: Subject) -> Finding:
-    if subject.nnodes == 1:
-        return ok("DS-NET-006", "There is no network besides loopback; one node does without.")
-    return failed(
-        "DS-NET-006",
-        f"No interface besides loopback is up with an address, and {subject.nnodes} nodes have to meet.",
-        cause="the container has no network, or its interface is down.",
-        fix=to_copy(
-            "Look at the interfaces; a container gets the host's with --network=host:",
-            "ip -brief address",
-        ),
-    )
 
 
 CHECKS: Final[tuple[Check, ...]] = (

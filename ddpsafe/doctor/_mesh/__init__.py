@@ -106,7 +106,7 @@ def examine(  # noqa: PLR0913 - the facts of one job, all by name
         secret=secret,
         places=places or {},
     )
-    return _complete(_meet_at_endpoint(job))
+    return _complete(_serve(job) if job.node_rank == 0 else _join(job))
 
 
 def examine_at_store(  # noqa: PLR0913 - as `examine`

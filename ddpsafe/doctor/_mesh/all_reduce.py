@@ -23,7 +23,7 @@ from ddpsafe.doctor._report import Finding, printable
 from ddpsafe.doctor._system.torch_probe import WITHOUT_DIRECTORY, find_safe_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection
     from types import TracebackType
 
     from typing_extensions import Self
@@ -95,7 +95,8 @@ async def _collect(
     """
     reducing: Deadline | None = None
     while True:
-        said = _results(await transport.get("reduced"))
+        reduced = await transport.get("reduced")
+        said = {rank: _result(value) for rank, value in reduced.items()}
         imported = {*(await transport.get("imported")), *said}
         if own.imported:
             imported.add(0)
@@ -109,10 +110,6 @@ async def _collect(
         if over or said.keys() >= set(ranks) or any(each.error for each in said.values()):
             return {rank: each for rank, each in said.items() if rank in ranks}, imported
         await asyncio.sleep(_LOOK_S)
-
-
-def _results(said: Mapping[int, Json]) -> dict[int, Reduced]:
-    return {rank: _result(value) for rank, value in said.items()}
 
 
 def _result(value: Json) -> Reduced:
@@ -245,10 +242,17 @@ def check_all_reduce(results: Results) -> Finding:
     """Say what became of the all-reduce."""
     done = results.all_reduce
     if done.skipped:
+        nodes = results.nodes.items()
+        without = ", ".join(results.label(rank) for rank, node in nodes if not node.has_torch)
+        why = {
+            "not-asked": "it was not asked for",
+            "failures": "what failed above has to be repaired first",
+            "no-torch": f"torch is not installed on {without}",
+        }[done.skipped]
         return Finding(
             code=_codes.ALL_REDUCE_SKIPPED,
             severity="ok",
-            fact=f"No all-reduce was tried: {_why_skipped(results)}.",
+            fact=f"No all-reduce was tried: {why}.",
         )
     errors = {rank: each.error for rank, each in done.said.items() if each.error}
     if errors:
@@ -292,12 +296,3 @@ def check_all_reduce(results: Results) -> Finding:
         f"({', '.join(backends)}, {took_s:.2f} s with the start of the process group).",
         details={"took_s": round(took_s, 3)},
     )
-
-
-def _why_skipped(results: Results) -> str:
-    if results.all_reduce.skipped == "not-asked":
-        return "it was not asked for"
-    if results.all_reduce.skipped == "failures":
-        return "what failed above has to be repaired first"
-    without = [results.label(rank) for rank, node in results.nodes.items() if not node.has_torch]
-    return f"torch is not installed on {', '.join(without)}"

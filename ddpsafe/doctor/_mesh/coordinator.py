@@ -251,8 +251,13 @@ class Coordinator:
         said = await gather(self._transport, "mesh", others, deadline=deadline)
         reports = {0: await own, **self._readable(NodeReport, "mesh", said)}
         only_closed = self._job.nnodes > EVERY_PAIR
-        if only_closed:
-            reports = {rank: _only_closed(each) for rank, each in reports.items()}
+        if only_closed:  # the report goes to every node, and what is open would be too much of it
+            reports = {
+                rank: replace(
+                    report, dialled=tuple(each for each in report.dialled if each.verdict != "open")
+                )
+                for rank, report in reports.items()
+            }
         at_endpoint = self._at_endpoint
         obstacle, other_coordinator = (None, "") if at_endpoint is None else at_endpoint.leads_to()
         known = {} if self._at_endpoint is None else self._at_endpoint.server.peers
@@ -294,8 +299,3 @@ class Coordinator:
             else:
                 found[rank] = message
         return found
-
-
-def _only_closed(report: NodeReport) -> NodeReport:
-    """Leave out what is open: it goes to every node, and there would be too much of it."""
-    return replace(report, dialled=tuple(each for each in report.dialled if each.verdict != "open"))

@@ -327,7 +327,16 @@ def _lost(results: Results, node: int) -> Finding:
 def _rejected(results: Results, each: Rejected) -> Finding:
     who, rank = each.greeting.hostname, each.greeting.node_rank
     if each.reason == "duplicate":
-        return _finding_of_duplicate(who, rank, each, results.nnodes)
+        return Finding(
+            code=_codes.DUPLICATE,
+            severity="failed",
+            fact=f"{who} came as node rank {rank}, which {each.holder} "
+            f"(pid {each.holder_pid}) has already.",
+            cause="two hosts were started with the same --node-rank, or a former run goes on.",
+            fix=f"Give each of the {results.nnodes} hosts its own --node-rank, 0 to {results.nnodes - 1}.",
+            hosts=(who, each.holder),
+            details={"node_rank": rank},
+        )
     if each.reason == "secret":
         return no_secret(f"{who} (node rank {rank}) came", hosts=(who,))
     if each.reason == "version":
@@ -346,19 +355,6 @@ def _rejected(results: Results, each: Rejected) -> Finding:
         fix=f"Start it on {who} with --nnodes {results.nnodes}, or give the other job a port of its own.",
         hosts=(who,),
         details={"nnodes_there": each.greeting.nnodes, "nnodes_here": results.nnodes},
-    )
-
-
-def _finding_of_duplicate(who: str, rank: int, each: Rejected, nnodes: int) -> Finding:
-    return Finding(
-        code=_codes.DUPLICATE,
-        severity="failed",
-        fact=f"{who} came as node rank {rank}, which {each.holder} "
-        f"(pid {each.holder_pid}) has already.",
-        cause="two hosts were started with the same --node-rank, or a former run goes on.",
-        fix=f"Give each of the {nnodes} hosts its own --node-rank, 0 to {nnodes - 1}.",
-        hosts=(who, each.holder),
-        details={"node_rank": rank},
     )
 
 

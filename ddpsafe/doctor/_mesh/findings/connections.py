@@ -22,7 +22,7 @@ from ddpsafe.doctor._report import Finding, to_copy
 from ddpsafe.doctor._system.tcp import MAIN_TABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from ddpsafe.doctor._mesh.findings.fixes import Opening
     from ddpsafe.doctor._mesh.findings.results import Results
@@ -79,34 +79,39 @@ def group_ways(blocked: Collection[Way], tried: Collection[Way]) -> list[Group]:
         if found is not None:
             groups.append(found)
             left.difference_update(found.ways)
-    return [*groups, *_pairs(left)]
+    for source, target in sorted(left):
+        both = (target, source) in left
+        if not both:
+            groups.append(Group(shape="one-way", nodes=(source, target), ways=((source, target),)))
+        elif source < target:
+            ways = ((source, target), (target, source))
+            groups.append(Group(shape="pair", nodes=(source, target), ways=ways))
+    return groups
 
 
 def _find_split(blocked: set[Way], opened: set[Way], nodes: set[int]) -> list[Group]:
     """Find two sides, each of several hosts that reach each other, with nothing open between."""
-    sides = sorted(_sides(opened, nodes), key=len)
-    if len(sides) != 2 or len(sides[0]) < _EVIDENCE:  # noqa: PLR2004 - two sides are a split
-        return []
-    smaller = sides[0]
-    across = [way for way in blocked if (way[0] in smaller) is not (way[1] in smaller)]
-    return [Group(shape="split", nodes=tuple(sorted(smaller)), ways=tuple(sorted(across)))]
-
-
-def _sides(opened: Iterable[Way], nodes: set[int]) -> list[set[int]]:
     neighbours: dict[int, set[int]] = defaultdict(set)
     for source, target in opened:
         neighbours[source].add(target)
         neighbours[target].add(source)
-    sides, unseen = [], set(nodes)
+    sides: list[set[int]] = []
+    unseen = set(nodes)
     while unseen:
-        side, front = set(), [unseen.pop()]
+        side: set[int] = set()
+        front = [unseen.pop()]
         while front:
             node = front.pop()
             side.add(node)
             front += neighbours[node] - side
         unseen -= side
         sides.append(side)
-    return sides
+    sides.sort(key=len)
+    if len(sides) != 2 or len(sides[0]) < _EVIDENCE:  # noqa: PLR2004 - two sides are a split
+        return []
+    smaller = sides[0]
+    across = [way for way in blocked if (way[0] in smaller) is not (way[1] in smaller)]
+    return [Group(shape="split", nodes=tuple(sorted(smaller)), ways=tuple(sorted(across)))]
 
 
 def _find_hosts(shape: Shape, blocked: set[Way], opened: set[Way]) -> Group | None:
@@ -123,20 +128,6 @@ def _find_hosts(shape: Shape, blocked: set[Way], opened: set[Way]) -> Group | No
         return None
     ways = tuple(sorted(way for way in blocked if any(way[end] in found for end in ends)))
     return Group(shape=shape, nodes=tuple(sorted(found)), ways=ways)
-
-
-def _pairs(blocked: set[Way]) -> list[Group]:
-    groups = []
-    for source, target in sorted(blocked):
-        both = (target, source) in blocked
-        if both and source > target:
-            continue
-        ways: tuple[Way, ...] = (
-            ((source, target), (target, source)) if both else ((source, target),)
-        )
-        shape: Shape = "pair" if both else "one-way"
-        groups.append(Group(shape=shape, nodes=(source, target), ways=ways))
-    return groups
 
 
 _CODES: Final = {

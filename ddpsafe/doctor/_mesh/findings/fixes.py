@@ -260,12 +260,9 @@ def _networks_of(node: Node) -> dict[str, list[str]]:
 
 def _rank_of_network(nodes: Sequence[Node], network: str) -> tuple[int, bool, str]:
     overlay = any(is_overlay(interface_in(node, network) or "") for node in nodes)
-    return -_leading_there(nodes, network), overlay, network
-
-
-def _leading_there(nodes: Sequence[Node], network: str) -> int:
-    """Count the hosts that reach the endpoint from an address in a network: there it carries."""
-    return sum(node.source in _networks_of(node)[network] for node in nodes)
+    # Where hosts reach the endpoint from an address in the network, it carries.
+    leading_there = sum(node.source in _networks_of(node)[network] for node in nodes)
+    return -leading_there, overlay, network
 
 
 def interface_in(node: Node, network: str) -> str | None:
