@@ -166,7 +166,7 @@ def read_times(folder: Path, rounds: int) -> list[dict[str, float]]:
 # ---- many nodes, without torch
 
 
-def stand_in_nodes(  # noqa: C901 - one loop, as a launcher has
+def stand_in_nodes(
     port: int, nodes: list[int], nnodes: int, watched_s: float, results: Any
 ) -> None:
     """Be the launchers of some nodes: report as they do, and wait for the verdict."""
