@@ -46,10 +46,12 @@ _PREFIX: Final = re.compile(
     r"^(?:\[(?:rank|default)\d+\]:?\s*|\[1,\d+\]<std\w+>:\s?|\d{1,5}: |[\w.-]+\s+[|│] ?"
     r"|\(\w+ pid=\d+(?:, ip=[\d.]+)?\)\s*|\[[\d\-T:., ]+\]\s*|\d{4}-\d\d-\d\d[T ][\d:.,]+Z?\s*"
     r"|[IWEF]\d{4} [\d:.]+ +\d+ \S+:\d+\] ?|\[(?:ERROR|WARNING|INFO|DEBUG)\]\s*"
-    r"|\[pod/\S+\] ?|[a-z][\w.-]*\d: (?=\S)|std(?:out|err) [FP] )+"
+    r"|\[pod/\S+\] ?|> |[a-z][\w.-]*\d: (?=\S)|std(?:out|err) [FP] )+"
 )
+_HEDGE: Final = re.compile(r"There are some potential root causes.*")
+"""Ray lists there what else may have happened, SIGKILL and SIGSEGV included."""
 _WARNING: Final = re.compile(
-    r"^.{0,60}?(?:\[W\d* |\[W \w|(?:^|[\]\s:])W\d{4} |(?<![=_\w])(?:WARN(?:ING)?(?<!NCCL WARN)|INFO|DEBUG)\b|Warning: )"
+    r"^.{0,60}?(?:\[W\d* |\[W \w|(?:^|[\]\s:])W\d{4} |(?<![=_\w])(?:WARN(?:ING)?(?<!NCCL WARN)|(?P<info>INFO|DEBUG))\b|Warning: )"
 )
 """A line that its own program takes for less than an error: it proves less than one."""
 _EXCEPTION: Final = re.compile(
@@ -233,7 +235,7 @@ class LogReader:
         self, number: int, line: str, shape: bytes, grams: Collection[str] | None
     ) -> None:
         line = _ANSI.sub("", line).rstrip()
-        said = _PREFIX.sub("", line)
+        said = _HEDGE.sub("", _PREFIX.sub("", line))
         rank = _rank_of(line)
         frame = _FRAME.match(said)
         if frame is not None:
@@ -327,7 +329,9 @@ class LogReader:
     ) -> Cause:
         facts = {name: value or "" for name, value in match.groupdict().items()}
         cause = where.get(rule.code)
-        level = "symptom" if rule.level == "cause" and _WARNING.search(line) else rule.level
+        level = rule.level
+        if level in ("cause", "symptom") and (warning := _WARNING.search(line)) is not None:
+            level = "noise" if warning["info"] else "symptom"
         if cause is None:
             cause = where[rule.code] = _cause_of(rule, facts)
             cause.level = level

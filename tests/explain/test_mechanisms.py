@@ -216,6 +216,89 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("dist.init_process_group: [W socket.cpp:663] [c10d] The client socket has failed to connect to [n1]:29500 (errno: 113 - No route to host).", "RDZV-unreachable", "torch"),
     ("RuntimeError: Error(s) in loading state_dict for Net: size mismatch for fc.weight", "CKPT-shape", "torch"),
     ("RuntimeError: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 15.78 GiB total capacity; 14.29 GiB already allocated)", "CUDA-oom", "torch"),
+    # Other wordings of the same mechanisms.
+    ("(raylet) A worker died or was killed while executing a task by an unexpected system error. To troubleshoot the problem, check the logs for the dead worker. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a connection error code 2. End of file. There are some potential root causes. (1) The process is killed by SIGKILL by OOM killer due to high memory usage. (2) ray stop --force is called. (3) The worker is crashed unexpectedly due to SIGSEGV or other unexpected errors.", "PEER-childfailed", "torch"),
+    ("RuntimeError: NCCL Error 2: unhandled system error (run with NCCL_DEBUG=INFO for details)", "NCCL-error", "torch"),
+    ("RuntimeError: NCCL error in: /opt/pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1275, unhandled system error, NCCL version 2.18.1\nncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.", "NCCL-error", "torch"),
+    ("[rank1]:[E ProcessGroupNCCL.cpp:542] [Rank 12] Collective WorkNCCL(SeqNum=1, OpType=BROADCAST) raised the following async exception: NCCL error: remote process exited or there was a network error, NCCL version 2.21.5", "PEER-lost", "torch"),
+    ("RuntimeError: NCCL Error 1: unhandled cuda error\ntorch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.50 GiB", "CUDA-oom", "torch"),
+    ("RuntimeError: CUDA error: invalid device ordinal\nCUDA kernel errors might be asynchronously reported at some other API call", "CUDA-ordinal", "torch"),
+    ('  File "train.py", line 9, in <module>\n    local_rank = int(os.environ[\'LOCAL_RANK\'])\n  File "/usr/lib/python3.8/os.py", line 675, in __getitem__\n    raise KeyError(key) from None\nKeyError: \'LOCAL_RANK\'', "ENV-missing", "torch"),
+    ("usage: train.py [-h] [--local_rank LOCAL_RANK]\ntrain.py: error: unrecognized arguments: --local-rank=0", "ENV-local-rank", "torch"),
+    ('Traceback (most recent call last):\n  File "main.py", line 21, in <module>\n    trainer.fit(model)\n  File "/env/lib/python3.9/site-packages/pytorch_lightning/trainer/trainer.py", line 603, in fit\n    call._call_and_handle_interrupt(\n  File "/home/u/model.py", line 77, in training_step\n    loss = self.loss(x, y)\nIndexError: Target 10 is out of bounds.\nEpoch 0:   0%|  | 0/1875 [00:00<?, ?it/s]', "USER-exception", "torch"),
+    ("RuntimeError: The server socket has failed to listen on any local network address. port: 29500, useIpv6: 0, code: -98, name: EADDRINUSE, message: address already in use", "PORT-taken", "torch"),
+    ("OSError: [Errno 98] error while attempting to bind on address ('0.0.0.0', 8265): address already in use", "PORT-taken", "torch"),
+    ("RuntimeError: The server socket has failed to listen on any local network address. port: 80, useIpv6: false, code: -13, name: EACCES, message: permission denied", "PORT-privileged", "torch"),
+    ("torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: 29500, useIpv6: false, code: -99, name: EADDRNOTAVAIL, message: address not available", "RDZV-not-own-address", "torch"),
+    ("torch.distributed.DistNetworkError: The client socket has failed to connect to any network address of (gpu-node-1, 29500). The client socket has failed to connect to 10.10.0.1:29500 (errno: 110 - Connection timed out).", "RDZV-unreachable", "torch"),
+    ("torch.distributed.DistNetworkError: The client socket cannot be initialized. The IPv4 network addresses of (gpu-node-1, 29500) cannot be retrieved (gai error: -2 - Name or service not known).", "NAME-unresolved", "torch"),
+    ("RuntimeError: connect() timed out. Original timeout was 1800000 ms.", "RDZV-unreachable", "torch"),
+    ("torch.distributed.DistStoreError: wait timeout after 300000ms, keys: /torch.rendezvous.default.0, rank 1 not joined; RendezvousTimeoutError", "RDZV-missing-rank", "torch"),
+    ("torch.distributed.DistStoreError: wait timeout after 600000ms, keys: /default_pg/0/store_based_barrier_key:1", "HANG-timeout", "torch"),
+    ("torch.distributed.DistBackendError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: Connection reset by peer", "PEER-lost", "torch"),
+    ("/pytorch/aten/src/ATen/native/cuda/Loss.cu:250: nll_loss_forward_reduce_cuda_kernel_2d: block: [0,0,0], thread: [5,0,0] Assertion `t >= 0 && t < n_classes` failed.", "CUDA-label", "torch"),
+    ("NVIDIA GeForce RTX 5090 with CUDA capability sm_120 is not compatible with the current PyTorch installation.\nRuntimeError: CUDA error: no kernel image is available for execution on the device", "CUDA-arch", "torch"),
+    ("RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn' start method", "CUDA-fork", "torch"),
+    ("RuntimeError: No backend type associated with device type cpu", "NCCL-tensor-on-cpu", "torch"),
+    ("RuntimeError: Detected mismatch between collectives on ranks. Rank 0 is running collective: CollectiveFingerPrint(OpType=ALLREDUCE), but Rank 1 is running collective: CollectiveFingerPrint(OpType=BROADCAST).", "DDP-mismatch", "torch"),
+    ("RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one. This error indicates that your module has parameters that were not used in producing loss.", "DDP-unused", "torch"),
+    ("RuntimeError: one of the variables needed for gradient computation has been modified by an inplace operation: [torch.cuda.FloatTensor [64]] is at version 4; expected version 3 instead.", "DDP-buffers", "torch"),
+    ("terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  [enforce fail at ../third_party/gloo/gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 4096 vs 4", "GLOO-sizes", "torch"),
+    ("terminate called after throwing an instance of 'gloo::IoException'\n  what():  [../third_party/gloo/gloo/transport/tcp/pair.cc:598] Connection closed by peer [10.1.2.3]:2334\nAborted (core dumped)", "PEER-aborted", "torch"),
+    ("RuntimeError: DataLoader worker (pid 1234) is killed by signal: Bus error. It is possible that dataloader's workers are out of shared memory.", "MEM-shm", "torch"),
+    ("RuntimeError: DataLoader worker (pid 4021) is killed by signal: Killed.", "MEM-worker-killed", "torch"),
+    ("RuntimeError: DataLoader worker (pid 5) is killed by signal: Segmentation fault.", "END-sigsegv", "torch"),
+    ("RuntimeError: DataLoader worker (pid 5) is killed by signal: Aborted.", "DATA-worker-signal", "torch"),
+    ("OSError: [Errno 24] Too many open files: '/proc/123/stat'", "MEM-descriptors", "torch"),
+    ('RuntimeError: Error(s) in loading state_dict for ResNet:\n\tUnexpected key(s) in state_dict: "module.conv1.weight", "module.bn1.weight".', "CKPT-prefix", "torch"),
+    ("RuntimeError: unexpected EOF, expected 327645 more bytes. The file might be corrupted.", "CKPT-truncated", "torch"),
+    ("_pickle.UnpicklingError: Weights only load failed. WeightsUnpickler error: Unsupported global: GLOBAL argparse.Namespace", "CKPT-weights-only", "torch"),
+    ("RuntimeError: [enforce fail at inline_container.cc:595] . unexpected pos 64 vs 0", "CKPT-disk-full", "torch"),
+    ("RuntimeError: Error(s) in loading state_dict for GPT: size mismatch for lm_head.weight: copying a param with shape torch.Size([50257, 768])", "CKPT-shape", "torch"),
+    ("FileNotFoundError: Couldn't find any class folder in /data/train.", "DATA-path", "torch"),
+    ("ValueError: num_samples should be a positive integer value, but got num_samples=0", "DATA-empty", "torch"),
+    ('Traceback (most recent call last):\n  File "x.py", line 1, in f\n    d[\'k\']\njson.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)', "USER-exception", "torch"),
+    ("_pickle.PicklingError: Can't pickle <class '__main__.Foo'>: attribute lookup Foo on __main__ failed", "MP-unpicklable-local", "torch"),
+    ("RuntimeError: An attempt has been made to start a new process before the current process has finished its bootstrapping phase.", "MP-main-guard", "torch"),
+    ("TypeError: cannot pickle 'weakref' object", "MP-unpicklable-handle", "torch"),
+    ("TypeError: cannot pickle 'generator' object", "MP-unpicklable-handle", "torch"),
+    ("TypeError: cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object", "MP-unpicklable-handle", "torch"),
+    ("torch.multiprocessing.spawn.ProcessRaisedException: \n\n-- Process 1 terminated with the following error:", "PEER-childfailed", "torch"),
+    ('torch.multiprocessing.spawn.ProcessRaisedException: \n\n-- Process 1 terminated with the following error:\nTraceback (most recent call last):\n  File "/env/lib/python3.10/site-packages/torch/multiprocessing/spawn.py", line 90, in _wrap\n    fn(i, *args)\n  File "/w/t.py", line 40, in worker\n    assert x.shape[0] == 3\nAssertionError\n', "USER-exception", "torch"),
+    ("slurmstepd: error: *** STEP 77.0 ON n1 CANCELLED AT 2025-03-03T01:02:03 DUE TO TIME LIMIT ***", "END-time-limit", "torch"),
+    ("slurmstepd: error: Detected 1 oom_kill event in StepId=88.batch. Some of the step tasks have been OOM Killed.", "MEM-host-oom", "torch"),
+    ("srun: error: gpu03: task 1: Out Of Memory", "MEM-host-oom", "torch"),
+    ("  Last State:     Terminated\n    Reason:       OOMKilled\n    Exit Code:    137", "MEM-host-oom", "torch"),
+    ("/bin/bash: line 1:  4021 Killed                  python train.py", "END-sigkill", "torch"),
+    ("RuntimeError: Attempting to use CUDA but torch.cuda.is_available() is False. If you are running on a CPU-only machine", "NCCL-no-gpu", "torch"),
+    ("RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False. If you are running on a CPU-only machine, please use torch.load with map_location=torch.device('cpu')", "CKPT-device", "torch"),
+    ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "CUDA-oom", "torch"),
+    ("RuntimeError: Unable to find a valid cuDNN algorithm to run convolution", "CUDA-oom", "torch"),
+    ("RuntimeError: GET was unable to find an engine to execute this computation", "CUDA-oom", "torch"),
+    ("NVRM: Xid (PCI:0000:17:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.", "HW-gpu-lost", "torch"),
+    ("NVRM: Xid (PCI:0000:17:00): 74, pid=1, NVLink: fatal error detected on link 2", "HW-nvlink", "torch"),
+    ("RuntimeError: CUDA error: uncorrectable ECC error encountered", "HW-ecc", "torch"),
+    ("The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver", "NCCL-driver", "torch"),
+    ("NCCL WARN Bootstrap : no socket interface found", "NCCL-interface", "torch"),
+    ("NCCL INFO NET/Plugin: Could not find: libnccl-net.so. Using internal network plugin.\nNCCL WARN NET/OFI Failed to initialize sendrecv protocol", "NCCL-plugin", "torch"),
+    ("OSError: [Errno 11] Resource temporarily unavailable", "ENV-threads", "torch"),
+    ("RuntimeError: can't start new thread", "ENV-threads", "torch"),
+    ("FileExistsError: [Errno 17] File exists: 'checkpoints/run1'", "DATA-mkdir-race", "torch"),
+    ("OSError: [Errno 28] No space left on device: '/tmp/pymp-abc'", "DISK-full", "torch"),
+    ("sqlite3.OperationalError: database or disk is full", "DISK-full", "torch"),
+    ("TypeError: object of type 'IterableDataset' has no len()", "DATA-arguments", "torch"),
+    ("ValueError: DataLoader with IterableDataset: expected unspecified sampler option, but got sampler=<torch.utils.data.distributed.DistributedSampler object>", "DATA-arguments", "torch"),
+    ("ValueError: sampler option is mutually exclusive with shuffle", "DATA-arguments", "torch"),
+    ("ValueError: prefetch_factor option could only be specified in multiprocessing.let num_workers > 0 to enable multiprocessing", "DATA-arguments", "torch"),
+    ("ValueError: expected to be in states [<TrainingState.FORWARD_BACKWARD: 2>] but current state is TrainingState.IDLE", "USER-exception", "torch"),
+    ("RuntimeError: 'weight' must be 2-D", "USER-exception", "torch"),
+    ("ValueError: SyncBatchNorm expected input tensor to be on GPU", "DDP-sync-batchnorm", "torch"),
+    ("srun: error: n1: tasks 0-3: Exited with exit code 1", "END-exit-code", "torch"),
+    ("slurmstepd: error: *** JOB 5 ON n1 CANCELLED AT 2025-02-01T10:00:00 DUE TO JOB REQUEUE ***", "END-preempted", "torch"),
+    ("Warning  NodeNotReady  pod/train-0  Node is not ready", "END-preempted", "torch"),
+    ("Exception: Could not find the file .../pidfd_open syscall for pid: 77: Operation not permitted", "ENV-forbidden", "torch"),
+    ("torch.distributed.DistBackendError: [4]: Timeout waiting for key: default_pg/0/1/cuda/0 after 600000 ms", "HANG-timeout", "torch"),
+    ("hydra.errors.ConfigCompositionException: In 'config': Could not override 'trainer.gpus'.", "USER-exception", "torch"),
 )  # fmt: skip
 
 
@@ -228,3 +311,23 @@ def test_a_failure_of_another_program_is_known(log: str, code: str) -> None:
     assert [cause.code for cause in causes[:1]] == [f"DS-{code}"]
     assert causes[0].evidence
     assert causes[0].fix
+
+
+HEALTHY: Final = """\
+n1:5:5 [0] NCCL INFO NET/Plugin : Plugin load (libnccl-net.so) returned 2 : libnccl-net.so: cannot open shared object file: No such file or directory
+n1:5:5 [0] NCCL INFO NET/IB : No device found.
+n1:5:5 [0] NCCL INFO NVLS multicast support is not available on dev 0
+n1:5:5 [0] NCCL INFO ncclCommInitRank comm 0x1 rank 0 nranks 2 - Init COMPLETE
+[rank0]:[W reducer.cpp:1298] Warning: find_unused_parameters=True was specified in DDP constructor, but did not find any unused parameters
+epoch 3 | val_error 0.12 | timeout=600
+Killed 3 stale sessions in cleanup; no errors
+exitcode: 0
+saved checkpoint, 0 files missing
+all ranks joined, 8/8 clients joined
+"""
+
+
+def test_what_healthy_runs_print_is_no_failure() -> None:
+    """The start of NCCL_DEBUG=INFO, hints of DDP, and words that failures have too."""
+    causes = explain_text(HEALTHY)
+    assert [cause.code for cause in causes if cause.level != "noise"] == []

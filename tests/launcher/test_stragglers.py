@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import TYPE_CHECKING
 
+import live_programs as programs
 import pytest
 from fault_kit import World
 
@@ -14,8 +14,6 @@ from ddpsafe._launcher.diagnosis.stragglers import find_stragglers
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-    from ddpsafe import RankContext
 
 STEPS = 40
 S = 10**9
@@ -95,18 +93,11 @@ def test_too_little_is_known_for_a_finding(times: dict[int, list[tuple[int, int]
     assert find_stragglers(times, {}) == []
 
 
-def reduce_often(ctx: RankContext, _folder: Path, slow_s: float) -> None:
-    """Enter a collective after some work; rank 1 works longer."""
-    for _ in range(30):
-        time.sleep(0.02 + slow_s * ctx.rank)
-        ctx.all_reduce(1.0)
-
-
 def test_a_launch_says_at_its_end_who_made_the_others_wait(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An INFO line, at no cost while it ran; none where the ranks are alike."""
     caplog.set_level(logging.INFO, logger="ddpsafe")
-    World(folder=tmp_path).launch(reduce_often, 0.08)
+    World(folder=tmp_path).launch(programs.reduce_often, 0.08)
     (line,) = [each.message for each in caplog.records if "waited for" in each.message]
     assert line.startswith("all others waited for rank 1 ")

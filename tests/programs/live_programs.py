@@ -280,3 +280,10 @@ def is_away(pid: int, folder: Path, how: str) -> bool:
     if how == "stopped":
         return psutil.Process(pid).status() == psutil.STATUS_STOPPED
     return (folder / "away").exists()
+
+
+def reduce_often(ctx: RankContext, _folder: Path, slow_s: float) -> None:
+    """Enter a collective after some work; rank 1 works longer."""
+    for _ in range(30):
+        time.sleep(0.02 + slow_s * ctx.rank)
+        ctx.all_reduce(1.0)

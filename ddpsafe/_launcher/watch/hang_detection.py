@@ -368,7 +368,7 @@ class ProgressWatch:
         begins = not starting and not self._has_begun
         if starting or begins:
             self._since_s = now_s
-        elif has_stepped:  # until then other news are no step, and the time goes on
+        elif has_stepped:  # until then the time goes on, whatever else happens
             self._learned.note(
                 now_s - self._since_s, is_first=self._is_first, is_save=self._was_saving
             )
