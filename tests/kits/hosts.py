@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 import pytest
+import scripts
 from warm_python import Forked, WarmPython, piped
 
 if TYPE_CHECKING:
@@ -138,16 +139,25 @@ class Namespaces:
         return started
 
     def fork(
-        self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, modules: Sequence[str]
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        modules: Sequence[str] | None = None,
     ) -> Forked:
-        """Start a script inside, in a fork of an interpreter that has imported these modules."""
+        """Start a script inside, in a fork of an interpreter that has imported these modules.
+
+        Args:
+            argv: The script and its arguments.
+            env: Variables beside those of this process.
+            modules: As they were given to `serving_forks`; by default what launches need.
+        """
+        environment = {**os.environ, **(env or {})}
+        launches = modules is None
+        server = scripts.warm_python() if modules is None else _servers[tuple(modules)]
         with piped() as (theirs, ours):
-            started = _servers[tuple(modules)].start(
-                argv,
-                environment={**os.environ, **(env or {})},
-                streams=theirs,
-                host=self.pid,
-                launches=False,
+            started = server.start(
+                argv, environment=environment, streams=theirs, host=self.pid, launches=launches
             )
         started.stdout, started.stderr = ours
         self._started.append(started)

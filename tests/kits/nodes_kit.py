@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hosts import Host, Network
+    from warm_python import Forked
 
 PROGRAM: Final = Path(__file__).parents[1] / "programs" / "node_programs.py"
 LIMIT_S: Final = 240
@@ -83,11 +84,16 @@ class Launcher:
     started: ClassVar[list[Launcher]] = []
     """All of them, for the end of the test."""
 
-    def __init__(self, host: Host, command: Sequence[str], env: dict[str, str]) -> None:
-        """Start it."""
+    def __init__(self, host: Host, arguments: Sequence[str], env: dict[str, str]) -> None:
+        """Start ``python *arguments``."""
         self.host = host
         Launcher.started.append(self)
-        self._process = host.start(command, env={**scripts.clean_environment(), **env})
+        environment = {**scripts.clean_environment(), **env}
+        self._process: subprocess.Popen[str] | Forked
+        if scripts.can_be_forked(arguments, environment):
+            self._process = host.fork(arguments, env=environment)
+        else:
+            self._process = host.start([sys.executable, *arguments], env=environment)
         self.lines: list[tuple[float, str]] = []
         self.errors: list[str] = []
         self.ended_s: float | None = None
@@ -178,8 +184,8 @@ def start_node(
 ) -> Launcher:
     """Start the launcher of one node."""
     as_json = [case.as_json(folder, index, nproc) for case in cases]
-    command = [sys.executable, str(PROGRAM), str(folder), endpoint, json.dumps(as_json)]
-    return Launcher(network[index], command, env or {})
+    arguments = [str(PROGRAM), str(folder), endpoint, json.dumps(as_json)]
+    return Launcher(network[index], arguments, env or {})
 
 
 def run_job(

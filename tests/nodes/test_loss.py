@@ -75,10 +75,13 @@ def drop(network: Network, *, to: int, source: int) -> None:
         "-f",
         "-",
         given=f"""
-        table inet one_way {{ chain input {{
+        table inet one_way {{
+        chain input {{
             type filter hook input priority -10
             ip saddr {address} drop
-        }} }}""",
+        }}
+        }}
+        """,
     )
 
 
