@@ -11,6 +11,8 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
+from ddpsafe._cpython import options_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -139,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 parser: argparse.ArgumentParser = options.parser
                 option = next((each for each in unknown if each.startswith("-")), unknown[0])
                 name = option.partition("=")[0]
-                known = [each for action in parser._actions for each in action.option_strings]  # noqa: SLF001 - no public name
+                known = options_of(parser)
                 near = difflib.get_close_matches(name, known, n=1)
                 text = f"there is no option {name}" + (
                     f"; did you mean {near[0]}?" if near else "."

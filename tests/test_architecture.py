@@ -227,6 +227,34 @@ def test_torch_is_imported_late() -> None:
     assert eager == TORCH_AT_IMPORT.keys()
 
 
+DOCUMENTED: Final = {"_exit", "_getframe", "_current_frames", "_current_exceptions"}
+"""Names of the standard library that are public in spite of their underscore."""
+
+
+@pytest.mark.parametrize("file", MODULES, ids=module_of)
+def test_private_names_of_the_standard_library_are_in_one_module(file: Path) -> None:
+    """`_cpython` uses them, guarded, and its test holds them against the Python that runs it."""
+    if module_of(file) == "ddpsafe._cpython":
+        return
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    roots = {
+        (name.asname or name.name).partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for name in node.names
+        if name.name.partition(".")[0] in sys.stdlib_module_names
+    }
+    found = [
+        f"{ast.unparse(node)} (line {node.lineno})"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and re.match(r"_[a-z]", node.attr)
+        and node.attr not in DOCUMENTED
+        and ast.unparse(node).partition(".")[0] in roots
+    ]
+    assert found == []
+
+
 def test_what_crosses_between_processes_knows_no_torch() -> None:
     """_wire does not import torch at all, so that a launcher and a doctor can do without."""
     imports = [each for file in python_files(PACKAGE / "_wire") for each in imports_of(file)]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe import _gpus
 from ddpsafe._config.backends import require_backend
+from ddpsafe._cpython import is_importing_main
 from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._host import count_cores
 from ddpsafe._launcher.processes.start import CallFile
@@ -74,7 +75,7 @@ def require_main_guard() -> None:
         ConfigError: The call stands at the top level of the main script, outside any ``if``; or
             this process is itself importing the main script of its parent.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
+    if is_importing_main():
         raise _missing("this process was started by another launch and imports its script.")
     if not main_is_importable():
         return

@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import cloudpickle
 
+from ddpsafe._cpython import serves_forks
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -78,7 +80,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
             raise CannotTravelError(msg)
         if type(obj).__module__.startswith(_INHERITED_MODULES):
             inside = (obj, *getattr(obj, "__dict__", {}).values())
-            if any(getattr(part, "_is_fork_ctx", False) for part in inside):
+            if any(serves_forks(part) for part in inside):
                 msg = "it serves forked processes only; make it with multiprocessing.get_context('spawn')"
                 raise CannotTravelError(msg)
         if self._shares_tensors and self._handles is not None and _is_tensor(obj):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import os
@@ -15,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from ddpsafe._clock import BoundedCall, Deadline, HeldClock
+from ddpsafe._cpython import end_as_interpreter
 from ddpsafe._logging import name_rank
 from ddpsafe._wire import payload
 from ddpsafe._wire.channel import (
@@ -352,10 +352,7 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
     from ddpsafe._worker import session
 
     session.leave(Deadline.after(spec.timeouts.barrier))
-    with contextlib.suppress(Exception):
-        # What the interpreter itself does at its end, in its order; no public names exist.
-        threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001 - see above
-        atexit._run_exitfuncs()  # noqa: SLF001 - see above
+    end_as_interpreter()
     _flush()
     os._exit(0)
 

@@ -10,6 +10,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Final, TextIO
 
+from ddpsafe import _cpython
 from ddpsafe._errors import Explanation, PreflightError
 from ddpsafe._wire.channel import Claim, StepCounter
 from ddpsafe._wire.spec import STACKS_SIGNAL, open_log, semaphore_prefix
@@ -119,9 +120,7 @@ _borrowed: dict[str, str | None] = {}
 
 def name_semaphores(launch_id: str) -> None:
     """Let the launcher recognise the semaphores of this rank and of the processes it starts."""
-    # Python has no public name for it; without it they are removed when the launcher ends.
-    config = getattr(multiprocessing.current_process(), "_config", {})
-    config["semprefix"] = semaphore_prefix(launch_id)
+    _cpython.name_semaphores(semaphore_prefix(launch_id))
 
 
 def use_start_method(name: str | None) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing.process
 import os
 import signal
 import socket
 import time
 from typing import IO, TYPE_CHECKING
 
+from ddpsafe._cpython import forget_child
 from ddpsafe._launcher.processes.descendants import RankProcess, open_pidfd
 from ddpsafe._logging import get_logger
 from ddpsafe._wire import payload
@@ -355,7 +355,7 @@ class Worker(RankState):
     def abandon(self) -> None:
         """Wait no more for a process that nothing ends; nor may the interpreter when it exits."""
         self._is_abandoned = True
-        multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]  # noqa: SLF001 - else it is joined at exit
+        forget_child(self._process)
 
     def outcome(self) -> RankOutcome:
         """Say what became of it."""

@@ -16,6 +16,7 @@ import psutil
 
 from ddpsafe import _gpus
 from ddpsafe._clock import Deadline
+from ddpsafe._cpython import helpers_folder
 from ddpsafe._errors import ranks_text
 from ddpsafe._launcher.processes.descendants import is_in_kernel, kill_members
 from ddpsafe._logging import get_logger
@@ -60,10 +61,7 @@ def find_helpers_folder() -> Path | None:
     """Return the folder in which `multiprocessing` keeps the forkserver's socket, if there is one."""
     if process.parent_process() is not None:
         return None  # a process of `multiprocessing`, such as a rank, shares that of its parent
-    # Python has no public name for it that does not make one.
-    config = getattr(process.current_process(), "_config", {})
-    folder = config.get("tempdir")
-    return None if folder is None else Path(folder)
+    return helpers_folder()
 
 
 def remove_helpers_folder() -> None:

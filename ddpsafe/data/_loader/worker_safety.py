@@ -29,6 +29,7 @@ import numpy as np
 import torch
 import torch.multiprocessing as mp
 
+from ddpsafe._cpython import has_started, is_fed
 from ddpsafe._errors import Explanation
 from ddpsafe.data._loader.reachable import is_standard_stream, parts_of, reachable
 from ddpsafe.data.errors import DataWarning, UnsafeWorkersError
@@ -351,12 +352,8 @@ def _database_kind(item: Any) -> str | None:
 
 
 def _executor_kind(item: Any) -> str | None:
-    if isinstance(item, multiprocessing.pool.Pool):
-        is_running = item._worker_handler.is_alive()  # type: ignore[attr-defined]  # noqa: SLF001 - the thread that feeds it
-    elif isinstance(item, concurrent.futures.ThreadPoolExecutor):
-        is_running = any(thread.is_alive() for thread in item._threads)  # noqa: SLF001 - the threads that a fork loses
-    else:
-        is_running = bool(item._processes)  # noqa: SLF001 - the processes that a fork shares
+    is_pool = isinstance(item, multiprocessing.pool.Pool)
+    is_running = is_fed(item) if is_pool else has_started(item)
     return f"started {type(item).__name__}" if is_running else None
 
 

@@ -1,0 +1,125 @@
+"""The private names of CPython still are what ddpsafe takes them for."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import scripts
+
+from ddpsafe import _cpython
+
+if TYPE_CHECKING:
+    import pytest
+
+FORK = multiprocessing.get_context("fork")
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def test_the_folder_of_helpers_is_known_once_it_is_there(tmp_path: Path) -> None:
+    """And asking for it makes none."""
+    source = """
+        from multiprocessing import util
+        from ddpsafe._cpython import helpers_folder
+        print(helpers_folder())
+        made = util.get_temp_dir()
+        print(str(helpers_folder()) == made)
+    """
+    assert scripts.run(tmp_path, source).lines() == ["None", "True"]
+
+
+def test_semaphores_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of queues too, which are made of locks."""
+    monkeypatch.setitem(_cpython._config(), "semprefix", _cpython._config()["semprefix"])
+    _cpython.name_semaphores("/ddpsafe-test")
+    assert SPAWN.Lock()._semlock.name.startswith("/ddpsafe-test-")  # type: ignore[attr-defined]
+
+
+def test_a_child_that_is_forgotten_is_not_joined_at_the_exit(tmp_path: Path) -> None:
+    """The script ends while it sleeps."""
+    source = """
+        import multiprocessing, time
+        from ddpsafe._cpython import forget_child
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=[600])
+        child.start()
+        forget_child(child)
+        print(child.pid, multiprocessing.active_children())
+    """
+    # It would hold the pipe of a script whose output is awaited.
+    out = tmp_path / "out"
+    with out.open("wb") as file, Path("/dev/null").open("rb") as nothing:
+        path = scripts.write(tmp_path, "script.py", source)
+        streams = [nothing.fileno(), file.fileno(), file.fileno()]
+        process = scripts.start([str(path)], folder=tmp_path, streams=streams)
+    assert process.wait(60) == 0
+    pid, children = out.read_text().split(maxsplit=1)
+    os.kill(int(pid), signal.SIGKILL)
+    assert children == "[]\n"
+
+
+def test_a_rank_ends_as_the_interpreter_does(tmp_path: Path) -> None:
+    """Threads are joined, then what is registered for the exit runs."""
+    source = """
+        import atexit, os, threading, time
+        from ddpsafe._cpython import end_as_interpreter
+        atexit.register(print, "at exit", flush=True)
+        threading.Thread(target=lambda: (time.sleep(0.1), print("thread", flush=True))).start()
+        end_as_interpreter()
+        os._exit(0)
+    """
+    assert scripts.run(tmp_path, source).lines() == ["thread", "at exit"]
+
+
+def test_who_imports_the_main_script_of_its_parent_knows(tmp_path: Path) -> None:
+    """At the import, and not later."""
+    source = """
+        import multiprocessing
+        from ddpsafe._cpython import is_importing_main
+        print(__name__, is_importing_main(), flush=True)
+        def work():
+            print(is_importing_main(), flush=True)
+        if __name__ == "__main__":
+            child = multiprocessing.get_context("spawn").Process(target=work)
+            child.start()
+            child.join()
+    """
+    assert scripts.run(tmp_path, source).lines() == ["__main__ False", "__mp_main__ True", "False"]
+
+
+def test_executors_and_pools_are_told_by_what_they_have_started() -> None:
+    """A fork would lose their threads, or share their processes."""
+    with ThreadPoolExecutor(1) as threads:
+        assert not _cpython.has_started(threads)
+        threads.submit(int).result()
+        assert _cpython.has_started(threads)
+    assert not _cpython.has_started(threads)
+    with ProcessPoolExecutor(1, mp_context=SPAWN) as processes:
+        assert not _cpython.has_started(processes)
+        processes.submit(time.time).result()
+        assert _cpython.has_started(processes)
+    with SPAWN.Pool(1) as pool:
+        assert _cpython.is_fed(pool)
+    pool.join()
+    assert not _cpython.is_fed(pool)
+
+
+def test_what_serves_forks_is_told_from_what_travels() -> None:
+    """A lock says how it was made; everything else does not."""
+    assert _cpython.serves_forks(FORK.Lock())
+    assert not _cpython.serves_forks(SPAWN.Lock())
+    assert not _cpython.serves_forks(sys)
+
+
+def test_options_of_a_parser_are_known() -> None:
+    """In every spelling, for a suggestion where one is misspelled."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--one", "-o")
+    parser.add_argument("--two", action="store_true")
+    assert _cpython.options_of(parser) == ["--one", "-o", "--two"]
