@@ -11,8 +11,6 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe._cpython import options_of
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -138,6 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             options, unknown = make_parser().parse_known_args(arguments)
             if unknown:
+                from ddpsafe._cpython import options_of
+
                 parser: argparse.ArgumentParser = options.parser
                 option = next((each for each in unknown if each.startswith("-")), unknown[0])
                 name = option.partition("=")[0]
