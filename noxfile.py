@@ -103,6 +103,44 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def build(session: nox.Session) -> None:
+    """Build what is published, twice, compare and check it, and write the bill of materials."""
+    # By hash, as the release workflow does; write it again with ``-- --lock``, which needs uv.
+    lock = ROOT / ".github" / "build-requirements.txt"
+    if session.posargs == ["--lock"]:
+        options = ["--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links"]
+        command = [
+            "uv",
+            "pip",
+            "compile",
+            "--generate-hashes",
+            *options,
+            "--output-file",
+            str(lock),
+        ]
+        session.run(
+            *command, "--constraints", CONSTRAINTS, str(lock.with_suffix(".in")), external=True
+        )
+        return
+    session.install("--require-hashes", "-r", str(lock))
+    session.run("python", str(ROOT / ".github" / "build.py"), str(ROOT / "dist"))
+
+
+@nox.session
+def frameworks(session: nox.Session) -> None:
+    """Run the recipes of docs/how-to/frameworks.md, and check templates against their schemas."""
+    _install_wheel(session, extras="test,frameworks")
+    tests = [
+        "tests/frameworks",
+        "tests/launcher/test_frameworks.py",
+        "tests/launcher/test_templates.py",
+    ]
+    session.chdir(_folder(session, "empty"))
+    command = ["pytest", "-c", str(ROOT / "pyproject.toml"), "--installed", "-n", "2"]
+    session.run(*command, *session.posargs, *(str(ROOT / each) for each in tests))
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Run every benchmark, or those named after ``--``."""
     _install_wheel(session, extras="examples")

@@ -74,7 +74,7 @@ if TYPE_CHECKING:
         RankContext as RankContext,
     )
 
-__version__: Final = "0.1.0"
+__version__: Final = "0.2.0"
 
 _HOMES: Final = {
     "ddpsafe._config": (

@@ -1,0 +1,81 @@
+"""What a release is made of agrees with itself."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+import pytest
+from source_tree import CHECKOUT
+
+import ddpsafe
+
+yaml = pytest.importorskip("yaml")
+
+GITHUB: Final = CHECKOUT / ".github"
+PIN: Final = re.compile(r"^([\w.-]+)==([\w.+!]+)", re.MULTILINE)
+
+pytestmark = pytest.mark.skipif(not GITHUB.is_dir(), reason="of the repository, not of an sdist")
+
+
+def pins_of(name: str) -> dict[str, set[str]]:
+    """Return the versions that a file of requirements names, by package."""
+    text = (CHECKOUT / name).read_text(encoding="utf-8")
+    found: dict[str, set[str]] = {}
+    for package, version in PIN.findall(text):
+        found.setdefault(re.sub(r"[-_.]+", "-", package).lower(), set()).add(version)
+    return found
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    """In the package, in its metadata, and in the changelog's next heading or an earlier one."""
+    text = (CHECKOUT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'\nversion = "{ddpsafe.__version__}"\n' in text
+
+
+def test_the_build_uses_the_tested_versions_by_their_hashes() -> None:
+    """`constraints.txt` stays the source; the lock file names no place to load from."""
+    text = (GITHUB / "build-requirements.txt").read_text(encoding="utf-8")
+    assert "://" not in text
+    for block in re.split(r"\n(?=\S)", text.strip()):
+        assert "--hash=sha256:" in block, block
+    locked, tested = pins_of(".github/build-requirements.txt"), pins_of("constraints.txt")
+    shared = locked.keys() & tested.keys()
+    assert len(shared) > 10
+    assert {name: locked[name] for name in shared if not locked[name] <= tested[name]} == {}
+    wanted = (GITHUB / "build-requirements.in").read_text(encoding="utf-8").split()
+    assert set(wanted) <= locked.keys()
+
+
+def test_the_lock_has_all_that_the_build_needs() -> None:
+    """Each build backend of pyproject.toml, since the build is not isolated."""
+    text = (CHECKOUT / "pyproject.toml").read_text(encoding="utf-8")
+    requires = re.search(r"^requires = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)
+    assert requires is not None
+    names = re.findall(r'"([\w-]+)', requires[1])
+    assert names
+    assert set(names) <= pins_of(".github/build-requirements.txt").keys()
+
+
+def test_publishing_needs_no_token() -> None:
+    """The job that publishes may say who it is, and nothing else; the build may read."""
+    text = (GITHUB / "workflows" / "release.yml").read_text(encoding="utf-8")
+    workflow: dict[Any, Any] = yaml.safe_load(text)
+    assert workflow["permissions"] == {}
+    jobs = workflow["jobs"]
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}
+    assert jobs["build"]["permissions"] == {"contents": "read"}
+    assert "secrets." not in text
+    assert "password" not in text
+
+
+def test_issue_forms_ask_for_the_doctor() -> None:
+    """Its JSON has the versions and what is unusual about the machine; a bug report needs it."""
+    forms = [path for path in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config"]
+    assert len(forms) == 3
+    for path in forms:
+        form = yaml.safe_load(path.read_text(encoding="utf-8"))
+        fields = {each["id"]: each for each in form["body"]}
+        assert "ddpsafe doctor --json" in fields["doctor"]["attributes"]["label"]
+    bug = yaml.safe_load((GITHUB / "ISSUE_TEMPLATE" / "bug.yml").read_text(encoding="utf-8"))
+    assert {each["id"]: each for each in bug["body"]}["doctor"]["validations"]["required"] is True

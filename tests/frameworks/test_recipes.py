@@ -1,0 +1,95 @@
+"""The recipes of docs/how-to/frameworks.md, each run as the page says, with two ranks.
+
+The libraries are large: ``nox -s frameworks`` installs them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import pytest
+import scripts
+
+PAGE: Final = Path(__file__).parents[2] / "docs" / "how-to" / "frameworks.md"
+LIMIT_S: Final = 200.0
+
+NEEDS: Final = {
+    "hf.py": "transformers",
+    "accelerated.py": "accelerate",
+    "lit.py": "lightning",
+    "fabric.py": "lightning",
+    "graphs.py": "torch_geometric",
+    "configured.py": "hydra",
+    "rays.py": "ray",
+    "tasks.py": "distributed",
+}
+"""What a recipe needs beside torch."""
+
+
+class Recipe(NamedTuple):
+    """One recipe of the page: its file, how it is started, and the program."""
+
+    name: str
+    command: str
+    text: str
+
+
+def read_recipes() -> list[Recipe]:
+    """Return those of the page, which begin with a comment of their name and command."""
+    blocks = re.findall(r"```python\n(# (\S+\.py): ([^,\n]+).*?)```", PAGE.read_text(), re.DOTALL)
+    return [Recipe(name, command.strip(), text) for text, name, command in blocks]
+
+
+RECIPES: Final = read_recipes()
+
+
+def test_every_block_of_the_page_is_a_recipe() -> None:
+    """None of them is left out for a comment that is spelled in another way."""
+    assert PAGE.read_text().count("```python") == len(RECIPES) == 11
+
+
+@pytest.mark.timeout(LIMIT_S + 40)
+@pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.name for recipe in RECIPES])
+def test_recipe_runs_in_two_ranks(tmp_path: Path, recipe: Recipe) -> None:
+    """Both ranks take their steps in one group, and the command ends well."""
+    package = NEEDS.get(recipe.name)
+    if package is not None and importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed; nox -s frameworks has it")
+    scripts.write(tmp_path, recipe.name, recipe.text)
+    program, *arguments = shlex.split(recipe.command)
+    ours = ["-m", "ddpsafe"] if program == "ddpsafe" else []
+    done = subprocess.run(
+        [sys.executable, *ours, *arguments],
+        cwd=tmp_path,
+        env=scripts.clean_environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = dict(re.findall(r"rank (\d) of 2 steps (\d+)", done.stdout))
+    assert sorted(steps) == ["0", "1"], done.stdout
+    assert steps["0"] == steps["1"]
+    assert int(steps["0"]) >= 4
+
+
+def test_a_daemonic_worker_of_dask_is_refused_with_the_line_to_write(tmp_path: Path) -> None:
+    """The recipe without that line: nothing is started, and the message has it."""
+    if importlib.util.find_spec("distributed") is None:
+        pytest.skip("distributed is not installed; nox -s frameworks has it")
+    (recipe,) = [each for each in RECIPES if each.name == "tasks.py"]
+    line = re.search(r"^.*distributed\.worker\.daemon.*\n", recipe.text, re.MULTILINE)
+    assert line is not None
+    path = scripts.write(tmp_path, recipe.name, recipe.text.replace(line[0], ""))
+    run = scripts.Script([str(path)], folder=tmp_path).end()
+    assert run.code != 0
+    assert "ConfigError" in run.err
+    assert "distributed.worker.daemon" in run.err
