@@ -13,6 +13,9 @@ what was left running. Collectives time out after the same few seconds everywher
 What has not ended after `LIMIT_S` is ended here, and counts as hung.
 
 Run ``python benchmarks/faults.py``, with ``--save FILE`` for a page, ``--only NAME`` for one fault.
+
+With ``--hangs`` no timeout is set anywhere, and rank 2 does what keeps the others waiting. Asked is
+after how many seconds a line of output names it together with the line of code that it is at.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ import sys
 import tempfile
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -178,6 +182,10 @@ def torchrun_rank(name: str) -> None:
     import torch.distributed as dist
 
     rank = int(os.environ["RANK"])
+    if name in HANGS:
+        dist.init_process_group("gloo")
+        wait_for_a_rank(rank, name)
+        return
     before_joining(rank, FAULTS[name])
     dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE_S))
     train(rank, FAULTS[name])
@@ -201,8 +209,107 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+class Slow:
+    """A dataset whose reader stops on rank 2, as one on a network file system does."""
+
+    def __init__(self, rank: int) -> None:
+        """Remember the rank."""
+        self.rank = rank
+
+    def __len__(self) -> int:
+        """Return how many samples there are."""
+        return 100_000
+
+    def __getitem__(self, index: int) -> float:
+        """Return a sample, and on rank 2 none from the hundredth step on."""
+        if self.rank == FAULTY and index >= HANGS_AT_STEP:
+            strike(Fault())
+            time.sleep(3600)
+        return float(index)
+
+
+HANGS_AT_STEP: Final = 100
+HANGS: Final = {
+    "sleeping rank": 45.0,
+    "skipped collective": 5.0,
+    "rank-dependent branch": 5.0,
+    "deadlock over two groups": 5.0,
+    "DataLoader worker that hangs": 45.0,
+    "SIGSTOP": 5.0,
+}
+"""What keeps the others waiting, and after how many seconds ddpsafe promises to have named it: what is
+proved ends the run at once, what may yet end is warned of."""
+
+
+def wait_for_a_rank(rank: int, name: str) -> None:
+    """Train until rank 2 does what keeps the others waiting."""
+    import torch
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader
+
+    second = dist.new_group(list(range(RANKS)))
+    parameter = torch.nn.Parameter(torch.zeros(8))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    workers = 1 if "worker" in name else 0
+    batches = iter(DataLoader(Slow(rank if workers else -1), num_workers=workers))
+    for step in range(100_000):
+        next(batches)
+        parameter.grad = torch.ones(8)
+        groups = [None, second]
+        if rank == FAULTY and step == HANGS_AT_STEP and not workers:
+            strike(Fault())
+            if name == "sleeping rank":
+                time.sleep(3600)
+            elif name == "skipped collective":
+                groups = [None]
+                dist.barrier()
+            elif name == "rank-dependent branch":
+                dist.broadcast(torch.zeros(3), src=FAULTY)
+            elif name == "deadlock over two groups":
+                groups = [second, None]
+            else:
+                os.kill(os.getpid(), signal.SIGSTOP)
+        for group in groups:
+            dist.all_reduce(parameter.grad, group=group)
+        optimizer.step()
+        time.sleep(0.02)
+
+
+def wait_by_hand(rank: int, port: int, name: str) -> None:
+    """Join with torch's own defaults, and train."""
+    import torch.distributed as dist
+
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS)
+    wait_for_a_rank(rank, name)
+
+
+def wait_under_ddpsafe(ctx: object, name: str) -> None:
+    """Train as a rank that ddpsafe has started."""
+    wait_for_a_rank(ctx.rank, name)  # type: ignore[attr-defined]
+
+
+def launch_without_timeouts(contestant: str, name: str) -> None:
+    """Be the launcher, with default settings."""
+    if contestant == "torchrun":
+        from torch.distributed.run import main
+
+        main(["--standalone", f"--nproc-per-node={RANKS}", __file__, "--be-a-rank", name])
+    elif contestant == "ddpsafe":
+        import ddpsafe
+
+        ddpsafe.launch(wait_under_ddpsafe, (name,), nproc_per_node=RANKS, backend="gloo")
+    else:
+        import torch.multiprocessing as mp
+
+        mp.spawn(wait_by_hand, args=(free_port(), name), nprocs=RANKS)
+
+
 def launch(contestant: str, name: str) -> None:
     """Be the launcher."""
+    if name in HANGS:
+        launch_without_timeouts(contestant, name)
+        return
     if contestant == "torchrun":
         from torch.distributed.run import main
 
@@ -282,6 +389,100 @@ def run_once(contestant: str, name: str) -> Run:
             BLAMED[contestant.partition(",")[0]], output.read_text(errors="replace"), re.MULTILINE
         )
         return Run(seconds, process.returncode, int(blamed[1]) if blamed else None, len(left))
+
+
+NAMED: Final = re.compile(r"rank 2\b[^\n]*\.py:\d+|rank 2\b[^\n]*stopped", re.IGNORECASE)
+"""The faulty rank together with a line of code; of a stopped one, that it is stopped."""
+
+
+class Wait(NamedTuple):
+    """What became of one job without timeouts: None for what had not come by the limit."""
+
+    named_s: float | None
+    ended_s: float | None
+    line: str
+
+
+def wait_once(contestant: str, name: str) -> Wait:
+    """Run one job until it ends or the limit, and note when rank 2 is named."""
+    with tempfile.TemporaryDirectory() as folder:
+        mark = uuid.uuid4().hex
+        struck, output = Path(folder, "struck"), Path(folder, "output")
+        with output.open("wb") as sink:
+            process = subprocess.Popen(
+                [sys.executable, __file__, "--launch", contestant, name],
+                env={**os.environ, MARK: mark, "FAULT_FILE": str(struck), "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                start_new_session=True,
+            )
+        try:
+            while not struck.exists() or not struck.read_text():
+                if process.poll() is not None:
+                    raise EndedTooEarlyError(output.read_text(errors="replace"))
+                time.sleep(0.05)
+            began_s, named_s, line = float(struck.read_text()), None, ""
+            while process.poll() is None and time.monotonic() - began_s < HANG_LIMIT_S:
+                time.sleep(0.2)
+                found = NAMED.search(output.read_text(errors="replace"))
+                if found is not None and named_s is None:
+                    named_s, line = time.monotonic() - began_s, found[0]
+            ended_s = None if process.poll() is None else time.monotonic() - began_s
+            found = NAMED.search(output.read_text(errors="replace"))
+            if found is not None and named_s is None:
+                named_s, line = time.monotonic() - began_s, found[0]
+            return Wait(named_s, ended_s, line)
+        finally:
+            end(process, mark)
+
+
+HANG_LIMIT_S: Final = 60
+WAITING_CONTESTANTS: Final = ("mp.spawn", "torchrun", "ddpsafe")
+
+
+def compare_hangs(options: argparse.Namespace) -> None:
+    """Let the launchers, all at once, meet what keeps ranks waiting, with default settings."""
+    lines = [
+        f"| rank 2 … | promised | {' | '.join(WAITING_CONTESTANTS)} |",
+        "|---|--:|" + "---|" * 3,
+    ]
+    for name, promised_s in HANGS.items():
+        with ThreadPoolExecutor() as pool:
+            runs = list(pool.map(wait_once, WAITING_CONTESTANTS, [name] * 3))
+        cells = [wait_cell(each) for each in runs]
+        lines.append(f"| {name} | {promised_s:.0f} s | {' | '.join(cells)} |")
+        print(name, *runs, sep="\n  ", file=sys.stderr)
+    today = datetime.now(tz=timezone.utc).date().isoformat()
+    page = f"""\
+---
+orphan: true
+---
+
+# Who keeps the others waiting, with default settings
+
+Rank {FAULTY} of {RANKS} does what the first column says after {HANGS_AT_STEP} steps; no timeout is set anywhere.
+Each cell: seconds from then to the first line of output that names rank {FAULTY} and the line of code that it is at (or that it is stopped), and to the end of the job.
+After {HANG_LIMIT_S} s the job is ended here; torch's own timeouts are 30 min for gloo.
+"promised" is what ddpsafe is held to: 5 s where the deadlock is proved, 45 s where the rank may only be slow.
+
+{chr(10).join(lines)}
+
+Measured on {today}: {os.cpu_count()} cores, {platform.system()} {platform.machine()}, load average {os.getloadavg()[0]:.0f},
+Python {platform.python_version()}, torch {version("torch")}, gloo.
+Again: `python benchmarks/faults.py --hangs`.
+"""
+    if options.save is not None:
+        options.save.write_text(page, encoding="utf-8")
+    print(page)
+
+
+def wait_cell(run: Wait) -> str:
+    """Say it in the words of the table."""
+    named = (
+        f"nothing in {HANG_LIMIT_S} s" if run.named_s is None else f"named in {run.named_s:.1f} s"
+    )
+    return named if run.ended_s is None else f"{named}, ended in {run.ended_s:.1f} s"
 
 
 def watch(process: subprocess.Popen[bytes], struck: Path, launcher_gets: int) -> float | None:
@@ -373,6 +574,7 @@ def main() -> None:
     parser.add_argument("--only", choices=FAULTS, action="append", help="this fault alone")
     parser.add_argument("--save", type=Path, help="write the page to this file")
     parser.add_argument("--json", type=Path, help="write every run to this file")
+    parser.add_argument("--hangs", action="store_true", help="default settings: who is waited for")
     parser.add_argument("--launch", nargs=2, help="internal")
     parser.add_argument("--be-a-rank", help="internal")
     options = parser.parse_args()
@@ -380,6 +582,8 @@ def main() -> None:
         torchrun_rank(options.be_a_rank)
     elif options.launch:
         launch(*options.launch)
+    elif options.hangs:
+        compare_hangs(options)
     else:
         compare(options)
 

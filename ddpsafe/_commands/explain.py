@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from ddpsafe._errors import FAILURE_KINDS
 from ddpsafe._explain.flight import FlightRecordings
 from ddpsafe._explain.logs import Cause, LogReader
 from ddpsafe.cli import HEALTHY, UNHEALTHY, USAGE, complain, say
@@ -37,7 +38,10 @@ def explain_logs(options: argparse.Namespace) -> int:
         recordings = FlightRecordings()
         for path in _files(options.logs):
             try:
-                if not recordings.read(path):
+                report = _read_report(path)
+                if report is not None:
+                    reader.add_report(report)
+                elif not recordings.read(path):
                     with path.open("rb") as stream:
                         reader.read(stream)
             except OSError as error:  # noqa: PERF203 - a file costs far more
@@ -58,12 +62,32 @@ def explain_logs(options: argparse.Namespace) -> int:
     return UNHEALTHY if causes else HEALTHY
 
 
+def _read_report(path: Path) -> dict[str, Any] | None:
+    """Return the report of a launch of ddpsafe, if the file is one."""
+    if path.name != "report.json":
+        return None
+    try:
+        report: Any = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return None
+    needed = {"what", "cause", "fix", "kind", "attempt", "details"}
+    is_one = isinstance(report, dict) and needed <= report.keys()
+    return report if is_one and report["kind"] in FAILURE_KINDS else None
+
+
 def _files(names: list[str]) -> Iterator[Path]:
     """Yield the logs; of a folder those that look like one, the run directory of a launch included."""
     for name in names:
         path = Path(name)
         if path.is_dir():
-            inside = (each for each in path.rglob("*") if each.suffix in _LOGS and each.is_file())
+            inside = (
+                each
+                for each in path.rglob("*")
+                if each.suffix in _LOGS
+                and each.is_file()
+                # The same facts as in report.json, for a reader; and stacks are of ranks that live.
+                and not (each.name == "report.txt" and each.with_suffix(".json").exists())
+            )
             yield from sorted(inside)
         else:
             yield path

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ddpsafe._explain.rules import LEVELS, RULES, Level, Retry, Rule
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Mapping
     from typing import BinaryIO
 
     from ddpsafe._errors import FailureKind
@@ -138,6 +138,16 @@ class _Traceback:
 _USER: Final = "DS-USER-exception"
 _WATCHDOG: Final = "DS-HANG-watchdog"
 _OWN: Final = ("exception", "end")
+_REPORT: Final = "DS-RUN-report"
+_RETRY_OF: Final[dict[str, Retry]] = {
+    "config": "never",
+    "user-error": "never",
+    "unpicklable": "never",
+    "out-of-memory": "never",
+    "preempted": "yes",
+    "hardware": "elsewhere",
+}
+"""Whether trying again can help, by the kind in a report; once, of all others."""
 
 
 class LogReader:
@@ -153,6 +163,7 @@ class LogReader:
         # Of each rank the last call of the traceback that is being printed: they may be mixed.
         self._tracebacks: dict[int | None, _Traceback] = {}
         self._lone: Cause | None = None
+        self._report: Mapping[str, Any] | None = None
         self._root_rank: int | None = None
         self._is_root_cause = False
         self._in_traceback = False
@@ -298,6 +309,22 @@ class LogReader:
             self._found[rule.code].rank = finding.rank
             self._found[rule.code].evidence = finding.evidence
             self._found[rule.code].count = len(finding.evidence)
+
+    def add_report(self, report: Mapping[str, Any]) -> None:
+        """Take the report of a launch of ddpsafe: of the newest attempt, if there are several."""
+        if self._report is not None and self._report["attempt"] > report["attempt"]:
+            return
+        self._report = report
+        rule = next(rule for rule in RULES if rule.code == _REPORT)
+        facts = {name: str(report[name]) for name in ("what", "cause", "fix")}
+        found = _cause_of(rule, {name: text.removesuffix(".") for name, text in facts.items()})
+        found.kind = report["kind"]
+        found.retry = _RETRY_OF.get(found.kind, "once")
+        ranks = report.get("missing_ranks") or [None]
+        found.rank = report.get("rank", ranks[0])
+        found.evidence = [(0, str(report["what"])), *((0, line) for line in report["details"])]
+        found.evidence, found.count = found.evidence[:_EVIDENCE], 1
+        self._found[_REPORT] = found
 
     def _find_best(
         self, number: int, line: str, said: str, grams: Collection[str] | None
@@ -575,7 +602,7 @@ class _Sieve:
 
 
 def _order(cause: Cause) -> tuple[int, bool, int]:
-    is_recorded = cause.code.startswith("DS-FLIGHT-")
+    is_recorded = cause.code == _REPORT or cause.code.startswith("DS-FLIGHT-")
     return LEVELS[cause.level], not is_recorded, cause.evidence[0][0] if cause.evidence else 0
 
 

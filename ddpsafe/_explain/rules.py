@@ -1455,7 +1455,7 @@ _ENDS: Final = (
         "END-sigkill",
         "killed",
         "once",
-        r"exitcode ?: -9|signal SIGKILL|Signal 9 \(|Signal 9\b|(?:^|: |\(|\d )Killed(?:\)|\s*$|\s{2,})|exit(?:ed with|ed| code|code)? (?:code )?137|killed by signal 9|KILLED BY SIGNAL: 9\b|return code = -9\b|Signals\.SIGKILL|exited on signal 9\b|(?i:exit ?code:?) +137\b",
+        r"exitcode ?: -9|signal SIGKILL|Signal 9 \(|Signal 9\b|(?:^|: |\(|\d )Killed(?:\)|\s*$|\s{2,})|exit(?:ed with|ed| code|code)? (?:code )?137|killed by signal 9|KILLED BY SIGNAL: 9\b|\bby SIGKILL\b|return code = -9\b|Signals\.SIGKILL|exited on signal 9\b|(?i:exit ?code:?) +137\b",
         cause="A process was killed with SIGKILL. It leaves no traceback; nearly always the kernel's out-of-memory killer or a container's memory limit did it.",
         fix="See dmesg or `journalctl -k | grep -i oom` on its host, and memory.events of the cgroup; lower num_workers or the batch, or raise the limit.",
         level="end",
@@ -1587,6 +1587,15 @@ _PEERS: Final = (
     ),
 )
 
+_REPORT: Final = _rule(
+    "RUN-report",
+    "user-error",
+    "once",
+    cause="{what}. Likely cause: {cause}.",
+    fix="{fix}.",
+)
+"""What ddpsafe's own report of a run says: its cause, fix and kind are taken as they are there."""
+
 _FLIGHT: Final = (
     _rule(
         "FLIGHT-mismatch",
@@ -1688,6 +1697,7 @@ RULES: Final[tuple[Rule, ...]] = (
     *_DATA,
     *_ENDS,
     *_SYMPTOMS,
+    _REPORT,
     *_FLIGHT,
     *_PEERS,
     *_NOISE,
@@ -1700,6 +1710,12 @@ _PAGE_HEAD: Final = """\
 
 Generated from the catalogue in `ddpsafe/_explain/rules.py`.
 `retry` says whether starting the job again can help: `never`, `once`, `yes`, or `elsewhere`, which is on other hardware only.
+"""
+
+_PAGE_REPORT: Final = """
+## DS-RUN-report
+
+- Cause: the one that `report.json` of a run directory of ddpsafe names, with its rank, its kind and what to do.
 """
 
 _PAGE_USER: Final = """
@@ -1715,6 +1731,9 @@ def as_page() -> str:
     """Return the page of the documentation on all rules, as Markdown."""
     parts = [_PAGE_HEAD]
     for rule in RULES:
+        if rule is _REPORT:
+            parts.append(_PAGE_REPORT)
+            continue
         cause, fix = (re.sub(r"\{(\w+)\}", r"…", text) for text in (rule.cause, rule.fix))
         parts.append(
             f"\n## {rule.code}\n\n- Cause: {cause}\n- What to do: {fix}\n"

@@ -50,6 +50,41 @@ def test_files_and_folders_are_read_together(tmp_path: Path) -> None:
     assert "DS-PEER-lost" in run.stdout
 
 
+REPORT: Final = {
+    "schema": 1,
+    "error": "RankKilledError",
+    "kind": "killed",
+    "what": "rank 1 (world_size 2) was killed by SIGKILL on host while running.",
+    "cause": "the kernel's out-of-memory killer.",
+    "fix": "see dmesg on host.",
+    "details": ["rank 0 failed because of rank 1"],
+    "attempt": 2,
+    "rank": 1,
+}
+
+
+def test_a_run_directory_is_explained_by_its_own_report(tmp_path: Path) -> None:
+    """The report of the newest attempt comes first, with its rank, kind and fix."""
+    for attempt in (1, 2):
+        folder = tmp_path / f"attempt-{attempt}"
+        folder.mkdir()
+        facts = REPORT | {"attempt": attempt, "kind": ("hang", "killed")[attempt - 1]}
+        (folder / "report.json").write_text(json.dumps(facts), encoding="utf-8")
+        (folder / "report.txt").write_text("RankKilledError: rank 1\n", encoding="utf-8")
+        (folder / "rank-0.err").write_text(LOST, encoding="utf-8")
+    first, second = json.loads(explain("--json", str(tmp_path)).stdout)["findings"]
+    assert (first["code"], first["rank"], first["kind"]) == ("DS-RUN-report", 1, "killed")
+    assert first["fix"] == "see dmesg on host."
+    assert second["code"] == "DS-PEER-lost"
+
+
+def test_a_report_that_is_none_is_read_as_a_log(tmp_path: Path) -> None:
+    """Cut off, or of another program."""
+    for text in ("{", "[1]", '{"kind": "x"}', '{"error": "MemoryError"}\nMemoryError\n'):
+        (tmp_path / "report.json").write_text(text, encoding="utf-8")
+        assert explain(str(tmp_path)).returncode in (0, 1)
+
+
 def test_a_summary_to_paste_is_a_table() -> None:
     """GitHub renders it."""
     run = explain("--markdown", log=KILLED)
