@@ -1,4 +1,4 @@
-"""Facts of this machine: interfaces and their addresses, cores, the boot."""
+"""Facts of this machine: interfaces and their addresses, cores, the boot; stores on its ports."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import shlex
 import socket
 from collections import defaultdict
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from torch.distributed import TCPStore
 
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
@@ -237,3 +240,35 @@ def interface_variables(name: str) -> dict[str, str]:
     NCCL takes prefixes: without ``=``, eth1 would stand for eth10 as well.
     """
     return dict(zip(LIBRARY_VARIABLES, (name, f"={name}", name), strict=True))
+
+
+def open_tcp_store(
+    host: str,
+    port: int,
+    *,
+    listening: socket.socket | None = None,
+    timeout: timedelta = timedelta(seconds=5),
+) -> TCPStore:
+    """Open a store of torch: its server at a socket that listens already, or a client.
+
+    Args:
+        host: Where it is.
+        port: Its port.
+        listening: The server's socket; torch closes it, sooner or later where it fails.
+        timeout: How long each of its calls may take.
+    """
+    import torch
+    from torch.distributed import TCPStore
+    from torch.torch_version import TorchVersion
+
+    # Up to torch 2.7 the server that is the default, libuv's, takes no listening socket.
+    server = {} if TorchVersion(torch.__version__) >= "2.8" else {"use_libuv": False}
+    return TCPStore(
+        host,
+        port,
+        is_master=listening is not None,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=None if listening is None else listening.detach(),
+        **server,
+    )

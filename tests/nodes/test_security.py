@@ -17,6 +17,7 @@ import scripts
 from nodes_kit import Case, finish_job, start_job
 
 from ddpsafe._clock import Deadline
+from ddpsafe._host import open_tcp_store
 from ddpsafe._launcher.nodes.channel import Channel, Lost, RefusedError
 from ddpsafe._launcher.nodes.messages import (
     Alive,
@@ -31,7 +32,7 @@ from ddpsafe._launcher.nodes.messages import (
     unpack,
     verdict_of,
 )
-from ddpsafe._launcher.nodes.rendezvous import Seal, make_sealed_backend, open_tcp_store
+from ddpsafe._launcher.nodes.rendezvous import Seal, make_sealed_backend
 from ddpsafe._wire.messages import Position, Raised, Returned
 
 if TYPE_CHECKING:

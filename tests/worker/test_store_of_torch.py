@@ -11,7 +11,7 @@ import torch
 import torch.distributed
 
 from ddpsafe._clock import Deadline
-from ddpsafe._launcher.nodes.rendezvous import open_tcp_store
+from ddpsafe._host import open_tcp_store
 from ddpsafe._worker.join import store
 from ddpsafe._worker.join.endpoint import Endpoint
 from ddpsafe._world import World

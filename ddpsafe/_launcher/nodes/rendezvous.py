@@ -35,7 +35,12 @@ from ddpsafe._errors import (
     PreflightError,
     RendezvousTimeoutError,
 )
-from ddpsafe._host import find_address_towards, find_interface_of, list_interfaces
+from ddpsafe._host import (
+    find_address_towards,
+    find_interface_of,
+    list_interfaces,
+    open_tcp_store,
+)
 from ddpsafe._launcher.nodes.messages import (
     GarbledError,
     NodeFacts,
@@ -968,27 +973,6 @@ def _own_store_for_ranks() -> Iterator[None]:
                     os.environ.pop(_UNSHARED, None)
                 else:
                     os.environ[_UNSHARED] = before
-
-
-def open_tcp_store(
-    host: str, port: int, *, listening: socket.socket | None = None, timeout: timedelta = _ANSWER
-) -> TCPStore:
-    """Open a store of torch: its server at a socket that listens already, or a client."""
-    import torch
-    from torch.distributed import TCPStore
-    from torch.torch_version import TorchVersion
-
-    # Up to torch 2.7 the server that is the default, libuv's, takes no listening socket.
-    server = {} if TorchVersion(torch.__version__) >= "2.8" else {"use_libuv": False}
-    return TCPStore(
-        host,
-        port,
-        is_master=listening is not None,
-        wait_for_workers=False,
-        timeout=timeout,
-        master_listen_fd=None if listening is None else listening.detach(),
-        **server,
-    )
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import os
 import socket
 import time
 import uuid
@@ -17,6 +16,7 @@ import tenacity
 
 from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._errors import Explanation, PreflightError, RendezvousTimeoutError
+from ddpsafe._host import open_tcp_store
 from ddpsafe._worker.join.endpoint import (
     fingerprint_of,
     job_secret,
@@ -254,26 +254,11 @@ def _connection(
 
 def _connect(endpoint: Endpoint, world: World, deadline: Deadline, *, serves: bool) -> TCPStore:
     """Make the store in bounded time: torch's handshake with a stranger has no timeout."""
-    import torch
-    from torch.distributed import TCPStore
-    from torch.torch_version import TorchVersion
-
     timeout = timedelta(seconds=max(1.0, min(deadline.remaining_s(), _LONGEST_S)))
-    # Up to torch 2.7 the server that is the default, libuv's, takes no listening socket.
-    server = {} if TorchVersion(torch.__version__) >= "2.8" else {"use_libuv": False}
     with _listen(endpoint, world) if serves else contextlib.nullcontext() as listener:
-        # torch closes what it is given, sooner or later where it fails.
-        given = None if listener is None else os.dup(listener.fileno())
+        given = None if listener is None else listener.dup()
         making = BoundedCall(
-            lambda: TCPStore(
-                endpoint.host,
-                endpoint.port,
-                is_master=serves,
-                timeout=timeout,
-                wait_for_workers=False,
-                master_listen_fd=given,
-                **server,
-            ),
+            lambda: open_tcp_store(endpoint.host, endpoint.port, listening=given, timeout=timeout),
             name="ddpsafe-store",
         )
         has_ended = making.wait(deadline.remaining_s())
