@@ -11,7 +11,9 @@ from join_programs import SlowToLoad
 from training_programs import Optimizer, return_rank, train
 
 import ddpsafe
-from ddpsafe._launcher.watch.hang_detection import LearnedGaps
+from ddpsafe._launcher.processes.rank_process import RankState
+from ddpsafe._launcher.watch.hang_detection import LearnedGaps, ProgressWatch
+from ddpsafe._wire.channel import Progress
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -140,6 +142,36 @@ def test_first_steps_steps_and_saves_have_limits_of_their_own(
         learned.note(float(seconds), is_first=kind == "first", is_save=kind == "save")
     limit = learned.limit(is_first=is_first, is_save=is_save)
     assert (None if limit is None else limit.total_seconds()) == limit_s
+
+
+class Seen(RankState):
+    """A rank as one look at it finds it."""
+
+    def __init__(self) -> None:
+        """It starts."""
+        super().__init__(say=lambda _: None)
+        self.steps = 0
+
+    def progress(self) -> Progress:
+        """Return how far it has come."""
+        return Progress(steps=self.steps)
+
+
+@pytest.mark.parametrize("steps_at_first_look", [0, 1, 5])
+def test_how_long_the_first_step_took_is_learned_however_soon_it_came(
+    steps_at_first_look: int,
+) -> None:
+    """A launcher on a busy machine may see the rank's join and its first step at one look."""
+    learned, rank = LearnedGaps(), Seen()
+    watch = ProgressWatch([rank], "auto", learned=learned)
+    assert not watch.stalled()
+    rank.phase = "running"
+    rank.steps = steps_at_first_look
+    assert not watch.stalled()
+    rank.steps += 1
+    assert not watch.stalled()
+    assert learned.first_s is not None
+    assert learned.first_s < LearnedGaps.LEAST_SLOW_S
 
 
 @pytest.mark.parametrize("attempts", [1, 2])

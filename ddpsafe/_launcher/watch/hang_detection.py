@@ -356,6 +356,7 @@ class ProgressWatch:
     def restart(self) -> None:
         """Count from now: the launcher was suspended, and what it knows of the ranks is old."""
         self._has_begun = False  # the time of the suspension is not one of the run
+        self._since_s = time.monotonic()
         self._renew(self._longest)
 
     def _learn(self, progress: Sequence[Progress], *, starting: bool) -> None:
@@ -366,7 +367,9 @@ class ProgressWatch:
         is_saving = any(each.saving for each in progress)
         has_stepped = any(each.steps for each in progress)
         begins = not starting and not self._has_begun
-        if starting or begins:
+        # The first step may have been made by the first look after all have joined.
+        has_begun_at_once = begins and self._is_first and has_stepped
+        if starting or (begins and not has_begun_at_once):
             self._since_s = now_s
         elif has_stepped:  # until then the time goes on, whatever else happens
             self._learned.note(
