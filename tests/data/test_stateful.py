@@ -104,6 +104,51 @@ class IsIterator(IterableDataset[int]):
         self.loaded = dict(state)
 
 
+class BeginsAgain(IterableDataset[int]):
+    """A stream that is its own iterator, and has a place only once it is iterated."""
+
+    position: Position
+
+    def __iter__(self) -> BeginsAgain:
+        self.position = Position(N)
+        return self
+
+    def __next__(self) -> int:
+        return next(self.position)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Say where it is."""
+        return self.position.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go there at once."""
+        self.position.load_state_dict(state)
+
+
+class DrawingPosition(Position):
+    """An iterator that draws from torch's global generator, which it counts to its state."""
+
+    def __next__(self) -> int:
+        self.generator = torch.default_generator
+        return super().__next__()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Say where it is."""
+        return {"place": self.place, "generator": torch.get_rng_state().tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go there."""
+        self.place = state["place"]
+        torch.set_rng_state(torch.tensor(state["generator"], dtype=torch.uint8))
+
+
+class WithDrawingIterator(IterableDataset[int]):
+    """A stream whose iterator has the state of torch's generator, too."""
+
+    def __iter__(self) -> Iterator[int]:
+        return DrawingPosition(N)
+
+
 class ByGenerator(IterableDataset[int]):
     """A stream by a generator function, with the state in the dataset, as Hugging Face has it."""
 
@@ -222,7 +267,12 @@ class PairBatches(StatefulSampler):
 
 KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "iterator with state": lambda: {"dataset": WithIterator(), "batch_size": 4},
+    "iterator that draws": lambda: {"dataset": WithDrawingIterator(), "batch_size": 4},
     "dataset that is its iterator": lambda: {"dataset": IsIterator(), "batch_size": 4},
+    "dataset that begins again as its iterator": lambda: {
+        "dataset": BeginsAgain(),
+        "batch_size": 4,
+    },
     "generator with state": lambda: {"dataset": ByGenerator(), "batch_size": 4},
     "generator with state, no batches": lambda: {"dataset": ByGenerator(), "batch_size": None},
     "generator with state, drop_last": lambda: {
@@ -285,7 +335,7 @@ def test_rest_of_the_epoch_and_the_next_are_as_without_the_stop(
         batches.append(plain(batch))
     end = json.loads(json.dumps(loader.state_dict()))
     assert (end["finished"], states[-1]["consumed"]) == (True, len(batches))
-    for stop in (1, 3, len(batches) - 1):
+    for stop in (0, 1, 3, len(batches) - 1):
         resumed = make(kind, num_workers)
         resumed.load_state_dict(states[stop])
         assert resumed.state_dict() == states[stop]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import collections
 import collections.abc
+import contextlib
 import copy
 import itertools
 import warnings
@@ -86,18 +87,27 @@ class Tracker:
         if saved is not None and saved["dataset"] is not None and self.is_stateful:
             dataset.load_state_dict(saved["dataset"])
 
+    def leave(self) -> None:
+        """Forget the pass before."""
+        self._dataset = self._iterator = None
+
     def has_entered(self) -> bool:
-        """Tell whether a dataset that is not a stream stands where its state says."""
-        return self._dataset is not None and not self.is_stream
+        """Tell whether the dataset of this pass stands where its state says."""
+        return self._dataset is not None
 
     def open(self, dataset: Any) -> Iterator[Any]:
         """Iterate over a stream, from where its state says."""
         worker = _worker()
         saved = self.resume.pop(worker, None)
         self._dataset, self._count = dataset, 0
-        if saved is not None and saved["dataset"] is not None and self.is_stateful:
-            dataset.load_state_dict(saved["dataset"])
-        self._iterator = iterator = iter(dataset)
+        state = saved["dataset"] if saved is not None and self.is_stateful else None
+        if state is not None and saved is not None and saved.get("is_iterator"):
+            iterator = _open_own_iterator(dataset, state)
+        else:
+            if state is not None:
+                dataset.load_state_dict(state)
+            iterator = iter(dataset)
+        self._iterator = iterator
         if saved is not None:
             self._count = saved["count"]
             if saved["iterator"] is not None and is_stateful(iterator):
@@ -128,8 +138,23 @@ class Tracker:
         return {
             "count": self._count,
             "iterator": None if own is None else copy.deepcopy(own.state_dict()),
+            "is_iterator": iterator is dataset,
             "dataset": copy.deepcopy(dataset.state_dict()) if self.is_stateful else None,
         }
+
+
+def _open_own_iterator(dataset: Any, state: Any) -> Any:
+    """Iterate over a stream that is its own iterator, from its state.
+
+    Some take the state when they are iterated next, others begin again then and take it at once.
+    Those may have nothing to take it into before they are iterated.
+    """
+    with contextlib.suppress(Exception):
+        dataset.load_state_dict(copy.deepcopy(state))
+    iterator = iter(dataset)
+    if _content(dataset.state_dict(), 0) != _content(state, 0):
+        dataset.load_state_dict(state)
+    return iterator
 
 
 def _worker() -> int:
@@ -278,6 +303,7 @@ class Replay:
         self.finished = False
         self._begin()
         self.tracker.resume, self.tracker.first_worker = {}, 0
+        self.tracker.leave()
         if loaded is None or loaded["epoch"] != epoch or loaded["finished"]:
             if loaded is not None and loaded["finished"]:
                 _set_generator(self._generator(), loaded["replay"]["generator_after"])
@@ -358,10 +384,21 @@ class Replay:
                 "sampler": at.sampler,
                 "workers": {str(worker): state for worker, state in workers.items()},
                 "last_worker": at.last_worker,
-                **self._random,
+                **self._random_of_order(),
                 "generator_after": _generator_text(self._generator()),
             },
         }
+
+    def _random_of_order(self) -> dict[str, str | None]:
+        """Return the states of the generators that this pass draws its order from, or will."""
+        if self._random["torch"] is not None or self.tracker.is_stream:
+            return self._random
+        if self._pending is not None:
+            return {key: self._pending[key] for key in self._random}
+        # In a world of more ranks they are this rank's own, and follow the seed and the epoch.
+        alone = current_replica().num_replicas == 1
+        torchs = _text(torch.get_rng_state()) if alone else None
+        return {"torch": torchs, "generator": _generator_text(self._generator())}
 
     def _identity(self) -> dict[str, object]:
         loader = self._loader
