@@ -96,10 +96,16 @@ def matrix(session: nox.Session, cell: str) -> None:
 def docs(session: nox.Session) -> None:
     """Build the documentation, warnings being errors, and run its examples."""
     _install_wheel(session, extras="docs,test,examples")
-    session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html")
-    examples = str(ROOT / "tests" / "docs" / "test_documentation.py")
+    built = ROOT / "docs" / "_build" / "html"
+    release = nox.project.load_toml(ROOT / "pyproject.toml")["project"]["version"]
+    session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", str(built / release))
+    # The folders of other versions stay; the front page is that of the version built last.
+    front = f'<!doctype html><meta http-equiv="refresh" content="0; url={release}/index.html">\n'
+    (built / "index.html").write_text(front, encoding="utf-8")
+    tests = str(ROOT / "tests" / "docs")
     session.chdir(_folder(session, "empty"))
-    session.run("pytest", "-c", str(ROOT / "pyproject.toml"), "--installed", examples)
+    session.env["DDPSAFE_SITE"] = str(built / release)
+    session.run("pytest", "-c", str(ROOT / "pyproject.toml"), "--installed", tests)
 
 
 @nox.session

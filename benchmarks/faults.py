@@ -554,7 +554,7 @@ orphan: true
 # The same faults under four launchers
 
 Rank {FAULTY} of {RANKS} does what the first column says, at the same step of the same training; in the last two rows it sleeps and the launcher gets the signal.
-Each cell: seconds from the fault to the end of the launcher (the median of {rounds}), whether rank {FAULTY} was named as the cause, and what was left running one second later.
+Each cell: seconds from the fault to the end of the launcher ({"one run each: the names are what to compare, and a tenth of a second says nothing" if rounds == 1 else f"the median of {rounds}"}), whether rank {FAULTY} was named as the cause, and what was left running one second later.
 Collectives and the rendezvous time out after {COLLECTIVE_S} s everywhere, so whatever only a timeout can tell takes at least that long.
 "hung" is what had not ended by itself {LIMIT_S} s after the fault.
 "exit code 0" is a failed job that counts as a success.

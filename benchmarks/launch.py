@@ -253,7 +253,8 @@ The launchers take turns, each time in a fresh process.
 `failed` counts runs that ended with an error, and were run again.
 
 Measured on {today}: {os.cpu_count()} cores, {platform.system()} {platform.machine()},
-Python {platform.python_version()}, torch {version("torch")}, ddpsafe {ddpsafe.__version__}.
+Python {platform.python_version()}, torch {version("torch")}, ddpsafe {ddpsafe.__version__};
+load average at the end {os.getloadavg()[0]:.0f}: on a busy machine, the ratios are what to compare.
 
 {table_of(results)}
 

@@ -192,39 +192,44 @@ def measure(condition: Condition, timeout_s: float) -> dict[str, Any]:
 
 
 def show(measured: list[dict[str, Any]]) -> list[str]:
-    """Return the table as lines of markdown."""
-    lines = [
-        "| what is broken | torch says | after | the doctor says | after |",
-        "|---|---|---|---|---|",
-    ]
+    """Return a section for each condition: a table of whole messages would be too wide to read."""
+    lines: list[str] = []
     for each in measured:
         torch_s, doctor_s = (
             max(host["took_s"] for host in each[name]) for name in ("torch", "doctor")
         )
-        lines.append(
-            f"| {each['condition']} | {_torch_said(each['torch'])} | {torch_s:.1f} s "
-            f"| {_doctor_said(each['doctor'])} | {doctor_s:.1f} s |"
-        )
-    return lines
+        lines += [
+            f"## {each['condition'][0].upper()}{each['condition'][1:]}",
+            "",
+            f"torch, after {torch_s:.1f} s:",
+            "",
+            *_torch_said(each["torch"]),
+            "",
+            f"The doctor, after {doctor_s:.1f} s:",
+            "",
+            *_doctor_said(each["doctor"]),
+            "",
+        ]
+    return lines[:-1]
 
 
-def _torch_said(hosts: list[dict[str, Any]]) -> str:
+def _torch_said(hosts: list[dict[str, Any]]) -> list[str]:
     said = dict.fromkeys(
         _shorten(host["said"]) if host["said"] else "nothing: it works" for host in hosts
     )
-    return "<br>".join(said)
+    return [f"- {each}" for each in said]
 
 
 def _shorten(text: str) -> str:
     # The path of a build machine tells the reader nothing.
     words = [word for word in text.split() if "/third_party/" not in word]
-    text = " ".join(words).replace("|", "\\|")
+    text = " ".join(words)
     return f"`{text[:LONGEST_SAID]}{'…' if len(text) > LONGEST_SAID else ''}`"
 
 
-def _doctor_said(hosts: list[dict[str, Any]]) -> str:
+def _doctor_said(hosts: list[dict[str, Any]]) -> list[str]:
     said = {f"{each['code']}: {each['fact']}": None for host in hosts for each in host["said"]}
-    return "<br>".join(said).replace("|", "\\|") or "nothing: all is open"
+    return [f"- {each}" for each in said] or ["- nothing: all is open"]
 
 
 def page(measured: list[dict[str, Any]], timeout_s: float) -> str:
@@ -236,9 +241,9 @@ def page(measured: list[dict[str, Any]], timeout_s: float) -> str:
     )
     intro = f"""# What a broken network says
 
-Each row is a network of hosts (Linux namespaces with their own firewalls, cards and `/etc/hosts`) with one thing broken, or none.
+Each section is a network of hosts (Linux namespaces with their own firewalls, cards and `/etc/hosts`) with one thing broken, or none.
 torch's side is `init_process_group("gloo", timeout={timeout_s:g} s)` and one all-reduce of 400 kB on every host; different messages of the hosts stand one below the other.
-Its timeout is {timeout_s:g} s here so that the table can be made in minutes; torch's default is 30 minutes, and gloo's connect phase takes five times the timeout.
+Its timeout is {timeout_s:g} s here so that the page can be made in minutes; torch's default is 30 minutes, and gloo's connect phase takes five times the timeout.
 The doctor's side is its mesh check, without the all-reduce; it waits 3 s for hosts that do not come.
 The times are those of the slowest host.
 """
@@ -257,16 +262,22 @@ def main() -> None:
         rank, world_size, timeout_s = asked.be_a_rank.split(",")
         be_a_rank(int(rank), int(world_size), float(timeout_s))
     sys.path.insert(0, str(KITS))
-    from hosts import find_obstacle
+    sys.path.insert(0, str(KITS.parent / "programs"))
+    os.environ["PYTHONPATH"] = str(
+        KITS.parent / "programs"
+    )  # of the processes that hosts fork from
+    from hosts import find_obstacle, serving_forks
+    from mesh_kit import FORKED
 
     obstacle = find_obstacle()
     if obstacle:
         print(f"nothing measured: {obstacle}")
         return
     measured = []
-    for condition in conditions():
-        print(f"{condition.title} …", file=sys.stderr)
-        measured.append(measure(condition, asked.timeout))
+    with serving_forks(FORKED["examine"]):
+        for condition in conditions():
+            print(f"{condition.title} …", file=sys.stderr)
+            measured.append(measure(condition, asked.timeout))
     print(json.dumps(measured, indent=2) if asked.json else "\n".join(show(measured)))
     if asked.save:
         Path(asked.save).write_text(page(measured, asked.timeout), encoding="utf-8")

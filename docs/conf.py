@@ -1,6 +1,7 @@
 """How sphinx builds the documentation: ``nox -s docs``."""
 
 from importlib.metadata import version as installed_version
+from pathlib import Path
 
 project = "ddpsafe"
 author = "The ddpsafe authors"
@@ -10,6 +11,7 @@ release = version = installed_version("ddpsafe")
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 nitpicky = False
+default_role = "py:obj"  # `name` in a docstring is a link where the name is documented
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
@@ -21,4 +23,22 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 
 html_theme = "furo"
-html_title = "ddpsafe"
+html_title = f"ddpsafe {version}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+templates_path = ["_templates"]
+html_sidebars = {
+    "**": [
+        "sidebar/brand.html",
+        "sidebar/search.html",
+        "sidebar/scroll-start.html",
+        "sidebar/navigation.html",
+        "sidebar/scroll-end.html",
+        "versions.html",
+    ]
+}
+# `nox -s docs` builds each version into a folder of its name, beside those of other versions.
+_SITE = Path(__file__).parent / "_build" / "html"
+html_context = {
+    "versions": sorted({version, *(path.parent.name for path in _SITE.glob("*/genindex.html"))})
+}

@@ -7,10 +7,14 @@ from itertools import permutations
 from typing import TYPE_CHECKING, Final
 
 import pytest
+from browser import Browser
 
-from ddpsafe.doctor import Direction, Matrix, Report
+from ddpsafe.doctor import Direction, Finding, Matrix, Report
+from ddpsafe.doctor._report import to_copy
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ddpsafe.doctor._report import Verdict
 
 SVG: Final = "{http://www.w3.org/2000/svg}"
@@ -62,3 +66,46 @@ def test_legend_explains_what_is_seen_and_no_more() -> None:
     text = page(2, {(0, 1): "large-lost"})
     assert "an MTU hole" in text
     assert "a proxy" not in text
+
+
+def a_report(count: int) -> Report:
+    """Return a report with a matrix, a finding with lines to paste, and a long name."""
+    directions = tuple(
+        Direction(
+            source=a,
+            target=b,
+            verdict="dropped" if b == 1 else "large-lost" if a == 0 else "open",
+            latency_s=0.0002,
+        )
+        for a, b in permutations(range(count), 2)
+    )
+    names = tuple(f"gpu-{node:02d}.rack-7.cluster.example.org" for node in range(count))
+    matrix = Matrix(hostnames=names, addresses=("",) * count, directions=directions)
+    closed = Finding(
+        code="DS-MESH-031",
+        severity="failed",
+        fact=f"No host can open a connection TO {names[1]}: dropped (no answer).",
+        cause="the packet filter of the host drops what is not on its list.",
+        fix=to_copy(
+            "Let the packets of the job through, as root:",
+            f"nft insert rule inet filter input ip saddr 10.77.0.0/24 tcp dport 32768-60999 accept    # on {names[1]}",
+        ),
+        hosts=names[1:2],
+    )
+    well = Finding(code="DS-ENV-001", severity="ok", fact="No launcher's variables are set.")
+    return Report(findings=(closed, well), hostname="gpu-00", matrix=matrix, took_s=3.1)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("count", [3, 64])
+def test_page_can_be_read_in_a_browser(tmp_path: Path, count: int, *, dark: bool) -> None:
+    """Nothing is cut off, no text drowns in its background, and the browser blocks nothing."""
+    file = tmp_path / "report.html"
+    file.write_text(a_report(count).to_html(), encoding="utf-8")
+    with Browser() as browser:
+        page = browser.open(file, width=1000, dark=dark)
+        assert page.overflow() == []
+        assert page.poor_contrast() == []
+        assert page.complaints() == []
+        assert "No host can open a connection TO gpu-01" in page.text()
+        assert page.screenshot(tmp_path / "page.png").stat().st_size > 10_000

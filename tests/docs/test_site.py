@@ -1,0 +1,166 @@
+"""The documentation as a site: links, anchors, search, signatures, and how it looks in a browser.
+
+``nox -s docs`` builds it and names its folder; without that it is built here, where sphinx is installed.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import inspect
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from browser import Browser
+
+import ddpsafe
+
+DOCS: Final = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the built site."""
+    if "DDPSAFE_SITE" in os.environ:
+        return Path(os.environ["DDPSAFE_SITE"])
+    for needed in ("sphinx", "furo", "myst_parser"):
+        pytest.importorskip(needed, reason="needs the extra ddpsafe[docs]; nox -s docs runs it")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(DOCS), str(folder)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=230, check=False)
+    assert run.returncode == 0, run.stderr
+    return folder
+
+
+class Parsed(HTMLParser):
+    """The links of a page, and what they can lead to."""
+
+    def __init__(self, page: Path) -> None:
+        """Read a page."""
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(page.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Keep what is a link, a picture, a style or an anchor."""
+        for name, value in attrs:
+            if name in ("href", "src") and value and (tag, value) != ("a", "#"):
+                self.links.append(value)
+            elif name == "id" and value:
+                self.anchors.add(value)
+
+
+def test_every_link_inside_the_site_leads_to_a_place(site: Path) -> None:
+    """To a file that is there, and to an anchor of it where one is named."""
+    pages = {path: Parsed(path) for path in site.rglob("*.html")}
+    assert len(pages) > 100
+    dead, tried = [], 0
+    for path, parsed in pages.items():
+        for link in parsed.links:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc or path.name == "search.html":
+                continue
+            target = path if not parts.path else (path.parent / unquote(parts.path)).resolve()
+            tried += 1
+            anchors = pages[target].anchors if target in pages else None
+            # The top of a page is there without an anchor.
+            wants = unquote(parts.fragment)
+            if not target.exists() or (wants and anchors is not None and wants not in anchors):
+                dead.append(f"{path.relative_to(site)}: {link}")
+    assert tried > 1000
+    assert sorted(set(dead)) == []
+
+
+def test_every_public_name_has_its_signature_on_the_site(site: Path) -> None:
+    """Each is an entry that search and links can lead to."""
+    anchors = Parsed(site / "reference" / "api.html").anchors
+    names = [name for name in ddpsafe.__all__ if not name.startswith("__")]
+    assert [name for name in names if f"ddpsafe.{name}" not in anchors] == []
+
+
+def test_every_name_in_a_public_signature_is_explained() -> None:
+    """`Unpack[LaunchFields]` helps no one who cannot look up LaunchFields."""
+    page = (DOCS / "reference" / "api.md").read_text(encoding="utf-8")
+    known = {*vars(builtins), *ddpsafe.__all__, *vars(importlib.import_module("typing"))}
+    known |= {
+        *vars(importlib.import_module("collections.abc")),
+        *vars(importlib.import_module("torch")),
+    }
+    known |= {"Path", "PathLike", "P", "R", "T", "M", "X", "Unpack", "Self", "TracebackType"}
+    unknown = set()
+    for name in ddpsafe.__all__:
+        if not inspect.isfunction(function := getattr(ddpsafe, name)):
+            continue
+        for each in inspect.signature(function).parameters.values():
+            tree = ast.parse(str(each.annotation), mode="eval")
+            used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+            unknown |= {word for word in used - known if f".. py:data:: {word}\n" not in page}
+    assert unknown == set()
+
+
+def test_site_shows_its_version_and_can_be_searched(site: Path) -> None:
+    """A reader knows which version a page is about; the index has the words of the pages."""
+    text = (site / "how-to" / "doctor.html").read_text(encoding="utf-8")
+    assert f"version {version('ddpsafe')}" in text
+    assert 'role="search"' in text
+    index = (site / "searchindex.js").read_text(encoding="utf-8")
+    assert all(word in index for word in ("torchrun", "gloo_socket_ifnam", "checkpoint"))
+
+
+def test_benchmark_pages_are_on_the_site(site: Path) -> None:
+    """With the pictures that they have."""
+    for page in sorted((DOCS / "benchmarks").glob("*.md")):
+        built = site / "benchmarks" / f"{page.stem}.html"
+        assert built.is_file()
+        pictures = re.findall(r"!\[[^]]*\]\(", page.read_text(encoding="utf-8"))
+        assert built.read_text(encoding="utf-8").count("<img") >= len(pictures)
+
+
+SEEN: Final = (
+    "index",
+    "guarantees",
+    "tutorial/first-run",
+    "how-to/doctor",
+    "how-to/porting",
+    "how-to/coming-from",
+    "reference/api",
+    "reference/config",
+    "reference/data",
+    "findings/index",
+    "findings/DS-MESH-036",
+    "explanation/faq",
+    "benchmarks/mesh",
+    "benchmarks/faults",
+)
+_CUT_TABLES: Final = """
+[...document.querySelectorAll('.table-wrapper')].filter(each => each.scrollWidth > each.clientWidth + 1)
+  .map(each => each.innerText.slice(0, 60))
+"""
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_pages_can_be_read_in_a_browser(site: Path, tmp_path: Path, *, dark: bool) -> None:
+    """Nothing is cut off at 1300 pixels, no text drowns in its background, nothing is missing."""
+    found = {}
+    with Browser() as browser:
+        for name in SEEN:
+            page = browser.open(site / f"{name}.html", width=1300, dark=dark)
+            found[name] = [
+                *page.overflow(),
+                *page.evaluate(_CUT_TABLES),
+                *page.poor_contrast(),
+                *page.complaints(),
+            ]
+            page.screenshot(tmp_path / f"{name.replace('/', '-')}.png")
+    assert {name: each for name, each in found.items() if each} == {}
+    assert len(list(tmp_path.glob("*.png"))) == len(SEEN)
