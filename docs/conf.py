@@ -13,7 +13,7 @@ exclude_patterns = ["_build"]
 nitpicky = False
 default_role = "py:obj"  # `name` in a docstring is a link where the name is documented
 
-myst_enable_extensions = ["colon_fence", "deflist"]
+myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 autodoc_typehints = "signature"

@@ -161,6 +161,13 @@ def test_pages_can_be_read_in_a_browser(site: Path, tmp_path: Path, *, dark: boo
                 *page.poor_contrast(),
                 *page.complaints(),
             ]
+            # Of two pictures, the one that fits is shown.
+            shown = "dark" if dark else "light"
+            for picture in page.evaluate(
+                "[...document.images].filter(e => e.offsetParent).map(e => e.src)"
+            ):
+                if picture.endswith(("-light.png", "-dark.png")) and f"-{shown}.png" not in picture:
+                    found[name].append(picture)
             page.screenshot(tmp_path / f"{name.replace('/', '-')}.png")
     assert {name: each for name, each in found.items() if each} == {}
     assert len(list(tmp_path.glob("*.png"))) == len(SEEN)
