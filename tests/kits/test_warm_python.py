@@ -19,6 +19,7 @@ FACTS = """
         return {
             "arguments": sys.argv,
             "main": {name: str(main.get(name)) for name in ("__name__", "__file__", "__spec__")},
+            "second name": sys.modules["__mp_main__"] is sys.modules["__main__"],
             "path": sys.path,
             "flags": str(sys.flags),
             "folder": os.getcwd(),

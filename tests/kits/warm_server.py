@@ -167,7 +167,8 @@ def be_main(arguments: Sequence[str], first_of_path: str) -> types.ModuleType:
     """Be the main module of an interpreter with these arguments."""
     module = types.ModuleType("__main__")
     vars(module).update(__builtins__=builtins, __annotations__={})
-    sys.modules["__main__"] = module
+    # Under the second name, which multiprocessing gives it, ranks send back the script's types.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
     sys.argv[:] = arguments
     sys.orig_argv[:] = [sys.executable, *arguments]
     sys.path[0] = first_of_path
