@@ -308,7 +308,7 @@ class Checkpointer:
                     lost += ["the metadata"] if plain and plain != saved.metadata else []
             else:
                 self._versions = _versions_of(state)
-        request = _save.Request(
+        request = _save.SaveRequest(
             ranks=ranks,
             place=place,
             snapshot=snapshot,
@@ -369,7 +369,7 @@ class Checkpointer:
         self.wait()
         check_names(state)
         restored = _restore.restore(
-            _restore.Request(
+            _restore.RestoreRequest(
                 ranks=self._ranks,
                 directory=self._directory,
                 state=state,

@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class RestoreRequest:
     """What is to be restored.
 
     Attributes:
@@ -107,7 +107,7 @@ class Loaded:
     left: dict[str, str] = field(default_factory=dict)
 
 
-def restore(request: Request) -> int | None:
+def restore(request: RestoreRequest) -> int | None:
     """Load the newest checkpoint that every rank can, or the one that was asked for.
 
     Returns:
@@ -160,7 +160,7 @@ def restore(request: Request) -> int | None:
     )
 
 
-def _common(request: Request, messages: dict[int, Message]) -> dict[str, Any]:
+def _common(request: RestoreRequest, messages: dict[int, Message]) -> dict[str, Any]:
     directory = request.directory
     for rank, message in messages.items():
         if message.facts["asked"] != request.step:
@@ -233,7 +233,7 @@ def _judge(directory: Path, step: int, messages: dict[int, Message]) -> dict[str
     return {"use": not problems, "problems": problems}
 
 
-def _load(request: Request, step: int) -> tuple[Loaded | None, Message]:
+def _load(request: RestoreRequest, step: int) -> tuple[Loaded | None, Message]:
     """Read a checkpoint and compare it with the objects; what fails is for rank 0 to judge."""
     ranks = request.ranks
     facts: dict[str, Any] = {"damage": None, "host": ranks.host}
@@ -376,7 +376,7 @@ def _map(descriptor: str, path: Path) -> Any:
         return torch.load(source, map_location="cpu", weights_only=True)
 
 
-def _apply_everywhere(request: Request, loaded: Loaded) -> None:
+def _apply_everywhere(request: RestoreRequest, loaded: Loaded) -> None:
     """Change the objects; when those of one rank refuse, every rank raises."""
     exchange = request.ranks.begin("restore()")
     try:
@@ -392,7 +392,7 @@ def _apply_everywhere(request: Request, loaded: Loaded) -> None:
         warn(f"restored step {loaded.manifest.step} in part; left as it was: {listed}{more}")
 
 
-def _set_aside(request: Request, newer: list[int], problems: list[str]) -> None:
+def _set_aside(request: RestoreRequest, newer: list[int], problems: list[str]) -> None:
     """Set aside what is newer than the checkpoint in use: damaged, not shared, or rolled back.
 
     The training comes to those steps again and saves them again.
@@ -424,7 +424,7 @@ def _absent(ranks: Ranks, absence: Absence) -> RestoreError:
 # How a checkpoint becomes the state of objects that have been compared with it.
 
 
-def _apply(request: Request, loaded: Loaded) -> None:
+def _apply(request: RestoreRequest, loaded: Loaded) -> None:
     """Give every object its saved state.
 
     Raises:

@@ -92,7 +92,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class SaveRequest:
     """One save, as a rank was asked for it.
 
     Attributes:
@@ -124,7 +124,7 @@ class Save:
         first: The exchange in which this rank sends what it saves; it has not sent yet.
     """
 
-    def __init__(self, request: Request, first: Exchange) -> None:
+    def __init__(self, request: SaveRequest, first: Exchange) -> None:
         self._request = request
         self._ranks = request.ranks
         self._step = request.step
@@ -344,7 +344,7 @@ def _no_space(directory: Path, step: int, needed: int, free: int, cause: str) ->
 
 def _write_files(
     folder: Path,
-    request: Request,
+    request: SaveRequest,
     parts: list[bytes],
     files: dict[str, FileFacts],
     shards: dict[str, ShardedTensor],

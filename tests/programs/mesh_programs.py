@@ -67,10 +67,10 @@ def choose_interface() -> None:
     """Choose an interface as a rank does, and print the variables that came of it."""
     from ddpsafe._clock import Deadline
     from ddpsafe._worker.join import network
-    from ddpsafe._worker.join.endpoint import Endpoint
+    from ddpsafe._worker.join.endpoint import StoreEndpoint
 
     asked = json.loads(sys.argv[2])
-    endpoint = Endpoint(host=asked["host"], port=29500, is_served=False, is_on_this_host=False)
+    endpoint = StoreEndpoint(host=asked["host"], port=29500, is_served=False, is_on_this_host=False)
     deadline = Deadline.after(timedelta(seconds=10))
     network.choose(asked["interface"], endpoint, deadline=deadline)
     print(json.dumps({k: v for k, v in os.environ.items() if k.endswith("_SOCKET_IFNAME")}))

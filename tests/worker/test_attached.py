@@ -18,7 +18,7 @@ from forked_ranks import by_hand, free_port
 
 import ddpsafe
 from ddpsafe._clock import Deadline
-from ddpsafe._worker.join.endpoint import Endpoint, find_endpoint
+from ddpsafe._worker.join.endpoint import StoreEndpoint, find_endpoint
 from ddpsafe._worker.join.store import agree_on_generation
 from ddpsafe._world import find_world
 
@@ -648,7 +648,7 @@ def test_impossible_master_port_is_refused(port: str) -> None:
         require_endpoint(by_hand(0, 2, 1) | {"MASTER_PORT": port})
 
 
-def require_endpoint(env: dict[str, str]) -> Endpoint:
+def require_endpoint(env: dict[str, str]) -> StoreEndpoint:
     """Return where the ranks of that environment meet."""
     world = find_world(env)
     assert world is not None

@@ -13,7 +13,7 @@ import torch.distributed
 from ddpsafe._clock import Deadline
 from ddpsafe._host import open_tcp_store
 from ddpsafe._worker.join import store
-from ddpsafe._worker.join.endpoint import Endpoint
+from ddpsafe._worker.join.endpoint import StoreEndpoint
 from ddpsafe._world import World
 
 
@@ -22,7 +22,7 @@ def _of_a_launch() -> None:
 
 
 def _of_ranks_of_another_launcher() -> None:
-    endpoint = Endpoint(host="127.0.0.1", port=0, is_served=False, is_on_this_host=True)
+    endpoint = StoreEndpoint(host="127.0.0.1", port=0, is_served=False, is_on_this_host=True)
     deadline = Deadline.after(timedelta(seconds=30))
     store._connect(endpoint, World.alone(), deadline, serves=True)
 

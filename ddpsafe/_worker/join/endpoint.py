@@ -145,7 +145,7 @@ _LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
+class StoreEndpoint:
     """Where the store is.
 
     Attributes:
@@ -166,7 +166,7 @@ class Endpoint:
         return show_endpoint(self.host, self.port)
 
 
-def find_endpoint(world: World, env: Mapping[str, str]) -> Endpoint:
+def find_endpoint(world: World, env: Mapping[str, str]) -> StoreEndpoint:
     """Find where to meet: from MASTER_ADDR and MASTER_PORT, else from the launcher's variables.
 
     Raises:
@@ -192,7 +192,7 @@ def find_endpoint(world: World, env: Mapping[str, str]) -> Endpoint:
         cause = "a typing error; ports end at 65535."
         raise ConfigError(Explanation(what, cause=cause, fix="use a free port from 1024 to 65535."))
     told = world.nnodes == 1 and world.started_by != "environment"
-    return Endpoint(
+    return StoreEndpoint(
         host=host,
         port=port,
         is_served=is_served,

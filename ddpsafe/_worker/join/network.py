@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ddpsafe._config import LaunchConfig
-    from ddpsafe._worker.join.endpoint import Endpoint
+    from ddpsafe._worker.join.endpoint import StoreEndpoint
     from ddpsafe._worker.store_sync import Control, Keys
     from ddpsafe._world import World
 
@@ -36,7 +36,7 @@ def prefer(variables: Mapping[str, str]) -> None:
     environment.borrow({name: text for name, text in variables.items() if name not in os.environ})
 
 
-def choose(asked: str | None, endpoint: Endpoint, *, deadline: Deadline) -> None:
+def choose(asked: str | None, endpoint: StoreEndpoint, *, deadline: Deadline) -> None:
     """Keep gloo, NCCL and TensorPipe on one interface, as far as the user has not said otherwise.
 
     Args:
@@ -66,7 +66,7 @@ def _require(name: str) -> str:
     raise ConfigError(Explanation(what, cause=cause, fix=fix))
 
 
-def _find_way(endpoint: Endpoint, deadline: Deadline) -> str | None:
+def _find_way(endpoint: StoreEndpoint, deadline: Deadline) -> str | None:
     lookup = BoundedCall(
         lambda: socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM),
         name="ddpsafe-resolve",
@@ -87,13 +87,13 @@ _KEY: Final = "preflight"
 _EXAMINATION: Final = timedelta(seconds=45)
 """How long the examination may take once all nodes have come: dialling, judging, and slack."""
 
-_examined: set[Endpoint] = set()
+_examined: set[StoreEndpoint] = set()
 
 
 def require_connected_nodes(
     config: LaunchConfig,
     world: World,
-    endpoint: Endpoint,
+    endpoint: StoreEndpoint,
     board: Keys,
     control: Control,
     *,
@@ -156,7 +156,7 @@ def _explanation_of(error: BaseException) -> Explanation:
 def _examine(
     config: LaunchConfig,
     world: World,
-    endpoint: Endpoint,
+    endpoint: StoreEndpoint,
     board: Keys,
     *,
     backend: str,

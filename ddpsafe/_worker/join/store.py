@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store, TCPStore
 
-    from ddpsafe._worker.join.endpoint import Endpoint
+    from ddpsafe._worker.join.endpoint import StoreEndpoint
     from ddpsafe._worker.store_sync import Keys
     from ddpsafe._world import World
 
@@ -98,8 +98,8 @@ _NAME_WAIT: Final = timedelta(seconds=10)
 _FINGERPRINT: Final = "ddpsafe/secret"
 
 _groups = itertools.count()
-_generations: dict[Endpoint, str] = {}
-_stores: dict[tuple[Endpoint, int, int], TCPStore] = {}
+_generations: dict[StoreEndpoint, str] = {}
+_stores: dict[tuple[StoreEndpoint, int, int], TCPStore] = {}
 
 
 class Stores(NamedTuple):
@@ -117,7 +117,7 @@ class Stores(NamedTuple):
 
 
 def open_stores(
-    endpoint: Endpoint, world: World, env: Mapping[str, str], *, deadline: Deadline
+    endpoint: StoreEndpoint, world: World, env: Mapping[str, str], *, deadline: Deadline
 ) -> Stores:
     """Connect to the job's store, serving it where this is rank 0's task.
 
@@ -182,7 +182,11 @@ def _keys(client: TCPStore, prefix: str, secret: bytes | None) -> Keys:
 
 
 def _compare_secrets(
-    endpoint: Endpoint, client: TCPStore, world: World, secret: bytes | None, deadline: Deadline
+    endpoint: StoreEndpoint,
+    client: TCPStore,
+    world: World,
+    secret: bytes | None,
+    deadline: Deadline,
 ) -> None:
     """Let no rank wait until the deadline for messages that it would not believe.
 
@@ -200,12 +204,12 @@ def _compare_secrets(
     require_same_secret(theirs, secret, str(endpoint), world)
 
 
-def has_met(endpoint: Endpoint) -> bool:
+def has_met(endpoint: StoreEndpoint) -> bool:
     """Tell whether this process has connected to the store there before."""
     return any(where == endpoint for where, _, _ in _stores)
 
 
-def require_name(endpoint: Endpoint, world: World, *, deadline: Deadline) -> None:
+def require_name(endpoint: StoreEndpoint, world: World, *, deadline: Deadline) -> None:
     """Wait until the host's name resolves; a resolver without a server may hang for ever.
 
     Raises:
@@ -229,7 +233,7 @@ def require_name(endpoint: Endpoint, world: World, *, deadline: Deadline) -> Non
 
 
 def _connection(
-    endpoint: Endpoint, world: World, deadline: Deadline, *, serves: bool, line: int
+    endpoint: StoreEndpoint, world: World, deadline: Deadline, *, serves: bool, line: int
 ) -> TCPStore:
     key = (endpoint, world.world_size, line)
     if key not in _stores:
@@ -252,7 +256,9 @@ def _connection(
     return _stores[key]
 
 
-def _connect(endpoint: Endpoint, world: World, deadline: Deadline, *, serves: bool) -> TCPStore:
+def _connect(
+    endpoint: StoreEndpoint, world: World, deadline: Deadline, *, serves: bool
+) -> TCPStore:
     """Make the store in bounded time: torch's handshake with a stranger has no timeout."""
     timeout = timedelta(seconds=max(1.0, min(deadline.remaining_s(), _LONGEST_S)))
     with _listen(endpoint, world) if serves else contextlib.nullcontext() as listener:
@@ -282,7 +288,7 @@ def _connect(endpoint: Endpoint, world: World, deadline: Deadline, *, serves: bo
         raise _nobody_serves(endpoint, world, reason, deadline)
 
 
-def _listen(endpoint: Endpoint, world: World) -> socket.socket:
+def _listen(endpoint: StoreEndpoint, world: World) -> socket.socket:
     """Take the port; on one node only at the address of MASTER_ADDR, not on every interface."""
     try:
         if not endpoint.is_on_this_host:
@@ -301,12 +307,14 @@ def _listen(endpoint: Endpoint, world: World) -> socket.socket:
         raise _cannot_serve(endpoint, world, exc) from exc
 
 
-def _probe(endpoint: Endpoint, deadline: Deadline) -> None:
+def _probe(endpoint: StoreEndpoint, deadline: Deadline) -> None:
     wait_s = max(0.05, min(_PROBE_S, deadline.remaining_s()))
     socket.create_connection((endpoint.host, endpoint.port), timeout=wait_s).close()
 
 
-def _unresolved(endpoint: Endpoint, world: World, why: str, deadline: Deadline) -> PreflightError:
+def _unresolved(
+    endpoint: StoreEndpoint, world: World, why: str, deadline: Deadline
+) -> PreflightError:
     here = socket.gethostname()
     what = f"{world} on {here} cannot resolve {endpoint.host} after {deadline.waited_s():.1f} s: "
     cause = "MASTER_ADDR is misspelled, or this host's DNS and /etc/hosts do not know the name."
@@ -315,7 +323,7 @@ def _unresolved(endpoint: Endpoint, world: World, why: str, deadline: Deadline) 
 
 
 def _nobody_serves(
-    endpoint: Endpoint, world: World, why: str, deadline: Deadline
+    endpoint: StoreEndpoint, world: World, why: str, deadline: Deadline
 ) -> RendezvousTimeoutError:
     waited_s = deadline.waited_s()
     here = socket.gethostname()
@@ -330,7 +338,7 @@ def _nobody_serves(
     )
 
 
-def _cannot_serve(endpoint: Endpoint, world: World, exc: OSError) -> PreflightError:
+def _cannot_serve(endpoint: StoreEndpoint, world: World, exc: OSError) -> PreflightError:
     if exc.errno == errno.EADDRINUSE:
         what = f"{world} cannot serve the store at {endpoint}: the port is taken{_owner(endpoint)}."
         cause = "another job on this host uses the same MASTER_PORT, or a former one still runs."
@@ -343,7 +351,7 @@ def _cannot_serve(endpoint: Endpoint, world: World, exc: OSError) -> PreflightEr
 
 
 def _cannot_reach_itself(
-    endpoint: Endpoint, world: World, why: str, deadline: Deadline
+    endpoint: StoreEndpoint, world: World, why: str, deadline: Deadline
 ) -> PreflightError:
     here = socket.gethostname()
     what = (
@@ -355,7 +363,7 @@ def _cannot_reach_itself(
     return PreflightError(Explanation(what, cause=cause, fix=fix), kind="startup-network")
 
 
-def _owner(endpoint: Endpoint) -> str:
+def _owner(endpoint: StoreEndpoint) -> str:
     """Name the process that listens on a port, where we may see it."""
     try:
         for connection in psutil.net_connections("tcp"):
