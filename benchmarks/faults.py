@@ -437,7 +437,7 @@ def wait_once(contestant: str, name: str) -> Wait:
             end(process, mark)
 
 
-HANG_LIMIT_S: Final = 60
+HANG_LIMIT_S: Final = 50
 WAITING_CONTESTANTS: Final = ("mp.spawn", "torchrun", "ddpsafe")
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import socket
+import threading
 from typing import TYPE_CHECKING
 
 import live_programs as programs
 import pytest
 from fault_kit import World
 
-from ddpsafe._launcher.watch.status import SOCKET
+from ddpsafe._launcher.watch.status import SOCKET, StatusSocket, answer
 from ddpsafe.cli import main
 
 if TYPE_CHECKING:
@@ -75,3 +78,58 @@ def test_what_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["status", str(tmp_path / "none")]) == 1
     assert capsys.readouterr().out.startswith("there is no directory ")
     assert main(["status", str(tmp_path), "--all"]) == 2
+
+
+def facts() -> dict[str, object]:
+    """Return what a launcher of one rank, this process, answers."""
+    rank = {
+        "rank": 0,
+        "local_rank": 0,
+        "hostname": "host",
+        "pid": os.getpid(),
+        "phase": "running",
+        "state": "sleeping",
+        "answered": True,
+        "steps": 7,
+        "steps_per_s": 2.0,
+        "saves": 0,
+        "last_step_s": 0.2,
+        "collective": None,
+        "where": "train.py:11 in train",
+        "in_collective": False,
+        "threads": [],
+        "loader_workers": [],
+    }
+    return {
+        "schema": 1,
+        "pid": os.getpid(),
+        "attempt": 1,
+        "world_size": 1,
+        "longest_step_s": 0.5,
+        "stragglers": [{"text": "all others waited for rank 3 14 % of the time"}],
+        "ranks": [rank],
+    }
+
+
+def test_watching_shows_it_again_until_the_launch_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every second, with who makes the others wait below the table; then how it ended."""
+    listener = StatusSocket(tmp_path)
+
+    def be_the_launcher() -> None:
+        for _ in range(2):
+            select.select(listener.handles(), [], [], 30)
+            request = listener.accept()
+            assert request is not None
+            answer(request[0], facts() | {"run_dir": str(tmp_path)})
+        listener.close()
+
+    launcher = threading.Thread(target=be_the_launcher)
+    launcher.start()
+    assert main(["status", str(tmp_path), "--watch"]) == 1
+    launcher.join()
+    said = capsys.readouterr().out
+    assert said.count("train.py:11 in train") == 2
+    assert said.count("all others waited for rank 3 14 % of the time\n") == 2
+    assert said.endswith(f"no launch is running in {tmp_path}\n")
