@@ -245,8 +245,10 @@ class LogReader:
     def _read_line(
         self, number: int, line: str, shape: bytes, grams: Collection[str] | None
     ) -> None:
-        line = _ANSI.sub("", line).rstrip()
-        said = _HEDGE.sub("", _PREFIX.sub("", line))
+        line = (line if line.isprintable() else _ANSI.sub("", line)).rstrip()
+        said = _PREFIX.sub("", line)
+        if "root causes" in said:
+            said = _HEDGE.sub("", said)
         rank = _rank_of(line)
         frame = _FRAME.match(said)
         if frame is not None:
