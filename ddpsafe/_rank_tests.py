@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 COLLECTION_VARIABLE: Final = "DDPSAFE_TESTING_COLLECTION"
 """Where the fork server finds the file of its `Collection`."""
 
-RANK_PLUGIN: Final = "ddpsafe-rank"
-"""Name of the plugin by which a session knows that it is a rank's."""
-
 # They act on a session or on a terminal, of which the caller has the real one; what they define
 # (options, markers) stays known.
 _OF_CALLER: Final = (
@@ -219,8 +216,11 @@ def _collect(file: str) -> _Collected:
     for name in _OF_CALLER:
         if config.pluginmanager.has_plugin(name):
             config.pluginmanager.unregister(name=name)
+    # Late: pytest rewrites assertions of a plugin that it is the first to import.
+    from ddpsafe.testing import _RANK_PLUGIN
+
     rank = _Rank(config)
-    config.pluginmanager.register(rank, RANK_PLUGIN)
+    config.pluginmanager.register(rank, _RANK_PLUGIN)
     session = pytest.Session.from_config(config)
     config.hook.pytest_sessionstart(session=session)
     config.hook.pytest_collection(session=session)

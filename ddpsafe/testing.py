@@ -51,7 +51,7 @@ _MARKER: Final = (
 _TIMEOUT_S: Final = 120.0
 _DAY_S: Final = 86_400.0  # while a debugger waits for input
 _PARAMETERS: Final = {"nproc": "ddp_nproc", "backend": "ddp_backend"}
-_RANK_PLUGIN: Final = "ddpsafe-rank"
+_RANK_PLUGIN: Final = "ddpsafe-rank"  # by which a session knows that it is a rank's
 _MAX_OUTPUT_CHARS: Final = 100_000
 
 _outcome_key: Final = pytest.StashKey["_Outcome"]()
@@ -81,10 +81,11 @@ class _Call:
 
 @dataclass(slots=True)
 class _Outcome:
-    """What became of one test."""
+    """What became of one test; `found` is the report that stands for it, see `find_report`."""
 
     world_size: int
     error: BaseException | None = None
+    found: tuple[int, pytest.TestReport] | None = None
     told: dict[int, dict[str, Any]] = field(default_factory=dict)
     output: list[tuple[str, str]] = field(default_factory=list)
 
@@ -163,13 +164,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         for rank, told in outcome.told.items()
         if any(each["outcome"] == "skipped" and "wasxfail" not in each for each in told["reports"])
     }
-    if outcome.error is not None and outcome.find_report(config) is None:
+    outcome.found = outcome.find_report(config)
+    if outcome.error is not None and outcome.found is None:
         raise outcome.error  # a crash or a hang: the launch's own words
     if outcome.error is None and skipped and len(skipped) < call.nproc:
         from ddpsafe._errors import ranks_text
 
         words = f"{ranks_text(sorted(skipped))} (world_size {call.nproc}) skipped the test, the others ran it"
-        outcome.error = pytest.fail.Exception(words, pytrace=False)
+        outcome.error, outcome.found = pytest.fail.Exception(words, pytrace=False), None
         raise outcome.error
     return True
 
@@ -183,8 +185,7 @@ def pytest_runtest_makereport(
     outcome = item.stash.get(_outcome_key, None)
     if call.when != "call" or outcome is None:
         return report
-    found = outcome.find_report(item.config)
-    if found is None:
+    if outcome.found is None:
         if outcome.error is not None and call.excinfo is not None and report.failed:
             from ddpsafe import AttemptTimeoutError
 
@@ -196,7 +197,7 @@ def pytest_runtest_makereport(
                 )
         report.sections += outcome.output
         return report
-    rank, theirs = found
+    rank, theirs = outcome.found
     theirs.when, theirs.duration = "call", report.duration
     theirs.sections = [(f"{name} of rank {rank}", text) for name, text in theirs.sections]
     theirs.sections += outcome.output

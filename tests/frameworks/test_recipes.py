@@ -74,6 +74,8 @@ def test_recipe_runs_in_two_ranks(tmp_path: Path, recipe: Recipe) -> None:
         timeout=LIMIT_S,
         check=False,
     )
+    if recipe.name == "rays.py" and "timed out during startup" in done.stderr:
+        pytest.skip("Ray itself did not start within its 30 s on this machine")
     assert done.returncode == 0, done.stderr[-3000:]
     steps = dict(re.findall(r"rank (\d) of 2 steps (\d+)", done.stdout))
     assert sorted(steps) == ["0", "1"], done.stdout
