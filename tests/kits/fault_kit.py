@@ -301,7 +301,7 @@ class Started:
 
     def wait_until_up(self, ranks: int = 2) -> None:
         """Wait until each rank has its children, and is where it is meant to be."""
-        scripts.wait_until(lambda: self._is_up(ranks), otherwise=self.errors, within_s=60)
+        scripts.wait_until(lambda: self._is_up(ranks), otherwise=self.errors)
 
     def _is_up(self, ranks: int) -> bool:
         assert self._process.poll() is None, f"it ended: {self.errors()}"

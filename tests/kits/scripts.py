@@ -184,7 +184,10 @@ def clean_environment() -> dict[str, str]:
 
 
 def wait_until(
-    condition: Callable[[], object], *, otherwise: Callable[[], object] = str, within_s: float = 60
+    condition: Callable[[], object],
+    *,
+    otherwise: Callable[[], object] = str,
+    within_s: float = LIMIT_S,
 ) -> None:
     """Look again and again until `condition` holds; fail with `otherwise` when it never does."""
     ends_s = time.monotonic() + within_s
