@@ -158,7 +158,7 @@ SHELL: Final = re.compile(r"^```(?:console|sh|bash)\n(.*?)^```$", re.MULTILINE |
 
 
 def commands_of(page: Path) -> list[list[str]]:
-    """Return the commands of a page, by words, without prompts, variables, pipes and comments."""
+    """Return the commands of a page, by words, without prompts, variables, pipes, files and comments."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     lines = [line for block in SHELL.findall(text) for line in block.splitlines()]
     found = []
@@ -168,6 +168,8 @@ def commands_of(page: Path) -> list[list[str]]:
                 words = shlex.split(part, comments=True)
             except ValueError:
                 continue  # one line of a longer construct of the shell
+            if ">" in words:
+                del words[words.index(">") :]
             while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
                 del words[0]
             found.append(words)
