@@ -234,7 +234,6 @@ HANGS: Final = {
     "skipped collective": 5.0,
     "rank-dependent branch": 5.0,
     "deadlock over two groups": 5.0,
-    "DataLoader worker that hangs": 45.0,
     "SIGSTOP": 5.0,
 }
 """What keeps the others waiting, and after how many seconds ddpsafe promises to have named it: what is
@@ -418,8 +417,9 @@ def wait_once(contestant: str, name: str) -> Wait:
                 start_new_session=True,
             )
         try:
+            gives_up_s = time.monotonic() + 3 * HANG_LIMIT_S
             while not struck.exists() or not struck.read_text():
-                if process.poll() is not None:
+                if process.poll() is not None or time.monotonic() > gives_up_s:
                     raise EndedTooEarlyError(output.read_text(errors="replace"))
                 time.sleep(0.05)
             began_s, named_s, line = float(struck.read_text()), None, ""
