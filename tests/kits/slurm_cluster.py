@@ -120,6 +120,8 @@ class Node:
 
     def close(self) -> None:
         """End everything in it."""
+        if self._holder.returncode is not None:
+            return  # by `Cluster.power_off`
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.first_pid, signal.SIGKILL)
         self._holder.communicate(timeout=_LIMIT_S)
@@ -145,6 +147,7 @@ class Cluster:
         names = [f"n{number}" for number in range(self.size)]
         switch = Node("switch", "ip link add br0 type bridge && ip link set br0 up")
         stack.callback(switch.close)
+        self._switch = switch
         stack.callback(self._reap)
         for number, name in enumerate(names):
             node = Node(name, f"mount --bind {self.folder}/hosts /etc/hosts")
@@ -276,6 +279,14 @@ class Cluster:
         while self.run("squeue", "-h"):
             self.run("scancel", "--user=root", "--signal=KILL", "--full")
             self.run("scancel", "--user=root")
+
+    def power_off(self, number: int) -> None:
+        """Let a node vanish: no packet leaves it any more, then every process is gone."""
+        link = ["ip", "link", "set", f"to-n{number}", "down"]
+        subprocess.run(
+            [*self._switch.inside(*link)], check=True, env={**os.environ, "PATH": _SEARCHED}
+        )
+        self._nodes[number].close()
 
     def logs(self) -> str:
         """Return the ends of what the daemons have written."""

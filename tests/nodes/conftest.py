@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -26,6 +29,8 @@ def own_network() -> Iterator[Network]:
     require(find_obstacle())
     with Network(3) as hosts:
         yield hosts
+    for left in Path(tempfile.gettempdir()).glob("ddpsafe-*"):
+        shutil.rmtree(left)  # of the host without power: its disk is this one here
 
 
 @pytest.fixture(autouse=True)

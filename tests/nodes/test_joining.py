@@ -161,6 +161,7 @@ def _refusals(said: list[dict[str, Any]], errors: list[str]) -> None:
     assert said[0]["another secret"]["values"] == {"0": 0}
     assert said[2]["another secret"]["values"] == {"1": 1}
     assert "calls its host 'h1' was refused" in errors[0]
+    assert "the secret of this job is derived from its endpoint and id" in errors[0]
     surplus = "has its 2 nodes already: h0 and h1; h2 is one more"
     (third,) = _require(said, (2,), "one too many", "PreflightError", surplus)
     require_in_time(third["at"] - third["began"], 5.0, "one too many")
@@ -196,6 +197,30 @@ def _endpoints(said: list[dict[str, Any]], errors: list[str]) -> None:
         for each in _require(said, (0, 1), case, "PreflightError", "is not a launcher"):
             assert each["kind"] == "port"
             require_in_time(each["at"] - each["began"], 12.0, case)
+
+
+EARLY_ENDS: Final = [
+    ("joined", "RendezvousTimeoutError", "node 2 of 3 ('h2') joined, and then said nothing more"),
+    ("introduced", "NodeLostError", "it joined, and opened no control channel to 10.77.0.1:"),
+]
+
+
+@needs_hosts
+@pytest.mark.parametrize(("when", "error", "words"), EARLY_ENDS)
+def test_a_launcher_that_ends_before_it_has_started_ranks_is_named(
+    network: Network, tmp_path: Path, when: str, error: str, words: str
+) -> None:
+    """By the others, after ``timeouts.rendezvous``; and node 0 by those that wait for its plan."""
+    fields = {"timeouts": {"rendezvous": 4}}
+    cases = [
+        Case(name="another node", fields=fields, leaves={2: when}),
+        Case(name="node 0", fields={**fields, "nnodes": 2}, leaves={0: "joined"}, nodes=(0, 1)),
+    ]
+    said = finish_job(network, cases, start_job(network, cases, tmp_path, nproc=(1, 1, 1)))
+    found = _require(said, (0, 1), "another node", error, words)
+    require_the_same(found)
+    (left,) = _require(said, (1,), "node 0", "RendezvousTimeoutError", "h1 has lost the store")
+    require_in_time(left["at"] - left["began"], 8.0, "node 0 is named")
 
 
 CLOCK: Final = """

@@ -135,7 +135,32 @@ def describe(error: ddpsafe.DDPSafeError) -> dict[str, Any]:
         "attempt": getattr(error, "attempt", None),
         "details": list(error.explanation.details),
         "values": getattr(error, "values", None),
+        "whole": str(error),
     }
+
+
+def leave(when: str, said: dict[str, Any], fields: dict[str, Any]) -> None:
+    """Be a launcher that ends before it starts anything: once it has joined, or was introduced."""
+    from datetime import timedelta
+
+    from ddpsafe._clock import Deadline
+    from ddpsafe._config import LaunchConfig
+    from ddpsafe._launcher.nodes.rendezvous import Rendezvous
+    from ddpsafe._launcher.nodes.rounds import settings_of
+    from ddpsafe._launcher.plan import make_plan
+    from ddpsafe._launcher.watch.signals import open_inbox
+
+    plan = make_plan(LaunchConfig.resolve(**fields), style="launch")
+    with open_inbox() as inbox:
+        node = Rendezvous(plan.config, inbox, settings=settings_of(plan), nproc=plan.nproc)
+        node.open()
+        seat = node.join()
+        assert seat is not None
+        if when == "introduced":
+            node.introduce(seat, Deadline.after(timedelta(seconds=5)))
+            time.sleep(1)  # node 0 has read it by then
+    print(json.dumps(said), flush=True)
+    os._exit(0)
 
 
 def main(folder: Path, endpoint: str, cases: list[dict[str, Any]]) -> None:
@@ -153,6 +178,8 @@ def main(folder: Path, endpoint: str, cases: list[dict[str, Any]]) -> None:
         meets = {"endpoint": f"{host}:{int(port) + number}", "join": 60}
         fields = {"rendezvous": {**meets, **case["fields"].pop("rendezvous", {})}}
         said["began"] = time.time()
+        if case["leaves"]:
+            leave(case["leaves"], said, {**fields, **case["fields"]})
         if "retry" in case["fields"]:  # JSON has no types
             on = [
                 {"ValueError": ValueError}.get(each, each) for each in case["fields"]["retry"]["on"]

@@ -321,3 +321,34 @@ def test_the_template_requeues_a_job_that_was_asked_to_stop(slurm: Cluster, tmp_
     assert {each["last"] for each in first} == {each["first"] for each in second}
     logs = tmp_path / "runs" / str(job)
     assert sorted(path.name.rpartition("-")[2] for path in logs.glob("node-*")) == ["n0", "n1"]
+
+
+def launchers(folder: Path, call: str, *options: str) -> list[str]:
+    """Write a script for ``ddpsafe run`` that runs one of the stop programs; return the command."""
+    source = f"""
+        from pathlib import Path
+        import ddpsafe
+        import stop_programs as programs
+
+        if __name__ == "__main__":
+            folder = Path({str(folder)!r})
+            ddpsafe.launch(programs.{call})
+    """
+    script = scripts.write(folder, "script.py", source)
+    run = [sys.executable, "-m", "ddpsafe", "run", "--nproc-per-node=1", f"--run-dir={folder}/run"]
+    return [*run, *options, str(script)]
+
+
+STEP: Final = ("srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=0")
+
+
+def test_a_job_of_launchers_that_is_cancelled_saves_on_every_node(
+    slurm: Cluster, tmp_path: Path
+) -> None:
+    """``scancel`` is SIGTERM to the launchers of all nodes at once: still one request, one step."""
+    command = [*STEP, *launchers(tmp_path, "train_in_step, (folder,)")]
+    job = slurm.submit(tmp_path, shlex.join(command), "-N2", "--ntasks-per-node=1")
+    await_ranks(tmp_path, 2)
+    slurm.run("scancel", str(job))
+    slurm.await_end(job, "CANCELLED")
+    require_saved(tmp_path, 2)

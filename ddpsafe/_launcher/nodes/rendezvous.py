@@ -238,6 +238,8 @@ def make_sealed_backend(
             return None if found is None else (self._see(found[0]), found[1])
 
         def set_state(self, state: bytes, token: Any = None) -> Any:
+            if self.cancelled and self.state is not None:
+                return *self.get_state(), False
             self._require_not_cancelled()
             written = times.written(_CheckedUnpickler(io.BytesIO(state)).load())
             found = inner.set_state(seal.close("state", pickle.dumps(written)), token)
@@ -599,7 +601,7 @@ class Rendezvous:
             f"{here} found no store of this job at {self._endpoint} within {waited_s:.1f} s: {why}."
         )
         cause = "the node of the endpoint has not started its launcher, or has lost it."
-        if self._present:
+        if self._store is not None:
             what = f"{here} has lost the store of this job at {self._endpoint}: {why}."
             cause = "the launcher of node 0 has ended, or its host has lost power or network."
         host, port = self._endpoint.host, self._endpoint.port
@@ -644,6 +646,7 @@ class Rendezvous:
                 self.dismiss(error)
             raise error from exc
         self._joined += 1
+        self._note_members()
         board = Board(info.store, self._seal, self)
         return Seat(node_rank=info.rank, nnodes=info.world_size, board=board)
 
@@ -707,6 +710,9 @@ class Rendezvous:
             if over is not None:
                 self._root.count(_HEARD, 1)
                 raise error_of(over)
+        self._note_members()
+
+    def _note_members(self) -> None:
         members = self._members()
         if members != {(label_of(each), each.pid) for each in self._present}:
             self._present = [

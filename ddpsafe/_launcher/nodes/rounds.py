@@ -107,7 +107,7 @@ class NodeLaunch:
         """
         with open_inbox() as inbox:
             rendezvous = Rendezvous(
-                self._plan.config, inbox, settings=_settings(self._plan), nproc=self._plan.nproc
+                self._plan.config, inbox, settings=settings_of(self._plan), nproc=self._plan.nproc
             )
             try:
                 rendezvous.open()
@@ -321,7 +321,8 @@ class NodeLaunch:
             self._calls.change(obeyed.error)
 
     def _read_plan(self, rendezvous: Rendezvous, seat: Seat) -> RoundPlan:
-        deadline = Deadline.after(self._plan.config.timeouts.rendezvous)
+        # Node 0 gives up first, and says why: it knows who is missing.
+        deadline = Deadline.after(self._plan.config.timeouts.rendezvous + _REFUSAL_READ)
         rendezvous.introduce(seat, deadline)
         for pause_s in deadline.pauses_s():
             if (plan := seat.board.find(_PLAN, RoundPlan)) is not None:
@@ -377,7 +378,7 @@ class NodeLaunch:
             channel.close()
 
 
-def _settings(plan: LaunchPlan) -> dict[str, str]:
+def settings_of(plan: LaunchPlan) -> dict[str, str]:
     """Return what has to be the same on all nodes; their numbers of ranks may differ."""
     import torch
 

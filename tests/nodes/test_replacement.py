@@ -1,0 +1,148 @@
+"""A node is lost, or one more comes: who goes on, with whom, and from which checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+import scripts
+from nodes_kit import (
+    Case,
+    Launcher,
+    finish_job,
+    require_in_time,
+    require_nothing_left,
+    require_the_same,
+    start_job,
+    start_node,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from hosts import Network
+
+pytestmark = pytest.mark.root
+
+AGAIN: Final = 75
+RETRY: Final[dict[str, Any]] = {
+    "attempts": 3,
+    "on": ["peer-lost", "killed"],
+    "backoff_initial": 0,
+    "jitter": 0,
+}
+ENDPOINT: Final = "h0:28700"
+
+
+def await_ranks(folder: Path, name: str, ranks: int, launchers: list[Launcher]) -> None:
+    """Wait until so many ranks train."""
+    scripts.wait_until(
+        lambda: len(list(folder.glob(f"running-{name}-*"))) >= ranks,
+        otherwise=lambda: [launcher.err[-1500:] for launcher in launchers],
+        within_s=120,
+    )
+
+
+def test_a_replacement_goes_on_where_the_lost_node_was(
+    own_network: Network, tmp_path: Path
+) -> None:
+    """Its ranks are in the attempt of the others, and all resume from the same checkpoint."""
+    case = Case(name="two", what="resume", fields={"nnodes": 2, "retry": RETRY})
+    launchers = [
+        start_node(own_network, node, [case], tmp_path, (1, 1), ENDPOINT) for node in (0, 1)
+    ]
+    await_ranks(tmp_path, "two-1", 2, launchers)
+    own_network[1].power_off()
+    off_s = time.time()
+    third = start_node(own_network, 2, [case], tmp_path, (1, 1, 1), ENDPOINT)
+    await_ranks(tmp_path, "two-2", 2, [launchers[0], third])
+    require_in_time(time.time() - off_s, 25.0, "the next attempt trains")
+    (first,), (other,) = (
+        each["two"]["values"].values()
+        for each in finish_job(own_network, [case], [launchers[0], third], besides=[1])
+    )
+    assert first == other
+    assert (first["attempt"], first["of"]) == (2, 2)
+    assert first["first"] >= 3
+
+
+def test_the_others_go_on_without_a_lost_node_and_take_in_one_more(
+    own_network: Network, tmp_path: Path
+) -> None:
+    """With ``min_nodes`` two of three go on; a node that comes while they train waits for a failure."""
+    rendezvous = {"min_nodes": 2, "last_call": 3}
+    fields = {"nnodes": 3, "retry": RETRY, "rendezvous": rendezvous}
+    case = Case(name="more", what="resume", fields=fields)
+    nproc = (1, 1, 1)
+    launchers = [
+        start_node(own_network, node, [case], tmp_path, nproc, ENDPOINT) for node in (0, 1)
+    ]
+    await_ranks(tmp_path, "more-1", 2, launchers)
+    launchers.append(start_node(own_network, 2, [case], tmp_path, nproc, ENDPOINT))
+    scripts.wait_until(
+        lambda: "h2 waits, and joins at the next failure" in launchers[2].err,
+        otherwise=lambda: launchers[2].err,
+    )
+    assert not list(tmp_path.glob("running-more-2-*"))
+    own_network[1].power_off()
+    await_ranks(tmp_path, "more-2", 2, launchers)
+    found = finish_job(own_network, [case], [launchers[0], launchers[2]], besides=[1])
+    for (value,) in (each["more"]["values"].values() for each in found):
+        assert (value["attempt"], value["of"]) == (2, 2)
+        assert value["first"] >= 3
+
+
+def test_a_node_that_waits_in_case_another_is_lost_ends_well_with_the_job(
+    network: Network, tmp_path: Path
+) -> None:
+    """It never had a rank: its launch returns nothing, and raises nothing."""
+    fields = {"nnodes": 2, "retry": RETRY}
+    case = Case(
+        name="spare",
+        what="held",
+        fields=fields,
+        after={2: "running-spare-1-1"},
+    )
+    launchers = start_job(network, [case], tmp_path, nproc=(1, 1, 1))
+    scripts.wait_until(
+        lambda: "h2 waits, and joins" in launchers[2].err,
+        otherwise=lambda: [each.err[-1500:] for each in launchers],
+        within_s=120,
+    )
+    (tmp_path / "release-spare").touch()
+    found = finish_job(network, [case], launchers)
+    assert [each["spare"]["values"] for each in found] == [{"0": 0}, {"1": 1}, {}]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_launcher_that_is_preempted_stops_all_ranks_at_one_step(
+    network: Network, tmp_path: Path, victim: int
+) -> None:
+    """SIGTERM to any of them: every rank of every node saves the same step, all ask to be started again.
+
+    The next start of the job goes on from there.
+    """
+    fields = {"timeouts": {"collective": 60, "grace": 3}}
+    cases = [Case(name="job", what="resume", fields=fields)]
+    launchers = start_job(network, cases, tmp_path, nproc=(2, 2))
+    await_ranks(tmp_path, "job-1", 4, launchers)
+    os.kill(launchers[victim].pid, signal.SIGTERM)
+    sent_s = time.time()
+    said = [each["job"] for each in finish_job(network, cases, launchers)]
+    require_the_same(said)
+    assert (said[0]["error"], said[0]["code"]) == ("PreemptedError", AGAIN)
+    for each in said:
+        require_in_time(each["at"] - sent_s, 5.0, "all have stopped")
+    values = {rank: value for each in said for rank, value in each["values"].items()}
+    assert sorted(values) == ["0", "1", "2", "3"]
+    (stopped,) = {value["last"] for value in values.values()}
+
+    launchers = start_job(network, cases, tmp_path, nproc=(2, 2))
+    for each in finish_job(network, cases, launchers):
+        assert each["job"].get("error") is None, each
+        for value in each["job"]["values"].values():
+            assert value["first"] == stopped
+    require_nothing_left(network)
