@@ -418,7 +418,7 @@ class RankKilledError(RankFailedError):
 
 
 class RankLeftEarlyError(RankFailedError):
-    """The rank was gone, seemingly well, while its work was not done."""
+    """The rank returned or exited with code 0 although the job still needed it."""
 
 
 class LaunchTimeoutError(LaunchError, TimeoutError):

@@ -77,7 +77,7 @@ def print(  # noqa: A001 - ctx.print
     file: TextIO | None = None,
     flush: bool = True,
 ) -> None:
-    """Print on rank 0 only; the arguments are those of Python's ``print``, but it flushes."""
+    """Print on rank 0 only; same arguments as Python's ``print``, but flushes by default."""
     current().print(*values, sep=sep, end=end, file=file, flush=flush)
 
 

@@ -47,7 +47,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchResult(Generic[R]):
-    """A launch that ended well.
+    """The result of a launch that succeeded.
 
     Attributes:
         values: What each rank returned, by rank. In a rank that another launcher started, only

@@ -169,7 +169,7 @@ def require_int(env: Mapping[str, str], name: str, *, because: str) -> int:
     except ValueError as exc:
         what = f"{name}={text!r} is not an integer."
         fix = f"set {name} to an integer, or unset {because}."
-        raise ConfigError(Explanation(what, cause="a typing error.", fix=fix)) from exc
+        raise ConfigError(Explanation(what, cause="a typo.", fix=fix)) from exc
 
 
 def find_world(env: Mapping[str, str]) -> World | None:

@@ -60,7 +60,7 @@ several nodes run it once on each, with --nnodes and --rdzv-endpoint; under srun
 node it finds them by itself.
 """
 _RUN_EPILOG: Final = """\
-Takes torchrun's command lines; what has no effect here is said in a note.
+Accepts torchrun's command lines; a note names each option that has no effect here.
 exit codes: 0, the failing rank's own, 128 + signal, 78 another attempt cannot help, 2 wrong usage
 """
 _RUN_OPTIONS: Final = (
@@ -73,14 +73,14 @@ _RUN_OPTIONS: Final = (
     ("--preflight", "WHAT", "off, local or full"),
     ("--timeout", "TIME", "of an attempt, as --timeouts.attempt: 30s, 10min, 12h"),
     ("--retry", "N", "attempts in all, as --retry.attempts"),
-    ("--max-restarts", "N", "attempts after the first one, where another one can help"),
+    ("--max-restarts", "N", "attempts after the first, for failures that a retry can fix"),
     ("--shutdown-timeout", "S", "seconds between SIGTERM and SIGKILL"),
     ("--nnodes", "N", "nodes, each of which runs this command: a number, or MIN:MAX"),
     ("--node-rank", "I", "this node, from 0; node 0 is the host of the endpoint"),
     ("--rdzv-endpoint", "HOST:PORT", "where the nodes meet; its host serves it"),
     ("--rdzv-id", "ID", "name of the job, the same on all nodes"),
     ("--interface", "NAME", "the network interface of the ranks of this node"),
-    ("--secret-file", "FILE", "a file with the job's secret; strangers are kept out"),
+    ("--secret-file", "FILE", "a file with the job's secret; nodes without it cannot join"),
     ("-t --tee", "STD", "as torchrun: show every rank's output, each line with its rank"),
     ("-r --redirects", "STD", "as torchrun: 3 shows nothing on the console"),
     ("--local-ranks-filter", "RANKS", "as torchrun: 0 shows rank 0's output"),
@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     f"; did you mean {near[0]}?" if near else "."
                 )
                 if options.command == "run":
-                    text += " Options of the script stand behind it."
+                    text += " Options of the script go after its name."
                 parser.error(text)
             return find_command(options.command)(options)
         finally:
@@ -196,11 +196,14 @@ def make_parser() -> argparse.ArgumentParser:
         "status", help=about, description=_STATUS, epilog=_STATUS_EXIT_CODES
     )
     status.add_argument(
-        "run_dir", metavar="RUN_DIR", nargs="?", help="one launch; all of yours without it"
+        "run_dir",
+        metavar="RUN_DIR",
+        nargs="?",
+        help="the run directory of one launch; without it, all your launches",
     )
     status.add_argument("--all", action="store_true", help="all launches of this user on this host")
     status.add_argument(
-        "--watch", action="store_true", help="again every second, until it has ended"
+        "--watch", action="store_true", help="repeat every second, until the launch has ended"
     )
     status.add_argument("--stacks", action="store_true", help="the stacks of all threads, too")
     status.add_argument("--json", action="store_true", help="print JSON")
@@ -241,7 +244,7 @@ def _add_doctor(add: Callable[..., argparse.ArgumentParser], about: str) -> None
     nodes.add_argument(
         "--secret-file",
         metavar="FILE",
-        help="a file that only the nodes of the job can read; strangers are kept out",
+        help="a file that only the nodes of the job can read; nodes without it cannot join",
     )
     nodes.add_argument("--no-mesh", action="store_true", help="examine this host only")
     _add_common(parser)
@@ -265,10 +268,12 @@ def _add_checkpoint(add: Callable[..., argparse.ArgumentParser], about: str) -> 
 
     listing = actions.add_parser("ls", help="list the checkpoints of a directory")
     listing.add_argument("directory", metavar="DIRECTORY", help=place)
-    verifying = actions.add_parser("verify", help="check every byte; ends with 1 if one is damaged")
+    verifying = actions.add_parser(
+        "verify", help="check every byte; exits with 1 if a checkpoint is damaged"
+    )
     verifying.add_argument("directory", metavar="DIRECTORY", help=place)
     verifying.add_argument("--step", metavar="N", type=int, help="this one only")
-    comparing = actions.add_parser("diff", help="compare two; ends with 1 if they differ")
+    comparing = actions.add_parser("diff", help="compare two; exits with 1 if they differ")
     comparing.add_argument("before", metavar="BEFORE", help=which)
     comparing.add_argument("after", metavar="AFTER", help=which)
     importing = actions.add_parser("import", help="make a file of torch.save a checkpoint")
@@ -279,7 +284,11 @@ def _add_checkpoint(add: Callable[..., argparse.ArgumentParser], about: str) -> 
         "--name", metavar="NAME", default="model", help="of a lone model's state"
     )
     importing.add_argument(
-        "--rename", metavar="OLD=NEW", action="append", default=[], help="another name in the state"
+        "--rename",
+        metavar="OLD=NEW",
+        action="append",
+        default=[],
+        help="rename OLD in the state to NEW",
     )
     for each in (listing, verifying, comparing, importing):
         each.add_argument("--json", action="store_true", help="print JSON")

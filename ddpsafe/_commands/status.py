@@ -155,7 +155,7 @@ def _lines(launch: Facts) -> list[str]:
         return [printable(line) for line in [head, *table, *waits, *stacks]]
     said = {
         "ended": f"no launch is running in {folder}",
-        "dead": f"the launcher of {folder} has died without an end of its own; its ranks end with it",
+        "dead": f"the launcher of {folder} died without cleaning up; its ranks end with it",
         "silent": f"the launcher of {folder} does not answer: {launch.get('error')}",
         "unknown": f"there is no directory {folder}",
     }[state]

@@ -1,6 +1,6 @@
 """What can be asked for, where it is read from, and what is said when it is wrong.
 
-``launch_config`` is the way in; ``sources`` > ``assembly`` > ``judges`` is the way a value takes.
+Start at ``launch_config``. A value passes through ``sources``, ``assembly`` and ``validators``.
 """
 
 from ddpsafe._config.launch_config import (

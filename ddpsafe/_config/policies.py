@@ -117,7 +117,7 @@ class RetryPolicy(Part):
         default=2,
         description="Give up after so many attempts in a row in which your function ran and made no "
         "progress: no optimizer step, or behind a `Checkpointer` no newer checkpoint and no more "
-        "steps than an attempt before. None: whatever they came to.",
+        "steps than an attempt before. None: never for this reason.",
         examples=["2", "None"],
     )
 

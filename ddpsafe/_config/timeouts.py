@@ -28,7 +28,7 @@ class Timeouts(Part):
     """How long each phase of a launch may take; every wait has an end.
 
     A number means seconds; text such as "30s" or "5min" is read too.
-    A field that is not set never exceeds one that is: its default gives way.
+    A default is lowered where it would exceed a field that you set.
     """
 
     attempt: Duration | None = Field(

@@ -274,7 +274,7 @@ def values_of(
 def _load(value: bytes | mmap | None) -> object:
     """Load what a rank returned; a ``sys.exit()`` of its class must not end the launcher."""
     if value is None:
-        msg = "the memory in which the rank has put it could not be mapped"
+        msg = "the shared memory that holds it could not be mapped"
         raise payload.CannotTravelError(msg)
     try:
         return payload.loads(value)

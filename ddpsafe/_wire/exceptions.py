@@ -228,7 +228,7 @@ def exit_code_of(exc: BaseException) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What a chain of exceptions comes to.
+    """What a chain of exceptions means.
 
     Attributes:
         shown: The exception to show: the one that left, or the own error that an echo hides.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def barrier_timeout_error(
     context: RankContext, label: str, missing: list[int], deadline: Deadline
 ) -> BarrierTimeoutError:
-    """Word the error of a wait that ended without all ranks.
+    """Return the error of a wait that ended without all ranks.
 
     Args:
         context: The rank that waited.
@@ -71,7 +71,7 @@ def peer_failure_line(departure: Departure) -> str:
 
 
 def peer_failed_error(context: RankContext, departure: Departure) -> RankRaisedError:
-    """Explain that a rank which has returned belongs to a job that failed."""
+    """Return the error for a rank that returned although the job failed."""
     what = f"{peer_failure_line(departure)} ({context.world} itself had returned)."
     cause, fix = _after_departure(departure)
     error = RankRaisedError(
@@ -302,7 +302,7 @@ class RankContext:
         file: TextIO | None = None,
         flush: bool = True,
     ) -> None:
-        """Print on rank 0 only; the arguments are those of Python's ``print``, but it flushes."""
+        """Print on rank 0 only; same arguments as Python's ``print``, but flushes by default."""
         if self.is_main:
             stream = sys.stdout if file is None else file
             stream.write((" " if sep is None else sep).join(map(str, values)))

@@ -159,7 +159,7 @@ class Reporter:
         except Exception as exc:
             culprit = payload.find_unpicklable(result, "the returned value")
             where = culprit[0] if culprit else "the returned value"
-            msg = f"the function's result cannot travel to the launcher: {where}: {exc}"
+            msg = f"the function's result cannot be sent to the launcher: {where}: {exc}"
             raise payload.CannotTravelError(msg) from exc
         is_shared = (
             pickled.nbytes() >= _LARGE_RESULT_BYTES
@@ -174,7 +174,9 @@ class Reporter:
                 exited_at=exited_at,
             )
         )
-        self._write_down_if_lost("the function has returned, which is lost with the pipe")
+        self._write_down_if_lost(
+            "the function has returned, but the pipe to the launcher is closed"
+        )
         self.phase = "leaving"
 
     def raised(self, exc: BaseException, *, final: bool) -> None:

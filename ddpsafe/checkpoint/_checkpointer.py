@@ -484,7 +484,7 @@ def import_file(
     name: str = "model",
     rename: Mapping[str, str] | None = None,
 ) -> CheckpointInfo:
-    """Make a file of ``torch.save`` the checkpoint of a step, for `Checkpointer.restore` to load.
+    """Turn a ``torch.save`` file into the checkpoint of a step that `Checkpointer.restore` can load.
 
     The file holds a dict of states by name, or the state of one model. What DDP and torch.compile put
     before the names of parameters is left out. Nothing in the file is executed.

@@ -197,7 +197,7 @@ def _common(request: RestoreRequest, messages: dict[int, Message]) -> dict[str, 
     if not common:
         raise MissingCheckpointError(
             Explanation(
-                f"No checkpoint in {directory} is there for every rank: "
+                f"No checkpoint in {directory} is visible to every rank: "
                 f"some ranks see {_list(seen)}.",
                 cause="the directory is not shared between the nodes, or a mount is missing.",
                 fix="mount the same storage on every node, or copy the checkpoints there.",

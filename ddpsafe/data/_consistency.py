@@ -278,7 +278,7 @@ def compare_states(state: Mapping[str, object], group: ProcessGroup | None = Non
         return
     raise DatasetInconsistencyError(
         Explanation(
-            f"{ranks_text(odd)} of {len(states)} are at another place in the data.",
+            f"{ranks_text(odd)} of {len(states)} are at a different place in the data.",
             cause="ranks took different numbers of batches, or saved at different moments.",
             fix="call state_dict() after the same step on every rank.",
             details=[

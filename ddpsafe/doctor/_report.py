@@ -94,7 +94,7 @@ def failed(code: str, fact: str, *, cause: str, fix: str, **details: object) -> 
 
 
 def to_copy(what: str, *lines: str) -> str:
-    """Word a fix as a sentence and the lines to copy below it.
+    """Return a fix: a sentence, and the lines to copy below it.
 
     A line that anything but this source has a part in is made by `shlex.join` or with `shlex.quote`.
     """

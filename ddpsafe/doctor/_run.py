@@ -56,7 +56,7 @@ def examine_host(
         if unknown:
             what = f"checks: there is no area {', '.join(sorted(unknown))}."
             fix = f'write "all", "launch", or a set of {", ".join(chosen)}.'
-            raise ConfigError(Explanation(what, cause="a typing error.", fix=fix))
+            raise ConfigError(Explanation(what, cause="a typo.", fix=fix))
         chosen = {area: members for area, members in chosen.items() if area in wanted}
     findings: list[Finding] = []
     with _torch_asked(

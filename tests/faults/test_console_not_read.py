@@ -25,7 +25,7 @@ PAUSE_S: Final = 2.0
 
 LINES: Final = [f"{number:099d}" for number in range(3000)]
 
-UNREAD: Final = "the console is not read"
+UNREAD: Final = "nothing reads the console"
 
 
 class Unread:

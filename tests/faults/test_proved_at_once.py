@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 PROVED_S = 5.0
 """From the fault to the end of the launch."""
 
-PROOF = "this is a deadlock, so no timeout was waited for:"
+PROOF = "this is a deadlock, so ddpsafe did not wait for a timeout:"
 
 
 def test_a_cycle_over_two_groups(tmp_path: Path) -> None:

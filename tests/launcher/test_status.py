@@ -49,7 +49,7 @@ def test_a_dead_launcher_is_told_from_one_that_has_ended(
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / SOCKET))
     assert main(["status", str(tmp_path)]) == 1
-    assert "has died without an end of its own" in capsys.readouterr().out
+    assert "died without cleaning up" in capsys.readouterr().out
     (tmp_path / SOCKET).unlink()
     assert main(["status", str(tmp_path)]) == 1
     assert capsys.readouterr().out == f"no launch is running in {tmp_path}\n"

@@ -155,7 +155,7 @@ def test_a_launcher_that_is_stopped_is_warned_of_and_not_lost(
         scripts.wait_until(lambda: named in other.err, otherwise=lambda: other.err, within_s=40)
     finally:
         os.kill(launchers[victim].pid, signal.SIGCONT)
-    again = f"node {victim} ('h{victim}'): its launcher is heard again"
+    again = f"node {victim} ('h{victim}'): its launcher responds again"
     scripts.wait_until(lambda: again in other.err, otherwise=lambda: other.err, within_s=20)
     assert "said nothing" not in launchers[victim].err
     require_no_verdict(network, tmp_path, cases, launchers)

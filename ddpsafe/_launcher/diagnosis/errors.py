@@ -428,7 +428,7 @@ def _proved(ended: EndedAttempt, cause: RootCause, proof: Deadlock) -> LaunchErr
 
 def _told(proof: Deadlock) -> list[str]:
     return [
-        "this is a deadlock, so no timeout was waited for:",
+        "this is a deadlock, so ddpsafe did not wait for a timeout:",
         *(f"| {each}" for each in proof.lines()),
     ]
 

@@ -174,7 +174,7 @@ BY_RULE: Final[dict[RuleName, Advice]] = {
         "call the same collectives in the same order; use ctx.unwrap(model) on one rank alone.",
     ),
     "stuck-on-gpu": (
-        "a GPU or a link between GPUs (NVLink, InfiniBand, the network) does not get on.",
+        "a GPU or a link between GPUs (NVLink, InfiniBand, the network) is stuck.",
         (
             "see dmesg for Xid and `nvidia-smi nvlink -s` on {host}; NCCL_DEBUG=INFO shows the links, "
             "TORCH_NCCL_ENABLE_TIMING=1 which GPU has not begun."

@@ -185,7 +185,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootCause:
-    """What the evidence comes to.
+    """What follows from the evidence.
 
     Attributes:
         rule: The rule that found it.
@@ -298,14 +298,14 @@ RULES: Final = (
     Rule(
         name="stuck-with-error",
         sign="waits at a barrier in an `except` or a `finally` while the others wait for it elsewhere",
-        why="neither wait can end well, so its error is told without any timeout",
+        why="neither wait can succeed, so its error is reported without waiting for a timeout",
         find=_stuck_with_error,
     ),
     Rule(
         name="ended-by-itself",
         sign="was killed, exited, or raised an error of its own",
         why="it broke; a kill comes before an exit without a report within 50 ms, for the kernel "
-        "closes a process' connections before its end can be seen, and before any broken connection "
+        "closes a process's connections before its end can be seen, and before any broken connection "
         "of another rank",
         find=_ended_by_itself,
     ),
@@ -384,7 +384,7 @@ RULES: Final = (
         name="stuck-on-gpu",
         sign="has queued the collective that all other ranks of its group have queued too, and that "
         "does not end",
-        why="no rank is missing: a GPU, or the link between GPUs, does not get on",
+        why="no rank is missing: a GPU, or the link between GPUs, is stuck",
         find=_stuck_on_gpu,
         blames="wait",
         by_place=True,
@@ -392,7 +392,7 @@ RULES: Final = (
     Rule(
         name="returned",
         sign="has returned, while others failed in a wait",
-        why="it left early, where the recorder tells nothing",
+        why="it left early; the flight recorder does not show where the ranks are",
         find=_returned,
         blames="return",
         by_place=True,
@@ -400,7 +400,7 @@ RULES: Final = (
     Rule(
         name="in-rpc",
         sign="executes a call that came by RPC, while another rank's wait failed",
-        why="its main thread waits for the end of all calls, so this one is what takes long",
+        why="its main thread is waiting for all calls to finish, and this one takes long",
         find=_in_rpc,
         blames="wait",
         by_place=True,
@@ -415,8 +415,8 @@ RULES: Final = (
     ),
     Rule(
         name="unknown",
-        sign="only shows that it lost a peer, or that a wait timed out",
-        why="a peer error is never a cause while there is anything else",
+        sign="shows only that it lost a peer, or that a wait timed out",
+        why="a peer error is blamed only when there is no other evidence",
         find=_unknown,
         blames="wait",
     ),

@@ -103,7 +103,10 @@ class Deadlock:
     def lines(self) -> list[str]:
         """Say it, a line for each step."""
         if self.reason == "mismatch":
-            return [*_say_calls(self.calls), "no time makes them fit: the ranks cannot go on."]
+            return [
+                *_say_calls(self.calls),
+                "waiting longer cannot resolve this: the ranks can never go on.",
+            ]
         found = [
             f"rank {rank} waits in {collective} for {ranks_text(awaited)}"
             for rank, collective, awaited in self.waits

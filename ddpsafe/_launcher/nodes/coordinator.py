@@ -164,7 +164,7 @@ class OtherNodes:
             self._heard_s[node] = now_s
             if node in self._warned:
                 self._warned.discard(node)
-                logger.warning("%s: its launcher is heard again", self._name(node))
+                logger.warning("%s: its launcher responds again", self._name(node))
             if isinstance(event, Lost):
                 self.lost.setdefault(node, event)
             else:

@@ -215,7 +215,7 @@ class Participant:
             if self._is_node_0_silent:
                 self._is_node_0_silent = False
                 logger.warning(
-                    "node 0 (%r): its launcher is heard again", self._round.nodes[0].hostname
+                    "node 0 (%r): its launcher responds again", self._round.nodes[0].hostname
                 )
             if isinstance(event, Lost):
                 self._lost = event

@@ -196,7 +196,7 @@ class RankState:
             self.stop.note(message)
         # Once ranks were being ended, all that is lost is our doing.
         elif self._teardown_ns is None or message.at_ns <= self._teardown_ns:
-            # The first one counts, or the one that ended the rank, unless that is but an echo.
+            # The first one counts, or the one that ended the rank, unless that is only a peer error.
             self.failed = self.failed or message.final
             earlier = self.raised
             hides = earlier is not None and not earlier.is_peer_error and message.is_peer_error

@@ -107,7 +107,7 @@ def posted_guard(launch_id: str) -> Iterator[Guard]:
 
 
 def watch(launch_id: str, launcher_pid: int) -> None:
-    """Be the guard: read pids and folders until the launcher says good-bye or is gone."""
+    """Be the guard: read pids and folders until the launcher ends the guard, or is gone itself."""
     # What is sent to all processes of a job must not end the one that cleans up after them.
     for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)

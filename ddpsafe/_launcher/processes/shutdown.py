@@ -170,7 +170,7 @@ def _abandon_immortal(workers: Sequence[Worker]) -> None:
     immortal = [worker for worker in workers if worker.alive]
     for worker in immortal:
         logger.error(
-            "rank %d (pid %s) does not end on SIGKILL: it waits inside the kernel, for a disk "
+            "rank %d (pid %s) did not end after SIGKILL: it is waiting inside the kernel for a disk "
             "or a device",
             worker.rank,
             worker.pid,

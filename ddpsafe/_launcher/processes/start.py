@@ -143,7 +143,7 @@ def started_workers(
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: _close_all(workers))
         stack.callback(lambda: end(workers))
-        # Python's resource tracker starts deaf to SIGUSR1, which a scheduler sends to whole groups.
+        # Python's resource tracker starts with SIGUSR1 blocked: schedulers send it to whole groups.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
         try:
             resource_tracker.ensure_running()
@@ -176,7 +176,7 @@ def started_workers(
 
 @contextlib.contextmanager
 def _translated(workers: Sequence[Worker], wanted: int) -> Iterator[None]:
-    """Word what the system refuses."""
+    """Translate what the system refuses into a PreflightError."""
     try:
         yield
     except (OSError, EOFError) as exc:

@@ -209,7 +209,7 @@ class Console:
         for tail in self._tails:
             tail.given_up.set()
         if self._thread.is_alive():
-            say("the console is not read; it has not shown all that the ranks wrote")
+            say("nothing reads the console, so it has not shown everything that the ranks wrote")
 
     def _may_wait(self) -> bool:
         return not is_order(self._inbox.received) and not self._attempt.expired()

@@ -1,4 +1,4 @@
-"""Whether ranks get on: hangs that can be told before any collective times out."""
+"""Whether ranks make progress: hangs that show before any collective times out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a job that still runs gets on: proofs of a deadlock, and warnings of a long wait.
+"""Whether a running job makes progress: proofs of a deadlock, and warnings of a long wait.
 
 Nothing here costs a healthy step anything. Steps are counted in memory that launcher and rank map,
 and whether a rank's main thread runs at all is read from ``/proc``. Only where main threads sleep

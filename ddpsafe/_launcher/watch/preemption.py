@@ -69,7 +69,7 @@ class StopRequest:
         return False
 
     def is_overdue(self) -> bool:
-        """Tell whether patience with the ranks is over."""
+        """Tell whether the ranks have had their time to stop."""
         return self.deadline is not None and self.deadline.expired()
 
     def source(self) -> str:
@@ -93,7 +93,8 @@ class StopRequest:
             )
         elif not self._is_kept:
             logger.warning(
-                "%s: kept until a rank calls stop_requested(), which none has yet", self.source()
+                "%s: kept until a rank calls stop_requested(); no rank has called it yet",
+                self.source(),
             )
             self._is_kept = True
         return ordered

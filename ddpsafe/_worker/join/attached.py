@@ -68,11 +68,11 @@ def process_group(
     config: LaunchConfig | None = None,
     **fields: Unpack[GroupFields],
 ) -> Iterator[RankContext]:
-    """Be a member of the process group while the context is open.
+    """Join the process group for as long as the context is open.
 
     Works under torchrun, srun, mpirun, in a rank of `launch` or `spawn`, in a process whose
     ``RANK`` and ``WORLD_SIZE`` were set by hand, and alone, where it needs no port. A group that
-    exists already is adopted and left alone.
+    exists already is used as it is and not closed.
 
     Args:
         backend: Backend for torch; ``auto`` takes nccl where every rank has a GPU, else gloo.

@@ -189,7 +189,7 @@ def find_endpoint(world: World, env: Mapping[str, str]) -> StoreEndpoint:
         port = _guess_port(world, env)
     if not 0 < port < 1 << 16:
         what = f"MASTER_PORT={port} is not a port."
-        cause = "a typing error; ports end at 65535."
+        cause = "a typo; the highest port is 65535."
         raise ConfigError(Explanation(what, cause=cause, fix="use a free port from 1024 to 65535."))
     told = world.nnodes == 1 and world.started_by != "environment"
     return StoreEndpoint(

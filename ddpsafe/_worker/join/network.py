@@ -218,7 +218,7 @@ def _follow(world: World, control: Control, deadline: Deadline) -> None:
         raise PreflightError(
             Explanation(
                 f"{world}: {found['what']}",
-                cause=found.get("cause") or "that is what the first rank of this node has found.",
+                cause=found.get("cause") or "the first rank of this node found it.",
                 fix=found.get("fix") or "see the error of that rank, which has the report.",
             )
         )

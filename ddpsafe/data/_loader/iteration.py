@@ -174,7 +174,7 @@ def late_set_epoch(asked: int, running: int, batches: int) -> LateSetEpochError:
             f"set_epoch({asked}) came after iter(): the iteration of epoch {running} has begun "
             f"and delivered {batches} batches.",
             cause="workers have already been given indices of the old epoch, so torch would "
-            "ignore the call without a word.",
+            "silently ignore the call.",
             fix="call set_epoch() before the loop, or loop `for epoch in loader.epochs(n):`.",
         )
     )

@@ -431,7 +431,7 @@ class Replay:
             if saved["workers"] or saved["sampler"] is not None:
                 raise StateMismatchError(
                     Explanation(
-                        f"The state is that of rank {saved['rank']}, and this is rank {rank}.",
+                        f"The state belongs to rank {saved['rank']}, but this is rank {rank}.",
                         cause="the dataset or the sampler keeps a state of its own on each rank.",
                         fix="save it on every rank: ddpsafe.checkpoint.PerRank(loader) in a Checkpointer.",
                     ),

@@ -28,7 +28,7 @@ _watched: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class _Explaining:
-    """A handler of SIGCHLD that words what torch's handler raises."""
+    """A SIGCHLD handler that explains what torch's handler raises."""
 
     def __init__(self, theirs: Callable[[int, FrameType | None], object]) -> None:
         self._theirs = theirs
@@ -51,7 +51,7 @@ def watch_workers(iterator: Any, inner: Any) -> None:
     """Explain the deaths of an iterator's workers, and end them when the iterator is dropped.
 
     Args:
-        iterator: Ours; its ``Explanation(error)`` words a death.
+        iterator: ddpsafe's iterator; its ``explain(error)`` turns a worker's death into an error.
         inner: torch's, with the worker processes.
     """
     if not getattr(inner, "_workers", None):

@@ -82,7 +82,7 @@ def parse_state(state: object) -> dict[str, Any]:
             Explanation(
                 f"The state has version {version}; this ddpsafe reads version {VERSION}.",
                 cause=f"{older} ddpsafe wrote it.",
-                fix="resume with the ddpsafe that wrote it, or begin the epoch again.",
+                fix="resume with the version of ddpsafe that wrote it, or restart the epoch.",
             ),
             differences={"version": (version, VERSION)},
         )

@@ -235,7 +235,7 @@ def _range_of(length: object) -> range:
         raise DataConfigError(
             Explanation(
                 f"A dataset cannot have {n} samples.",
-                cause="a length is counted from 0.",
+                cause="a length cannot be negative.",
                 fix="pass the dataset or its length.",
             )
         )

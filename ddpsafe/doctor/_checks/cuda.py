@@ -100,7 +100,7 @@ def check_visible(subject: Subject) -> Iterator[Finding]:
     yield make(
         "DS-GPU-002",
         f"CUDA_VISIBLE_DEVICES={text!r}: {wrong!r} is not a GPU of this host or is listed twice; CUDA drops "
-        "it and everything behind it without a word.",
+        "it and everything after it, without a warning.",
         cause="a value from another machine, blanks or brackets in it, or a GPU that fell off the bus.",
         fix=to_copy(
             "Name GPUs that exist, each once:",

@@ -45,16 +45,19 @@ def _is_loopback(text: str) -> bool:
 
 def _own_name(subject: Subject, name: str, what: str, loopback: Sequence[str]) -> Finding:
     if subject.nnodes == 1:
-        return ok("DS-NAME-001", f"The own name {name} {what}; one node does without.")
+        return ok(
+            "DS-NAME-001", f"This host's name {name} {what}; a job on one node does not need it."
+        )
     if subject.env.get("GLOO_SOCKET_IFNAME") or subject.config.rendezvous.interface:
         return ok(
-            "DS-NAME-001", f"The own name {name} {what}; the interface that is set goes first."
+            "DS-NAME-001",
+            f"This host's name {name} {what}; the interface that is set takes precedence.",
         )
     # NCCL does not look at the name; groups of gloo beside it do.
     make = warning if subject.backend == "nccl" else failed
     return make(
         "DS-NAME-001",
-        f"The own name {name} {what}; gloo gives that address to the other hosts, "
+        f"This host's name {name} {what}; gloo gives that address to the other hosts, "
         "which then connect to themselves.",
         cause="the installer of Debian and Ubuntu writes `127.0.1.1 NAME` into /etc/hosts, or the "
         "name is in no table at all.",
@@ -91,7 +94,7 @@ def check_meeting_point(subject: Subject) -> Iterator[Finding]:
         yield failed(
             "DS-NAME-002",
             f"The name of the meeting point, {endpoint.host}, does not resolve here ({error}).",
-            cause="a typing error, a name that only other hosts know, or a service that does not "
+            cause="a typo, a name that only other hosts know, or a service that does not "
             "exist yet.",
             fix=to_copy(
                 "Write its address in place of its name; this prints it on that host:",

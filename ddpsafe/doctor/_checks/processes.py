@@ -59,7 +59,9 @@ def check_start(subject: Subject) -> Iterator[Finding]:
         f"{program} cannot be started as a rank: {problem}",
         cause="the interpreter was moved or is embedded in another program, or /dev/shm or a limit "
         "keeps locks from being made.",
-        fix=to_copy("This has to end without a word:", shlex.join([program, "-c", _CHILD])),
+        fix=to_copy(
+            "This must exit without printing anything:", shlex.join([program, "-c", _CHILD])
+        ),
     )
 
 
@@ -84,13 +86,13 @@ def check_terminal(subject: Subject) -> Iterator[Finding]:
             ),
             cause="a closed connection sends SIGHUP to everything that was started in it.",
             fix=to_copy(
-                "Start the job where it stays:",
+                "Start the job where it outlives the connection:",
                 "tmux new -s train",
                 "setsid -f YOUR COMMAND > train.log 2>&1",
             ),
         )
         return
-    yield ok("DS-PROC-002", "The job does not hang on an SSH session.")
+    yield ok("DS-PROC-002", "The job does not depend on an SSH session.")
 
 
 def check_clock(subject: Subject) -> Iterator[Finding]:
@@ -103,7 +105,7 @@ def check_clock(subject: Subject) -> Iterator[Finding]:
         yield warning(
             "DS-PROC-003",
             f"The clock says {shown}, which is {written_s - now_s:.0f} s before ddpsafe was installed.",
-            cause="the clock of this host is wrong; certificates, logs and `make` go by it.",
+            cause="the clock of this host is wrong; certificates, logs and `make` rely on it.",
             fix=to_copy("Let it be set:", "timedatectl set-ntp true   # or: chronyc makestep"),
         )
         return

@@ -58,7 +58,7 @@ def check_temporary_directory(subject: Subject) -> Iterator[Finding]:
     if asked is not None and not Path(asked).is_dir():
         yield warning(
             "DS-PATH-006",
-            f"TMPDIR={asked!r} does not exist; files go to {used} without a word.",
+            f"TMPDIR={asked!r} does not exist; files go to {used}, without a warning.",
             cause="a scheduler's directory that is made for the job on other nodes only, or was removed.",
             fix=to_copy(
                 "Make it, or take the variable out:",

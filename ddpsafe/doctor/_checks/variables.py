@@ -80,7 +80,7 @@ def check_leftovers(subject: Subject) -> Iterator[Finding]:
         "DS-ENV-002",
         f"No launcher runs here, yet {shown} {'is' if len(left) == 1 else 'are'} set: {effect}.",
         cause="an `export` in this shell or its start-up files, or a copied environment.",
-        fix=to_copy("Take them out:", f"unset {' '.join(left)}"),
+        fix=to_copy("Unset them:", f"unset {' '.join(left)}"),
         variables=left,
     )
 
@@ -107,7 +107,7 @@ def check_threads(subject: Subject) -> Iterator[Finding]:
         place.set_line("OMP_NUM_THREADS", str(fitting)),
     )
     if threads < 1:
-        cause = "a typing error; libraries read it in different ways, some take all cores."
+        cause = "a typo; libraries read such a value in different ways, and some use all cores."
         yield warning(
             "DS-ENV-005", f"OMP_NUM_THREADS={text!r} is not a number.", cause=cause, fix=fix
         )
@@ -133,7 +133,7 @@ def check_debugging(subject: Subject) -> Iterator[Finding]:
         yield failed(
             "DS-ENV-006",
             f"TORCH_DISTRIBUTED_DEBUG={level!r} is not a level; torch ends every rank that reads it.",
-            cause="a typing error; the levels are OFF, INFO and DETAIL.",
+            cause="a typo; the levels are OFF, INFO and DETAIL.",
             fix=to_copy(
                 "Write a level, or take it out:",
                 find_place(subject.config, "TORCH_DISTRIBUTED_DEBUG").set_line(
@@ -239,7 +239,7 @@ def check_port(subject: Subject) -> Iterator[Finding]:
     yield failed(
         "DS-ENV-004",
         f"MASTER_PORT={text!r} is {why}.",
-        cause="a typing error; ports below 1024 need root, and ports end at 65535.",
+        cause="a typo; ports below 1024 need root, and the highest port is 65535.",
         fix=to_copy("Write a port, the same on all nodes:", "export MASTER_PORT=29500"),
     )
 

@@ -63,10 +63,10 @@ def _broken_import(said: dict[str, Any]) -> Finding:
     if is_directory_gone():
         return failed(
             "DS-VER-001",
-            "The current directory has been removed: torch, like much else, cannot be imported in it.",
+            "The current directory has been removed, so torch cannot be imported.",
             cause="a clean-up, or a checkout or build that made the directory again under this shell.",
             fix=to_copy(
-                "Go to one that exists; where it was made again, enter it once more:",
+                "Change to a directory that exists; if this one was recreated, enter it again:",
                 'cd "$PWD" || cd',
             ),
         )
@@ -99,10 +99,10 @@ def _shadowed(fact: str, found: Path) -> Finding:
     return failed(
         "DS-VER-001",
         fact,
-        cause=f"{mine} is found in place of the package: the current directory and PYTHONPATH "
+        cause=f"{mine} is imported instead of the package: the current directory and PYTHONPATH "
         "come before what is installed.",
         fix=to_copy(
-            "Give it another name, or take its directory out of PYTHONPATH:",
+            "Rename it, or remove its directory from PYTHONPATH:",
             f"mv {shlex.quote(str(mine))} {shlex.quote(str(mine.with_name('my_' + mine.name)))}",
         ),
         found=str(found),
@@ -238,7 +238,7 @@ def check_backend(subject: Subject) -> Iterator[Finding]:
             "DS-VER-005",
             f"torch knows no backend called {' or '.join(map(repr, unknown))}; `launch` refuses it "
             "unless the script imports a package that registers it.",
-            cause="a typing error, or a backend of a package that torch does not load by itself.",
+            cause="a typo, or a backend of a package that torch does not load by itself.",
             fix=f"Write {suggest(backend, known)}, or import its package where the script begins.",
             backends=known,
         )
