@@ -93,17 +93,30 @@ def collect(workers: Sequence[Worker]) -> None:
             for worker in stopped:
                 worker.signal(signal.SIGSTOP)
     for worker in filter(lambda each: each.crashed, workers):
-        _note_crash(worker)
+        stderr = worker.error_text()
+        _note(worker, read_crash(stderr))
+        worker.native = read_native_error(stderr)
+        worker.position = read_position(stderr, worker.position)
     for worker in asked:
         place = read_rpc(_dump_of(worker))
         if place is not None:
             _note(worker, place)
         elif not worker.stack:  # its main thread is in the kernel and takes no signal
             _note(worker, read_stack(_dump_of(worker)))
-        if not worker.stack and _is_another_program(worker):
+        # A rank seems to have called exec where its pipe is closed and its handlers are gone.
+        is_cut_off = worker.alive and worker.receiver.closed
+        if not worker.stack and is_cut_off and not _catches_stacks_signal(worker):
             _note(worker, StackReading(stack=f"exec of {_name_of(worker)}", in_collective=False))
         worker.stack += name_awaited_loader_workers(worker, _main_thread(_dump_of(worker)))
-        _add_what_nccl_tells(worker)
+        # The watchdog's words say where it is, where the recorder does not.
+        if worker.native is not None and (
+            worker.position is None or not worker.position.collectives
+        ):
+            worker.position = read_position(worker.error_text(), worker.position)
+        # NCCL has not ended what the rank has queued: Python may be anywhere meanwhile.
+        at = None if worker.position is None else worker.position.newest()
+        if at is not None and at.is_queued_ahead and not at.done:
+            worker.in_collective = True
 
 
 def _question(asked: Sequence[Worker]) -> None:
@@ -130,46 +143,21 @@ def _held(workers: Sequence[Worker]) -> Iterator[None]:
             worker.signal(signal.SIGCONT)
 
 
-def _add_what_nccl_tells(worker: Worker) -> None:
-    """Take the position from the watchdog's words where the recorder tells none.
-
-    A rank whose GPU waits in a collective is in it, wherever its Python is: in ``.item()``, or ahead.
-    """
-    if worker.native is not None and (worker.position is None or not worker.position.collectives):
-        worker.position = read_position(worker.error_text(), worker.position)
-    if _waits_on_its_gpu(worker.position):
-        worker.in_collective = True
-
-
-def _note_crash(worker: Worker) -> None:
-    stderr = worker.error_text()
-    _note(worker, read_crash(stderr))
-    worker.native = read_native_error(stderr)
-    worker.position = read_position(stderr, worker.position)
-
-
 def _note(worker: Worker, place: StackReading) -> None:
     worker.stack, worker.in_collective = place.stack, place.in_collective
     worker.point_to_point, worker.in_rpc = place.point_to_point, place.in_rpc
 
 
 def _ask(worker: Worker) -> None:
-    _forget_dumps(worker)
+    # A live watch may have asked the rank, or its DataLoader workers, before: their stacks go.
+    with contextlib.suppress(OSError):  # the run directory may have been removed
+        os.close(open_log(worker.spec.logs.stacks, os.O_WRONLY | os.O_TRUNC))
     worker.ask_position()
     # Before it has our handler the signal would end it; without our file it would write elsewhere.
     if worker.phase != "starting" and _catches_stacks_signal(worker) and _holds_stacks(worker):
         _ask_stacks(worker)
     if worker.state == psutil.STATUS_STOPPED:
         worker.signal(signal.SIGCONT)
-
-
-def _forget_dumps(worker: Worker) -> None:
-    """Empty the file of stacks: a live watch may have asked the rank, or its DataLoader workers, before.
-
-    Who writes to it appends.
-    """
-    with contextlib.suppress(OSError):  # the run directory may have been removed
-        os.close(open_log(worker.spec.logs.stacks, os.O_WRONLY | os.O_TRUNC))
 
 
 def _collect_all_threads(asked: Sequence[Worker]) -> None:
@@ -304,11 +292,6 @@ def _state_of(worker: Worker) -> str:
     return ""
 
 
-def _is_another_program(worker: Worker) -> bool:
-    """Tell whether the rank seems to have called exec: that closes its pipe and its handlers go."""
-    return worker.alive and worker.receiver.closed and not _catches_stacks_signal(worker)
-
-
 def _name_of(worker: Worker) -> str:
     with contextlib.suppress(psutil.Error):
         return psutil.Process(worker.pid).name()
@@ -318,12 +301,10 @@ def _name_of(worker: Worker) -> str:
 def _has_answered(worker: Worker, known: Mapping[int, Position | None]) -> bool:
     if not worker.alive:
         return True
-    return worker.position is not known[worker.rank] and _has_dumped(worker)
-
-
-def _has_dumped(worker: Worker) -> bool:
-    """Tell whether its stacks can be read, or never will, since the run directory was removed."""
-    return _ENTRYPOINT in _dump_of(worker) or not Path(worker.spec.logs.stacks).exists()
+    # Its stacks never will be read where the run directory was removed.
+    return worker.position is not known[worker.rank] and (
+        _ENTRYPOINT in _dump_of(worker) or not Path(worker.spec.logs.stacks).exists()
+    )
 
 
 def _dump_of(worker: Worker) -> str:
@@ -431,12 +412,6 @@ def _collectives(place: WatchdogPlace) -> list[Collective]:
         )
         for number in numbers
     ]
-
-
-def _waits_on_its_gpu(position: Position | None) -> bool:
-    """Tell whether NCCL has not ended what the rank has queued: Python may be anywhere meanwhile."""
-    at = None if position is None else position.newest()
-    return at is not None and at.is_queued_ahead and not at.done
 
 
 def _main_thread(dump: str) -> list[Frame]:

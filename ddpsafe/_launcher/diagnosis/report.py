@@ -68,7 +68,8 @@ def _section(outcome: RankOutcome) -> str:
     if outcome.position is not None and outcome.position.collectives:
         parts.append("last collectives:")
         parts += [f"  {each}, {_state(each.done)}" for each in outcome.position.collectives]
-    stacks = _read_stacks(outcome)
+    log = None if outcome.stderr is None else Path(outcome.stderr).with_suffix(".stacks")
+    stacks = "" if log is None else read_log(log).rstrip()
     if stacks:
         parts += ["all threads, the last call first:", stacks]
     return "\n".join(parts)
@@ -76,12 +77,6 @@ def _section(outcome: RankOutcome) -> str:
 
 def _state(done: bool) -> str:  # noqa: FBT001 - the subject of the call
     return "ended" if done else "not ended"
-
-
-def _read_stacks(outcome: RankOutcome) -> str:
-    if outcome.stderr is None:
-        return ""
-    return read_log(Path(outcome.stderr).with_suffix(".stacks")).rstrip()
 
 
 def _facts(error: LaunchError) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 from ddpsafe._errors import ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from ddpsafe._wire.messages import Collective, Whereabouts
 
@@ -103,8 +103,14 @@ class Deadlock:
     def lines(self) -> list[str]:
         """Say it, a line for each step."""
         if self.reason == "mismatch":
+            texts: dict[str, list[int]] = {}
+            for rank, collective in self.calls:
+                texts.setdefault(str(collective), []).append(rank)
             return [
-                *_say_calls(self.calls),
+                *[
+                    f"{ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'} in {text}"
+                    for text, ranks in texts.items()
+                ],
                 "waiting longer cannot resolve this: the ranks can never go on.",
             ]
         found = [
@@ -117,16 +123,6 @@ class Deadlock:
             "stopped": f"{ranks_text(self.ranks)} is stopped and does nothing until it is continued.",
         }
         return [*found, last[self.reason]]
-
-
-def _say_calls(calls: Sequence[tuple[int, Collective]]) -> list[str]:
-    texts: dict[str, list[int]] = {}
-    for rank, collective in calls:
-        texts.setdefault(str(collective), []).append(rank)
-    return [
-        f"{ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'} in {text}"
-        for text, ranks in texts.items()
-    ]
 
 
 def unchanged(before: Whereabouts | None, now: Whereabouts | None) -> Whereabouts | None:
@@ -190,7 +186,15 @@ def _find_mismatch(
             if not each.done and not _is_for_one(each) and _is_stuck(views[rank], each)
         ]
         if any(not _may_fit(mine, other) for _, mine in held for _, other in there):
-            rarest = _rarest(there)
+            groups: dict[tuple[str, int], list[int]] = {}
+            for rank, each in there:
+                groups.setdefault(
+                    (_family(each), each.numel if each.has_one_size else 0), []
+                ).append(rank)
+            fewest = min(len(ranks) for ranks in groups.values())
+            rarest = tuple(
+                rank for ranks in groups.values() if len(ranks) == fewest for rank in ranks
+            )
             return Deadlock(reason="mismatch", ranks=rarest, calls=tuple(there))
     return None
 
@@ -219,14 +223,6 @@ def _family(collective: Collective) -> str:
     for ending in _VARIANTS:
         name = name.removesuffix(ending)
     return name
-
-
-def _rarest(calls: Sequence[tuple[int, Collective]]) -> tuple[int, ...]:
-    groups: dict[tuple[str, int], list[int]] = {}
-    for rank, each in calls:
-        groups.setdefault((_family(each), each.numel if each.has_one_size else 0), []).append(rank)
-    fewest = min(len(ranks) for ranks in groups.values())
-    return tuple(rank for ranks in groups.values() if len(ranks) == fewest for rank in ranks)
 
 
 def _is_for_one(collective: Collective) -> bool:

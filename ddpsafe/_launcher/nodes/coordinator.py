@@ -175,7 +175,17 @@ class OtherNodes:
                 self._heard_s = dict.fromkeys(self._heard_s, now_s)
             self._next_beat_s = now_s + _BEAT_S
             self._channel.send(Alive())
-            self._warn_of_silence(now_s)
+            for node, heard_s in self._heard_s.items():
+                if node in self._channel.connected() and now_s - heard_s > SILENCE_S:
+                    self._heard_s[node] = now_s
+                    if node not in self._warned:
+                        self._warned.add(node)
+                        logger.warning(
+                            "%s: its launcher has said nothing for %.0f s (stopped, starved of CPU?); "
+                            "its ranks may go on",
+                            self._name(node),
+                            SILENCE_S,
+                        )
 
     def _take(self, node: int, message: NodeMessage) -> None:
         offset = self._offsets.get(node, ClockOffset())
@@ -199,7 +209,10 @@ class OtherNodes:
         elif isinstance(message, RanksEnded):
             self.ended.add(node)
         elif isinstance(message, SignalReceived):
-            self._take_signal(node, message)
+            if self._inbox.received is None:
+                self.signalled = node
+            if message.insists or not is_order(self._inbox.received):
+                self._inbox.put(message.number, None)
 
     @staticmethod
     def _take_of_rank(
@@ -211,25 +224,6 @@ class OtherNodes:
             rank.exit_code, rank.ended_ns = message.exit_code, message.ended_ns + offset.mono_ns
         else:
             rank.native = message.native
-
-    def _take_signal(self, node: int, message: SignalReceived) -> None:
-        if self._inbox.received is None:
-            self.signalled = node
-        if message.insists or not is_order(self._inbox.received):
-            self._inbox.put(message.number, None)
-
-    def _warn_of_silence(self, now_s: float) -> None:
-        for node, heard_s in self._heard_s.items():
-            if node in self._channel.connected() and now_s - heard_s > SILENCE_S:
-                self._heard_s[node] = now_s
-                if node not in self._warned:
-                    self._warned.add(node)
-                    logger.warning(
-                        "%s: its launcher has said nothing for %.0f s (stopped, starved of CPU?); "
-                        "its ranks may go on",
-                        self._name(node),
-                        SILENCE_S,
-                    )
 
     def silent_nodes(self) -> list[str]:
         """Say which launchers say nothing while their connection stands."""

@@ -161,7 +161,15 @@ class Participant:
                 if now_s - next_progress_s > SILENCE_S:
                     self._heard_s = now_s  # this launcher was the one that was stopped
                 next_progress_s = now_s + _PROGRESS_S
-                self._notice_silence(now_s)
+                # Node 0 says nothing, which is said once: its ranks, and these, may train on.
+                if now_s - self._heard_s > SILENCE_S and not self._is_node_0_silent:
+                    self._is_node_0_silent = True
+                    logger.warning(
+                        "node 0 (%r): its launcher has said nothing for %.0f s (stopped, starved of CPU?); "
+                        "its ranks may go on",
+                        self._round.nodes[0].hostname,
+                        SILENCE_S,
+                    )
                 # To a launcher that is stopped, nothing that could fill its buffer: the kernel
                 # would take it for a host that is gone.
                 if not self._is_node_0_silent:
@@ -170,18 +178,14 @@ class Participant:
             if self._wants_evidence:
                 self._wants_evidence = False
                 evidence.collect(workers)
-                self._channel.send(self._outcomes(workers))
-
-    def _notice_silence(self, now_s: float) -> None:
-        """Warn once of a node 0 that says nothing: its ranks, and these, may train on."""
-        if now_s - self._heard_s > SILENCE_S and not self._is_node_0_silent:
-            self._is_node_0_silent = True
-            logger.warning(
-                "node 0 (%r): its launcher has said nothing for %.0f s (stopped, starved of CPU?); "
-                "its ranks may go on",
-                self._round.nodes[0].hostname,
-                SILENCE_S,
-            )
+                policy = self._plan.config.retry
+                self._channel.send(
+                    NodeOutcomes(
+                        outcomes=tuple(map(_for_others, own_outcomes(workers).values())),
+                        oom_kills=evidence.count_oom_kills() - self._oom_kills,
+                        retried=tuple(each.rank for each in workers if is_retried(each, policy)),
+                    )
+                )
 
     def _wait(self, workers: Sequence[Worker], longest_s: float) -> None:
         alive = [worker for worker in workers if worker.alive]
@@ -244,14 +248,6 @@ class Participant:
                 worker.rank,
                 limit.total_seconds(),
             )
-
-    def _outcomes(self, workers: Sequence[Worker]) -> NodeOutcomes:
-        policy = self._plan.config.retry
-        return NodeOutcomes(
-            outcomes=tuple(map(_for_others, own_outcomes(workers).values())),
-            oom_kills=evidence.count_oom_kills() - self._oom_kills,
-            retried=tuple(each.rank for each in workers if is_retried(each, policy)),
-        )
 
     def _await_decision(self) -> None:
         """Wait until node 0 has said whether there is another attempt; its end is an answer, too."""

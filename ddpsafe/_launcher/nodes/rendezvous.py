@@ -666,7 +666,13 @@ class Rendezvous:
                     self._require_use_for_spare()
             if deadline.waited_s() >= says_at_s and not is_spare:
                 says_at_s = deadline.waited_s() + _SAY_AGAIN_S
-                self._say_who_came(deadline)
+                state = self._backend.state
+                if state is not None and not state.complete:
+                    logger.warning(
+                        "%s; waiting for the others for %.0f s more (rendezvous.join)",
+                        self._who_came(),
+                        deadline.remaining_s(),
+                    )
 
     def _require_more_time(self, deadline: Deadline) -> None:
         """Give up once it is time; node 0 first, so that all nodes say the same.
@@ -702,7 +708,17 @@ class Rendezvous:
                 if isinstance(error, DDPSafeError):
                     self.dismiss(error)
                 raise error
-            self._warn_of_strangers()
+            # A host that has come without knowing the secret is named once, as it calls itself.
+            name = self._root.find_plain(_STRANGER, 64)
+            if name is not None and name not in self._strangers:
+                if len(self._strangers) < _MOST_STRANGERS:
+                    self._strangers.add(name)
+                    logger.warning(
+                        "a launcher that calls its host %s was refused: it has another secret or id of "
+                        "the job",
+                        name,
+                    )
+                self._root.forget(_STRANGER)
             if self._is_elsewhere:
                 self._require_only_node_0(waited_s)
         else:
@@ -802,29 +818,6 @@ class Rendezvous:
         store = self.call(lambda: open_tcp_store(host, port), _ANSWER)
         Board(store, self._seal, self).put(_OBJECTION, verdict_of(error, is_final=True))
         raise error
-
-    def _warn_of_strangers(self) -> None:
-        """Say once which host has come without knowing the secret; whatever it says of itself."""
-        name = self._root.find_plain(_STRANGER, 64)
-        if name is not None and name not in self._strangers:
-            if len(self._strangers) < _MOST_STRANGERS:
-                self._strangers.add(name)
-                logger.warning(
-                    "a launcher that calls its host %s was refused: it has another secret or id of "
-                    "the job",
-                    name,
-                )
-            self._root.forget(_STRANGER)
-
-    def _say_who_came(self, deadline: Deadline) -> None:
-        state = self._backend.state
-        if state is None or state.complete:
-            return
-        logger.warning(
-            "%s; waiting for the others for %.0f s more (rendezvous.join)",
-            self._who_came(),
-            deadline.remaining_s(),
-        )
 
     def _who_came(self) -> str:
         """Say which nodes have come to the endpoint, and which ranks are missing."""

@@ -191,7 +191,15 @@ class NodeLaunch:
         seat = rendezvous.join()
         assert seat is not None, "who serves the endpoint replaces no other"  # noqa: S101
         if seat.node_rank != 0:
-            raise _not_node_0(seat)
+            what = (
+                f"{socket.gethostname()} serves the endpoint and came out as node {seat.node_rank} of "
+                f"{seat.nnodes}."
+            )
+            cause = (
+                "another node has node_rank 0, or the clocks of the nodes differ by many seconds."
+            )
+            fix = "give node rank 0 to the host of the endpoint; compare `date` on all nodes."
+            raise PreflightError(Explanation(what, cause=cause, fix=fix), kind="startup-network")
         deadline = Deadline.after(self._plan.config.timeouts.rendezvous)
         address = rendezvous.address
         try:
@@ -393,13 +401,3 @@ def settings_of(plan: LaunchPlan) -> dict[str, str]:
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "ddpsafe": version("ddpsafe"),
     }
-
-
-def _not_node_0(seat: Seat) -> PreflightError:
-    what = (
-        f"{socket.gethostname()} serves the endpoint and came out as node {seat.node_rank} of "
-        f"{seat.nnodes}."
-    )
-    cause = "another node has node_rank 0, or the clocks of the nodes differ by many seconds."
-    fix = "give node rank 0 to the host of the endpoint; compare `date` on all nodes."
-    return PreflightError(Explanation(what, cause=cause, fix=fix), kind="startup-network")

@@ -204,15 +204,14 @@ class Console:
         while self._thread.is_alive() and not pause.expired():
             self._thread.join(_TICK_S)
             clock.note_wait(_TICK_S)
-            if self._may_wait() and (self._has_succeeded() or self._pieces() > pieces):
+            if is_order(self._inbox.received) or self._attempt.expired():
+                continue
+            if self._has_succeeded() or self._pieces() > pieces:
                 pieces, pause = self._pieces(), Deadline.after(_PAUSE, clock=clock)
         for tail in self._tails:
             tail.given_up.set()
         if self._thread.is_alive():
             say("nothing reads the console, so it has not shown everything that the ranks wrote")
-
-    def _may_wait(self) -> bool:
-        return not is_order(self._inbox.received) and not self._attempt.expired()
 
     def _has_succeeded(self) -> bool:
         """Tell whether nothing but the reader is left: logs of a success may be removed unread."""
@@ -249,7 +248,10 @@ class Console:
             rows += self._starting_row()
         rows = self._fit(rows) if self._has_rows else []
         if news or said or rows != self._rows:
-            self._wipe()  # output would be written behind the rows
+            # The rows go from the terminal, whose cursor is behind the last one.
+            if self._rows:
+                list(pour(sys.stderr, _WIPE + (_UP + _WIPE) * (len(self._rows) - 1)))
+            self._rows = []
         for tail, text in news:
             tail.show(text)
             self._is_mid_line = not text.endswith("\n")
@@ -260,12 +262,6 @@ class Console:
         if rows != self._rows and not self._is_mid_line:
             self._rows = rows
             list(pour(sys.stderr, "\n".join(rows)))
-
-    def _wipe(self) -> None:
-        """Remove the rows from the terminal, whose cursor is behind the last one."""
-        if self._rows:
-            list(pour(sys.stderr, _WIPE + (_UP + _WIPE) * (len(self._rows) - 1)))
-        self._rows = []
 
     def _fit(self, rows: list[str]) -> list[str]:
         size = shutil.get_terminal_size()

@@ -89,10 +89,25 @@ class SequenceWatch:
         """Tell whether a rank waits, by two answers in a row, for one that has returned."""
         if not self._is_needed():
             return False
-        self._note_returns()
+        returned = sum(worker.returned is not None for worker in self._workers)
+        if returned != self._returned:
+            self._returned = returned
+            self._questions.start_anew()
         if not self._questions.are_due():
             return False
-        waiting = self._who_waits()
+        ends = [
+            _number(worker.returned.position)
+            for worker in self._workers
+            if worker.returned is not None
+        ]
+        waiting = {
+            worker.rank: last
+            for worker in self._workers
+            if worker.returned is None
+            and (last := last_in_main(worker.position)) is not None
+            and not last.done
+            and last.number > min(ends)
+        }
         answers = {worker.rank: worker.position for worker in self._workers}
         # An answer that has been looked at before says nothing about now.
         fresh = {rank for rank in waiting if answers[rank] is not self._answers.get(rank)}
@@ -106,27 +121,6 @@ class SequenceWatch:
     def _is_needed(self) -> bool:
         returned = [worker.returned is not None for worker in self._workers]
         return any(returned) and not all(returned)
-
-    def _note_returns(self) -> None:
-        returned = sum(worker.returned is not None for worker in self._workers)
-        if returned != self._returned:
-            self._returned = returned
-            self._questions.start_anew()
-
-    def _who_waits(self) -> dict[int, Collective]:
-        ends = [
-            _number(worker.returned.position)
-            for worker in self._workers
-            if worker.returned is not None
-        ]
-        return {
-            worker.rank: last
-            for worker in self._workers
-            if worker.returned is None
-            and (last := last_in_main(worker.position)) is not None
-            and not last.done
-            and last.number > min(ends)
-        }
 
 
 def _number(position: Position) -> int:
@@ -349,7 +343,17 @@ class ProgressWatch:
             self._renew(self._longest)
         if self._longest is None:
             return False
-        self._note_collectives(self._longest)
+        # The time counts from the last collective that a rank has entered, if that gives more. Each
+        # is counted once: should the wall clock be set back, it lies in the future for long.
+        positions = [worker.position for worker in self._workers if worker.position is not None]
+        entered_ns = max(
+            (each.entered_ns for at in positions for each in at.collectives), default=0
+        )
+        if entered_ns != self._entered_ns:
+            self._entered_ns = entered_ns
+            ago = timedelta(seconds=max(0, time.time_ns() - entered_ns) / 1e9)
+            if self._longest - ago > timedelta(seconds=self._deadline.remaining_s()):
+                self._renew(self._longest - ago)
         self._ask_if_late()
         return self._deadline.expired()
 
@@ -389,19 +393,6 @@ class ProgressWatch:
         self._deadline = Deadline.after(wait)
         self._ask_at_s = self._deadline.remaining_s() / 2
 
-    def _note_collectives(self, longest: timedelta) -> None:
-        """Count the time from the last collective that a rank has entered, if that gives more.
-
-        Each is counted once: should the wall clock be set back, it lies in the future for long.
-        """
-        entered_ns = _last_entered_ns(self._workers)
-        if entered_ns == self._entered_ns:
-            return
-        self._entered_ns = entered_ns
-        ago = timedelta(seconds=max(0, time.time_ns() - entered_ns) / 1e9)
-        if longest - ago > timedelta(seconds=self._deadline.remaining_s()):
-            self._renew(longest - ago)
-
     def _ask_if_late(self) -> None:
         left_s = self._deadline.remaining_s()
         if left_s > self._ask_at_s:
@@ -410,8 +401,3 @@ class ProgressWatch:
         for worker in self._workers:
             if worker.alive and worker.joined:
                 worker.ask_position()
-
-
-def _last_entered_ns(workers: Sequence[RankState]) -> int:
-    positions = [worker.position for worker in workers if worker.position is not None]
-    return max((each.entered_ns for at in positions for each in at.collectives), default=0)

@@ -29,7 +29,7 @@ from ddpsafe._launcher.diagnosis.evidence import (
     read_new_stack,
 )
 from ddpsafe._launcher.diagnosis.root_cause import find_root_cause
-from ddpsafe._launcher.diagnosis.stragglers import Straggler, find_stragglers
+from ddpsafe._launcher.diagnosis.stragglers import find_stragglers
 from ddpsafe._launcher.diagnosis.wait_graph import Deadlock, RankView, find_deadlock, unchanged
 from ddpsafe._launcher.watch.status import Rates, StatusSocket, answer
 from ddpsafe._logging import get_logger
@@ -207,8 +207,19 @@ class DeadlockWatch:
                 self._sleep_s = min(_MOST_PATIENT_S, slept_s * _INNOCENT)
             if slept_s:
                 self._asked.discard(rank)
-        asleep = self._asleep(now_s)
-        gone = [each for each in self._sleepers.values() if self._is_gone(each, now_s)]
+        asleep = [
+            each.worker
+            for each in self._sleepers.values()
+            if each.worker.alive
+            and each.worker.joined
+            and each.worker.returned is None
+            and now_s - each.since_s >= self._sleep_s
+        ]
+        gone = [
+            each
+            for each in self._sleepers.values()
+            if each.worker.returned is not None or each.is_stopped(now_s)
+        ]
         if not asleep or len(asleep) + len(gone) < 2:  # noqa: PLR2004 - one waits for another
             return None
         ranks = {worker.rank for worker in asleep}
@@ -219,19 +230,6 @@ class DeadlockWatch:
         self._asked = ranks
         self._ask(asleep, now_s)
         return None
-
-    def _asleep(self, now_s: float) -> list[Worker]:
-        return [
-            each.worker
-            for each in self._sleepers.values()
-            if each.worker.alive
-            and each.worker.joined
-            and each.worker.returned is None
-            and now_s - each.since_s >= self._sleep_s
-        ]
-
-    def _is_gone(self, sleeper: _Sleeper, now_s: float) -> bool:
-        return sleeper.worker.returned is not None or sleeper.is_stopped(now_s)
 
     def _ask(self, workers: Sequence[Worker], now_s: float) -> None:
         self._ran = {each.rank: self._sleepers[each.rank].now.ran for each in workers}
@@ -331,21 +329,21 @@ class LiveWatch:
         now_s = self._clock()
         if not self._workers:
             return False
-        self._take_request(now_s)
+        # Who asks for the status has the ranks asked; more than one get the same answer.
+        found = None if self._socket is None else self._socket.accept()
+        if found is not None:
+            connection, wants_stacks = found
+            self._asked_by.append(connection)
+            self._wants_stacks |= wants_stacks
+            if self._inquiry is None:
+                self._is_to_warn = False
+                self._start_inquiry(now_s)
         if now_s < self._next_look_s and not self._deadlocks.is_asking and self._inquiry is None:
             return False
         self._next_look_s = now_s + self._settings.look_s
         self._rates.note({worker.rank: worker.progress().steps for worker in self._workers})
         if len(self._workers) > 1:
             self.proof = self._deadlocks.look(now_s)
-        self._note_progress(now_s)
-        if self._inquiry is not None:
-            self._end_inquiry(self._inquiry, now_s)
-        elif not self._deadlocks.is_asking and self._is_late(now_s):
-            self._ask(now_s)
-        return self.proof is not None
-
-    def _note_progress(self, now_s: float) -> None:
         progress = [worker.progress() for worker in self._workers]
         seen = [
             (worker.phase, worker.returned is None, made.steps, made.saves)
@@ -355,6 +353,11 @@ class LiveWatch:
             self._seen = seen
             self._move(now_s)
         self.longest_s = max(self.longest_s, *(made.longest_s for made in progress))
+        if self._inquiry is not None:
+            self._end_inquiry(self._inquiry, now_s)
+        elif not self._deadlocks.is_asking and self._is_late(now_s):
+            self._ask(now_s)
+        return self.proof is not None
 
     def _move(self, moved_s: float) -> None:
         self._moved_s = moved_s
@@ -407,18 +410,6 @@ class LiveWatch:
         if self._is_to_warn:
             self._warn(answers, stacks, now_s)
 
-    def _take_request(self, now_s: float) -> None:
-        """Ask the ranks for whoever asks for the status; more than one get the same answer."""
-        found = None if self._socket is None else self._socket.accept()
-        if found is None:
-            return
-        connection, wants_stacks = found
-        self._asked_by.append(connection)
-        self._wants_stacks |= wants_stacks
-        if self._inquiry is None:
-            self._is_to_warn = False
-            self._start_inquiry(now_s)
-
     def _answer(self, answers: dict[int, Whereabouts], stacks: dict[int, list[Frame]]) -> None:
         spec = self._workers[0].spec
         facts = {
@@ -428,7 +419,13 @@ class LiveWatch:
             "attempt": spec.attempt,
             "world_size": spec.world.world_size,
             "longest_step_s": round(self.longest_s, 3),
-            "stragglers": [each.as_json() for each in self._find_stragglers(answers)],
+            "stragglers": [
+                each.as_json()
+                for each in find_stragglers(
+                    {rank: at.position.arrivals for rank, at in answers.items()},
+                    {worker.rank: worker.spec.world.node_rank for worker in self._workers},
+                )
+            ],
             "ranks": [
                 self._facts_of(worker, answers.get(worker.rank), stacks.get(worker.rank))
                 for worker in self._workers
@@ -437,12 +434,6 @@ class LiveWatch:
         for connection in self._asked_by:
             answer(connection, facts)
         self._asked_by, self._wants_stacks = [], False
-
-    def _find_stragglers(self, answers: dict[int, Whereabouts]) -> list[Straggler]:
-        return find_stragglers(
-            {rank: at.position.arrivals for rank, at in answers.items()},
-            {worker.rank: worker.spec.world.node_rank for worker in self._workers},
-        )
 
     def _facts_of(
         self, worker: Worker, at: Whereabouts | None, stack: list[Frame] | None
@@ -501,7 +492,14 @@ class LiveWatch:
             )
             for worker in self._workers
         }
-        entered_s = _last_entered_s(outcomes, now_s)
+        # When a rank has last entered a collective, on the monotonic clock.
+        entered_ns = [
+            each.entered_ns
+            for outcome in outcomes.values()
+            if outcome.position is not None
+            for each in outcome.position.collectives
+        ]
+        entered_s = now_s - max(0.0, time.time_ns() - max(entered_ns, default=0)) / 1e9
         if entered_s > self._moved_s:  # collectives show progress where steps are not counted
             self._move(entered_s)
         cause = find_root_cause(outcomes)
@@ -573,17 +571,6 @@ def _is_at_something_slow(at: Whereabouts | None, frames: Sequence[Frame]) -> bo
     if at is not None and at.is_evaluating:
         return True
     return any(part in frame.file for frame in frames for part in _SLOW)
-
-
-def _last_entered_s(outcomes: dict[int, RankOutcome], now_s: float) -> float:
-    """Return when a rank has last entered a collective, on the monotonic clock."""
-    entered_ns = [
-        each.entered_ns
-        for outcome in outcomes.values()
-        if outcome.position is not None
-        for each in outcome.position.collectives
-    ]
-    return now_s - max(0.0, time.time_ns() - max(entered_ns, default=0)) / 1e9
 
 
 def _waited_s(outcome: RankOutcome, goal: Collective) -> float:

@@ -62,10 +62,29 @@ class StopRequest:
             return True
         if self.deadline is None:
             if not any(worker.stop.heeds for worker in self._workers):
-                return self._ends_unasked()
+                # Ranks that have not asked yet are ended; a mere warning can wait until they do.
+                ordered = is_order(self._inbox.received)
+                if ordered:
+                    logger.warning(
+                        "%s: no rank has called stop_requested() yet, so all are ended",
+                        self.source(),
+                    )
+                elif not self._is_kept:
+                    logger.warning(
+                        "%s: kept until a rank calls stop_requested(); no rank has called it yet",
+                        self.source(),
+                    )
+                    self._is_kept = True
+                return ordered
             self._begin()
         if not self._is_agreed:
-            self._agree()
+            # All ranks stop at the first call that none of them has answered.
+            promises = [worker.stop.promise for worker in self._workers]
+            known = [promise for promise in promises if promise is not None]
+            if len(known) == len(promises):
+                for worker in self._workers:
+                    worker.stop.stop_at(max(known))
+                self._is_agreed = True
         return False
 
     def is_overdue(self) -> bool:
@@ -84,21 +103,6 @@ class StopRequest:
             return True
         return any(worker.stop.asked_by is not None for worker in self._workers)
 
-    def _ends_unasked(self) -> bool:
-        """Tell whether to end ranks that have not asked yet; a mere warning can wait until they do."""
-        ordered = is_order(self._inbox.received)
-        if ordered:
-            logger.warning(
-                "%s: no rank has called stop_requested() yet, so all are ended", self.source()
-            )
-        elif not self._is_kept:
-            logger.warning(
-                "%s: kept until a rank calls stop_requested(); no rank has called it yet",
-                self.source(),
-            )
-            self._is_kept = True
-        return ordered
-
     def _begin(self) -> None:
         self.deadline = Deadline.after(self.limit, clock=self._clock)
         for worker in self._workers:
@@ -108,12 +112,3 @@ class StopRequest:
             self.source(),
             self.limit.total_seconds(),
         )
-
-    def _agree(self) -> None:
-        """Let all ranks stop at the first call that none of them has answered."""
-        promises = [worker.stop.promise for worker in self._workers]
-        known = [promise for promise in promises if promise is not None]
-        if len(known) == len(promises):
-            for worker in self._workers:
-                worker.stop.stop_at(max(known))
-            self._is_agreed = True

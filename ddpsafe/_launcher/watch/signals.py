@@ -64,19 +64,15 @@ class SignalInbox:
         elif signum == signal.SIGUSR1:
             self.received = self.received or signal.SIGUSR1
         else:
-            self._note_order(signal.Signals(signum))
+            now_s = time.monotonic()
+            if self._told_to_go_s is None:
+                self._told_to_go_s = now_s
+            elif now_s - self._told_to_go_s > _ECHO_S and "SLURM_JOB_ID" not in os.environ:
+                self.insists = True
+            if not is_order(self.received):
+                self.received = signal.Signals(signum)
         with contextlib.suppress(BlockingIOError):
             os.write(self._write_fd, b"!")
-
-    def _note_order(self, signum: signal.Signals) -> None:
-        """Note SIGTERM or SIGHUP, and whether it is repeated."""
-        now_s = time.monotonic()
-        if self._told_to_go_s is None:
-            self._told_to_go_s = now_s
-        elif now_s - self._told_to_go_s > _ECHO_S and "SLURM_JOB_ID" not in os.environ:
-            self.insists = True
-        if not is_order(self.received):
-            self.received = signum
 
 
 def is_order(received: signal.Signals | None) -> bool:

@@ -147,7 +147,10 @@ class Watch:
         """
         try:
             while (reason := self._find_reason()) is None:
-                self._wait(self._next_deadline())
+                deadlines = [self._attempt, self.stop_request.deadline]
+                if not self._have_all_joined():
+                    deadlines.append(self._rendezvous)
+                self._wait(min(each.remaining_s() for each in deadlines if each is not None))
         finally:
             self._live.close()
         if reason == "failed":
@@ -184,13 +187,6 @@ class Watch:
 
     def _have_all_joined(self) -> bool:
         return all(worker.joined for worker in self._workers)
-
-    def _next_deadline(self) -> float:
-        """Return how long nothing expires, in seconds."""
-        deadlines = [self._attempt, self.stop_request.deadline]
-        if not self._have_all_joined():
-            deadlines.append(self._rendezvous)
-        return min(deadline.remaining_s() for deadline in deadlines if deadline is not None)
 
     def _settle(self) -> None:
         """Wait a moment for the reports of other ranks: what is blamed may come second."""
