@@ -58,7 +58,7 @@ def test_time_in_which_the_launcher_was_suspended_counts_against_no_rank(
 def test_a_launcher_that_is_suspended_between_two_starts_starts_the_rest_later(
     tmp_path: Path, limit_s: float
 ) -> None:
-    """The rank that it had started waits, however long that takes: nobody could join it."""
+    """The rank that it had started waits, however long that takes: no other rank could join it."""
     (tmp_path / "go").touch()
     statements = f"""
         import suspended_programs as programs

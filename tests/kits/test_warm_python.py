@@ -106,7 +106,7 @@ def test_its_fork_server_finds_that_too(tmp_path: Path) -> None:
         "import atexit; atexit.register(print, 'at exit')",
         "import threading; threading.Thread(target=print, args=['a thread']).start()",
         "import sys; sys.excepthook = lambda *_: sys.exit(75); raise ValueError",
-        "import sys; print('for nobody', end=''); sys.stdout.close()",
+        "import sys; print('for no reader', end=''); sys.stdout.close()",
         "1 +",
     ],
 )

@@ -85,9 +85,9 @@ CASES: Final = [
         nodes=(0, 1),
     ),
     Case(name="no such name", fields=asked("nowhere.invalid:29400"), nodes=(0, 1)),
-    Case(name="nobody's address", fields=asked("10.77.0.99:29400", join=9), nodes=(0, 1)),
+    Case(name="address without a host", fields=asked("10.77.0.99:29400", join=9), nodes=(0, 1)),
     Case(
-        name="nobody's address, and a first node",
+        name="address without a host, and a first node",
         fields=asked("10.77.0.99:29400", join=9),
         of_node={0: {"node_rank": 0}},
         nodes=(0,),
@@ -187,10 +187,10 @@ def _endpoints(said: list[dict[str, Any]], errors: list[str]) -> None:
     case = "no such name"
     for each in _require(said, (0, 1), case, "PreflightError", "cannot resolve nowhere.invalid"):
         require_in_time(each["at"] - each["began"], 15.0, case)
-    case = "nobody's address"
+    case = "address without a host"
     _require(said, (0, 1), case, "RendezvousTimeoutError", "10.77.0.99:29400", "No route to host")
     assert all("finds no launcher at 10.77.0.99:29400 yet: No route" in each for each in errors[:2])
-    case = "nobody's address, and a first node"
+    case = "address without a host, and a first node"
     _require(said, (0,), case, "RendezvousTimeoutError", "1 of 2 nodes came to 10.77.0.99:29400")
     assert "which is not an address of h0" in errors[0]
     for case in ("a silent program has the port", "a chatty program has the port"):

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.root
 
 AGAIN: Final = 75
+
+FAULT_LASTS_S: Final = 2
+FAULT_SHOWS_S: Final = 4
+"""Longer than what a loss takes to be named."""
 """Exit code that asks for another start: EX_TEMPFAIL."""
 
 
@@ -136,9 +140,9 @@ def test_a_network_that_is_back_after_two_seconds_is_no_loss(
     """No packet comes or goes meanwhile; then training goes on."""
     cases, launchers = held(network, tmp_path)
     network[victim].cut_off("eth0")
-    time.sleep(2)  # how long it lasts is what the test is about
+    time.sleep(FAULT_LASTS_S)
     network.switch.run("nft", "delete", "table", "bridge", f"off{victim}")
-    time.sleep(4)  # longer than what a loss takes
+    time.sleep(FAULT_SHOWS_S)
     require_no_verdict(network, tmp_path, cases, launchers)
 
 

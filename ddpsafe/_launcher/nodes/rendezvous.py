@@ -87,7 +87,7 @@ _MAC_BYTES: Final = hashlib.sha256().digest_size
 _ANSWER: Final = timedelta(seconds=5)
 _CLOSE: Final = timedelta(seconds=3)
 _LOOK_S: Final = 0.05
-_PROBE_S: Final = 4.0  # a kernel takes 3 s to find that nobody has an address
+_PROBE_S: Final = 4.0  # a kernel takes 3 s to find that no host has an address
 _BACKLOG: Final = 1024
 _NAME_WAIT_S: Final = 10.0
 _FORGET_S: Final = 2.5

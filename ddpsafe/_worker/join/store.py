@@ -164,7 +164,7 @@ def open_stores(
     if world.rank == 0:
         publish_job(control.store, env)
     elif not control.wait_for("job", deadline=deadline):
-        raise _nobody_serves(endpoint, world, "rank 0 does not speak there", deadline)
+        raise _not_served(endpoint, world, "rank 0 does not speak there", deadline)
     require_same_job(control.store, str(endpoint), world, env)
     return Stores(
         group=PrefixStore(prefix, group_client),
@@ -199,7 +199,7 @@ def _compare_secrets(
         return
     control = Control(client, rank=world.rank, world_size=world.world_size)
     if not control.wait_for(_FINGERPRINT, deadline=deadline):
-        raise _nobody_serves(endpoint, world, "rank 0 does not speak there", deadline)
+        raise _not_served(endpoint, world, "rank 0 does not speak there", deadline)
     theirs = client.get(_FINGERPRINT).decode(errors="replace")
     require_same_secret(theirs, secret, str(endpoint), world)
 
@@ -249,9 +249,9 @@ def _connection(
                 retrying(_probe, endpoint, deadline)
             except TimeoutError as exc:
                 dropped = f"a firewall drops what is sent to {endpoint}, or the host is down"
-                raise _nobody_serves(endpoint, world, dropped, deadline) from exc
+                raise _not_served(endpoint, world, dropped, deadline) from exc
             except OSError as exc:
-                raise _nobody_serves(endpoint, world, str(exc.strerror or exc), deadline) from exc
+                raise _not_served(endpoint, world, str(exc.strerror or exc), deadline) from exc
         _stores[key] = _connect(endpoint, world, deadline, serves=serves)
     return _stores[key]
 
@@ -285,7 +285,7 @@ def _connect(
             cause = "another program has the port, and rank 0 could not take it."
             fix = "choose another MASTER_PORT for this job, or end the program that holds it."
             raise PreflightError(Explanation(what, cause=cause, fix=fix), kind="port")
-        raise _nobody_serves(endpoint, world, reason, deadline)
+        raise _not_served(endpoint, world, reason, deadline)
 
 
 def _listen(endpoint: StoreEndpoint, world: World) -> socket.socket:
@@ -322,7 +322,7 @@ def _unresolved(
     return PreflightError(Explanation(what + why, cause=cause, fix=fix), kind="startup-network")
 
 
-def _nobody_serves(
+def _not_served(
     endpoint: StoreEndpoint, world: World, why: str, deadline: Deadline
 ) -> RendezvousTimeoutError:
     waited_s = deadline.waited_s()
