@@ -285,7 +285,7 @@ def test_slurm_takes_the_template(slurm: Cluster, tmp_path: Path) -> None:
     path = write_template(tmp_path)
     _, output = slurm.end(slurm.start_command("sbatch", "--test-only", str(path), folder=tmp_path))
     assert re.search(r"sbatch: Job \d+ to start at .* on nodes n\[?\d", output), output
-    # Each of its options in turn, misspelled, is refused: the line above is no accident.
+    # Each of its options in turn, misspelled, is refused: the line above works for a reason.
     wrong = scripts.write(tmp_path, "wrong.sh", path.read_text().replace("--requeue", "--requeued"))
     code, _ = slurm.end(slurm.start_command("sbatch", "--test-only", str(wrong), folder=tmp_path))
     assert code != 0
