@@ -10,14 +10,10 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import scripts
 
 from ddpsafe import _cpython
-
-if TYPE_CHECKING:
-    import pytest
 
 FORK = multiprocessing.get_context("fork")
 SPAWN = multiprocessing.get_context("spawn")
@@ -35,11 +31,16 @@ def test_the_folder_of_helpers_is_known_once_it_is_there(tmp_path: Path) -> None
     assert scripts.run(tmp_path, source).lines() == ["None", "True"]
 
 
-def test_semaphores_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of queues too, which are made of locks."""
-    monkeypatch.setitem(_cpython._config(), "semprefix", _cpython._config()["semprefix"])
-    _cpython.name_semaphores("/ddpsafe-test")
-    assert SPAWN.Lock()._semlock.name.startswith("/ddpsafe-test-")  # type: ignore[attr-defined]
+def test_semaphores_are_named(tmp_path: Path) -> None:
+    """Those of queues too, which are made of locks. In a script: joblib gives names of its own."""
+    source = """
+        import multiprocessing
+        from ddpsafe._cpython import name_semaphores
+        name_semaphores("/ddpsafe-test")
+        print(multiprocessing.get_context("spawn").Lock()._semlock.name)
+    """
+    (name,) = scripts.run(tmp_path, source).lines()
+    assert name.startswith("/ddpsafe-test-")
 
 
 def test_a_child_that_is_forgotten_is_not_joined_at_the_exit(tmp_path: Path) -> None:

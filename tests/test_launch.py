@@ -496,33 +496,6 @@ def test_workers_of_a_rank_start_as_those_of_a_script(tmp_path: Path, start_meth
     assert run.lines() == ["(None, [1, 5])", "spawn"]
 
 
-def test_pytest_shows_the_callers_line_and_logs_stay_short(tmp_path: Path) -> None:
-    """A failing rank shows neither docstrings nor code of ddpsafe; the preflight logs nothing."""
-    test = """
-        import logging
-        from pathlib import Path
-
-        import ddpsafe
-
-        logging.basicConfig(level=logging.INFO)
-
-
-        def train(ctx):
-            raise ValueError("bad batch")
-
-
-        def test_training():
-            ddpsafe.launch(train, nproc_per_node=2, run_dir=Path.cwd() / "run")
-    """
-    path = scripts.write(tmp_path, "test_training.py", test)
-    arguments = ["-m", "pytest", "-p", "no:cacheprovider", "-o", "log_level=INFO", path.name]
-    shown = scripts.Script(arguments, folder=tmp_path).end()
-    assert shown.code == 1
-    assert "> " + " " * 6 + "ddpsafe.launch(train, nproc_per_node=2, run_dir=" in shown.out
-    assert "ValueError: bad batch" in shown.out
-    assert [text for text in ("Args:", "_launch.py:", "checking") if text in shown.out] == []
-
-
 def test_a_launch_inside_a_rank_runs_in_that_rank() -> None:
     """Nothing is spawned, the group is the rank's own, and it is still there afterwards.
 

@@ -47,7 +47,7 @@ def test_help_is_instant_and_loads_neither_torch_nor_pydantic(tmp_path: Path) ->
             main([*command, "--help"])
     print(*sorted({"torch", "pydantic", "rich", "psutil"} & sys.modules.keys()))
     """
-    assert scripts.run(tmp_path, code).lines() == [""]
+    assert scripts.run(tmp_path, code, fresh=True).lines() == [""]
 
 
 @pytest.mark.parametrize("name", ["run", "doctor", "config"])

@@ -59,7 +59,7 @@ def test_clock_before_the_installation_is_a_warning(tmp_path: Path) -> None:
         print(*(f"{each.code} {each.fact}" for each in report.warnings), sep="\\n")
         """,
     )
-    (line,) = scripts.Script([str(program)], folder=tmp_path).end().lines()
+    (line,) = scripts.Script([str(program)], folder=tmp_path, fresh=True).end().lines()
     assert line.startswith("DS-PROC-003 The clock says 20")
 
 

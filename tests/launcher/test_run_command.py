@@ -363,7 +363,8 @@ def test_ctrl_c_while_it_loads_ends_the_command_without_a_traceback(
     """By the signal itself, as a program without Python would end."""
     scripts.write(tmp_path, "train.py", "open('ran', 'w')")
     path = scripts.write(tmp_path, "command.py", INTERRUPTED)
-    run = scripts.Script([str(path)], folder=tmp_path, env={"INTERRUPT": moment}).end()
+    script = scripts.Script([str(path)], folder=tmp_path, env={"INTERRUPT": moment}, fresh=True)
+    run = script.end()
     assert (tmp_path / "interrupted").exists()
     assert run.code == -signal.SIGINT, run.err
     assert "Traceback" not in run.err
@@ -393,7 +394,10 @@ if __name__ == "__main__":
 def test_a_script_that_was_asked_to_stop_ends_the_command_with_75(tmp_path: Path) -> None:
     """Not as a failure of a rank, though `launch` ends the script of each by an exception."""
     scripts.write(tmp_path, "train.py", STOPS)
-    done = run(tmp_path, "--nproc-per-node", "2", "--run-dir", str(tmp_path / "run"), "train.py")
+    options = ("--nproc-per-node", "2", "--run-dir", str(tmp_path / "run"))
+    done = run(
+        tmp_path, *options, "train.py", fresh=True
+    )  # the parent of the ranks is the launcher
     assert done.code == PreemptedError.exit_code, done.err
     assert "ranks 0 and 1 (world_size 2) stopped on SIGUSR1 to the launcher" in done.err
     assert "RankRaisedError" not in done.err

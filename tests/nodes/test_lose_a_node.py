@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -28,7 +27,7 @@ def command_of_the_page(folder: Path) -> list[str]:
     text = found.pop().replace("gpu-01", "h0")
     text = text.replace("examples/", f"{CHECKOUT}/examples/")
     words = shlex.split(text)[1:]
-    return [sys.executable, "-m", "ddpsafe", *words, "--out", str(folder), "--data", f"{folder}/d"]
+    return ["-m", "ddpsafe", *words, "--out", str(folder), "--data", f"{folder}/d"]
 
 
 def test_the_curve_goes_on_after_the_loss_of_a_host(own_network: Network, tmp_path: Path) -> None:

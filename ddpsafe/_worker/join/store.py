@@ -135,7 +135,7 @@ def open_stores(
         RendezvousTimeoutError: The store is not served.
         ConfigError: The store is another job's, or its rank 0 has another secret.
     """
-    from torch.distributed import PrefixStore
+    from torch.distributed import DistError, PrefixStore
 
     secret = job_secret()
     require_name(endpoint, world, deadline=Deadline.after(_NAME_WAIT).earlier(deadline))
@@ -165,7 +165,10 @@ def open_stores(
         publish_job(control.store, env)
     elif not control.wait_for("job", deadline=deadline):
         raise _not_served(endpoint, world, "rank 0 does not speak there", deadline)
-    require_same_job(control.store, str(endpoint), world, env)
+    try:
+        require_same_job(control.store, str(endpoint), world, env)
+    except DistError as exc:  # a job that has ended in between takes its store with it
+        raise _not_served(endpoint, world, "its store has ended", deadline) from exc
     return Stores(
         group=PrefixStore(prefix, group_client),
         control=control,
