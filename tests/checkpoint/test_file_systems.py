@@ -115,6 +115,22 @@ def test_save_whose_rename_does_not_reach_the_disk_is_undone(
         assert checkpointer.steps() == [2, 1]
 
 
+def test_entries_of_new_directories_reach_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a crash after the first save may leave a checkpoint that no path leads to."""
+    synced: list[Path] = []
+    fsync = os.fsync
+
+    def note(fd: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{fd}").readlink())
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    with Checkpointer(tmp_path / "runs" / "one" / "c"):
+        assert {tmp_path, tmp_path / "runs", tmp_path / "runs" / "one"} <= set(synced)
+
+
 def test_directory_that_cannot_be_listed_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
