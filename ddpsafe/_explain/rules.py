@@ -1596,6 +1596,9 @@ _REPORT: Final = _rule(
 )
 """What ddpsafe's own report of a run says: its cause, fix and kind are taken as they are there."""
 
+_TIMED_OUT: Final = ("HANG-watchdog", "HANG-timeout", "HANG-watchdog-stuck", "NCCL-error")
+"""What a log says when a collective took too long, and recordings say better."""
+
 _FLIGHT: Final = (
     _rule(
         "FLIGHT-mismatch",
@@ -1603,7 +1606,7 @@ _FLIGHT: Final = (
         "never",
         cause="In collective number {number} of group {group}, rank {rank} calls {call}. Of {waiting} it is {usual}: they wait for each other for ever.",
         fix="Let every rank call the same collectives with the same shapes, in the same order; look at what those two lines depend on (the rank, the data, an exception).",
-        over=("HANG-watchdog", "HANG-timeout", "HANG-watchdog-stuck", "NCCL-error"),
+        over=_TIMED_OUT,
     ),
     _rule(
         "FLIGHT-missing",
@@ -1612,7 +1615,7 @@ _FLIGHT: Final = (
         cause="The others wait for {missing}, which never called {call} of group {group}. In it: {waiting}.",
         fix="Look at what comes after the last call of {missing}: an end of its data, another branch, long work, or an exception; give all ranks the same number of steps.",
         level="symptom",
-        over=("HANG-watchdog", "HANG-timeout", "HANG-watchdog-stuck", "NCCL-error"),
+        over=_TIMED_OUT,
     ),
     _rule(
         "FLIGHT-no-dump",
@@ -1621,7 +1624,7 @@ _FLIGHT: Final = (
         cause="There is no recording of {missing}. Waiting in {call} of group {group}: {waiting}. It ended without one, or its file is missing here.",
         fix="Look at the log and the exit code of {missing} first; collect the files of all hosts (TORCH_NCCL_DEBUG_INFO_TEMP_FILE).",
         level="symptom",
-        over=("HANG-watchdog", "HANG-timeout", "HANG-watchdog-stuck", "NCCL-error"),
+        over=_TIMED_OUT,
     ),
     _rule(
         "FLIGHT-not-started",
@@ -1630,7 +1633,7 @@ _FLIGHT: Final = (
         cause="All ranks called {call} of group {group}, and on {missing} the GPU has not begun it: an earlier kernel of its stream does not end.",
         fix="Look at the GPU of {missing} (nvidia-smi, dmesg for Xid), and at collectives of two groups that run on one GPU at the same time.",
         level="symptom",
-        over=("HANG-watchdog", "HANG-timeout", "HANG-watchdog-stuck", "NCCL-error"),
+        over=_TIMED_OUT,
     ),
     _rule(
         "FLIGHT-stuck",
@@ -1639,7 +1642,7 @@ _FLIGHT: Final = (
         cause="All ranks are in {call} of group {group}, with the same shapes, and it does not end: the network or a GPU hangs, not the script.",
         fix="Check links and GPUs (ibstat, dmesg for Xid, nvidia-smi); NCCL_DEBUG=INFO shows the transport; `ddpsafe doctor` tries all pairs of hosts.",
         level="symptom",
-        over=("HANG-watchdog", "HANG-timeout", "HANG-watchdog-stuck", "NCCL-error"),
+        over=_TIMED_OUT,
     ),
 )
 """What flight recordings show; they have no line in a log."""
