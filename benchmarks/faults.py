@@ -209,25 +209,6 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-class Slow:
-    """A dataset whose reader stops on rank 2, as one on a network file system does."""
-
-    def __init__(self, rank: int) -> None:
-        """Remember the rank."""
-        self.rank = rank
-
-    def __len__(self) -> int:
-        """Return how many samples there are."""
-        return 100_000
-
-    def __getitem__(self, index: int) -> float:
-        """Return a sample, and on rank 2 none from the hundredth step on."""
-        if self.rank == FAULTY and index >= HANGS_AT_STEP:
-            strike(Fault())
-            time.sleep(3600)
-        return float(index)
-
-
 HANGS_AT_STEP: Final = 100
 HANGS: Final = {
     "sleeping rank": 45.0,
@@ -244,18 +225,14 @@ def wait_for_a_rank(rank: int, name: str) -> None:
     """Train until rank 2 does what keeps the others waiting."""
     import torch
     import torch.distributed as dist
-    from torch.utils.data import DataLoader
 
     second = dist.new_group(list(range(RANKS)))
     parameter = torch.nn.Parameter(torch.zeros(8))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    workers = 1 if "worker" in name else 0
-    batches = iter(DataLoader(Slow(rank if workers else -1), num_workers=workers))
     for step in range(100_000):
-        next(batches)
         parameter.grad = torch.ones(8)
         groups = [None, second]
-        if rank == FAULTY and step == HANGS_AT_STEP and not workers:
+        if rank == FAULTY and step == HANGS_AT_STEP:
             strike(Fault())
             if name == "sleeping rank":
                 time.sleep(3600)
@@ -363,20 +340,27 @@ def run(contestant: str, name: str) -> Run:
     raise SystemExit(f"{contestant} failed {PATIENCE} times before anything had gone wrong")
 
 
+def start(
+    contestant: str, name: str, *, mark: str, struck: Path, output: Path
+) -> subprocess.Popen[bytes]:
+    """Start one job; `struck` gets the time of its fault, `output` what it prints."""
+    with output.open("wb") as sink:
+        return subprocess.Popen(
+            [sys.executable, __file__, "--launch", contestant, name],
+            env={**os.environ, MARK: mark, "FAULT_FILE": str(struck), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            start_new_session=True,
+        )
+
+
 def run_once(contestant: str, name: str) -> Run:
     """Run one job to its end or to the limit, and count what it leaves."""
     with tempfile.TemporaryDirectory() as folder:
         mark = uuid.uuid4().hex
         struck, output = Path(folder, "struck"), Path(folder, "output")
-        with output.open("wb") as sink:
-            process = subprocess.Popen(
-                [sys.executable, __file__, "--launch", contestant, name],
-                env={**os.environ, MARK: mark, "FAULT_FILE": str(struck), "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
-                start_new_session=True,
-            )
+        process = start(contestant, name, mark=mark, struck=struck, output=output)
         try:
             ended_s = watch(process, struck, FAULTS[name].launcher_gets)
             time.sleep(1)
@@ -407,15 +391,7 @@ def wait_once(contestant: str, name: str) -> Wait:
     with tempfile.TemporaryDirectory() as folder:
         mark = uuid.uuid4().hex
         struck, output = Path(folder, "struck"), Path(folder, "output")
-        with output.open("wb") as sink:
-            process = subprocess.Popen(
-                [sys.executable, __file__, "--launch", contestant, name],
-                env={**os.environ, MARK: mark, "FAULT_FILE": str(struck), "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
-                start_new_session=True,
-            )
+        process = start(contestant, name, mark=mark, struck=struck, output=output)
         try:
             gives_up_s = time.monotonic() + 3 * HANG_LIMIT_S
             while not struck.exists() or not struck.read_text():
