@@ -14,6 +14,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import console_programs as programs
@@ -21,6 +22,8 @@ import pytest
 import scripts
 
 import ddpsafe
+from ddpsafe._launcher.watch.console import _Tail
+from ddpsafe._world import World
 
 TWO: Final[dict[str, Any]] = {
     "nproc_per_node": 2,
@@ -398,6 +401,31 @@ def test_a_redrawn_line_is_one_line_of_a_log(tmp_path: Path) -> None:
         assert len(bars) <= 2, run.err  # rank 0's is cut in two by its line between
         assert bars[-1].startswith(f"[rank {rank}] rank {rank} trains: 100%"), run.err
     assert "\r" not in run.err
+
+
+@pytest.mark.parametrize(
+    ("pieces", "shown"),
+    [
+        (["step 0\r", "step 1\r", "step 2\r", "done\n"], "done"),
+        (["step 0\r", "step 1\n"], "step 1"),
+        (["\rstep 0", "0\rstep 1", "1\n"], "step 11"),
+        (["text\r", "\n"], "text"),
+    ],
+)
+def test_a_line_is_drawn_over_wherever_its_reads_end(
+    tmp_path: Path, pieces: list[str], shown: str
+) -> None:
+    """A return may stand before a line or behind it, and be read with either."""
+    file = tmp_path / "out"
+    file.touch()
+    worker: Any = SimpleNamespace(spec=SimpleNamespace(world=World.alone(), attempt=1))
+    tail = _Tail(worker, str(file), sys.stdout, name="stdout", form="plain")
+    found = ""
+    for piece in pieces:
+        with file.open("a", newline="") as log:
+            log.write(piece)
+        found += tail.take(final=False)
+    assert found == f"{shown}\n"
 
 
 def test_no_colour_where_none_is_wanted(tmp_path: Path) -> None:

@@ -95,7 +95,10 @@ class _Tail:
             lines, rest = [*lines, rest] if as_drawn(rest).strip() else lines, ""
         self.drawn = as_drawn(rest) if "\r" in rest else ""
         # An epoch may redraw its bar a hundred thousand times before it ends.
-        self._pending = f"\r{self.drawn}" if self.drawn else rest
+        self._pending = rest
+        if self.drawn:
+            # What follows a return at the end is drawn over it, as ``print(…, end="\\r")`` means.
+            self._pending = f"\r{self.drawn}" + ("\r" if rest.endswith("\r") else "")
         return "".join(self._as_line(line) for line in lines)
 
     def take_drawn(self, now_s: float) -> str:
