@@ -549,7 +549,8 @@ class ClockOffset:
             replace(each, entered_ns=each.entered_ns + self.wall_ns if each.entered_ns else 0)
             for each in position.collectives
         ]
-        return replace(position, collectives=tuple(entered))
+        arrivals = tuple((number, at_ns + self.wall_ns) for number, at_ns in position.arrivals)
+        return replace(position, collectives=tuple(entered), arrivals=arrivals)
 
     def shift_outcome(self, outcome: RankOutcome) -> RankOutcome:
         """Return an outcome with its times on this host's clocks."""

@@ -159,11 +159,15 @@ class _LocalTimes:
         self._last_call = last_call
         self._beats: dict[_Member, tuple[datetime, datetime]] = {}
         self._deadline: tuple[datetime, datetime] | None = None
-        self._gone: set[_Member] = set()
+        self._gone: dict[_Member, datetime | None] = {}
 
     def forget(self, member: _Member) -> None:
-        """Show a node as one that was not heard of for long: it is known to be gone."""
-        self._gone.add(member)
+        """Show a node as one that was not heard of for long: it is known to be gone.
+
+        A container that starts again has the name, the address and often the pid of the last one:
+        a heartbeat that comes later is its own.
+        """
+        self._gone[member] = None
 
     def show(self, state: Any) -> Any:
         """Replace the times that others wrote by those at which they were first seen."""
@@ -174,8 +178,13 @@ class _LocalTimes:
                 self._beats[member] = (beat, now)
         for node in state.last_heartbeats:
             member = (node.addr, node.pid)
-            shown = _LONG_AGO if member in self._gone else self._beats[member][1]
-            state.last_heartbeats[node] = shown
+            beat, seen = self._beats[member]
+            if member in self._gone:
+                # Its last heartbeat is the one that is there at the first look after the loss.
+                last = self._gone[member] = self._gone[member] or beat
+                if last != beat:
+                    del self._gone[member]
+            state.last_heartbeats[node] = _LONG_AGO if member in self._gone else seen
         if state.deadline is not None:
             if self._deadline is None or self._deadline[0] != state.deadline:
                 self._deadline = (state.deadline, now + self._last_call)

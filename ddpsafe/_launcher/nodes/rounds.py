@@ -161,7 +161,6 @@ class NodeLaunch:
                 round_plan, channel = self._open_round(rendezvous, number, stack)
             except DDPSafeError as exc:
                 raise _NoRound(exc) from exc
-            self._channel = channel
             try:
                 self._await_nodes(round_plan, inbox)
                 return coordinate(
@@ -210,6 +209,7 @@ class NodeLaunch:
             channel = Channel.listen(
                 address, secret=rendezvous.secret, round_id=round_id, nnodes=len(nodes)
             )
+            self._channel = channel  # closed with the next round or the run, whatever comes now
             round_plan = RoundPlan(
                 round_id=round_id,
                 attempt=number,
@@ -227,11 +227,7 @@ class NodeLaunch:
                 seat.board.wait_for(f"{_REFUSAL}/{node}", Verdict, staying)
             raise
         seat.board.put(_PLAN, round_plan)
-        try:
-            self._examine(rendezvous, seat, round_plan)
-        except BaseException:
-            channel.close()
-            raise
+        self._examine(rendezvous, seat, round_plan)
         return round_plan, channel
 
     def _has_to_examine(self, nodes: list[NodeFacts]) -> bool:
