@@ -6,6 +6,7 @@ pickle may come from anywhere, so it is read by an unpickler that knows no class
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import pickle
@@ -117,12 +118,18 @@ class FlightRecordings:
             match = _LAST_NUMBER.search(path.name)
             rank = int(match[1]) if match else max(self._dumped, default=-1) + 1
         calls = [(_group_of(each), _call_of(each)) for each in entries if not each.get("is_p2p")]
+        # In a dump the ranks of a group are a text: "[0, 1]".
+        members = {
+            str(group.get("name", name)): set(
+                map(int, re.findall(r"\d+", str(group.get("ranks", ""))))
+            )
+            for name, group in groups.items()
+        }
+        # All of it could be read: nothing of a file that is refused may stay.
         for group, call in calls:
             self._calls.setdefault(group, {}).setdefault(rank, {})[call.number] = call
-        for name, group in groups.items():
-            # In a dump the ranks of a group are a text: "[0, 1]".
-            found = {int(each) for each in re.findall(r"\d+", str(group.get("ranks", "")))}
-            self._members.setdefault(str(group.get("name", name)), set()).update(found)
+        for name, ranks in members.items():
+            self._members.setdefault(name, set()).update(ranks)
         self._dumped.add(rank)
         return True
 
@@ -150,7 +157,7 @@ class FlightRecordings:
         silent = members - self._dumped
         call = next(iter(inside.values()))
         waiting = sorted(rank for rank, each in inside.items() if each.state != "completed")
-        facts = {"call": f"{call.name} number {at}", "group": group, "waiting": _ranks(waiting)}
+        facts = {"call": f"{call.name} number {at}", "group": group, "waiting": ranks_text(waiting)}
         evidence = [(each.record, f"rank {rank}: {each}") for rank, each in sorted(inside.items())]
         if missing:
             last = [
@@ -158,18 +165,18 @@ class FlightRecordings:
                 for rank in sorted(missing)
                 if (own := _last(calls.get(rank, {}))) is not None
             ]
-            facts["missing"] = _ranks(sorted(missing))
+            facts["missing"] = ranks_text(sorted(missing))
             code = "FLIGHT-missing"
             return Finding(
                 code=code, facts=facts, rank=min(missing), evidence=(last + evidence)[:_SHOWN]
             )
         if silent:
-            facts["missing"] = _ranks(sorted(silent))
+            facts["missing"] = ranks_text(sorted(silent))
             code = "FLIGHT-no-dump"
             return Finding(code=code, facts=facts, rank=min(silent), evidence=evidence[:_SHOWN])
         queued = sorted(rank for rank, each in inside.items() if each.state == "scheduled")
         if queued and len(queued) < len(inside):
-            facts["missing"] = _ranks(queued)
+            facts["missing"] = ranks_text(queued)
             return Finding(
                 code="FLIGHT-not-started", facts=facts, rank=queued[0], evidence=evidence[:_SHOWN]
             )
@@ -209,7 +216,7 @@ def _find_mismatch(group: str, calls: dict[int, dict[int, _Call]]) -> Finding | 
                 "number": str(number),
                 "rank": str(rank),
                 "call": f"{other.name} of shape {other.sizes}{other.where}",
-                "waiting": _ranks(sorted(set(inside) - set(others))),
+                "waiting": ranks_text(sorted(set(inside) - set(others))),
                 "usual": f"{usual.name} of shape {usual.sizes}{usual.where}",
             }
             lines = [(each.record, f"rank {who}: {each}") for who, each in sorted(inside.items())]
@@ -254,9 +261,6 @@ def _last(calls: dict[int, _Call]) -> _Call | None:
     return calls[max(calls)] if calls else None
 
 
+@functools.cache  # of the few names of collectives, for each pair of calls
 def _plain(name: str) -> str:
     return re.sub(r"[^a-z]|base|coalesced|tensor", "", name.lower())
-
-
-def _ranks(ranks: list[int]) -> str:
-    return ranks_text(ranks)
