@@ -17,15 +17,13 @@ from ddpsafe._errors import (
     LaunchTimeoutError,
     Origin,
 )
-from ddpsafe._wire.channel import Progress
-from ddpsafe._wire.exceptions import (
+from ddpsafe._wire.exception_chain import (
     MAX_MESSAGE,
     PointToPoint,
     clip,
     dead_worker_of,
     exit_code_of,
-    goes_on,
-    is_handled,
+    has_continued,
     line_of,
     point_to_point_of,
     read_chain,
@@ -34,6 +32,7 @@ from ddpsafe._wire.exceptions import (
     type_name_of,
     where_of,
 )
+from ddpsafe._wire.rank_pipe import Progress
 from ddpsafe._wire.spec import read_log
 
 if TYPE_CHECKING:
@@ -55,7 +54,18 @@ class LivingThreads:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeedsStop:
+class CheckpointFolder:
+    """The rank keeps checkpoints in a folder that the ranks of all nodes have to see.
+
+    Attributes:
+        path: The folder.
+    """
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptsStop:
     """The user's function has called `stop_requested`, so asking it to stop has a point."""
 
 
@@ -78,7 +88,7 @@ class Stops:
     """A call of `stop_requested` has been answered with yes."""
 
 
-StopMessage = HeedsStop | AskedToStop | StopPromise | Stops
+StopMessage = AcceptsStop | AskedToStop | StopPromise | Stops
 
 Phase = Literal["starting", "loading", "joining", "running", "leaving"]
 """Process started > unpickling > rendezvous > the user's function > after its report."""
@@ -338,7 +348,7 @@ class Raised:
         exit_code: Set when the exception was a request to exit.
         final: False where the exception was only seen in flight, at a teardown or a barrier, or when
             the rank was asked where it is.
-        goes_on: Whether it was then in an ``except`` block after which the program goes on.
+        is_caught: Whether it was then in an ``except`` block after which the program continues.
         held: What the rank's memory held, where it ran out of it.
         origin: Where the exception comes from, as far as this rank can tell.
         explanation: What an error of ddpsafe's own says, as data.
@@ -362,7 +372,7 @@ class Raised:
     wall_ns: int = 0
     exit_code: int | None = None
     final: bool = True
-    goes_on: bool = False
+    is_caught: bool = False
     held: str = ""
     origin: Origin = "own"
     explanation: Explanation | None = None
@@ -383,8 +393,8 @@ class Raised:
     def is_certain(self) -> bool:
         """Whether this ended the rank by its own doing.
 
-        What was seen in flight may have been handled; one that came in a meeting with ranks that
-        were elsewhere may be theirs.
+        What was seen in flight may have been handled; one that came in a wait for ranks that were
+        elsewhere may be theirs.
         """
         return self.final and not self.hidden_by and self.origin != "mismatch"
 
@@ -412,7 +422,7 @@ class Raised:
             dead_worker = dead_worker_of(shown)
         if code is not None and not shown.__suppress_context__:
             handled = shown.__context__
-        if handled is not None and is_handled(handled):
+        if handled is not None and has_continued(handled):
             handled = None
         return cls(
             type_name=name,
@@ -426,7 +436,6 @@ class Raised:
             wall_ns=wall_ns,
             exit_code=code,
             final=final,
-            goes_on=not final and goes_on(exc),
             held=held,
             origin=reading.origin,
             explanation=shown.explanation if isinstance(shown, DDPSafeError) else None,
@@ -467,7 +476,15 @@ class Recovered:
 
 
 Message = (
-    Entered | Position | Whereabouts | Returned | Raised | Recovered | StopMessage | LivingThreads
+    Entered
+    | Position
+    | Whereabouts
+    | Returned
+    | Raised
+    | Recovered
+    | StopMessage
+    | LivingThreads
+    | CheckpointFolder
 )
 
 

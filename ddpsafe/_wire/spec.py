@@ -27,6 +27,11 @@ MARKER: Final = "DDPSAFE_LAUNCH_ID"
 """The variable that a rank's processes have, and by which they are found again."""
 
 
+SAFE_PATH: Final = ("PYTHONSAFEPATH", "ddpsafe")
+"""The variable, and a value of ddpsafe's own, that makes Python 3.11 and later import nothing from the
+current directory; a rank removes it from its environment, for programs that the script starts."""
+
+
 def make_launch_id() -> str:
     """Return a new launch's id: a digest of its temporary directory, and a random part.
 

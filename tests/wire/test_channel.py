@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ddpsafe._wire.channel import Receiver, Sender
 from ddpsafe._wire.messages import Entered, Position, Recovered, Returned
+from ddpsafe._wire.rank_pipe import Receiver, Sender
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

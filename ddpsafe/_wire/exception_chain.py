@@ -16,25 +16,27 @@ import linecache
 import signal
 import sysconfig
 import traceback
+from collections import Counter
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ddpsafe._errors import DDPSafeError
-from ddpsafe._wire.peer_errors import find_peer_text, is_of_a_backend
+from ddpsafe._wire.foreign_texts import find_peer_text, is_of_a_backend
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
     from multiprocessing.process import BaseProcess
     from types import FrameType, TracebackType
 
     from ddpsafe._errors import Origin
 
 _CUT: Final = " […] "
-_MEETINGS: Final = 3
+_WAITS: Final = 3
 _TRY: Final = (ast.Try, getattr(ast, "TryStar", ast.Try))  # except* is of Python 3.11
 _DEEPEST: Final = 4
+_MOST_HANDLED: Final = 20
 _GROUP: Final[Any] = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 on
 
 MAX_MESSAGE: Final = 4_000
@@ -243,58 +245,85 @@ class Reading:
     hidden_by: BaseException | None = None
 
 
-def note_met(exc: BaseException) -> None:
-    """Count that the rank has met the others while it handled an exception."""
+def note_wait(exc: BaseException) -> None:
+    """Count that the rank has waited for the others while it handled an exception."""
     with contextlib.suppress(Exception):  # it may have no room for a name more
-        exc._ddpsafe_met = _met(exc) + 1  # type: ignore[attr-defined]  # noqa: SLF001 - a mark that ddpsafe sets
+        exc._ddpsafe_waits = _count_waits(exc) + 1  # type: ignore[attr-defined]  # noqa: SLF001 - a mark that ddpsafe sets
 
 
-def is_handled(exc: BaseException) -> bool:
-    """Tell whether the rank goes on with its work while it handles an exception.
+def has_continued(exc: BaseException) -> bool:
+    """Tell whether the rank continues its work while it handles an exception.
 
-    A ``finally`` may hold a meeting or two as well, with an exception on its way out.
+    A ``finally`` may wait for the others once or twice as well, with an exception on its way out.
     """
-    return _met(exc) >= _MEETINGS
+    return _count_waits(exc) >= _WAITS
 
 
-def _met(exc: BaseException) -> int:
-    return int(getattr(exc, "__dict__", {}).get("_ddpsafe_met", 0))
+def _count_waits(exc: BaseException) -> int:
+    return int(getattr(exc, "__dict__", {}).get("_ddpsafe_waits", 0))
 
 
-def goes_on(exc: BaseException) -> bool:
-    """Tell whether an exception is in an ``except`` block after which the program goes on.
+def find_on_its_way(exc: BaseException, running: Collection[FrameType]) -> BaseException | None:
+    """Return the exception that is on its way out of the program, of all that a thread handles.
+
+    That is not the innermost one where a cleanup in a ``finally`` handles another, as one that
+    waits before it tries an upload again; or where it is in a generator, which is left by a
+    `GeneratorExit`.
+
+    Args:
+        exc: The innermost exception that the thread handles.
+        running: The frames in which the thread is.
+    """
+    passed: Counter[FrameType] = Counter()
+    each: BaseException | None = exc
+    for _ in range(_MOST_HANDLED):
+        if each is None:
+            break
+        tb = each.__traceback__
+        # A frame that has returned handled its error, which became the context of another there.
+        is_over = passed and (tb is None or tb.tb_frame not in running)
+        if not is_over and not isinstance(each, GeneratorExit):
+            if tb is None or not _is_caught(tb.tb_frame, passed):
+                return each
+            passed[tb.tb_frame] += 1
+        each = each.__context__
+    return None
+
+
+def _is_caught(frame: FrameType, passed: Counter[FrameType]) -> bool:
+    """Tell whether an exception is in an ``except`` block after which the program continues.
 
     Else it is on its way out: in a ``finally``, at the end of a ``with``, or in an ``except`` block
     whose last statement raises or exits. Python itself does not tell the difference, so the source
     of the function that handles it is read; without that it counts as on its way.
 
     Args:
-        exc: An exception that a thread is handling; its traceback begins at the function that does.
+        frame: The function that handles it.
+        passed: How many exceptions that were raised while this one was handled each frame handles.
     """
-    tb = exc.__traceback__
-    if tb is None:
-        return False
-    frame = tb.tb_frame
     # linecache has the cells of a notebook too.
     source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
-        return False
-    blocks = [
-        (block, is_handler)
-        for node in ast.walk(tree)
-        if isinstance(node, _TRY)
-        for block, is_handler in [
-            *((handler.body, True) for handler in node.handlers),
-            (node.finalbody, False),
-        ]
-        if block and block[0].lineno <= frame.f_lineno <= (block[-1].end_lineno or 0)
+        return bool(passed)
+    blocks = []
+    for node in ast.walk(tree):
+        if isinstance(node, _TRY):
+            blocks += [(each.body, not _leaves(each.body[-1])) for each in node.handlers]
+            blocks += [(node.finalbody, False)] if node.finalbody else []
+        elif passed and isinstance(node, (ast.With, ast.AsyncWith)):  # its end has this line too
+            blocks.append(([item.context_expr for item in node.items], False))
+    around = [
+        (block[0].lineno, is_caught)
+        for block, is_caught in blocks
+        if block[0].lineno <= frame.f_lineno <= (block[-1].end_lineno or 0)
     ]
-    if not blocks:
-        return False
-    block, is_handler = max(blocks, key=lambda pair: pair[0][0].lineno)
-    return is_handler and not _leaves(block[-1])
+    around.sort(key=lambda each: each[0], reverse=True)
+    inner = passed[frame]
+    if len(around) <= inner:  # of those that are passed, one is handled in no block any more
+        return bool(passed)
+    return around[inner][1]
 
 
 def _leaves(statement: ast.stmt) -> bool:
