@@ -2,7 +2,7 @@
 
 ::
 
-    entrypoint         a rank from its first line to its report
+    entrypoint         a rank from its first line to its report, and the pipe to its launcher
     environment        variables, streams and device of the rank
     session            the state of the rank that its launcher made
     context            `RankContext`, what the user's function sees
@@ -12,8 +12,7 @@
     torch_hooks        every private name of torch, guarded
     whereabouts        where the rank is, told while it goes on
     pending_exception  exceptions that are being handled when a rank begins to wait
-    lifeline           the pipe to the launcher, and the thread that answers it
+    stop_agreement     all ranks stop at the same call of `stop_requested`
     preload            what the fork server loads once
     join/              ranks that another launcher has started
-    stop/              the agreement to stop
 """

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast, get_args
 
 from ddpsafe._errors import ConfigError, Explanation, MismatchError
-from ddpsafe._wire.exceptions import clip
+from ddpsafe._wire.exception_chain import clip
 from ddpsafe._wire.payload import find_unpicklable
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def _require_weight(weight: object) -> float:
         ConfigError: It is not a finite number from 0 on.
     """
     try:
-        share = float(weight)  # type: ignore[arg-type]  # judged here
+        share = float(weight)  # type: ignore[arg-type]  # checked here
     except (TypeError, ValueError):
         share = math.nan
     if 0 <= share < math.inf:

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, Final, ParamSpec, TextIO, TypeVar, cast, 
 
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import BarrierTimeoutError, Explanation, RankRaisedError, ranks_text
-from ddpsafe._wire.exceptions import clip, text_of
-from ddpsafe._worker import collectives, pending_exception
-from ddpsafe._worker.stop import agreement
-from ddpsafe._worker.stop.agreement import NoAgreementError
+from ddpsafe._wire.exception_chain import clip, text_of
+from ddpsafe._worker import collectives, pending_exception, stop_agreement
+from ddpsafe._worker.stop_agreement import NoAgreementError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -116,7 +115,7 @@ def following(context: RankContext, *, local: bool) -> Iterator[None]:
         # torchrun, Slurm's default and we number ranks node by node.
         leader = context.rank - context.local_rank if local else 0
         deadline = Deadline.after(context.barrier_timeout)
-        came, failure = control.verdict(name, deadline=deadline)
+        came, failure = control.result_of(name, deadline=deadline)
         if not came:
             raise barrier_timeout_error(context, "rank_zero_first", [leader], deadline)
         if failure is not None:
@@ -256,7 +255,7 @@ class RankContext:
         deadline = Deadline.after(limit)
         label = name or "barrier"
         with pending_exception.waiting():
-            missing = self.control.meet(f"barrier/{label}", deadline=deadline)
+            missing = self.control.barrier(f"barrier/{label}", deadline=deadline)
         if missing:
             raise barrier_timeout_error(self, label, missing, deadline)
 
@@ -403,7 +402,7 @@ class RankContext:
             BarrierTimeoutError: A request came, and some ranks could not be asked for their part.
         """
         collectives.require_group(self.world)
-        stop = agreement.find_current()
+        stop = stop_agreement.find_current()
         if stop is None:
             return False
         try:

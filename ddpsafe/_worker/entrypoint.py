@@ -6,38 +6,29 @@ import contextlib
 import ctypes
 import os
 import resource
+import signal
 import sys
 import threading
 import time
 import traceback
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 from ddpsafe._clock import BoundedCall, Deadline, HeldClock
 from ddpsafe._cpython import end_as_interpreter
 from ddpsafe._logging import name_rank
 from ddpsafe._wire import payload
-from ddpsafe._wire.channel import (
-    ALL_STARTED,
-    ASK_POSITION,
-    ASK_STACKS,
-    ASK_STOP,
-    ASK_THREADS,
-    ASK_WHEREABOUTS,
-    END_NOW,
-    RESULT_OFFSET,
-    Claim,
-    Sender,
-)
-from ddpsafe._wire.exceptions import (
+from ddpsafe._wire.exception_chain import (
     MAX_MESSAGE,
     exit_code_of,
-    goes_on,
+    find_on_its_way,
     is_library,
     line_of,
     point_to_point_in,
 )
+from ddpsafe._wire.foreign_texts import find_kind
 from ddpsafe._wire.messages import (
+    CheckpointFolder,
     Entered,
     LivingThreads,
     Position,
@@ -47,25 +38,37 @@ from ddpsafe._wire.messages import (
     ScriptExit,
     in_a_line,
 )
-from ddpsafe._wire.peer_errors import find_kind
+from ddpsafe._wire.rank_pipe import (
+    ALL_STARTED,
+    ASK_POSITION,
+    ASK_STACKS,
+    ASK_STOP,
+    ASK_THREADS,
+    ASK_WHEREABOUTS,
+    CALL_NUMBER,
+    END_NOW,
+    RESULT_OFFSET,
+    STOP_AT,
+    Claim,
+    Sender,
+)
 from ddpsafe._wire.spec import open_log, unreported_mark
-from ddpsafe._worker import environment, lifeline, pending_exception
-from ddpsafe._worker.stop import agreement
-from ddpsafe._worker.stop.agreement import StopCalls
-from ddpsafe._worker.stop.transports import LauncherLine
+from ddpsafe._worker import environment, pending_exception, stop_agreement
+from ddpsafe._worker.stop_agreement import LauncherLine, StopCalls
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from types import FrameType
 
-    from ddpsafe._wire.channel import Inheritance
     from ddpsafe._wire.messages import Phase
+    from ddpsafe._wire.rank_pipe import Inheritance
     from ddpsafe._wire.spec import RankSpec
 
     Call = tuple[Callable[..., object], tuple[object, ...], dict[str, object]]
 
 
 _GIB = 1 << 30
+_PR_SET_PDEATHSIG: Final = 1
 
 
 def is_out_of_memory(exc: BaseException) -> bool:
@@ -179,7 +182,7 @@ class Reporter:
         )
         self.phase = "leaving"
 
-    def raised(self, exc: BaseException, *, final: bool) -> None:
+    def raised(self, exc: BaseException, *, final: bool, is_caught: bool = False) -> None:
         """Say that an exception is on its way, once in flight and once when it is final."""
         if not final and id(exc) in self._told:
             return
@@ -200,7 +203,7 @@ class Reporter:
             at_ns=at_ns,
             wall_ns=wall_ns,
         )
-        self._sender.send(raised)
+        self._sender.send(replace(raised, is_caught=is_caught))
         if final:
             self._write_down_if_lost(raised.traceback)
 
@@ -255,10 +258,16 @@ class Reporter:
         exc = current[1] if isinstance(current, tuple) else current
         if not isinstance(exc, BaseException) or _is_ours(exc):
             return ""
-        if goes_on(exc):
+        main = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - as above
+        leaving = find_on_its_way(exc, _frames_above(main))
+        if leaving is None:
             return in_a_line(exc)
-        self.raised(exc, final=False)
+        self.raised(leaving, final=False)
         return ""
+
+    def checkpoint_folder(self, path: str) -> None:
+        """Say where the rank keeps checkpoints."""
+        self._sender.send(CheckpointFolder(path=path))
 
     def living_threads(self) -> None:
         """Say which threads keep this process alive."""
@@ -270,8 +279,12 @@ class Reporter:
         One of a fork is not the rank's: it is not reported, so nothing has to be taken back.
         """
         exc = sys.exc_info()[1] if self.is_here() else None
-        if exc is not None:
-            self.raised(exc, final=False)
+        if exc is None:
+            return None
+        leaving = find_on_its_way(exc, _frames_above(sys._getframe()))  # noqa: SLF001 - documented, in spite of its name
+        if leaving is None and isinstance(exc, GeneratorExit):
+            return None
+        self.raised(leaving or exc, final=False, is_caught=leaving is None)
         return exc
 
     def recovered(self) -> None:
@@ -306,11 +319,11 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
     sender = Sender(inheritance.report.fd)
     reporter = Reporter(sender, spec.logs.stderr, inheritance.shared.fd)
     line = LauncherLine(sender, StopCalls())
-    stop = agreement.Stopping(line.calls, line)
-    agreement.enter(stop)
+    stop = stop_agreement.Stopping(line.calls, line)
+    stop_agreement.enter(stop)
     stacks = environment.Stacks(spec.logs)
     since_start = HeldClock()
-    lifeline.tie_to_launcher(
+    _tie_to_launcher(
         inheritance.lifeline.fd,
         launcher_pid=spec.launcher_pid,
         is_child=spec.inherited_env is None,
@@ -368,7 +381,11 @@ def _run_user_code(
     name_rank(spec.world, spec.attempt)
     session.install_hooks(spec, since_start)
     environment.use_threads(spec.num_threads)
-    environment.count_steps(inheritance.shared.fd, after_step=pending_exception.after_step)
+    environment.count_steps(
+        inheritance.shared.fd,
+        after_step=pending_exception.after_step,
+        tell_folder=reporter.checkpoint_folder,
+    )
     # What unpickling the arguments does on "cuda" is done on the rank's GPU, not on the first one.
     # In spawn style the script may still choose its GPUs, or fork, as with mp.spawn.
     device = environment.use_device(spec.device, is_current=spec.style == "launch")
@@ -410,6 +427,11 @@ def _exception_bytes(exc: BaseException) -> bytes | None:
     return data
 
 
+def _frames_above(frame: FrameType | None) -> set[FrameType]:
+    """Return the frames of a thread, from its innermost one."""
+    return {each for each, _ in traceback.walk_stack(frame)}
+
+
 def _is_ours(exc: BaseException) -> bool:
     """Tell whether this module handles the exception, which is being reported then."""
     tb = exc.__traceback__
@@ -422,3 +444,76 @@ def _flush() -> None:
             stream.flush()
     with contextlib.suppress(Exception):
         ctypes.CDLL(None).fflush(None)
+
+
+# ---- the pipe to the launcher ----
+
+
+def _tie_to_launcher(
+    pipe_fd: int,
+    *,
+    launcher_pid: int,
+    is_child: bool,
+    on_words: Mapping[bytes, Callable[[], None]],
+    on_agreement: Callable[[int], None],
+) -> None:
+    """End this process, and what it started, when the launcher is gone.
+
+    There are three ways to notice, because each has a blind spot. The kernel's parent-death signal
+    reaches a rank that holds the GIL or hangs in C++, but it is bound to the thread that started the
+    rank, and other forked processes do not matter to it. The pipe is seen wherever Python still runs,
+    also under the forkserver. The parent check covers the moment between the start and both. (The
+    launcher's guard process covers what descends from the rank.)
+
+    Args:
+        pipe_fd: Read end of a pipe that only the launcher can write to.
+        launcher_pid: The launcher.
+        is_child: Whether it is our direct parent (not so under the forkserver).
+        on_words: What to call, in a thread, when the launcher says a word such as `ASK_POSITION`.
+            `ALL_STARTED` is taken as said, too, once no word can come any more.
+        on_agreement: Called in that thread with the call of `stop_requested` that says so.
+    """
+    listeners = {
+        **on_words,
+        STOP_AT: lambda: on_agreement(*CALL_NUMBER.unpack(os.read(pipe_fd, CALL_NUMBER.size))),
+    }
+    # A session of its own: the launcher can end all of it, and the terminal's Ctrl-C goes to the
+    # launcher alone, which then ends the ranks in order.
+    with contextlib.suppress(PermissionError):
+        os.setsid()
+    set_death_signal(signal.SIGKILL)
+    if is_child and os.getppid() != launcher_pid:
+        _end_session()
+    threading.Thread(
+        target=_listen, args=(pipe_fd, listeners), name="ddpsafe-lifeline", daemon=True
+    ).start()
+
+
+def set_death_signal(signum: int) -> None:
+    """Have the kernel send this process a signal when its parent's thread ends; 0 for none."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signum))
+
+
+def _listen(pipe_fd: int, listeners: Mapping[bytes, Callable[[], None]]) -> None:
+    """Do what the launcher says until it is gone, or the script has closed the pipe.
+
+    The number may be a file of the script's by then; the end of the launcher is left to the kernel.
+    """
+    claim = Claim(pipe_fd)
+    while claim.holds():
+        try:
+            word = os.read(pipe_fd, 1)
+        except OSError:  # closed just now
+            break
+        if not word:
+            _end_session()
+        with contextlib.suppress(Exception):  # no answer is an answer too
+            listeners[word]()
+    listeners[ALL_STARTED]()
+
+
+def _end_session() -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(128 + signal.SIGKILL)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final, TextIO
 
 from ddpsafe import _cpython
 from ddpsafe._errors import Explanation, PreflightError
-from ddpsafe._wire.channel import Claim, StepCounter
-from ddpsafe._wire.spec import STACKS_SIGNAL, open_log, semaphore_prefix
+from ddpsafe._wire.rank_pipe import Claim, StepCounter
+from ddpsafe._wire.spec import SAFE_PATH, STACKS_SIGNAL, open_log, semaphore_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -95,6 +95,9 @@ def apply_environment(spec: RankSpec) -> None:
         os.environ.update(spec.inherited_env)
     for name in _NEVER_INHERITED:
         os.environ.pop(name, None)
+    name, text = SAFE_PATH
+    if os.environ.get(name) == text:
+        del os.environ[name]
     os.environ.update(spec.env)
 
 
@@ -151,17 +154,21 @@ def use_threads(num_threads: int | None) -> None:
     torch.set_num_threads(int(chosen))
 
 
-def count_steps(fd: int, *, after_step: Callable[[], None]) -> None:
+def count_steps(
+    fd: int, *, after_step: Callable[[], None], tell_folder: Callable[[str], None]
+) -> None:
     """Count optimizer steps where the launcher can read them: its sign that the rank gets on.
 
     Args:
         fd: The rank's shared memory; see `Inheritance`.
         after_step: Called after each of them too.
+        tell_folder: Tells the launcher where checkpoints are.
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    global _counter  # noqa: PLW0603 - one process is one rank
+    global _counter, _tell_folder  # noqa: PLW0603 - one process is one rank
     _counter = counter = StepCounter(fd)
+    _tell_folder = tell_folder
     rank_pid = os.getpid()
 
     def count(*_: object) -> None:
@@ -173,12 +180,19 @@ def count_steps(fd: int, *, after_step: Callable[[], None]) -> None:
 
 
 _counter: StepCounter | None = None
+_tell_folder: Callable[[str], None] | None = None
 
 
 def note_checkpoint(step: int, *, is_new: bool) -> None:
     """Let the launcher know how far the rank has come: a retry that comes no further is stopped."""
     if _counter is not None:
         _counter.note_checkpoint(step, is_new=is_new)
+
+
+def note_checkpoint_folder(path: str) -> None:
+    """Let the launcher know where checkpoints are: a node that comes later has to see that folder."""
+    if _tell_folder is not None:
+        _tell_folder(path)
 
 
 def note_saving() -> None:

@@ -19,14 +19,14 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Protocol
 
-from ddpsafe._wire.exceptions import is_handled, note_met
+from ddpsafe._wire.exception_chain import has_continued, note_wait
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-class Witness(Protocol):
-    """Who is told."""
+class ExceptionReporter(Protocol):
+    """What reports to the launcher."""
 
     def exception_in_flight(self) -> BaseException | None:
         """Report the exception that this thread is handling; return it."""
@@ -35,37 +35,37 @@ class Witness(Protocol):
         """Take back what was reported."""
 
 
-_witness: Witness | None = None
+_reporter: ExceptionReporter | None = None
 # Thread and id of the exception: holding it would hold the tensors of its frames.
 _open_report: tuple[int, int] | None = None
 
 
-def tell(witness: Witness) -> None:
-    """Report to `witness` from now on."""
-    global _witness  # noqa: PLW0603 - one process is one rank
-    _witness = witness
+def tell(reporter: ExceptionReporter) -> None:
+    """Report to `reporter` from now on."""
+    global _reporter  # noqa: PLW0603 - one process is one rank
+    _reporter = reporter
 
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
     """Be around a wait for other ranks."""
-    exc = None if _witness is None or _goes_on() else _witness.exception_in_flight()
+    exc = None if _reporter is None or _has_continued() else _reporter.exception_in_flight()
     yield
-    if _witness is not None and exc is not None:
-        note_met(exc)
-        _witness.recovered()
+    if _reporter is not None and exc is not None:
+        note_wait(exc)
+        _reporter.recovered()
 
 
-def _goes_on() -> bool:
-    """Tell whether the rank has got on with its work in the ``except`` block it is in."""
+def _has_continued() -> bool:
+    """Tell whether the rank has continued its work in the ``except`` block it is in."""
     exc = sys.exc_info()[1]
-    return exc is not None and is_handled(exc)
+    return exc is not None and has_continued(exc)
 
 
 def leaving_group() -> None:
     """Report an exception at whose handling the script destroys its process group."""
     global _open_report  # noqa: PLW0603 - one process is one rank
-    exc = None if _witness is None else _witness.exception_in_flight()
+    exc = None if _reporter is None else _reporter.exception_in_flight()
     if exc is not None:
         _open_report = (threading.get_ident(), id(exc))
 
@@ -73,9 +73,9 @@ def leaving_group() -> None:
 def going_on() -> None:
     """Withdraw that report: the ranks have met for another group."""
     global _open_report  # noqa: PLW0603 - one process is one rank
-    if _witness is not None and _open_report is not None:
+    if _reporter is not None and _open_report is not None:
         _open_report = None
-        _witness.recovered()
+        _reporter.recovered()
 
 
 def after_step() -> None:

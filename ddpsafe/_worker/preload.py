@@ -48,7 +48,7 @@ for _signum in _REQUESTS:
 
 
 def _give_back() -> None:
-    """Let what the server forks, ranks or processes of the user's own, obey again."""
+    """Let what the server forks, ranks or processes of the user's own, take signals again."""
     if os.getppid() == _SERVER:
         for signum in _REQUESTS:
             signal.signal(signum, signal.SIG_DFL)

@@ -61,7 +61,7 @@ def open_group(
     """
     import torch.distributed as dist
 
-    meet_everyone(control, world, deadline=rendezvous)
+    wait_for_everyone(control, world, deadline=rendezvous)
     if device.type == "cuda":
         let_members_make_groups()
     dist.init_process_group(
@@ -74,13 +74,13 @@ def open_group(
     )
 
 
-def meet_everyone(control: Control | None, world: World, *, deadline: Deadline) -> None:
+def wait_for_everyone(control: Control | None, world: World, *, deadline: Deadline) -> None:
     """Wait until every rank is about to make the group; what came before it is then over.
 
     Raises:
         RendezvousTimeoutError: Some ranks did not come; it names them.
     """
-    missing = [] if control is None else control.meet("join", deadline=deadline)
+    missing = [] if control is None else control.barrier("join", deadline=deadline)
     if missing:
         raise not_joined(world, missing, deadline)
     forget_collectives()
@@ -125,7 +125,7 @@ def close_group(
     import torch
     import torch.distributed as dist
 
-    missing = [] if control is None else control.meet("leave", deadline=deadline, is_last=True)
+    missing = [] if control is None else control.barrier("leave", deadline=deadline, is_last=True)
     if missing or not dist.is_initialized():
         return missing
     # DDP's reducer must be gone and gloo's thread quiet before the group's destructor runs, or

@@ -96,7 +96,7 @@ def _meet(spec: RankSpec, timeout: timedelta | None) -> Store:
     if spec.style != "launch" and "rendezvous" not in spec.timeouts.chosen:
         limit = timeout  # what the user has not set must not end a script that works
     deadline = Deadline.after(min(timeout, limit), clock=_since_start)
-    process_group.meet_everyone(control, spec.world, deadline=deadline)
+    process_group.wait_for_everyone(control, spec.world, deadline=deadline)
     return open_fresh_store(spec)
 
 

@@ -1,4 +1,4 @@
-"""Messages between ranks that need no collective: barriers and verdicts over a store.
+"""Messages between ranks that need no collective: barriers and results over a store.
 
 A collective on a failing path waits for ranks that are dead, and its error names no rank. The
 store answers at once who is there, and every rank can read it.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ddpsafe._errors import Origin
 
-# How long the rank that serves the store stays for the others to read how a meeting ended.
+# How long the rank that serves the store stays for the others to read how a barrier ended.
 _LINGER: Final = timedelta(seconds=10)
 _DEPARTED: Final = "control/departed"
 
@@ -136,7 +136,9 @@ class SignedKeys:
         """Return the value of a key that is set."""
         value = self._find(key)
         if value is None:
-            raise RuntimeError(f"{key} is not set, or by a stranger")  # as a store that is gone
+            raise RuntimeError(
+                f"{key} is not set, or by another program"
+            )  # as a store that is gone
         return value
 
     def check(self, keys: list[str], /) -> bool:
@@ -147,13 +149,13 @@ class SignedKeys:
         """Set a key that has the expected value, empty for none; return what it has then."""
         signed = self._sign(key, desired)
         known = self._sign(key, expected) if expected else b""
-        for _ in range(self._TRIES):  # each of a stranger's values is taken for none
+        for _ in range(self._TRIES):  # each value of another program is taken for none
             found = self._store.compare_set(key, known, signed)  # type: ignore[arg-type]  # as above
             value = self._verified(key, found)
             if value is not None:
                 return value
             known = found
-        raise RuntimeError(f"{key} is written again and again by a stranger")
+        raise RuntimeError(f"{key} is written again and again by another program")
 
     def delete_key(self, key: str, /) -> bool:
         """Remove a key; tell whether it was set."""
@@ -193,7 +195,7 @@ class Control:
 
     Attributes:
         store: The connection, for keys of others than `Control`.
-        failed_peer: Who had failed when the last meeting ended, as far as that is known.
+        failed_peer: Who had failed when the last barrier ended, as far as that is known.
 
     Args:
         store: A store connection of its own: one client serialises its calls, so a long wait
@@ -214,11 +216,11 @@ class Control:
         self._turns: dict[str, int] = {}
         self.failed_peer: Departure | None = None
 
-    def meet(self, name: str, *, deadline: Deadline, is_last: bool = False) -> list[int]:
-        """Wait until every rank has come to the meeting of that name.
+    def barrier(self, name: str, *, deadline: Deadline, is_last: bool = False) -> list[int]:
+        """Wait until every rank has come to the barrier of that name.
 
         Args:
-            name: Ranks meet under one name; every use of it is a new meeting.
+            name: Ranks wait for each other under one name; every use of it is a new barrier.
             deadline: When to stop waiting.
             is_last: Ranks may exit right after it.
 
@@ -226,9 +228,9 @@ class Control:
             The ranks that did not come in time, the same on every rank: empty when all met.
         """
         try:
-            meeting = self.arrive(name)
-            # Failed ranks have come to the last meeting too: the others may work to their ends.
-            doors = [f"{meeting}/missing"] if is_last else [f"{meeting}/missing", _DEPARTED]
+            barrier = self.arrive(name)
+            # Failed ranks have come to the last barrier too: the others may work to their ends.
+            doors = [f"{barrier}/missing"] if is_last else [f"{barrier}/missing", _DEPARTED]
             # The last to come, or to give up, writes the list of missing ranks.
             self.wait_for(*doors, deadline=deadline)
             if not self.is_set(doors[0]):
@@ -237,7 +239,7 @@ class Control:
                 absent = (
                     [departed.rank]
                     if departed
-                    else [rank for rank in range(self._world_size) if not self._came(meeting, rank)]
+                    else [rank for rank in range(self._world_size) if not self._came(barrier, rank)]
                 )
                 self.store.compare_set(doors[0], "", json.dumps(absent))
             missing: list[int] = json.loads(self.store.get(doors[0]))
@@ -247,11 +249,11 @@ class Control:
                 if departure is not None and departure.rank != self._rank and departure.is_failure:
                     self.failed_peer = departure
             if missing or is_last:
-                self._part(meeting)
+                self._part(barrier)
         except RuntimeError:
             if not self._served_by_rank_zero or self._rank == 0:
                 raise
-            # The store went with rank 0, which stays at the last meeting until all have read its end.
+            # The store went with rank 0, which stays at the last barrier until all have read its end.
             if not is_last:
                 return [0]
             self.failed_peer = self.failed_peer or self.departure()
@@ -259,12 +261,12 @@ class Control:
         return missing
 
     def arrive(self, name: str) -> str:
-        """Come to a meeting without waiting for the others; return its name in the store."""
-        meeting = self._turn(name)
-        self.store.set(f"{meeting}/{self._rank}", "here")
-        if self.store.check([f"{meeting}/{rank}" for rank in range(self._world_size)]):
+        """Come to a barrier without waiting for the others; return its name in the store."""
+        barrier = self._turn(name)
+        self.store.set(f"{barrier}/{self._rank}", "here")
+        if self.store.check([f"{barrier}/{rank}" for rank in range(self._world_size)]):
             # Whoever gave up before has the last word: all ranks must read the same.
-            self.store.compare_set(f"{meeting}/missing", "", "[]")
+            self.store.compare_set(f"{barrier}/missing", "", "[]")
             # Who has come to this turn has read how the one before ended: its keys go, else a
             # barrier in each of a million steps would fill the store.
             turn = self._turns[name] - 2
@@ -272,7 +274,7 @@ class Control:
                 former = f"control/{name}/{turn}"
                 for key in ("missing", *map(str, range(self._world_size))):
                     self.store.delete_key(f"{former}/{key}")
-        return meeting
+        return barrier
 
     def depart(self, error: str, origin: Origin, *, is_failure: bool = True) -> None:
         """Tell whoever waits for this rank, now or later, that it has failed and will not come."""
@@ -300,19 +302,19 @@ class Control:
         """Return what `raise_to` has come to, once all ranks have called it."""
         return int(self.store.get(f"control/{name}"))
 
-    def _came(self, meeting: str, rank: int) -> bool:
-        return bool(self.store.check([f"{meeting}/{rank}"]))
+    def _came(self, barrier: str, rank: int) -> bool:
+        return bool(self.store.check([f"{barrier}/{rank}"]))
 
-    def _part(self, meeting: str) -> None:
+    def _part(self, barrier: str) -> None:
         """Let everyone who came read how it ended before the store goes with rank 0."""
-        self.store.set(f"{meeting}/seen/{self._rank}", "yes")
+        self.store.set(f"{barrier}/seen/{self._rank}", "yes")
         self._stay_for(
-            meeting, (rank for rank in range(self._world_size) if self._came(meeting, rank))
+            barrier, (rank for rank in range(self._world_size) if self._came(barrier, rank))
         )
 
     def _stay_for(
         self,
-        meeting: str,
+        barrier: str,
         ranks: Iterable[int],
         is_lost: Callable[[int], bool] = lambda _: False,
     ) -> None:
@@ -321,7 +323,7 @@ class Control:
             linger = Deadline.after(_LINGER)
             for rank in ranks:
                 for pause_s in linger.pauses_s():
-                    if self.is_set(f"{meeting}/seen/{rank}") or is_lost(rank):
+                    if self.is_set(f"{barrier}/seen/{rank}") or is_lost(rank):
                         break
                     time.sleep(pause_s)
 
@@ -333,7 +335,7 @@ class Control:
         if failure is not None:
             self._stay_for(step, range(1, self._world_size))
 
-    def verdict(self, name: str, *, deadline: Deadline) -> tuple[bool, Departure | None]:
+    def result_of(self, name: str, *, deadline: Deadline) -> tuple[bool, Departure | None]:
         """Wait for what `publish` told.
 
         Returns:

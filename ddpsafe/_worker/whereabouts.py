@@ -10,7 +10,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._wire.exceptions import is_library, point_to_point_in
+from ddpsafe._wire.exception_chain import is_library, point_to_point_in
 from ddpsafe._wire.messages import Collective, Frame, Position, ThreadStack, Whereabouts
 from ddpsafe._worker.torch_hooks import read_groups, read_recorders
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import psutil
 import scripts
 
-from ddpsafe._launcher.processes.descendants import RankProcess, kill_members
+from ddpsafe._launcher.processes.descendants import RankIdentity, kill_members
 
 if TYPE_CHECKING:
     from ddpsafe import RankContext
@@ -39,7 +39,7 @@ def reuse_pids() -> dict[str, list[bool]]:
     found = {}
     for way in ("told", "not told"):
         rank = subprocess.Popen(["sleep", "300"], start_new_session=True)
-        identity = RankProcess.of(rank.pid)
+        identity = RankIdentity.of(rank.pid)
         assert identity is not None
         rank.kill()
         scripts.wait_until(lambda rank=rank: psutil.Process(rank.pid).status() == "zombie")

@@ -87,13 +87,13 @@ def note_limits(rank: int, folder: Path, timeout_s: float | None) -> None:
     from ddpsafe._worker import process_group
 
     waited: list[float] = []
-    meet = process_group.meet_everyone
+    wait = process_group.wait_for_everyone
 
     def note(control: Any, world: Any, *, deadline: Deadline) -> None:
         waited.append(round(deadline.remaining_s()))
-        meet(control, world, deadline=deadline)
+        wait(control, world, deadline=deadline)
 
-    process_group.meet_everyone = note
+    process_group.wait_for_everyone = note
     named = {} if timeout_s is None else {"timeout": timedelta(seconds=timeout_s)}
     dist.init_process_group(
         "gloo", init_method="tcp://localhost:1", rank=rank, world_size=1, **named

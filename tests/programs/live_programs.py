@@ -287,3 +287,15 @@ def reduce_often(ctx: RankContext, _folder: Path, slow_s: float) -> None:
     for _ in range(30):
         time.sleep(0.02 + slow_s * ctx.rank)
         ctx.all_reduce(1.0)
+
+
+def sleep_before_joining(rank: int, world_size: int, folder: Path, pause_s: float) -> None:
+    """Join a group of its own making, rank 1 long after the other."""
+    import torch.distributed as dist
+
+    if rank == 1:
+        time.sleep(pause_s)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+    )
+    dist.destroy_process_group()

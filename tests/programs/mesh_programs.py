@@ -50,9 +50,9 @@ def examine() -> None:
 
 def _speak(version: int) -> None:
     """Stand for a doctor of another version."""
-    from ddpsafe.doctor._mesh import connection, job, reach, server
+    from ddpsafe.doctor._mesh import connection, job, reach_node_zero, server
 
-    for module in (connection, job, reach, server):
+    for module in (connection, job, reach_node_zero, server):
         if hasattr(module, "VERSION"):
             module.VERSION = version
 
@@ -67,7 +67,7 @@ def choose_interface() -> None:
     """Choose an interface as a rank does, and print the variables that came of it."""
     from ddpsafe._clock import Deadline
     from ddpsafe._worker.join import network
-    from ddpsafe._worker.join.endpoint import StoreEndpoint
+    from ddpsafe._worker.join.launcher_address import StoreEndpoint
 
     asked = json.loads(sys.argv[2])
     endpoint = StoreEndpoint(host=asked["host"], port=29500, is_served=False, is_on_this_host=False)

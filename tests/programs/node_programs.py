@@ -35,8 +35,14 @@ def train(ctx: RankContext, folder: Path, name: str, what: str, culprit: int) ->
     import torch
     import torch.distributed as dist
 
-    if what in ("long", "held"):
-        (folder / f"running-{name}-{ctx.attempt}-{ctx.rank}").touch()
+    result: object = ctx.rank
+    if what in ("long", "held", "stubborn"):
+        (folder / f"running-{name}-{ctx.attempt}-{ctx.rank}").write_text(str(os.getpid()))
+    if what == "stubborn":
+        while not ctx.stop_requested():
+            time.sleep(0.02)
+        (folder / f"stopping-{name}-{ctx.rank}").touch()
+        time.sleep(600)  # saves for long
     if what == "resume":
         return go_on(ctx, folder, name)
     if what == "held":
@@ -48,13 +54,30 @@ def train(ctx: RankContext, folder: Path, name: str, what: str, culprit: int) ->
             strike(folder, f"{name}-{ctx.attempt}" if "until" in what else name)
             if what == "return":
                 return ctx.rank
+            if what == "other":
+                dist.broadcast(torch.zeros(1), 0)  # called here
+            if what == "fill":
+                hoard = [bytearray(os.urandom(1) * (8 << 20)) for _ in range(256)]
+                raise RuntimeError(len(hoard))
+            if what == "lose-data" and ctx.attempt == 1:
+                (folder / "there" / "data" / "numbers").unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+            if what == "unloadable":
+                result = Unloadable()
             break_down(what, ctx)
         if step == FAULT_AT and what == "skip" and ctx.rank == culprit:
             continue
         total = torch.ones(1)
         dist.all_reduce(total)
         assert total.item() == ctx.world_size
-    return ctx.rank
+    return result
+
+
+class Unloadable:
+    """What a rank returns and its launcher cannot load."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_fail, ())
 
 
 def hold(ctx: RankContext, release: Path) -> int:
@@ -139,20 +162,25 @@ def describe(error: ddpsafe.DDPSafeError) -> dict[str, Any]:
     }
 
 
+def refuse_another(_: ddpsafe.DDPSafeError) -> None:
+    """Be an on_retry that raises."""
+    _fail()
+
+
 def leave(when: str, said: dict[str, Any], fields: dict[str, Any]) -> None:
     """Be a launcher that ends before it starts anything: once it has joined, or was introduced."""
     from datetime import timedelta
 
     from ddpsafe._clock import Deadline
     from ddpsafe._config import LaunchConfig
-    from ddpsafe._launcher.nodes.rendezvous import Rendezvous
+    from ddpsafe._launcher.nodes.rendezvous import NodeRendezvous
     from ddpsafe._launcher.nodes.rounds import settings_of
     from ddpsafe._launcher.plan import make_plan
     from ddpsafe._launcher.watch.signals import open_inbox
 
     plan = make_plan(LaunchConfig.resolve(**fields), style="launch")
     with open_inbox() as inbox:
-        node = Rendezvous(plan.config, inbox, settings=settings_of(plan), nproc=plan.nproc)
+        node = NodeRendezvous(plan.config, inbox, settings=settings_of(plan), nproc=plan.nproc)
         node.open()
         seat = node.join()
         assert seat is not None
@@ -189,11 +217,14 @@ def main(folder: Path, endpoint: str, cases: list[dict[str, Any]]) -> None:
             result = ddpsafe.launch(
                 train,
                 (folder, name, case["what"], case["rank"]),
+                on_retry=refuse_another if "REFUSES_RETRY" in os.environ else None,
                 **{**fields, **case["fields"]},
             )
             said |= {"values": result.values, "attempts": result.attempts}
         except ddpsafe.DDPSafeError as error:
             said |= describe(error)
+        except ValueError as error:  # of on_retry
+            said["error"] = type(error).__name__
         said["at"] = time.time()
         for variable in case["env"]:
             del os.environ[variable]

@@ -12,7 +12,7 @@ from hang_programs import FOREVER_S, count_reads, sleep
 from training_programs import FAULT_STEP, STEPS, average_gradients, cleanup, mark, setup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
     from pathlib import Path
 
     from ddpsafe import RankContext
@@ -226,6 +226,21 @@ def hang_in_an_except_block_that_raises(folder: Path) -> None:
         raise
 
 
+def hang_while_a_cleanup_tries_again(folder: Path) -> None:
+    """Tidy up with an exception on its way by something that fails and is tried again."""
+    try:
+        raise_own_error(folder)
+    finally:
+        _upload(lambda: time.sleep(FOREVER_S))
+
+
+def _upload(wait: Callable[[], object]) -> None:
+    try:
+        raise ConnectionResetError  # noqa: TRY301 - stands for a call that fails
+    except ConnectionResetError:
+        wait()
+
+
 @contextlib.contextmanager
 def _slowly_closed() -> Iterator[None]:
     try:
@@ -263,3 +278,122 @@ def hang_with_an_error_that_cannot_be_described(_folder: Path) -> None:
         raise _SlowTextError
     finally:
         time.sleep(FOREVER_S)
+
+
+def _fail() -> None:
+    raise LostSampleError("lost", 7)
+
+
+def _translate() -> None:
+    try:
+        _fail()
+    except LostSampleError:
+        raise ConnectionResetError from None
+
+
+class _Uploading:
+    def __init__(self, look: Callable[[], object]) -> None:
+        self._look = look
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, *_: object) -> None:
+        _upload(self._look)
+
+
+def _generate(look: Callable[[], object]) -> Generator[int, None, None]:
+    try:
+        yield 1
+    finally:
+        look()
+
+
+def _begun(look: Callable[[], object]) -> Generator[int, None, None]:
+    generator = _generate(look)
+    next(generator)
+    return generator
+
+
+def leave_by_finally(look: Callable[[], object]) -> None:
+    """Look with the error on its way, in a function that is called from there."""
+    try:
+        _fail()
+    finally:
+        _upload(look)
+
+
+def leave_by_finally_itself(look: Callable[[], object]) -> None:
+    """Look where another error is handled in the same function."""
+    try:
+        _fail()
+    finally:
+        try:
+            _translate()
+        except ConnectionResetError:
+            look()
+
+
+def leave_by_with(look: Callable[[], object]) -> None:
+    """Look at the end of a ``with`` that handles another error."""
+    with _Uploading(look):
+        _fail()
+
+
+def leave_by_except(look: Callable[[], object]) -> None:
+    """Look in an ``except`` block that raises again, where another error is handled."""
+    try:
+        _fail()
+    except LostSampleError:
+        _upload(look)
+        raise
+
+
+def leave_with_a_generator(look: Callable[[], object]) -> None:
+    """Look in a generator that is closed on the way out."""
+    generator = _begun(look)
+    try:
+        _fail()
+    finally:
+        generator.close()
+
+
+def close_a_generator(look: Callable[[], object]) -> None:
+    """Look in a generator that is closed in good order."""
+    _begun(look).close()
+
+
+def handle(look: Callable[[], object]) -> None:
+    """Look where the error is handled, and then another one."""
+    try:
+        _fail()
+    except LostSampleError:
+        _upload(look)
+
+
+def handle_in_a_generator(look: Callable[[], object]) -> None:
+    """Look in a generator that is closed where the error is handled."""
+    generator = _begun(look)
+    try:
+        _fail()
+    except LostSampleError:
+        generator.close()
+
+
+def handle_what_it_became(look: Callable[[], object]) -> None:
+    """Look where the error has been translated into another, which is handled."""
+    try:
+        _translate()
+    except ConnectionResetError:
+        look()
+
+
+def handle_what_it_became_here(look: Callable[[], object]) -> None:
+    """Do so in the function that translates it."""
+    try:
+        try:
+            _fail()
+        except LostSampleError:
+            raise ConnectionResetError from None
+    except ConnectionResetError:
+        look()

@@ -18,7 +18,7 @@ from forked_ranks import by_hand, free_port
 
 import ddpsafe
 from ddpsafe._clock import Deadline
-from ddpsafe._worker.join.endpoint import StoreEndpoint, find_endpoint
+from ddpsafe._worker.join.launcher_address import StoreEndpoint, find_endpoint
 from ddpsafe._worker.join.store import agree_on_generation
 from ddpsafe._world import find_world
 

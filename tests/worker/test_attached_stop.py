@@ -16,8 +16,7 @@ import scripts
 from forked_ranks import by_hand, free_port
 
 import ddpsafe
-from ddpsafe._worker.stop.agreement import NoAgreementError, StopCalls
-from ddpsafe._worker.stop.transports import StopBoard
+from ddpsafe._worker.stop_agreement import NoAgreementError, StopBoard, StopCalls
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,7 +83,7 @@ def test_nobody_waits_for_an_agreement_that_cannot_come() -> None:
     client = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
     calls = StopCalls()
     board = StopBoard(client, rank=1, world_size=2, calls=calls)
-    board.heed()
+    board.accept()
     board.ask(signal.SIGTERM)
     scripts.wait_until(lambda: board.missing() == [0])
     del server
@@ -100,8 +99,8 @@ def test_signal_that_nobody_has_answered_ends_the_process_after_all(tmp_path: Pa
     """SIGTERM that comes after the last call is not swallowed; SIGUSR1, a warning, is over."""
     source = """
         import os, signal, sys
-        from ddpsafe._worker.stop.agreement import StopCalls
-        from ddpsafe._worker.stop.agreement import Alone, Stopping
+        from ddpsafe._worker.stop_agreement import StopCalls
+        from ddpsafe._worker.stop_agreement import Alone, Stopping
 
         calls = StopCalls()
         stopping = Stopping(calls, Alone(calls))

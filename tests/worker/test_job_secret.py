@@ -12,7 +12,7 @@ import scripts
 from forked_ranks import by_hand, free_port
 
 import ddpsafe
-from ddpsafe._worker.join.endpoint import job_secret
+from ddpsafe._worker.join.launcher_address import job_secret
 from ddpsafe._worker.store_sync import FolderStore, SignedKeys
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def test_a_value_that_is_not_signed_for_its_key_is_not_there(
     keys = SignedKeys(raw, ONE.encode(), "this start")
     forge(raw, keys)
     assert not keys.check(["key"])
-    with pytest.raises(RuntimeError, match="by a stranger"):
+    with pytest.raises(RuntimeError, match="by another program"):
         keys.get("key")
 
 

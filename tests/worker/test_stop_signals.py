@@ -19,7 +19,7 @@ def test_a_chained_handler_ends_the_process_once_ddpsafe_is_done(
     """A script's handler that calls the one before it, as it should, still finds what was there."""
     source = f"""
         import os, signal, sys
-        from ddpsafe._worker.stop.agreement import StopSignals
+        from ddpsafe._worker.stop_agreement import StopSignals
 
         signals = StopSignals()
         signals.open()

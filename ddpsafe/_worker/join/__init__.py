@@ -2,9 +2,9 @@
 
 Each module imports only those before it::
 
-    endpoint  where the ranks meet, and whether it is the same job there
-    network   which interface a rank talks on, and whether the nodes reach each other
-    store     the store at the endpoint: reached in bounded time, or explained
-    joining   environment, device and group of this rank
-    attached  `process_group`, `setup` and `cleanup`
+    launcher_address  where the ranks meet, and whether it is the same job there
+    network           which interface a rank talks on, and whether the nodes reach each other
+    store             the store at the endpoint: reached in bounded time, or explained
+    joining           environment, device and group of this rank
+    attached          `process_group`, `setup` and `cleanup`
 """

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final
 from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._errors import TRY_AGAIN_EXIT_CODE, DDPSafeError, Explanation, PreemptedError
 from ddpsafe._logging import get_logger
-from ddpsafe._wire.exceptions import clip, read_chain, text_of, type_name_of
-from ddpsafe._worker import environment, session
+from ddpsafe._wire.exception_chain import clip, read_chain, text_of, type_name_of
+from ddpsafe._worker import environment, session, stop_agreement
 from ddpsafe._worker import process_group as groups
 from ddpsafe._worker.context import barrier_timeout_error, peer_failed_error, peer_failure_line
 from ddpsafe._worker.join.joining import (
@@ -27,7 +27,6 @@ from ddpsafe._worker.join.joining import (
     place_of,
 )
 from ddpsafe._worker.session import enter, find_current
-from ddpsafe._worker.stop import agreement
 from ddpsafe._world import World, find_world
 
 if TYPE_CHECKING:
@@ -226,7 +225,7 @@ def _enter(
         write="nothing; leave it out, or pass it to launch() or spawn()",
     )
     asked = {**fields, "backend": backend} if backend != "auto" else dict(fields)
-    resolved = LaunchConfig.resolve(config, **asked)  # type: ignore[arg-type] # judged there
+    resolved = LaunchConfig.resolve(config, **asked)  # type: ignore[arg-type] # checked there
     if is_joined:
         if resolved != _joined_with:  # a second setup() of the same script asks for the same
             _warn_of_late(fields, "the process group exists already")
@@ -285,7 +284,7 @@ def _close(member: RankContext, *, opened: bool) -> None:
 
 def has_stopped() -> bool:
     """Tell whether this rank's last group was asked to stop, and it has seen it."""
-    stop = agreement.find_current()
+    stop = stop_agreement.find_current()
     return stop is not None and stop.answered
 
 
@@ -310,6 +309,6 @@ def _forget(member: RankContext) -> None:
         environment.give_back()
 
 
-def _own_stopping() -> agreement.Stopping | None:
+def _own_stopping() -> stop_agreement.Stopping | None:
     """Return this rank's part in stopping, where no launcher of ddpsafe's has one too."""
-    return agreement.find_current() if session.find_spec() is None else None
+    return stop_agreement.find_current() if session.find_spec() is None else None

@@ -15,15 +15,13 @@ from ddpsafe._config.backends import require_backend
 from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._logging import name_rank
 from ddpsafe._secrets import take_own
-from ddpsafe._worker import environment, process_group, session, torch_hooks
+from ddpsafe._worker import environment, process_group, session, stop_agreement, torch_hooks
 from ddpsafe._worker.context import RankContext
 from ddpsafe._worker.join import network
-from ddpsafe._worker.join.endpoint import find_endpoint, job_secret
+from ddpsafe._worker.join.launcher_address import find_endpoint, job_secret
 from ddpsafe._worker.join.store import open_stores
 from ddpsafe._worker.session import enter
-from ddpsafe._worker.stop import agreement
-from ddpsafe._worker.stop.agreement import StopCalls
-from ddpsafe._worker.stop.transports import StopBoard
+from ddpsafe._worker.stop_agreement import StopBoard, StopCalls
 from ddpsafe._worker.store_sync import Control, SignedKeys
 from ddpsafe._world import World, find_world, loopback_interfaces, require_int
 
@@ -224,7 +222,7 @@ def agree_on_devices(
         index = agreed.indexes[0] if agreed.indexes else None
         return agreed.backend, _use(index)
     control.put(f"gpus/{world.rank}", json.dumps(dataclasses.asdict(mine)).encode())
-    missing = control.meet("gpus", deadline=deadline)
+    missing = control.barrier("gpus", deadline=deadline)
     if missing:
         raise process_group.not_joined(world, missing, deadline)
     if world.rank == 0:
@@ -312,11 +310,11 @@ def _remember(
     enter(member)
     calls = StopCalls()
     if member.control is None:
-        agreement.enter(agreement.Stopping(calls, agreement.Alone(calls)))
+        stop_agreement.enter(stop_agreement.Stopping(calls, stop_agreement.Alone(calls)))
         return member
     store = member.control.store
     board = StopBoard(store, rank=member.rank, world_size=member.world_size, calls=calls)
-    agreement.enter(agreement.Stopping(calls, board, limit=member.barrier_timeout))
+    stop_agreement.enter(stop_agreement.Stopping(calls, board, limit=member.barrier_timeout))
     return member
 
 

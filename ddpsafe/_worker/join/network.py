@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ddpsafe._config import LaunchConfig
-    from ddpsafe._worker.join.endpoint import StoreEndpoint
+    from ddpsafe._worker.join.launcher_address import StoreEndpoint
     from ddpsafe._worker.store_sync import Control, Keys
     from ddpsafe._world import World
 
@@ -85,7 +85,7 @@ def _find_way(endpoint: StoreEndpoint, deadline: Deadline) -> str | None:
 _KEY: Final = "preflight"
 
 _EXAMINATION: Final = timedelta(seconds=45)
-"""How long the examination may take once all nodes have come: dialling, judging, and slack."""
+"""How long the examination may take once all nodes have come: connecting, comparing, and slack."""
 
 _examined: set[StoreEndpoint] = set()
 

@@ -17,7 +17,7 @@ import tenacity
 from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._errors import Explanation, PreflightError, RendezvousTimeoutError
 from ddpsafe._host import open_tcp_store
-from ddpsafe._worker.join.endpoint import (
+from ddpsafe._worker.join.launcher_address import (
     fingerprint_of,
     job_secret,
     publish_job,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store, TCPStore
 
-    from ddpsafe._worker.join.endpoint import StoreEndpoint
+    from ddpsafe._worker.join.launcher_address import StoreEndpoint
     from ddpsafe._worker.store_sync import Keys
     from ddpsafe._world import World
 
@@ -262,7 +262,7 @@ def _connection(
 def _connect(
     endpoint: StoreEndpoint, world: World, deadline: Deadline, *, serves: bool
 ) -> TCPStore:
-    """Make the store in bounded time: torch's handshake with a stranger has no timeout."""
+    """Make the store in bounded time: torch's handshake with an unknown program has no timeout."""
     timeout = timedelta(seconds=max(1.0, min(deadline.remaining_s(), _LONGEST_S)))
     with _listen(endpoint, world) if serves else contextlib.nullcontext() as listener:
         given = None if listener is None else listener.dup()

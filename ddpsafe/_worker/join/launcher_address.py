@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._host import plain_host, show_endpoint
 from ddpsafe._secrets import JOB_SECRET, find_own
-from ddpsafe._world import expand_hosts, require_int
+from ddpsafe._world import expand_hosts, job_variables, require_int
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -70,20 +70,13 @@ def require_same_secret(theirs: str, secret: bytes | None, place: str, world: Wo
     raise ConfigError(Explanation(what, cause=cause, fix=fix))
 
 
-# What tells one job from another on the same address and port.
-_JOB_VARIABLES: Final = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_orte_jobid")
-
-
 def identity_of(env: Mapping[str, str]) -> dict[str, list[str]]:
     """Collect what all ranks of one job share, and ranks of another job do not.
 
     Returns:
         For each sign of a job, where it can be compared (empty: everywhere) and its value.
     """
-    known = {name: ["", env[name]] for name in _JOB_VARIABLES if name in env}
-    run_id = env.get("TORCHELASTIC_RUN_ID", "none")
-    if run_id != "none":
-        known["TORCHELASTIC_RUN_ID"] = ["", run_id]
+    known = {name: ["", value] for name, value in job_variables(env).items()}
     parent = multiprocessing.parent_process()
     if parent is not None:
         known["parent process"] = [f"{socket.gethostname()} {_pid_namespace()}", str(parent.pid)]
