@@ -20,14 +20,13 @@ from ddpsafe._errors import (
     ranks_text,
 )
 from ddpsafe._launcher.diagnosis import errors, evidence
-from ddpsafe._launcher.diagnosis.messages import positions
 from ddpsafe._launcher.diagnosis.stragglers import log_stragglers
 from ddpsafe._launcher.plan import rank_env
 from ddpsafe._launcher.processes import shutdown
+from ddpsafe._launcher.processes.launcher_store import open_store
 from ddpsafe._launcher.processes.reaper import posted_guard
 from ddpsafe._launcher.processes.shutdown import find_helpers_folder
 from ddpsafe._launcher.processes.start import require_room, started_workers
-from ddpsafe._launcher.processes.store import open_store
 from ddpsafe._launcher.watch.console import open_console, terminal_variables
 from ddpsafe._launcher.watch.signals import Interrupted, is_order, open_inbox
 from ddpsafe._launcher.watch.supervisor import Watch
@@ -41,13 +40,12 @@ if TYPE_CHECKING:
     from mmap import mmap
     from threading import Event
 
-    from ddpsafe._errors import LaunchError
     from ddpsafe._launcher.diagnosis.errors import EndedAttempt
     from ddpsafe._launcher.handle import GracePeriod
     from ddpsafe._launcher.plan import LaunchPlan
-    from ddpsafe._launcher.processes.rank_process import Worker
+    from ddpsafe._launcher.processes.launcher_store import LauncherStore
+    from ddpsafe._launcher.processes.rank_process import RankState, Worker
     from ddpsafe._launcher.processes.start import CallFile, RunRank
-    from ddpsafe._launcher.processes.store import LauncherStore
     from ddpsafe._launcher.run_directory import RunDirectory
     from ddpsafe._launcher.watch.hang_detection import LearnedGaps
     from ddpsafe._launcher.watch.preemption import StopRequest
@@ -82,7 +80,7 @@ def conclude_stop(
     else:
         what = f"{ranks} stopped on {request.source()} and returned, {where}."
         fix = f"start the same command again; exit code {TRY_AGAIN_EXIT_CODE} tells a scheduler to do so."
-    details = positions(ended.outcomes.values()) if late else []
+    details = errors.positions(ended.outcomes.values()) if late else []
     logs = ended.run_dir if late or keeps_logs else None
     return PreemptedError(
         Explanation(what, cause=_CAUSE, fix=fix, details=details, logs=logs),
@@ -150,7 +148,7 @@ def run_attempt(  # noqa: PLR0913 - the parts of one attempt
         )
     if inbox.received is not None:
         cancelled.set()  # whatever the result, another attempt is not wanted
-    return _conclude(ended, workers, request, inbox.received, directory)
+    return conclude(ended, workers, request, inbox.received, directory)
 
 
 @contextmanager
@@ -206,6 +204,13 @@ def started_ranks(
         yield workers, end
 
 
+def ask_where(workers: Sequence[Worker]) -> None:
+    """Ask the ranks that are alive where they are, before they are ended."""
+    found = evidence.collect(workers)
+    for worker in workers:
+        worker.note_reading(found.get(worker.rank))
+
+
 def _watch_to_the_end(
     workers: Sequence[Worker],
     plan: LaunchPlan,
@@ -219,27 +224,47 @@ def _watch_to_the_end(
         watch = Watch(workers, timeouts=timeouts, inbox=inbox, learned=learned)
         ending = watch.until_end()
         if ending.reason not in ("done", "signal"):
-            evidence.collect(workers)
+            ask_where(workers)
         given_s = grace_period() if ending.reason == "failed" else None
         if given_s is None:
             end(workers)
-        else:  # as torch's: they may end by themselves, then obey SIGTERM
+        else:  # as torch's: they may end by themselves, then by SIGTERM
             shutdown.await_ends(workers, Deadline.after(timedelta(seconds=given_s)))
             end(workers, grace=timedelta(seconds=given_s))
     return ending, watch.stop_request
 
 
-def _conclude(
+def conclude(
     ended: EndedAttempt,
     workers: Sequence[Worker],
     request: StopRequest,
     received: signal.Signals | None,
     directory: RunDirectory,
+    *,
+    others: Sequence[RankState] = (),
+    details: Sequence[str] = (),
 ) -> dict[int, object]:
-    """Return what the ranks returned, or raise what the attempt came to; see `run_attempt`."""
+    """Return what the ranks of this node returned, or raise what the attempt came to.
+
+    Args:
+        ended: What is known of the attempt, on all its nodes.
+        workers: The ranks of this node.
+        request: The request to stop, if there was one.
+        received: The signal that a launcher has received.
+        directory: Where the report of a failure goes.
+        others: The ranks of other nodes.
+        details: What else to say of a failure.
+
+    Raises:
+        LaunchError: A rank failed, or a deadline passed.
+        PreemptedError: The ranks have stopped because they were asked to.
+        Interrupted: The launcher is to stop.
+    """
     reason = ended.ending.reason
-    if reason == "overdue" or (reason == "done" and any(worker.stop.obeys for worker in workers)):
-        values = values_of(workers, ended, directory)
+    ranks: list[RankState] = [*workers, *others]
+    if reason == "overdue" or (reason == "done" and any(rank.stop.is_stopping for rank in ranks)):
+        values = dict.fromkeys(rank.rank for rank in others if rank.returned is not None)
+        values |= values_of(workers, ended, directory)
         stopped = conclude_stop(ended, request, values, keeps_logs=directory.is_kept)
         directory.holds_failure |= bool(stopped.unfinished_ranks)
         raise stopped
@@ -247,16 +272,26 @@ def _conclude(
         return values_of(workers, ended, directory)
     if reason in ("done", "signal"):
         raise Interrupted(received or signal.SIGTERM)
-    error = failure_of(ended, directory)
-    if received is not None and is_by_sigterm(error):
-        raise Interrupted(received)  # it went to the ranks too, as a cgroup's or scancel --full's
-    directory.holds_failure = True
+    directory.note_tracebacks(ended.outcomes.values())
+    error = errors.conclude(ended)
+    error.add_details(*details)
+    # A SIGTERM that the launcher has received went to the ranks too, as a cgroup's or scancel --full's.
+    is_by_sigterm = isinstance(error, RankKilledError) and error.signal == signal.SIGTERM
+    order = received if is_by_sigterm else None
+    directory.report(ended.attempt, error, is_kept=order is None)
+    if order is not None:
+        raise Interrupted(order)
     raise error
 
 
 def values_of(
     workers: Sequence[Worker], ended: EndedAttempt, directory: RunDirectory
 ) -> dict[int, object]:
+    """Return what the ranks of this node returned.
+
+    Raises:
+        RankFailedError: A value cannot be loaded here.
+    """
     log_stragglers(ended.outcomes)
     values: dict[int, object] = {}
     for worker in workers:
@@ -266,7 +301,6 @@ def values_of(
             except Exception as exc:
                 error = errors.unloadable(ended, worker.rank, exc)
                 directory.report(ended.attempt, error)
-                directory.holds_failure = True
                 raise error from exc
     return values
 
@@ -281,17 +315,6 @@ def _load(value: bytes | mmap | None) -> object:
     except SystemExit as exc:
         msg = f"loading it raised {exc!r}"
         raise payload.CannotTravelError(msg) from exc
-
-
-def failure_of(ended: EndedAttempt, directory: RunDirectory) -> LaunchError:
-    directory.note_tracebacks(ended.outcomes.values())
-    error = errors.conclude(ended)
-    directory.report(ended.attempt, error)
-    return error
-
-
-def is_by_sigterm(error: LaunchError) -> bool:
-    return isinstance(error, RankKilledError) and error.signal == signal.SIGTERM
 
 
 def _specs(

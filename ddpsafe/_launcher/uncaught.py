@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import DDPSafeError, PreemptedError
 from ddpsafe._launcher.watch.streams import say, write_line
-from ddpsafe._logging import is_json, json_of_error
+from ddpsafe._logging import json_of_error, json_scope
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ def presentable(error: DDPSafeError) -> DDPSafeError:
     Returns:
         The same error.
     """
-    if error.exit_code != 1 or is_json():
+    if error.exit_code != 1 or error.shown_as_json:
         _hook().sets_status = True
     return error.with_traceback(None)
 
@@ -76,20 +76,21 @@ class _Uncaught:
     ) -> None:
         try:
             if isinstance(raised, PreemptedError):
-                say(str(raised))  # no failure, so no traceback
-            elif isinstance(raised, DDPSafeError) and is_json():
+                with json_scope(on=raised.shown_as_json):
+                    say(str(raised))  # no failure, so no traceback
+            elif isinstance(raised, DDPSafeError) and raised.shown_as_json:
                 write_line(json_of_error(raised))
             else:
                 self.before(kind, raised, traceback)
         finally:  # it may raise SystemExit itself
-            if not _goes_on():
+            if not _has_prompt():
                 for cancel in list(_LIVE):
                     cancel()
-        if isinstance(raised, DDPSafeError) and raised.exit_code != 1 and not _goes_on():
+        if isinstance(raised, DDPSafeError) and raised.exit_code != 1 and not _has_prompt():
             code = raised.exit_code
             raise SystemExit(code if code >= 0 else 128 - code)  # torch's is -15 for SIGTERM
 
 
-def _goes_on() -> bool:
+def _has_prompt() -> bool:
     """Tell whether an error leads back to a prompt, with all that the session holds."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)

@@ -9,8 +9,10 @@ import logging
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
@@ -22,7 +24,9 @@ import pytest
 import scripts
 
 import ddpsafe
-from ddpsafe._launcher.watch.console import _Tail
+from ddpsafe._launcher.watch.console import Console, _Tail, shown_log
+from ddpsafe._launcher.watch.signals import open_inbox
+from ddpsafe._logging import is_json
 from ddpsafe._world import World
 
 TWO: Final[dict[str, Any]] = {
@@ -176,17 +180,18 @@ def test_streams_of_the_programs_own_need_no_more_than_write(tmp_path: Path) -> 
     assert (run.code, run.lines(), run.err) == (0, ["hello from 0"], "")
 
 
-def test_nothing_is_written_when_all_is_well(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.soak)])
+def test_nothing_is_written_when_all_is_well(tmp_path: Path, method: str) -> None:
     """Not a warning, not a line about the start: also where Python shows every warning."""
     path = scripts.write(tmp_path, "script.py", SCRIPT)
-    for method in ("spawn", "forkserver"):
-        run = scripts.Script(["-X", "dev", str(path), method], folder=tmp_path).end()
-        assert run.lines() == ["trained"]
-        assert run.err == ""
+    run = scripts.Script(["-X", "dev", str(path), method], folder=tmp_path).end()
+    assert run.lines() == ["trained"]
+    assert run.err == ""
 
 
 RETRIED: Final = """
 import sys
+import threading
 import ddpsafe
 
 
@@ -209,7 +214,7 @@ def test_a_console_that_shows_nothing_is_silent_about_a_retry_too(
 ) -> None:
     """Where the program has set up no logging, `"none"` keeps warnings off stderr; others do not."""
     path = scripts.write(tmp_path, "script.py", RETRIED)
-    run = scripts.Script([str(path), console], folder=tmp_path).end()
+    run = scripts.Script([str(path), console], folder=tmp_path, env=scripts.FORKING).end()
     assert (run.code, "hello" in run.out) == (0, console != "none")
     assert ("trying again" in run.err) is (console != "none")
     assert console != "none" or run.err == ""
@@ -254,18 +259,16 @@ _COLOURS: Final = re.compile(r"\x1b\[[\d;]*m")
 class Terminal:
     """A terminal on which a script runs, and what can be read on it."""
 
-    def __init__(self, command: list[str], *, folder: Path, env: dict[str, str]) -> None:
-        """Start the command on a new terminal."""
+    def __init__(self, arguments: list[str], *, folder: Path, env: dict[str, str]) -> None:
+        """Start ``python *arguments`` on a new terminal."""
         self.text = ""
         self._ours, theirs = pty.openpty()
         os.set_blocking(self._ours, False)
-        self.process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env={**env, "TERM": "xterm", "COLUMNS": "120"},
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
+        self.process = scripts.start(
+            arguments,
+            folder=folder,
+            streams=(theirs, theirs, theirs),
+            environment={**env, "TERM": "xterm", "COLUMNS": "120"},
         )
         os.close(theirs)
 
@@ -295,7 +298,7 @@ def test_a_live_line_says_how_many_have_joined_and_who_is_missing(tmp_path: Path
     """It counts up the seconds in one place, and is wiped away once all are there."""
     path = scripts.write(tmp_path, "script.py", SCRIPT)
     terminal = Terminal(
-        [sys.executable, str(path), "forkserver"],
+        [str(path), "forkserver"],
         folder=tmp_path,
         env={**scripts.clean_environment(), "SLOW_IMPORT": str(tmp_path)},
     )
@@ -366,7 +369,7 @@ def test_a_progress_bar_is_alive_on_a_terminal(
     path = scripts.write(tmp_path, "script.py", BARS)
     gate = tmp_path / "gate"
     terminal = Terminal(
-        [sys.executable, str(path), bar, console, str(gate)],
+        [str(path), bar, console, str(gate)],
         folder=tmp_path,
         env=scripts.clean_environment(),
     )
@@ -509,6 +512,108 @@ def test_every_line_of_a_json_console_is_an_object(tmp_path: Path) -> None:
     assert (error["error"], error["kind"], error["exit_code"]) == ("RankRaisedError", "network", 1)
     assert "attempt 2" in error["message"]
     assert "ConnectionError" in error["traceback"]
+
+
+JSON_THEN_TEXT: Final = """
+import sys
+
+import ddpsafe
+
+TWO = {"nproc_per_node": 2, "start_method": "forkserver"}
+
+
+def fail(ctx):
+    raise ValueError("no data")
+
+
+if __name__ == "__main__":
+    try:
+        ddpsafe.launch(fail, console="json", run_dir=sys.path[0] + "/json", **TWO)
+    except ddpsafe.LaunchError:
+        ddpsafe.launch(fail, console="none", run_dir=sys.path[0] + "/text", **TWO)
+"""
+
+
+def test_an_error_is_shown_in_the_form_of_its_own_launch(tmp_path: Path) -> None:
+    """The console of the launch before it does not count any more."""
+    err = scripts.run(tmp_path, JSON_THEN_TEXT).err
+    assert "Traceback (most recent call last)" in err
+    assert "ddpsafe.RankRaisedError: rank " in err
+    assert "{" not in err
+
+
+JSON_TO_THE_END: Final = """
+import os, signal, sys, time
+
+import ddpsafe
+
+FIELDS = {"console": "json", "run_dir": sys.path[0] + "/run"}
+
+
+def end(ctx, launcher):
+    os.kill(launcher, signal.SIGTERM)
+    time.sleep(60)
+
+
+def fail(rank):
+    raise ValueError("no data")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "signal":
+        launcher = os.getpid()
+        ddpsafe.launch(end, (launcher,), nproc_per_node=1, start_method="forkserver", **FIELDS)
+    ddpsafe.spawn(fail, (), 1, join=False, start_method="forkserver", **FIELDS)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("signal", -signal.SIGTERM, "SIGTERM; no rank is left running"),
+        ("not joined", 0, "ranks that were never joined have failed"),
+    ],
+)
+def test_what_is_said_after_a_json_launch_is_an_object_too(
+    tmp_path: Path, how: str, code: int, words: str
+) -> None:
+    """A signal is told when the launch is closed, and a failure at the script's end."""
+    run = scripts.run(tmp_path, JSON_TO_THE_END, how)
+    assert run.code == code, run.err
+    said = [json.loads(line) for line in run.err.splitlines()]
+    assert words in said[-1]["message"]
+
+
+def test_a_launch_that_ends_leaves_the_form_of_those_that_are_open(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Launches of several threads end in any order, and two of them may show the same."""
+    with shown_log("json"), shown_log("none"):
+        with shown_log("json"):
+            assert is_json()
+        assert not is_json()
+        logging.getLogger("ddpsafe").warning("not shown")
+    assert not is_json()
+    assert capfd.readouterr().err == ""
+
+
+def test_no_line_is_lost_that_is_said_as_the_console_closes(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Another thread may warn in that moment."""
+    said = 300
+    with open_inbox() as inbox:
+        for number in range(said):
+            console = Console([], "all", inbox=inbox, limit=None)
+            console._ended.set()
+            speaker = threading.Thread(target=console.say, args=[f"line {number}"])
+            if number % 2:
+                console._thread.join()  # it has taken its last look
+            speaker.start()
+            console.finish()
+            speaker.join()
+    lines = capfd.readouterr().err.splitlines()
+    assert sorted(lines) == sorted(f"line {number}" for number in range(said))
 
 
 def test_records_of_the_launcher_have_the_fields_too(

@@ -15,7 +15,7 @@ import scripts
 from fault_kit import is_running
 
 import ddpsafe
-from ddpsafe._launcher.processes.descendants import RankProcess, find_members, kill_members
+from ddpsafe._launcher.processes.descendants import RankIdentity, find_members, kill_members
 from ddpsafe._wire.spec import MARKER
 
 LAUNCH_ID = "5" * 32
@@ -42,7 +42,7 @@ def test_a_stranger_who_got_the_pid_of_a_rank_is_left_alone() -> None:
 def test_what_a_rank_left_in_its_session_is_ended_after_its_end() -> None:
     """It is known by what was there when the rank ended."""
     rank = subprocess.Popen(["sh", "-c", "sleep 300 & exec sleep 301"], start_new_session=True)
-    identity = RankProcess.of(rank.pid)
+    identity = RankIdentity.of(rank.pid)
     assert identity is not None
     scripts.wait_until(lambda: len(psutil.Process(rank.pid).children()) == 1)
     (child,) = psutil.Process(rank.pid).children()
@@ -54,6 +54,16 @@ def test_what_a_rank_left_in_its_session_is_ended_after_its_end() -> None:
     kill_members([ended], LAUNCH_ID, within_s=1)
     assert not is_running(child.pid)
     assert find_members([ended], LAUNCH_ID) == []
+
+
+def test_what_is_found_is_ended_however_long_the_look_took() -> None:
+    """A look at all processes of a busy machine may take as long as all looks are given."""
+    rank = subprocess.Popen(["sleep", "300"], start_new_session=True)
+    identity = RankIdentity.of(rank.pid)
+    assert identity is not None
+    assert [each.pid for each in kill_members([identity], LAUNCH_ID, within_s=0)] == [rank.pid]
+    rank.wait()
+    assert not is_running(rank.pid)
 
 
 @AS_ROOT

@@ -84,7 +84,7 @@ def test_a_launch_under_an_if_that_is_no_guard_ends_with_the_first_generation(
     assert run.code == 1
     assert 1 <= run.out.count("imported as __mp_main__") <= 2
     assert run.out.count("imported as") <= 3
-    assert "started by another launch and imports its script" in run.err
+    assert "launch() was called while a rank was importing the script" in run.err
     assert "RankExitedError: rank " in run.err
     assert "while starting (importing the script)" in run.err
 
@@ -273,7 +273,10 @@ def test_a_notebook_launches_a_function_from_a_cell(tmp_path: Path) -> None:
                 return torch.cat(list(loader)).tolist()
         """,
         "ddpsafe.launch(train, (False,), nproc_per_node=2).values",
-        "sorted(sum(ddpsafe.launch(read, nproc_per_node=2).values.values(), []))",
+        """
+            options = dict(nproc_per_node=2, start_method="forkserver")
+            sorted(sum(ddpsafe.launch(read, **options).values.values(), []))
+        """,
         """
             try:
                 ddpsafe.launch(train, (True,), nproc_per_node=2, start_method="forkserver")

@@ -83,6 +83,40 @@ def _attack(facts: dict[str, object]) -> list[str]:
     return found
 
 
+PLANTED = "import os\nopen(os.environ['MARK'], 'a').write(__file__ + chr(10))\n"
+LAUNCHES = """
+    import os, sys
+    import ddpsafe
+
+    def find(ctx):
+        return os.getcwd(), os.environ.get("PYTHONSAFEPATH")
+
+    if __name__ == "__main__":
+        options = {"nproc_per_node": 1, "backend": "gloo", "start_method": sys.argv[1]}
+        print(*ddpsafe.launch(find, **options).values[0])
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="older ones have no safe path: a warning")
+@pytest.mark.parametrize(
+    "start_method", ["spawn", pytest.param("forkserver", marks=pytest.mark.soak)]
+)
+def test_modules_planted_in_the_current_directory_do_not_run(
+    tmp_path: Path, start_method: str
+) -> None:
+    """As in /tmp: the processes of a launch start with ``python -c``, which looks there first."""
+    script = scripts.write(tmp_path, "own/train.py", LAUNCHES)
+    shared, mark = tmp_path / "shared", tmp_path / "mark"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    for name in ("multiprocessing", "json", "pickle", "socket", "site", "torch", "ddpsafe"):
+        (shared / f"{name}.py").write_text(PLANTED)
+    env = {"MARK": str(mark)}
+    run = scripts.Script([str(script), start_method], folder=shared, env=env, fresh=True).end()
+    assert run.lines() == [f"{shared} None"]
+    assert not mark.exists(), mark.read_text()
+
+
 def _stores(folder: Path) -> dict[str, object]:
     from torch.distributed import FileStore, HashStore
 
@@ -156,7 +190,8 @@ def test_a_million_barriers_do_not_fill_the_store(tmp_path: Path) -> None:
     with ThreadPoolExecutor(size) as executor:
         for _ in range(steps):
             meeting = [
-                executor.submit(each.meet, "step", deadline=Deadline.after(SOON)) for each in ranks
+                executor.submit(each.barrier, "step", deadline=Deadline.after(SOON))
+                for each in ranks
             ]
             assert [each.result() for each in meeting] == [[], [], []]
     assert len(list(tmp_path.iterdir())) <= 2 * (size + 1)

@@ -7,6 +7,8 @@ from html.parser import HTMLParser
 from typing import TYPE_CHECKING, Any
 
 import live_programs as programs
+import pytest
+from browser import Browser
 from fault_kit import World
 
 import ddpsafe
@@ -107,6 +109,13 @@ def test_the_newest_attempt_comes_first_and_all_have_a_timeline(tmp_path: Path) 
     assert len(draw(tmp_path)) < 200_000
 
 
+def test_who_made_the_others_wait_is_told(tmp_path: Path) -> None:
+    """What `ddpsafe status` would have said at the end stands above the table of ranks."""
+    late = {"text": "all others waited for rank 3 14 % of the time"}
+    write(tmp_path, 1, report(stragglers=[late]))
+    assert late["text"] in Page(draw(tmp_path)).text
+
+
 def test_damaged_reports_are_shown_as_far_as_they_go(tmp_path: Path) -> None:
     """The directory is written to, or a report is cut off."""
     write(tmp_path, 1, report())
@@ -137,3 +146,20 @@ def test_it_can_be_written_again(tmp_path: Path, capsys: Any) -> None:
     assert capsys.readouterr().out == f"{tmp_path / PAGE}\n"
     assert (tmp_path / PAGE).read_text() == draw(tmp_path)
     assert main(["report", str(tmp_path / "attempt-1")]) == 2
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1300, False), (1300, True), (390, False)])
+def test_a_browser_shows_all_of_it(tmp_path: Path, width: int, dark: bool) -> None:  # noqa: FBT001 - a row
+    """On a screen and on a phone, in light and dark: nothing is cut off, and all can be read."""
+    write(tmp_path, 1, report(details=["rank 1 is at train.py:31 in train"] * 3))
+    (tmp_path / PAGE).write_text(draw(tmp_path))
+    with Browser() as browser:
+        page = browser.open(tmp_path / PAGE, width=width, dark=dark)
+        assert page.overflow() == []
+        assert page.poor_contrast() == []
+        assert page.complaints() == []
+        # Phases are told apart in black and white, and words of the table are not taken apart.
+        shown = page.evaluate("[...document.querySelectorAll('svg text')].map(e => e.textContent)")
+        assert {"start", "join", "run"} <= set(shown)
+        heads = page.evaluate("[...document.querySelectorAll('th')].map(e => e.offsetHeight)")
+        assert max(heads) < 60, heads

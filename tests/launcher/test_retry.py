@@ -10,8 +10,8 @@ import pytest
 import ddpsafe
 from ddpsafe import RetryPolicy
 from ddpsafe._launcher.retry import _Progress, run_attempts
-from ddpsafe._wire.channel import Progress
 from ddpsafe._wire.messages import RankOutcome
+from ddpsafe._wire.rank_pipe import Progress
 
 if TYPE_CHECKING:
     from ddpsafe._wire.messages import Phase

@@ -265,7 +265,7 @@ REFUSED: list[Any] = [
     ("--nnodes=2 --rdzv-endpoint localhost:29400 train.py", "localhost is each node itself"),
     ("--nnodes=two train.py", "--nnodes=two is not a number of nodes"),
     ("--nnodes=4:2 --rdzv-endpoint a:29400 train.py", "rendezvous.min_nodes=4 is more"),
-    ("--node_rank=1 train.py", "--node-rank=1: there is one node"),
+    ("--node_rank=1 train.py", "--node-rank=1 is not possible"),
     ("--max-restarts=often train.py", "--max-restarts=often is not a whole number"),
     ("--start-method fork train.py", "inherits CUDA"),
     ("--nproc_per_node=many train.py", "nproc_per_node"),

@@ -433,7 +433,7 @@ print(handle.join())
 """
     script = str(scripts.write(tmp_path, "script.py", source))
     arguments = [*(["-i"] if goes_on else []), script, str(tmp_path)]
-    run = scripts.Script(arguments, folder=tmp_path, text=prompt).end()
+    run = scripts.Script(arguments, folder=tmp_path, text=prompt if goes_on else None).end()
     assert "stopped on SIGTERM" in run.err
     assert "Traceback" not in run.err
     pids, *rest = run.out.splitlines()

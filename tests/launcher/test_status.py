@@ -13,7 +13,7 @@ import live_programs as programs
 import pytest
 from fault_kit import World
 
-from ddpsafe._launcher.watch.status import SOCKET, StatusSocket, answer
+from ddpsafe._launcher.watch.status_socket import SOCKET, StatusSocket, answer
 from ddpsafe.cli import main
 
 if TYPE_CHECKING:

@@ -113,6 +113,25 @@ def test_compose_gives_the_ranks_time_and_shared_memory(
     assert any(volume.endswith(":/runs") for volume in service["volumes"])
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [("", ""), ("shm_size:", "shm_sise:"), ("stop_grace_period: 5m30s", "stop_grace_period: long")],
+)
+def test_compose_template_keeps_to_the_specification(
+    capsys: pytest.CaptureFixture[str], right: str, wrong: str
+) -> None:
+    """Every field is one of Compose's, and so is each value; a slip in it is found."""
+    compose_spec = pytest.importorskip("compose_spec")
+    # The number of restarts is in the specification, and not in this reader of it.
+    text = template("compose", capsys).replace("on-failure:5", "on-failure")
+    assert right in text
+    if right == wrong:
+        compose_spec.PyCompose.from_yaml(text)
+        return
+    with pytest.raises(ValueError, match="train"):
+        compose_spec.PyCompose.from_yaml(text.replace(right, wrong))
+
+
 def test_sagemaker_starts_a_launcher_on_each_instance(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

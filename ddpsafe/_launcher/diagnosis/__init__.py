@@ -5,10 +5,8 @@ Data flows one way, and each module imports only those before it::
     evidence      ranks that are alive are asked where they are; logs are read
     stragglers    who makes the others wait in a run that goes on or went well
     wait_graph    who waits for whom, and whether that can still end
-    failure_kind  what kind of failure an exception is
-    root_cause    outcomes -> Evidence -> RULES -> the rank that broke
-    messages      texts: causes, advice, lines for each rank
-    errors        all of it -> one LaunchError
+    root_cause    outcomes -> Evidence -> RULES -> the rank that broke, and the kind of failure
+    errors        all of it -> one LaunchError: its class, its text, its facts
     report        the error -> report.txt and report.json
     report_page   the reports of all attempts -> report.html
 

@@ -1,7 +1,8 @@
-"""The error of a failed attempt: its class, its explanation, its facts, its cause."""
+"""The error of a failed attempt: its class, its text with cause and advice, its facts."""
 
 from __future__ import annotations
 
+import re
 import signal
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -29,31 +30,27 @@ from ddpsafe._errors import (
     name_cells,
     ranks_text,
 )
-from ddpsafe._launcher.diagnosis import messages
-from ddpsafe._launcher.diagnosis.evidence import is_endless_recursion
-from ddpsafe._launcher.diagnosis.failure_kind import find_topic, kind_of
-from ddpsafe._launcher.diagnosis.messages import (
-    last_output,
-    last_traceback,
-    others,
-    positions,
-    where,
-)
+from ddpsafe._launcher.diagnosis.evidence import CRASH, is_endless_recursion
 from ddpsafe._launcher.diagnosis.root_cause import (
     find_root_cause,
     find_stuck_on_gpu,
+    find_topic,
+    is_own_fault,
+    kind_of,
     newest_collective,
 )
 from ddpsafe._wire import payload
-from ddpsafe._wire.exceptions import clip
+from ddpsafe._wire.exception_chain import clip, is_library
+from ddpsafe._wire.foreign_texts import without_source
+from ddpsafe._wire.messages import is_peer_origin
 from ddpsafe._wire.spec import unreported_mark
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from ddpsafe._config import RetryPolicy, Timeouts
     from ddpsafe._errors import FailureKind
-    from ddpsafe._launcher.diagnosis.root_cause import RootCause, RuleName
+    from ddpsafe._launcher.diagnosis.root_cause import Advice, RootCause, Topic
     from ddpsafe._launcher.diagnosis.wait_graph import Deadlock
     from ddpsafe._launcher.watch.supervisor import Ending
     from ddpsafe._wire.messages import Raised, RankOutcome
@@ -65,15 +62,120 @@ _MAX_LINE: Final = 400
 _UNKNOWN_CODE: Final = 255
 """What `multiprocessing` says of a process whose fork server has gone."""
 
-_HUNG: Final[dict[RuleName, str]] = {
-    "suspended": "is stopped",
-    "behind": "is behind",
-    "elsewhere": "was not in the collective of the others",
-    "mismatch": "entered another collective than the others",
-    "in-rpc": "was executing a call of another rank",
-    "unknown": "timed out in a collective",
-    "stuck-on-gpu": "waits like all other ranks",
+_LAST_LINES: Final = 8
+_LAST_COMPLAINT: Final = 4
+_SHOWN_RANKS: Final = 16
+_WIDTH: Final = 100
+_FRAME: Final = re.compile(r'^\s*File "(?P<file>.+)", line \d+ in ')
+
+BY_KIND: Final[dict[FailureKind, Advice]] = {
+    "user-error": (
+        "the error above, where its traceback ends.",
+        "fix that line; the other ranks ended only because of it.",
+    ),
+    "out-of-memory": (
+        "the rank asked for more memory than there was.",
+        "lower the batch size, num_workers or prefetch_factor, or raise the memory limit.",
+    ),
+    "network": (
+        "a connection that this rank had opened itself broke; that may pass.",
+        'see which address it talked to; RetryPolicy(on={"network"}) tries again.',
+    ),
+    "startup-network": (
+        "the ranks could not be connected.",
+        "check the interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) and the firewall.",
+    ),
+    "port": (
+        "another program holds the port the script asks for.",
+        "remove the hard-coded port (the launcher chooses one), or end that program.",
+    ),
+    "peer-lost": (
+        "a peer disconnected, and no rank of this launch reported why.",
+        "look at the logs of all ranks, and at dmesg for the out-of-memory killer.",
+    ),
+    "hang": (
+        "a collective timed out: a rank did not take part in it, or took part in another one.",
+        "compare where the ranks were; call the same collectives, in the same order, everywhere.",
+    ),
+    "unpicklable": (
+        "the value cannot be sent to another process.",
+        "return plain data: numbers, strings, tensors; keep open files and locks in the rank.",
+    ),
+    "killed": (
+        "a worker process of its DataLoader died: killed for memory, a full /dev/shm, or a crash.",
+        "lower num_workers or prefetch_factor; num_workers=0 shows an error of the dataset itself.",
+    ),
+    "hardware": (
+        "the device itself reported an error.",
+        "take the host out of service and run elsewhere; a retry on it will not help.",
+    ),
 }
+
+BY_SIGNAL: Final[dict[int, Advice]] = {
+    int(signal.SIGKILL): (
+        "the kernel's out-of-memory killer, a container's memory limit, or a kill -9 by hand.",
+        "see dmesg on {host}; lower num_workers or the batch size, or raise the memory limit.",
+    ),
+    int(signal.SIGSEGV): (
+        "a bug in native code: an extension, a driver, mixed library versions.",
+        "the Python stack at the crash is in the log below; check versions of CUDA and torch.",
+    ),
+    int(signal.SIGBUS): (
+        "shared memory or a mapped file ran out: /dev/shm is 64 MB in most containers.",
+        "enlarge it (docker run --shm-size=8g, or an emptyDir of medium Memory).",
+    ),
+    int(signal.SIGABRT): (
+        "native code gave up: a failed assertion, or collectives of different sizes under gloo.",
+        "read the end of the log below; compare the shapes that the ranks pass.",
+    ),
+}
+
+ON_THE_GPU: Final[Advice] = (
+    "a kernel failed on the GPU: an index out of range, a bug in a kernel, or the GPU itself.",
+    "CUDA_LAUNCH_BLOCKING=1 shows the line; look for an Xid in dmesg if it is another one each time.",
+)
+
+BY_TOPIC: Final[dict[Topic, Advice]] = {
+    "port": BY_KIND["port"],
+    "disk": (
+        "no room to write: the disk, a quota, or a limit on the size of files (ulimit -f) is full.",
+        "make room or write elsewhere (df -h, quota, ulimit -f); what was written is incomplete.",
+    ),
+    "worker-exit": (
+        "code in a DataLoader worker called sys.exit() or os._exit(), or the worker could not start.",
+        "read what the worker wrote; num_workers=0 shows an error of the dataset itself.",
+    ),
+}
+
+INTERRUPTED: Final[Advice] = (
+    "SIGINT was sent to this rank only, or its code raised KeyboardInterrupt{at}.",
+    "find what signals process {pid} on {host}; Ctrl-C goes to the launcher, which ends all ranks.",
+)
+
+RECURSION: Final[Advice] = (
+    "endless recursion: the stack at the crash is one function, or a few, again and again.",
+    "end the recursion of the function in the log below, or make it a loop.",
+)
+
+IN_A_CYCLE: Final[Advice] = (
+    "the ranks call the collectives of overlapping groups in different orders.",
+    "call them in the same order on every rank, or use async_op=True and wait for all of them.",
+)
+
+KILLED_FOR_MEMORY: Final[Advice] = (
+    "the kernel's out-of-memory killer: the cgroup counts a kill during this attempt.",
+    "lower num_workers or the batch size, or raise the limit; dmesg on {host} names the process.",
+)
+
+OTHER_SIGNAL: Final[Advice] = (
+    "another process sent it: a scheduler, another user, or the script itself.",
+    "find the sender on {host}; ddpsafe itself ended no rank before this.",
+)
+
+IN_KERNEL: Final[Advice] = (
+    "a disk, a mount or a device on {host} does not answer. Until it does, not even SIGKILL ends it.",
+    "look at dmesg and the mount on {host}; keep the data where it answers.",
+)
 
 DOING: Final = {
     "starting": "starting (importing the script)",
@@ -123,7 +225,10 @@ class EndedAttempt:
         value = getattr(self.timeouts, field)
         if value == "auto":
             longest = self.ending.progress
-            known = "" if longest is None else f": {show_duration(_rounded(longest))}, as learned"
+            known = ""
+            if longest is not None:
+                learned = timedelta(seconds=round(longest.total_seconds(), 1))
+                known = f": {show_duration(learned)}, as learned"
             return f"timeouts.{field} (auto{known})"
         return f"timeouts.{field} ({show_duration(value)})"
 
@@ -184,14 +289,14 @@ def conclude(ended: EndedAttempt) -> LaunchError:
     cause = find_root_cause(ended.outcomes, is_failing=ended.ending.reason == "failing")
     if ended.ending.reason in ("attempt", "progress"):
         return _too_long(ended, cause)
-    if cause.rule.name in ("elsewhere", "unknown") and _find_early(ended):
+    conclusion = cause.conclusion
+    if conclusion.is_start_likelier and _find_early(ended):
         return _not_all_joined(ended)  # a rank's own clock ran out a moment before ours
     proof = ended.ending.proof
-    if proof is not None and cause.rule.blames != "end":
+    has_broken = conclusion.error is RankFailedError and conclusion.blames != "nothing"
+    if proof is not None and not has_broken:
         return _proved(ended, cause, proof)
-    if cause.rule.blames == "wait" and not _lost_a_peer_only(cause):
-        return _kept_waiting(ended, cause)
-    return _returned(ended, cause) if cause.rule.blames == "return" else _broke(ended, cause)
+    return _MAKERS[conclusion.error](ended, cause)
 
 
 def unloadable(ended: EndedAttempt, rank: int, exc: Exception) -> RankFailedError:
@@ -218,17 +323,12 @@ def _broke(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     return _exited(ended, cause)
 
 
-def _lost_a_peer_only(cause: RootCause) -> bool:
-    """Tell whether all that is known is that a peer vanished; a timeout tells more."""
-    return cause.rule.name == "unknown" and cause.root.origin != "timeout"
-
-
 def _raised(ended: EndedAttempt, cause: RootCause, raised: Raised) -> LaunchError:
     root, kind = cause.root, kind_of(raised)
     topic = find_topic(raised)
-    likely, fix = messages.BY_KIND.get(kind, messages.BY_KIND["user-error"])
+    likely, fix = BY_KIND.get(kind, BY_KIND["user-error"])
     if topic is not None:
-        likely, fix = messages.BY_TOPIC[topic]
+        likely, fix = BY_TOPIC[topic]
     text = raised.message
     if raised.explanation is not None:  # an error of ddpsafe's own brings its advice along
         text = "\n".join([raised.explanation.what, *raised.explanation.details])
@@ -259,19 +359,19 @@ def _killed(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     root = cause.root
     number = -(root.exit_code or 0)
     kind: FailureKind = "killed"
-    likely, fix = messages.BY_SIGNAL.get(number, messages.OTHER_SIGNAL)
+    likely, fix = BY_SIGNAL.get(number, OTHER_SIGNAL)
     if number == signal.SIGKILL and ended.oom_kills:
-        kind, (likely, fix) = "out-of-memory", messages.KILLED_FOR_MEMORY
+        kind, (likely, fix) = "out-of-memory", KILLED_FOR_MEMORY
     if is_endless_recursion(root.error_text()):
-        likely, fix = messages.RECURSION
+        likely, fix = RECURSION
     how = f"killed by {root.signal_name}"
     if root.native is not None:
         how, number = f"ended by native code ({root.native.text[:_MAX_LINE]})", signal.SIGABRT
         if root.native.kind is not None:
             kind = root.native.kind
-            likely, fix = messages.BY_KIND[kind]
+            likely, fix = BY_KIND[kind]
             if kind == "user-error":
-                likely, fix = messages.ON_THE_GPU
+                likely, fix = ON_THE_GPU
     message = Explanation(
         f"{ended.name(root)} was {how} {ended.place(root, kind)}.",
         cause=likely,
@@ -321,7 +421,7 @@ def _exited(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         called += ", or Python's fork server was killed, and with it the exit status of its ranks"
     likely = f"{called}."
     if code == 128 + signal.SIGINT and raised is not None and not raised.handled:
-        likely, fix = messages.INTERRUPTED
+        likely, fix = INTERRUPTED
         at = f" at {raised.where}" if raised.where else ""
         likely, fix = likely.format(at=at), fix.format(pid=root.pid, host=root.hostname)
     message = Explanation(
@@ -344,9 +444,9 @@ def _vanished(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     message = Explanation(
         f"{ended.name(root)} ended before its function returned, {ended.place(root, 'user-error')}; "
         "its exit status is unknown.",
-        cause="another part of the launching program, a handler of SIGCHLD or os.wait(), took its "
-        "exit status.",
-        fix="let that part wait for its own children only: os.waitpid(pid, …).",
+        cause="a handler of SIGCHLD, or an os.wait(), in the launching program collected the exit "
+        "status before ddpsafe could.",
+        fix="let it wait for its own children only: os.waitpid(pid, …).",
         details=[*last_output(root), *others(ended.outcomes.values(), cause)],
         logs=ended.log_of(root),
     )
@@ -357,41 +457,49 @@ def _returned(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     """Return the error of a rank that returned while others waited for it."""
     root = cause.root
     waiting = [outcome.rank for outcome in ended.outcomes.values() if outcome.status != "returned"]
-    likely, fix = messages.BY_RULE[cause.rule.name]
+    likely, fix = cause.conclusion.advice
+    kind = cause.conclusion.kind or "user-error"
     if root.exited_at:
         likely = f"sys.exit(0) was called at {root.exited_at} while the other ranks had work left."
+        fix = "remove that sys.exit(0), or let all ranks reach it together."
     message = Explanation(
-        f"{ended.name(root)} returned early on {root.hostname}, {ended.when('user-error')}: "
+        f"{ended.name(root)} returned early on {root.hostname}, {ended.when(kind)}: "
         f"{ranks_text(waiting)} {_were(waiting)} still waiting for it.",
         cause=likely,
         fix=fix,
         details=positions(ended.outcomes.values()),
         logs=ended.run_dir,
     )
-    return RankLeftEarlyError(message, **ended.rank_facts(root), kind="user-error")
+    return RankLeftEarlyError(message, **ended.rank_facts(root), kind=kind)
 
 
 def _kept_waiting(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     """Return the error of a wait that timed out, or will: it names whom the others waited for."""
     cls = _class_of_wait(ended)
-    if cause.rule.name == "unknown" and (told := _barrier_explanations(ended)):
+    conclusion = cause.conclusion
+    if conclusion.blames == "nothing" and (told := _barrier_explanations(ended)):
         return _not_all_came(ended, told)
+    if conclusion.blames == "gpu":
+        return _stuck_on_gpu(ended, cause, cls)
     root = cause.root
     likely, fix = _advice_on_hang(cause)
-    if cause.rule.name == "stuck-on-gpu":
-        return _stuck_on_gpu(ended, cause, cls)
     at = f" at {where(root)}" if where(root) else ""
     waiting, goal = cause.evidence.find_who_waited(root)
-    did = _HUNG.get(cause.rule.name, "")
-    if cause.rule.name == "unknown" and root.sends_or_receives:
-        did = f"timed out in {root.sends_or_receives}"
-    if cause.rule.name == "late":
-        delay_s = next(delay_s for out, delay_s in cause.evidence.late if out is root)
-        did = f"came {delay_s:.1f} s after the others to {newest_collective(root)}"
+    late = {out.rank: delay_s for out, delay_s in cause.evidence.late}
+    also_late = [rank for rank in late if rank != root.rank] if cause.rule.name == "late" else []
+    did = conclusion.did.format(
+        delay_s=late.get(root.rank, 0.0),
+        first="the first rank" if also_late else "the others",
+        newest=newest_collective(root),
+        wait=root.sends_or_receives or "a collective",
+    )
     awaited = ""
     if goal is not None:
         awaited = f"; {ranks_text(waiting)} {_were(waiting)} waiting for it in {goal}"
-    kind: FailureKind = _kind_of_join(ended) if cls is RendezvousTimeoutError else "hang"
+    awaited += "".join(f"; rank {rank} came {late[rank]:.1f} s after it" for rank in also_late)
+    kind: FailureKind = (
+        _kind_of_join(ended) if cls is RendezvousTimeoutError else conclusion.kind or "hang"
+    )
     message = Explanation(
         f"{ended.name(root)} {did}{at}, on {root.hostname}, {ended.when(kind)}{awaited}.",
         cause=likely.format(host=root.hostname),
@@ -399,20 +507,28 @@ def _kept_waiting(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         details=[*positions(ended.outcomes.values()), *last_traceback(root)],
         logs=ended.run_dir,
     )
-    missing = [] if cause.rule.name == "unknown" else [root]
+    missing = [] if conclusion.blames == "nothing" else [root]
+    missing += [ended.outcomes[rank] for rank in also_late]
     facts = ended.timeout_facts(missing, ended.ending.waited_s)
     return cls(message, **facts, kind=kind)
+
+
+_MAKERS: Final[dict[type[LaunchError], Callable[[EndedAttempt, RootCause], LaunchError]]] = {
+    RankFailedError: _broke,
+    RankLeftEarlyError: _returned,
+    LaunchTimeoutError: _kept_waiting,
+}
 
 
 def _proved(ended: EndedAttempt, cause: RootCause, proof: Deadlock) -> LaunchError:
     """Return the error of ranks that wait for ever: the proof stands before where the ranks were."""
     if proof.reason != "cycle":
-        conclude_wait = _returned if cause.rule.blames == "return" else _kept_waiting
-        error = conclude_wait(ended, cause)
+        has_left = cause.conclusion.error is RankLeftEarlyError
+        error = (_returned if has_left else _kept_waiting)(ended, cause)
         told = error.explanation
         error.explanation = replace(told, details=(*_told(proof), *told.details))
         return error
-    likely, fix = messages.IN_A_CYCLE
+    likely, fix = IN_A_CYCLE
     message = Explanation(
         f"{ranks_text(proof.ranks)} (world_size {len(ended.outcomes)}) wait for each other in "
         f"collectives of different groups, {ended.when('hang')}.",
@@ -451,10 +567,10 @@ def _stuck_on_gpu(
     ]
     if started and queued:  # told with TORCH_NCCL_ENABLE_TIMING=1 only
         details = [f"on the GPU of {ranks_text(queued)} it has not even started", *details]
-    likely, fix = messages.BY_RULE["stuck-on-gpu"]
+    likely, fix = cause.conclusion.advice
+    does = cause.conclusion.did.format(newest=stuck[0][1])
     message = Explanation(
-        f"{ranks_text(at)} (world_size {len(ended.outcomes)}) all wait in {stuck[0][1]}, which does not end, "
-        f"{ended.when('hang')}.",
+        f"{ranks_text(at)} (world_size {len(ended.outcomes)}) {does}, {ended.when('hang')}.",
         cause=likely,
         fix=fix.format(host=stuck[0][0].hostname),
         details=details,
@@ -494,11 +610,11 @@ def _has_timed_out(outcome: RankOutcome, cls: type[LaunchTimeoutError]) -> bool:
     return outcome.raised is not None and outcome.raised.setting == cls.setting
 
 
-def _advice_on_hang(cause: RootCause) -> messages.Advice:
-    root, rule = cause.root, cause.rule.name
+def _advice_on_hang(cause: RootCause) -> Advice:
+    root = cause.root
     outlived_sigkill = root.status == "stopped" and root.ended_ns is None
     in_kernel = root.state == psutil.STATUS_DISK_SLEEP and outlived_sigkill
-    return messages.IN_KERNEL if in_kernel else messages.BY_RULE.get(rule, messages.HANDLING)
+    return IN_KERNEL if in_kernel else cause.conclusion.advice
 
 
 def _class_of_wait(ended: EndedAttempt) -> type[LaunchTimeoutError]:
@@ -544,15 +660,14 @@ def _too_long(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     running = [
         outcome for outcome in ended.outcomes.values() if outcome.status in ("running", "stopped")
     ]
-    blames_one = cause.rule.name not in ("mismatch", "unknown", "stuck-on-gpu")
-    accused = cause.root if blames_one else None
-    missing = [accused] if accused is not None else (running or [cause.root])
+    blames_one = cause.conclusion.blames == "rank"
+    missing = [cause.root] if blames_one else (running or [cause.root])
     names = ranks_text(outcome.rank for outcome in missing)
     setting = ended.ending.reason
     did = {"attempt": "did not end within", "progress": "made no step within"}[setting]
     likely, fix = (
         _advice_on_hang(cause)
-        if accused
+        if blames_one
         else (
             "the work takes longer than the deadline, or a rank hangs.",
             f"see where the ranks were; raise timeouts.{setting} if they were at work.",
@@ -570,8 +685,114 @@ def _too_long(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     return cls(message, **ended.timeout_facts(missing, ended.ending.waited_s))
 
 
-def _rounded(value: timedelta) -> timedelta:
-    return timedelta(seconds=round(value.total_seconds(), 1))
+# ---- lines on each rank ----
+
+
+def where(outcome: RankOutcome) -> str:
+    """Say where a rank was: the line that raised, or the line it was at when it was asked."""
+    if outcome.raised is None or outcome.state == psutil.STATUS_STOPPED:
+        return outcome.stack
+    return outcome.raised.where
+
+
+def others(outcomes: Iterable[RankOutcome], cause: RootCause) -> list[str]:
+    """Name the ranks that failed because of the one that broke, or beside it."""
+    because = f"failed because of rank {cause.root.rank}"
+    lines = [
+        f"rank {out.rank} {'also failed' if is_own_fault(out) else because}: {_first_line(out)}"
+        for out in cause.collateral[:_SHOWN_RANKS]
+    ]
+    named = (cause.root, *cause.collateral)
+    stopped = [out for out in outcomes if out.status == "stopped" and out not in named]
+    for outcome in stopped[:_SHOWN_RANKS]:
+        at = f" at {outcome.stack}" if outcome.stack else ""
+        lines.append(f"rank {outcome.rank} was stopped by the launcher{at}")
+    return lines
+
+
+def _first_line(outcome: RankOutcome) -> str:
+    raised = outcome.raised
+    if raised is None and outcome.native is not None:
+        return outcome.native.text[:_WIDTH]
+    if raised is None:
+        return outcome.status if outcome.signal_name is None else f"killed by {outcome.signal_name}"
+    text = without_source(f"{raised.type_name}: {raised.message}".splitlines()[0])
+    return text if len(text) <= _WIDTH else text[: _WIDTH - 1] + "…"
+
+
+def positions(outcomes: Iterable[RankOutcome]) -> list[str]:
+    """Say of each rank where it was, in the code and in the sequence of collectives."""
+    return [_position(outcome) for outcome in list(outcomes)[:_SHOWN_RANKS]]
+
+
+def _position(outcome: RankOutcome) -> str:
+    parts = [f"rank {outcome.rank}"]
+    if outcome.state == psutil.STATUS_STOPPED:
+        parts.append("is stopped (SIGSTOP)")
+    elif outcome.state == psutil.STATUS_DISK_SLEEP:
+        parts.append("was waiting in the kernel for a disk or a device")
+    elif outcome.status == "returned":
+        parts.append(
+            f"called sys.exit(0) at {outcome.exited_at}" if outcome.exited_at else "has returned"
+        )
+    raised = outcome.raised
+    if raised is not None and (not raised.is_peer_error or raised.is_wrapped):
+        did = "raised" if raised.final and not raised.hidden_by else "was handling"
+        parts.append(f"{did} {_first_line(outcome)}")
+    if outcome.position is not None and outcome.position.handling:
+        parts.append(f"was handling {outcome.position.handling};")
+    if text := where(outcome):
+        parts.append(f"at {text}")
+    last = newest_collective(outcome)
+    if outcome.sends_or_receives:
+        parts.append(f"{_relation(outcome, done=False)} {outcome.sends_or_receives}")
+        parts += [f"after {last}"] if last is not None else []
+    elif last is not None:
+        parts.append(f"{_relation(outcome, done=last.done)} {last}")
+    return ", ".join(parts)
+
+
+def _relation(outcome: RankOutcome, *, done: bool) -> str:
+    """Say how a rank stands to its last collective; torch marks one that failed as done too."""
+    if outcome.status == "returned":
+        return "after"
+    if outcome.raised is not None and outcome.raised.hidden_by:
+        return "in"
+    if is_peer_origin(outcome.origin):
+        return "timed out in" if outcome.origin == "timeout" else "lost a peer in"
+    return "after" if done else "in"
+
+
+def last_output(outcome: RankOutcome) -> list[str]:
+    """Show the last lines a rank wrote to stderr, when nothing else says why it ended.
+
+    Of the stacks that faulthandler writes at a crash only the user's lines are shown.
+    """
+    if outcome.stderr is None or outcome.raised is not None:
+        return []
+    said, _, stacks = outcome.error_text().partition(CRASH)
+    lines = said.splitlines()[-_LAST_LINES:]
+    lines += [line for line in stacks.splitlines() if _is_users_frame(line)]
+    if not lines:
+        return []
+    return ["last lines of its stderr:", *(f"| {line.rstrip()[:160]}" for line in lines)]
+
+
+def last_traceback(outcome: RankOutcome) -> list[str]:
+    """Show the end of a traceback that a rank has printed, as of a thread that died, if it hangs."""
+    if outcome.stderr is None or outcome.raised is not None:
+        return []
+    _, mark, trace = outcome.error_text().rpartition("Traceback (most recent call last):")
+    lines = [line for line in trace.splitlines() if line.strip()][-_LAST_COMPLAINT:]
+    return ["it has printed a traceback:", *(f"| {line[:160]}" for line in lines)] if mark else []
+
+
+def _is_users_frame(line: str) -> bool:
+    frame = _FRAME.match(line)
+    return frame is not None and frame["file"] != "<string>" and not is_library(frame["file"])
+
+
+# ---- the rank's own exception ----
 
 
 class RemoteTraceback(Exception):  # noqa: N818 - shown as text above the error it belongs to

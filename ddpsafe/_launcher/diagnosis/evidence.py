@@ -7,7 +7,7 @@ import ctypes
 import os
 import re
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Final
 import psutil
 
 from ddpsafe._clock import Deadline
-from ddpsafe._wire.exceptions import is_library, is_point_to_point
+from ddpsafe._wire.exception_chain import is_library, is_point_to_point
+from ddpsafe._wire.foreign_texts import find_native_text, read_places
 from ddpsafe._wire.messages import (
     UNKNOWN_COLLECTIVE,
     Collective,
@@ -24,14 +25,13 @@ from ddpsafe._wire.messages import (
     NativeError,
     Position,
 )
-from ddpsafe._wire.peer_errors import find_native_text, read_places
 from ddpsafe._wire.spec import STACKS_SIGNAL, open_log, read_log
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from ddpsafe._launcher.processes.rank_process import Worker
-    from ddpsafe._wire.peer_errors import WatchdogPlace
+    from ddpsafe._wire.foreign_texts import WatchdogPlace
 
 _ANSWER: Final = timedelta(seconds=0.8)
 _ALL_THREADS: Final = timedelta(seconds=0.4)
@@ -47,7 +47,8 @@ _RPC: Final = "/torch/distributed/rpc/"
 _RPC_CALLEE: Final = "/torch/distributed/rpc/internal.py"
 _MOST_FRAMES: Final = 100
 _FEW_FUNCTIONS: Final = 5
-_ENTRYPOINT: Final = "_worker/entrypoint.py"
+_RUN_RANK: Final = re.compile(r'_worker/entrypoint\.py", line \d+ in run_rank$', re.MULTILINE)
+"""The outermost frame of the main thread of a rank; a dump is complete for it with this line."""
 
 _DATALOADER: Final = "torch/utils/data/dataloader.py"
 _WORKER_LOOP: Final = "torch/utils/data/_utils/worker.py"
@@ -74,61 +75,109 @@ class StackReading:
     in_rpc: bool = False
 
 
-def collect(workers: Sequence[Worker]) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReading:
+    """What was found out about a rank when it was asked, or from what it wrote as it crashed.
+
+    Attributes:
+        state: What the system says of the process.
+        place: Where it is in the code.
+        position: Where it is in the sequence of collectives; ``None`` if it has not answered.
+        native: What native code wrote before it ended the process.
+    """
+
+    state: str = ""
+    place: StackReading = StackReading()
+    position: Position | None = None
+    native: NativeError | None = None
+
+
+def collect(workers: Sequence[Worker]) -> dict[int, RankReading]:
     """Learn state, stack and position of every rank that is alive, within a second.
 
     The main thread's stack comes from faulthandler, which answers while the GIL is held too; the
     position comes from a thread, which does not; a suspended process answers neither until it is
     continued, which does no harm to one that is to be ended.
+
+    Returns:
+        What was read, by rank; nothing of a rank that ended without a crash.
     """
     asked = [worker for worker in workers if worker.alive and worker.returned is None]
-    for worker in asked:
-        worker.state = _state_of(worker)
-    stopped = [worker for worker in asked if worker.state == psutil.STATUS_STOPPED]
+    states = {worker.rank: _state_of(worker) for worker in asked}
+    stopped = [worker for worker in asked if states[worker.rank] == psutil.STATUS_STOPPED]
     running = [worker for worker in asked if worker not in stopped]
-    _question(running)
+    found = _question(running, states)
     if stopped:
         with _held(running):  # else they go on as soon as the one that they wait for does
-            _question(stopped)
+            found |= _question(stopped, states)
             for worker in stopped:
                 worker.signal(signal.SIGSTOP)
     for worker in filter(lambda each: each.crashed, workers):
         stderr = worker.error_text()
-        _note(worker, read_crash(stderr))
-        worker.native = read_native_error(stderr)
-        worker.position = read_position(stderr, worker.position)
-    for worker in asked:
-        place = read_rpc(_dump_of(worker))
-        if place is not None:
-            _note(worker, place)
-        elif not worker.stack:  # its main thread is in the kernel and takes no signal
-            _note(worker, read_stack(_dump_of(worker)))
-        # A rank seems to have called exec where its pipe is closed and its handlers are gone.
-        is_cut_off = worker.alive and worker.receiver.closed
-        if not worker.stack and is_cut_off and not _catches_stacks_signal(worker):
-            _note(worker, StackReading(stack=f"exec of {_name_of(worker)}", in_collective=False))
-        worker.stack += name_awaited_loader_workers(worker, _main_thread(_dump_of(worker)))
-        # The watchdog's words say where it is, where the recorder does not.
-        if worker.native is not None and (
-            worker.position is None or not worker.position.collectives
-        ):
-            worker.position = read_position(worker.error_text(), worker.position)
-        # NCCL has not ended what the rank has queued: Python may be anywhere meanwhile.
-        at = None if worker.position is None else worker.position.newest()
-        if at is not None and at.is_queued_ahead and not at.done:
-            worker.in_collective = True
+        known = found.get(worker.rank, RankReading(position=worker.position))
+        found[worker.rank] = replace(
+            known,
+            place=read_crash(stderr),
+            native=read_native_error(stderr),
+            position=read_position(stderr, known.position),
+        )
+    return found | {each.rank: _complete(each, found[each.rank]) for each in asked}
 
 
-def _question(asked: Sequence[Worker]) -> None:
+def _complete(worker: Worker, reading: RankReading) -> RankReading:
+    """Return where a rank is, where its own answer does not tell."""
+    position, place = reading.position, reading.place
+    serves = read_rpc(_dump_of(worker))
+    if serves is not None:
+        place = serves
+    elif not place.stack:  # its main thread is in the kernel and takes no signal
+        place = read_stack(_dump_of(worker))
+    # A rank seems to have called exec where its pipe is closed and its handlers are gone.
+    is_cut_off = worker.alive and worker.receiver.closed
+    if not place.stack and is_cut_off and not _catches_stacks_signal(worker):
+        place = StackReading(stack=f"exec of {_name_of(worker)}", in_collective=False)
+    waits_for = name_awaited_loader_workers(worker, _main_thread(_dump_of(worker)))
+    # The text of the watchdog says where it is, where the recorder does not.
+    if reading.native is not None and (position is None or not position.collectives):
+        position = read_position(worker.error_text(), position)
+    # NCCL has not ended what the rank has queued: Python may be anywhere meanwhile.
+    at = None if position is None else position.newest()
+    is_queued = at is not None and at.is_queued_ahead and not at.done
+    place = replace(
+        place,
+        stack=place.stack + waits_for,
+        in_collective=True if is_queued else place.in_collective,
+    )
+    return replace(reading, place=place, position=position)
+
+
+def _question(asked: Sequence[Worker], states: Mapping[int, str]) -> dict[int, RankReading]:
     known = {worker.rank: worker.position for worker in asked}
     for worker in asked:
-        _ask(worker)
+        _ask(worker, is_stopped=states[worker.rank] == psutil.STATUS_STOPPED)
     _await_answers(asked, known, Deadline.after(_ANSWER))
-    for worker in asked:
-        _note(worker, read_stack(_dump_of(worker)))
-        if worker.raised is None and worker.position is known[worker.rank]:
-            worker.position = None  # an old answer would make a rank look behind that is not
-    _collect_all_threads([worker for worker in asked if worker.position is not None])
+    places = {worker.rank: read_stack(_dump_of(worker)) for worker in asked}
+    # Those that can answer write down all their threads, for the report.
+    able = [each for each in asked if _position_now(each, known) is not None]
+    before = {worker.rank: worker.position for worker in able}
+    for worker in able:
+        worker.ask_stacks()
+    _await_answers(able, before, Deadline.after(_ALL_THREADS))
+    return {
+        worker.rank: RankReading(
+            state=states[worker.rank],
+            place=places[worker.rank],
+            position=_position_now(worker, known),
+            native=worker.native,
+        )
+        for worker in asked
+    }
+
+
+def _position_now(worker: Worker, known: Mapping[int, Position | None]) -> Position | None:
+    """Return its position, but no old answer: that would make a rank look behind that is not."""
+    is_old = worker.raised is None and worker.position is known[worker.rank]
+    return None if is_old else worker.position
 
 
 @contextlib.contextmanager
@@ -143,12 +192,7 @@ def _held(workers: Sequence[Worker]) -> Iterator[None]:
             worker.signal(signal.SIGCONT)
 
 
-def _note(worker: Worker, place: StackReading) -> None:
-    worker.stack, worker.in_collective = place.stack, place.in_collective
-    worker.point_to_point, worker.in_rpc = place.point_to_point, place.in_rpc
-
-
-def _ask(worker: Worker) -> None:
+def _ask(worker: Worker, *, is_stopped: bool) -> None:
     # A live watch may have asked the rank, or its DataLoader workers, before: their stacks go.
     with contextlib.suppress(OSError):  # the run directory may have been removed
         os.close(open_log(worker.spec.logs.stacks, os.O_WRONLY | os.O_TRUNC))
@@ -156,16 +200,8 @@ def _ask(worker: Worker) -> None:
     # Before it has our handler the signal would end it; without our file it would write elsewhere.
     if worker.phase != "starting" and _catches_stacks_signal(worker) and _holds_stacks(worker):
         _ask_stacks(worker)
-    if worker.state == psutil.STATUS_STOPPED:
+    if is_stopped:
         worker.signal(signal.SIGCONT)
-
-
-def _collect_all_threads(asked: Sequence[Worker]) -> None:
-    """Let the ranks that can answer write down all their threads, for the report."""
-    known = {worker.rank: worker.position for worker in asked}
-    for worker in asked:
-        worker.ask_stacks()
-    _await_answers(asked, known, Deadline.after(_ALL_THREADS))
 
 
 def _await_answers(
@@ -247,7 +283,7 @@ def _ask_child(worker: Worker, pid: int, deadline: Deadline) -> list[Frame]:
         return []
     os.kill(pid, STACKS_SIGNAL)
     answer = ""
-    while _ENTRYPOINT not in answer and not deadline.expired():
+    while not _RUN_RANK.search(answer) and not deadline.expired():
         wait([], _POLL_S)
         answer = _dump_of(worker)[before:]
     return _main_thread(answer)
@@ -303,7 +339,7 @@ def _has_answered(worker: Worker, known: Mapping[int, Position | None]) -> bool:
         return True
     # Its stacks never will be read where the run directory was removed.
     return worker.position is not known[worker.rank] and (
-        _ENTRYPOINT in _dump_of(worker) or not Path(worker.spec.logs.stacks).exists()
+        _RUN_RANK.search(_dump_of(worker)) is not None or not Path(worker.spec.logs.stacks).exists()
     )
 
 
@@ -417,7 +453,7 @@ def _collectives(place: WatchdogPlace) -> list[Collective]:
 def _main_thread(dump: str) -> list[Frame]:
     """Return the frames of the thread that runs the rank, from the last dump in the text."""
     threads = _threads_of(dump)
-    mine = [thread for thread in threads if _ENTRYPOINT in thread and "in run_rank" in thread]
+    mine = [thread for thread in threads if _RUN_RANK.search(thread)]
     return _frames_of(mine[-1]) if mine else []
 
 

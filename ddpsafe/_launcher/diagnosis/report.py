@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import LaunchTimeoutError, RankFailedError
-from ddpsafe._launcher.diagnosis.messages import where
+from ddpsafe._launcher.diagnosis.errors import where
+from ddpsafe._launcher.diagnosis.stragglers import find_stragglers_of
 from ddpsafe._wire.spec import open_log, read_log
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ def _facts(error: LaunchError) -> dict[str, Any]:
     if isinstance(error, LaunchTimeoutError):
         facts["waited_s"] = round(error.waited_s, 3)
         facts["missing_ranks"] = list(error.missing_ranks)
+    facts["stragglers"] = [each.as_json() for each in find_stragglers_of(error.outcomes)]
     began = [out.began_ns["starting"] for out in error.outcomes.values() if out.began_ns]
     facts["ranks"] = [
         {**_facts_of_rank(outcome), "timeline_s": _timeline(outcome, min(began, default=0))}

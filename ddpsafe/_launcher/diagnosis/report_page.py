@@ -61,7 +61,8 @@ h1 { font-size: 1.3rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 .scroll { overflow-x: auto; } pre { background: var(--box); padding: .6rem .8rem; overflow-x: auto;
   border-radius: 4px; font-size: 13px; overflow-wrap: normal; }
 table { border-collapse: collapse; } td, th { text-align: left; vertical-align: top;
-  padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line); }
+  padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line); overflow-wrap: normal; }
+td { min-width: 2rem; max-width: 30rem; }
 svg text { fill: var(--text); font: 12px system-ui, sans-serif; }
 svg rect { stroke: var(--line); } svg line { stroke: var(--line); }
 svg .end { stroke: var(--bad); stroke-width: 3; } svg .waiting { stroke-dasharray: 4 3; }
@@ -94,7 +95,8 @@ The thick line is a rank's end, the small one its last step.</p>{% endif %}
 {% endfor %}{% if row.step_x is not none %}<line x1="{{ row.step_x }}" x2="{{ row.step_x }}" y1="{{ row.y + 6 }}" y2="{{ row.y + 16 }}"/>{% endif %}
 <line class="end" x1="{{ row.end_x }}" x2="{{ row.end_x }}" y1="{{ row.y }}" y2="{{ row.y + 22 }}"/>
 {% endfor %}{% for tick in each.chart.ticks %}<text x="{{ tick.x }}" y="{{ each.chart.height - 4 }}">{{ tick.label }}</text>{% endfor %}</svg></div>{% endif %}
-<div class="scroll"><table><tr><th>rank</th><th>host</th><th>end</th><th>steps</th><th>where it was</th><th>collective</th></tr>
+{% for late in each.report.stragglers or [] %}<p>Before that, {{ late.text | shown }}.</p>
+{% endfor %}<div class="scroll"><table><tr><th>rank</th><th>host</th><th>end</th><th>steps</th><th>where it was</th><th>collective</th></tr>
 {% for rank in each.ranks %}<tr><td>{{ rank.rank }}</td><td>{{ rank.hostname | shown }}</td><td>{{ rank.status | shown }}{% if rank.signal %} ({{ rank.signal | shown }}){% endif %}</td><td>{{ rank.steps }}</td><td>{{ rank.where | shown }}</td><td>{{ rank.last | shown }}</td></tr>
 {% endfor %}</table></div>
 {% for rank in each.ranks %}{% if rank.raised or rank.output or rank.stacks %}

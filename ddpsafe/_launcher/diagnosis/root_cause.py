@@ -1,21 +1,26 @@
-"""Which rank broke, and which ones failed because of it.
+"""Which rank broke, which ones failed because of it, and what kind of failure that is.
 
 `Evidence` is computed once from the outcomes of all ranks; `RULES` are tried on it in order, and
 the first one that finds a rank decides. They are ranked by what evidence can mean, not by time: a
-rank that lost a peer often complains before the one that broke has said anything.
+rank that lost a peer often complains before the one that broke has said anything. A rank "handles an
+error" if it may still catch it: its main thread is in an ``except`` or ``finally``, or the error stands
+beneath the loss of a peer. Such an error counts only together with where the ranks are, so three rules
+about errors ask first which rank the rules with `by_place` would name.
 
-A new case is one rule here and one row of tests/launcher/test_root_cause.py.
+A new case is one rule in `RULES`, one row in `CONCLUSIONS`, which says what the error then tells, and
+one row of tests/launcher/test_root_cause.py.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import psutil
 
-from ddpsafe._launcher.diagnosis.failure_kind import kind_of
+from ddpsafe._errors import LaunchError, LaunchTimeoutError, RankFailedError, RankLeftEarlyError
+from ddpsafe._wire.foreign_texts import find_kind, is_full_disk, says_worker_exited
 from ddpsafe._wire.messages import (
     MAIN_GROUP,
     UNKNOWN_COLLECTIVE,
@@ -28,6 +33,9 @@ from ddpsafe._wire.messages import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from ddpsafe._errors import FailureKind
+    from ddpsafe._wire.messages import Raised
+
     Ranks = Sequence[RankOutcome]
 
 # Ends that are seen within so much of each other say nothing about which came first.
@@ -35,7 +43,7 @@ _TOGETHER_NS: Final = 50_000_000
 _OF_A_CONNECTION: Final = ("network", "startup-network")
 
 
-class Place(NamedTuple):
+class GroupPosition(NamedTuple):
     """Where a rank is in one process group.
 
     Attributes:
@@ -55,17 +63,19 @@ class Evidence:
 
     Attributes:
         ranks: The outcome of every rank, by rank.
-        is_failing: Whether a rank was seen to wait with an exception in flight, and no timeout.
+        is_failing: Whether the attempt was ended before any timeout because a rank with an exception
+            in flight and another rank wait for each other in different places.
         failed: The ranks that raised, exited or were killed, by rank.
         broke: Those of them that blame no other rank, the likely cause first.
-        errors: `broke` without the errors that all ranks handle in the same place.
+        errors: `broke` without the ranks whose error every rank with an error handles, in the same
+            place, as in a script that runs inside ``except ImportError``.
         groups: For each process group, where the ranks that are in it are.
         awaited: The ranks that have not entered a collective that others are in, and the one whose
             send such a rank waits for; the most likely cause first.
         mismatched: The ranks that entered another collective than most under one number.
         late: The ranks that came much later than others to a collective in which a wait timed out,
             the last one first, each with how much later in seconds.
-        someone_hangs: Whether a rank is at work, or nowhere, while others wait.
+        someone_hangs: Whether a rank that has raised nothing is outside of any collective.
     """
 
     ranks: Ranks
@@ -73,7 +83,7 @@ class Evidence:
     failed: Ranks
     broke: Ranks
     errors: Ranks
-    groups: Mapping[str, Sequence[Place]]
+    groups: Mapping[str, Sequence[GroupPosition]]
     awaited: Ranks
     mismatched: Ranks
     late: Sequence[tuple[RankOutcome, float]]
@@ -143,7 +153,6 @@ class Evidence:
 
 
 RuleName = Literal[
-    "stuck-on-gpu",
     "stuck-with-error",
     "ended-by-itself",
     "error-beside-crash",
@@ -155,9 +164,11 @@ RuleName = Literal[
     "mismatch",
     "behind",
     "late",
+    "stuck-on-gpu",
     "returned",
     "in-rpc",
     "elsewhere",
+    "timed-out",
     "unknown",
 ]
 
@@ -171,15 +182,13 @@ class Rule:
         sign: What is seen of the rank, for the documentation.
         why: Why that makes it the root cause, or what excludes it.
         find: Returns the ranks that it holds for, the root cause first; none if it does not apply.
-        blames: What becomes of it: how a rank ended, that it returned, or that it kept others waiting.
-        by_place: Whether it is about where the ranks are in the sequence of collectives.
+        by_place: Whether it tells which rank the others miss; see `Evidence.find_out_of_place`.
     """
 
     name: RuleName
     sign: str
     why: str
     find: Callable[[Evidence], Ranks]
-    blames: Literal["end", "return", "wait"] = "end"
     by_place: bool = False
 
 
@@ -199,13 +208,18 @@ class RootCause:
     collateral: Ranks
     evidence: Evidence
 
+    @property
+    def conclusion(self) -> Conclusion:
+        """What the error says of it."""
+        return CONCLUSIONS[self.rule.name]
+
 
 def find_root_cause(outcomes: Mapping[int, RankOutcome], *, is_failing: bool = False) -> RootCause:
     """Return what the first rule that applies finds.
 
     Args:
         outcomes: What is known of each rank, by rank.
-        is_failing: Whether a rank was seen to wait with an exception in flight, and no timeout.
+        is_failing: See `Evidence`.
     """
     evidence = Evidence.of(outcomes, is_failing=is_failing)
     rule, found = next((rule, found) for rule in RULES if (found := rule.find(evidence)))
@@ -215,18 +229,6 @@ def find_root_cause(outcomes: Mapping[int, RankOutcome], *, is_failing: bool = F
 
 
 # ---- the rules, each a question to the evidence ----
-
-
-def _stuck_with_error(evidence: Evidence) -> Ranks:
-    return evidence.broke if evidence.is_failing else ()
-
-
-def _ended_by_itself(evidence: Evidence) -> Ranks:
-    return [out for out in evidence.errors[:1] if _is_certain(out)]
-
-
-def _error_beside_crash(evidence: Evidence) -> Ranks:
-    return evidence.errors if any(map(_crashed_inside, evidence.errors)) else ()
 
 
 def _error_where_missed(evidence: Evidence) -> Ranks:
@@ -240,7 +242,7 @@ def _errors_of_all_others(evidence: Evidence) -> Ranks:
     errors = evidence.errors
     if _suspended(evidence) or any(out.status == "returned" for out in missed):
         # Which explains as well why the others wait, unless their errors are on their way out.
-        errors = [out for out in errors if out.raised is None or not out.raised.goes_on]
+        errors = [out for out in errors if out.raised is None or not out.raised.is_caught]
     all_others = missed and others and all(out in errors for out in others)
     return errors if all_others and not evidence.someone_hangs else ()
 
@@ -256,33 +258,9 @@ def _suspended(evidence: Evidence) -> Ranks:
     return [out for out in evidence.ranks if out.state == psutil.STATUS_STOPPED]
 
 
-def _returned_behind(evidence: Evidence) -> Ranks:
-    return [out for out in evidence.awaited[:1] if out.status == "returned"]
-
-
-def _mismatch(evidence: Evidence) -> Ranks:
-    return evidence.mismatched
-
-
-def _behind(evidence: Evidence) -> Ranks:
-    return evidence.awaited[:1]
-
-
-def _late(evidence: Evidence) -> Ranks:
-    return [out for out, _ in evidence.late]
-
-
 def _in_rpc(evidence: Evidence) -> Ranks:
     someone_waits = any(is_peer_origin(out.origin) for out in evidence.ranks)
     return [out for out in evidence.ranks if out.in_rpc] if someone_waits else ()
-
-
-def _stuck_on_gpu(evidence: Evidence) -> Ranks:
-    return [outcome for outcome, _ in find_stuck_on_gpu(evidence)]
-
-
-def _returned(evidence: Evidence) -> Ranks:
-    return [out for out in evidence.ranks if out.status == "returned"]
 
 
 def _elsewhere(evidence: Evidence) -> Ranks:
@@ -291,7 +269,11 @@ def _elsewhere(evidence: Evidence) -> Ranks:
 
 
 def _unknown(evidence: Evidence) -> Ranks:
-    return sorted(evidence.failed or evidence.ranks, key=_order)
+    found = sorted(evidence.failed or evidence.ranks, key=_order)
+    if found[0].origin == "peer-lost":
+        # A wait that times out closes the rank's connections, and the other end may see that first.
+        found.sort(key=lambda outcome: outcome.origin != "timeout")
+    return found
 
 
 RULES: Final = (
@@ -299,41 +281,45 @@ RULES: Final = (
         name="stuck-with-error",
         sign="waits at a barrier in an `except` or a `finally` while the others wait for it elsewhere",
         why="neither wait can succeed, so its error is reported without waiting for a timeout",
-        find=_stuck_with_error,
+        find=lambda evidence: evidence.broke if evidence.is_failing else (),
     ),
     Rule(
         name="ended-by-itself",
         sign="was killed, exited, or raised an error of its own",
-        why="it broke; a kill comes before an exit without a report within 50 ms, for the kernel "
-        "closes a process's connections before its end can be seen, and before any broken connection "
-        "of another rank",
-        find=_ended_by_itself,
+        why="it broke by itself; of several such ranks, the first one did, except that a killed rank "
+        "comes before one that exited without a report up to 50 ms earlier and before one whose own "
+        "connection broke, for the kernel closes the connections of a killed process before its end "
+        "can be seen",
+        find=lambda evidence: [out for out in evidence.errors[:1] if _is_certain(out)],
     ),
     Rule(
         name="error-beside-crash",
         sign="handles an error while another rank crashes in a collective",
-        why="a collective in `finally` meets another one of the others, and gloo then writes into "
-        "their buffers",
-        find=_error_beside_crash,
+        why="its `finally` calls a collective while the others are in a different one, and gloo then "
+        "writes into their buffers, which crashes them",
+        find=lambda evidence: evidence.errors if any(map(_crashed_inside, evidence.errors)) else (),
     ),
     Rule(
         name="error-where-missed",
         sign="handles an error, and is the rank that the others wait for, or nothing tells where "
         "the ranks are",
-        why="the error may have been handled, but here it is why the rank did not come; not when "
-        "all ranks handle the same error in the same place",
+        why="an error that is handled may be harmless, but here it explains why the rank did not "
+        "come; it counts for nothing where all ranks handle the same error in the same place",
         find=_error_where_missed,
     ),
     Rule(
         name="errors-of-all-others",
         sign="handles an error, as do all ranks but the one that seems to be out of place",
-        why="the others have left the place where that rank still waits",
+        why="they have left the collective in which that rank still waits, so it only looks out of "
+        "place",
         find=_errors_of_all_others,
     ),
     Rule(
         name="error-after-peer-error",
-        sign="raised an error of its own while it handled the loss of a peer, it alone",
-        why="no rank hangs and no other rank has an error, so this one is why it is missing",
+        sign="is the rank that the others miss, and raised an error of its own while it handled the "
+        "loss of a peer",
+        why="no rank hangs, and no other rank raised an error on top of a lost peer, so this one is why "
+        "it is missing",
         find=_error_after_peer_error,
     ),
     Rule(
@@ -341,34 +327,29 @@ RULES: Final = (
         sign="is stopped (SIGSTOP)",
         why="it is what the others wait for",
         find=_suspended,
-        blames="wait",
         by_place=True,
     ),
     Rule(
         name="returned-behind",
         sign="has returned, while another rank is in a later collective",
-        why="it left early; told without a timeout, within about a second, or ten where the other "
-        "comes there much later: to answer, a rank reads all of the recorder, so it is asked ever "
-        "more rarely",
-        find=_returned_behind,
-        blames="return",
+        why="it left early; the ranks are asked where they are, so this is told within 1 to 10 s and "
+        "not after a timeout",
+        find=lambda evidence: [out for out in evidence.awaited[:1] if out.status == "returned"],
         by_place=True,
     ),
     Rule(
         name="mismatch",
-        sign="is in another collective than most, under the same number",
+        sign="has called a different collective than most ranks at the same position in the sequence",
         why="neither ends, or both end with wrong data",
-        find=_mismatch,
-        blames="wait",
+        find=lambda evidence: evidence.mismatched,
         by_place=True,
     ),
     Rule(
         name="behind",
-        sign="has not entered a collective, of any group it is in, that another rank has, or has not "
-        "sent what such a rank waits to receive",
+        sign="has not reached a collective of its groups that another rank is in, or has not sent what "
+        "such a rank waits for",
         why="the others wait for it; of several such ranks, it is the one that waits for no other",
-        find=_behind,
-        blames="wait",
+        find=lambda evidence: evidence.awaited[:1],
         by_place=True,
     ),
     Rule(
@@ -376,8 +357,7 @@ RULES: Final = (
         sign="entered the collective in which others timed out later than they did, by more than half "
         "of the time that they waited",
         why="it was at work for longer than the others wait",
-        find=_late,
-        blames="wait",
+        find=lambda evidence: [out for out, _ in evidence.late],
         by_place=True,
     ),
     Rule(
@@ -385,16 +365,14 @@ RULES: Final = (
         sign="has queued the collective that all other ranks of its group have queued too, and that "
         "does not end",
         why="no rank is missing: a GPU, or the link between GPUs, is stuck",
-        find=_stuck_on_gpu,
-        blames="wait",
+        find=lambda evidence: [out for out, _ in find_stuck_on_gpu(evidence)],
         by_place=True,
     ),
     Rule(
         name="returned",
         sign="has returned, while others failed in a wait",
         why="it left early; the flight recorder does not show where the ranks are",
-        find=_returned,
-        blames="return",
+        find=lambda evidence: [out for out in evidence.ranks if out.status == "returned"],
         by_place=True,
     ),
     Rule(
@@ -402,7 +380,6 @@ RULES: Final = (
         sign="executes a call that came by RPC, while another rank's wait failed",
         why="its main thread is waiting for all calls to finish, and this one takes long",
         find=_in_rpc,
-        blames="wait",
         by_place=True,
     ),
     Rule(
@@ -410,17 +387,165 @@ RULES: Final = (
         sign="is outside of a collective, while others wait in one or timed out there",
         why="it is busy or hangs where it is",
         find=_elsewhere,
-        blames="wait",
         by_place=True,
     ),
     Rule(
+        name="timed-out",
+        sign="shows only that a wait of its own timed out",
+        why="no rank is known to hang: each waited for others",
+        find=lambda evidence: [out for out in _unknown(evidence)[:1] if out.origin == "timeout"],
+    ),
+    Rule(
         name="unknown",
-        sign="shows only that it lost a peer, or that a wait timed out",
+        sign="shows only that it lost a peer, or nothing is known at all",
         why="a peer error is blamed only when there is no other evidence",
         find=_unknown,
-        blames="wait",
     ),
 )
+
+Advice = tuple[str, str]
+"""Likely cause, what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conclusion:
+    """What the error of an attempt says where a rule has found a rank.
+
+    Attributes:
+        error: Its base class. Of `RankFailedError` the way in which the rank ended decides which
+            subclass is raised, of `LaunchTimeoutError` the wait that timed out.
+        kind: Its kind; ``None`` for the one of the rank's exception or signal.
+        blames: ``rank``: the one that was found; ``several``: it and the others that the rule found;
+            ``gpu``: a GPU or a link between two; ``nothing``: no rank is known to be the cause.
+        did: What the rank did, after its name.
+        advice: The likely cause and what to do.
+        is_start_likelier: Whether a rank that never began to join is reported instead, if there is one.
+    """
+
+    error: type[LaunchError] = RankFailedError
+    kind: FailureKind | None = None
+    blames: Literal["rank", "several", "gpu", "nothing"] = "rank"
+    did: str = ""
+    advice: Advice = (
+        "it was still handling the error in its line below, in an except or a finally.",
+        "fix that error first; then see what takes so long in handling it.",
+    )
+    is_start_likelier: bool = False
+
+
+_ENDED: Final = Conclusion()
+"""The rank broke, so its own exception, signal or exit tells the rest."""
+
+_LEFT: Final = Conclusion(
+    error=RankLeftEarlyError,
+    kind="user-error",
+    advice=(
+        "the ranks had different numbers of batches or took different branches.",
+        "give every rank the same number of steps: drop_last, DistributedSampler or torch's Join.",
+    ),
+)
+
+_WAITED: Final = Conclusion(error=LaunchTimeoutError, kind="hang")
+
+_NONE_SAYS_WHY: Final[Advice] = (
+    "every rank only saw another one disconnect or hang, and none reported why.",
+    "compare where the ranks were, in the logs.",
+)
+
+CONCLUSIONS: Final[dict[RuleName, Conclusion]] = {
+    "stuck-with-error": _ENDED,
+    "ended-by-itself": _ENDED,
+    "error-beside-crash": _ENDED,
+    "error-where-missed": _ENDED,
+    "errors-of-all-others": _ENDED,
+    "error-after-peer-error": _ENDED,
+    "suspended": replace(
+        _WAITED,
+        did="is stopped",
+        advice=(
+            "SIGSTOP was sent to it, or a debugger or a container runtime froze it.",
+            "kill -CONT {pid} would have resumed it; find out what stops processes on {host}.",
+        ),
+    ),
+    "returned-behind": _LEFT,
+    "mismatch": replace(
+        _WAITED,
+        blames="several",
+        did="entered another collective than the others",
+        advice=(
+            "the ranks called different collectives or shapes, or one rank alone ran the DDP model.",
+            "call the same collectives in the same order; use ctx.unwrap(model) on one rank alone.",
+        ),
+    ),
+    "behind": replace(
+        _WAITED,
+        did="is behind",
+        advice=(
+            "the rank hangs or works at its line, or skipped a collective that the others entered.",
+            (
+                "see its line below. If it works there, move that work away from the others' collectives "
+                "or raise timeouts.{setting}. Else call the same collectives in the same order on every "
+                "rank."
+            ),
+        ),
+    ),
+    "late": replace(
+        _WAITED,
+        did="came {delay_s:.1f} s after {first} to {newest}",
+        advice=(
+            "the rank worked longer than the others wait: loading, evaluating or saving, on one rank.",
+            "divide that work among the ranks, or raise timeouts.{setting} above the time it takes.",
+        ),
+    ),
+    "stuck-on-gpu": replace(
+        _WAITED,
+        blames="gpu",
+        did="all wait in {newest}, which does not end",
+        advice=(
+            "a GPU or a link between GPUs (NVLink, InfiniBand, the network) is stuck.",
+            (
+                "see dmesg for Xid and `nvidia-smi nvlink -s` on {host}; NCCL_DEBUG=INFO shows the links, "
+                "TORCH_NCCL_ENABLE_TIMING=1 which GPU has not begun."
+            ),
+        ),
+    ),
+    "returned": _LEFT,
+    "in-rpc": replace(
+        _WAITED,
+        did="was executing a call of another rank",
+        advice=(
+            "the call that it executes for another rank (RPC) hangs or takes long.",
+            "see its line below; raise the rpc_timeout of init_rpc if the call takes that long.",
+        ),
+    ),
+    "elsewhere": replace(
+        _WAITED,
+        did="was not in the collective of the others",
+        advice=(
+            "the rank was busy outside of the collective that the others waited in.",
+            (
+                "see its line below. Keep long work of one rank away from the others' collectives, or "
+                "raise timeouts.{setting}."
+            ),
+        ),
+        is_start_likelier=True,
+    ),
+    "timed-out": replace(
+        _WAITED,
+        blames="nothing",
+        did="timed out in {wait}",
+        advice=_NONE_SAYS_WHY,
+        is_start_likelier=True,
+    ),
+    "unknown": replace(
+        _ENDED,
+        blames="nothing",
+        did="timed out in {wait}",
+        advice=_NONE_SAYS_WHY,
+        is_start_likelier=True,
+    ),
+}
+"""What each rule leads to; `errors.conclude` makes the error out of it."""
 
 
 # ---- what the rules ask of one rank ----
@@ -529,18 +654,18 @@ def _order(outcome: RankOutcome) -> tuple[bool, bool, bool, int, int]:
 # ---- where the ranks are in the sequences of collectives ----
 
 
-def _groups(ranks: Ranks) -> dict[str, list[Place]]:
+def _groups(ranks: Ranks) -> dict[str, list[GroupPosition]]:
     """Return the members of each group that a rank has entered a collective in.
 
     Every rank is in the group of all ranks; in another one only those that have entered something.
     """
     known = [(out, out.position) for out in ranks if out.position is not None]
-    groups: dict[str, list[Place]] = defaultdict(list)
+    groups: dict[str, list[GroupPosition]] = defaultdict(list)
     for group in {each.group for _, position in known for each in position.collectives}:
         for out, position in known:
             last = position.in_group(group)
             if group == MAIN_GROUP or last is not None:
-                groups[group].append(Place(out, last, position.reached(group)))
+                groups[group].append(GroupPosition(out, last, position.reached(group)))
     return groups
 
 
@@ -548,13 +673,13 @@ def _number(last: Collective | None) -> int:
     return 0 if last is None else last.number
 
 
-def _numbers_of(outcome: RankOutcome, members: Sequence[Place]) -> list[int]:
+def _numbers_of(outcome: RankOutcome, members: Sequence[GroupPosition]) -> list[int]:
     """Return how many collectives a rank has entered in a group; nothing if it may be no member."""
     return [_number(place.last) for place in members if place.outcome is outcome]
 
 
 def _find_awaited(
-    groups: Mapping[str, Sequence[Place]], outcomes: Mapping[int, RankOutcome]
+    groups: Mapping[str, Sequence[GroupPosition]], outcomes: Mapping[int, RankOutcome]
 ) -> Ranks:
     """Return the ranks that others wait for, the most likely cause of it first.
 
@@ -590,7 +715,7 @@ def _find_sender(first: RankOutcome, outcomes: Mapping[int, RankOutcome]) -> Ran
     return None if at is None or is_waiting(at) else at
 
 
-def _find_late(groups: Mapping[str, Sequence[Place]]) -> list[tuple[RankOutcome, float]]:
+def _find_late(groups: Mapping[str, Sequence[GroupPosition]]) -> list[tuple[RankOutcome, float]]:
     """Return the ranks that came too late to the last collective of a group, and by how much.
 
     How long the others wait is not known here, for scripts set timeouts of their own; what is known
@@ -661,3 +786,47 @@ def _find_mismatched(ranks: Ranks) -> Ranks:
         return ()
     rarest = min(counts.values())
     return [out for out, call in reversed(calls) if counts[call] == rarest]
+
+
+# ---- what kind of failure an exception of a rank is ----
+
+
+Topic = Literal["port", "disk", "worker-exit"]
+"""What an exception is about, where there is advice for it, whatever kind of failure that makes."""
+
+
+def find_topic(raised: Raised) -> Topic | None:
+    """Return what the exception is about, if there is advice for just that."""
+    if raised.explanation is not None:  # it brings its advice along
+        return None
+    line = _line_of(raised)
+    if find_kind(line) == "port":
+        return "port"
+    if says_worker_exited(raised.traceback):
+        return "worker-exit"
+    return "disk" if is_full_disk(line) else None
+
+
+def kind_of(raised: Raised) -> FailureKind:
+    """Return the kind: what the exception's class tells, else what its text does."""
+    kind: FailureKind
+    broke_off = raised.type_name in ("ConnectionResetError", "ConnectionRefusedError", "EOFError")
+    if raised.is_peer_error:
+        kind = "hang" if raised.origin == "timeout" else "peer-lost"
+    elif raised.kind is not None:
+        kind = raised.kind
+    elif says_worker_exited(raised.traceback):
+        kind = "user-error"
+    elif broke_off and "torch/utils/data/dataloader.py" in raised.traceback:
+        kind = "killed"  # a read from a worker of a DataLoader, which has died then
+    else:
+        kind = find_kind(_line_of(raised)) or "user-error"
+    before = raised.phase in ("starting", "loading", "joining")
+    if before and kind in ("network", "peer-lost", "hang"):
+        return "startup-network"
+    # "port" is tried again by default, which is safe only while the function has not run.
+    return "network" if kind == "port" and not before else kind
+
+
+def _line_of(raised: Raised) -> str:
+    return f"{raised.type_name}: {raised.message}"

@@ -136,14 +136,18 @@ def _straggler(
     )
 
 
-def log_stragglers(outcomes: Mapping[int, RankOutcome]) -> None:
-    """Say at the end of a launch who cost the others more than a tenth of the time."""
-    found = find_stragglers(
+def find_stragglers_of(outcomes: Mapping[int, RankOutcome]) -> list[Straggler]:
+    """Return them from what the ranks reported at their end."""
+    return find_stragglers(
         {
             rank: () if outcome.position is None else outcome.position.arrivals
             for rank, outcome in outcomes.items()
         },
         {rank: outcome.node_rank for rank, outcome in outcomes.items()},
     )
-    for each in found:
+
+
+def log_stragglers(outcomes: Mapping[int, RankOutcome]) -> None:
+    """Say at the end of a launch who cost the others more than a tenth of the time."""
+    for each in find_stragglers_of(outcomes):
         logger.info("%s", each)

@@ -15,13 +15,13 @@ Pure logic: tests/launcher/test_wait_graph.py has the table, and runs random pro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from ddpsafe._errors import ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ddpsafe._wire.messages import Collective, Whereabouts
 
@@ -42,6 +42,7 @@ class RankView:
         is_asleep: Whether its main thread has not run between the two questions.
         has_left: Whether its function has returned: it enters no further collective.
         is_stopped: Whether its process is stopped (SIGSTOP).
+        entered: The number of the last collective that it has entered, by group.
     """
 
     rank: int
@@ -49,6 +50,11 @@ class RankView:
     is_asleep: bool = False
     has_left: bool = False
     is_stopped: bool = False
+    entered: Mapping[str, int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Look through its collectives once: each rank is compared with every other."""
+        object.__setattr__(self, "entered", {} if self.at is None else _last_numbers(self.at))
 
     @property
     def blocked_in(self) -> Collective | None:
@@ -56,13 +62,6 @@ class RankView:
         if self.has_left or self.is_stopped or self.at is None or not self.is_asleep:
             return None
         return self.at.waits_in
-
-    def entered(self, group: str) -> int | None:
-        """Return the number of the last collective that it has entered there, if that is known."""
-        if self.at is None:
-            return None
-        last = self.at.position.in_group(group)
-        return 0 if last is None else last.number
 
     def incomplete(self) -> list[Collective]:
         """Return the collectives that have not ended, of backends that do not run ahead."""
@@ -172,8 +171,7 @@ def _find_mismatch(
 ) -> Deadlock | None:
     """Look at the hindmost collective of each group: whether all its ranks are in it, in different ones."""
     for group, ranks in members.items():
-        numbers = [views[rank].entered(group) if rank in views else None for rank in ranks]
-        known = [number for number in numbers if number]
+        known = [views[rank].entered[group] for rank in ranks if _has_entered(views, rank, group)]
         if len(known) < len(ranks):  # one has not come, or nothing is known of it
             continue
         calls = [(rank, _numbered(views[rank], group, min(known))) for rank in ranks]
@@ -185,7 +183,7 @@ def _find_mismatch(
             for rank, each in there
             if not each.done and not _is_for_one(each) and _is_stuck(views[rank], each)
         ]
-        if any(not _may_fit(mine, other) for _, mine in held for _, other in there):
+        if _differ([each for _, each in held], [each for _, each in there]):
             groups: dict[tuple[str, int], list[int]] = {}
             for rank, each in there:
                 groups.setdefault(
@@ -209,13 +207,25 @@ def _is_stuck(view: RankView, collective: Collective) -> bool:
     return inside is not None and _place(inside) == _place(collective)
 
 
-def _may_fit(mine: Collective, other: Collective) -> bool:
-    """Tell whether two ranks may be in one collective; where that is not certain, they may."""
-    if _family(mine) != _family(other):
+def _differ(held: Sequence[Collective], there: Sequence[Collective]) -> bool:
+    """Tell whether one that a rank stays in cannot be what another rank is in; where unsure, it may."""
+    if not held:
         return False
-    if mine.done or other.done or not mine.has_one_size or not mine.numel or not other.numel:
-        return True
-    return mine.numel == other.numel
+    families = {_family(each) for each in there}
+    sized = {_comparable_size(each) for each in there} - {0}
+    return len(families) > 1 or any(
+        sized - {size} for each in held if (size := _comparable_size(each))
+    )
+
+
+def _comparable_size(collective: Collective) -> int:
+    """Return the size that all ranks have to bring, 0 where that is not known or has been done."""
+    is_known = not collective.done and collective.has_one_size
+    return collective.numel if is_known else 0
+
+
+def _has_entered(views: Mapping[int, RankView], rank: int, group: str) -> bool:
+    return rank in views and group in views[rank].entered
 
 
 def _family(collective: Collective) -> str:
@@ -272,8 +282,7 @@ def _is_behind(view: RankView | None, collective: Collective) -> bool:
         return False
     if view.is_stopped:
         return True
-    number = view.entered(collective.group)
-    return number is not None and number < collective.number
+    return view.at is not None and view.entered.get(collective.group, 0) < collective.number
 
 
 def _find_stopped(

@@ -1,0 +1,67 @@
+"""The files that a reader opens to follow a launch are those in which it happens."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import pytest
+from scripts import Script
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+CHECKOUT: Final = Path(__file__).parents[2]
+PAGE: Final = CHECKOUT / "docs" / "explanation" / "files-of-a-launch.md"
+PROGRAM: Final = CHECKOUT / "tests" / "programs" / "walk_programs.py"
+PATH: Final = re.compile(r"`([\w/]+(?:\.py|/))`")
+
+WALKS: Final = {"launch": ("launch(fn)", 25), "exception": ("an exception", 12), "timeout": ("a collective", 14)}  # fmt: skip
+"""What the heading of each walk says it begins with, and how many files it may have."""
+
+
+def rows_of(heading: str) -> list[list[str]]:
+    """Return the cells of the table below a heading of the page."""
+    (section,) = [
+        each for each in PAGE.read_text(encoding="utf-8").split("\n## ") if heading in each[:80]
+    ]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [line.strip("|").split("|") for line in lines[2:]]
+
+
+def listed(walk: str) -> list[str]:
+    """Return the files that the page lists for a walk, in reading order."""
+    return [file for row in rows_of(WALKS[walk][0]) for file in PATH.findall(row[0])]
+
+
+def not_counted(walk: str) -> list[str]:
+    """Return the files and folders that the page leaves out of a walk."""
+    rows = rows_of("need not be opened")
+    return [file for row in rows if row[1].strip() == "any" or walk in row[1] for file in PATH.findall(row[0])]  # fmt: skip
+
+
+def is_below(file: str, entries: Iterable[str]) -> bool:
+    """Tell whether a file is one of the entries, or in a folder that is one."""
+    return any(file == each or (each.endswith("/") and file.startswith(each)) for each in entries)
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_the_files_of_a_walk_are_those_that_take_part_in_it(walk: str, tmp_path: Path) -> None:
+    """Each file on the list runs, and each file that runs is on it or left out for a stated reason."""
+    env = {"WALK_FOLDER": str(tmp_path)}
+    run = Script([str(PROGRAM), walk], folder=tmp_path, env=env, fresh=True).end()
+    assert (run.code == 0) is (walk == "launch"), run.err
+    assert {"launch": "", "exception": "RankRaisedError", "timeout": "CollectiveTimeoutError"}[walk] in run.err  # fmt: skip
+    ran = {line for each in tmp_path.glob("*.files") for line in each.read_text().splitlines()}
+    assert len(list(tmp_path.glob("*.files"))) == 3, "the launcher and both ranks are recorded"
+    assert set(listed(walk)) - ran == set(), "listed, but it takes no part"
+    counted = {file for file in ran if not is_below(file, not_counted(walk))}
+    assert counted - set(listed(walk)) == set(), "takes part, but is not listed"
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_a_walk_is_short(walk: str) -> None:
+    """At most 25 files lead to the result, 12 from an exception to its text, 14 from a timeout to it."""
+    files = listed(walk)
+    assert len(files) == len(set(files)) <= WALKS[walk][1]
