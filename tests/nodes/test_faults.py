@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
-from nodes_kit import Case, fault_s, require_in_time, require_the_same, run_job
+from fault_kit import memory_group
+from nodes_kit import (
+    Case,
+    fault_s,
+    finish_job,
+    require_in_time,
+    require_the_same,
+    run_job,
+    start_job,
+)
+from scripts import wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,6 +37,8 @@ FAULTS: Final = [
     ("exit-3", "RankExitedError", 3, 2.0),
     ("return", "RankLeftEarlyError", 1, 3.0),
     ("barrier", "RankRaisedError", 1, 3.0),
+    ("skip", "RankLeftEarlyError", 1, COLLECTIVE_S + 3.0),
+    ("other", "CollectiveTimeoutError", 1, COLLECTIVE_S + 3.0),
     ("sleep", "CollectiveTimeoutError", 1, COLLECTIVE_S + 3.0),
     ("gil", "CollectiveTimeoutError", 1, COLLECTIVE_S + 3.0),
     ("stop", "CollectiveTimeoutError", 1, COLLECTIVE_S + 3.0),
@@ -68,9 +83,76 @@ def test_every_node_names_the_rank_that_broke(
     assert causes[1 - node] != "ValueError"
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_kernels_killer_is_named_with_its_node(
+    network: Network, tmp_path: Path, victim: int
+) -> None:
+    """Memory runs out on one host: all nodes say so of its rank, not of a kill by a user."""
+    # To fill a gigabyte takes a while; and a fork server may have been there before the limit.
+    fields = {"timeouts": {"collective": 60}, "start_method": "spawn"}
+    case = Case(name="fill", what="fill", rank=victim, fields=fields, after={victim: "is-limited"})
+    with memory_group() as group:
+        if group is None:
+            pytest.skip("needs a writable memory control group")
+        # A host's own /sys has no control groups in it yet.
+        where = "/sys/fs/cgroup"
+        if group.parent.name == "memory":
+            network[victim].shell(f"mount -t tmpfs cgroup {where}; mkdir -p {where}/memory")
+            network[victim].shell(f"mount -t cgroup -o memory cgroup {where}/memory")
+        else:
+            network[victim].shell(f"mount -t cgroup2 cgroup {where}")
+        launchers = start_job(network, [case], tmp_path, nproc=(1, 1))
+        (group / "cgroup.procs").write_text(str(launchers[victim].pid))
+        (tmp_path / "is-limited").touch()
+        said = [each["fill"] for each in finish_job(network, [case], launchers)]
+    require_the_same(said)
+    found = [said[0][key] for key in ("error", "rank", "code", "kind")]
+    assert found == ["RankKilledError", victim, 137, "out-of-memory"], said[0]
+    assert f"(node {victim} 'h{victim}', local rank 0, world_size 2)" in said[0]["text"]
+
+
 def test_nodes_meet_at_an_ipv6_address_in_brackets(network: Network, tmp_path: Path) -> None:
     """The endpoint as every other tool spells it."""
     for host in network:
         host.shell(f"ip -6 addr add fd00:77::{host.index + 1}/64 dev eth0 nodad")
     nodes = run_job(network, [Case(name="healthy")], tmp_path, nproc=(1, 1), at="[fd00:77::1]")
     assert [node["healthy"]["values"] for node in nodes] == [{"0": 0}, {"1": 1}]
+
+
+def test_the_status_of_node_0_shows_the_ranks_of_all_nodes(
+    network: Network, tmp_path: Path
+) -> None:
+    """With the place of each; the process of a rank, and its state, are known on its own host only."""
+    case = Case(name="long", what="long", fields={"timeouts": {"collective": 60, "grace": 3}})
+    launchers = start_job(network, [case], tmp_path, nproc=(1, 1))
+    command = [sys.executable, "-m", "ddpsafe", "status", str(tmp_path / "run-long-0"), "--json"]
+    ranks: list[dict[str, Any]] = []
+
+    def are_at_work() -> bool:
+        said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        ranks[:] = json.loads(said)["launches"][0].get("ranks", [])
+        return len(ranks) == 2 and all(each["where"] for each in ranks)
+
+    try:
+        wait_until(
+            are_at_work, within_s=25, otherwise=lambda: f"{ranks} {launchers[0].err[-1500:]}"
+        )
+        assert [each["rank"] for each in ranks] == [0, 1]
+        assert ranks[0]["pid"]
+        assert ranks[1]["pid"] is None
+        assert ranks[0]["hostname"] != ranks[1]["hostname"]
+        assert "node_programs.py" in ranks[1]["where"]
+        pid = ranks[0]["pid"]
+        network[0].shell(f"kill -STOP {pid}")
+
+        def is_shown_as_stopped() -> bool:
+            are_at_work()
+            return [each["state"] for each in ranks][:1] == ["stopped"]
+
+        try:
+            wait_until(is_shown_as_stopped, within_s=10, otherwise=lambda: f"{ranks}")
+        finally:
+            network[0].shell(f"kill -CONT {pid}")
+    finally:
+        for launcher in launchers:
+            launcher.kill()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -20,7 +22,7 @@ from nodes_kit import (
 )
 
 from ddpsafe._errors import ConfigError
-from ddpsafe._launcher.nodes.messages import NodeFacts
+from ddpsafe._launcher.nodes.node_messages import NodeFacts
 from ddpsafe._launcher.nodes.rendezvous import require_same_settings
 
 if TYPE_CHECKING:
@@ -156,8 +158,8 @@ def _disagreements(said: list[dict[str, Any]], _: list[str]) -> None:
 
 def _refusals(said: list[dict[str, Any]], errors: list[str]) -> None:
     """One node leaves, and the job of the others goes on."""
-    (stranger,) = _require(said, (1,), "another secret", "PreflightError", "this job's seal")
-    require_in_time(stranger["at"] - stranger["began"], 5.0, "another secret")
+    (sender,) = _require(said, (1,), "another secret", "PreflightError", "this job's seal")
+    require_in_time(sender["at"] - sender["began"], 5.0, "another secret")
     assert said[0]["another secret"]["values"] == {"0": 0}
     assert said[2]["another secret"]["values"] == {"1": 1}
     assert "calls its host 'h1' was refused" in errors[0]
@@ -197,6 +199,49 @@ def _endpoints(said: list[dict[str, Any]], errors: list[str]) -> None:
         for each in _require(said, (0, 1), case, "PreflightError", "is not a launcher"):
             assert each["kind"] == "port"
             require_in_time(each["at"] - each["began"], 12.0, case)
+
+
+@needs_hosts
+def test_the_host_of_the_endpoint_may_be_the_last_to_come(network: Network, tmp_path: Path) -> None:
+    """The others say that nothing answers there yet, and join as soon as it does."""
+    case = Case(name="late first", after={0: "others-wait"})
+    launchers = start_job(network, [case], tmp_path, nproc=(1, 1, 1))
+    scripts.wait_until(
+        lambda: all("finds no launcher at h0:" in each.err for each in launchers[1:]),
+        otherwise=lambda: [each.err for each in launchers],
+        within_s=60,
+    )
+    (tmp_path / "others-wait").touch()
+    came_s = time.time()
+    said = [each["late first"] for each in finish_job(network, [case], launchers)]
+    assert [each["values"] for each in said] == [{"0": 0}, {"1": 1}, {"2": 2}]
+    require_in_time(said[0]["at"] - came_s, 15.0, "all have met and trained")
+
+
+@needs_hosts
+@pytest.mark.parametrize("twice", [0, 1])
+def test_a_node_that_is_started_twice_is_refused_the_second_time(
+    network: Network, tmp_path: Path, twice: int
+) -> None:
+    """By name, in seconds, and the job of the first ones goes on."""
+    first = Case(name="job", what="held", fields={"nnodes": 2})
+    second = replace(first, fields={"nnodes": 2, "run_dir": str(tmp_path / "again")})
+    endpoint = "h0:28650"
+    launchers = [start_node(network, node, [first], tmp_path, (1, 1), endpoint) for node in (0, 1)]
+    scripts.wait_until(
+        lambda: len(list(tmp_path.glob("running-job-1-*"))) == 2,
+        otherwise=lambda: [each.err for each in launchers],
+        within_s=120,
+    )
+    again = start_node(network, twice, [second], tmp_path, (1, 1), endpoint)
+    assert again.end() == 0, again.err
+    said = again.results()["job"]
+    assert said["error"] == "PreflightError", said
+    assert f"has its 2 nodes already: h0 and h1; h{twice} is one more" in said["text"]
+    require_in_time(said["at"] - said["began"], 5.0, "the second is refused")
+    (tmp_path / "release-job").touch()
+    found = [each["job"]["values"] for each in finish_job(network, [first], launchers)]
+    assert found == [{"0": 0}, {"1": 1}]
 
 
 EARLY_ENDS: Final = [

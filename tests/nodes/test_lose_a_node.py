@@ -30,6 +30,7 @@ def command_of_the_page(folder: Path) -> list[str]:
     return ["-m", "ddpsafe", *words, "--out", str(folder), "--data", f"{folder}/d"]
 
 
+@pytest.mark.timeout(480)  # two trainings to their end
 def test_the_curve_goes_on_after_the_loss_of_a_host(own_network: Network, tmp_path: Path) -> None:
     """One of two hosts loses power in mid-epoch; a third takes its place with the same command."""
     pytest.importorskip("sklearn", reason="the examples need pip install 'ddpsafe[examples]'")

@@ -15,6 +15,7 @@ from nodes_kit import (
     finish_job,
     require_in_time,
     require_nothing_left,
+    require_the_same,
     start_job,
 )
 
@@ -29,6 +30,9 @@ pytestmark = pytest.mark.root
 AGAIN: Final = 75
 
 FAULT_LASTS_S: Final = 2
+FAULT_FOLLOWS_S: Final = 1.2
+"""After less than a second another SIGTERM is taken for the same one."""
+
 FAULT_SHOWS_S: Final = 4
 """Longer than what a loss takes to be named."""
 """Exit code that asks for another start: EX_TEMPFAIL."""
@@ -124,7 +128,7 @@ def held(network: Network, folder: Path) -> tuple[list[Case], list[Launcher]]:
     return cases, launchers
 
 
-def require_no_verdict(
+def require_no_failure(
     network: Network, folder: Path, cases: list[Case], launchers: list[Launcher]
 ) -> None:
     """Let a training end; fail unless all went well, in the first attempt."""
@@ -143,7 +147,7 @@ def test_a_network_that_is_back_after_two_seconds_is_no_loss(
     time.sleep(FAULT_LASTS_S)
     network.switch.run("nft", "delete", "table", "bridge", f"off{victim}")
     time.sleep(FAULT_SHOWS_S)
-    require_no_verdict(network, tmp_path, cases, launchers)
+    require_no_failure(network, tmp_path, cases, launchers)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -162,7 +166,77 @@ def test_a_launcher_that_is_stopped_is_warned_of_and_not_lost(
     again = f"node {victim} ('h{victim}'): its launcher responds again"
     scripts.wait_until(lambda: again in other.err, otherwise=lambda: other.err, within_s=20)
     assert "said nothing" not in launchers[victim].err
-    require_no_verdict(network, tmp_path, cases, launchers)
+    require_no_failure(network, tmp_path, cases, launchers)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_fails_beneath_a_stopped_launcher_is_named_when_that_goes_on(
+    network: Network, tmp_path: Path, victim: int
+) -> None:
+    """The launcher alone knows how its rank ended: no other rank is blamed, once it can say so."""
+    cases, launchers = held(network, tmp_path)
+    culprit = 2 * victim + 1
+    pid = int((tmp_path / f"running-held-1-{culprit}").read_text())
+    os.kill(launchers[victim].pid, signal.SIGSTOP)
+    network[victim].shell(f"kill -KILL {pid}")
+    time.sleep(FAULT_LASTS_S)
+    os.kill(launchers[victim].pid, signal.SIGCONT)
+    said = [each["held"] for each in finish_job(network, cases, launchers)]
+    require_the_same(said)
+    assert (said[0]["error"], said[0]["rank"], said[0]["code"]) == ("RankKilledError", culprit, 137)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_each_of_three_nodes_says_whose_network_it_may_be(
+    own_network: Network, tmp_path: Path, victim: int
+) -> None:
+    """The others name the one that is cut off; that one says that its own network is the likely cause."""
+    case = Case(name="long", what="long", fields={"timeouts": {"collective": 60, "grace": 3}})
+    launchers = start_job(own_network, [case], tmp_path, nproc=[1, 1, 1])
+    scripts.wait_until(
+        lambda: len(list(tmp_path.glob("running-long-1-*"))) == 3,
+        otherwise=lambda: [launcher.err for launcher in launchers],
+        within_s=120,
+    )
+    before_s = time.time()
+    own_network[victim].unplug()
+    said = [each["long"] for each in finish_job(own_network, [case], launchers)]
+    for node, each in enumerate(said):
+        assert (each["error"], each["code"]) == ("NodeLostError", AGAIN), each
+        require_in_time(each["at"] - before_s, 5.0 if node != victim else 15.0, "the loss is named")
+        if node != victim:
+            assert (
+                f"node {victim} ('h{victim}', rank {victim} of world_size 3) was lost"
+                in each["text"]
+            )
+    own = "the network of this one" if victim == 0 else "the network of this node is the cause"
+    assert own in said[victim]["whole"], said[victim]["whole"]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_second_request_to_stop_ends_ranks_that_still_save(
+    network: Network, tmp_path: Path, victim: int
+) -> None:
+    """The first SIGTERM lets them save; who sends another does not want to wait, on any node."""
+    cases = [Case(name="job", what="stubborn")]
+    launchers = start_job(network, cases, tmp_path, nproc=[2, 2])
+
+    def await_files(pattern: str) -> None:
+        scripts.wait_until(
+            lambda: len(list(tmp_path.glob(pattern))) == 4,
+            otherwise=lambda: [launcher.err for launcher in launchers],
+            within_s=120,
+        )
+
+    await_files("running-job-1-*")
+    os.kill(launchers[victim].pid, signal.SIGTERM)
+    await_files("stopping-job-*")
+    time.sleep(FAULT_FOLLOWS_S)
+    sent_s = time.time()
+    os.kill(launchers[victim].pid, signal.SIGTERM)
+    assert [launcher.end() for launcher in launchers] == [-signal.SIGTERM, -signal.SIGTERM]
+    require_in_time(time.time() - sent_s, 3 + 3, "all ranks have ended")
+    require_nothing_left(network)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
@@ -11,13 +12,15 @@ from typing import Any, NamedTuple
 import pytest
 from pydantic import TypeAdapter
 
-from ddpsafe._launcher.nodes import messages
+from ddpsafe._errors import STARTUP_KINDS, PreflightError
+from ddpsafe._launcher.nodes import node_messages
 from ddpsafe._launcher.nodes.rendezvous import _LocalTimes
-from ddpsafe._wire.messages import Position
+from ddpsafe._wire.messages import Position, Whereabouts
+from ddpsafe.checkpoint.errors import CheckpointError
 
 CLASSES = [
     value
-    for value in vars(messages).values()
+    for value in vars(node_messages).values()
     if isinstance(value, type) and dataclasses.is_dataclass(value)
 ]
 
@@ -32,9 +35,41 @@ def test_every_message_can_be_read(cls: Any) -> None:
 
 def test_arrivals_at_collectives_are_shown_on_this_hosts_clock() -> None:
     """Else a node whose clock is behind looks as if the others kept it waiting."""
-    offset = messages.ClockOffset(wall_ns=500)
+    offset = node_messages.ClockOffset(wall_ns=500)
     position = Position(collectives=(), arrivals=((1, 1000), (2, 2000)))
     assert offset.shift_position(position).arrivals == ((1, 1500), (2, 2500))
+    answer = offset.shift(Whereabouts(position=position))
+    assert isinstance(answer, Whereabouts)
+    assert answer.position.arrivals == ((1, 1500), (2, 2500))
+
+
+@pytest.mark.parametrize(
+    ("exc", "phase", "kind", "words"),
+    [
+        (OSError(errno.EADDRINUSE, "in use"), "start", "port", "a limit of that machine"),
+        (OSError(errno.EMFILE, "too many"), "start", "startup-network", "a limit of that machine"),
+        (RuntimeError("no store"), "start", "startup-network", "a limit of that machine"),
+        (OSError(errno.EMFILE, "too many"), "attempt", "user-error", "a limit of that machine"),
+        (RuntimeError("bad batch"), "retry", "user-error", "on_retry"),
+        (ValueError("bad"), "start", "user-error", "a bug in ddpsafe"),
+        (CheckpointError("no disk"), "retry", "user-error", "on_retry"),
+        (SystemExit(3), "retry", "user-error", "on_retry"),
+    ],
+)
+def test_whatever_ends_a_launcher_can_be_told_to_the_other_nodes(
+    exc: BaseException, phase: Any, kind: str, words: str
+) -> None:
+    """Only what was raised before the ranks ran is of a kind that is tried again by default."""
+    error = node_messages.as_error(exc, "node 1 ('h1')", "could not go on", phase=phase)
+    result = node_messages.round_result_of(error, is_final=True, failed_node=1)
+    text = json.dumps(node_messages.to_json(result))
+    told = node_messages.error_of(
+        node_messages.from_json(node_messages.RoundResult, json.loads(text))
+    )
+    assert isinstance(told, PreflightError)
+    assert told.kind == kind
+    assert words in str(told)
+    assert (told.kind in STARTUP_KINDS) is (phase == "start" and not isinstance(exc, ValueError))
 
 
 class NamedNode(NamedTuple):

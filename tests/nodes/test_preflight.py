@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import scripts
-from nodes_kit import Case, finish_job, require_in_time, start_job
+from nodes_kit import Case, finish_job, require_in_time, require_the_same, start_job, start_node
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,3 +53,60 @@ def test_a_closed_port_range_is_named_on_both_nodes_with_the_lines_to_paste(
         assert closed_way in found["whole"], found["whole"]
         assert "nft" in found["whole"], found["whole"]
         require_in_time(found["at"] - found["began"], 15.0, "the closed ports are named")
+
+
+@pytest.mark.parametrize("preflight", ["full", "local"])
+def test_a_way_between_two_other_nodes_that_is_closed_is_named(
+    network: Network, tmp_path: Path, preflight: str
+) -> None:
+    """Node 0 reaches both: the pair and the direction with ``"full"``, else who could not meet."""
+    fields = {"preflight": preflight, "timeouts": {"rendezvous": 8}}
+    case = Case(name="pair", fields=fields)
+    network[2].refuse_from(network[1])
+    if preflight == "local":  # else gloo has the other way
+        network[1].refuse_from(network[2])
+    try:
+        launchers = start_job(network, [case], tmp_path, nproc=(1, 1, 1))
+        said = [each["pair"] for each in finish_job(network, [case], launchers)]
+    finally:
+        for host in network:
+            host.run("nft", "flush", "ruleset")
+    require_the_same(said)
+    if preflight == "full":
+        assert (said[0]["error"], said[0]["code"]) == ("PreflightError", 78), said[0]
+        way = "h1 (node rank 1) cannot open a connection to h2 (node rank 2)"
+        assert all(way in each["whole"] for each in said), said[0]["whole"]
+    else:
+        assert said[0]["error"] == "RendezvousTimeoutError"
+        assert "ranks 1 and 2 (world_size 3) did not join" in said[0]["text"]
+    for each in said:
+        require_in_time(each["at"] - each["began"], 15.0, "the pair is named")
+
+
+def test_a_node_that_replaces_another_is_examined_before_its_ranks_start(
+    own_network: Network, tmp_path: Path
+) -> None:
+    """The first attempt was fine: what the new one's firewall closes is named on both nodes."""
+    retry = {"attempts": 3, "on": ["peer-lost"], "backoff_initial": 0, "jitter": 0}
+    case = Case(
+        name="job", what="resume", fields={"nnodes": 2, "preflight": "full", "retry": retry}
+    )
+    endpoint = "h0:28750"
+    launchers = [
+        start_node(own_network, node, [case], tmp_path, (1, 1), endpoint) for node in (0, 1)
+    ]
+    scripts.wait_until(
+        lambda: len(list(tmp_path.glob("running-job-1-*"))) == 2,
+        otherwise=lambda: [each.err[-1500:] for each in launchers],
+        within_s=120,
+    )
+    own_network[2].open_only()
+    own_network[1].power_off()
+    third = start_node(own_network, 2, [case], tmp_path, (1, 1, 1), endpoint)
+    found = finish_job(own_network, [case], [launchers[0], third], besides=[1])
+    said = [each["job"] for each in found]
+    require_the_same(said)
+    assert (said[0]["error"], said[0]["code"]) == ("PreflightError", 78), said[0]
+    way = "h0 (node rank 0) cannot open a connection to h2 (node rank 1)"
+    assert all(way in each["whole"] for each in said), said[0]["whole"]
+    assert not list(tmp_path.glob("running-job-2-*"))

@@ -69,6 +69,40 @@ def test_a_replacement_goes_on_where_the_lost_node_was(
     assert first["first"] >= 3
 
 
+def test_a_replacement_that_does_not_see_the_checkpoints_is_refused_before_its_ranks_start(
+    own_network: Network, tmp_path: Path
+) -> None:
+    """It ends by itself, with the folder and both nodes named; the others wait for one that does."""
+    case = Case(name="two", what="resume", fields={"nnodes": 2, "retry": RETRY})
+    folder = tmp_path / "checkpoints-two"
+    launchers = [
+        start_node(own_network, node, [case], tmp_path, (1, 1), ENDPOINT) for node in (0, 1)
+    ]
+    await_ranks(tmp_path, "two-1", 2, launchers)
+    own_network[2].shell(f"mount -t tmpfs elsewhere {folder}")
+    own_network[1].power_off()
+    blind = start_node(own_network, 2, [case], tmp_path, (1, 1, 1), ENDPOINT)
+    assert blind.end() == 0, blind.err
+    said = blind.results()["two"]
+    words = (
+        f"{folder} on node 1 ('h2') is missing, or is not the storage that node 0 ('h0') has there"
+    )
+    assert (said["error"], said["kind"]) == ("PreflightError", "mount"), said
+    assert words in said["text"]
+    assert words in launchers[0].err
+    assert not list(tmp_path.glob("running-two-2-*"))
+    assert not [path.name for path in folder.iterdir() if path.name.startswith(".ddpsafe-")]
+
+    own_network[2].shell(f"umount -l {folder}")
+    third = start_node(own_network, 2, [case], tmp_path, (1, 1, 1), ENDPOINT)
+    for (value,) in (
+        each["two"]["values"].values()
+        for each in finish_job(own_network, [case], [launchers[0], third], besides=[1])
+    ):
+        assert (value["attempt"], value["of"]) == (2, 2)
+        assert value["first"] >= 3
+
+
 def test_the_others_go_on_without_a_lost_node_and_take_in_one_more(
     own_network: Network, tmp_path: Path
 ) -> None:
@@ -145,4 +179,38 @@ def test_a_launcher_that_is_preempted_stops_all_ranks_at_one_step(
         assert each["job"].get("error") is None, each
         for value in each["job"]["values"].values():
             assert value["first"] == stopped
+    require_nothing_left(network)
+
+
+SCRIPT: Final = """
+    from pathlib import Path
+    import ddpsafe
+    import stop_programs as programs
+
+    if __name__ == "__main__":
+        ddpsafe.launch(programs.train_in_step, (Path({folder!r}),))
+        print("the code after launch has run")
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_warning_to_one_launcher_of_run_stops_the_ranks_of_all_nodes(
+    network: Network, tmp_path: Path, victim: int
+) -> None:
+    """SIGUSR1, as schedulers send before they end a job, to a script that calls `launch` in each rank."""
+    script = scripts.write(tmp_path, "script.py", SCRIPT.format(folder=str(tmp_path)))
+    options = ["--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint=h0:{28670 + victim}"]
+    command = ["-m", "ddpsafe", "run", *options, f"--run-dir={tmp_path}/run", str(script)]
+    launchers = [Launcher(network[node], command, {}) for node in (0, 1)]
+    scripts.wait_until(
+        lambda: len(list(tmp_path.glob("ready-*"))) == 2,
+        otherwise=lambda: [each.err for each in launchers],
+        within_s=120,
+    )
+    os.kill(launchers[victim].pid, signal.SIGUSR1)
+    assert [each.end() for each in launchers] == [AGAIN, AGAIN], [each.err for each in launchers]
+    saved = [path.read_text() for path in tmp_path.glob("saved-*")]
+    assert len(saved) == 2
+    assert len(set(saved)) == 1
+    assert not [line for each in launchers for _, line in each.lines if "after launch" in line]
     require_nothing_left(network)

@@ -23,23 +23,33 @@ RETRY: Final[dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_ten_failed_attempts_in_a_row_are_followed_by_a_good_one(
-    network: Network, tmp_path: Path, culprit: int
+@pytest.mark.parametrize(
+    ("what", "culprit", "start_method", "good"),
+    [
+        ("kill", 0, "forkserver", 11),
+        ("kill", 1, "forkserver", 11),
+        ("raise", 1, "forkserver", 11),
+        ("kill", 1, "spawn", 4),
+        ("raise", 0, "spawn", 4),
+    ],
+)
+def test_up_to_ten_failed_attempts_in_a_row_are_followed_by_a_good_one(
+    network: Network, tmp_path: Path, what: str, culprit: int, start_method: str, good: int
 ) -> None:
-    """With gloo, on whichever node the rank is killed; all ranks know which attempt it is."""
-    case = Case(name="kills", what="kill-until-11", rank=culprit, fields={"retry": RETRY})
+    """With gloo, on whichever node a rank is killed or raises; all ranks know which attempt it is."""
+    fields = {"retry": RETRY, "start_method": start_method}
+    case = Case(name="kills", what=f"{what}-until-{good}", rank=culprit, fields=fields)
     nodes = run_job(network, [case], tmp_path, nproc=(1, 1))
     for node, results in enumerate(nodes):
         assert results["kills"]["values"] == {str(node): node}
-        assert results["kills"]["attempts"] == 11
-    assert len(list(tmp_path.glob("fault-kills-*"))) == 11
+        assert results["kills"]["attempts"] == good
+    assert len(list(tmp_path.glob("fault-kills-*"))) == good
 
 
 def test_an_exception_of_a_type_that_is_retried_is_so_from_any_node(
     network: Network, tmp_path: Path
 ) -> None:
-    """Its type is judged where it was raised: it does not travel."""
+    """Its type is checked where it was raised: it does not travel."""
     case = Case(name="raises", what="raise-until-2", rank=1, fields={"retry": RETRY})
     nodes = run_job(network, [case], tmp_path, nproc=(1, 1))
     assert [results["raises"]["attempts"] for results in nodes] == [2, 2]

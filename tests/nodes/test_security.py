@@ -1,4 +1,4 @@
-"""A stranger who reaches the ports of a job neither runs code, nor joins, nor stops it."""
+"""An unknown sender that reaches the ports of a job neither runs code, nor joins, nor stops it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from nodes_kit import Case, finish_job, start_job
 
 from ddpsafe._clock import Deadline
 from ddpsafe._host import open_tcp_store
-from ddpsafe._launcher.nodes.channel import Channel, Lost, RefusedError
-from ddpsafe._launcher.nodes.messages import (
+from ddpsafe._launcher.nodes.control_channel import Channel, Lost, RefusedError
+from ddpsafe._launcher.nodes.node_messages import (
     Alive,
     GarbledError,
     Hello,
@@ -29,8 +29,8 @@ from ddpsafe._launcher.nodes.messages import (
     pack,
     rank_report,
     read_rank_report,
+    round_result_of,
     unpack,
-    verdict_of,
 )
 from ddpsafe._launcher.nodes.rendezvous import Seal, make_sealed_backend
 from ddpsafe._wire.messages import Position, Raised, Returned
@@ -127,7 +127,7 @@ def test_a_node_rank_is_taken_once(channel: Channel) -> None:
     node.close()
 
 
-STRANGERS = [
+UNKNOWN_SENDERS = [
     b"GET / HTTP/1.1\r\n\r\n",
     pickle.dumps({"node": 1}) + b"\n",
     b"x" * 1_000_000,
@@ -138,13 +138,13 @@ STRANGERS = [
 ]
 
 
-@pytest.mark.parametrize("said", STRANGERS, ids=lambda said: repr(said[:12]))
-def test_a_stranger_is_dropped_whatever_it_says(channel: Channel, said: bytes) -> None:
+@pytest.mark.parametrize("said", UNKNOWN_SENDERS, ids=lambda said: repr(said[:12]))
+def test_an_unknown_sender_is_dropped_whatever_it_says(channel: Channel, said: bytes) -> None:
     """And a node that comes after it is heard."""
-    with socket.create_connection(("127.0.0.1", channel.port)) as stranger:
+    with socket.create_connection(("127.0.0.1", channel.port)) as sender:
         try:
-            stranger.sendall(said)
-            while stranger.recv(4096):
+            sender.sendall(said)
+            while sender.recv(4096):
                 pass
         except OSError:
             pass
@@ -154,13 +154,13 @@ def test_a_stranger_is_dropped_whatever_it_says(channel: Channel, said: bytes) -
 
 
 def test_a_flood_of_connections_keeps_no_node_out(channel: Channel) -> None:
-    """Of strangers who say nothing only so many are kept, and nodes that are connected stay."""
+    """Of unknown senders that say nothing only so many are kept, and nodes that are connected stay."""
     first = dial(channel, node=1)
-    strangers = [socket.create_connection(("127.0.0.1", channel.port)) for _ in range(400)]
+    senders = [socket.create_connection(("127.0.0.1", channel.port)) for _ in range(400)]
     second = dial(channel, node=2)
     assert channel.connected() == {1, 2}
-    for stranger in strangers:
-        stranger.close()
+    for sender in senders:
+        sender.close()
     for node in (first, second):
         node.close()
 
@@ -200,7 +200,7 @@ def test_no_pickle_of_a_rank_goes_over_the_network() -> None:
 
 
 def test_a_state_of_the_rendezvous_is_checked_before_it_is_loaded(tmp_path: Path) -> None:
-    """A stranger's pickle in the store is an error of the rendezvous; torch alone would run it."""
+    """The pickle of an unknown sender in the store is an error of the rendezvous; torch alone would run it."""
     from torch.distributed.elastic.rendezvous import RendezvousStateError
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
 
@@ -217,9 +217,9 @@ def test_a_state_of_the_rendezvous_is_checked_before_it_is_loaded(tmp_path: Path
             C10dRendezvousBackend,
         )
 
-        stranger = C10dRendezvousBackend(server, "job")
-        token = stranger.get_state()[1]
-        assert stranger.set_state(state, token)[2]
+        sender = C10dRendezvousBackend(server, "job")
+        token = sender.get_state()[1]
+        assert sender.set_state(state, token)[2]
         with pytest.raises(RendezvousStateError):
             backend.get_state()
     assert not mark.exists()
@@ -272,7 +272,7 @@ def test_an_error_is_the_same_on_the_node_that_hears_of_it() -> None:
         attempt=2,
         attempts=3,
     )
-    copy = error_of(unpack(pack(verdict_of(error))))  # type: ignore[arg-type]  # a verdict
+    copy = error_of(unpack(pack(round_result_of(error))))  # type: ignore[arg-type]  # a result
     assert type(copy) is type(error)
     assert str(copy) == str(error)
     assert isinstance(copy, ddpsafe.RankKilledError)
@@ -281,13 +281,13 @@ def test_an_error_is_the_same_on_the_node_that_hears_of_it() -> None:
 
 def test_facts_of_a_node_are_read_as_they_were_written() -> None:
     """A node introduces itself in JSON."""
-    from ddpsafe._launcher.nodes.messages import from_json, to_json
+    from ddpsafe._launcher.nodes.node_messages import from_json, to_json
 
     facts = NodeFacts(hostname="h", pid=1, address="10.0.0.1", nproc=2, settings={"a": "b"})
     assert from_json(NodeFacts, json.loads(json.dumps(to_json(facts)))) == facts
 
 
-STRANGER: Final = """
+UNKNOWN_SENDER: Final = """
 import json, os, pickle, resource, socket, sys, time
 
 host, ports, mark = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
@@ -341,7 +341,7 @@ def listening_of(pid: int) -> list[tuple[str, int]]:
 
 
 @pytest.mark.root
-def test_a_job_trains_on_whatever_a_stranger_sends_to_its_launchers(
+def test_a_job_trains_on_whatever_an_unknown_host_sends_to_its_launchers(
     network: Network, tmp_path: Path
 ) -> None:
     """Garbage, pickles, a line of 1 GB and 2,000 connections, to every port of every launcher."""
@@ -356,16 +356,16 @@ def test_a_job_trains_on_whatever_a_stranger_sends_to_its_launchers(
         otherwise=lambda: [each.err for each in launchers],
         within_s=120,
     )
-    mark = tmp_path / "the stranger's code ran"
+    mark = tmp_path / "code of the unknown sender ran"
     for node, launcher in enumerate(launchers):
         listening = listening_of(launcher.pid)
         address = network[node].address()
         assert {each for each, _ in listening} <= {address}, "bound to one address"
         assert node == 1 or len(listening) >= 3, "endpoint, control channel and store of the ranks"
         ports = [port for _, port in listening]
-        command = [sys.executable, "-c", STRANGER, address, json.dumps(ports), str(mark)]
-        stranger = network[2].start(command)
-        out, err = stranger.communicate(timeout=120)
+        command = [sys.executable, "-c", UNKNOWN_SENDER, address, json.dumps(ports), str(mark)]
+        sender = network[2].start(command)
+        out, err = sender.communicate(timeout=120)
         assert out == "done\n", err
     (tmp_path / "release-held").touch()
     for results in finish_job(network, cases, launchers):

@@ -3,12 +3,12 @@
 Node 0, the coordinator, serves the endpoint and watches the ranks of all nodes; each participant
 passes on what its ranks report, and does as it is told. Each module imports only those before it::
 
-    messages     what the nodes tell each other, as JSON
-    channel      the control channel: both ends of one TCP connection for each participant
-    rendezvous   TorchElastic's rendezvous on a sealed store, and the plan of a round
-    coordinator  node 0: the watch over all ranks, and its verdict
-    participant  every other node: passes on and obeys
-    rounds       one attempt after the other, on this node
+    node_messages    what the nodes tell each other, as JSON
+    control_channel  the control channel: both ends of one TCP connection for each participant
+    rendezvous       TorchElastic's rendezvous on a sealed store, and the plan of a round
+    node_zero        node 0: the watch over all ranks, and what it concludes
+    other_node       every other node: passes on and does as it is told
+    rounds           one attempt after the other, on this node
 
 Nothing here is loaded where a launch has one node.
 """

@@ -41,14 +41,14 @@ from ddpsafe._host import (
     list_interfaces,
     open_tcp_store,
 )
-from ddpsafe._launcher.nodes.messages import (
+from ddpsafe._launcher.nodes.node_messages import (
     GarbledError,
     NodeFacts,
-    Verdict,
+    RoundResult,
     error_of,
     from_json,
+    round_result_of,
     to_json,
-    verdict_of,
 )
 from ddpsafe._launcher.watch.signals import Interrupted
 from ddpsafe._logging import get_logger
@@ -100,11 +100,11 @@ _SAY_NO_ANSWER_S: Final = 5.0
 _HANDSHAKE: Final = timedelta(seconds=10)
 _READ: Final = timedelta(seconds=3)
 _NEVER: Final = timedelta(days=365)
-_MOST_STRANGERS: Final = 8
+_MOST_UNKNOWN: Final = 8
 
 _HOST, _CAME = "ddpsafe/host", "ddpsafe/came"
 _OBJECTION, _OVER, _HEARD = "ddpsafe/objection", "ddpsafe/over", "ddpsafe/over/heard"
-_STRANGER = "ddpsafe/stranger"
+_UNKNOWN = "ddpsafe/unknown"
 """Keys of the endpoint's store: who serves it, who has come, and why there is no round."""
 
 
@@ -223,7 +223,9 @@ def make_sealed_backend(
     def opened(sealed: bytes) -> Any:
         state = seal.open("state", sealed)
         if state is None:
-            raise RendezvousStateError("another job, or a stranger, writes to the store")
+            raise RendezvousStateError(
+                "another job, or a program without its secret, writes to the store"
+            )
         try:
             return times.show(_CheckedUnpickler(io.BytesIO(state)).load())
         except Exception as exc:
@@ -283,7 +285,7 @@ class Seat:
 class Board:
     """Sealed values under keys that no other round uses."""
 
-    def __init__(self, store: Store, seal: Seal, rendezvous: Rendezvous) -> None:
+    def __init__(self, store: Store, seal: Seal, rendezvous: NodeRendezvous) -> None:
         self.store, self._seal, self._rendezvous = store, seal, rendezvous
 
     def put(self, key: str, value: object) -> None:
@@ -338,7 +340,28 @@ class Board:
         return None
 
 
-class Rendezvous:
+_CANNOT_SERVE: Final = {
+    errno.EADDRINUSE: (
+        "another program has the port.",
+        "choose another port for this job, or end what holds it: ss -ltnp.",
+    ),
+    errno.EADDRNOTAVAIL: (
+        "the address is not one of this host.",
+        "give node rank 0 to the host of the endpoint, or name this host in the endpoint.",
+    ),
+    errno.EACCES: (
+        "ports below 1024 need root.",
+        "choose a port above 1023 for this job.",
+    ),
+    0: (
+        "this host does not let a program listen there.",
+        "choose another port or address for this job.",
+    ),
+}
+"""Why a port cannot be listened on, and what to do, by errno; 0 for any other."""
+
+
+class NodeRendezvous:
     """Where the nodes of one job meet, round by round.
 
     Args:
@@ -364,14 +387,16 @@ class Rendezvous:
         self.job = config.rendezvous.id or "default"
         self.secret = find_secret(config)
         self._seal = Seal(self.secret, self.job)
+        self._launcher = make_round_id()
         self._store: TCPStore | None = None
         self._handler: Any = None
         self._backend: Any = None
         self._joined = 0
         self._present: list[NodeFacts] = []
-        self._strangers: set[str] = set()
+        self._unknown: set[str] = set()
         self._is_elsewhere = self._has_said_elsewhere = False
         self.serves = False
+        self.takes_signals = True
         self.address = ""
 
     @property
@@ -384,6 +409,7 @@ class Rendezvous:
             nproc=self._nproc,
             settings=self._settings,
             node_rank=0 if self.serves else self._config.node_rank,
+            launcher=self._launcher,
         )
 
     @property
@@ -416,7 +442,7 @@ class Rendezvous:
         Raises:
             Interrupted: A signal has come.
         """
-        if self.inbox.received is not None:
+        if self.inbox.received is not None and self.takes_signals:
             if self._backend is not None:
                 self._backend.cancelled = True
             raise Interrupted(self.inbox.received)
@@ -470,12 +496,12 @@ class Rendezvous:
             time.sleep(pause_s)
         first = self._root.find(_HOST, NodeFacts)
         if first is None:
-            self._root.put_plain(_STRANGER, socket.gethostname())
+            self._root.put_plain(_UNKNOWN, socket.gethostname())
             raise self._not_this_job()
         try:
             require_same_settings([first, self.facts])
         except ConfigError as exc:
-            self._root.put(_OBJECTION, verdict_of(exc, is_final=True))
+            self._root.put(_OBJECTION, round_result_of(exc, is_final=True))
             raise
 
     def _not_this_job(self) -> PreflightError:
@@ -486,7 +512,7 @@ class Rendezvous:
         )
         cause = (
             "the nodes have different secrets or ids of the job, another job has the same "
-            "endpoint, or a stranger writes there."
+            "endpoint, or a program without the secret writes there."
         )
         fix = (
             f"give every node the same {JOB_SECRET}, secret_file and --rdzv-id, and every job an "
@@ -559,8 +585,7 @@ class Rendezvous:
             if exc.errno == errno.EADDRINUSE and self._config.node_rank != 0:
                 return False  # by another launcher of this job on this host; else it is found out
             what = f"{socket.gethostname()} cannot serve the endpoint {self._endpoint}: {exc.strerror}."
-            cause = "another program has the port, or it is not an address of this host."
-            fix = "choose another port for this job, or end what holds it: ss -ltnp."
+            cause, fix = _CANNOT_SERVE.get(exc.errno or 0, _CANNOT_SERVE[0])
             raise PreflightError(Explanation(what, cause=cause, fix=fix), kind="port") from exc
         self._store = self.call(
             lambda: open_tcp_store(address, port, listening=listening), timedelta(seconds=30)
@@ -711,27 +736,26 @@ class Rendezvous:
             DDPSafeError: What node 0 has ended with.
         """
         if self.serves:
-            objection = self._root.find(_OBJECTION, Verdict)
+            objection = self._root.find(_OBJECTION, RoundResult)
             if objection is not None:
                 error = error_of(objection)
-                if isinstance(error, DDPSafeError):
-                    self.dismiss(error)
+                self.dismiss(error)
                 raise error
             # A host that has come without knowing the secret is named once, as it calls itself.
-            name = self._root.find_plain(_STRANGER, 64)
-            if name is not None and name not in self._strangers:
-                if len(self._strangers) < _MOST_STRANGERS:
-                    self._strangers.add(name)
+            name = self._root.find_plain(_UNKNOWN, 64)
+            if name is not None and name not in self._unknown:
+                if len(self._unknown) < _MOST_UNKNOWN:
+                    self._unknown.add(name)
                     logger.warning(
                         "a launcher that calls its host %s was refused: it has another secret or id of "
                         "the job",
                         name,
                     )
-                self._root.forget(_STRANGER)
+                self._root.forget(_UNKNOWN)
             if self._is_elsewhere:
                 self._require_only_node_0(waited_s)
         else:
-            over = self._root.find(_OVER, Verdict)
+            over = self._root.find(_OVER, RoundResult)
             if over is not None:
                 self._root.count(_HEARD, 1)
                 raise error_of(over)
@@ -817,7 +841,9 @@ class Rendezvous:
                     getattr(exc, "strerror", None) or exc,
                 )
             return
-        if other is None or (other.hostname, other.pid) == (socket.gethostname(), os.getpid()):
+        if other is None:
+            return  # it has opened its store, and not introduced itself yet
+        if (other.hostname, other.pid) == (socket.gethostname(), os.getpid()):
             self._is_elsewhere = False
             return
         what = f"two nodes have node rank 0: {other} and {self.facts}."
@@ -825,12 +851,13 @@ class Rendezvous:
         error = ConfigError(Explanation(what, cause=cause, fix="give each node a rank of its own."))
         self.dismiss(error)
         store = self.call(lambda: open_tcp_store(host, port), _ANSWER)
-        Board(store, self._seal, self).put(_OBJECTION, verdict_of(error, is_final=True))
+        Board(store, self._seal, self).put(_OBJECTION, round_result_of(error, is_final=True))
         raise error
 
     def _who_came(self) -> str:
         """Say which nodes have come to the endpoint, and which ranks are missing."""
-        present, nnodes = self._present, self._config.nnodes
+        nnodes = self._config.nnodes
+        present = sorted(self._present, key=lambda node: (node.node_rank is None, node.node_rank))
         names = _listed([each.hostname for each in present])
         ranks = {each.node_rank for each in present}
         said = f"{len(present)} of {nnodes} nodes came to {self._endpoint}: {names}"
@@ -840,14 +867,25 @@ class Rendezvous:
             said += f"; {plural} {_listed(missing)} did not" if missing else ""
         return said
 
-    def dismiss(self, error: DDPSafeError) -> None:
+    def object(self, error: DDPSafeError | Interrupted, limit: timedelta | None) -> None:
+        """Tell node 0 before a round that this node can take no part in it; stay until it knows."""
+        deadline = Deadline.after(limit)
+        with contextlib.suppress(DDPSafeError):  # node 0 has ended, for whatever reason
+            while self._root.find(_OVER, RoundResult) is None and not deadline.expired():
+                # Again, since node 0 drops what came before it waits for the nodes.
+                self._root.put(_OBJECTION, round_result_of(error, is_final=True))
+                time.sleep(_LOOK_AROUND_S)
+            self._root.count(_HEARD, 1)
+
+    def dismiss(self, error: DDPSafeError | Interrupted) -> None:
         """Tell the nodes that wait to join why there is no round; stay until they have read it."""
         state = None if self._backend is None else self._backend.state
         if not self.serves or state is None:
             return
+        self.takes_signals = False  # the others are told of the signal, too
         waiting = {*state.participants, *state.wait_list, *state.redundancy_list}
         heard = self._root.count(_HEARD)
-        self._root.put(_OVER, verdict_of(error, is_final=True))
+        self._root.put(_OVER, round_result_of(error, is_final=True))
         for pause_s in Deadline.after(_READ).pauses_s():
             if self._root.count(_HEARD) - heard >= len(waiting) - 1:
                 return
@@ -920,10 +958,10 @@ class Rendezvous:
         for node in range(seat.nnodes):
             found = seat.board.wait_for(f"ddpsafe/node/{node}", NodeFacts, deadline)
             if found is None:
+                places = self._backend.state.participants.items()
+                members = {(each.addr, each.pid) for each, rank in places if rank == node}
                 names = [
-                    each.hostname
-                    for each in self._present
-                    if (label_of(each), each.pid) == self._member_at(node)
+                    each.hostname for each in self._present if (label_of(each), each.pid) in members
                 ]
                 who = f"node {node} of {seat.nnodes}" + (f" ({names[0]!r})" if names else "")
                 what = f"{who} joined, and then said nothing more."
@@ -935,10 +973,6 @@ class Rendezvous:
                 )
             nodes.append(found)
         return nodes
-
-    def _member_at(self, node: int) -> _Member | None:
-        places = self._backend.state.participants.items()
-        return next(((each.addr, each.pid) for each, rank in places if rank == node), None)
 
     def close(self) -> None:
         """Leave; as the host of the store, tell late nodes that the job is over, and go last."""
@@ -1010,7 +1044,10 @@ def find_secret(config: LaunchConfig) -> bytes:
             what = f"rendezvous.secret_file {path} cannot be read: {exc.strerror}."
             raise ConfigError(Explanation(what, fix="make it readable on every node.")) from exc
         if not secret:
-            fix = f"write one:  head -c 32 /dev/urandom | base64 > {path}"
+            fix = (
+                f"write one:  head -c 32 /dev/urandom | base64 > {path}  and copy that file to "
+                "every node."
+            )
             raise ConfigError(Explanation(f"rendezvous.secret_file {path} is empty.", fix=fix))
         return hashlib.sha256(b"file\0" + secret).digest()
     told = find_own(JOB_SECRET)

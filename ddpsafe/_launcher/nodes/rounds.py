@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import socket
 import time
 from dataclasses import replace
 from datetime import timedelta
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._clock import Deadline
@@ -16,36 +18,42 @@ from ddpsafe._config import require_data_paths
 from ddpsafe._errors import (
     DDPSafeError,
     Explanation,
+    NodeLostError,
     PreflightError,
+    RendezvousTimeoutError,
 )
 from ddpsafe._host import interface_variables
-from ddpsafe._launcher.nodes.channel import Channel, Lost, RefusedError
-from ddpsafe._launcher.nodes.coordinator import coordinate, lost_node_error, world_of
-from ddpsafe._launcher.nodes.messages import (
+from ddpsafe._launcher.nodes.control_channel import Channel, Lost, RefusedError
+from ddpsafe._launcher.nodes.node_messages import (
+    FAILED_NODE,
+    FolderCheck,
+    FoldersSeen,
     Hello,
     NodeFacts,
     RoundPlan,
-    Verdict,
+    RoundResult,
+    as_error,
     error_of,
-    verdict_of,
+    round_result_of,
 )
-from ddpsafe._launcher.nodes.participant import Participant
+from ddpsafe._launcher.nodes.node_zero import coordinate, lost_node_error, world_of
+from ddpsafe._launcher.nodes.other_node import Participant
 from ddpsafe._launcher.nodes.rendezvous import (
-    Rendezvous,
+    NodeRendezvous,
     Seat,
     make_round_id,
     rank_store,
     require_same_settings,
 )
 from ddpsafe._launcher.plan import NodesPlace
-from ddpsafe._launcher.processes.store import reserved_port
+from ddpsafe._launcher.processes.launcher_store import reserved_port
 from ddpsafe._launcher.retry import run_attempts
 from ddpsafe._launcher.watch.signals import Interrupted, open_inbox
 from ddpsafe._logging import get_logger
 from ddpsafe._wire.spec import StorePlace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from threading import Event
 
     from ddpsafe._launcher.plan import Calls, LaunchPlan
@@ -56,16 +64,25 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _REFUSAL_READ: Final = timedelta(seconds=3)
+_FOLDER_APPEARS: Final = timedelta(seconds=5)
+"""Network file systems show a new file on another host after some seconds."""
+
 _EXAMINATION_READ: Final = timedelta(seconds=10)
 _PLAN, _REFUSAL, _EXAMINED = "ddpsafe/plan", "ddpsafe/refusal", "ddpsafe/examined"
+_FAILED, _FOLDERS = "ddpsafe/failed", "ddpsafe/folders"
+"""Keys of a round: its plan, or why it does not begin, and the first failure of another node."""
 
 
 class _NoRound(Exception):  # noqa: N818 - it carries the error
     """There can be no round of the nodes, and another attempt would change nothing."""
 
-    def __init__(self, error: DDPSafeError) -> None:
+    def __init__(self, error: DDPSafeError | Interrupted) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+class _ComeAgain(Exception):  # noqa: N818 - this node has not failed
+    """Node 0 has refused another node, and begins the round again without it."""
 
 
 class NodeLaunch:
@@ -92,10 +109,12 @@ class NodeLaunch:
     ) -> None:
         """Keep what is given."""
         self._require_ready_nodes = require_ready_nodes
-        self._examined: set[tuple[str, int]] = set()
+        self._members: set[tuple[str, int, str]] = set()
         self._plan, self._calls, self._run_rank = plan, calls, run_rank
         self._directory, self._cancelled = directory, cancelled
         self._channel: Channel | None = None
+        self._is_between_rounds = False
+        self._checkpoint_folders: set[str] = set()
         self.attempts = 0
 
     def run(self) -> dict[int, object]:
@@ -106,7 +125,7 @@ class NodeLaunch:
             Interrupted: A signal to the launcher of some node ended the attempt.
         """
         with open_inbox() as inbox:
-            rendezvous = Rendezvous(
+            rendezvous = NodeRendezvous(
                 self._plan.config, inbox, settings=settings_of(self._plan), nproc=self._plan.nproc
             )
             try:
@@ -123,14 +142,15 @@ class NodeLaunch:
                 self._channel.close()
             rendezvous.close()
 
-    def _lead(self, rendezvous: Rendezvous) -> dict[int, object]:
+    def _lead(self, rendezvous: NodeRendezvous) -> dict[int, object]:
         """Be node 0, whose retry policy decides for all."""
         policy = self._plan.config.retry
         earlier: list[DDPSafeError] = []
 
         def announce(error: DDPSafeError) -> bool:
             earlier.append(error)
-            self._tell(verdict_of(error, is_final=False))
+            self._tell(round_result_of(error, is_final=False))
+            self._is_between_rounds = True
             return self._calls.change(error)
 
         try:
@@ -141,28 +161,45 @@ class NodeLaunch:
                 cancelled=self._cancelled,
             )
         except _NoRound as exc:
-            exc.error.previous_attempts = tuple(earlier)
+            if isinstance(exc.error, DDPSafeError):
+                exc.error.previous_attempts = tuple(earlier)
             raise exc.error from exc.error.__cause__
-        except (DDPSafeError, Interrupted) as exc:
-            self._tell(verdict_of(exc, is_final=True))
+        except BaseException as exc:
+            error = as_error(exc, self._here(0), "could not begin another attempt", phase="retry")
+            if self._is_between_rounds:  # the others wait for the next one
+                rendezvous.dismiss(error)
+            else:
+                self._tell(round_result_of(error, is_final=True))
             raise
 
-    def _tell(self, verdict: Verdict) -> None:
+    def _tell(self, result: RoundResult) -> None:
         if self._channel is not None:
-            self._channel.send(verdict)
+            self._channel.send(result)
 
-    def _attempt_as_node_0(self, rendezvous: Rendezvous, number: int) -> dict[int, object]:
+    @staticmethod
+    def _here(node_rank: int) -> str:
+        return f"node {node_rank} ({socket.gethostname()!r})"
+
+    def _attempt_as_node_0(self, rendezvous: NodeRendezvous, number: int) -> dict[int, object]:
         self.attempts = number
         self._close_channel()
         with contextlib.ExitStack() as stack:
             inbox = stack.enter_context(open_inbox())
             rendezvous.inbox = inbox
+            seat, nodes = self._gather(rendezvous)
             try:
-                round_plan, channel = self._open_round(rendezvous, number, stack)
-            except DDPSafeError as exc:
-                raise _NoRound(exc) from exc
+                round_plan, channel = self._open_round(rendezvous, seat, nodes, number, stack)
+                try:
+                    self._await_nodes(seat, round_plan, inbox)
+                except NodeLostError:
+                    self._forget_missing(rendezvous, round_plan, channel)
+                    raise
+            except NodeLostError:
+                raise  # the retry policy decides
+            except (Exception, Interrupted) as exc:
+                error = self._refuse(rendezvous, seat, exc)
+                raise _NoRound(error) from exc
             try:
-                self._await_nodes(round_plan, inbox)
                 return coordinate(
                     number,
                     plan=self._placed(round_plan, 0, rendezvous),
@@ -172,72 +209,166 @@ class NodeLaunch:
                     run_rank=self._run_rank,
                     directory=self._directory,
                     inbox=inbox,
+                    checkpoint_folders=self._checkpoint_folders,
                 )
             finally:
                 if inbox.received is not None:
                     self._cancelled.set()
-                for node in {*range(1, len(round_plan.nodes))} - channel.connected():
-                    rendezvous.forget(round_plan.nodes[node])
+                self._forget_missing(rendezvous, round_plan, channel)
 
-    def _open_round(
-        self, rendezvous: Rendezvous, number: int, stack: contextlib.ExitStack
-    ) -> tuple[RoundPlan, Channel]:
-        """Wait for the nodes, tell them who starts what, and listen for them.
+    @staticmethod
+    def _forget_missing(
+        rendezvous: NodeRendezvous, round_plan: RoundPlan, channel: Channel
+    ) -> None:
+        """Let the next round begin without the nodes whose connection is gone, or never came."""
+        for node in {*range(1, len(round_plan.nodes))} - channel.connected():
+            rendezvous.forget(round_plan.nodes[node])
+
+    def _gather(self, rendezvous: NodeRendezvous) -> tuple[Seat, list[NodeFacts]]:
+        """Wait for the nodes of a round, without new ones that do not see the others' checkpoints.
 
         Raises:
-            DDPSafeError: There can be no round. The others know, and do not come again.
+            _NoRound: They do not come together.
         """
-        seat = rendezvous.join()
-        assert seat is not None, "who serves the endpoint replaces no other"  # noqa: S101
-        if seat.node_rank != 0:
-            what = (
-                f"{socket.gethostname()} serves the endpoint and came out as node {seat.node_rank} of "
-                f"{seat.nnodes}."
-            )
-            cause = (
-                "another node has node_rank 0, or the clocks of the nodes differ by many seconds."
-            )
-            fix = "give node rank 0 to the host of the endpoint; compare `date` on all nodes."
-            raise PreflightError(Explanation(what, cause=cause, fix=fix), kind="startup-network")
-        deadline = Deadline.after(self._plan.config.timeouts.rendezvous)
-        address = rendezvous.address
+        while True:
+            try:
+                seat = rendezvous.join()
+            except (DDPSafeError, Interrupted) as exc:
+                if isinstance(exc, Interrupted):
+                    rendezvous.dismiss(exc)
+                raise _NoRound(exc) from exc
+            assert seat is not None, "who serves the endpoint replaces no other"  # noqa: S101
+            self._is_between_rounds = False
+            try:
+                if seat.node_rank != 0:
+                    what = (
+                        f"{socket.gethostname()} serves the endpoint and came out as node "
+                        f"{seat.node_rank} of {seat.nnodes}."
+                    )
+                    cause = "another node has node_rank 0, or the clocks of the nodes differ by many seconds."
+                    fix = (
+                        "give node rank 0 to the host of the endpoint; compare `date` on all nodes."
+                    )
+                    raise PreflightError(  # noqa: TRY301 - told to the others below
+                        Explanation(what, cause=cause, fix=fix), kind="startup-network"
+                    )
+                limit = self._plan.config.timeouts.rendezvous
+                nodes = rendezvous.introduce(seat, Deadline.after(limit))
+                unfit = self._refuse_unfit(seat, nodes)
+            except (Exception, Interrupted) as exc:
+                raise _NoRound(self._refuse(rendezvous, seat, exc)) from exc
+            if unfit is None:
+                return seat, nodes
+            rendezvous.forget(nodes[unfit])
+
+    def _refuse_unfit(self, seat: Seat, nodes: list[NodeFacts]) -> int | None:
+        """Refuse a new node that does not see the folders with the checkpoints of earlier attempts.
+
+        The ranks would find out, too, and all of them would end.
+
+        Returns:
+            The node; the others come again.
+        """
+        new = [
+            number
+            for number, node in enumerate(nodes)
+            if (node.hostname, node.pid, node.launcher) not in self._members
+        ]
+        if not new or not self._members:
+            return None
+        file, written = f".ddpsafe-{make_round_id()}", []
+        for folder in sorted(self._checkpoint_folders):
+            with contextlib.suppress(OSError):
+                Path(folder, file).touch()
+                written.append(Path(folder, file))
+        if not written:
+            return None
+        folders = tuple(str(path.parent) for path in written)
         try:
-            nodes = rendezvous.introduce(seat, deadline)
-            require_data_paths(self._plan.config.data_paths)
-            require_same_settings(nodes)
-            round_id = make_round_id()
-            channel = Channel.listen(
-                address, secret=rendezvous.secret, round_id=round_id, nnodes=len(nodes)
-            )
-            self._channel = channel  # closed with the next round or the run, whatever comes now
-            round_plan = RoundPlan(
-                round_id=round_id,
-                attempt=number,
-                nodes=tuple(nodes),
-                store_port=stack.enter_context(rank_store(address)),
-                channel_port=channel.port,
-                master_port=stack.enter_context(reserved_port(address)),
-                examines=self._has_to_examine(nodes),
-            )
-        except DDPSafeError as exc:
-            seat.board.put(_REFUSAL, verdict_of(exc, is_final=True))
-            # The store ends with this node: the others have to read it before.
-            staying = Deadline.after(_REFUSAL_READ)
-            for node in range(1, seat.nnodes):
-                seat.board.wait_for(f"{_REFUSAL}/{node}", Verdict, staying)
-            raise
+            check = FolderCheck(file=file, folders=folders, new_nodes=tuple(new))
+            seat.board.put(_FOLDERS, check)
+            deadline = Deadline.after(2 * _FOLDER_APPEARS)
+            found = {
+                number: seat.board.wait_for(f"{_FOLDERS}/{number}", FoldersSeen, deadline)
+                for number in new
+            }
+        finally:
+            for path in written:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        blind = [(number, each) for number, each in found.items() if each and each.missing]
+        if not blind:
+            return None
+        unfit, seen = blind[0]
+        name = nodes[unfit].hostname
+        what = (
+            f"{' and '.join(seen.missing)} on node {unfit} ({name!r}) is missing, or is not the storage "
+            f"that node 0 ({nodes[0].hostname!r}) has there: the checkpoints of this job."
+        )
+        cause = "the folder is not shared between the nodes, or a mount is missing there."
+        fix = f"mount it on {name}, and start the launcher there again."
+        error = PreflightError(Explanation(what, cause=cause, fix=fix), kind="mount")
+        logger.warning("%s It is refused.", what)
+        seat.board.put(_REFUSAL, round_result_of(error, is_final=False, failed_node=unfit))
+        deadline = Deadline.after(_REFUSAL_READ)
+        for number in range(1, seat.nnodes):
+            seat.board.wait_for(f"{_REFUSAL}/{number}", RoundResult, deadline)
+        return unfit
+
+    def _open_round(
+        self,
+        rendezvous: NodeRendezvous,
+        seat: Seat,
+        nodes: list[NodeFacts],
+        number: int,
+        stack: contextlib.ExitStack,
+    ) -> tuple[RoundPlan, Channel]:
+        """Tell the nodes who starts what, and listen for them."""
+        address = rendezvous.address
+        require_data_paths(self._plan.config.data_paths)
+        require_same_settings(nodes)
+        round_id = make_round_id()
+        channel = Channel.listen(
+            address, secret=rendezvous.secret, round_id=round_id, nnodes=len(nodes)
+        )
+        self._channel = channel  # closed with the next round or the run, whatever comes now
+        members = {(node.hostname, node.pid, node.launcher) for node in nodes}
+        is_new = not members <= self._members  # not examined together with the others
+        self._members = members
+        round_plan = RoundPlan(
+            round_id=round_id,
+            attempt=number,
+            nodes=tuple(nodes),
+            store_port=stack.enter_context(rank_store(address)),
+            channel_port=channel.port,
+            master_port=stack.enter_context(reserved_port(address)),
+            examines=is_new and self._plan.config.preflight == "full",
+        )
         seat.board.put(_PLAN, round_plan)
         self._examine(rendezvous, seat, round_plan)
         return round_plan, channel
 
-    def _has_to_examine(self, nodes: list[NodeFacts]) -> bool:
-        """Tell whether a node is new, and was not examined together with the others."""
-        known = {(node.hostname, node.pid) for node in nodes}
-        is_new = not known <= self._examined
-        self._examined = known
-        return is_new and self._plan.config.preflight == "full"
+    def _refuse(
+        self, rendezvous: NodeRendezvous, seat: Seat, exc: BaseException
+    ) -> DDPSafeError | Interrupted:
+        """Tell the nodes of a round why it does not begin; return the error that all end with."""
+        error = as_error(exc, self._here(seat.node_rank), "could not open the round", phase="start")
+        rendezvous.takes_signals = False  # the others are told of the signal, too
+        with contextlib.suppress(RendezvousTimeoutError):  # the store is this node's own
+            failed = seat.board.find(_FAILED, RoundResult)
+            if failed is not None:
+                error = _with_own_report(error_of(failed), error)
+            result = round_result_of(error, is_final=True)
+            self._tell(result)
+            seat.board.put(_REFUSAL, result)
+            # The store ends with this node: the others have to read it before.
+            reading = Deadline.after(_REFUSAL_READ)
+            connected = set() if self._channel is None else self._channel.connected()
+            for node in set(range(seat.nnodes)) - {seat.node_rank} - connected:
+                seat.board.wait_for(f"{_REFUSAL}/{node}", RoundResult, reading)
+        return error
 
-    def _examine(self, rendezvous: Rendezvous, seat: Seat, plan: RoundPlan) -> None:
+    def _examine(self, rendezvous: NodeRendezvous, seat: Seat, plan: RoundPlan) -> None:
         """Examine the connections between the nodes, all of them at once.
 
         Raises:
@@ -263,16 +394,25 @@ class NodeLaunch:
                     rendezvous.require_no_signal()
                     time.sleep(pause_s)
 
-    def _await_nodes(self, plan: RoundPlan, inbox: SignalInbox) -> None:
-        """Wait until all nodes have opened their control channel."""
+    def _await_nodes(self, seat: Seat, plan: RoundPlan, inbox: SignalInbox) -> None:
+        """Wait until all nodes have opened their control channel.
+
+        Raises:
+            NodeLostError: A node has not.
+            DDPSafeError: A node says why it cannot.
+        """
         assert self._channel is not None  # noqa: S101 - opened a line before
         missing: set[int] = set()
-        for pause_s in Deadline.after(self._plan.config.timeouts.rendezvous).pauses_s():
+        # A node that cannot come says why, once its own time is over.
+        limit = self._plan.config.timeouts.rendezvous + _REFUSAL_READ
+        for pause_s in Deadline.after(limit).pauses_s():
             missing = set(range(1, len(plan.nodes))) - self._channel.connected()
             if not missing:
                 return
             if inbox.received is not None:
                 raise Interrupted(inbox.received)
+            if (failed := seat.board.find(_FAILED, RoundResult)) is not None:
+                raise error_of(failed)
             time.sleep(pause_s)
         node = min(missing)
         lost = Lost(
@@ -290,22 +430,32 @@ class NodeLaunch:
             run_dir=self._directory.path,
         )
 
-    def _follow(self, rendezvous: Rendezvous) -> dict[int, object]:
+    def _follow(self, rendezvous: NodeRendezvous) -> dict[int, object]:
         """Be another node, round by round, as long as node 0 says so."""
         earlier: list[DDPSafeError] = []
         while True:
             self._close_channel()
             with open_inbox() as inbox:
                 rendezvous.inbox = inbox
-                require_data_paths(self._plan.config.data_paths)
+                try:
+                    require_data_paths(self._plan.config.data_paths)
+                except DDPSafeError as exc:
+                    # The others wait for this node, unless it only came to replace another.
+                    rendezvous.object(exc, None if self.attempts else _REFUSAL_READ)
+                    raise
                 seat = rendezvous.join()
                 if seat is None:
                     return {}
-                round_plan = self._read_plan(rendezvous, seat)
-                self._examine(rendezvous, seat, round_plan)
-                self.attempts = round_plan.attempt
-                self._channel = self._dial(rendezvous, seat, round_plan)
-                obeyed = Participant(
+                try:
+                    round_plan = self._read_plan(rendezvous, seat)
+                    self._examine(rendezvous, seat, round_plan)
+                    self.attempts = round_plan.attempt
+                    self._channel = self._dial(rendezvous, seat, round_plan)
+                except _ComeAgain:
+                    continue
+                except (Exception, Interrupted) as exc:
+                    raise self._failed_to_begin(rendezvous, seat, exc) from exc
+                ended = Participant(
                     round_plan.attempt,
                     plan=self._placed(round_plan, seat.node_rank, rendezvous),
                     round_plan=round_plan,
@@ -313,32 +463,71 @@ class NodeLaunch:
                     inbox=inbox,
                     directory=self._directory,
                 ).run(self._calls.current, self._run_rank)
-            if obeyed.error is None:
-                assert obeyed.values is not None  # noqa: S101 - without an error there are values
-                return obeyed.values
-            if not obeyed.is_again or isinstance(obeyed.error, Interrupted):
-                if isinstance(obeyed.error, DDPSafeError):
-                    obeyed.error.previous_attempts = tuple(earlier)
-                raise obeyed.error
-            earlier.append(obeyed.error)
-            logger.warning("attempt %d failed: %s", self.attempts, obeyed.error.explanation.what)
-            self._calls.change(obeyed.error)
+            if ended.error is None:
+                assert ended.values is not None  # noqa: S101 - without an error there are values
+                return ended.values
+            if not ended.is_again or isinstance(ended.error, Interrupted):
+                if isinstance(ended.error, DDPSafeError):
+                    ended.error.previous_attempts = tuple(earlier)
+                raise ended.error
+            earlier.append(ended.error)
+            logger.warning("attempt %d failed: %s", self.attempts, ended.error.explanation.what)
+            try:
+                self._calls.change(ended.error)
+            except BaseException as exc:
+                here = self._here(seat.node_rank)
+                error = as_error(exc, here, "could not begin another attempt", phase="retry")
+                rendezvous.object(error, None)
+                raise
 
-    def _read_plan(self, rendezvous: Rendezvous, seat: Seat) -> RoundPlan:
+    def _failed_to_begin(
+        self, rendezvous: NodeRendezvous, seat: Seat, exc: BaseException
+    ) -> DDPSafeError | Interrupted:
+        """Tell node 0 why this one cannot begin; return the error that all end with, which node 0 says."""
+        error = as_error(
+            exc, self._here(seat.node_rank), "could not begin the round", phase="start"
+        )
+        if isinstance(error, RendezvousTimeoutError):
+            return error  # node 0 is gone, or says nothing
+        rendezvous.takes_signals = False
+        with contextlib.suppress(RendezvousTimeoutError):
+            if not seat.board.has(_REFUSAL):
+                failed = round_result_of(error, is_final=True, failed_node=seat.node_rank)
+                seat.board.put(_FAILED, failed)
+            reading = Deadline.after(_REFUSAL_READ + _EXAMINATION_READ)
+            refusal = seat.board.wait_for(_REFUSAL, RoundResult, reading)
+            if refusal is not None:
+                seat.board.put(f"{_REFUSAL}/{seat.node_rank}", refusal)
+                said = _with_own_report(error_of(refusal), error)
+                if refusal.facts.get(FAILED_NODE) == seat.node_rank:
+                    said.__cause__ = error.__cause__
+                return said
+        return error
+
+    def _read_plan(self, rendezvous: NodeRendezvous, seat: Seat) -> RoundPlan:
         # Node 0 gives up first, and says why: it knows who is missing.
         deadline = Deadline.after(self._plan.config.timeouts.rendezvous + _REFUSAL_READ)
         rendezvous.introduce(seat, deadline)
+        has_looked = False
         for pause_s in deadline.pauses_s():
             if (plan := seat.board.find(_PLAN, RoundPlan)) is not None:
                 return plan
-            if (refusal := seat.board.find(_REFUSAL, Verdict)) is not None:
-                seat.board.put(f"{_REFUSAL}/{seat.node_rank}", refusal)
+            if not has_looked and (check := seat.board.find(_FOLDERS, FolderCheck)) is not None:
+                has_looked = True
+                if seat.node_rank in check.new_nodes:
+                    seen = FoldersSeen(missing=tuple(_find_missing(check)))
+                    seat.board.put(f"{_FOLDERS}/{seat.node_rank}", seen)
+            if (refusal := seat.board.find(_REFUSAL, RoundResult)) is not None:
+                is_other = refusal.facts.get(FAILED_NODE) != seat.node_rank
+                if refusal.is_final is False and is_other:
+                    seat.board.put(f"{_REFUSAL}/{seat.node_rank}", refusal)
+                    raise _ComeAgain
                 raise error_of(refusal)
             rendezvous.require_no_signal()
             time.sleep(pause_s)
         raise rendezvous.lost("node 0 has not said who starts what", deadline)
 
-    def _dial(self, rendezvous: Rendezvous, seat: Seat, plan: RoundPlan) -> Channel:
+    def _dial(self, rendezvous: NodeRendezvous, seat: Seat, plan: RoundPlan) -> Channel:
         deadline = Deadline.after(self._plan.config.timeouts.rendezvous)
         address = (plan.address, plan.channel_port)
         try:
@@ -363,7 +552,7 @@ class NodeLaunch:
                 Explanation(what, cause=cause, fix=fix), kind="startup-network"
             ) from exc
 
-    def _placed(self, round_plan: RoundPlan, node: int, rendezvous: Rendezvous) -> LaunchPlan:
+    def _placed(self, round_plan: RoundPlan, node: int, rendezvous: NodeRendezvous) -> LaunchPlan:
         """Return the plan with this node's ranks of the round, and with where they meet."""
         name = rendezvous.interface
         place = NodesPlace(
@@ -380,6 +569,29 @@ class NodeLaunch:
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
+
+
+def _find_missing(check: FolderCheck) -> Iterator[str]:
+    """Yield the folders in which node 0's file does not appear."""
+    deadline = Deadline.after(_FOLDER_APPEARS)
+    for folder in check.folders:
+        for pause_s in deadline.pauses_s():
+            # A look at the folder itself: network file systems remember that a file was not there.
+            with contextlib.suppress(OSError):
+                if check.file in os.listdir(folder):  # noqa: PTH208 - names alone
+                    break
+            time.sleep(pause_s)
+        else:
+            yield folder
+
+
+def _with_own_report(
+    told: DDPSafeError | Interrupted, own: DDPSafeError | Interrupted
+) -> DDPSafeError | Interrupted:
+    """Return what another node has found, with what this one has examined itself."""
+    if isinstance(told, PreflightError) and isinstance(own, PreflightError):
+        told.report = own.report
+    return told
 
 
 def settings_of(plan: LaunchPlan) -> dict[str, str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 from dataclasses import dataclass, field, replace
 from datetime import timedelta  # noqa: TC003 - read by pydantic
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -34,11 +35,11 @@ from ddpsafe._errors import (
     rebuild,
 )
 from ddpsafe._launcher.watch.signals import Interrupted
-from ddpsafe._wire.channel import Progress  # noqa: TC001 - read by pydantic
 from ddpsafe._wire.messages import (
+    AcceptsStop,
     AskedToStop,
+    CheckpointFolder,
     Entered,
-    HeedsStop,
     LivingThreads,
     NativeError,
     Position,
@@ -48,7 +49,9 @@ from ddpsafe._wire.messages import (
     Returned,
     StopPromise,
     Stops,
+    Whereabouts,
 )
+from ddpsafe._wire.rank_pipe import Progress  # noqa: TC001 - read by pydantic
 
 if TYPE_CHECKING:
     from ddpsafe._wire.messages import Message
@@ -71,6 +74,7 @@ class NodeFacts:
         nproc: How many ranks it starts.
         settings: What has to be the same on all nodes, by the name of the field, as text.
         node_rank: The node rank that it was given, if it was.
+        launcher: Random. A container that starts again has the name and often the pid of the last one.
     """
 
     hostname: str
@@ -79,6 +83,7 @@ class NodeFacts:
     nproc: int
     settings: dict[str, str]
     node_rank: int | None = None
+    launcher: str = ""
 
     def __str__(self) -> str:
         """Name it in a message."""
@@ -128,6 +133,32 @@ class RoundPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FolderCheck:
+    """What a node that is new has to see before it may start ranks.
+
+    Attributes:
+        file: Name of a file that node 0 has written into each folder.
+        folders: Where the ranks of earlier attempts kept checkpoints.
+        new_nodes: The nodes that have to look.
+    """
+
+    file: str
+    folders: tuple[str, ...]
+    new_nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldersSeen:
+    """What a new node found.
+
+    Attributes:
+        missing: The folders without node 0's file in them.
+    """
+
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
     """The first message of a participant: its clocks, to compare times of different hosts.
 
@@ -143,19 +174,6 @@ class Hello:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksStarted:
     """All ranks of the node have been started."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RanksNotStarted:
-    """The node could not start its ranks.
-
-    Attributes:
-        explanation: Why not.
-        kind: What sort of failure it is.
-    """
-
-    explanation: Explanation
-    kind: FailureKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,11 +199,13 @@ class RankEnded:
         rank: The rank.
         exit_code: Exit status as `multiprocessing` gives it.
         ended_ns: When that was seen, on the node's monotonic clock.
+        oom_kills: As in `NodeOutcomes`, by then: those may come too late from a host without memory.
     """
 
     rank: int
     exit_code: int | None
     ended_ns: int
+    oom_kills: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,7 +294,7 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class RoundResult:
     """How the attempt has ended, the same on all nodes.
 
     Attributes:
@@ -292,6 +312,17 @@ class Verdict:
     exit_code: int = 0
     signal: int | None = None
     is_final: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFailed:
+    """The node could not start its ranks, go on watching them, or load what they returned.
+
+    Attributes:
+        result: Why not, as node 0 tells it to all.
+    """
+
+    result: RoundResult
 
 
 _ERRORS: Final = {
@@ -323,6 +354,9 @@ _OWN_FACTS: Final[dict[type[DDPSafeError], dict[str, object]]] = {
 }
 """Attributes of errors that are each node's own, with what they are where it has none."""
 
+FAILED_NODE: Final = "failed_node"
+"""Fact of a result: the node on which an error came up that node 0 has not found itself."""
+
 _APART: Final = frozenset(
     (
         "explanation",
@@ -334,17 +368,61 @@ _APART: Final = frozenset(
 """Attributes that do not travel with the other facts."""
 
 
-def verdict_of(error: DDPSafeError | Interrupted, *, is_final: bool | None = None) -> Verdict:
-    """Return an error as it travels to the other nodes."""
+def as_error(
+    exc: BaseException, node: str, did: str, *, phase: Literal["start", "attempt", "retry"]
+) -> DDPSafeError | Interrupted:
+    """Return an error that all nodes can end with, whatever ended one of them.
+
+    Args:
+        exc: What was raised there.
+        node: The node, as a message names it.
+        did: What it could not do, as a clause.
+        phase: When it was raised: before the ranks ran, which may be tried again, in the attempt, or
+            by the caller's code between two attempts.
+    """
+    if isinstance(exc, Interrupted) or any(cls.__name__ in _ERRORS for cls in type(exc).__mro__):
+        return exc  # type: ignore[return-value]
+    what = f"{node} {did}: {type(exc).__name__}: {str(exc).rstrip('.')}."
+    kind: FailureKind = "user-error"
+    cause = "a limit of that machine (ports, open files, memory, disk), or a bug in ddpsafe."
+    if phase == "retry":
+        cause = "the caller's on_retry raised it, or it is a bug in ddpsafe."
+    elif phase == "start" and isinstance(exc, (OSError, RuntimeError)):  # torch's are RuntimeErrors
+        is_port = getattr(exc, "errno", None) in (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
+        kind = "port" if is_port else "startup-network"
+        cause = (
+            "a limit of that machine (ports, open files, memory, disk), or a file that is missing."
+        )
+    fix = "see the traceback in the log of that node's launcher."
+    error = PreflightError(Explanation(what, cause=cause, fix=fix), kind=kind)
+    error.__cause__ = exc
+    return error
+
+
+def round_result_of(
+    error: DDPSafeError | Interrupted,
+    *,
+    is_final: bool | None = None,
+    failed_node: int | None = None,
+) -> RoundResult:
+    """Return an error as it travels to the other nodes.
+
+    Args:
+        error: The error.
+        is_final: See `RoundResult`.
+        failed_node: The node on which it came up, where that is not for node 0 to find out.
+    """
     if isinstance(error, Interrupted):
-        return Verdict(signal=int(error.signum), is_final=is_final)
+        return RoundResult(signal=int(error.signum), is_final=is_final)
     cls = next(each for each in type(error).__mro__ if each.__name__ in _ERRORS)
     facts = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(error).items()
         if name not in _APART and not name.startswith("_")
     }
-    return Verdict(
+    if failed_node is not None:
+        facts[FAILED_NODE] = failed_node
+    return RoundResult(
         name=cls.__name__,
         explanation=error.explanation,
         facts=facts,
@@ -353,22 +431,22 @@ def verdict_of(error: DDPSafeError | Interrupted, *, is_final: bool | None = Non
     )
 
 
-def error_of(verdict: Verdict, **facts: object) -> DDPSafeError | Interrupted:
-    """Return the error of a verdict, as node 0 raises it too.
+def error_of(result: RoundResult, **facts: object) -> DDPSafeError | Interrupted:
+    """Return the error of a result, as node 0 raises it too.
 
     Args:
-        verdict: The verdict; of an attempt that has not ended well.
+        result: The result; of an attempt that has not ended well.
         **facts: What is this node's own: `outcomes`, `run_dir`, `values`.
 
     Raises:
         GarbledError: It is of no class that a launch raises.
     """
-    if verdict.signal is not None:
-        return Interrupted(signal.Signals(verdict.signal))
-    cls = _ERRORS.get(verdict.name)
-    if cls is None or verdict.explanation is None:
-        raise GarbledError(verdict.name)
-    said = dict(verdict.facts)
+    if result.signal is not None:
+        return Interrupted(signal.Signals(result.signal))
+    cls = _ERRORS.get(result.name)
+    if cls is None or result.explanation is None:
+        raise GarbledError(result.name)
+    said = dict(result.facts)
     for name in ("missing_ranks", "unfinished_ranks", "ranks"):
         if name in said:
             said[name] = tuple(said[name])
@@ -380,14 +458,14 @@ def error_of(verdict: Verdict, **facts: object) -> DDPSafeError | Interrupted:
     for base, defaults in _OWN_FACTS.items():
         if issubclass(cls, base):
             own |= {name: facts.get(name, value) for name, value in defaults.items()}
-    own |= {"explanation": verdict.explanation, "exit_code": verdict.exit_code}
-    return rebuild(cls, (str(verdict.explanation),), {**said, **own}, None)
+    own |= {"explanation": result.explanation, "exit_code": result.exit_code}
+    return rebuild(cls, (str(result.explanation),), {**said, **own}, None)
 
 
 NodeMessage: TypeAlias = (
     Hello
     | RanksStarted
-    | RanksNotStarted
+    | NodeFailed
     | RankReport
     | RankEnded
     | RankComplaint
@@ -399,7 +477,7 @@ NodeMessage: TypeAlias = (
     | Alive
     | Collect
     | Leave
-    | Verdict
+    | RoundResult
 )
 
 _NODE_MESSAGES: Final[dict[str, Any]] = {
@@ -407,7 +485,7 @@ _NODE_MESSAGES: Final[dict[str, Any]] = {
     for cls in (
         Hello,
         RanksStarted,
-        RanksNotStarted,
+        NodeFailed,
         RankReport,
         RankEnded,
         RankComplaint,
@@ -419,22 +497,24 @@ _NODE_MESSAGES: Final[dict[str, Any]] = {
         Alive,
         Collect,
         Leave,
-        Verdict,
+        RoundResult,
     )
 }
 _RANK_MESSAGES: Final[dict[str, Any]] = {
     cls.__name__: cls
     for cls in (
+        CheckpointFolder,
         Entered,
         Position,
         Returned,
         Raised,
         Recovered,
-        HeedsStop,
+        AcceptsStop,
         AskedToStop,
         StopPromise,
         Stops,
         LivingThreads,
+        Whereabouts,
     )
 }
 
@@ -540,6 +620,8 @@ class ClockOffset:
                 position=self.shift_position(message.position),
             )
         if isinstance(message, Returned):
+            return replace(message, position=self.shift_position(message.position))
+        if isinstance(message, Whereabouts):
             return replace(message, position=self.shift_position(message.position))
         return self.shift_position(message) if isinstance(message, Position) else message
 

@@ -1,53 +1,64 @@
-"""Node 0 of a round: one watch over the ranks of all nodes, one verdict for all of them."""
+"""Node 0 of a round: one watch over the ranks of all nodes, one result for all of them."""
 
 from __future__ import annotations
 
-import signal
+import contextlib
 import time
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._clock import Deadline
-from ddpsafe._errors import DDPSafeError, Explanation, NodeLostError, PreflightError, ranks_text
+from ddpsafe._errors import (
+    DDPSafeError,
+    Explanation,
+    LaunchError,
+    NodeLostError,
+    PreemptedError,
+    PreflightError,
+    ranks_text,
+)
 from ddpsafe._launcher import attempt
 from ddpsafe._launcher.diagnosis import errors, evidence
 from ddpsafe._launcher.diagnosis.root_cause import is_own_fault
-from ddpsafe._launcher.nodes.channel import LOSS_S, Lost
-from ddpsafe._launcher.nodes.messages import (
+from ddpsafe._launcher.nodes.control_channel import LOSS_S, Lost
+from ddpsafe._launcher.nodes.node_messages import (
     Alive,
     ClockOffset,
     Collect,
+    GarbledError,
     Hello,
     Leave,
+    NodeFailed,
     NodeOutcomes,
     NodeProgress,
     RankComplaint,
     RankEnded,
     RankReport,
     RanksEnded,
-    RanksNotStarted,
     RankWord,
+    RoundResult,
     SignalReceived,
-    Verdict,
+    as_error,
+    error_of,
     read_rank_report,
-    verdict_of,
+    round_result_of,
 )
 from ddpsafe._launcher.processes.rank_process import RankState
 from ddpsafe._launcher.watch.console import open_console
 from ddpsafe._launcher.watch.signals import Interrupted, is_order
 from ddpsafe._launcher.watch.supervisor import Watch
 from ddpsafe._logging import get_logger
-from ddpsafe._wire.channel import Progress
 from ddpsafe._wire.messages import RankOutcome
+from ddpsafe._wire.rank_pipe import Progress
 from ddpsafe._world import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from ddpsafe._launcher.nodes.channel import Channel
-    from ddpsafe._launcher.nodes.messages import NodeMessage, RoundPlan
+    from ddpsafe._launcher.nodes.control_channel import Channel
+    from ddpsafe._launcher.nodes.node_messages import NodeMessage, RoundPlan
     from ddpsafe._launcher.plan import LaunchPlan
     from ddpsafe._launcher.processes.rank_process import Worker
     from ddpsafe._launcher.processes.start import CallFile, RunRank
@@ -59,6 +70,9 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _EVIDENCE: Final = timedelta(seconds=3)
+_LATE_EVIDENCE: Final = timedelta(seconds=12)
+"""Together as long as a launcher may be silent before it is named."""
+
 _OTHER_LOSSES: Final = timedelta(seconds=0.5)
 SILENCE_S: Final = 15.0
 """A launcher that says nothing for so many seconds is named in a warning, and is not lost."""
@@ -136,8 +150,9 @@ class OtherNodes:
         self._warned: set[int] = set()
         self._next_beat_s = 0.0
         self.lost: dict[int, Lost] = {}
-        self.not_started: dict[int, RanksNotStarted] = {}
+        self.failed: dict[int, NodeFailed] = {}
         self.outcomes: dict[int, NodeOutcomes] = {}
+        self.oom_kills: dict[int, int] = {}
         self.ended: set[int] = set()
         self.retried: set[int] = set()
         self.signalled: int | None = None
@@ -195,6 +210,8 @@ class OtherNodes:
                 wall_ns=time.time_ns() - message.wall_ns,
             )
         elif isinstance(message, (RankReport, RankEnded, RankComplaint)):
+            if isinstance(message, RankEnded):
+                self.oom_kills[node] = message.oom_kills
             if message.rank in self._plan.ranks_of(node):
                 self._take_of_rank(self._by_rank[message.rank], message, offset)
         elif isinstance(message, NodeProgress):
@@ -203,9 +220,10 @@ class OtherNodes:
         elif isinstance(message, NodeOutcomes):
             shifted = tuple(offset.shift_outcome(each) for each in message.outcomes)
             self.outcomes[node] = replace(message, outcomes=shifted)
+            self.oom_kills[node] = message.oom_kills
             self.retried |= set(message.retried)
-        elif isinstance(message, RanksNotStarted):
-            self.not_started[node] = message
+        elif isinstance(message, NodeFailed):
+            self.failed[node] = message
         elif isinstance(message, RanksEnded):
             self.ended.add(node)
         elif isinstance(message, SignalReceived):
@@ -219,11 +237,12 @@ class OtherNodes:
         rank: RemoteRank, message: RankReport | RankEnded | RankComplaint, offset: ClockOffset
     ) -> None:
         if isinstance(message, RankReport):
-            rank.take(offset.shift(read_rank_report(message)))
+            with contextlib.suppress(GarbledError):  # what this end has no use for
+                rank.take(offset.shift(read_rank_report(message)))
         elif isinstance(message, RankEnded):
             rank.exit_code, rank.ended_ns = message.exit_code, message.ended_ns + offset.mono_ns
         else:
-            rank.native = message.native
+            rank.note_native(message.native)
 
     def silent_nodes(self) -> list[str]:
         """Say which launchers say nothing while their connection stands."""
@@ -236,8 +255,8 @@ class OtherNodes:
         return f"node {node} ({self._plan.nodes[node].hostname!r})"
 
     def has_lost_node(self) -> bool:
-        """Tell whether a node is gone, or could not start its ranks."""
-        return bool(self.lost or self.not_started)
+        """Tell whether a node is gone, or has failed by itself."""
+        return bool(self.lost or self.failed)
 
     def let_leave(self) -> None:
         """Tell the nodes that all ranks have returned."""
@@ -272,7 +291,7 @@ def world_of(plan: RoundPlan, rank: int) -> World:
     )
 
 
-def coordinate(
+def coordinate(  # noqa: PLR0913 - the parts of one attempt
     number: int,
     *,
     plan: LaunchPlan,
@@ -282,8 +301,9 @@ def coordinate(
     run_rank: RunRank,
     directory: RunDirectory,
     inbox: SignalInbox,
+    checkpoint_folders: set[str],
 ) -> dict[int, object]:
-    """Run one attempt as node 0.
+    """Run one attempt as node 0; add the folders that ranks keep checkpoints in.
 
     Returns:
         What the ranks of this node returned, by rank.
@@ -295,38 +315,59 @@ def coordinate(
         Interrupted: A launcher has been told to go; all ranks have ended.
     """
     nodes = OtherNodes(channel, round_plan, inbox)
+    who = f"node 0 ({round_plan.nodes[0].hostname!r})"
+    did = "could not start its ranks"
+    phase: Literal["start", "attempt"] = "start"
+    error: DDPSafeError | Interrupted | None = None
     oom_kills_before = evidence.count_oom_kills()
     config = plan.config
     try:
         with attempt.started_ranks(
             number, plan=plan, call=call, run_rank=run_rank, directory=directory
         ) as (workers, end):
+            did, phase = "could not go on with the attempt", "attempt"
             with open_console(workers, plan.console, inbox=inbox, limit=config.timeouts.attempt):
                 watch = Watch(workers, timeouts=config.timeouts, inbox=inbox, peers=nodes)
                 ending = watch.until_end()
                 if any(lost.is_silent for lost in nodes.lost.values()):
                     # All others at once: this node is cut off, and not one of them.
                     nodes.wait_until(lambda connected: not connected, Deadline.after(_OTHER_LOSSES))
+                for rank in (*workers, *nodes.ranks):
+                    checkpoint_folders |= rank.checkpoint_folders
                 ended = _collect(nodes, workers, ending, number, plan, directory, oom_kills_before)
+                values: dict[int, object] = {}
                 try:
                     values = _conclude(
-                        ended, nodes, round_plan, workers, watch.stop_request, inbox, directory
+                        ended, nodes, workers, watch.stop_request, inbox, directory, round_plan
                     )
-                except (DDPSafeError, Interrupted) as exc:
-                    nodes.send(verdict_of(exc))  # before the ranks end: all nodes do so at once
-                    raise
-                finally:
-                    end(workers)
-                    # The ranks of the others need the store until they have ended.
-                    longest = config.timeouts.grace + _AFTER_GRACE
-                    if ending.reason == "done":
-                        longest += config.timeouts.shutdown
-                    nodes.wait_until(nodes.ended.issuperset, Deadline.after(longest))
-            nodes.send(Verdict(is_final=True))
+                except (Exception, Interrupted) as exc:  # noqa: BLE001 - raised below
+                    error = as_error(exc, who, "could not end the attempt", phase="attempt")
+                    nodes.send(round_result_of(error))  # before the ranks end: all do so at once
+                end(workers)
+                # The ranks of the others need the store until they have ended.
+                longest = config.timeouts.grace + _AFTER_GRACE
+                if ending.reason == "done":
+                    longest += config.timeouts.shutdown
+                nodes.wait_until(nodes.ended.issuperset, Deadline.after(longest))
+                if nodes.failed and (error is None or isinstance(error, PreemptedError)):
+                    # What a rank returned cannot be loaded there.
+                    directory.holds_failure = True
+                    error = _first_failed(nodes, ended)
+                    nodes.send(round_result_of(error))
+                if error is not None:
+                    raise error  # noqa: TRY301 - the ranks have ended by then
+            nodes.send(RoundResult(is_final=True))
             return values
-    except PreflightError as exc:
-        nodes.send(verdict_of(exc))
-        raise
+    except Exception as exc:
+        if exc is error:
+            raise
+        told = as_error(exc, who, did, phase=phase)
+        if told is exc:
+            name_failed_node(told, who, did)
+        nodes.send(round_result_of(told))
+        if told is exc:
+            raise
+        raise told from exc
 
 
 def _collect(
@@ -339,21 +380,25 @@ def _collect(
     oom_kills_before: int,
 ) -> errors.EndedAttempt:
     """Find out what became of every rank of every node."""
-    if ending.reason in ("done", "signal") or nodes.lost:
+    if ending.reason in ("done", "signal") or nodes.has_lost_node():
         outcomes = {worker.rank: worker.outcome() for worker in workers}
         outcomes |= {rank.rank: rank.outcome() for rank in nodes.ranks}
-        oom_kills = 0
     else:
         nodes.send(Collect())
-        evidence.collect(workers)
-        nodes.wait_until(
-            lambda connected: connected <= nodes.outcomes.keys(), Deadline.after(_EVIDENCE)
-        )
+        attempt.ask_where(workers)
+
+        def have_all_answered(connected: set[int]) -> bool:
+            return connected <= nodes.outcomes.keys()
+
+        nodes.wait_until(have_all_answered, Deadline.after(_EVIDENCE))
         outcomes = own_outcomes(workers) | {rank.rank: rank.outcome() for rank in nodes.ranks}
+        if not any(map(_broke_by_itself, outcomes.values())):
+            # All that is known are ranks that lost a peer: a launcher that is late knows why.
+            nodes.wait_until(have_all_answered, Deadline.after(_LATE_EVIDENCE))
+            outcomes |= {rank.rank: rank.outcome() for rank in nodes.ranks}
         for found in nodes.outcomes.values():
             outcomes |= {each.rank: each for each in found.outcomes}
-        oom_kills = evidence.count_oom_kills() - oom_kills_before
-        oom_kills += sum(found.oom_kills for found in nodes.outcomes.values())
+    oom_kills = evidence.count_oom_kills() - oom_kills_before + sum(nodes.oom_kills.values())
     return errors.EndedAttempt(
         outcomes=dict(sorted(outcomes.items())),
         ending=ending,
@@ -378,39 +423,32 @@ def own_outcomes(workers: Sequence[Worker]) -> dict[int, RankOutcome]:
 def _conclude(
     ended: errors.EndedAttempt,
     nodes: OtherNodes,
-    round_plan: RoundPlan,
     workers: Sequence[Worker],
     request: StopRequest,
     inbox: SignalInbox,
     directory: RunDirectory,
+    round_plan: RoundPlan,
 ) -> dict[int, object]:
     """Return what the ranks of this node returned, or raise what the attempt came to."""
-    reason = ended.ending.reason
-    stops = any(rank.stop.obeys for rank in (*workers, *nodes.ranks))
-    if nodes.not_started:
-        node, found = next(iter(nodes.not_started.items()))
-        raise _not_started(round_plan, node, found)
+    if nodes.failed:
+        raise _first_failed(nodes, ended)
     if nodes.lost and not any(map(_broke_by_itself, ended.outcomes.values())):
         directory.holds_failure = True
         error: DDPSafeError = node_lost(ended, round_plan, nodes.lost)
         raise error
-    if reason == "overdue" or (reason == "done" and stops):
-        values = attempt.values_of(workers, ended, directory)
-        returned = {rank.rank: None for rank in nodes.ranks if rank.returned is not None}
-        stopped = attempt.conclude_stop(
-            ended, request, {**returned, **values}, keeps_logs=directory.is_kept
+    try:
+        return attempt.conclude(
+            ended,
+            workers,
+            request,
+            inbox.received,
+            directory,
+            others=nodes.ranks,
+            details=nodes.silent_nodes(),
         )
-        directory.holds_failure |= bool(stopped.unfinished_ranks)
-        raise stopped
-    if reason == "done" and not is_order(inbox.received):
-        return attempt.values_of(workers, ended, directory)
-    if reason in ("done", "signal"):
-        raise Interrupted(inbox.received or signal.SIGTERM)
-    failure = attempt.failure_of(ended, directory)
-    directory.holds_failure = True
-    failure.add_details(*nodes.silent_nodes())
-    failure.is_of_retried_type = getattr(failure, "rank", None) in nodes.retried
-    raise failure
+    except LaunchError as failure:
+        failure.is_of_retried_type = getattr(failure, "rank", None) in nodes.retried
+        raise
 
 
 def _broke_by_itself(outcome: RankOutcome) -> bool:
@@ -418,10 +456,16 @@ def _broke_by_itself(outcome: RankOutcome) -> bool:
     return failed and is_own_fault(outcome)
 
 
-def _not_started(plan: RoundPlan, node: int, reason: RanksNotStarted) -> PreflightError:
-    text = reason.explanation
-    what = f"node {node} ({plan.nodes[node].hostname!r}) could not start its ranks: {text.what}"
-    return PreflightError(replace(text, what=what), kind=reason.kind)
+def name_failed_node(error: DDPSafeError | Interrupted, who: str, did: str) -> None:
+    """Say in an error that speaks of a machine which one it is."""
+    if isinstance(error, PreflightError):
+        what = f"{who} {did}: {error.explanation.what}"
+        error.explanation = replace(error.explanation, what=what)
+
+
+def _first_failed(nodes: OtherNodes, ended: errors.EndedAttempt) -> DDPSafeError | Interrupted:
+    failed = next(iter(nodes.failed.values()))
+    return error_of(failed.result, outcomes=ended.outcomes, run_dir=ended.run_dir)
 
 
 def node_lost(ended: errors.EndedAttempt, plan: RoundPlan, lost: dict[int, Lost]) -> NodeLostError:

@@ -8,42 +8,50 @@ import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._clock import Deadline
-from ddpsafe._errors import DDPSafeError, LaunchError, PreflightError
+from ddpsafe._errors import DDPSafeError, LaunchError, PreemptedError
 from ddpsafe._launcher import attempt
 from ddpsafe._launcher.diagnosis import errors, evidence
 from ddpsafe._launcher.diagnosis.errors import original_of
-from ddpsafe._launcher.nodes.channel import Lost
-from ddpsafe._launcher.nodes.coordinator import SILENCE_S, lost_node_error, own_outcomes
-from ddpsafe._launcher.nodes.messages import (
+from ddpsafe._launcher.nodes.control_channel import Lost
+from ddpsafe._launcher.nodes.node_messages import (
+    FAILED_NODE,
     Collect,
     Leave,
+    NodeFailed,
     NodeOutcomes,
     NodeProgress,
     RankComplaint,
     RankEnded,
     RanksEnded,
-    RanksNotStarted,
     RanksStarted,
     RankWord,
+    RoundResult,
     SignalReceived,
-    Verdict,
+    as_error,
     error_of,
     rank_report,
+    round_result_of,
+)
+from ddpsafe._launcher.nodes.node_zero import (
+    SILENCE_S,
+    lost_node_error,
+    name_failed_node,
+    own_outcomes,
 )
 from ddpsafe._launcher.watch.console import open_console
 from ddpsafe._launcher.watch.hang_detection import StderrWatch
-from ddpsafe._launcher.watch.supervisor import Ending
+from ddpsafe._launcher.watch.supervisor import Ending, let_ranks_leave
 from ddpsafe._logging import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ddpsafe._config import RetryPolicy
-    from ddpsafe._launcher.nodes.channel import Channel
-    from ddpsafe._launcher.nodes.messages import RoundPlan
+    from ddpsafe._launcher.nodes.control_channel import Channel
+    from ddpsafe._launcher.nodes.node_messages import RoundPlan
     from ddpsafe._launcher.plan import LaunchPlan
     from ddpsafe._launcher.processes.rank_process import Worker
     from ddpsafe._launcher.processes.start import CallFile, RunRank
@@ -59,12 +67,13 @@ _MOST_TRACEBACK: Final = 8 << 10
 _OWN_NETWORK: Final = (
     "If the other nodes name this one instead, the network of this node is the cause.",
 )
+_PREEMPTED: Final = PreemptedError.__name__
 _DECISION: Final = timedelta(minutes=2)
 """From the end of the ranks to node 0's decision on another attempt; its retry policy takes no time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Obeyed:
+class NodeResult:
     """How an attempt ended on this node.
 
     Attributes:
@@ -103,7 +112,9 @@ class Participant:
         """Keep what is given."""
         self._number, self._plan, self._round = number, plan, round_plan
         self._channel, self._inbox, self._directory = channel, inbox, directory
-        self._verdict: Verdict | None = None
+        self._result: RoundResult | None = None
+        self._values: dict[int, object] = {}
+        self._failed: DDPSafeError | Interrupted | None = None
         self._lost: Lost | None = None
         self._may_leave = False
         self._wants_evidence = False
@@ -113,9 +124,13 @@ class Participant:
         self._started = Deadline.after(None)
         self._oom_kills = evidence.count_oom_kills()
 
-    def run(self, call: CallFile, run_rank: RunRank) -> Obeyed:
+    def run(self, call: CallFile, run_rank: RunRank) -> NodeResult:
         """Run the ranks until node 0 has said how the attempt ended, and whether there is another."""
         plan = self._plan
+        workers: Sequence[Worker] = []
+        outcomes: dict[int, RankOutcome] = {}
+        did = "could not start its ranks"
+        phase: Literal["start", "attempt"] = "start"
         try:
             with attempt.started_ranks(
                 self._number,
@@ -124,24 +139,42 @@ class Participant:
                 run_rank=run_rank,
                 directory=self._directory,
             ) as (workers, end):
+                did, phase = "could not go on with the attempt", "attempt"
                 for worker in workers:
                     worker.relay = self._passing_on(worker.rank)
                 self._channel.send(RanksStarted())
                 limit = plan.config.timeouts.attempt
                 with open_console(workers, plan.console, inbox=self._inbox, limit=limit):
                     self._watch(workers)
-                    if self._may_leave and self._verdict is None:
-                        self._let_leave(workers)
+                    if self._may_leave and self._result is None:
+                        let_ranks_leave(
+                            workers,
+                            plan.config.timeouts.shutdown,
+                            wait=lambda limit_s: self._wait(workers, min(_PROGRESS_S, limit_s)),
+                            is_over=lambda: self._result is not None or self._lost is not None,
+                        )
                     for worker in workers:
                         worker.relay = None
                     end(workers)
                 outcomes = {worker.rank: worker.outcome() for worker in workers}
-        except PreflightError as exc:
-            self._channel.send(RanksNotStarted(explanation=exc.explanation, kind=exc.kind))
-            workers, outcomes = [], {}
+            did = "could not load what its ranks returned"
+            if self._may_leave or (self._result is not None and self._result.name == _PREEMPTED):
+                self._values = attempt.values_of(workers, self._ended(outcomes), self._directory)
+        except Exception as exc:  # noqa: BLE001 - whatever it is, all nodes end with it
+            self._fail(exc, did, phase)
         self._channel.send(RanksEnded())
         self._await_decision()
         return self._conclude(workers, outcomes)
+
+    def _fail(self, exc: Exception, did: str, phase: Literal["start", "attempt"]) -> None:
+        """Tell node 0 that this node has failed: it has all nodes end with the same error."""
+        node = self._plan.worlds[0].node_rank
+        who = f"node {node} ({self._round.nodes[node].hostname!r})"
+        error = as_error(exc, who, did, phase=phase)
+        if error is exc:
+            name_failed_node(error, who, did)
+        self._failed = error
+        self._channel.send(NodeFailed(result=round_result_of(error, failed_node=node)))
 
     def _passing_on(self, rank: int) -> Callable[[object], None]:
         return lambda message: self._channel.send(rank_report(rank, message))  # type: ignore[arg-type]
@@ -150,7 +183,7 @@ class Participant:
         """Pass on, until the attempt is over."""
         stderr, next_progress_s = StderrWatch(workers), 0.0
         complained: set[int] = set()
-        while self._verdict is None and self._lost is None and not self._may_leave:
+        while self._result is None and self._lost is None and not self._may_leave:
             self._wait(workers, min(_PROGRESS_S, stderr.interval_s()))
             stderr.look()
             for worker in workers:
@@ -177,7 +210,7 @@ class Participant:
                     self._channel.send(NodeProgress(ranks=progress))
             if self._wants_evidence:
                 self._wants_evidence = False
-                evidence.collect(workers)
+                attempt.ask_where(workers)
                 policy = self._plan.config.retry
                 self._channel.send(
                     NodeOutcomes(
@@ -202,7 +235,12 @@ class Participant:
             if worker.end_handle() in ready:
                 worker.note_end(seen_ns)
                 self._channel.send(
-                    RankEnded(rank=worker.rank, exit_code=worker.exitcode, ended_ns=seen_ns)
+                    RankEnded(
+                        rank=worker.rank,
+                        exit_code=worker.exitcode,
+                        ended_ns=seen_ns,
+                        oom_kills=evidence.count_oom_kills() - self._oom_kills,
+                    )
                 )
         self._hear(workers)
 
@@ -230,38 +268,47 @@ class Participant:
                 self._wants_evidence = True
             elif isinstance(event, Leave):
                 self._may_leave = True
-            elif isinstance(event, Verdict):
-                self._verdict = event
-
-    def _let_leave(self, workers: Sequence[Worker]) -> None:
-        """Give ranks that have returned the time to end by themselves."""
-        limit = self._plan.config.timeouts.shutdown
-        deadline = Deadline.after(limit)
-        while (alive := [each for each in workers if each.alive]) and not deadline.expired():
-            if self._verdict is not None or self._lost is not None:
-                return
-            self._wait(workers, min(_PROGRESS_S, deadline.remaining_s()))
-        for worker in alive:
-            logger.warning(
-                "rank %d has returned, but its process did not end within %g s (timeouts.shutdown), "
-                "so it is ended now; what it returned stands",
-                worker.rank,
-                limit.total_seconds(),
-            )
+            elif isinstance(event, RoundResult):
+                self._result = event
 
     def _await_decision(self) -> None:
         """Wait until node 0 has said whether there is another attempt; its end is an answer, too."""
         deadline = Deadline.after(_DECISION)
-        while self._lost is None and (self._verdict is None or self._verdict.is_final is None):
+        while self._lost is None and (self._result is None or self._result.is_final is None):
             if deadline.expired():
                 return
             wait([self._channel.fileno()], min(1.0, deadline.remaining_s()))
             self._tell_signal()
             self._hear(())
 
-    def _conclude(self, workers: Sequence[Worker], outcomes: dict[int, RankOutcome]) -> Obeyed:
-        verdict = self._verdict
-        ended = errors.EndedAttempt(
+    def _conclude(self, workers: Sequence[Worker], outcomes: dict[int, RankOutcome]) -> NodeResult:
+        result = self._result
+        ended = self._ended(outcomes)
+        is_good = result is not None and not result.name and result.signal is None
+        if self._failed is not None and (result is None or is_good):
+            # Node 0 has gone, or had ended the round before it heard of it.
+            return NodeResult(values=None, error=self._failed, is_again=False)
+        if result is None:
+            return self._lost_node_0(ended)
+        if is_good:
+            return NodeResult(values=self._values, error=None, is_again=False)
+        error = error_of(
+            result, outcomes=outcomes, run_dir=self._directory.path, values=self._values
+        )
+        if result.facts.get(FAILED_NODE) == self._plan.worlds[0].node_rank:
+            error.__cause__ = None if self._failed is None else self._failed.__cause__
+        elif isinstance(error, LaunchError) and result.name != _PREEMPTED:
+            self._directory.note_tracebacks(outcomes.values())
+            self._directory.report(self._number, error)
+            raised = next(
+                (w.raised for w in workers if w.rank == getattr(error, "rank", None)), None
+            )
+            if raised is not None:
+                error.__cause__ = original_of(raised)
+        return NodeResult(values=None, error=error, is_again=result.is_final is False)
+
+    def _ended(self, outcomes: dict[int, RankOutcome]) -> errors.EndedAttempt:
+        return errors.EndedAttempt(
             outcomes=outcomes,
             ending=Ending(reason="lost", waited_s=self._started.waited_s()),
             attempt=self._number,
@@ -271,27 +318,8 @@ class Participant:
             timeouts=self._plan.config.timeouts,
             nnodes=len(self._round.nodes),
         )
-        if verdict is None:
-            return self._lost_node_0(ended)
-        if not verdict.name and verdict.signal is None:
-            values = attempt.values_of(workers, ended, self._directory)
-            return Obeyed(values=values, error=None, is_again=False)
-        values = {}
-        if verdict.name == "PreemptedError":
-            values = attempt.values_of(workers, ended, self._directory)
-        error = error_of(verdict, outcomes=outcomes, run_dir=self._directory.path, values=values)
-        if isinstance(error, LaunchError) and verdict.name != "PreemptedError":
-            self._directory.note_tracebacks(outcomes.values())
-            self._directory.report(self._number, error)
-            self._directory.holds_failure = True
-            raised = next(
-                (w.raised for w in workers if w.rank == getattr(error, "rank", None)), None
-            )
-            if raised is not None:
-                error.__cause__ = original_of(raised)
-        return Obeyed(values=None, error=error, is_again=verdict.is_final is False)
 
-    def _lost_node_0(self, ended: errors.EndedAttempt) -> Obeyed:
+    def _lost_node_0(self, ended: errors.EndedAttempt) -> NodeResult:
         lost = self._lost or Lost(
             why="it has not said how the attempt ended", is_silent=False, seen_ns=0
         )
@@ -307,8 +335,7 @@ class Participant:
             run_dir=ended.run_dir,
         )
         self._directory.report(self._number, error)
-        self._directory.holds_failure = True
-        return Obeyed(values=None, error=error, is_again=False)
+        return NodeResult(values=None, error=error, is_again=False)
 
 
 def is_retried(worker: Worker, policy: RetryPolicy) -> bool:

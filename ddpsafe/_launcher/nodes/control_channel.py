@@ -24,7 +24,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._launcher.nodes.messages import (
+from ddpsafe._launcher.nodes.node_messages import (
     Alive,
     GarbledError,
     NodeMessage,
@@ -48,7 +48,7 @@ a network that is back by then.
 _MAX_LINE: Final = 16 << 20
 _MAX_GREETING: Final = 4096
 _GREETING_S: Final = 5.0
-_MOST_STRANGERS: Final = 128
+_MOST_UNKNOWN: Final = 128
 _CHUNK: Final = 1 << 16
 _LONGEST_PAUSE_S: Final = 1.0
 _FLUSH_S: Final = 1.0
@@ -78,7 +78,7 @@ class Lost:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Connection:
-    """One connection: what is left to read and to write; `node` is ``None`` for a stranger yet."""
+    """One connection: what is left to read and to write; `node` is ``None`` as long as the sender is unknown."""
 
     socket: socket.socket
     node: int | None = None
@@ -107,7 +107,7 @@ class Channel:
         self._secret, self._round_id = secret, round_id
         self._events: deque[tuple[int, NodeMessage | Lost]] = deque()
         self._nodes: dict[int, _Connection] = {}
-        self._strangers: dict[_Connection, None] = {}  # in the order in which they came
+        self._unknown: dict[_Connection, None] = {}  # in the order in which they came
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
         self._news_read, self._news_write = os.pipe()
@@ -210,7 +210,7 @@ class Channel:
         self._wake()
         if self._thread.ident is not None:
             self._thread.join()
-        for connection in (*self._nodes.values(), *self._strangers):
+        for connection in (*self._nodes.values(), *self._unknown):
             connection.socket.close()
         if self._listening is not None:
             self._listening.close()
@@ -243,7 +243,7 @@ class Channel:
                 waiting = [each for each in self._nodes.values() if each.to_send]
             for connection in waiting:
                 self._write(connection)
-            self._drop_slow_strangers()
+            self._drop_slow_senders()
 
     def _accept(self) -> None:
         assert self._listening is not None  # noqa: S101 - registered with it
@@ -253,20 +253,20 @@ class Channel:
             challenge = secrets.token_hex(16)
             connection = _Connection(socket=accepted, challenge=challenge)
             self._selector.register(accepted, selectors.EVENT_READ, connection)
-            self._strangers[connection] = None
+            self._unknown[connection] = None
             _notice_loss(accepted)
             accepted.send(f"{_VERSION} {challenge}\n".encode())  # an empty buffer takes it whole
 
-    def _drop_slow_strangers(self) -> None:
+    def _drop_slow_senders(self) -> None:
         """Drop who does not say who it is: a flood of connections must not keep the nodes out."""
         latest_s = time.monotonic() - _GREETING_S
-        surplus = len(self._strangers) - _MOST_STRANGERS
-        for number, connection in enumerate(list(self._strangers)):
+        surplus = len(self._unknown) - _MOST_UNKNOWN
+        for number, connection in enumerate(list(self._unknown)):
             if number < surplus or connection.since_s < latest_s:
                 self._forget(connection)
 
     def _forget(self, connection: _Connection) -> None:
-        self._strangers.pop(connection, None)
+        self._unknown.pop(connection, None)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.socket)
         connection.socket.close()
@@ -304,7 +304,7 @@ class Channel:
             raise GarbledError("a line without an end")
 
     def _is_node(self, connection: _Connection, line: bytes) -> bool:
-        """Check a greeting; make the stranger a node if it knows the secret."""
+        """Check a greeting; make the sender a node if it knows the secret."""
         try:
             said = json.loads(line)
             node, challenge, proof = int(said["node"]), str(said["challenge"]), str(said["proof"])
@@ -317,7 +317,7 @@ class Channel:
             if not 0 < node < self._nnodes or node in self._nodes:
                 return False
             connection.node = node
-            self._strangers.pop(connection, None)
+            self._unknown.pop(connection, None)
             answer = prove(self._secret, "coordinator", self._round_id, node, challenge)
             connection.to_send += answer.encode() + b"\n"
             self._nodes[node] = connection

@@ -1,0 +1,214 @@
+"""Something goes wrong in one launcher, not in a rank: all nodes end, in seconds, with the same error."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+import scripts
+from nodes_kit import (
+    Case,
+    Launcher,
+    finish_job,
+    require_in_time,
+    require_nothing_left,
+    require_the_same,
+    run_job,
+    start_job,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from hosts import Host, Network
+
+pytestmark = pytest.mark.root
+
+RETRY: Final[dict[str, Any]] = {
+    "attempts": 3,
+    "on": ["killed"],
+    "backoff_initial": 0,
+    "jitter": 0,
+}
+
+TAKE_PORTS: Final = """
+import socket
+taken = [socket.create_server(("", port)) for port in (50000, 50001)]
+print("taken", flush=True)
+input()
+"""
+
+
+def require_one_error(said: list[dict[str, Any]], error: str, *words: str) -> None:
+    """Fail unless all nodes ended with one error, at nearly the same time."""
+    require_the_same(said)
+    assert said[0]["error"] == error, said[0]
+    for word in words:
+        assert all(word in each["whole"] for each in said), said
+    ends = [each["at"] for each in said]
+    require_in_time(max(ends) - min(ends), 5.0, "all nodes have ended")
+
+
+@contextlib.contextmanager
+def no_free_port(host: Host) -> Iterator[None]:
+    """Leave no port on a host for a program that asks for any."""
+    where = "/proc/sys/net/ipv4/ip_local_port_range"
+    before = host.run("cat", where)
+    taken = host.start([sys.executable, "-c", TAKE_PORTS])
+    assert taken.stdout is not None
+    assert taken.stdout.readline() == "taken\n"
+    host.shell(f"echo 50000 50001 > {where}")
+    try:
+        yield
+    finally:
+        host.shell(f"echo {before.strip()} > {where}")
+        taken.kill()
+
+
+def test_a_port_that_node_0_cannot_open_is_told_on_all_nodes(
+    network: Network, tmp_path: Path
+) -> None:
+    """The next stores and channels need some: an error of the system or of torch, not of ddpsafe."""
+    case = Case(name="ports", after={1: "no-port", 2: "no-port"})
+    port = 28900
+    launchers = start_job(network, [case], tmp_path, nproc=(1, 1, 1), port=port)
+    scripts.wait_until(
+        lambda: f":{port}" in network[0].run("ss", "-Hltn"),
+        otherwise=lambda: launchers[0].err,
+        within_s=60,
+    )
+    with no_free_port(network[0]):
+        (tmp_path / "no-port").touch()
+        said = [each["ports"] for each in finish_job(network, [case], launchers)]
+    require_one_error(said, "PreflightError", "node 0 ('h0') could not open the round: ")
+    assert said[0]["cause"] in ("OSError", "DistNetworkError")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_disk_that_takes_no_logs_any_more_is_told_on_all_nodes(
+    network: Network, tmp_path: Path, victim: int
+) -> None:
+    """A node that cannot start its ranks is named, with why, and no rank of the others is left."""
+    host, disk = network[victim], tmp_path / "disk"
+    disk.mkdir()
+    host.shell(f"mount -t tmpfs disk {disk}")
+    case = Case(
+        name="disk",
+        of_node={victim: {"run_dir": str(disk / "run")}},
+        after={1 - victim: "is-read-only"},
+    )
+    launchers = start_job(network, [case], tmp_path, nproc=(1, 1))
+    scripts.wait_until(
+        lambda: "node-" in host.shell(f"ls {disk}/run 2>&1 || true"),
+        otherwise=lambda: launchers[victim].err,
+        within_s=60,
+    )
+    host.shell(f"mount -o remount,ro {disk}")
+    try:
+        (tmp_path / "is-read-only").touch()
+        said = [each["disk"] for each in finish_job(network, [case], launchers)]
+    finally:
+        host.shell(f"umount -l {disk}")
+    require_one_error(
+        said,
+        "PreflightError",
+        f"node {victim} ('h{victim}') could not start its ranks",
+        "Read-only file system",
+    )
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_what_one_launcher_cannot_load_or_do_ends_all_of_them(
+    network: Network, tmp_path: Path, victim: int
+) -> None:
+    """A result that cannot be loaded, folders that are missing, an ``on_retry`` that raises."""
+    missing = str(tmp_path / "there")
+    (tmp_path / "there").mkdir()
+    network[victim].shell(f"mount -t tmpfs other {missing}")
+    for host in (network[0], network[1]):
+        host.shell(f"mkdir {missing}/data; echo 1 > {missing}/data/numbers")
+    here = {"data_paths": [f"{missing}/data"], "retry": RETRY}
+    cases = [
+        Case(name="unloadable", what="unloadable", rank=2 * victim + 1),
+        Case(name="missing", what="lose-data", rank=2 * victim + 1, fields=here),
+        Case(
+            name="on_retry",
+            what="kill-until-2",
+            rank=0,
+            fields={"retry": RETRY},
+            env={victim: {"REFUSES_RETRY": "1"}},
+        ),
+        Case(name="healthy"),
+    ]
+    try:
+        nodes = run_job(network, cases, tmp_path, nproc=(2, 2))
+    finally:
+        network[victim].shell(f"umount -l {missing}")
+    said = [each["unloadable"] for each in nodes]
+    require_one_error(said, "RankFailedError", f"rank {2 * victim + 1} ")
+    assert [each["cause"] for each in said][victim] == "ValueError"
+    said = [each["missing"] for each in nodes]
+    require_one_error(said, "ConfigError", f"{missing}/data")
+    (other,) = (each["on_retry"] for index, each in enumerate(nodes) if index != victim)
+    assert other["error"] == "PreflightError"
+    words = f"node {victim} ('h{victim}') could not begin another attempt: ValueError: bad batch"
+    assert words in other["text"]
+    assert nodes[victim]["on_retry"]["error"] == "ValueError"
+    assert abs(other["at"] - nodes[victim]["on_retry"]["at"]) < 10
+    assert [list(each["healthy"]["values"]) for each in nodes] == [["0", "1"], ["2", "3"]]
+
+
+@pytest.mark.parametrize("how", ["drop", "reset"])
+def test_a_node_that_reaches_no_control_channel_says_so_on_all_nodes(
+    network: Network, tmp_path: Path, how: str
+) -> None:
+    """Only the port of the endpoint is open: the node that meets the firewall knows most of it."""
+    case = Case(name="closed", fields={"timeouts": {"rendezvous": 4}})
+    port = 28950
+    network[0].open_only(port, otherwise=how)
+    try:
+        launchers = start_job(network, [case], tmp_path, nproc=(1, 1), port=port)
+        said = [each["closed"] for each in finish_job(network, [case], launchers)]
+    finally:
+        network[0].run("nft", "flush", "ruleset")
+    require_one_error(said, "PreflightError", "h1 reached no control channel of node 0 at")
+
+
+def interrupted(launchers: list[Launcher], signum: signal.Signals) -> None:
+    """Fail unless every launcher ends as a signal to it says."""
+    assert [each.end() for each in launchers] == [-signum] * len(launchers), [
+        each.err[-800:] for each in launchers
+    ]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_node_0_while_it_waits_ends_all_launchers_alike(
+    network: Network, tmp_path: Path, signum: signal.Signals
+) -> None:
+    """While nodes are missing, and in the pause before another attempt."""
+    case = Case(name="never", fields={"nnodes": 3})
+    launchers = start_job(network, [case], tmp_path, nproc=(1, 1))
+    scripts.wait_until(
+        lambda: all("2 of 3 nodes came" in each.err for each in launchers),
+        otherwise=lambda: [each.err for each in launchers],
+        within_s=60,
+    )
+    os.kill(launchers[0].pid, signum)
+    interrupted(launchers, signum)
+
+    retry = {**RETRY, "backoff_initial": 300, "backoff_max": 300}
+    case = Case(name="pause", what="kill-until-9", rank=1, fields={"retry": retry})
+    launchers = start_job(network, [case], tmp_path, nproc=(1, 1))
+    scripts.wait_until(
+        lambda: "trying again in" in launchers[0].err and "attempt 1 failed" in launchers[1].err,
+        otherwise=lambda: [each.err for each in launchers],
+        within_s=60,
+    )
+    os.kill(launchers[0].pid, signum)
+    interrupted(launchers, signum)
+    require_nothing_left(network)

@@ -1,0 +1,219 @@
+"""Nodes that something else starts: the pods of a Job, of a PyTorchJob, and a loop over ssh."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+import scripts
+from hosts import Network, find_obstacle, require
+from nodes_kit import Launcher, require_nothing_left
+
+from ddpsafe._commands.template import read_template
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+yaml = pytest.importorskip("yaml")
+
+pytestmark = pytest.mark.root
+
+PAGE: Final = Path(__file__).parents[2] / "docs" / "how-to" / "several-nodes.md"
+LATE_NAME: Final = "10.77.0.1 train-0.train\n"
+
+TRAIN: Final = """
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print("rank", dist.get_rank(), "of", int(total.item()), flush=True)
+    dist.destroy_process_group()
+"""
+
+
+def names_of_pods(network: Network, _: int) -> str:
+    """Write what the cluster's DNS knows but for the name of the endpoint, which comes later."""
+    lines = ["127.0.0.1 localhost"]
+    for index in range(len(network.names)):
+        names = f"h{index} job-worker-{index} train-node-0-{index}.train"
+        master = "job-master-0" if index == 0 else ""
+        lines.append(f"{network.first_address(index)} {names} {master}")
+    return "\n".join([*lines, ""])
+
+
+@pytest.fixture(scope="module")
+def pods() -> Iterator[Network]:
+    """Two pods."""
+    require(find_obstacle())
+    with Network(2, hosts_file=names_of_pods) as network:
+        yield network
+
+
+def block(language: str, word: str) -> str:
+    """Return the block of the page that has a word in it."""
+    blocks = re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (found,) = [each for each in blocks if word in each]
+    return str(found)
+
+
+def job_command(text: str) -> tuple[list[str], dict[str, Any]]:
+    """Return the command of the Job in a manifest, and its specification."""
+    (job,) = [each for each in yaml.safe_load_all(text) if each["kind"] == "Job"]
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    return container["command"], job["spec"]
+
+
+def start(
+    network: Network, index: int, command: list[str], folder: Path, env: dict[str, str]
+) -> Launcher:
+    """Run the command of a container, with a small script in the place of its own."""
+    assert command[:2] == ["ddpsafe", "run"]
+    script = str(scripts.write(folder, "train.py", TRAIN))
+    options = [each for each in command[2:-1] if not each.startswith("--run-dir")]
+    arguments = ["-m", "ddpsafe", "run", f"--run-dir={folder}/run", *options, script]
+    return Launcher(network[index], arguments, env)
+
+
+def require_all_ranks(launchers: list[Launcher], ranks: int) -> None:
+    """Fail unless all ranks have met."""
+    for launcher in launchers:
+        assert launcher.end() == 0, launcher.err
+    said = "\n".join(line for launcher in launchers for _, line in launcher.lines)
+    found = re.findall(rf"rank (\d) of {ranks}\b", said)
+    assert sorted(map(int, found)) == list(range(ranks)), said
+
+
+@pytest.mark.parametrize("source", ["template", "page"])
+def test_pods_of_an_indexed_job_meet_whichever_comes_first(
+    pods: Network, tmp_path: Path, source: str
+) -> None:
+    """With the command of the manifest: the name of pod 0 appears some seconds after pod 1 starts."""
+    text = read_template("kubernetes") if source == "template" else block("yaml", "kind: Job")
+    command, spec = job_command(text)
+    assert spec["completionMode"] == "Indexed"
+    launchers = []
+    for index in (1, 0):
+        env = {
+            "JOB_COMPLETION_INDEX": str(index),
+            "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+            "KUBERNETES_SERVICE_PORT": "443",
+            "DDPSAFE_JOB_SECRET": "of the cluster",
+            "DDPSAFE_NPROC_PER_NODE": "1",  # for the GPUs
+        }
+        launchers.append(start(pods, index, command, tmp_path, env))
+    files = [pods.folder / f"hosts.{index}" for index in (0, 1)]
+    before = files[0].read_text()
+    try:
+        scripts.wait_until(lambda: bool(list((tmp_path / "run").glob("node-1-*"))), within_s=60)
+        for file in files:
+            with file.open("a") as names:
+                names.write(LATE_NAME)
+        require_all_ranks(launchers, spec["completions"])
+    finally:
+        for file in files:
+            file.write_text(before)
+    require_nothing_left(pods)
+
+
+OPERATORS: Final[dict[str, dict[str, str]]] = {
+    # What a pod gets; "#" stands for its number.
+    "PyTorchJob with a master": {
+        "PYTHONUNBUFFERED": "1",
+        "MASTER_ADDR": "job-master-0",
+        "MASTER_PORT": "23456",
+        "PET_MASTER_ADDR": "job-master-0",
+        "PET_MASTER_PORT": "23456",
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "2",
+        "PET_NODE_RANK": "#",
+        "RANK": "#",
+        "WORLD_SIZE": "4",
+    },
+    "elastic PyTorchJob": {
+        "PYTHONUNBUFFERED": "1",
+        "PET_NNODES": "2:2",
+        "PET_NPROC_PER_NODE": "2",
+        "PET_RDZV_BACKEND": "c10d",
+        "PET_RDZV_ENDPOINT": "job-worker-0:29400",
+        "PET_RDZV_ID": "job",
+        "PET_MAX_RESTARTS": "3",
+    },
+    "Kubeflow Trainer": {
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "2",
+        "PET_NODE_RANK": "#",
+        "PET_MASTER_ADDR": "train-node-0-0.train",
+        "PET_MASTER_PORT": "29400",
+        "JOB_COMPLETION_INDEX": "#",
+    },
+}
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_pods_of_an_operator_need_no_option(pods: Network, tmp_path: Path, operator: str) -> None:
+    """Number, order, endpoint and ranks of the nodes come from what it sets in each pod."""
+    given = OPERATORS[operator]
+    launchers = [
+        start(
+            pods,
+            index,
+            ["ddpsafe", "run", "train.py"],
+            tmp_path,
+            {name: text.replace("#", str(index)) for name, text in given.items()},
+        )
+        for index in (1, 0)
+    ]
+    require_all_ranks(launchers, 4)
+    require_nothing_left(pods)
+
+
+SSH: Final = """
+    #!/bin/sh
+    # ssh -tt HOST COMMAND, into the namespaces of a host
+    test "$1" = -tt && shift
+    case "$1" in {cases} *) exit 255;; esac
+    exec nsenter --target "$pid" --net --uts --mount --pid -- sh -c "$2"
+"""
+
+
+def test_the_loop_over_ssh_of_the_page_starts_a_job(network: Network, tmp_path: Path) -> None:
+    """As it stands there, with an ssh that enters namespaces; only its owner may read the secret."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    cases = " ".join(f"{host.name}) pid={host.pid};;" for host in network)
+    ssh = scripts.write(folder, "ssh", SSH.format(cases=cases).lstrip())
+    ssh.chmod(0o755)
+    run = scripts.write(
+        folder, "ddpsafe", f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m ddpsafe "$@"\n'
+    )
+    run.chmod(0o755)
+    scripts.write(tmp_path, "train.py", TRAIN)
+    loop = block("bash", "ssh -tt").replace("gpu-01", "h0").replace("gpu-02", "h1")
+    environment = {
+        **scripts.clean_environment(),
+        "HOME": str(tmp_path),
+        "PATH": f"{folder}:{os.environ['PATH']}:/usr/sbin:/sbin",
+        "DDPSAFE_NPROC_PER_NODE": "1",
+    }
+    ended = subprocess.run(
+        ["bash", "-c", loop],
+        cwd=tmp_path,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert sorted(re.findall(r"rank (\d) of 2", ended.stdout)) == ["0", "1"], ended.stderr
+    assert "is derived from its endpoint" not in ended.stderr
+    assert (tmp_path / "job-secret").stat().st_mode & 0o077 == 0
+    require_nothing_left(network)
