@@ -143,12 +143,15 @@ class DDPSafeError(Exception):
             the reason.
         previous_attempts: Where the error ended a retry, the errors of the attempts before,
             oldest first.
+        shown_as_json: Whether it is a line of JSON if it is not caught: its launch had
+            ``console="json"``.
     """
 
     exit_code: int = 1
     kind: FailureKind = "config"
     origin: Origin = "own"
     previous_attempts: tuple[DDPSafeError, ...] = ()
+    shown_as_json: bool = False
 
     def __init__(self, explanation: Explanation | str) -> None:
         """Keep the explanation; a plain text is one that says only what happened."""

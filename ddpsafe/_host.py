@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import math
 import os
 import re
 import shlex
 import socket
+import stat
 from collections import defaultdict
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,12 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from torch.distributed import TCPStore
 
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+PORT_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def boot_id() -> str:
@@ -38,6 +41,14 @@ def count_cores() -> int:
     return os.cpu_count() or 1
 
 
+def port_range() -> range | None:
+    """Return the ports that this system hands out to whoever asks for any; None if it is unknown."""
+    with contextlib.suppress(OSError, ValueError):
+        first, last = map(int, PORT_RANGE.read_text(encoding="ascii").split())
+        return range(first, last + 1)
+    return None
+
+
 def is_directory_gone() -> bool:
     """Tell whether the current directory of this process has been removed."""
     try:
@@ -45,6 +56,46 @@ def is_directory_gone() -> bool:
     except FileNotFoundError:
         return True
     return False
+
+
+def is_directory_foreign() -> bool:
+    """Tell whether another user may have put files into the current directory.
+
+    The rule is git's, of ``safe.directory`` (CVE-2022-24765): owner and mode decide. Python puts
+    the current directory first on the path of `python -c`, which is how `multiprocessing` starts
+    its processes. Where there is none, nothing may be looked for in it either.
+    """
+    try:
+        found = Path().stat()
+    except OSError:
+        return True
+    return not is_owner_trusted(found) or others_may_write(found)
+
+
+def is_owner_trusted(status: os.stat_result) -> bool:
+    """Tell whether a file is of this user or of root."""
+    return not hasattr(os, "geteuid") or status.st_uid in {0, os.geteuid()}
+
+
+def others_may_write(status: os.stat_result) -> bool:
+    """Tell whether its mode lets other users write to a file, or into a directory."""
+    others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if not hasattr(os, "geteuid"):  # Windows
+        return False
+    if others != stat.S_IWGRP:
+        return bool(others)
+    # Most distributions make a group for each user alone; under their umask of 002 every file may
+    # be written by its group.
+    import grp
+    import pwd
+
+    try:
+        user = pwd.getpwuid(os.geteuid())
+        group = grp.getgrgid(status.st_gid)
+    except KeyError:
+        return True
+    is_private = user.pw_uid != 0 and user.pw_gid == group.gr_gid and group.gr_name == user.pw_name
+    return not is_private or not set(group.gr_mem) <= {user.pw_name}
 
 
 LIBRARY_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
@@ -272,3 +323,125 @@ def open_tcp_store(
         master_listen_fd=None if listening is None else listening.detach(),
         **server,
     )
+
+
+# Limits that a container or a scheduler sets through control groups, version 1 and 2.
+
+_GROUPS_OF_PROCESS: Final = Path("/proc/self/cgroup")
+_CGROUPS: Final = Path("/sys/fs/cgroup")
+_UNLIMITED: Final = 1 << 60
+"""Version 1 writes "no limit" as the largest multiple of a page."""
+_MEMBERSHIP_FIELDS: Final = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The tightest limits on this process, of its own group and those above.
+
+    Attributes:
+        memory_bytes: Limit of memory; ``None`` where there is none.
+        memory_left_bytes: What is left of the tightest one, page cache counted as left.
+        cores: Cores' worth of time; ``None`` where there is no limit.
+        processes_left: Processes and threads that may still be started; ``None`` for no limit.
+    """
+
+    memory_bytes: int | None = None
+    memory_left_bytes: int | None = None
+    cores: float | None = None
+    processes_left: int | None = None
+
+
+def read_limits(*, membership: Path = _GROUPS_OF_PROCESS, root: Path = _CGROUPS) -> Limits:
+    """Read the limits of this process; what cannot be read counts as no limit.
+
+    Args:
+        membership: Where the kernel lists the groups of the process.
+        root: Where the hierarchies are mounted.
+    """
+    groups = list(_cgroups_of(membership))
+    memory = [found for each in _levels(groups, "memory", root) if (found := _memory_of(each))]
+    cores = [share for each in _levels(groups, "cpu", root) if (share := _cores_of(each))]
+    processes = [
+        left for each in _levels(groups, "pids", root) if (left := _processes_of(each)) is not None
+    ]
+    return Limits(
+        memory_bytes=min((limit for limit, _ in memory), default=None),
+        memory_left_bytes=min((left for _, left in memory), default=None),
+        cores=min(cores, default=None),
+        processes_left=min(processes, default=None),
+    )
+
+
+def _cgroups_of(membership: Path) -> Iterator[tuple[str, str]]:
+    """Yield controllers and path of each group; version 2 has no controllers there."""
+    with contextlib.suppress(OSError):
+        for line in membership.read_text(encoding="utf-8", errors="replace").splitlines():
+            parts = line.split(":", 2)
+            if len(parts) == _MEMBERSHIP_FIELDS:
+                yield parts[1], parts[2]
+
+
+def _levels(groups: list[tuple[str, str]], controller: str, root: Path) -> Iterator[Path]:
+    """Yield the directories of a controller that bind this process, its own first."""
+    for controllers, path in groups:
+        if not controllers:
+            base = root if (root / "cgroup.controllers").exists() else root / "unified"
+        elif controller in controllers.split(","):
+            base = next(
+                (root / name for name in (controllers, controller) if (root / name).exists()), root
+            )
+        else:
+            continue
+        own = base / path.lstrip("/")
+        # In a container the path is the host's, and what is mounted is already the own group.
+        own = own if own.exists() and ".." not in path else base
+        yield from (level for level in (own, *own.parents) if level.is_relative_to(base))
+
+
+def _number_in(path: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        number = int(path.read_text(encoding="ascii"))
+        return number if 0 <= number < _UNLIMITED else None
+    return None
+
+
+def _memory_of(group: Path) -> tuple[int, int] | None:
+    for limit_name, usage_name, cache_key in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        limit = _number_in(group / limit_name)
+        if limit is not None:
+            usage = (_number_in(group / usage_name) or 0) - _statistic(
+                group / "memory.stat", cache_key
+            )
+            return limit, max(0, limit - max(0, usage))
+    return None
+
+
+def _statistic(path: Path, key: str) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        for line in path.read_text(encoding="ascii").splitlines():
+            name, _, value = line.partition(" ")
+            if name == key:
+                return int(value)
+    return 0
+
+
+def _cores_of(group: Path) -> float | None:
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (group / "cpu.max").read_text(encoding="ascii").split()
+        return None if quota == "max" else int(quota) / int(period)
+    quota_us = _number_in(group / "cpu.cfs_quota_us")
+    period_us = _number_in(group / "cpu.cfs_period_us")
+    return quota_us / period_us if quota_us and period_us else None
+
+
+def _processes_of(group: Path) -> int | None:
+    most = _number_in(group / "pids.max")
+    return None if most is None else max(0, most - (_number_in(group / "pids.current") or 0))
+
+
+def whole_cores(cores: float) -> int:
+    """Return how many threads such a share can keep busy."""
+    return max(1, math.floor(cores))

@@ -22,7 +22,7 @@ from ddpsafe._launcher.uncaught import presentable
 from ddpsafe._launcher.watch.console import shown_log
 from ddpsafe._launcher.watch.hang_detection import LearnedGaps
 from ddpsafe._launcher.watch.signals import Interrupted, interrupts_kept, pass_on
-from ddpsafe._logging import launch_fields
+from ddpsafe._logging import json_scope, launch_fields
 from ddpsafe._preflight import require_ready_host, require_ready_node, require_ready_nodes
 from ddpsafe._worker.entrypoint import run_rank
 from ddpsafe._worker.join import attached
@@ -166,7 +166,7 @@ def spawn(
         resolved = LaunchConfig.resolve(
             LaunchConfig.resolve(config, **fields),
             nproc_per_node=nprocs,
-            start_method=start_method,  # type: ignore[arg-type]  # judged by the config
+            start_method=start_method,  # type: ignore[arg-type]  # checked by the config
         )
         plan = _ready_plan(resolved, style="spawn", daemon=daemon)
         calls = Calls(fn, args, {}, on_retry, style="spawn")
@@ -190,7 +190,7 @@ def run_processes(fn: Callable[..., object], args: Sequence[Any], config: Launch
 
 def _ready_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False) -> LaunchPlan:
     """Plan a launch, on a machine that is ready for it."""
-    with interrupts_kept(), shown_log(config.console):
+    with shown_log(config.console), interrupts_kept():
         plan = make_plan(config, style=style, daemon=daemon)
         require_ready_host(config, nproc=plan.nproc, backend=plan.backend)
     return plan
@@ -252,7 +252,8 @@ def _run_plan(
                     plan.config.retry, attempt, change=calls.change, cancelled=cancelled
                 )
     except Interrupted as interrupted:
-        pass_on(interrupted.signum)
+        with json_scope(on=plan.console == "json"):
+            pass_on(interrupted.signum)
         raise
     kept = None if directory.is_ours else directory.path
     return LaunchResult(values=values, attempts=attempts, run_dir=kept)

@@ -45,7 +45,6 @@ class RecordFields:
 _of_rank: RecordFields | None = None
 _of_launch: ContextVar[RecordFields | None] = ContextVar("ddpsafe_record_fields", default=None)
 _is_wrapped = False
-_is_json = False
 
 
 def current_fields() -> RecordFields:
@@ -115,15 +114,24 @@ def note_attempt(number: int, *, world_size: int, node_rank: int) -> None:
 HOSTNAME: Final = socket.gethostname()
 
 
-def use_json(*, on: bool) -> None:
-    """Have what ddpsafe itself says from now on be lines of JSON, or text again."""
-    global _is_json  # noqa: PLW0603 - a process has one console
-    _is_json = on
+_consoles: Final[list[tuple[object, bool]]] = []
+"""A token of each scope that is open, and whether it has lines of JSON; the latest last."""
+
+
+@contextlib.contextmanager
+def json_scope(*, on: bool) -> Iterator[None]:
+    """Have what ddpsafe itself says be lines of JSON, or text, while the context is open."""
+    scope = (object(), on)  # equal to no other one: launches of several threads end in any order
+    _consoles.append(scope)
+    try:
+        yield
+    finally:
+        _consoles.remove(scope)
 
 
 def is_json() -> bool:
     """Tell whether what ddpsafe itself says has to be lines of JSON."""
-    return _is_json
+    return any(on for _, on in _consoles[-1:])
 
 
 def json_line(level: str, message: str, fields: RecordFields, **more: object) -> str:

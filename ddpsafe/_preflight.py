@@ -56,7 +56,7 @@ def require_ready_node(config: LaunchConfig, world: World) -> None:
     if config.preflight == "off":
         return
     from ddpsafe import doctor
-    from ddpsafe._worker.join.endpoint import find_endpoint
+    from ddpsafe._worker.join.launcher_address import find_endpoint
     from ddpsafe._worker.join.store import has_met
     from ddpsafe.doctor._report import require_healthy
 

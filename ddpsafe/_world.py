@@ -67,6 +67,27 @@ class World:
         }
 
 
+_JOB_VARIABLES: Final = (
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "TORCHELASTIC_RUN_ID",
+    "PMIX_NAMESPACE",
+    "OMPI_MCA_orte_jobid",
+)
+_QUEUE_VARIABLES: Final = ("PBS_JOBID", "LSB_JOBID")
+
+
+def job_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that tell one job from another, and are the same for all its ranks."""
+    # "none" is torchrun's default of --rdzv-id.
+    return {name: env[name] for name in _JOB_VARIABLES if env.get(name, "none") != "none"}
+
+
+def queue_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the ids that a queue gave to this process; mpirun need not carry them to other nodes."""
+    return {name: env[name] for name in _QUEUE_VARIABLES if name in env}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Dialect:
     """The variables in which one launcher tells a process its place."""

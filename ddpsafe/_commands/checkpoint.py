@@ -244,7 +244,7 @@ def _misuse(
 
 
 def _printable(text: str) -> str:
-    """Show control characters rather than let the terminal obey them: checkpoints are foreign."""
+    """Show control characters rather than let the terminal interpret them: checkpoints are foreign."""
     return "".join(
         each
         if each.isprintable() or each == "\n"

@@ -150,7 +150,7 @@ def _of_launcher(world: World | None) -> dict[str, Any]:
     """Return what srun or torchrun knows of the nodes; nothing on a single one."""
     if world is None or world.nnodes == 1:
         return {}
-    from ddpsafe._worker.join.endpoint import find_endpoint
+    from ddpsafe._worker.join.launcher_address import find_endpoint
 
     endpoint = find_endpoint(world, os.environ)
     # torchrun's own store listens at MASTER_PORT.

@@ -27,8 +27,8 @@ from ddpsafe._errors import (
 )
 from ddpsafe._host import is_directory_gone, plain_host, show_endpoint
 from ddpsafe._launch import run_processes
-from ddpsafe._logging import current_fields, is_json, json_line, json_of_error, use_json
-from ddpsafe._wire.exceptions import where_of
+from ddpsafe._logging import current_fields, json_line, json_of_error
+from ddpsafe._wire.exception_chain import where_of
 from ddpsafe._wire.messages import ScriptExit
 from ddpsafe._world import find_node_place, require_int
 from ddpsafe.cli import HEALTHY, PARTS, TORCHRUN_NOTED, USAGE, complain
@@ -57,15 +57,15 @@ def run_ranks(options: Namespace) -> int:
     except ConfigError as error:
         complain(str(error))
         return USAGE
-    use_json(on=config.console == "json")
+    is_json = config.console == "json"
     if options.quiet:
         logging.getLogger("ddpsafe").setLevel(logging.ERROR)
     for note in notes if not options.quiet else ():
-        complain(json_line("INFO", note, current_fields()) if is_json() else f"ddpsafe run: {note}")
+        complain(json_line("INFO", note, current_fields()) if is_json else f"ddpsafe run: {note}")
     try:
         run_processes(run_script, (target, tuple(options.arguments), _kind_of(options)), config)
     except DDPSafeError as error:
-        if is_json():
+        if is_json:
             complain(json_of_error(error))
         else:
             # As Python would print it, the rank's own exception first; ddpsafe's frames say nothing.
@@ -91,7 +91,7 @@ def read_options(options: Namespace) -> tuple[dict[str, Any], list[str]]:
     if fields.get("nnodes", 1) > 1 and "PET_NPROC_PER_NODE" in os.environ:  # torchrun's option
         fields.setdefault("nproc_per_node", os.environ["PET_NPROC_PER_NODE"])
     fields |= _read_parts(options)
-    if options.backend is not None:  # heard by launch(), setup() and process_group() in the script
+    if options.backend is not None:  # read by launch(), setup() and process_group() in the script
         fields["env"] = {"DDPSAFE_BACKEND": options.backend}
     # Whose output the console shows; files have the output of every rank in any case.
     tee, redirects, ranks = options.tee, options.redirects, options.local_ranks_filter
@@ -152,7 +152,7 @@ def _read_nodes(options: Namespace, notes: list[str]) -> dict[str, Any]:
         ConfigError: A number is not one.
     """
     fields: dict[str, Any] = {}
-    meeting: dict[str, Any] = {
+    rendezvous: dict[str, Any] = {
         name: value
         for name, option in (
             ("endpoint", "rdzv_endpoint"),
@@ -165,22 +165,23 @@ def _read_nodes(options: Namespace, notes: list[str]) -> dict[str, Any]:
     if options.nnodes is not None:
         fields["nnodes"], least = _read_nnodes(str(options.nnodes))
         if least != fields["nnodes"]:
-            meeting["min_nodes"] = least
+            rendezvous["min_nodes"] = least
     if options.node_rank is not None:
         fields["node_rank"] = _number(options, "node_rank")
-    if options.master_addr is not None and "endpoint" not in meeting:
+    if options.master_addr is not None and "endpoint" not in rendezvous:
         port = 29500 if options.master_port is None else _number(options, "master_port")
-        meeting["endpoint"] = show_endpoint(plain_host(options.master_addr), port)
+        rendezvous["endpoint"] = show_endpoint(plain_host(options.master_addr), port)
     if options.standalone:
         fields["nnodes"] = 1
     if "nnodes" not in fields and "DDPSAFE_NNODES" not in os.environ and options.config is None:
-        fields, meeting = _complete(fields, meeting, notes)
+        fields, rendezvous = _complete(fields, rendezvous, notes)
     if fields.get("nnodes", 1) == 1 and "DDPSAFE_NNODES" not in os.environ:
         if fields.pop("node_rank", 0) != 0:
-            what = f"--node-rank={options.node_rank}: there is one node, and nodes count from 0."
-            raise ConfigError(
-                Explanation(what, fix="write --nnodes as well, the same on all nodes.")
+            what = (
+                f"--node-rank={options.node_rank} is not possible: without --nnodes the job has one "
+                "node, of rank 0."
             )
+            raise ConfigError(Explanation(what, fix="add --nnodes, the same on all nodes."))
         notes += [
             f"--{name.replace('_', '-')} has no effect: the ranks of one node meet at a place that "
             "only they can reach."
@@ -191,9 +192,11 @@ def _read_nodes(options: Namespace, notes: list[str]) -> dict[str, Any]:
     if "JOB_COMPLETION_INDEX" in os.environ:  # of a pod of an indexed Job of Kubernetes
         index = require_int(os.environ, "JOB_COMPLETION_INDEX", because="--nnodes")
         fields.setdefault("node_rank", index)
-    if "endpoint" in meeting:
-        meeting["endpoint"] = complete_endpoint(meeting["endpoint"])  # as torchrun completes it
-    return {**fields, **({"rendezvous": meeting} if meeting else {})}
+    if "endpoint" in rendezvous:
+        rendezvous["endpoint"] = complete_endpoint(
+            rendezvous["endpoint"]
+        )  # as torchrun completes it
+    return {**fields, **({"rendezvous": rendezvous} if rendezvous else {})}
 
 
 def _read_nnodes(text: str) -> tuple[int, int]:
@@ -211,23 +214,23 @@ _OF_SEVERAL_NODES: Final = ("rdzv_endpoint", "rdzv_id", "master_addr", "master_p
 
 
 def _complete(
-    fields: dict[str, Any], meeting: dict[str, Any], notes: list[str]
+    fields: dict[str, Any], rendezvous: dict[str, Any], notes: list[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Take what is not said from the variables of srun, mpirun or a pod, and say so in a note."""
     place = find_node_place(os.environ)
     if place is None:
-        return fields, meeting
+        return fields, rendezvous
     found = {"endpoint": place.endpoint, "id": place.job, "min_nodes": place.min_nodes}
-    meeting = {**{name: each for name, each in found.items() if each is not None}, **meeting}
+    rendezvous = {**{name: each for name, each in found.items() if each is not None}, **rendezvous}
     fields = {"nnodes": place.nnodes, **fields}
     if place.node_rank is not None:
         fields.setdefault("node_rank", place.node_rank)
-    at = meeting.get("endpoint")
+    at = rendezvous.get("endpoint")
     notes.append(
         f"{place.said_by} says: this is node {fields.get('node_rank', '?')} of {place.nnodes}"
         + (f", and they meet at {at}." if at else "; --rdzv-endpoint has to say where they meet.")
     )
-    return fields, meeting
+    return fields, rendezvous
 
 
 def _number(options: Namespace, name: str) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import psutil
 
 from ddpsafe import _gpus
-from ddpsafe._launcher.watch.status import ask
+from ddpsafe._launcher.watch.status_socket import ask
 from ddpsafe.cli import HEALTHY, UNHEALTHY, USAGE, complain, say
 from ddpsafe.doctor._report import printable
 
@@ -91,7 +91,7 @@ def _read(folder: Path, *, stacks: bool) -> Facts:
         return {**place, "state": "dead", "report": _find_report(folder)}
     except OSError as error:
         return {**place, "state": "silent", "error": str(error)}
-    usage = _read_usage([each["pid"] for each in facts["ranks"]])
+    usage = _read_usage([each["pid"] for each in facts["ranks"] if each["pid"] is not None])
     gpus = _gpus.read_memory()
     for each in facts["ranks"]:
         each.update(usage.get(each["pid"], {}))
@@ -142,6 +142,9 @@ def _lines(launch: Facts) -> list[str]:
             head += f", longest time between steps {launch['longest_step_s']:.1f} s"
         waits = [each["text"] for each in launch.get("stragglers", ())]
         has_gpus = any(each.get("gpu_memory_bytes") for each in launch["ranks"])
+        hosts = {each["hostname"] for each in launch["ranks"]}
+        if len(hosts) > 1:
+            launch = {**launch, "ranks": [_with_host(each) for each in launch["ranks"]]}
         columns = [*_COLUMNS, *(["gpu memory"] if has_gpus else []), "collective", "where"]
         rows = [_row(each, has_gpus=has_gpus) for each in launch["ranks"]]
         widths = [max(len(row[at]) for row in [columns, *rows]) for at in range(len(columns) - 1)]
@@ -168,6 +171,12 @@ def _lines(launch: Facts) -> list[str]:
         printable(f"attempt {report['attempt']} failed: {report['error']}: {first}"),
         printable(f"see {report['path']}"),
     ]
+
+
+def _with_host(rank: Facts) -> Facts:
+    """Return it with its host where its process is: of other hosts only that is known."""
+    pid = "" if rank["pid"] is None else f" {rank['pid']}"
+    return {**rank, "pid": f"{rank['hostname']}{pid}"}
 
 
 def _row(rank: Facts, *, has_gpus: bool) -> list[str]:

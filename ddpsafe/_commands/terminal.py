@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ddpsafe.doctor import Report
-    from ddpsafe.doctor._report import Verdict
+    from ddpsafe.doctor._report import DialResult
 
 _MARKS: Final = {"failed": "✗ failed", "warning": "! warning", "ok": "✓ ok"}
 _STYLES: Final = {"failed": "bold red", "warning": "yellow", "ok": "green"}
@@ -57,13 +57,13 @@ def show_report(report: Report, *, verbose: bool) -> None:
             say(printable(f"ok {finding.code}: {finding.fact}"))
     if report.matrix is not None:
         hosts, directions = report.matrix.hostnames, report.matrix.directions
-        closed = [each for each in directions if each.verdict != "open"]
-        rows: dict[tuple[int, Verdict], list[str]] = {}
+        closed = [each for each in directions if each.result != "open"]
+        rows: dict[tuple[int, DialResult], list[str]] = {}
         for each in closed:
-            rows.setdefault((each.source, each.verdict), []).append(hosts[each.target])
+            rows.setdefault((each.source, each.result), []).append(hosts[each.target])
         lines = [
-            printable(f"  {hosts[source]} -> {', '.join(targets)}: {verdict}")
-            for (source, verdict), targets in rows.items()
+            printable(f"  {hosts[source]} -> {', '.join(targets)}: {result}")
+            for (source, result), targets in rows.items()
         ]
         opened = len(directions) - len(closed)
         say(f"\n{len(hosts)} hosts: {opened} of {len(directions)} directions are open")

@@ -23,6 +23,7 @@ from ddpsafe._errors import (
 )
 from ddpsafe._launcher.uncaught import end_with_the_script, presentable, spare
 from ddpsafe._launcher.watch.streams import say
+from ddpsafe._logging import json_scope
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -199,7 +200,8 @@ class SpawnHandle:
         """Report, at the script's end, a failure of ranks that were never joined."""
         error = self._result.exception() if self._result.done() else None
         if isinstance(error, DDPSafeError):
-            say(f"ranks that were never joined have failed: {error}")
+            with json_scope(on=error.shown_as_json):
+                say(f"ranks that were never joined have failed: {error}")
 
     def _note(self, workers: Sequence[Worker], inbox: SignalInbox) -> None:
         self.processes = [worker.lend_process() for worker in workers]

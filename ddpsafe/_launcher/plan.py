@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -76,7 +77,7 @@ def require_main_guard() -> None:
             this process is itself importing the main script of its parent.
     """
     if is_importing_main():
-        raise _missing("this process was started by another launch and imports its script.")
+        raise _missing("launch() was called while a rank was importing the script.")
     if not main_is_importable():
         return
     main = vars(sys.modules["__main__"])
@@ -91,7 +92,7 @@ def require_main_guard() -> None:
     try:
         tree = ast.parse(Path(path).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
-        return  # no source to judge by
+        return  # there is no source to read
     statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
     around = [node for node in statements if node.lineno <= line <= (node.end_lineno or line)]
     if around and not any(isinstance(node, ast.If) for node in around):
@@ -305,12 +306,20 @@ def make_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False) -
         launch_id=make_launch_id(),
         timeouts=RankTimeouts(
             rendezvous=config.timeouts.rendezvous,
-            collective=config.timeouts.collective,
-            barrier=config.timeouts.barrier,
+            collective=_beyond_attempt(config.timeouts.collective, config.timeouts.attempt),
+            barrier=_beyond_attempt(config.timeouts.barrier, config.timeouts.attempt),
             chosen=frozenset(config.timeouts.model_fields_set),
         ),
         daemon=daemon,
     )
+
+
+def _beyond_attempt(limit: timedelta, attempt: timedelta | None) -> timedelta:
+    """Return a limit that a rank keeps; where it is the attempt's, later than the launcher ends it.
+
+    A wait that began with the attempt would end with it, and either could be what is reported.
+    """
+    return limit if attempt is None or limit < attempt else limit + timedelta(minutes=1)
 
 
 def rank_env(plan: LaunchPlan, world: World, master_port: int, logs: LogFiles) -> dict[str, str]:
@@ -361,9 +370,10 @@ def _resolve_nproc(config: LaunchConfig, gpus: int) -> int:
         _refuse_gpu('nproc_per_node="gpu"', 'nproc_per_node="cpu" (and backend="gloo")')
     if lost := _gpus.find_lost():
         what = f"nproc_per_node={asked!r} starts {gpus} ranks: torch sees {gpus} of {gpus + lost} GPUs."
-        cause = "a GPU has fallen off the bus, or another process has it for itself."
+        cause = "a GPU has fallen off the bus, or another process uses it in exclusive mode."
         fix = (
-            f"check nvidia-smi and dmesg; nproc_per_node={gpus + lost} refuses to start with fewer."
+            f"check nvidia-smi and dmesg; to fail instead of starting with {gpus}, set "
+            f"nproc_per_node={gpus + lost}."
         )
         text = str(Explanation(what, cause=cause, fix=fix))
         warnings.warn(text, RuntimeWarning, stacklevel=2)

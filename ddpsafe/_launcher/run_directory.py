@@ -94,8 +94,15 @@ class RunDirectory:
                     with open(fd, "a", encoding="utf-8", errors="backslashreplace") as file:  # noqa: PTH123 - a file descriptor
                         file.write(outcome.raised.traceback)
 
-    def report(self, number: int, error: LaunchError) -> None:
-        """Write what is known of a failed attempt beside its logs, if the disk takes it."""
+    def report(self, number: int, error: LaunchError, *, is_kept: bool = True) -> None:
+        """Write what is known of a failed attempt beside its logs, if the disk takes it.
+
+        Args:
+            number: The attempt.
+            error: Its failure.
+            is_kept: Whether the directory stays for it.
+        """
+        self.holds_failure |= is_kept
         with contextlib.suppress(OSError):
             write_report(error, self._logs_below / f"attempt-{number}")
             write_page(self._logs_below)

@@ -2,12 +2,12 @@
 
 Each module imports only those before it::
 
-    descendants   which processes belong to a launch, by identity and never by pid alone
-    store         the private folder in which the ranks meet
-    rank_process  one rank: its process, its pipe, what is said about stopping
-    shutdown      SIGTERM, grace, SIGKILL, and what ranks leave behind
-    reaper        a small process that outlives the launcher, and ends what a killed one leaves
-    start         all ranks or none
+    descendants     which processes belong to a launch, by identity and never by pid alone
+    launcher_store  the private folder in which the ranks meet
+    rank_process    one rank: its process, its pipe, what is said about stopping
+    shutdown        SIGTERM, grace, SIGKILL, and what ranks leave behind
+    reaper          a small process that outlives the launcher, and ends what a killed one leaves
+    start           all ranks or none
 
 Nothing here knows why a rank has failed.
 """

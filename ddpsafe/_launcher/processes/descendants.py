@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import psutil
 
@@ -15,6 +16,8 @@ from ddpsafe._wire.spec import MARKER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+_FEWEST_LOOKS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ class ProcessIdentity:
 
 
 @dataclass(frozen=True, slots=True)
-class RankProcess(ProcessIdentity):
+class RankIdentity(ProcessIdentity):
     """A rank's process, which leads a session of its own, and what it has left there.
 
     The kernel gives a number to no new process while a session of that number has members, but at
@@ -50,19 +53,19 @@ class RankProcess(ProcessIdentity):
     left: tuple[ProcessIdentity, ...] | None = None
 
     @classmethod
-    def of(cls, pid: int) -> RankProcess | None:
+    def of(cls, pid: int) -> RankIdentity | None:
         """Describe a live process; ``None`` if it has gone."""
         try:
             return cls(pid, psutil.Process(pid).create_time())
         except psutil.Error:
             return None
 
-    def ended(self) -> RankProcess:
+    def ended(self) -> RankIdentity:
         """Describe it after its end, with what is left in its session."""
         return replace(self, left=tuple(_identities_in_session(self.pid)))
 
     def owns_session(self) -> bool | None:
-        """Tell whether a session of its number is its own, and not a stranger's; ``None`` if unknown.
+        """Tell whether a session of its number is its own, and not another process's; ``None`` if unknown.
 
         A process comes into a session by its birth alone. So all that is in one whose leader is the
         rank, or which one that the rank has left is still in, descends from the rank.
@@ -74,7 +77,7 @@ class RankProcess(ProcessIdentity):
         return any(each.is_alive() for each in self.left)
 
 
-def find_members(ranks: Iterable[RankProcess], launch_id: str) -> list[psutil.Process]:
+def find_members(ranks: Iterable[RankIdentity], launch_id: str) -> list[psutil.Process]:
     """Find live processes of a launch: the ranks, their sessions, and what carries its mark.
 
     A rank leads a session of its own, so whatever it starts belongs to that session, unless it
@@ -110,14 +113,14 @@ def _is_member(
 
 
 def kill_members(
-    ranks: Iterable[RankProcess], launch_id: str, *, within_s: float
+    ranks: Iterable[RankIdentity], launch_id: str, *, within_s: float
 ) -> list[psutil.Process]:
     """Kill what is left of a launch.
 
     Args:
         ranks: The ranks.
         launch_id: See `find_members`.
-        within_s: How long to look for new ones, in seconds.
+        within_s: How long to look for new ones, in seconds; a few times at least.
 
     Returns:
         What was killed, this process's children first reaped by their owner.
@@ -125,7 +128,11 @@ def kill_members(
     known = [rank for rank in ranks if rank.owns_session() is not False]
     killed: list[psutil.Process] = []
     ends = time.monotonic() + within_s
-    while (members := find_members(known, launch_id)) and time.monotonic() < ends:
+    for look in itertools.count():
+        members = find_members(known, launch_id)
+        # Whatever the time: on a busy machine one look takes a second, and what it finds is killed.
+        if not members or (look >= _FEWEST_LOOKS and time.monotonic() > ends):
+            break
         known = [rank.ended() if rank.owns_session() else rank for rank in known]
         if all(member in killed and is_in_kernel(member.pid) for member in members):
             break  # they go when the disk answers

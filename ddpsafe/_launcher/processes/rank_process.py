@@ -7,13 +7,31 @@ import os
 import signal
 import socket
 import time
+from dataclasses import replace
 from typing import IO, TYPE_CHECKING
 
 from ddpsafe._cpython import forget_child
-from ddpsafe._launcher.processes.descendants import RankProcess, open_pidfd
+from ddpsafe._launcher.processes.descendants import RankIdentity, open_pidfd
 from ddpsafe._logging import get_logger
 from ddpsafe._wire import payload
-from ddpsafe._wire.channel import (
+from ddpsafe._wire.messages import (
+    AcceptsStop,
+    AskedToStop,
+    CheckpointFolder,
+    Entered,
+    LivingThreads,
+    NativeError,
+    Phase,
+    Position,
+    Raised,
+    RankOutcome,
+    Recovered,
+    Returned,
+    StopMessage,
+    StopPromise,
+    Whereabouts,
+)
+from ddpsafe._wire.rank_pipe import (
     ALL_STARTED,
     ASK_POSITION,
     ASK_STACKS,
@@ -27,22 +45,6 @@ from ddpsafe._wire.channel import (
     Receiver,
     StepCounter,
 )
-from ddpsafe._wire.messages import (
-    AskedToStop,
-    Entered,
-    HeedsStop,
-    LivingThreads,
-    NativeError,
-    Phase,
-    Position,
-    Raised,
-    RankOutcome,
-    Recovered,
-    Returned,
-    StopMessage,
-    StopPromise,
-    Whereabouts,
-)
 from ddpsafe._wire.spec import read_log
 
 if TYPE_CHECKING:
@@ -50,21 +52,22 @@ if TYPE_CHECKING:
     from mmap import mmap
     from multiprocessing.process import BaseProcess
 
-    from ddpsafe._wire.channel import Progress
+    from ddpsafe._launcher.diagnosis.evidence import RankReading
     from ddpsafe._wire.messages import Message, Status
+    from ddpsafe._wire.rank_pipe import Progress
     from ddpsafe._wire.spec import RankSpec
 
 
 logger = get_logger(__name__)
 
 
-class StopTalk:
+class StopState:
     """The launcher's side of it, for one rank.
 
     Attributes:
-        heeds: Whether the rank's function asks now and then if it should stop.
+        accepts: Whether the rank accepts a request to stop: its function calls `stop_requested`.
         asked_by: The signal that asked the rank itself to stop.
-        obeys: Whether its function has been told to stop.
+        is_stopping: Whether its function has been told to stop.
         promise: The first call of `stop_requested` that it has not answered; ``None`` if unknown yet.
     """
 
@@ -72,19 +75,19 @@ class StopTalk:
         """Talk through `say`, which drops the bytes if the rank has gone."""
         self._say = say
         self._has_returned = False
-        self.heeds = False
+        self.accepts = False
         self.asked_by: str | None = None
-        self.obeys = False
+        self.is_stopping = False
         self.promise: int | None = None
 
     def note(self, message: StopMessage) -> None:
         """Take a message of the rank."""
-        if isinstance(message, HeedsStop):
-            self.heeds = True
+        if isinstance(message, AcceptsStop):
+            self.accepts = True
         elif isinstance(message, AskedToStop):
             self.asked_by = message.signal_name
         elif not isinstance(message, StopPromise):
-            self.obeys = True
+            self.is_stopping = True
         elif not self._has_returned:
             self.promise = message.call
 
@@ -124,11 +127,7 @@ class RankState:
         ended_ns: When its end was seen (monotonic).
         position: The last it said about where it is in the sequence of collectives.
         whereabouts: The last it said about where it is while the others go on.
-        state: What the system says of the process, when it was asked.
-        stack: The user's innermost line, when it was asked.
-        in_collective: Whether it waited in a collective there.
-        point_to_point: Which send or receive it waited in there.
-        in_rpc: Whether `stack` is of a thread that executes a call of another rank.
+        reading: What was found out about it when the ranks were asked where they are.
         native: What native code wrote before it ended the process.
         living_threads: What keeps its process alive, when it was asked.
         stop: What is said about stopping by itself.
@@ -146,14 +145,11 @@ class RankState:
         self._teardown_ns: int | None = None
         self.position: Position | None = None
         self.whereabouts: Whereabouts | None = None
-        self.state = ""
-        self.stack = ""
-        self.in_collective: bool | None = None
-        self.point_to_point = ""
-        self.in_rpc = False
+        self.reading: RankReading | None = None
         self.native: NativeError | None = None
         self.living_threads: LivingThreads | None = None
-        self.stop = StopTalk(say)
+        self.checkpoint_folders: set[str] = set()
+        self.stop = StopState(say)
 
     @property
     def rank(self) -> int:
@@ -174,6 +170,10 @@ class RankState:
         """Return how far it has come."""
         raise NotImplementedError
 
+    def outcome(self) -> RankOutcome:
+        """Return what is known of it now."""
+        raise NotImplementedError
+
     def take(self, message: Message) -> None:
         """Take note of what the rank has sent."""
         if isinstance(message, Entered):
@@ -190,6 +190,8 @@ class RankState:
             self.whereabouts = message
         elif isinstance(message, LivingThreads):
             self.living_threads = message
+        elif isinstance(message, CheckpointFolder):
+            self.checkpoint_folders.add(message.path)
         elif isinstance(message, Recovered):
             self.raised = self.raised if self.failed else None
         elif not isinstance(message, Raised):
@@ -202,6 +204,16 @@ class RankState:
             hides = earlier is not None and not earlier.is_peer_error and message.is_peer_error
             if earlier is None or (message.final and not hides):
                 self.raised, self.position = message, message.position
+
+    def note_reading(self, reading: RankReading | None) -> None:
+        """Take note of what was found out when it was asked; ``None`` for nothing."""
+        if reading is not None:
+            self.reading = reading
+            self.position, self.native = reading.position, reading.native
+
+    def note_native(self, found: NativeError | None) -> None:
+        """Take note of what native code wrote before it ended the process."""
+        self.native = found
 
     def tell_all_started(self) -> None:
         """Tell it that the others have been started, and can be waited for."""
@@ -243,7 +255,7 @@ class Worker(RankState):
         report_fd: int,
         lifeline_fd: int,
         shared: IO[bytes],
-        protect: Callable[[RankProcess], None],
+        protect: Callable[[RankIdentity], None],
     ) -> None:
         """Own the process, both pipes' ends and the shared memory; see `Inheritance`.
 
@@ -264,7 +276,7 @@ class Worker(RankState):
         self._is_lent = False
         self._is_abandoned = False
         self._pidfd = open_pidfd(process.pid)
-        self.identity = RankProcess.of(process.pid) if process.pid is not None else None
+        self.identity = RankIdentity.of(process.pid) if process.pid is not None else None
         self._protect = protect
         if self.identity is not None:
             protect(self.identity)
@@ -335,7 +347,7 @@ class Worker(RankState):
         return self._steps.read()
 
     def say(self, word: bytes) -> None:
-        """Send the rank a word of `_wire.channel`, unless it does not listen any more."""
+        """Send the rank a word of `_wire.rank_pipe`, unless it does not listen any more."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             os.write(self._lifeline_fd, word)
 
@@ -361,7 +373,7 @@ class Worker(RankState):
         """Say what became of it."""
         logs = self.spec.logs
         status = self._status()
-        return RankOutcome(
+        outcome = RankOutcome(
             rank=self.rank,
             local_rank=self.spec.world.local_rank,
             pid=self.pid,
@@ -376,31 +388,35 @@ class Worker(RankState):
             stdout=logs.stdout,
             stderr=logs.stderr,
             position=self.position,
-            state=self.state,
-            stack=self.stack,
-            in_collective=self.in_collective,
             progress=self.progress(),
-            point_to_point=self.point_to_point,
-            in_rpc=self.in_rpc,
             began_ns=self.began_ns,
             exited_at="" if self.returned is None else self.returned.exited_at,
+        )
+        if self.reading is None:
+            return outcome
+        place = self.reading.place
+        return replace(
+            outcome,
+            state=self.reading.state,
+            stack=place.stack,
+            in_collective=place.in_collective,
+            point_to_point=place.point_to_point,
+            in_rpc=place.in_rpc,
         )
 
     def _status(self) -> Status:
         if self.returned is not None:
             return "returned"
-        if self.raised is not None and not self._was_killed_meanwhile():
+        # It may have been killed while an exception was in flight, which may be handled.
+        by_a_signal = self.exitcode is not None and self.exitcode < 0 and not self.crashed
+        was_killed = by_a_signal and not self.failed and not self.told_to_end
+        if self.raised is not None and not was_killed:
             return "raised"
         if self.told_to_end:
             return "stopped"
         if self.alive:
             return "running"
         return "killed" if (self.exitcode or 0) < 0 else "exited"
-
-    def _was_killed_meanwhile(self) -> bool:
-        """Tell whether it was killed while an exception was in flight, which may be handled."""
-        by_a_signal = self.exitcode is not None and self.exitcode < 0 and not self.crashed
-        return by_a_signal and not self.failed and not self.told_to_end
 
     def signal(self, signum: int) -> None:
         """Send a signal, if the process has not been reaped."""
@@ -414,6 +430,19 @@ class Worker(RankState):
                 pass
             except PermissionError:  # it has become another user's by exec; the others still end
                 logger.warning("rank %d (pid %d) may not be signalled", self.rank, self.pid)
+
+    def end(self, signum: int) -> None:
+        """Send the signal that is to end it, if its end has not been seen."""
+        if self.alive:
+            self.told_to_end = True
+            if self.stop.accepts and signum == signal.SIGTERM:
+                self.stop.announce_end()
+            self.signal(signum)
+            self.signal(signal.SIGCONT)  # a suspended process takes nothing but SIGKILL
+
+    def note_swept(self) -> None:
+        """Record that it has been ended with everything it started."""
+        self.is_swept = True
 
     def close(self) -> None:
         """Release descriptors; the process must have ended."""

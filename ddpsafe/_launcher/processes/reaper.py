@@ -20,7 +20,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import Explanation, PreflightError
-from ddpsafe._launcher.processes.descendants import ProcessIdentity, RankProcess, kill_members
+from ddpsafe._launcher.processes.descendants import ProcessIdentity, RankIdentity, kill_members
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -50,7 +50,7 @@ class Guard:
         path = [entry for entry in entries if isinstance(entry, str)]
         self._say(json.dumps({"path": path, "launch": [launch_id, os.getpid()]}))
 
-    def protect(self, rank: RankProcess) -> None:
+    def protect(self, rank: RankIdentity) -> None:
         """End this process and its session too, should the launcher vanish.
 
         Told again once the rank has ended: its number may become another process's.
@@ -111,7 +111,7 @@ def watch(launch_id: str, launcher_pid: int) -> None:
     # What is sent to all processes of a job must not end the one that cleans up after them.
     for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)
-    ranks: dict[int, RankProcess] = {}
+    ranks: dict[int, RankIdentity] = {}
     folders: list[str] = []
     # A process that the launcher has forked off holds the pipe open beyond the launcher's death.
     threading.Thread(
@@ -133,12 +133,12 @@ def watch(launch_id: str, launcher_pid: int) -> None:
     _clean_up(ranks, folders, launch_id)
 
 
-def _rank_of(pid: int, created_s: float, left: list[dict[str, Any]] | None) -> RankProcess:
+def _rank_of(pid: int, created_s: float, left: list[dict[str, Any]] | None) -> RankIdentity:
     members = None if left is None else tuple(ProcessIdentity(**each) for each in left)
-    return RankProcess(pid, created_s, members)
+    return RankIdentity(pid, created_s, members)
 
 
-def _clean_up(ranks: dict[int, RankProcess], folders: list[str], launch_id: str) -> None:
+def _clean_up(ranks: dict[int, RankIdentity], folders: list[str], launch_id: str) -> None:
     from ddpsafe._launcher.processes.shutdown import unlink_semaphores
 
     kill_members(list(ranks.values()), launch_id, within_s=_CLEAN_UP_S)

@@ -85,7 +85,7 @@ def end_workers(workers: Sequence[Worker], *, grace: timedelta, launch_id: str) 
 
     Args:
         workers: The ranks of the attempt.
-        grace: How long a rank may take to obey SIGTERM.
+        grace: How long a rank may take to end by SIGTERM.
         launch_id: Marks the processes of this launch.
     """
     if workers and all(worker.is_swept for worker in workers):
@@ -119,7 +119,7 @@ def end_workers(workers: Sequence[Worker], *, grace: timedelta, launch_id: str) 
         )
     remove_semaphores(launch_id)
     for worker in workers:
-        worker.is_swept = True
+        worker.note_swept()
 
 
 def _end(workers: Sequence[Worker], signum: signal.Signals, deadline: Deadline) -> None:
@@ -128,12 +128,7 @@ def _end(workers: Sequence[Worker], signum: signal.Signals, deadline: Deadline) 
         if worker.alive and wait([worker.end_handle()], 0):
             worker.note_end(seen_ns)  # it ended by itself: that is evidence, and not our doing
     for worker in workers:
-        if worker.alive:
-            worker.told_to_end = True
-            if worker.stop.heeds and signum == signal.SIGTERM:
-                worker.stop.announce_end()
-            worker.signal(signum)
-            worker.signal(signal.SIGCONT)  # a suspended process obeys nothing but SIGKILL
+        worker.end(signum)
     await_ends(workers, deadline)
 
 
@@ -144,7 +139,9 @@ def _kill(workers: Sequence[Worker]) -> None:
     _end(workers, signal.SIGKILL, Deadline.after(_LOOK))
     # Who waits for a disk or a device, as when its state was asked, does not end yet.
     if not all(
-        (worker.state == psutil.STATUS_DISK_SLEEP and is_in_kernel(worker.pid))
+        worker.reading is not None
+        and worker.reading.state == psutil.STATUS_DISK_SLEEP
+        and is_in_kernel(worker.pid)
         for worker in workers
         if worker.alive
     ):

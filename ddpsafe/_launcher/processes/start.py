@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import resource
@@ -14,20 +15,24 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import Explanation, PreflightError
+from ddpsafe._host import is_directory_foreign
 from ddpsafe._launcher.processes.rank_process import Worker
+from ddpsafe._logging import get_logger
 from ddpsafe._secrets import withheld_own
-from ddpsafe._wire.channel import Inheritance, InheritedFd, StepCounter, open_memory
+from ddpsafe._wire.rank_pipe import Inheritance, InheritedFd, StepCounter, open_memory
+from ddpsafe._wire.spec import SAFE_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ddpsafe._launcher.processes.descendants import RankProcess
+    from ddpsafe._launcher.processes.descendants import RankIdentity
     from ddpsafe._launcher.processes.reaper import Guard
     from ddpsafe._wire.payload import Pickled
     from ddpsafe._wire.spec import CallStyle, RankSpec
 
     RunRank = Callable[[RankSpec, Inheritance], object]
 
+logger = get_logger(__name__)
 
 # Measured with 2 and 8 ranks: 16 + 7 for each are just enough.
 _FILES_OF_LAUNCHER: Final = 20
@@ -138,6 +143,12 @@ def started_workers(
     Raises:
         PreflightError: The system would not start another process.
     """
+    if sys.version_info < (3, 11) and is_directory_foreign():
+        logger.warning(
+            "Other users may write to the current directory, and Python %d.%d imports what it starts "
+            "processes with from there: launch from a directory of your own.",
+            *sys.version_info[:2],
+        )
     context = _context(start_method, expects_restarts=expects_restarts)
     workers: list[Worker] = []
     with contextlib.ExitStack() as stack:
@@ -146,10 +157,11 @@ def started_workers(
         # Python's resource tracker starts with SIGUSR1 blocked: schedulers send it to whole groups.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
         try:
-            resource_tracker.ensure_running()
+            with withheld_own(), _no_foreign_modules():
+                resource_tracker.ensure_running()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        with _translated(workers, len(specs)):
+        with _translated(specs[0]):
             call_file = call.fileno()
         for spec in specs:
             # What this program has printed is written before `multiprocessing` does it in the
@@ -157,7 +169,7 @@ def started_workers(
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(AttributeError, ValueError):
                     stream.flush()
-            with _translated(workers, len(specs)):
+            with _translated(spec):
                 workers.append(
                     _start(
                         context,
@@ -175,12 +187,12 @@ def started_workers(
 
 
 @contextlib.contextmanager
-def _translated(workers: Sequence[Worker], wanted: int) -> Iterator[None]:
-    """Translate what the system refuses into a PreflightError."""
+def _translated(spec: RankSpec) -> Iterator[None]:
+    """Translate what the system refuses at the start of a rank into a PreflightError."""
     try:
         yield
     except (OSError, EOFError) as exc:
-        raise _not_started(len(workers), wanted, exc) from exc
+        raise _not_started(spec, exc) from exc
 
 
 def _context(start_method: str, *, expects_restarts: bool) -> Any:
@@ -204,7 +216,7 @@ def _start(
     *,
     daemon: bool,
     run_rank: RunRank,
-    protect: Callable[[RankProcess], None],
+    protect: Callable[[RankIdentity], None],
 ) -> Worker:
     with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as theirs:
         report_read, report_write = os.pipe()
@@ -231,7 +243,12 @@ def _start(
             name=f"ddpsafe-rank-{spec.world.rank}",
             daemon=daemon,
         )
-        with _main_to_import(spec.style), _search_path_of_text(), withheld_own():
+        with (
+            _main_to_import(spec.style),
+            _search_path_of_text(),
+            withheld_own(),
+            _no_foreign_modules(),
+        ):
             process.start()
         on_failure.callback(process.join)
         on_failure.callback(process.kill)
@@ -270,6 +287,25 @@ def _main_to_import(style: CallStyle) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _no_foreign_modules() -> Iterator[None]:
+    """Keep new interpreters from importing what another user has put into the current directory.
+
+    `multiprocessing` starts them as ``python -c "from multiprocessing…"``, which looks there first.
+    Once a process has begun, it has the ``sys.path`` of this one. The caller has the environment to
+    itself.
+    """
+    name, text = SAFE_PATH
+    if os.environ.get(name) or not is_directory_foreign():
+        yield
+        return
+    os.environ[name] = text
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+
+
+@contextlib.contextmanager
 def _search_path_of_text() -> Iterator[None]:
     """Keep `Path` objects from the fork server, which is told ``sys.path`` as Python source.
 
@@ -289,9 +325,19 @@ def _close_all(workers: Sequence[Worker]) -> None:
         worker.close()
 
 
-def _not_started(started: int, wanted: int, exc: OSError | EOFError) -> PreflightError:
-    said = str(exc) or type(exc).__name__
-    what = f"could not start rank {started} (world_size {wanted}): {said}."
+_LIMITS: Final = {
+    errno.EAGAIN: "the number of processes is limited on this machine (ulimit -u, pids.max).",
+    errno.EMFILE: "the number of open files is limited for this process (ulimit -n).",
+    errno.ENFILE: "the number of open files is limited on this machine (fs.file-max).",
+    errno.ENOMEM: "this machine, or its cgroup, has no memory left.",
+    errno.ENOSPC: "the disk with the run directory or TMPDIR is full.",
+}
+"""Which limit stopped a start, by errno."""
+
+
+def _not_started(spec: RankSpec, exc: OSError | EOFError) -> PreflightError:
+    said, world = str(exc) or type(exc).__name__, spec.world
+    what = f"could not start rank {world.rank} (world_size {world.world_size}): {said}."
     if isinstance(exc, (EOFError, ConnectionError, ChildProcessError)):
         cause = (
             "Python's fork server has ended: it was killed, or this process is a fork of its owner."
@@ -304,6 +350,9 @@ def _not_started(started: int, wanted: int, exc: OSError | EOFError) -> Prefligh
         )
         fix = 'set TMPDIR to a short path, such as /tmp, or take start_method="spawn".'
         return PreflightError(Explanation(what, cause=cause, fix=fix))
-    cause = "a limit of this machine: processes (ulimit -u), open files (ulimit -n), memory, disk."
+    cause = _LIMITS.get(
+        exc.errno or 0,
+        "a limit of this machine: processes (ulimit -u), open files (ulimit -n), memory, disk.",
+    )
     fix = "raise the limit, or start fewer ranks. The ranks started before were ended."
     return PreflightError(Explanation(what, cause=cause, fix=fix))

@@ -3,7 +3,7 @@
 Each module imports only those before it::
 
     hang_detection  who waits too long, who has left, who makes no step
-    status          what a running launch tells another process of its user
+    status_socket   what a running launch tells another process of its user
     live            whether a job that still runs gets on
     streams         writes to the caller's streams, which never block
     signals         SIGINT, SIGTERM and SIGHUP as events of the wait

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TextIO
 
 from ddpsafe._clock import AwakeClock, Deadline
-from ddpsafe._errors import ranks_text
+from ddpsafe._errors import DDPSafeError, ranks_text
 from ddpsafe._launcher.watch.signals import is_order
 from ddpsafe._launcher.watch.streams import is_terminal, pour, say, write_line
-from ddpsafe._logging import RecordFields, current_fields, json_line, json_of_record, use_json
+from ddpsafe._logging import RecordFields, current_fields, json_line, json_of_record, json_scope
 from ddpsafe._wire.spec import open_log
 
 if TYPE_CHECKING:
@@ -187,6 +187,8 @@ class Console:
         self._has_rows = is_drawn_on(sys.stderr) and not self._is_json
         self._rows: list[str] = []
         self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._saying = threading.Lock()
+        self._is_closed = False
         self._tails = [tail for worker in workers for tail in _tails(worker, show)]
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ddpsafe-console", daemon=True)
@@ -194,8 +196,12 @@ class Console:
         _open_consoles.append(self)
 
     def say(self, text: str) -> None:
-        """Show a line of ddpsafe's on stderr, between those of the ranks."""
-        self._said.put(text)
+        """Show a line of ddpsafe's on stderr, between those of the ranks, or after the last of them."""
+        with self._saying:
+            if not self._is_closed:
+                self._said.put(text)
+                return
+        write_line(text)
 
     def finish(self) -> None:
         """Have the rest copied; a reader that keeps the launcher waiting gets no more of it."""
@@ -213,13 +219,20 @@ class Console:
                 pieces, pause = self._pieces(), Deadline.after(_PAUSE, clock=clock)
         for tail in self._tails:
             tail.given_up.set()
-        if self._thread.is_alive():
+        # A line that came after the thread's last look is shown here, and later ones by who says them.
+        with self._saying:
+            self._is_closed = True
+        if not self._thread.is_alive():
+            for text in self._take_said():
+                write_line(f"\n{text}" if self._is_mid_line else text)
+                self._is_mid_line = False
+        else:
             say("nothing reads the console, so it has not shown everything that the ranks wrote")
 
     def _has_succeeded(self) -> bool:
         """Tell whether nothing but the reader is left: logs of a success may be removed unread."""
         returned = all(worker.returned is not None for worker in self._workers)
-        return returned and not any(worker.stop.obeys for worker in self._workers)
+        return returned and not any(worker.stop.is_stopping for worker in self._workers)
 
     def _pieces(self) -> int:
         return sum(tail.pieces for tail in self._tails)
@@ -235,10 +248,7 @@ class Console:
     def _refresh(self, *, final: bool = False) -> None:
         """Copy what is new; keep lines that are redrawn, and the one of the start, below it."""
         news = [(tail, text) for tail in self._tails if (text := tail.take(final=final))]
-        said: list[str] = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                said.append(self._said.get_nowait())
+        said = self._take_said()
         now_s = time.monotonic()
         rows = [row for tail in self._tails if (row := tail.as_row())] if not final else []
         if not self._has_rows:
@@ -265,6 +275,13 @@ class Console:
         if rows != self._rows and not self._is_mid_line:
             self._rows = rows
             list(pour(sys.stderr, "\n".join(rows)))
+
+    def _take_said(self) -> list[str]:
+        said: list[str] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                said.append(self._said.get_nowait())
+        return said
 
     def _fit(self, rows: list[str]) -> list[str]:
         size = shutil.get_terminal_size()
@@ -369,18 +386,19 @@ class _Warnings(logging.Handler):
     launcher does not wait for the reader of its console.
 
     Attributes:
-        shows: What each launch that is open shows.
+        shows: A token of each launch that is open, and what it shows; the latest last.
     """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.shows: list[str] = []
+        self.shows: list[tuple[object, str]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            if self.shows[-1] == "json":
+            _, show = self.shows[-1]
+            if show == "json":
                 text = json_of_record(record)
-            elif self.shows[-1] == "none" or logging.lastResort is None or self._is_handled():
+            elif show == "none" or logging.lastResort is None or self._is_handled():
                 return
             else:
                 text = record.getMessage()
@@ -406,19 +424,24 @@ _lock: Final = threading.Lock()
 def shown_log(show: str) -> Iterator[None]:
     """Show ddpsafe's warnings in the form of the console, or keep them off one that is silent.
 
-    Where the program has handlers, they get them all the same.
+    Where the program has handlers, they get them all the same. An error that leaves the context
+    keeps the form, since it is shown after it.
 
     Args:
         show: ``rank-zero``, ``all``, ``tagged``, ``json`` or ``none``.
     """
-    use_json(on=show == "json")
+    shown = (object(), show)  # equal to no other one: launches of several threads end in any order
     with _lock:
-        _warnings.shows.append(show)
+        _warnings.shows.append(shown)
         logger.addHandler(_warnings)
     try:
-        yield
+        with json_scope(on=show == "json"):
+            yield
+    except DDPSafeError as error:
+        error.shown_as_json = show == "json"
+        raise
     finally:
         with _lock:
-            _warnings.shows.remove(show)
+            _warnings.shows.remove(shown)
             if not _warnings.shows:
                 logger.removeHandler(_warnings)

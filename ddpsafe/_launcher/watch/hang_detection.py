@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._clock import Deadline
 from ddpsafe._launcher.diagnosis.evidence import read_native_error
+from ddpsafe._wire.foreign_texts import says_that_it_ends
 from ddpsafe._wire.messages import MAIN_GROUP, last_in_main
-from ddpsafe._wire.peer_errors import says_that_it_ends
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ddpsafe._launcher.processes.rank_process import RankState, Worker
-    from ddpsafe._wire.channel import Progress
     from ddpsafe._wire.messages import Collective, Position
+    from ddpsafe._wire.rank_pipe import Progress
 
 _ASK_RETURNED_S: Final = 0.5
 _ASK_IN_FLIGHT_S: Final = 0.25
@@ -227,7 +227,7 @@ class StderrWatch:
                         said = says_that_it_ends(file.read())
                     self._read[worker.rank] = size
                     if said:
-                        worker.native = read_native_error(worker.error_text())
+                        worker.note_native(read_native_error(worker.error_text()))
 
 
 def _may_speak(worker: Worker) -> bool:

@@ -16,7 +16,7 @@ import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import psutil
 
@@ -31,7 +31,7 @@ from ddpsafe._launcher.diagnosis.evidence import (
 from ddpsafe._launcher.diagnosis.root_cause import find_root_cause
 from ddpsafe._launcher.diagnosis.stragglers import find_stragglers
 from ddpsafe._launcher.diagnosis.wait_graph import Deadlock, RankView, find_deadlock, unchanged
-from ddpsafe._launcher.watch.status import Rates, StatusSocket, answer
+from ddpsafe._launcher.watch.status_socket import Rates, StatusSocket, answer
 from ddpsafe._logging import get_logger
 from ddpsafe._wire.messages import Whereabouts
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Sequence
 
-    from ddpsafe._launcher.processes.rank_process import Worker
+    from ddpsafe._launcher.processes.rank_process import RankState, Worker
     from ddpsafe._wire.messages import Collective, Frame, RankOutcome
 
 logger = get_logger(__name__)
@@ -59,7 +59,7 @@ class LiveSettings:
         answer_s: How long an answer may take.
     """
 
-    look_s: float = 1.0
+    look_s: float = 0.5
     sleep_s: float = 2.0
     quiet_s: float = 30.0
     first_s: float = 300.0
@@ -153,7 +153,7 @@ class _Sleeper:
 class _Inquiry:
     """One question to some ranks, and their answers."""
 
-    def __init__(self, workers: Sequence[Worker], *, ends_s: float) -> None:
+    def __init__(self, workers: Sequence[RankState], *, ends_s: float) -> None:
         self._known = {worker.rank: worker.whereabouts for worker in workers}
         self.workers = list(workers)
         self.ends_s = ends_s
@@ -196,6 +196,11 @@ class DeadlockWatch:
     def activity(self, rank: int) -> _Sleeper:
         """Return what is known of a rank's main thread."""
         return self._sleepers[rank]
+
+    def read_states(self, now_s: float) -> None:
+        """Read whether the ranks sleep or are stopped, where no proof is looked for."""
+        for sleeper in self._sleepers.values():
+            sleeper.look(now_s)
 
     def look(self, now_s: float) -> Deadlock | None:
         """Go on with the question that is asked, or ask one if it is time; return a proof."""
@@ -240,7 +245,7 @@ class DeadlockWatch:
         if self._first is None:
             if find_deadlock(self._views(answers, now_s)) is not None:
                 self._first = answers
-                self._ask([each for each in inquiry.workers if each.rank in answers], now_s)
+                self._ask([self._sleepers[rank].worker for rank in answers], now_s)
             return None
         first, self._first = self._first, None
         same = {rank: unchanged(first.get(rank), now) for rank, now in answers.items()}
@@ -281,14 +286,26 @@ class DeadlockWatch:
 class LiveWatch:
     """All of it for one attempt.
 
+    Args:
+        workers: The ranks of this host.
+        clock: What says how late it is.
+        others: The ranks of other hosts: they are shown in the status. What proves a deadlock is
+            read from ``/proc``, and what ranks of one host know proves nothing of a job on several.
+
     Attributes:
         proof: The deadlock that was found.
         longest_s: The longest time between two steps of this run so far.
     """
 
-    def __init__(self, workers: Sequence[Worker], *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        *,
+        clock: Callable[[], float],
+        others: Sequence[RankState] = (),
+    ) -> None:
         """Start the clocks."""
-        self._workers = workers
+        self._workers, self._others = workers, others
         self._clock = clock
         self._settings = SETTINGS
         self._deadlocks = DeadlockWatch(workers, self._settings, now_s=clock())
@@ -341,9 +358,12 @@ class LiveWatch:
         if now_s < self._next_look_s and not self._deadlocks.is_asking and self._inquiry is None:
             return False
         self._next_look_s = now_s + self._settings.look_s
-        self._rates.note({worker.rank: worker.progress().steps for worker in self._workers})
-        if len(self._workers) > 1:
+        all_ranks = [*self._workers, *self._others]
+        self._rates.note({each.rank: each.progress().steps for each in all_ranks})
+        if len(self._workers) > 1 and not self._others:
             self.proof = self._deadlocks.look(now_s)
+        else:
+            self._deadlocks.read_states(now_s)
         progress = [worker.progress() for worker in self._workers]
         seen = [
             (worker.phase, worker.returned is None, made.steps, made.saves)
@@ -369,11 +389,13 @@ class LiveWatch:
         return max(least_s, self._settings.longer * self.longest_s)
 
     def _is_late(self, now_s: float) -> bool:
-        if not all(worker.joined for worker in self._workers) or now_s < self._next_warning_s:
+        if self._others or now_s < self._next_warning_s:
             return False
         if all(worker.returned is not None for worker in self._workers):
             return False
-        return now_s - self._moved_s >= self._limit_s(is_slow=False)
+        # Imports and the preparation of data take what they take: before all have joined it is patient.
+        has_joined = all(worker.joined for worker in self._workers)
+        return now_s - self._moved_s >= self._limit_s(is_slow=not has_joined)
 
     def _ask(self, now_s: float) -> None:
         self._next_warning_s = now_s + self._pause_s
@@ -382,7 +404,9 @@ class LiveWatch:
         self._start_inquiry(now_s)
 
     def _start_inquiry(self, now_s: float) -> None:
-        asked = [each for each in self._workers if each.alive and each.returned is None]
+        asked: list[RankState] = [each for each in self._workers if each.alive]
+        asked += [each for each in self._others if each.joined and each.ended_ns is None]
+        asked = [each for each in asked if each.returned is None]
         self._signalled = None
         self._inquiry = _Inquiry(asked, ends_s=now_s + self._settings.answer_s)
 
@@ -395,7 +419,9 @@ class LiveWatch:
         if not inquiry.is_over(now_s):
             return
         answers = inquiry.answers()
-        silent = [each for each in inquiry.workers if each.rank not in answers]
+        asked = {each.rank for each in inquiry.workers}
+        own = [each for each in self._workers if each.rank in asked]
+        silent = [each for each in own if each.rank not in answers]
         if silent and self._signalled is None:
             self._signalled = {each.rank: ask_for_stacks(each) for each in silent}
             inquiry.ends_s = now_s + self._settings.answer_s / 2
@@ -412,7 +438,7 @@ class LiveWatch:
 
     def _answer(self, answers: dict[int, Whereabouts], stacks: dict[int, list[Frame]]) -> None:
         spec = self._workers[0].spec
-        facts = {
+        facts: dict[str, Any] = {
             "schema": 1,
             "pid": os.getpid(),
             "run_dir": spec.run_dir,
@@ -423,14 +449,19 @@ class LiveWatch:
                 each.as_json()
                 for each in find_stragglers(
                     {rank: at.position.arrivals for rank, at in answers.items()},
-                    {worker.rank: worker.spec.world.node_rank for worker in self._workers},
+                    {
+                        **{worker.rank: worker.spec.world.node_rank for worker in self._workers},
+                        **{other.rank: other.outcome().node_rank for other in self._others},
+                    },
                 )
             ],
             "ranks": [
                 self._facts_of(worker, answers.get(worker.rank), stacks.get(worker.rank))
                 for worker in self._workers
-            ],
+            ]
+            + [self._facts_of_other(other, answers.get(other.rank)) for other in self._others],
         }
+        facts["ranks"].sort(key=lambda each: each["rank"])
         for connection in self._asked_by:
             answer(connection, facts)
         self._asked_by, self._wants_stacks = [], False
@@ -441,7 +472,6 @@ class LiveWatch:
         made = worker.progress()
         frames = at.threads[0].frames if at is not None and at.threads else stack or ()
         outcome = self._outcome(worker, at, frames)
-        last = None if at is None else at.position.newest()
         threads = [] if at is None else [(each.name, each.frames) for each in at.threads]
         threads = threads or [("MainThread", tuple(stack or ()))]
         return {
@@ -458,25 +488,39 @@ class LiveWatch:
             "last_step_s": round((time.monotonic_ns() - made.last_ns) / 1e9, 3)
             if made.last_ns
             else None,
-            "collective": last
-            and {
-                "group": last.group,
-                "number": last.number,
-                "name": last.name.partition(":")[2],
-                "done": last.done,
-                "text": str(last),
-            },
+            "collective": _collective_of(at),
             "where": outcome.stack,
             "in_collective": outcome.in_collective,
-            "threads": [
-                {"name": name, "frames": [list(frame) for frame in calls]}
-                for name, calls in threads
-            ]
-            if self._wants_stacks
-            else [],
+            "threads": _told_threads(threads) if self._wants_stacks else [],
             "loader_workers": find_busy_loader_workers(worker)
             if self._wants_stacks and worker.alive
             else [],
+        }
+
+    def _facts_of_other(self, other: RankState, at: Whereabouts | None) -> dict[str, object]:
+        made, outcome = other.progress(), other.outcome()
+        frames = at.threads[0].frames if at is not None and at.threads else ()
+        reading = read_frames(frames)
+        threads = [] if at is None else at.threads
+        return {
+            "rank": other.rank,
+            "local_rank": outcome.local_rank,
+            "hostname": outcome.hostname,
+            "pid": None,
+            "phase": "returned" if other.returned is not None else other.phase,
+            "state": outcome.state,
+            "answered": at is not None,
+            "steps": made.steps,
+            "steps_per_s": round(self._rates.of(other.rank), 3),
+            "saves": made.saves,
+            "last_step_s": None,  # it is told on another host's clock
+            "collective": _collective_of(at),
+            "where": reading.stack,
+            "in_collective": reading.in_collective,
+            "threads": _told_threads([(each.name, each.frames) for each in threads])
+            if self._wants_stacks
+            else [],
+            "loader_workers": [],
         }
 
     def _warn(
@@ -565,6 +609,23 @@ class LiveWatch:
         if goal is not None and goal.number > _MANY_COLLECTIVES:
             return True
         return any(at.completed >= _KNOWN_COLLECTIVES for at in answers.values())
+
+
+def _collective_of(at: Whereabouts | None) -> dict[str, object] | None:
+    last = None if at is None else at.position.newest()
+    if last is None:
+        return None
+    return {
+        "group": last.group,
+        "number": last.number,
+        "name": last.name.partition(":")[2],
+        "done": last.done,
+        "text": str(last),
+    }
+
+
+def _told_threads(threads: Sequence[tuple[str, Sequence[Frame]]]) -> list[dict[str, object]]:
+    return [{"name": name, "frames": [list(frame) for frame in calls]} for name, calls in threads]
 
 
 def _is_at_something_slow(at: Whereabouts | None, frames: Sequence[Frame]) -> bool:

@@ -56,12 +56,13 @@ class StopRequest:
 
     def must_end(self) -> bool:
         """Tell whether the ranks have to be ended now; see to it that they stop by themselves."""
-        if not self._has_come():
+        asked = any(worker.stop.asked_by is not None for worker in self._workers)
+        if self._inbox.received is None and not asked:
             return False
         if self._inbox.received == signal.SIGINT or self._inbox.insists:
             return True
         if self.deadline is None:
-            if not any(worker.stop.heeds for worker in self._workers):
+            if not any(worker.stop.accepts for worker in self._workers):
                 # Ranks that have not asked yet are ended; a mere warning can wait until they do.
                 ordered = is_order(self._inbox.received)
                 if ordered:
@@ -97,11 +98,6 @@ class StopRequest:
             return f"{self._inbox.received.name} to the launcher"
         asked = [worker for worker in self._workers if worker.stop.asked_by is not None]
         return ", ".join(f"{worker.stop.asked_by} to rank {worker.rank}" for worker in asked)
-
-    def _has_come(self) -> bool:
-        if self._inbox.received is not None:
-            return True
-        return any(worker.stop.asked_by is not None for worker in self._workers)
 
     def _begin(self) -> None:
         self.deadline = Deadline.after(self.limit, clock=self._clock)

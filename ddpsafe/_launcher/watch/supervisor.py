@@ -137,8 +137,8 @@ class Watch:
         self._flight = FlightWatch(ranks)
         self._stderr = StderrWatch(workers)
         self._progress = ProgressWatch(ranks, timeouts.progress, learned=learned)
-        # It reads /proc, so it knows the ranks of one machine; with half of them it could prove nothing.
-        self._live = LiveWatch(workers if peers is None else (), clock=self._clock)
+        others = () if peers is None else peers.ranks
+        self._live = LiveWatch(workers, clock=self._clock, others=others)
 
     def until_end(self) -> Ending:
         """Wait until the attempt has ended, well or not.
@@ -158,7 +158,13 @@ class Watch:
         elif reason == "done":
             if self._peers is not None:
                 self._peers.let_leave()
-            self._let_leave()
+            let_ranks_leave(
+                self._own,
+                self._timeouts.shutdown,
+                clock=self._clock,
+                wait=self._wait,
+                is_over=lambda: self.stop_request.must_end() or self.stop_request.is_overdue(),
+            )
         return Ending(
             reason=reason,
             waited_s=self._attempt.waited_s(),
@@ -200,44 +206,6 @@ class Watch:
             self._stderr.look()
             self._wait(deadline.remaining_s())
 
-    def _let_leave(self) -> None:
-        """Give ranks that have returned the time to end by themselves; the result stands.
-
-        They are named every now and then, with what keeps them.
-        """
-        limit = Deadline.after(self._timeouts.shutdown, clock=self._clock)
-        next_look = Deadline.after(_FIRST_QUESTION, clock=self._clock)
-        has_asked = False
-        while (alive := [each for each in self._own if each.alive]) and not limit.expired():
-            if self.stop_request.must_end() or self.stop_request.is_overdue():
-                return
-            if next_look.expired():
-                for worker in alive:
-                    if has_asked:
-                        logger.warning(
-                            "rank %d has returned, but its process (pid %s) has not ended after "
-                            "%.0f s%s; it is ended in %.0f s (timeouts.shutdown)",
-                            worker.rank,
-                            worker.pid,
-                            limit.waited_s(),
-                            _kept_by(worker),
-                            limit.remaining_s(),
-                        )
-                    else:
-                        worker.ask_threads()
-                pause = _NEXT_QUESTION if has_asked else _ANSWER
-                next_look = Deadline.after(pause, clock=self._clock)
-                has_asked = not has_asked
-            self._wait(limit.earlier(next_look).remaining_s())
-        for worker in alive:
-            logger.warning(
-                "rank %d has returned, but its process did not end within %g s (timeouts.shutdown), "
-                "so it is ended now%s; what it returned stands",
-                worker.rank,
-                self._timeouts.shutdown.total_seconds(),
-                _kept_by(worker),
-            )
-
     def _wait(self, limit_s: float) -> None:
         """Wait for news of a rank or a signal, and take it; at most `limit_s` seconds."""
         alive = [worker for worker in self._own if worker.alive]
@@ -260,6 +228,58 @@ class Watch:
                 worker.note_end(seen_ns)
         if self._peers is not None:
             self._peers.take_news()
+
+
+def let_ranks_leave(
+    workers: Sequence[Worker],
+    shutdown: timedelta,
+    *,
+    wait: Callable[[float], object],
+    is_over: Callable[[], bool],
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Give ranks that have returned the time to end by themselves; the result stands.
+
+    They are named every now and then, with what keeps them.
+
+    Args:
+        workers: The ranks of this node.
+        shutdown: ``timeouts.shutdown``.
+        wait: Waits for news of the ranks, at most so many seconds, and takes it.
+        is_over: Tells whether they have to be ended now.
+        clock: What the limit is measured by.
+    """
+    limit = Deadline.after(shutdown, clock=clock)
+    next_look = Deadline.after(_FIRST_QUESTION, clock=clock)
+    has_asked = False
+    while (alive := [each for each in workers if each.alive]) and not limit.expired():
+        if is_over():
+            return
+        if next_look.expired():
+            for worker in alive:
+                if has_asked:
+                    logger.warning(
+                        "rank %d has returned, but its process (pid %s) has not ended after "
+                        "%.0f s%s; it is ended in %.0f s (timeouts.shutdown)",
+                        worker.rank,
+                        worker.pid,
+                        limit.waited_s(),
+                        _kept_by(worker),
+                        limit.remaining_s(),
+                    )
+                else:
+                    worker.ask_threads()
+            next_look = Deadline.after(_NEXT_QUESTION if has_asked else _ANSWER, clock=clock)
+            has_asked = not has_asked
+        wait(limit.earlier(next_look).remaining_s())
+    for worker in alive:
+        logger.warning(
+            "rank %d has returned, but its process did not end within %g s (timeouts.shutdown), "
+            "so it is ended now%s; what it returned stands",
+            worker.rank,
+            shutdown.total_seconds(),
+            _kept_by(worker),
+        )
 
 
 def _kept_by(worker: Worker) -> str:

@@ -2,7 +2,7 @@
 
 The kernel guards it: another user of the host can neither list, read nor write what lies below a
 folder of mode 0700. A socket on loopback takes every user of the host, and since torch 2.10 its
-`TCPStore` lists all keys to whoever connects, so no secret prefix keeps a stranger out.
+`TCPStore` lists all keys to whoever connects, so no secret prefix keeps other users out.
 """
 
 from __future__ import annotations
