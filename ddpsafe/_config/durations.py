@@ -83,15 +83,6 @@ def _parse_wait(value: object) -> object:
     return parse_duration(value, shortest=timedelta(0))
 
 
-def _judge(value: timedelta) -> object:
-    # Once more: ISO 8601 and HH:MM:SS were read by pydantic, which knows no bounds.
-    return parse_duration(value)
-
-
-def _judge_wait(value: timedelta) -> object:
-    return _parse_wait(value)
-
-
 def show_duration(value: timedelta) -> str:
     """Return a duration as its reader would write it: "5 s", "10 min", "2 h"."""
     seconds = value.total_seconds()
@@ -101,7 +92,8 @@ def show_duration(value: timedelta) -> str:
     return f"{seconds:g} s"
 
 
-Duration = Annotated[timedelta, BeforeValidator(parse_duration), AfterValidator(_judge)]
+# The bounds are checked once more: ISO 8601 and HH:MM:SS are read by pydantic, which knows none.
+Duration = Annotated[timedelta, BeforeValidator(parse_duration), AfterValidator(parse_duration)]
 """A timedelta of at least 1 ms and at most 365 days; a number means seconds."""
 
 if TYPE_CHECKING:
@@ -114,7 +106,7 @@ else:
     ]
 """A `Duration`, or ``"auto"``: it is found out by the run itself."""
 
-Wait = Annotated[timedelta, BeforeValidator(_parse_wait), AfterValidator(_judge_wait)]
+Wait = Annotated[timedelta, BeforeValidator(_parse_wait), AfterValidator(_parse_wait)]
 """As `Duration`, and zero is allowed: wait not at all."""
 
 

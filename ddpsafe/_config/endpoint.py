@@ -1,4 +1,4 @@
-"""The rendezvous endpoint: parsed and judged without the network."""
+"""The rendezvous endpoint: parsed and validated without the network."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def parse_endpoint(text: str) -> Endpoint:
         text: The endpoint as the user wrote it.
 
     Returns:
-        Host and port, both judged. Nothing is resolved: the network is not touched.
+        Host and port, both validated. Nothing is resolved: the network is not touched.
 
     Raises:
         ValidationError: With every problem found.

@@ -1,4 +1,4 @@
-"""Network interface names, judged by the rules of the library that reads them.
+"""Network interface names, validated by the rules of the library that reads them.
 
 gloo takes literal names, separated by commas. NCCL takes prefixes, separated by commas, after an
 optional ``^`` (all but these) and an optional ``=`` (exact names instead of prefixes).

@@ -37,11 +37,11 @@ from ddpsafe._config.sources import (
 )
 from ddpsafe._config.timeouts import Timeouts
 from ddpsafe._config.validators import (
-    judge_backend,
-    judge_env,
-    judge_integer,
-    judge_nproc,
-    judge_start_method,
+    validate_backend,
+    validate_env,
+    validate_integer,
+    validate_nproc,
+    validate_start_method,
 )
 from ddpsafe._errors import ConfigProblem
 
@@ -108,15 +108,15 @@ class LaunchConfig(BaseSettings):
         env_parse_none_str="null",
     )
 
-    nproc_per_node: Annotated[int | Literal["gpu", "cpu", "auto"], BeforeValidator(judge_nproc)] = (
-        Field(
-            default="auto",
-            description="Ranks on this node: a number from 1, one per GPU, one per core, or GPUs if "
-            "there are any and cores if not.",
-            examples=["4", '"gpu"', '"cpu"', '"auto"'],
-        )
+    nproc_per_node: Annotated[
+        int | Literal["gpu", "cpu", "auto"], BeforeValidator(validate_nproc)
+    ] = Field(
+        default="auto",
+        description="Ranks on this node: a number from 1, one per GPU, one per core, or GPUs if "
+        "there are any and cores if not.",
+        examples=["4", '"gpu"', '"cpu"', '"auto"'],
     )
-    nnodes: Annotated[int, BeforeValidator(judge_integer)] = Field(
+    nnodes: Annotated[int, BeforeValidator(validate_integer)] = Field(
         default=1,
         ge=1,
         le=100_000,
@@ -124,7 +124,7 @@ class LaunchConfig(BaseSettings):
         "launchers meet at rendezvous.endpoint and start, watch and restart their ranks together.",
         examples=["2"],
     )
-    node_rank: Annotated[int, BeforeValidator(judge_integer)] | None = Field(
+    node_rank: Annotated[int, BeforeValidator(validate_integer)] | None = Field(
         default=None,
         ge=0,
         description="This node among all, from 0. In a launch, node 0 is the host of the endpoint; "
@@ -137,17 +137,17 @@ class LaunchConfig(BaseSettings):
         description="Where the nodes meet, needed with more than one, and on which interface.",
         examples=['{"interface": "eth0"}'],
     )
-    backend: Annotated[str, BeforeValidator(judge_backend)] = Field(
+    backend: Annotated[str, BeforeValidator(validate_backend)] = Field(
         default="auto",
         description='Backend of the process group. "auto": nccl on GPUs, else gloo.',
         examples=['"auto"', '"gloo"', '"cpu:gloo,cuda:nccl"'],
     )
-    start_method: Annotated[Literal["spawn", "forkserver"], BeforeValidator(judge_start_method)] = (
-        Field(
-            default="spawn",
-            description='How ranks are started. "forkserver" has torch loaded already and is faster.',
-            examples=['"spawn"', '"forkserver"'],
-        )
+    start_method: Annotated[
+        Literal["spawn", "forkserver"], BeforeValidator(validate_start_method)
+    ] = Field(
+        default="spawn",
+        description='How ranks are started. "forkserver" has torch loaded already and is faster.',
+        examples=['"spawn"', '"forkserver"'],
     )
     timeouts: Timeouts = Field(
         default=Timeouts(),
@@ -170,7 +170,7 @@ class LaunchConfig(BaseSettings):
         "is removed when all went well.",
         examples=['"/scratch/runs/7"', "None"],
     )
-    env: Annotated[dict[str, str], BeforeValidator(judge_env)] = Field(
+    env: Annotated[dict[str, str], BeforeValidator(validate_env)] = Field(
         default={},
         description="Extra environment variables of the ranks.",
         examples=['{"NCCL_DEBUG": "INFO"}'],
@@ -181,7 +181,7 @@ class LaunchConfig(BaseSettings):
         "every node and every pair of them.",
         examples=['"local"', '"full"', '"off"'],
     )
-    seed: Annotated[int, BeforeValidator(judge_integer)] | None = Field(
+    seed: Annotated[int, BeforeValidator(validate_integer)] | None = Field(
         default=None,
         ge=0,
         lt=2**63,
@@ -197,7 +197,7 @@ class LaunchConfig(BaseSettings):
     )
 
     def __init__(self, /, **fields: Unpack[LaunchFields]) -> None:
-        """Read the sources and judge every field."""
+        """Read the sources and validate every field."""
         file = _file.get() or read_config_file()
         given = parts_as_tables(dict(fields))
         token = _file.set(file)
@@ -278,7 +278,7 @@ class LaunchConfig(BaseSettings):
     def _let_nodes_meet(cls, value: Rendezvous, info: ValidationInfo) -> Rendezvous:
         nnodes = info.data.get("nnodes", 1)
         if nnodes > 1:
-            require_none(_meeting_problems(value, nnodes), given=value.endpoint)
+            require_none(_rendezvous_problems(value, nnodes), given=value.endpoint)
         least = value.min_nodes
         if least is not None and least > nnodes:
             raise wrong(
@@ -299,7 +299,7 @@ class LaunchConfig(BaseSettings):
         return value
 
 
-def _meeting_problems(rendezvous: Rendezvous, nnodes: int) -> list[Problem]:
+def _rendezvous_problems(rendezvous: Rendezvous, nnodes: int) -> list[Problem]:
     endpoint = rendezvous.parsed()
     write = 'a host all nodes can reach, and a port: "gpu-01:29400"'
     where = ("endpoint",)

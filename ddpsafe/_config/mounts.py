@@ -22,12 +22,10 @@ def list_mount_points() -> set[Path] | None:
         lines = _TABLE.read_bytes().splitlines()
     except OSError:
         return None
-    return {Path(_unescape(line.split()[_MOUNT_POINT_FIELD])) for line in lines if line.strip()}
-
-
-def _unescape(field: bytes) -> str:
+    fields = (line.split()[_MOUNT_POINT_FIELD] for line in lines if line.strip())
     # proc(5): blanks, tabs, newlines and backslashes in a path are written as \ooo.
-    return os.fsdecode(_ESCAPE.sub(lambda match: bytes([int(match[1], 8)]), field))
+    unescaped = (_ESCAPE.sub(lambda match: bytes([int(match[1], 8)]), field) for field in fields)
+    return {Path(os.fsdecode(field)) for field in unescaped}
 
 
 def find_mount_point(path: Path) -> Path:

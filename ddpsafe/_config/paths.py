@@ -19,7 +19,7 @@ from typing_extensions import TypedDict, Unpack
 from ddpsafe._clock import Deadline
 from ddpsafe._config.durations import Duration
 from ddpsafe._config.problems import Part, show, wrong
-from ddpsafe._config.readiness import PATIENCE, Watch, find_not_ready, preflight_error
+from ddpsafe._config.readiness import PATIENCE, PathWatch, find_not_ready, preflight_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _WINDOWS: Final = os.name == "nt"
 
 
-def _judge_path(value: object) -> Path:
+def _validate_path(value: object) -> Path:
     if not isinstance(value, (str, os.PathLike)) or isinstance(value, bytes):
         raise wrong(
             f"expected a path, got a {type(value).__name__}",
@@ -76,7 +76,7 @@ def _can_be_encoded(text: str) -> bool:
     return True
 
 
-AbsolutePath = Annotated[Path, BeforeValidator(_judge_path)]
+AbsolutePath = Annotated[Path, BeforeValidator(_validate_path)]
 """A `pathlib.Path` that is absolute; usable as a field's type in any pydantic model."""
 
 
@@ -177,7 +177,7 @@ class DataPath(Part):
                 which is the directory the job is launched from.
             **fields: The other fields.
         """
-        given: object = path  # what is not a path is judged as it is, and refused
+        given: object = path  # what is not a path is validated as it is, and refused
         text = os.fspath(given) if isinstance(given, (str, os.PathLike)) else given
         if isinstance(text, str) and not text.startswith("~"):
             path = os.path.normpath((Path.cwd() if base is None else Path(base)) / text)
@@ -192,7 +192,7 @@ class DataPath(Part):
         Returns:
             What is not ready and what to do about it; empty when all is well.
         """
-        return [str(reason) for reason in Watch(self).look(patience)]
+        return [str(reason) for reason in PathWatch(self).look(patience)]
 
     def require(
         self,

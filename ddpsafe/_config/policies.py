@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 from pydantic import (
     BeforeValidator,
@@ -19,7 +19,7 @@ from ddpsafe._config.endpoint import Endpoint, parse_endpoint
 from ddpsafe._config.interfaces import GLOO, find_shape_problem
 from ddpsafe._config.paths import AbsolutePath
 from ddpsafe._config.problems import Part, Problem, find_near, require_none, show, wrong
-from ddpsafe._config.validators import judge_integer
+from ddpsafe._config.validators import validate_integer
 from ddpsafe._errors import FAILURE_KINDS, STARTUP_KINDS, FailureKind
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def _split_kinds(value: object) -> object:
     )
 
 
-def _judge_kind(value: object) -> object:
+def _validate_kind(value: object) -> object:
     if isinstance(value, type):
         if issubclass(value, Exception):
             return value
@@ -70,15 +70,10 @@ def _judge_kind(value: object) -> object:
     )
 
 
-def _longest_backoff(known: dict[str, Any]) -> timedelta:
-    initial: timedelta = known.get("backoff_initial", timedelta(0))
-    return max(timedelta(seconds=30), initial)
-
-
 class RetryPolicy(Part):
     """Which failures deserve another attempt, how many, and how long to wait between them."""
 
-    attempts: Annotated[int, BeforeValidator(judge_integer)] = Field(
+    attempts: Annotated[int, BeforeValidator(validate_integer)] = Field(
         default=3,
         ge=1,
         le=1000,
@@ -86,7 +81,7 @@ class RetryPolicy(Part):
         examples=["3", "1 (never retry)"],
     )
     on: Annotated[
-        frozenset[Annotated[FailureKind | type[Exception], BeforeValidator(_judge_kind)]],
+        frozenset[Annotated[FailureKind | type[Exception], BeforeValidator(_validate_kind)]],
         BeforeValidator(_split_kinds),
     ] = Field(
         default=STARTUP_KINDS,
@@ -102,7 +97,9 @@ class RetryPolicy(Part):
         examples=["1"],
     )
     backoff_max: Wait = Field(
-        default_factory=_longest_backoff,
+        default_factory=lambda known: max(
+            timedelta(seconds=30), known.get("backoff_initial", timedelta(0))
+        ),
         description="The longest wait between two attempts, jitter aside.",
         examples=["30"],
     )
@@ -113,7 +110,7 @@ class RetryPolicy(Part):
         examples=["1"],
     )
 
-    no_progress: Annotated[int, BeforeValidator(judge_integer), Field(ge=1)] | None = Field(
+    no_progress: Annotated[int, BeforeValidator(validate_integer), Field(ge=1)] | None = Field(
         default=2,
         description="Give up after so many attempts in a row in which your function ran and made no "
         "progress: no optimizer step, or behind a `Checkpointer` no newer checkpoint and no more "
@@ -175,7 +172,7 @@ class Rendezvous(Part):
         "another job is refused by it. None: every job at an endpoint has the same one.",
         examples=['"run-7"', "None"],
     )
-    min_nodes: Annotated[int, BeforeValidator(judge_integer)] | None = Field(
+    min_nodes: Annotated[int, BeforeValidator(validate_integer)] | None = Field(
         default=None,
         ge=1,
         description="Start with so many nodes, and go on with so many after the loss of one; "
@@ -202,19 +199,19 @@ class Rendezvous(Part):
 
     @field_validator("id")
     @classmethod
-    def _judge_id(cls, value: str | None) -> str | None:
+    def _validate_id(cls, value: str | None) -> str | None:
         if value is not None and not (value.strip() and value.isprintable()):
             raise wrong("the id of a job is a text that can be printed", write='id="run-7"')
         return value
 
     @field_validator("endpoint")
     @classmethod
-    def _judge_endpoint(cls, value: str | None) -> str | None:
+    def _validate_endpoint(cls, value: str | None) -> str | None:
         return None if value is None else str(parse_endpoint(value))
 
     @field_validator("interface")
     @classmethod
-    def _judge_interface(cls, value: str | None) -> str | None:
+    def _validate_interface(cls, value: str | None) -> str | None:
         several = Problem(why="it is one interface, not a list", write='interface="eth0"')
         if value is not None:
             found = several if "," in value else find_shape_problem(GLOO, value)

@@ -29,7 +29,7 @@ __tracebackhide__ = True  # pytest shows the line of the caller, not these
 _SHOWN_CHARS: Final = 120
 
 SAME: Final = object()
-"""Stands for: the judged value itself is what the user gave."""
+"""Stands for: the validated value itself is what the user gave."""
 
 _UNKNOWN: Final = "there is no such field"
 
@@ -143,8 +143,8 @@ class Problem:
     Attributes:
         why: Why the value is wrong, as a clause without a full stop.
         write: What to write instead, to copy where possible.
-        where: Keys below the field that is judged; empty for the field itself.
-        given: The value as the user gave it, where it is not the judged value itself.
+        where: Keys below the field that is validated; empty for the field itself.
+        given: The value as the user gave it, where it is not the validated value itself.
         is_guess: Whether `write` is a guess at what was meant.
     """
 
@@ -161,7 +161,7 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     def __init__(self, /, **fields: Any) -> None:
-        """Judge every field.
+        """Validate every field.
 
         Raises:
             ConfigError: With every problem at once.
@@ -201,7 +201,7 @@ def require_none(problems: Iterable[Problem], *, given: object) -> None:
 
     Args:
         problems: What is wrong.
-        given: The judged value; shown for problems that carry none of their own.
+        given: The validated value; shown for problems that carry none of their own.
 
     Raises:
         ValidationError: When there is a problem; pydantic merges it into its own report.

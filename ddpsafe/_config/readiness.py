@@ -73,7 +73,7 @@ class NotReady:
         return f"{self.what}: {self.cause}. {self.fix}."
 
 
-class Watch:
+class PathWatch:
     """Looks at one path, again and again, without ever hanging with it."""
 
     def __init__(self, wanted: Wanted) -> None:
@@ -116,16 +116,23 @@ def find_not_ready(
     Returns:
         What is still not ready; empty when all is well.
     """
-    watch = Watch(wanted)
-    progress = _Progress(name, wanted.path, deadline, report or _log)
+    watch = PathWatch(wanted)
+    progress = _WaitReport(name, wanted.path, deadline, report or _log)
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_result(bool),
         stop=lambda _: deadline.expired(),
         wait=lambda state: min(_backoff(state), deadline.remaining_s()),
         before_sleep=progress,
-        retry_error_callback=_last_result,
+        retry_error_callback=lambda state: state.outcome.result() if state.outcome else [],
     )
-    left: list[NotReady] = retrying(lambda: watch.look(_patience(deadline)))
+
+    def look() -> list[NotReady]:
+        # A wait that is over still gets one honest look; one that goes on looks no longer than it.
+        remaining = deadline.remaining_s()
+        shortened = min(PATIENCE, timedelta(seconds=max(remaining, 0.1)))
+        return watch.look(PATIENCE if remaining <= 0 else shortened)
+
+    left: list[NotReady] = retrying(look)
     if not left:
         progress.finish()
     return left
@@ -134,22 +141,11 @@ def find_not_ready(
 _backoff: Final = tenacity.wait_exponential(multiplier=_POLL_FIRST_S, max=_POLL_MAX_S)
 
 
-def _last_result(state: tenacity.RetryCallState) -> list[NotReady]:
-    left: list[NotReady] = state.outcome.result() if state.outcome is not None else []
-    return left
-
-
-def _patience(deadline: Deadline) -> timedelta:
-    # A wait that is over still gets one honest look; one that goes on looks no longer than it.
-    remaining = deadline.remaining_s()
-    return PATIENCE if remaining <= 0 else min(PATIENCE, timedelta(seconds=max(remaining, 0.1)))
-
-
 def _log(line: str) -> None:
     logger.warning("%s", line)
 
 
-class _Progress:
+class _WaitReport:
     """Says now and then what a long wait is waiting for."""
 
     def __init__(

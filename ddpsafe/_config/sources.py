@@ -14,6 +14,7 @@ from pydantic_settings import EnvSettingsSource
 
 from ddpsafe._config.problems import find_near, raise_config_error, show, show_at
 from ddpsafe._errors import ConfigProblem
+from ddpsafe._host import is_owner_trusted, others_may_write
 from ddpsafe._logging import get_logger
 
 if sys.version_info >= (3, 11):
@@ -31,11 +32,11 @@ DELIMITER: Final = "__"
 _ENV_PREFIX: Final = f"{PREFIX}ENV{DELIMITER}"
 
 _RUNS_CODE: Final = re.compile(
-    r"LD_.*|DYLD_.*|PYTHON.*|PATH|BASH_ENV|ENV|GCONV_PATH|NCCL_\w*PLUGIN\w*", re.IGNORECASE
+    r"LD_.*|DYLD_.*|PYTHON.*|PATH|BASH_ENV|ENV|GCONV_PATH|NCCL_\w*PLUGIN\w*|\w+_INJECTION\d*_PATH"
+    r"|OMP_TOOL_LIBRARIES|FI_PROVIDER_PATH|UCX_MODULE_DIR|TRITON_\w*_PATH|CC|CXX",
+    re.IGNORECASE,
 )
 """Variables that choose which code a process runs."""
-
-_OTHERS_MAY_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 
 logger = get_logger(__name__)
 
@@ -166,35 +167,15 @@ def find_file() -> Path | None:
 
 def _doubt_of(path: Path) -> str | None:
     """Return why a path may hold what another user has written, or None."""
-    if not hasattr(os, "geteuid"):  # Windows
-        return None
-    status = path.stat()
+    link, status = path.lstat(), path.stat()
     kind = "directory" if stat.S_ISDIR(status.st_mode) else "file"
-    if status.st_uid not in {0, os.geteuid()}:
+    if not is_owner_trusted(status):
         return f"the {kind} belongs to another user (uid {status.st_uid})"
-    others = status.st_mode & _OTHERS_MAY_WRITE
+    if not is_owner_trusted(link):  # who may let it lead elsewhere, once this has been looked at
+        return f"the link belongs to another user (uid {link.st_uid})"
     if kind == "directory" and status.st_mode & stat.S_ISVTX:
         return None  # each user's files are their own there, as in /tmp
-    if others == stat.S_IWGRP and _is_private_group(status.st_gid):
-        return None
-    return f"other users may write to the {kind}" if others else None
-
-
-def _is_private_group(gid: int) -> bool:
-    """Tell whether a group is that of this user alone, as most distributions make one for each.
-
-    Under their umask of 002 every file may be written by its group.
-    """
-    import grp
-    import pwd
-
-    try:
-        user = pwd.getpwuid(os.geteuid())
-        group = grp.getgrgid(gid)
-    except KeyError:
-        return False
-    is_own = user.pw_uid != 0 and user.pw_gid == gid and group.gr_name == user.pw_name
-    return is_own and set(group.gr_mem) <= {user.pw_name}
+    return f"other users may write to the {kind}" if others_may_write(status) else None
 
 
 def implicit_file_problems(file: ConfigFile | None) -> Iterator[ConfigProblem]:

@@ -38,8 +38,8 @@ _SET_BY_LAUNCHER: Final = {
 }
 
 
-def judge_nproc(value: object) -> object:
-    """Judge `nproc_per_node`: a count from 1, or how to count."""
+def validate_nproc(value: object) -> object:
+    """Validate `nproc_per_node`: a count from 1, or how to count."""
     write = 'nproc_per_node=4 (a number from 1), "gpu", "cpu" or "auto"'
     if isinstance(value, str) and not re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", value, re.ASCII):
         word = value.strip().lower()
@@ -79,13 +79,13 @@ def require_integer(value: object, *, write: str) -> int:
         raise wrong(f"expected an integer, got a {type(value).__name__}", write=write) from None
 
 
-def judge_integer(value: object) -> object:
+def validate_integer(value: object) -> object:
     """Read an integer as `require_integer` does."""
     return require_integer(value, write="an integer, e.g. 2")
 
 
-def judge_start_method(value: object) -> object:
-    """Judge `start_method`; say why fork is refused."""
+def validate_start_method(value: object) -> object:
+    """Validate `start_method`; say why fork is refused."""
     if value == "fork":
         raise wrong(
             "a forked rank inherits CUDA (which then fails to initialise), locks held by threads "
@@ -95,8 +95,8 @@ def judge_start_method(value: object) -> object:
     return value
 
 
-def judge_backend(value: object) -> object:
-    """Judge a backend's name without torch: malformed text and slips of known names only.
+def validate_backend(value: object) -> object:
+    """Validate a backend's name without torch: malformed text and slips of known names only.
 
     Backends can be registered by any package, so an unknown name is not wrong by itself.
     """
@@ -129,8 +129,8 @@ def judge_backend(value: object) -> object:
     return backend
 
 
-def judge_env(value: object) -> object:
-    """Judge the extra variables of the ranks: names, values, and who sets them."""
+def validate_env(value: object) -> object:
+    """Validate the extra variables of the ranks: names, values, and who sets them."""
     if not isinstance(value, Mapping):
         raise wrong(
             f"expected a table of variables, got a {type(value).__name__}",

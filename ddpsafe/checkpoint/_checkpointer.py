@@ -131,7 +131,7 @@ class Checkpointer:
         self._directory = _require_absolute(directory)
         _check_arguments(keep, every, timeout, on_failure=on_failure, access=access)
         rules = keep if isinstance(keep, Keep) else Keep(newest=keep)
-        self._judged_by = rules.metric
+        self._metric = rules.metric
         self._on_failure = on_failure
         self._access = access
         self._rng = rng
@@ -139,7 +139,7 @@ class Checkpointer:
         self._newest: int | None = None
         self._is_ours = False
         self._versions: dict[str, int] = {}
-        self._place: _save.Place | None = None
+        self._place: _save.Publisher | None = None
         self._pending: _Pending | None = None
         self._copies = HostCopies()
         self._entered = False
@@ -147,9 +147,10 @@ class Checkpointer:
         self._schedule = None if every is None else _Schedule(every)
         if access == "write":
             lock, self._newest = _directory.open_directory(self._ranks, self._directory)
+            self._ranks.note_folder(self._directory)
             if lock is not None:
                 weakref.finalize(self, lock.release)  # for those who neither use `with` nor close()
-                self._place = _save.Place(
+                self._place = _save.Publisher(
                     directory=self._directory,
                     lock=lock,
                     keep=rules,
@@ -282,7 +283,7 @@ class Checkpointer:
                 )
             )
             step = self._require_next(step)
-            numbers = _require_numbers(metrics, judged_by=self._judged_by)
+            numbers = _require_numbers(metrics, ranked_by=self._metric)
             plain = _require_plain(metadata)
             if asynchronous:
                 with explaining(snapshot.replicated):
@@ -712,7 +713,7 @@ def missing_step(directory: Path, step: int) -> MissingCheckpointError:
     )
 
 
-# What a `Checkpointer` is made and called with, judged before anything happens.
+# What a `Checkpointer` is made and called with, validated before anything happens.
 
 
 def _require_absolute(directory: object) -> Path:
@@ -824,7 +825,7 @@ def _require_open(*, closed: bool, entered: bool, asynchronous: bool) -> None:
         )
 
 
-def _require_numbers(metrics: object, *, judged_by: str | None) -> dict[str, float | None]:
+def _require_numbers(metrics: object, *, ranked_by: str | None) -> dict[str, float | None]:
     if metrics is None:
         return {}
     numbers: dict[str, float | None] = {}
@@ -836,11 +837,11 @@ def _require_numbers(metrics: object, *, judged_by: str | None) -> dict[str, flo
         cause = f"they are not numbers by name: {exc}"
     if cause:
         raise _misuse(f"save(metrics={metrics!r}).", cause, 'write metrics={"loss": 0.3}.')
-    if numbers and judged_by is not None and judged_by not in numbers:
+    if numbers and ranked_by is not None and ranked_by not in numbers:
         raise _misuse(
             f"save(metrics={metrics!r}).",
-            f"Keep judges by {judged_by!r}, which is not among them",
-            f'write metrics={{"{judged_by}": …}}, or another name in Keep(metric=).',
+            f"Keep(metric={ranked_by!r}) is not among them",
+            f'write metrics={{"{ranked_by}": …}}, or another name in Keep(metric=).',
         )
     return numbers
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ddpsafe._worker.context import RankContext
     from ddpsafe._worker.store_sync import Control
 
-    Judge = Callable[[dict[int, "Message"]], dict[str, Any]]
+    Decide = Callable[[dict[int, "Message"]], dict[str, Any]]
     Absent = Callable[["Absence"], errors.CheckpointError]
 
 BEAT_S: Final = 5.0
@@ -284,6 +284,12 @@ class Ranks:
 
         note_checkpoint(step, is_new=is_new)
 
+    def note_folder(self, path: Path) -> None:
+        """Tell the launcher, where ddpsafe started this rank, where the checkpoints are."""
+        from ddpsafe._worker.environment import note_checkpoint_folder
+
+        note_checkpoint_folder(str(path))
+
     def note_saving(self) -> None:
         """Tell the launcher, where ddpsafe started this rank, that it has begun to save."""
         from ddpsafe._worker.environment import note_saving
@@ -345,11 +351,11 @@ class Exchange:
     def _key(self, rank: int) -> str:
         return f"{self._name}/{rank}"
 
-    def agree(self, judge: Judge, absent: Absent) -> dict[str, Any]:
-        """Let rank 0 judge what all ranks sent, and give every rank its answer.
+    def agree(self, decide: Decide, absent: Absent) -> dict[str, Any]:
+        """Let rank 0 decide on what all ranks sent, and give every rank its answer.
 
         Args:
-            judge: Makes the answer of the ranks' messages, on rank 0; what it raises, all raise.
+            decide: Makes the answer of the ranks' messages, on rank 0; what it raises, all raise.
             absent: Makes the error of ranks that do not come.
 
         Returns:
@@ -362,7 +368,7 @@ class Exchange:
         if not self._ranks.is_main:
             return self.receive(deadline, absent)
         try:
-            answer = judge(self.gather(deadline, absent))
+            answer = decide(self.gather(deadline, absent))
         except BaseException as exc:
             self.announce(error=exc)
             raise

@@ -211,12 +211,12 @@ class Keep:
         if self.newest is None:
             return []
         sign = 1 if self.mode == "min" else -1
-        judged = [
+        ranked = [
             (sign * value, -step)
             for step in steps
             if (value := metrics.get(step, {}).get(self.metric or "")) is not None
         ]
-        best = {-step for _, step in sorted(judged)[: self.best]}
+        best = {-step for _, step in sorted(ranked)[: self.best]}
         return [
             step
             for step in steps[self.newest :]

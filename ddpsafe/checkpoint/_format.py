@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, and how it is judged: the manifest, and opening the files it names.
+"""What a checkpoint consists of, and how it is validated: the manifest, and opening the files it names.
 
 A checkpoint is data from outside: another user may have written it. So the manifest is validated
 field by field, only the files that this version writes are opened, and only regular ones; what is

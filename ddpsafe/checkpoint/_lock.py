@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import Explanation
 from ddpsafe._host import boot_id
+from ddpsafe._world import job_variables, queue_variables
 from ddpsafe.checkpoint.errors import DirectoryError, DirectoryLockedError
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ SILENCE_S: Final = 30.0
 DYING_S: Final = 5.0
 """How long to wait for an owner on this host that may be on its way out."""
 
-_JOB_VARIABLES: Final = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "PBS_JOBID", "LSB_JOBID")
 _BUSY: Final = (errno.EACCES, errno.EAGAIN)
 _PAUSE_S: Final = 0.05
 _MAX_BYTES: Final = 4096
@@ -76,7 +76,8 @@ class Owner:
     @classmethod
     def myself(cls, env: Mapping[str, str]) -> Owner:
         """Describe this process."""
-        names = [f"{name}={env[name]}" for name in _JOB_VARIABLES if name in env]
+        known = {**job_variables(env), **queue_variables(env)}
+        names = [f"{name}={value}" for name, value in known.items()]
         return cls(
             host=socket.gethostname(),
             boot=boot_id(),

@@ -133,7 +133,8 @@ def restore(request: RestoreRequest) -> int | None:
         loaded, message = _load(request, step)
         exchange.send(message)
         answer = exchange.agree(
-            functools.partial(_judge, request.directory, step), functools.partial(_absent, ranks)
+            functools.partial(_agree_on_damage, request.directory, step),
+            functools.partial(_absent, ranks),
         )
         if loaded is not None and answer["use"]:  # every rank could load it
             _apply_everywhere(request, loaded)
@@ -216,7 +217,7 @@ def _list(steps: list[int]) -> str:
     return "no step" if not steps else "step " + ", ".join(map(str, steps[:4]))
 
 
-def _judge(directory: Path, step: int, messages: dict[int, Message]) -> dict[str, Any]:
+def _agree_on_damage(directory: Path, step: int, messages: dict[int, Message]) -> dict[str, Any]:
     first_to_find: dict[str, int] = {}
     for rank, message in messages.items():
         if message.facts["damage"] is not None:
@@ -234,7 +235,7 @@ def _judge(directory: Path, step: int, messages: dict[int, Message]) -> dict[str
 
 
 def _load(request: RestoreRequest, step: int) -> tuple[Loaded | None, Message]:
-    """Read a checkpoint and compare it with the objects; what fails is for rank 0 to judge."""
+    """Read a checkpoint and compare it with the objects; rank 0 decides on what fails."""
     ranks = request.ranks
     facts: dict[str, Any] = {"damage": None, "host": ranks.host}
     try:

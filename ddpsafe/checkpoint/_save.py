@@ -56,7 +56,7 @@ _MARGIN_BYTES: Final = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Publisher:
     """Where rank 0 publishes checkpoints.
 
     Attributes:
@@ -105,7 +105,7 @@ class SaveRequest:
     """
 
     ranks: Ranks
-    place: Place | None
+    place: Publisher | None
     snapshot: Snapshot
     step: int
     metrics: dict[str, float | None]

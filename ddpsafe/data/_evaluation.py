@@ -222,10 +222,10 @@ def _check_cover(
     raise IncompleteGatherError(
         Explanation(
             f"{len(index)} results do not cover {size} samples once each: {len(missing)} are "
-            f"missing, {len(repeated)} come more than once, {len(outside)} lie outside.",
+            f"missing, {len(repeated)} come more than once, {len(outside)} have an index outside 0 to {size - 1}.",
             cause="the sampler pads with repeats, drop_last dropped some, or a batch's results "
             "were not kept.",
-            fix="read with EvalSampler and without drop_last; for padded results "
+            fix="read with EvalSampler and without drop_last; if the sampler pads, pass "
             "duplicates='drop'.",
             details=[
                 f"missing: {missing[:_SHOWN].tolist()}",

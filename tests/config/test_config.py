@@ -212,7 +212,27 @@ def test_config_file_of_another_user_is_not_read(
     assert "belongs to another user (uid 65534)" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["LD_PRELOAD", "PYTHONPATH", "PATH", "NCCL_NET_PLUGIN"])
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a link away")
+def test_config_file_behind_a_link_of_another_user_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It leads to a file of this user while it is looked at, and elsewhere when it is read."""
+    own, shared = tmp_path / "own.toml", tmp_path / "shared"
+    own.write_text("[tool.ddpsafe]\nseed = 4\n")
+    shared.mkdir()
+    shared.chmod(0o1777)
+    link = shared / "pyproject.toml"
+    link.symlink_to(own)
+    monkeypatch.chdir(shared)
+    assert LaunchConfig().seed == 4
+    os.chown(link, 65534, 65534, follow_symlinks=False)
+    assert LaunchConfig().seed is None
+    assert "the link belongs to another user (uid 65534)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "name", ["LD_PRELOAD", "PYTHONPATH", "PATH", "NCCL_NET_PLUGIN", "CUDA_INJECTION64_PATH"]
+)
 def test_implicit_file_does_not_choose_what_code_runs(tmp_path: Path, name: str) -> None:
     """The variables that load code are refused in a file that was not named."""
     (tmp_path / "pyproject.toml").write_text(f'[tool.ddpsafe.env]\n{name} = "/x"\n')
@@ -589,7 +609,7 @@ def test_garbage_is_refused_and_never_anything_else(fields: dict[str, object]) -
 
 
 def test_garbage_is_refused_in_milliseconds() -> None:
-    """A thousand judgements cost less than a few milliseconds each, without the network."""
+    """A thousand validations cost less than a few milliseconds each, without the network."""
     wrong = {"nnodes": 2, "rendezvous": {"endpoint": "no.such.host.invalid:99999"}, "seed": "x"}
     began = time.perf_counter()
     for _ in range(100):

@@ -1,4 +1,4 @@
-"""Endpoints and interface names: judged without the network, resolved under a deadline."""
+"""Endpoints and interface names: validated without the network, resolved under a deadline."""
 
 from __future__ import annotations
 

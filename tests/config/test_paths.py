@@ -1,4 +1,4 @@
-"""Paths of data: absolute, judged before the launch, waited for with an end."""
+"""Paths of data: absolute, validated before the launch, waited for with an end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ddpsafe._clock import Deadline
 from ddpsafe._config.mounts import find_mount_point, list_mount_points
 from ddpsafe._config.paths import AbsolutePath, DataPath, require_data_paths
-from ddpsafe._config.readiness import Watch
+from ddpsafe._config.readiness import PathWatch
 from ddpsafe._errors import ConfigError, PreflightError
 
 
@@ -193,7 +193,7 @@ def test_hung_mount_does_not_hang_the_caller() -> None:
     wanted = DataPath.model_construct(
         path=Hanging("/"), kind="any", mount="any", min_entries=None, marker=None
     )
-    watch = Watch(wanted)
+    watch = PathWatch(wanted)
     before = threading.active_count()
     for _ in range(3):
         (reason,) = watch.look(timedelta(seconds=0.05))

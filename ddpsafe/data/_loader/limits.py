@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from ddpsafe._errors import Explanation
+from ddpsafe._host import count_cores
 from ddpsafe.data._replica import local_world_size
 from ddpsafe.data.errors import DataWarning
 
@@ -136,9 +137,7 @@ def _little_shared_memory(in_flight: int) -> Explanation | None:
 
 
 def _cores(num_workers: int) -> Explanation | None:
-    if not hasattr(os, "sched_getaffinity"):
-        return None
-    cores, ranks = len(os.sched_getaffinity(0)), local_world_size()
+    cores, ranks = count_cores(), local_world_size()
     shared = cores == os.cpu_count()  # a rank with cores of its own shares them with no rank
     # More workers than cores in one rank is what torch itself warns about.
     if not shared or num_workers > cores or num_workers * ranks <= _BUSY * cores:

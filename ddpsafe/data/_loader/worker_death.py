@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import Explanation
+from ddpsafe._host import read_limits
 from ddpsafe.data._loader.epochs import add_note, sample_path
 from ddpsafe.data._loader.limits import SHARED_MEMORY, describe_open_files, shared_memory_bytes
 from ddpsafe.data._replica import current_replica
@@ -204,9 +205,9 @@ def describe_memory() -> str:
         for line in _read(Path("/proc/meminfo")).splitlines()
         if line.startswith("MemAvailable:")
     ]
-    limit = _read(_CGROUP / "memory.max").strip()
-    if limit.isdigit():
-        parts.append(f"the container's limit is {int(limit) / 2**20:.0f} MiB")
+    limit = read_limits().memory_bytes
+    if limit is not None:
+        parts.append(f"the container's limit is {limit / 2**20:.0f} MiB")
     parts += [
         f"it has killed {line.split()[1]} processes for memory so far"
         for line in _read(_CGROUP / "memory.events").splitlines()

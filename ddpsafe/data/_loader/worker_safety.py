@@ -232,7 +232,7 @@ def find_handles(root: object, *, name: str) -> Iterator[WorkerHazard]:
     """Walk what workers would receive; yield what is a hazard by its type."""
     inside: set[int] = set()  # parts of a hazard that was named already
     for path, item in reachable(root, name=name):
-        hazard = None if id(item) in inside else _judge(path, item)
+        hazard = None if id(item) in inside else _find_hazard(path, item)
         if hazard is not None:
             yield hazard
         if id(item) in inside or (hazard is not None and hazard.severity == "unsafe"):
@@ -278,7 +278,7 @@ class _Probe(pickle.Pickler):
         return NotImplemented
 
 
-def _judge(path: str, item: Any) -> WorkerHazard | None:
+def _find_hazard(path: str, item: Any) -> WorkerHazard | None:
     with contextlib.suppress(Exception):  # an object of any library may raise when looked at
         # By its real type: isinstance() asks the object for its __class__, which may raise or lie.
         kind = type(item)
@@ -326,9 +326,9 @@ def _handle_kind(item: Any) -> str | None:
             harmless = package == "pyarrow" and (kind.__name__ in _IN_MEMORY or not item.readable())
             closed = harmless or _is_closed(item, _USES.get(name))
             return None if closed else f"{package}.{kind.__name__}"
-    for base, judge in _STANDARD_HANDLES:
+    for base, find_kind in _STANDARD_HANDLES:
         if issubclass(kind, base):
-            return judge(item)
+            return find_kind(item)
     return None
 
 

@@ -23,7 +23,7 @@ from ddpsafe.data._samplers.base import (
 from ddpsafe.data._samplers.ordered import DistributedSampler
 from ddpsafe.data._samplers.plans import (
     Cost,
-    Place,
+    EpochPosition,
     TokenPlan,
     WindowPlan,
     bad_balance,
@@ -108,7 +108,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             len(self.lengths), 1, 0, shuffle=shuffle, seed=self.seed, algorithm=algorithm
         )
         self._digest = digest(self._costs.tobytes())
-        self._place = Place()
+        self._place = EpochPosition()
         self._tokens: TokenPlan | None = None
         if max_tokens is not None:
             self._tokens = TokenPlan(
@@ -153,7 +153,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         """Go to an epoch: the same epoch keeps a resumed offset, any other starts at 0."""
         check_epoch(epoch)
         if epoch != self.epoch:
-            self._place = Place()
+            self._place = EpochPosition()
         self.epoch = epoch
         self._order.set_epoch(int(epoch))
 
@@ -166,7 +166,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def steps_of_epoch(self, *, batch_size: int, drop_last: bool) -> int:  # noqa: ARG002 - it batches itself
         """Return how many batches this rank has in an epoch that is read from its beginning."""
-        place, self._place = self._place, Place()
+        place, self._place = self._place, EpochPosition()
         steps = self._steps_left()
         self._place = place
         return steps
@@ -247,7 +247,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         if self._tokens is None:
             place = self._plan().advance(self._place, batches)
         else:
-            place = Place(start=self._place.start + batches * self.num_replicas)
+            place = EpochPosition(start=self._place.start + batches * self.num_replicas)
         finished = exhausted or batches >= self._steps_left()
         return {
             "version": VERSION,
@@ -274,7 +274,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         compare_identity(
             parsed["identity"], self.identity(), strict=strict, what=type(self).__name__
         )
-        place = Place.from_json(parsed.get("place"))
+        place = EpochPosition.from_json(parsed.get("place"))
         self.epoch = AutoEpoch(parsed["epoch"])
         self._order.set_epoch(parsed["epoch"])
         if self._tokens is not None:
@@ -284,7 +284,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             end = len(self._all_batches())
         else:
             end = len(self.lengths)
-        self._place = Place(start=end) if parsed["finished"] else place
+        self._place = EpochPosition(start=end) if parsed["finished"] else place
         if self._tokens is not None and self.is_finished():
             self._note_dropped_batches()  # too few are left for a step: no pass will say so
 

@@ -155,7 +155,7 @@ class Lookup(Protocol):
         ...
 
 
-class _Progress:
+class _DrawnCount:
     """How far an iteration came, without counting each index.
 
     The chunk being handed out knows how much of it is left (`operator.length_hint`).
@@ -211,7 +211,7 @@ class PositionSampler(Sampler[int]):
         self.fingerprint = None
         self._base = 0
         self._resumed = False
-        self._progress = _Progress()
+        self._progress = _DrawnCount()
 
     @abstractmethod
     def size(self) -> int:
@@ -236,7 +236,7 @@ class PositionSampler(Sampler[int]):
         self._check_dataset()
         if self._base and self.is_finished():
             warn_empty_epoch(self.epoch)
-        progress = self._progress = _Progress()
+        progress = self._progress = _DrawnCount()
         self._resumed = False
         count = self.num_samples
         if count == 0:
@@ -274,7 +274,7 @@ class PositionSampler(Sampler[int]):
                 )
             self._base = 0
         self._resumed = False
-        self._progress = _Progress()
+        self._progress = _DrawnCount()
         self.epoch = epoch
         self._measure()
 
@@ -375,13 +375,13 @@ class PositionSampler(Sampler[int]):
                 )
             )
         self._base = self.size() if parsed["finished"] else min(parsed["consumed"], self.size())
-        self._progress = _Progress()
+        self._progress = _DrawnCount()
         self._measure()
         self._resumed = True
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without the iteration under way: the list iterator would ship its chunk."""
-        return {**self.__dict__, "_progress": _Progress()}
+        return {**self.__dict__, "_progress": _DrawnCount()}
 
 
 def require_int(value: object, name: str) -> int:

@@ -175,7 +175,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class EpochPosition:
     """A position in a balanced epoch.
 
     Attributes:
@@ -195,7 +195,7 @@ class Place:
         return [self.start, [[part.batch, part.delivered, part.end] for part in self.segments]]
 
     @classmethod
-    def from_json(cls, value: Any) -> Place:
+    def from_json(cls, value: Any) -> EpochPosition:
         """Read what `to_json` wrote.
 
         Raises:
@@ -231,7 +231,7 @@ class WindowPlan:
     drop_last: bool
     largest_first: bool = False
 
-    def open_segment(self, place: Place) -> tuple[Segment, int]:
+    def open_segment(self, place: EpochPosition) -> tuple[Segment, int]:
         """Return the segment to read next from `place`, and how many samples it has."""
         left = place.segments[-1].end - place.consumed() if place.segments else 0
         last = place.segments[-1] if place.segments else None
@@ -244,12 +244,12 @@ class WindowPlan:
         end = min(self.n, last.end + -left % self.batch)
         return Segment(batch=self.batch, delivered=0, end=end), left + end - last.end
 
-    def steps(self, place: Place) -> int:
+    def steps(self, place: EpochPosition) -> int:
         """Return how many global batches are left."""
         left = max(0, self.n - place.consumed())
         return left // self.batch if self.drop_last else -(-left // self.batch)
 
-    def advance(self, place: Place, batches: int) -> Place:
+    def advance(self, place: EpochPosition, batches: int) -> EpochPosition:
         """Return the place after `batches` further global batches."""
         while batches > 0 and place.start < self.n:
             segment, size = self.open_segment(place)
@@ -257,24 +257,24 @@ class WindowPlan:
             if batches < left:
                 return self._within(place, segment, batches)
             batches -= left
-            place = Place(start=segment.end)
+            place = EpochPosition(start=segment.end)
             whole, batches = divmod(batches, max(1, self.window))
-            place = Place(
+            place = EpochPosition(
                 start=min(self.n, place.start + whole * (max(1, self.window) * self.batch))
             )
         return place
 
     @staticmethod
-    def _within(place: Place, segment: Segment, batches: int) -> Place:
+    def _within(place: EpochPosition, segment: Segment, batches: int) -> EpochPosition:
         earlier = place.segments
         if earlier and earlier[-1].batch == segment.batch:
             earlier = earlier[:-1]
         now = Segment(batch=segment.batch, delivered=segment.delivered + batches, end=segment.end)
-        return Place(start=place.start, segments=(*earlier, now))
+        return EpochPosition(start=place.start, segments=(*earlier, now))
 
     def read(
         self,
-        place: Place,
+        place: EpochPosition,
         lengths: NDArray[np.float64],
         look_up: Callable[[int, int], list[int]],
         seed_words: tuple[int, int],
@@ -305,7 +305,7 @@ class WindowPlan:
                 if self.drop_last and len(batch) < self.batch:
                     return
                 yield batch
-            place = Place(start=segment.end)
+            place = EpochPosition(start=segment.end)
             if place.start >= self.n:
                 return
 
