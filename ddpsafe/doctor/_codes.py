@@ -108,18 +108,18 @@ ENVIRONMENT: Final = {
 }
 NAMES: Final = {
     "DS-NAME-001": "The name of this host leads to an address that others cannot reach",
-    "DS-NAME-002": "The name of the meeting point does not resolve",
+    "DS-NAME-002": "The name of the rendezvous endpoint does not resolve",
     "DS-NAME-003": "The name server answers late or not at all",
 }
 PORTS: Final = {
-    "DS-PORT-001": "The port of the meeting point is taken",
-    "DS-PORT-002": "The port of the meeting point is one that the system hands out",
+    "DS-PORT-001": "The port of the rendezvous endpoint is taken",
+    "DS-PORT-002": "The port of the rendezvous endpoint is one that the system hands out",
     "DS-PORT-003": "Hardly any port is left to hand out",
 }
 NETWORK: Final = {
     "DS-NET-001": "An interface variable names no interface of this host",
     "DS-NET-002": "The chosen interface is down or has no address",
-    "DS-NET-003": "The chosen interface does not lead to the meeting point",
+    "DS-NET-003": "The chosen interface does not lead to the rendezvous endpoint",
     "DS-NET-004": "The MTU is unusually small",
     "DS-NET-005": "It is not clear which interface the ranks talk on",
     "DS-NET-006": "There is no network besides loopback",

@@ -77,7 +77,7 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class VariableSource:
     """Where a variable of the ranks was set, and how to change it there.
 
     Attributes:
@@ -107,21 +107,21 @@ class Place:
         return f"unset {self.where if self.kind == 'variable' else name}"
 
 
-def find_place(config: LaunchConfig, name: str) -> Place:
+def find_place(config: LaunchConfig, name: str) -> VariableSource:
     """Find where a variable of the ranks was set; what is set nowhere belongs into the shell."""
     if name not in config.env:
-        return Place()
+        return VariableSource()
     variable = find_variable(("env", name))
     if variable is not None and os.environ.get(variable) == config.env[name]:
-        return Place(kind="variable", where=variable)
+        return VariableSource(kind="variable", where=variable)
     try:
         file = read_config_file()
     except ConfigError:
-        return Place(kind="argument")
+        return VariableSource(kind="argument")
     table = {} if file is None else file.table.get("env", {})
     if file is not None and isinstance(table, dict) and table.get(name) == config.env[name]:
-        return Place(kind="file", where=str(file.path))
-    return Place(kind="argument")
+        return VariableSource(kind="file", where=str(file.path))
+    return VariableSource(kind="argument")
 
 
 def environment_of(config: LaunchConfig) -> dict[str, str]:

@@ -22,7 +22,7 @@ _MEANING: Final = {
     "large-lost": ("L", "large packets are lost: an MTU hole"),
     "absent": ("A", "absent: the host never came, or died"),
 }
-"""Verdict to the letter in its cell, as not every reader sees colours, and to its meaning."""
+"""Result to the letter in its cell, as not every reader sees colours, and to its meaning."""
 
 _CELL: Final = 22
 _SMALL_CELL: Final = 13
@@ -79,14 +79,14 @@ _PAGE: Final = """\
 <h2>Who reaches whom</h2>
 <p>Each row dials, each column listens. Point at a cell to read it.</p>
 <ul class="legend">
-{% for each in matrix.legend %}<li><b style="background:var(--{{ each.verdict }})">{{ each.letter or "\u00a0" }}</b>{{ each.meaning }}</li>
+{% for each in matrix.legend %}<li><b style="background:var(--{{ each.result }})">{{ each.letter or "\u00a0" }}</b>{{ each.meaning }}</li>
 {% endfor %}</ul><div class="scroll">
 <svg width="{{ matrix.width }}" height="{{ matrix.height }}" viewBox="0 0 {{ matrix.width }} {{ matrix.height }}" role="img" aria-label="Who reaches whom">
 {% for each in matrix.axis %}<text class="name{{ matrix.small }}" x="{{ matrix.left - 8 }}" y="{{ each.y + 4 }}">{{ each.label | shown }}</text>
 {% if each.column_x is not none %}<text class="column{{ matrix.small }}" x="{{ each.column_x }}" y="{{ matrix.top - 8 }}">{{ each.node }}</text>{% endif %}
 <rect x="{{ each.own_x }}" y="{{ each.own_y }}" width="{{ matrix.size }}" height="{{ matrix.size }}" fill="var(--self)"/>
 {% endfor %}
-{% for each in matrix.cells %}<g><title>{{ each.title | shown }}</title><rect x="{{ each.x }}" y="{{ each.y }}" width="{{ matrix.size }}" height="{{ matrix.size }}" rx="2" fill="var(--{{ each.verdict }})"/>
+{% for each in matrix.cells %}<g><title>{{ each.title | shown }}</title><rect x="{{ each.x }}" y="{{ each.y }}" width="{{ matrix.size }}" height="{{ matrix.size }}" rx="2" fill="var(--{{ each.result }})"/>
 {% if each.letter %}<text class="letter{{ matrix.small }}" x="{{ each.x + matrix.size / 2 }}" y="{{ each.y + matrix.size / 2 + 4 }}">{{ each.letter }}</text>{% endif %}</g>
 {% endfor %}</svg></div>
 {% endif %}
@@ -120,7 +120,7 @@ def _layout(matrix: Matrix) -> dict[str, Any]:
     cell = _SMALL_CELL if count > _MANY else _CELL
     labels = [f"{node}  {name}" for node, name in enumerate(matrix.hostnames)]
     left = 14 + 7 * max(map(len, labels), default=0)
-    seen = {each.verdict for each in matrix.directions}
+    seen = {each.result for each in matrix.directions}
     return {
         "width": left + count * cell + 4,
         "height": _TOP + count * cell + 4,
@@ -129,9 +129,9 @@ def _layout(matrix: Matrix) -> dict[str, Any]:
         "size": cell - 2,
         "small": " small" if cell == _SMALL_CELL else "",
         "legend": [
-            {"verdict": verdict, "letter": letter, "meaning": meaning}
-            for verdict, (letter, meaning) in _MEANING.items()
-            if verdict in seen
+            {"result": result, "letter": letter, "meaning": meaning}
+            for result, (letter, meaning) in _MEANING.items()
+            if result in seen
         ],
         "axis": [
             {
@@ -151,8 +151,8 @@ def _layout(matrix: Matrix) -> dict[str, Any]:
             {
                 "x": left + each.target * cell + 1,
                 "y": _TOP + each.source * cell + 1,
-                "verdict": each.verdict,
-                "letter": _MEANING[each.verdict][0],
+                "result": each.result,
+                "letter": _MEANING[each.result][0],
                 "title": _tooltip(matrix, each),
             }
             for each in matrix.directions
@@ -161,7 +161,7 @@ def _layout(matrix: Matrix) -> dict[str, Any]:
 
 
 def _tooltip(matrix: Matrix, direction: Direction) -> str:
-    meaning = _MEANING[direction.verdict][1]
+    meaning = _MEANING[direction.result][1]
     parts = [
         f"{matrix.hostnames[direction.source]} → {matrix.hostnames[direction.target]}: {meaning}"
     ]

@@ -101,7 +101,7 @@ def to_copy(what: str, *lines: str) -> str:
     return "\n".join([what, *(f"    {line}" for line in lines)])
 
 
-Verdict = Literal[
+DialResult = Literal[
     "open",
     "dropped",  # no answer before the deadline: packets vanish
     "refused",  # answered with a reset although a process listens there
@@ -119,7 +119,7 @@ class Direction:
     Attributes:
         source: Node rank of the host that dials.
         target: Node rank of the host that listens.
-        verdict: What became of the connection.
+        result: What became of the connection.
         latency_s: Round trip of a small message, or None where nothing came through.
         bandwidth_bytes_per_s: Rough, of one short burst; None where it was not measured.
         said: What the operating system said, for a reader who knows it.
@@ -127,7 +127,7 @@ class Direction:
 
     source: int
     target: int
-    verdict: Verdict
+    result: DialResult
     latency_s: float | None = None
     bandwidth_bytes_per_s: float | None = None
     said: str = ""

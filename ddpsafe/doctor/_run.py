@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ddpsafe._config import LaunchFields
     from ddpsafe.doctor._checks import Check
-    from ddpsafe.doctor._context import Place
+    from ddpsafe.doctor._context import VariableSource
     from ddpsafe.doctor._mesh.transport import Store
     from ddpsafe.doctor._report import Finding, Matrix
 
@@ -276,5 +276,5 @@ def _unreadable(error: ConfigError) -> Finding:
     )
 
 
-def _places(config: LaunchConfig) -> dict[str, Place]:
+def _places(config: LaunchConfig) -> dict[str, VariableSource]:
     return {name: find_place(config, name) for name in config.env}

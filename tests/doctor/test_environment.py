@@ -100,7 +100,7 @@ def test_loopback_is_no_master_of_two_nodes(monkeypatch: pytest.MonkeyPatch) -> 
     alone = doctor.run(checks={"ENV"})
     together = doctor.run(checks={"ENV"}, mesh=False, **two)  # type: ignore[arg-type]
     assert worst(alone, "DS-ENV-003").severity == "ok"
-    assert "never meet" in worst(together, "DS-ENV-003").fact
+    assert "never reach each other" in worst(together, "DS-ENV-003").fact
 
 
 def test_configuration_that_cannot_be_read_is_a_finding(tmp_path: Path) -> None:

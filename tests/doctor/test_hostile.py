@@ -37,7 +37,7 @@ from ddpsafe.doctor._mesh.protocol import (
     read,
     write,
 )
-from ddpsafe.doctor._mesh.reach import reach_coordinator
+from ddpsafe.doctor._mesh.reach_node_zero import reach_coordinator
 from ddpsafe.doctor._mesh.server import Client, Server
 from ddpsafe.doctor._mesh.transport import gather, wait_for
 
@@ -242,7 +242,7 @@ def test_page_of_a_report_runs_nothing() -> None:
         fix=f"{script}\n    {script}",
         hosts=(script,),
     )
-    direction = Direction(source=0, target=1, verdict="open", said=script)
+    direction = Direction(source=0, target=1, result="open", said=script)
     matrix = Matrix(
         hostnames=(script, '"><svg onload=x>'), addresses=("", ""), directions=(direction,)
     )
@@ -389,7 +389,7 @@ def test_service_on_loopback_is_not_dialled_for_another_host() -> None:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         from ddpsafe.doctor._mesh.job import Job
-        from ddpsafe.doctor._mesh.node import LocalNode
+        from ddpsafe.doctor._mesh.local_node import LocalNode
 
         job = Job(
             nnodes=2,
@@ -413,7 +413,7 @@ def test_service_on_loopback_is_not_dialled_for_another_host() -> None:
         return told
 
     (found,) = asyncio.run(probe()).dialled
-    assert (found.verdict, found.reason) == ("no-route", "no-address")
+    assert (found.result, found.reason) == ("no-route", "no-address")
     assert not dialled.is_set()
 
 

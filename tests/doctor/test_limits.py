@@ -14,7 +14,7 @@ import pytest
 import scripts
 from doctor_kit import Found, examine, lines_to_copy, needs_namespaces
 
-from ddpsafe.doctor._system.cgroups import Limits, read_limits
+from ddpsafe._host import Limits, read_limits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -69,7 +69,7 @@ def test_hosts_with_a_default_route_to_nowhere_are_not_alarmed(make_hosts: MakeH
 
 
 @pytest.mark.parametrize(
-    ("otherwise", "verdict"),
+    ("otherwise", "result"),
     [
         ("drop", "dropped"),
         ("reset", "refused"),
@@ -79,7 +79,7 @@ def test_hosts_with_a_default_route_to_nowhere_are_not_alarmed(make_hosts: MakeH
     ],
 )
 def test_only_the_endpoint_open_is_one_finding(
-    make_hosts: MakeHosts, otherwise: str, verdict: str
+    make_hosts: MakeHosts, otherwise: str, result: str
 ) -> None:
     """Where only MASTER_PORT is open, gloo hangs for five times its timeout and names no host."""
     network = make_hosts(2)
@@ -88,7 +88,7 @@ def test_only_the_endpoint_open_is_one_finding(
     told = examine(network)
     report = agree(told)
     assert report.codes() == ["DS-MESH-036"]
-    assert report.ways(verdict) == all_ways(2)
+    assert report.ways(result) == all_ways(2)
     finding = report.one("DS-MESH-036")
     assert "No host can open a connection" in finding["fact"]
     assert "firewall" in finding["cause"] or str(PORT) in finding["cause"]
@@ -97,7 +97,7 @@ def test_only_the_endpoint_open_is_one_finding(
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "verdict"),
+    ("how", "code", "result"),
     [
         ("drop", "DS-MESH-031", "dropped"),
         ("reset", "DS-MESH-032", "refused"),
@@ -105,7 +105,7 @@ def test_only_the_endpoint_open_is_one_finding(
     ],
 )
 def test_one_direction_of_one_pair_among_four_is_named(
-    make_hosts: MakeHosts, how: str, code: str, verdict: str
+    make_hosts: MakeHosts, how: str, code: str, result: str
 ) -> None:
     """With gloo, whether this is seen depends on which of the two has the greater address."""
     network = make_hosts(4)
@@ -117,7 +117,7 @@ def test_one_direction_of_one_pair_among_four_is_named(
     assert finding["hosts"] == ["h1", "h2"]
     assert "h2 (node rank 2) cannot open a connection to h1 (node rank 1)" in finding["fact"]
     assert "the other direction works" in finding["fact"]
-    assert report.ways(verdict) == {(2, 1)}
+    assert report.ways(result) == {(2, 1)}
     assert report.ways("open") == all_ways(4) - {(2, 1)}
     require_in_time(told, 5)
 

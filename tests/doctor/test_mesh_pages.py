@@ -29,7 +29,7 @@ from ddpsafe.doctor._mesh.protocol import (
     Rejected,
     Route,
 )
-from ddpsafe.doctor._mesh.reach import Obstacle
+from ddpsafe.doctor._mesh.reach_node_zero import Obstacle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

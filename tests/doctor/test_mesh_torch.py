@@ -15,6 +15,7 @@ from mesh_kit import PROGRAM, agree, examine, read_one, start_one
 if TYPE_CHECKING:
     from hosts import Network
     from mesh_kit import MakeHosts
+    from warm_python import Forked
 
 pytestmark = pytest.mark.root
 
@@ -45,13 +46,11 @@ def test_ranks_of_another_launcher_are_examined_over_their_store(make_hosts: Mak
     assert report.ways("refused") == {(2, 1)}
 
 
-def start_ranks(
-    network: Network, per_host: int, *, by_node: bool = False
-) -> list[subprocess.Popen[str]]:
+def start_ranks(network: Network, per_host: int, *, by_node: bool = False) -> list[Forked]:
     """Start ranks that ask for the full preflight, as srun would, or mpirun --map-by node."""
     return [
-        host.start(
-            [sys.executable, PROGRAM, "launch_fully_examined"],
+        host.fork(
+            [PROGRAM, "launch_fully_examined"],
             env={
                 "RANK": str(
                     local_rank * len(network) + host.index
@@ -119,8 +118,8 @@ def test_automatic_interface_joins_hosts_whose_names_lead_to_loopback(
     network = make_hosts(2, hosts_file=names_as_debian)
     asked = json.dumps({"rendezvous": {"interface": "auto"}, "timeouts": {"rendezvous": 30}})
     started = [
-        host.start(
-            [sys.executable, PROGRAM, "join_and_reduce", asked],
+        host.fork(
+            [PROGRAM, "join_and_reduce", asked],
             env={
                 "RANK": str(host.index),
                 "WORLD_SIZE": "2",

@@ -18,7 +18,7 @@ from ddpsafe.doctor._mesh.connection import (
     encode,
 )
 from ddpsafe.doctor._mesh.protocol import Greeting, read
-from ddpsafe.doctor._mesh.reach import Obstacle, Refused, reach_coordinator
+from ddpsafe.doctor._mesh.reach_node_zero import Obstacle, Refused, reach_coordinator
 from ddpsafe.doctor._mesh.server import Client, Server
 from ddpsafe.doctor._mesh.transport import TransportLostError, gather, wait_for
 

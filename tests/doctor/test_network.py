@@ -111,7 +111,7 @@ def test_interface_that_does_not_lead_to_the_meeting_point_is_named() -> None:
     there = TWO_NETWORKS
     fields = one_of_two("10.77.0.9:29500")
     found = examine("NET", host=there, env={"GLOO_SOCKET_IFNAME": "ib0"}, **fields)
-    assert "eth0 leads to the meeting point 10.77.0.9" in found.of("DS-NET-003")["fact"]
+    assert "eth0 leads to the rendezvous endpoint 10.77.0.9" in found.of("DS-NET-003")["fact"]
     assert found.severity("DS-NET-003") == "warning"
     assert lines_to_copy(found.of("DS-NET-003")) == ["export GLOO_SOCKET_IFNAME=eth0"]
     right = examine("NET", host=there, env={"GLOO_SOCKET_IFNAME": "eth0"}, **fields)
@@ -135,7 +135,7 @@ def test_small_mtu_is_named() -> None:
 
 @needs_namespaces
 def test_choice_between_networks_is_asked_for_with_several_nodes_only() -> None:
-    """The line to copy names the network that leads to the meeting point."""
+    """The line to copy names the network that leads to the rendezvous endpoint."""
     there = TWO_NETWORKS
     found = examine("NET", host=there, **one_of_two("10.88.0.9:29500"))
     assert lines_to_copy(found.of("DS-NET-005")) == [

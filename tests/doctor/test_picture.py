@@ -15,15 +15,15 @@ from ddpsafe.doctor._report import to_copy
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ddpsafe.doctor._report import Verdict
+    from ddpsafe.doctor._report import DialResult
 
 SVG: Final = "{http://www.w3.org/2000/svg}"
 
 
-def page(count: int, closed: dict[tuple[int, int], Verdict]) -> str:
+def page(count: int, closed: dict[tuple[int, int], DialResult]) -> str:
     """Return the page of a matrix in which some directions are closed."""
     directions = tuple(
-        Direction(source=a, target=b, verdict=closed.get((a, b), "open"), latency_s=0.0002)
+        Direction(source=a, target=b, result=closed.get((a, b), "open"), latency_s=0.0002)
         for a, b in permutations(range(count), 2)
     )
     names = tuple(f"gpu-<{node:02d}>" for node in range(count))
@@ -62,7 +62,7 @@ def test_no_two_cells_lie_on_each_other(count: int) -> None:
 
 
 def test_legend_explains_what_is_seen_and_no_more() -> None:
-    """Six verdicts that did not happen are noise."""
+    """Six results that did not happen are noise."""
     text = page(2, {(0, 1): "large-lost"})
     assert "an MTU hole" in text
     assert "a proxy" not in text
@@ -74,7 +74,7 @@ def a_report(count: int) -> Report:
         Direction(
             source=a,
             target=b,
-            verdict="dropped" if b == 1 else "large-lost" if a == 0 else "open",
+            result="dropped" if b == 1 else "large-lost" if a == 0 else "open",
             latency_s=0.0002,
         )
         for a, b in permutations(range(count), 2)

@@ -81,7 +81,7 @@ def _why_unseen(subject: Subject, said: dict[str, Any], there: int) -> tuple[str
 
 
 def check_visible(subject: Subject) -> Iterator[Finding]:
-    """Judge CUDA_VISIBLE_DEVICES: the first entry that is wrong ends the list without a word."""
+    """Check CUDA_VISIBLE_DEVICES: the first entry that is wrong ends the list without a word."""
     text = subject.env.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return

@@ -1,4 +1,4 @@
-"""Names: this host's own, the meeting point's, and how long the name server takes."""
+"""Names: this host's own, the rendezvous endpoint's, and how long the name server takes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _own_name_fix(name: str, loopback: Sequence[str]) -> str:
     )
 
 
-def check_meeting_point(subject: Subject) -> Iterator[Finding]:
+def check_endpoint(subject: Subject) -> Iterator[Finding]:
     """Look up the host at which the ranks meet."""
     endpoint = subject.endpoint
     if endpoint is None:
@@ -93,7 +93,7 @@ def check_meeting_point(subject: Subject) -> Iterator[Finding]:
     except (OSError, UnicodeError) as error:
         yield failed(
             "DS-NAME-002",
-            f"The name of the meeting point, {endpoint.host}, does not resolve here ({error}).",
+            f"The name of the rendezvous endpoint, {endpoint.host}, does not resolve here ({error}).",
             cause="a typo, a name that only other hosts know, or a service that does not "
             "exist yet.",
             fix=to_copy(
@@ -109,7 +109,7 @@ def check_meeting_point(subject: Subject) -> Iterator[Finding]:
     ):
         yield failed(
             "DS-NAME-002",
-            f"The meeting point {endpoint.host} is {', '.join(found)} here: this node would wait "
+            f"The rendezvous endpoint {endpoint.host} is {', '.join(found)} here: this node would wait "
             "for itself.",
             cause="a line of /etc/hosts on this node.",
             fix=to_copy(
@@ -117,12 +117,12 @@ def check_meeting_point(subject: Subject) -> Iterator[Finding]:
             ),
         )
         return
-    yield ok("DS-NAME-002", f"The meeting point {endpoint.host} is {', '.join(found)}.")
+    yield ok("DS-NAME-002", f"The rendezvous endpoint {endpoint.host} is {', '.join(found)}.")
 
 
 def check_name_server(subject: Subject) -> Iterator[Finding]:
     """Time the reverse look-up that torch's store does for every client."""
-    # An address that the ranks will meet: of the meeting point, else of this host.
+    # An address that the ranks will meet: of the rendezvous endpoint, else of this host.
     endpoint = subject.endpoint
     if endpoint is not None and find_address(endpoint.host) is not None:
         address = endpoint.host
@@ -153,4 +153,4 @@ def check_name_server(subject: Subject) -> Iterator[Finding]:
     )
 
 
-CHECKS: Final[tuple[Check, ...]] = (check_own_name, check_meeting_point, check_name_server)
+CHECKS: Final[tuple[Check, ...]] = (check_own_name, check_endpoint, check_name_server)

@@ -59,7 +59,7 @@ def check_loopback(subject: Subject) -> Iterator[Finding]:
 
 
 def check_names(subject: Subject) -> Iterator[Finding]:
-    """Judge the interface variables by the rules of the library that reads each."""
+    """Check the interface variables by the rules of the library that reads each."""
     problems = list(check_interfaces(subject.env))
     wanted = subject.config.rendezvous.interface
     own = check_interface(wanted) if wanted not in (None, "auto") else None
@@ -108,7 +108,7 @@ def check_state(subject: Subject) -> Iterator[Finding]:
         interface = interfaces.get(name)
         if interface is None:  # DS-NET-001 says so
             continue
-        yield _judge(interface, " and ".join(variables))
+        yield _check_interface(interface, " and ".join(variables))
 
 
 def chosen_names(subject: Subject, existing: list[str]) -> dict[str, list[str]]:
@@ -127,7 +127,7 @@ def chosen_names(subject: Subject, existing: list[str]) -> dict[str, list[str]]:
     return asked
 
 
-def _judge(interface: Interface, asked_by: str) -> Finding:
+def _check_interface(interface: Interface, asked_by: str) -> Finding:
     name = interface.name
     if not interface.is_running:
         return failed(
@@ -152,7 +152,7 @@ _SMALLEST_MTU: Final = 1280
 
 
 def check_way(subject: Subject) -> Iterator[Finding]:
-    """Compare the interface that leads to the meeting point with the one asked for."""
+    """Compare the interface that leads to the rendezvous endpoint with the one asked for."""
     endpoint = subject.endpoint
     if endpoint is None or subject.nnodes == 1:
         return
@@ -163,7 +163,7 @@ def check_way(subject: Subject) -> Iterator[Finding]:
         except OSError as error:
             yield failed(
                 "DS-NET-003",
-                f"There is no route from this host to the meeting point {target} ({error.strerror}).",
+                f"There is no route from this host to the rendezvous endpoint {target} ({error.strerror}).",
                 cause="the interface of that network is down here, or this host is in another network.",
                 fix=to_copy(
                     "Look at the interfaces and routes:",
@@ -177,16 +177,16 @@ def check_way(subject: Subject) -> Iterator[Finding]:
 
 def _compare(subject: Subject, target: str, way: Interface | None) -> Finding:
     if way is None or way.is_loopback:
-        return ok("DS-NET-003", f"The meeting point {target} is this host.")
+        return ok("DS-NET-003", f"The rendezvous endpoint {target} is this host.")
     asked = chosen_names(subject, list_names())
     others = {name: by for name, by in asked.items() if name != way.name}
     if not asked or way.name in asked:
-        return ok("DS-NET-003", f"{way.name} leads to the meeting point {target}.")
+        return ok("DS-NET-003", f"{way.name} leads to the rendezvous endpoint {target}.")
     name, by = next(iter(others.items()))
     settings = interface_variables(way.name)
     return warning(
         "DS-NET-003",
-        f"{way.name} leads to the meeting point {target}, but {' and '.join(by)} asks for {name}.",
+        f"{way.name} leads to the rendezvous endpoint {target}, but {' and '.join(by)} asks for {name}.",
         cause="a second network, which all hosts need to share, or a name copied from another host.",
         fix=to_copy(
             f"Unless every host has {name} in one network:",

@@ -1,4 +1,4 @@
-"""Ports: whether the meeting point's is free, and how many the system may hand out."""
+"""Ports: whether the rendezvous endpoint's is free, and how many the system may hand out."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import contextlib
 import errno
 import os
 import socket
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import psutil
 
-from ddpsafe._host import list_interfaces, show_endpoint
+from ddpsafe._host import PORT_RANGE, list_interfaces, port_range, show_endpoint
 from ddpsafe.doctor._report import Finding, failed, ok, to_copy, warning
 from ddpsafe.doctor._system.tcp import addresses_of
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from ddpsafe.doctor._checks import Check
     from ddpsafe.doctor._context import Subject
 
-_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _PATIENCE_S: Final = 2.0
 _PORTS_PER_RANK: Final = 64
 """A rank listens on a few and connects to every other rank."""
@@ -107,16 +105,9 @@ def _owner(port: int) -> tuple[str, int | None]:
     return "a process that this user may not see", None
 
 
-def _port_range() -> range | None:
-    with contextlib.suppress(OSError, ValueError):
-        first, last = map(int, _RANGE.read_text(encoding="ascii").split())
-        return range(first, last + 1)
-    return None
-
-
 def check_handed_out(subject: Subject) -> Iterator[Finding]:
-    """Look whether the system may give the meeting point's port to any process that connects."""
-    endpoint, ports = subject.endpoint, _port_range()
+    """Look whether the system may give the rendezvous endpoint's port to any process that connects."""
+    endpoint, ports = subject.endpoint, port_range()
     if endpoint is None or ports is None or endpoint.port == 0:
         return
     if endpoint.port not in ports:
@@ -133,7 +124,7 @@ def check_handed_out(subject: Subject) -> Iterator[Finding]:
 
 def check_enough(subject: Subject) -> Iterator[Finding]:
     """Count the ports that ranks can get for listening and connecting."""
-    ports = _port_range()
+    ports = port_range()
     if ports is None:
         return
     wanted = max(_FEWEST, _PORTS_PER_RANK * subject.nproc)
@@ -145,7 +136,7 @@ def check_enough(subject: Subject) -> Iterator[Finding]:
         f"The system hands out {len(ports)} ports only ({ports[0]} to {ports[-1]}); every "
         "connection between ranks needs one.",
         cause="the range was narrowed, for example to open it in a firewall.",
-        fix=to_copy("Widen it:", f"echo 32768 60999 > {_RANGE}"),
+        fix=to_copy("Widen it:", f"echo 32768 60999 > {PORT_RANGE}"),
         ports=len(ports),
     )
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
-from ddpsafe._host import count_cores
+from ddpsafe._host import count_cores, read_limits, whole_cores
 from ddpsafe.doctor._report import Finding, failed, ok, to_copy, warning
-from ddpsafe.doctor._system.cgroups import read_limits, whole_cores
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

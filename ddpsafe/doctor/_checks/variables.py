@@ -169,7 +169,7 @@ _PORTS: Final = range(1024, 65536)
 
 
 def check_address(subject: Subject) -> Iterator[Finding]:
-    """Judge MASTER_ADDR as written; whether it resolves is DS-NAME-002."""
+    """Check MASTER_ADDR as written; whether it resolves is DS-NAME-002."""
     host = subject.env.get("MASTER_ADDR")
     if host is None:
         yield ok("DS-ENV-003", "MASTER_ADDR is not set; `launch` sets it for its ranks.")
@@ -195,7 +195,7 @@ def check_address(subject: Subject) -> Iterator[Finding]:
         yield ok("DS-ENV-003", f"MASTER_ADDR={host!r} can be read.")
 
 
-def _judge(subject: Subject) -> Callable[..., Finding]:
+def _severity(subject: Subject) -> Callable[..., Finding]:
     """Return how bad it is: an endpoint that is given by hand goes before the variables."""
     return failed if subject.config.rendezvous.endpoint is None else warning
 
@@ -203,7 +203,7 @@ def _judge(subject: Subject) -> Callable[..., Finding]:
 def _unusable(subject: Subject, host: str, error: ValidationError) -> Finding:
     context = error.errors()[0].get("ctx", {})
     example = host.strip().strip("[]") if host.strip().strip("[]") != host else "gpu-01"
-    return _judge(subject)(
+    return _severity(subject)(
         "DS-ENV-003",
         f"MASTER_ADDR={host!r} is not a host: {context.get('why', 'it cannot be read')}.",
         cause="a line break of a command's output, a URL, or an address with its port.",
@@ -214,9 +214,9 @@ def _unusable(subject: Subject, host: str, error: ValidationError) -> Finding:
 
 
 def _loopback(subject: Subject, host: str) -> Finding:
-    return _judge(subject)(
+    return _severity(subject)(
         "DS-ENV-003",
-        f"MASTER_ADDR={host!r} is each node itself, so {subject.nnodes} nodes never meet there.",
+        f"MASTER_ADDR={host!r} is each node itself, so {subject.nnodes} nodes never reach each other there.",
         cause="a script written for one machine.",
         fix=to_copy(
             "Write the first node's name or address on all nodes; this prints it there:",
@@ -226,7 +226,7 @@ def _loopback(subject: Subject, host: str) -> Finding:
 
 
 def check_port(subject: Subject) -> Iterator[Finding]:
-    """Judge MASTER_PORT as written; whether it is free is DS-PORT-001."""
+    """Check MASTER_PORT as written; whether it is free is DS-PORT-001."""
     text = subject.env.get("MASTER_PORT")
     if text is None:
         yield ok("DS-ENV-004", "MASTER_PORT is not set; `launch` sets it for its ranks.")

@@ -2,7 +2,7 @@
 
 `examine` meets at the endpoint, `examine_at_store` at a store of torch that exists already. Node
 rank 0 coordinates (`coordinator`), every other node takes part (`participant`). What they tell each
-other travels over a `Transport` (`transport`): a small server on node rank 0 (`server`, `reach`), or
+other travels over a `Transport` (`transport`): a small server on node rank 0 (`server`, `reach_node_zero`), or
 the store. Node rank 0 collects what was seen and sends it to all, and every node makes its findings from
 that (`findings`), so they are the same everywhere.
 """
@@ -34,9 +34,14 @@ from ddpsafe.doctor._mesh.findings.attendance import (
 )
 from ddpsafe.doctor._mesh.findings.fixes import find_filter_chains
 from ddpsafe.doctor._mesh.job import Job
-from ddpsafe.doctor._mesh.node import LocalNode
+from ddpsafe.doctor._mesh.local_node import LocalNode
 from ddpsafe.doctor._mesh.participant import participate, wait_for_results
-from ddpsafe.doctor._mesh.reach import Obstacle, Refused, find_addresses, reach_coordinator
+from ddpsafe.doctor._mesh.reach_node_zero import (
+    Obstacle,
+    Refused,
+    find_addresses,
+    reach_coordinator,
+)
 from ddpsafe.doctor._mesh.transport import (
     StoreTransport,
     TransportClosedError,
@@ -47,7 +52,7 @@ from ddpsafe.doctor._mesh.transport import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
 
-    from ddpsafe.doctor._context import Place
+    from ddpsafe.doctor._context import VariableSource
     from ddpsafe.doctor._mesh.protocol import Greeting, Node
     from ddpsafe.doctor._mesh.transport import Store
     from ddpsafe.doctor._report import Finding, Matrix
@@ -69,7 +74,7 @@ def examine(  # noqa: PLR0913 - the facts of one job, all by name
     on_progress: Callable[[str], None],
     collective: Literal["run", "skip"] = "run",
     secret: str = "",
-    places: Mapping[str, Place] | None = None,
+    places: Mapping[str, VariableSource] | None = None,
 ) -> tuple[list[Finding], Matrix]:
     """Examine the connections between the nodes of a job; every node calls it.
 
@@ -120,7 +125,7 @@ def examine_at_store(  # noqa: PLR0913 - as `examine`
     timeout: timedelta,
     local: Mapping[str, object],
     on_progress: Callable[[str], None],
-    places: Mapping[str, Place] | None = None,
+    places: Mapping[str, VariableSource] | None = None,
 ) -> tuple[list[Finding], Matrix]:
     """Examine as `examine` does, in nodes that are connected to one store of torch already.
 

@@ -74,7 +74,7 @@ async def coordinate(
         await transport.put("all-reduce", write(Asked()))
         return AllReduce(skipped=skipped)
     job.on_progress("all connections are open: trying an all-reduce")
-    async with _Rank(job, results.nodes[0], Asked()) as own:
+    async with _Member(job, results.nodes[0], Asked()) as own:
         importing = Deadline.after(_IMPORT)
         port = await own.find_port(importing)
         address = results.nodes[0].announced.address if port else ""
@@ -86,7 +86,7 @@ async def coordinate(
 
 
 async def _collect(
-    transport: Transport, ranks: Collection[int], own: _Rank, importing: Deadline
+    transport: Transport, ranks: Collection[int], own: _Member, importing: Deadline
 ) -> tuple[dict[int, Reduced], set[int]]:
     """Wait until all have a result, or one has failed, or there is no point in waiting.
 
@@ -131,7 +131,7 @@ async def participate(job: Job, transport: Transport, asked: Asked, own: Node) -
     if not asked.port:
         return
     job.on_progress("all connections are open: trying an all-reduce")
-    async with _Rank(job, own, asked) as rank:
+    async with _Member(job, own, asked) as rank:
         deadline = Deadline.after(LONGEST)
         over = asyncio.ensure_future(wait_for(transport, RESULTS, deadline=deadline))
         try:
@@ -149,7 +149,7 @@ async def participate(job: Job, transport: Transport, asked: Asked, own: Node) -
             over.cancel()
 
 
-class _Rank:
+class _Member:
     """Owns the process that takes this host's part: when the block is left, it is gone.
 
     Args:

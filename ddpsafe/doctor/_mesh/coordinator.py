@@ -24,8 +24,8 @@ from ddpsafe.doctor._mesh.findings.results import Peer, Results, pack
 from ddpsafe.doctor._mesh.job import find_node_names
 from ddpsafe.doctor._mesh.pairs import EVERY_PAIR
 from ddpsafe.doctor._mesh.probe import ANSWER_S, CONNECT_S
-from ddpsafe.doctor._mesh.protocol import Node, NodeReport, Progress, Roster, read, write
-from ddpsafe.doctor._mesh.reach import Obstacle, find_answer
+from ddpsafe.doctor._mesh.protocol import Attendance, Node, NodeReport, Roster, read, write
+from ddpsafe.doctor._mesh.reach_node_zero import Obstacle, find_answer
 from ddpsafe.doctor._mesh.server import Server
 from ddpsafe.doctor._mesh.transport import RESULTS, gather
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from ddpsafe.doctor._mesh.job import Job
-    from ddpsafe.doctor._mesh.node import LocalNode
+    from ddpsafe.doctor._mesh.local_node import LocalNode
     from ddpsafe.doctor._mesh.protocol import Answer, Rejected
     from ddpsafe.doctor._mesh.transport import Json, Transport
     from ddpsafe.doctor._report import Finding, Matrix
@@ -233,7 +233,7 @@ class Coordinator:
         while True:
             await asyncio.sleep(_TICK_S)
             missing = tuple(sorted(self._missing))[:_MOST_NAMED]
-            progress = Progress(
+            progress = Attendance(
                 came=self._job.nnodes - len(self._missing),
                 nnodes=self._job.nnodes,
                 missing=missing,
@@ -254,7 +254,7 @@ class Coordinator:
         if only_closed:  # the report goes to every node, and what is open would be too much of it
             reports = {
                 rank: replace(
-                    report, dialled=tuple(each for each in report.dialled if each.verdict != "open")
+                    report, dialled=tuple(each for each in report.dialled if each.result != "open")
                 )
                 for rank, report in reports.items()
             }

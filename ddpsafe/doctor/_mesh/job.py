@@ -6,10 +6,10 @@ import os
 import secrets
 import socket
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ddpsafe._host import LIBRARY_VARIABLES
-from ddpsafe._world import expand_hosts
+from ddpsafe._world import expand_hosts, job_variables
 from ddpsafe.doctor._mesh.connection import (
     VERSION,
 )
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from datetime import timedelta
 
-    from ddpsafe.doctor._context import Place
+    from ddpsafe.doctor._context import VariableSource
     from ddpsafe.doctor._mesh.transport import Json
 
 
@@ -32,9 +32,6 @@ def find_node_names(nnodes: int) -> dict[int, str]:
     except ValueError:
         return {}
     return dict(enumerate(map(as_hostname, names))) if len(names) == nnodes else {}
-
-
-_NAMES: Final = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +66,11 @@ class Job:
     collective: Literal["run", "skip"]
     at_store: bool = False
     secret: str = ""
-    places: Mapping[str, Place] = field(default_factory=dict)
+    places: Mapping[str, VariableSource] = field(default_factory=dict)
 
     def greeting(self) -> Greeting:
         """Return how this node introduces itself."""
-        job = " ".join(f"{name}={os.environ[name]}" for name in _NAMES if os.environ.get(name))
+        job = " ".join(f"{name}={value}" for name, value in job_variables(os.environ).items())
         return Greeting(
             version=VERSION,
             nnodes=self.nnodes,

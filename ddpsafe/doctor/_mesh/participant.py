@@ -11,7 +11,7 @@ from ddpsafe.doctor._mesh import all_reduce
 from ddpsafe.doctor._mesh.coordinator import MESH
 from ddpsafe.doctor._mesh.findings.all import make_findings, make_matrix
 from ddpsafe.doctor._mesh.findings.results import unpack
-from ddpsafe.doctor._mesh.protocol import Progress, Roster, read, write
+from ddpsafe.doctor._mesh.protocol import Attendance, Roster, read, write
 from ddpsafe.doctor._mesh.transport import (
     RESULTS,
     TransportClosedError,
@@ -23,7 +23,7 @@ from ddpsafe.doctor._mesh.transport import (
 if TYPE_CHECKING:
     from ddpsafe.doctor._mesh.findings.results import Results
     from ddpsafe.doctor._mesh.job import Job
-    from ddpsafe.doctor._mesh.node import LocalNode
+    from ddpsafe.doctor._mesh.local_node import LocalNode
     from ddpsafe.doctor._mesh.protocol import Node
     from ddpsafe.doctor._mesh.transport import Json, Transport
     from ddpsafe.doctor._report import Finding, Matrix
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SLACK: Final = timedelta(seconds=15)
-"""Node rank 0 started to wait at another moment, and has to gather and to judge."""
+"""Node rank 0 started to wait at another moment, and has to gather and to compare."""
 
 _TICK_S: Final = 0.5
 
@@ -98,7 +98,7 @@ async def _repeat_progress(job: Job, transport: Transport) -> None:
         try:
             value = (await transport.get("progress")).get(0)
             if value is not None and value != last:
-                job.on_progress(str(read(Progress, value)))
+                job.on_progress(str(read(Attendance, value)))
         except (TransportLostError, ValueError):  # the examination itself says what is wrong
             return
         last = value

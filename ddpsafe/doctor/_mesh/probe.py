@@ -22,7 +22,7 @@ from ddpsafe.doctor._system.tcp import find_tcp_state, is_silent_neighbour
 
 if TYPE_CHECKING:
     from ddpsafe.doctor._mesh.protocol import Reason
-    from ddpsafe.doctor._report import Verdict
+    from ddpsafe.doctor._report import DialResult
 
 
 BULK_BYTES: Final = 64 << 10
@@ -172,11 +172,11 @@ async def dial(
     started_s = time.monotonic()
     if not contact.address or not contact.port:
         return Dialled(contact.node_rank, "no-route", reason="no-address")
-    call = _Call(source=source, contact=contact, secret=secret)
+    call = _Dial(source=source, contact=contact, secret=secret)
     found = await call.make(mss_bytes=0)
-    if found.verdict == "large-lost":
+    if found.result == "large-lost":
         found = await _find_passing_mtu(call, found, mtu_bytes)
-    if found.verdict == "open" and found.resent:
+    if found.result == "open" and found.resent:
         # More where something was lost: one packet may have been bad luck.
         more = await asyncio.gather(*(call.make(mss_bytes=0) for _ in range(_LOSS_CALLS)))
         found = found._replace(
@@ -186,7 +186,7 @@ async def dial(
     return found._replace(took_s=round(time.monotonic() - started_s, 3))
 
 
-async def _find_passing_mtu(call: _Call, lost: Dialled, mtu_bytes: int) -> Dialled:
+async def _find_passing_mtu(call: _Dial, lost: Dialled, mtu_bytes: int) -> Dialled:
     """Find the largest packets that arrive; or that it was mere loss, and large ones do arrive."""
     family = 6 if ":" in call.contact.address else 4
     largest = max(mtu_bytes, lost.segment_bytes + _HEADERS_BYTES[family])
@@ -196,7 +196,7 @@ async def _find_passing_mtu(call: _Call, lost: Dialled, mtu_bytes: int) -> Diall
         tries = sorted(size for size in sizes if passing < size < failing)
         calls = [call.make(mss_bytes=size - _HEADERS_BYTES[family]) for size in tries]
         for size, again in zip(tries, await asyncio.gather(*calls), strict=True):
-            if again.verdict == "open":
+            if again.result == "open":
                 passing = max(passing, size)
                 if size == largest:
                     return again
@@ -211,7 +211,7 @@ async def _find_passing_mtu(call: _Call, lost: Dialled, mtu_bytes: int) -> Diall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
+class _Dial:
     source: int
     contact: Contact
     secret: str
@@ -258,8 +258,8 @@ class _Call:
         except (asyncio.TimeoutError, TimeoutError):
             connection.close()
             if is_silent_neighbour(self.contact.address):
-                return self._verdict("no-route", reason="no-arp")
-            return self._verdict("dropped")
+                return self._found("no-route", reason="no-arp")
+            return self._found("dropped")
         except OSError as exc:
             connection.close()
             return self._failed(exc)
@@ -270,7 +270,7 @@ class _Call:
 
     def _failed(self, exc: OSError) -> Dialled:
         refused = exc.errno in (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)
-        found = self._verdict("refused" if refused else "no-route")
+        found = self._found("refused" if refused else "no-route")
         return found._replace(error=errno.errorcode.get(exc.errno or 0, ""))
 
     async def _talk(self, connection: socket.socket, *, lost_after: int) -> Dialled:
@@ -280,11 +280,11 @@ class _Call:
         await loop.sock_sendall(connection, greeting)
         answer = await _read_line(connection, ANSWER_S)
         if answer is None:
-            return self._verdict("wrong-peer", reason="silent")
+            return self._found("wrong-peer", reason="silent")
         proof = prove(challenge, self.secret + self.contact.token)
         if answer != encode({"answer": proof}):
             # What it is stays unsaid: a node must not read to others what a port of a third says.
-            return self._verdict("wrong-peer", reason="other-answer" if answer else "hung-up")
+            return self._found("wrong-peer", reason="other-answer" if answer else "hung-up")
         state = find_tcp_state(connection)
         latency_s = state.round_trip_s if state is not None else None
         started_s = time.monotonic()
@@ -293,7 +293,7 @@ class _Call:
             state = find_tcp_state(connection)
             arrived = BULK_BYTES if state is None else min(BULK_BYTES, state.acknowledged_bytes)
             measured = state.rate_bytes_per_s if state is not None else None
-            return self._verdict("open")._replace(
+            return self._found("open")._replace(
                 latency_s=latency_s,
                 bandwidth_bytes_per_s=max(round(arrived / took_s), measured or 0),
             )
@@ -302,15 +302,15 @@ class _Call:
     def _large_lost(self, connection: socket.socket) -> Dialled:
         state = find_tcp_state(connection)
         if state is None:
-            return self._verdict("large-lost")
-        return self._verdict("large-lost")._replace(
+            return self._found("large-lost")
+        return self._found("large-lost")._replace(
             retransmits=state.retransmits,
             segment_bytes=state.segment_bytes,
             path_mtu_bytes=state.path_mtu_bytes,
         )
 
-    def _verdict(self, verdict: Verdict, *, reason: Reason = "") -> Dialled:
-        return Dialled(self.contact.node_rank, verdict, reason=reason)
+    def _found(self, result: DialResult, *, reason: Reason = "") -> Dialled:
+        return Dialled(self.contact.node_rank, result, reason=reason)
 
 
 async def _first_connected(
@@ -326,7 +326,7 @@ async def _first_connected(
             result = each.result()
             if isinstance(result, Dialled):
                 # What says more than silence counts.
-                failed = result if failed is None or failed.verdict == "dropped" else failed
+                failed = result if failed is None or failed.result == "dropped" else failed
             elif connected is None:
                 connected = result
             else:

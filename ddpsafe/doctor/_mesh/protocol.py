@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, Ty
 
 from pydantic import AfterValidator, Field, Strict, TypeAdapter
 
-from ddpsafe.doctor._context import Place, PlaceKind
+from ddpsafe.doctor._context import PlaceKind, VariableSource
 from ddpsafe.doctor._report import (
-    Verdict,
+    DialResult,
     printable,
 )
 
-# pydantic reads annotations when a message is first judged: these must exist at run time.
+# pydantic reads annotations when a message is first validated: these must exist at run time.
 from ddpsafe.doctor._system.tcp import MAIN_TABLE
 
 if TYPE_CHECKING:
@@ -237,9 +237,9 @@ class Announced:
     place_where: Text = ""
     otherwise: Address = ""
 
-    def place_of_variable(self) -> Place:
+    def place_of_variable(self) -> VariableSource:
         """Return where the variable was set, or is to be."""
-        return Place(kind=self.place, where=self.place_where)
+        return VariableSource(kind=self.place, where=self.place_where)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -393,7 +393,7 @@ def require_ranks(ranks: Iterable[int], nnodes: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class Attendance:
     """Who is waited for, as node rank 0 tells all nodes now and then.
 
     Attributes:
@@ -466,12 +466,12 @@ class Dialled(NamedTuple):
 
     Attributes:
         target: Whom it was to reach.
-        verdict: What became of it.
+        result: What became of it.
         latency_s: Round trip of a small packet.
         bandwidth_bytes_per_s: Rough, of one burst.
         reason: What is known besides.
         error: Name of the system's error, e.g. ``ECONNREFUSED``.
-        took_s: Until the verdict was clear.
+        took_s: Until the result was clear.
         retransmits: How often in a row the last packet was sent, where large ones were lost.
         segment_bytes: The most the kernel put into one packet, where large ones were lost.
         path_mtu_bytes: What the kernel took the path's MTU for, where large ones were lost.
@@ -482,7 +482,7 @@ class Dialled(NamedTuple):
     """
 
     target: Rank
-    verdict: Verdict
+    result: DialResult
     latency_s: Rate | None = None
     bandwidth_bytes_per_s: Rate | None = None
     reason: Reason = ""
@@ -498,12 +498,12 @@ class Dialled(NamedTuple):
     @property
     def said(self) -> str:
         """What the system said, for a reader who knows it."""
-        if self.verdict == "large-lost" and self.segment_bytes:
+        if self.result == "large-lost" and self.segment_bytes:
             return (
                 f"{self.retransmits} retransmissions, segments of {self.segment_bytes} bytes, "
                 f"path MTU {self.path_mtu_bytes} bytes"
             )
-        if self.verdict == "dropped":
+        if self.result == "dropped":
             return "no answer"
         return self.error or _REASONS[self.reason]
 

@@ -2,7 +2,6 @@
 
 Each module imports only those before it::
 
-    cgroups              limits that a container or a scheduler sets
     nvidia               the driver's view of the GPUs
     tcp                  connections, neighbours and addresses of other hosts
     torch_probe_program  run in a process of its own: what torch says

@@ -6,12 +6,13 @@ import contextlib
 import json
 import os
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from ddpsafe._host import is_directory_foreign
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -94,13 +95,6 @@ class TorchProbe:
 def find_safe_directory() -> str:
     """Return where helpers run: the current directory, or the root where it may be foreign.
 
-    Python puts the current directory first on the path of `python -c`, also of the processes that
-    a helper's libraries start. As git does since CVE-2022-24765, its owner and mode decide, so that
-    `cd /tmp && ddpsafe doctor` runs no torch.py that another user has put there.
+    So that `cd /tmp && ddpsafe doctor` runs no torch.py that another user has put there.
     """
-    try:
-        found = Path().stat()
-    except OSError:
-        return "/"
-    own = found.st_uid in {0, os.geteuid()} and not found.st_mode & stat.S_IWOTH
-    return "." if own else "/"
+    return "/" if is_directory_foreign() else "."

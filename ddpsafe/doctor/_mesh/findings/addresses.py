@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from ddpsafe.doctor import _codes
 from ddpsafe.doctor._mesh.findings.fixes import (
     common_networks,
+    endpoint_lines,
     interface_in,
     library_setting,
-    meeting_lines,
 )
 from ddpsafe.doctor._mesh.findings.results import as_details, is_closed
 from ddpsafe.doctor._report import Finding, to_copy
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def check_addresses(results: Results) -> Iterator[Finding]:
-    """Judge what each host would announce."""
+    """Check what each host would announce."""
     nodes = list(results.nodes.values())
     apart = len({node.machine for node in nodes}) > 1
     looping = [
@@ -60,10 +60,10 @@ def find_explained(results: Results) -> dict[Way, Dialled]:
     duplicate = {rank for ranks in results.find_duplicates().values() for rank in ranks}
     return {
         way: each
-        for way, each in results.verdicts().items()
-        if (each.verdict == "no-route" and flawed & {*way})
-        or (is_closed(each.verdict) and stopped & {*way})
-        or (each.verdict != "open" and duplicate & {*way})
+        for way, each in results.connections().items()
+        if (each.result == "no-route" and flawed & {*way})
+        or (is_closed(each.result) and stopped & {*way})
+        or (each.result != "open" and duplicate & {*way})
     }
 
 
@@ -77,9 +77,9 @@ def check_networks(results: Results, explained: dict[Way, Dialled]) -> Iterator[
     shared = common_networks(list(nodes.values()))
     found = {
         way: each
-        for way, each in results.verdicts().items()
+        for way, each in results.connections().items()
         if way not in explained
-        and is_closed(each.verdict)
+        and is_closed(each.result)
         and nodes[way[0]].network != nodes[way[1]].network
         and (each.error == "ENETUNREACH" or shared or translated)
     }
@@ -87,7 +87,7 @@ def check_networks(results: Results, explained: dict[Way, Dialled]) -> Iterator[
         return
     # The way back is closed for the same reason, whatever it looks like from there.
     back = {(target, source) for source, target in found}
-    closed = {way: each for way, each in results.verdicts().items() if is_closed(each.verdict)}
+    closed = {way: each for way, each in results.connections().items() if is_closed(each.result)}
     found |= {way: closed[way] for way in back if way in closed}
     explained.update(found)
     yield _translated(results) if translated and not shared else _different_networks(results, found)
@@ -99,14 +99,14 @@ def check_family(results: Results, explained: dict[Way, Dialled]) -> Iterator[Fi
     Directions that this explains are added to `explained`.
     """
     at_endpoint = {_version(node.endpoint) for node in results.nodes.values() if node.endpoint}
-    verdicts = results.verdicts()
-    versions = {way: _version(results.nodes[way[1]].announced.address) for way in verdicts}
-    working = {versions[way] for way, each in verdicts.items() if not is_closed(each.verdict)}
+    connections = results.connections()
+    versions = {way: _version(results.nodes[way[1]].announced.address) for way in connections}
+    working = {versions[way] for way, each in connections.items() if not is_closed(each.result)}
     found = {
         way: each
-        for way, each in verdicts.items()
+        for way, each in connections.items()
         if way not in explained
-        and is_closed(each.verdict)
+        and is_closed(each.result)
         and versions[way] not in working | at_endpoint
     }
     nodes = list(results.nodes.values())
@@ -169,13 +169,13 @@ def _same_address(results: Results, duplicate: Mapping[str, list[int]]) -> Findi
         for name, table in node.interfaces.items()
         if address in table and node.announced.address != address
     ]
-    meeting = meeting_lines(results, odd)
+    endpoint = endpoint_lines(results, odd)
     local = "it belongs to a bridge or an interface that every host has for itself, as docker0."
     if spare:
         what, lines = "Take the address from the host that does not need it, as root:", spare
         cause = "an address was given twice, by hand or by two sources of configuration."
-    elif meeting is not None:
-        what, lines = meeting
+    elif endpoint is not None:
+        what, lines = endpoint
         cause = local
     else:
         cause = "an address was given twice, by hand or by two sources of configuration."
@@ -247,12 +247,12 @@ def _check_variable(results: Results) -> Iterator[Finding]:
     without = sorted(results.nodes.keys() - having)
     if not having or not without or any(node.announced.flaw for node in results.nodes.values()):
         return
-    if any(is_closed(each.verdict) for each in results.verdicts().values()):
+    if any(is_closed(each.result) for each in results.connections().values()):
         return  # what is closed says it, with the lines that repair it
     name = results.nodes[min(having)].announced.variable
     networks = {rank: node.network for rank, node in results.nodes.items()}
     apart = len(set(networks.values())) > 1
-    meeting = meeting_lines(results, [results.nodes[rank] for rank in without])
+    endpoint = endpoint_lines(results, [results.nodes[rank] for rank in without])
     listed = ", ".join(
         f"{results.label(rank)} {results.nodes[rank].announced.address} on "
         f"{results.nodes[rank].announced.interface}"
@@ -266,8 +266,8 @@ def _check_variable(results: Results) -> Iterator[Finding]:
         cause="the variable was exported in one shell, or the launcher does not pass it on"
         + ("; a part of the job runs over another network, or not at all." if apart else "."),
         fix=_set_where_missing(results, name, without, having)
-        if meeting is None or not apart
-        else to_copy(meeting[0], *meeting[1]),
+        if endpoint is None or not apart
+        else to_copy(endpoint[0], *endpoint[1]),
         hosts=results.hostnames(without),
         details={
             "variable": name,
@@ -299,7 +299,7 @@ def _loopback(results: Results, nodes: list[Node]) -> Finding:
     else:
         cause = f"{announced.chosen_by} does not resolve there, and gloo then takes loopback."
     # On every host, where one network joins all: what is set on some hosts only is the next finding.
-    _, lines = meeting_lines(results, nodes) or (
+    _, lines = endpoint_lines(results, nodes) or (
         "",
         [
             node.announced.place_of_variable().set_line(
@@ -329,8 +329,8 @@ def _loopback(results: Results, nodes: list[Node]) -> Finding:
 
 
 def _absent(results: Results, odd: list[Node]) -> Finding:
-    meeting = meeting_lines(results, odd)
-    if meeting is None:
+    endpoint = endpoint_lines(results, odd)
+    if endpoint is None:
         what = "Choose by host; no network joins all of them:"
         lines = [
             node.announced.place_of_variable().set_line(
@@ -339,7 +339,7 @@ def _absent(results: Results, odd: list[Node]) -> Finding:
             + f"    # on {node.hostname}"
             for node in odd
         ]
-        meeting = what, lines
+        endpoint = what, lines
     told = "; ".join(
         f"{node} has no interface {node.announced.wanted} with an address "
         f"({node.announced.chosen_by}), it has {_listed(node) or 'none but loopback'}"
@@ -351,7 +351,7 @@ def _absent(results: Results, odd: list[Node]) -> Finding:
         fact=f"{told}.",
         cause="names of interfaces differ from host to host, and the variable is the same on all, or "
         "it was meant for another host.",
-        fix=to_copy(meeting[0], *meeting[1]),
+        fix=to_copy(endpoint[0], *endpoint[1]),
         hosts=results.hostnames(node.node_rank for node in odd),
         details={
             "wanted": {node.hostname: node.announced.wanted for node in odd},
@@ -365,7 +365,7 @@ def _listed(node: Node) -> str:
 
 
 def _not_running(results: Results, odd: list[Node]) -> Finding:
-    what, lines = meeting_lines(results, odd) or ("No other network joins all hosts.", [])
+    what, lines = endpoint_lines(results, odd) or ("No other network joins all hosts.", [])
     told = "; ".join(
         f"interface {node.announced.interface} of {node} ({node.announced.address}, "
         f"{node.announced.chosen_by})"
@@ -398,7 +398,7 @@ def _different_networks(results: Results, found: dict[Way, Dialled]) -> Finding:
     listed = "; ".join(
         f"{node} {node.announced.address} on {node.announced.interface}" for node in odd
     )
-    meeting = meeting_lines(results, odd)
+    endpoint = endpoint_lines(results, odd)
     return Finding(
         code=_codes.DIFFERENT_NETWORKS,
         severity="failed",
@@ -406,8 +406,8 @@ def _different_networks(results: Results, found: dict[Way, Dialled]) -> Finding:
         f"in {usual or 'no network'}.",
         cause="each host chose by its own name or by the order of its interfaces "
         f"({', '.join(sorted({node.announced.chosen_by for node in odd}))}).",
-        fix=to_copy(meeting[0], *meeting[1])
-        if meeting is not None
+        fix=to_copy(endpoint[0], *endpoint[1])
+        if endpoint is not None
         else f"No network has all hosts: give {', '.join(n.hostname for n in odd)} a route to {usual}, "
         "or an interface in it.",
         hosts=results.hostnames(node.node_rank for node in odd),

@@ -57,20 +57,20 @@ def make_matrix(results: Results) -> Matrix:
         directions=tuple(
             each
             for each in _directions(results)
-            if not results.only_closed or each.verdict != "open"
+            if not results.only_closed or each.result != "open"
         ),
     )
 
 
 def _directions(results: Results) -> Iterator[Direction]:
-    verdicts = results.verdicts()
+    connections = results.connections()
     for source, targets in sorted(results.plan().items()):
         for target in targets:
-            found = verdicts.get((source, target), Dialled(target=target, verdict="absent"))
+            found = connections.get((source, target), Dialled(target=target, result="absent"))
             yield Direction(
                 source=source,
                 target=target,
-                verdict=found.verdict,
+                result=found.result,
                 latency_s=found.latency_s,
                 bandwidth_bytes_per_s=found.bandwidth_bytes_per_s,
                 said=found.said,

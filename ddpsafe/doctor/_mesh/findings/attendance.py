@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ddpsafe.doctor._mesh.findings.results import Results
     from ddpsafe.doctor._mesh.protocol import FilterChain, Rejected
-    from ddpsafe.doctor._mesh.reach import Obstacle
+    from ddpsafe.doctor._mesh.reach_node_zero import Obstacle
 
 
 def describe_obstacle(
@@ -229,7 +229,7 @@ _DESCRIPTIONS: Final[dict[str, tuple[str, Callable[[Obstacle, str, int], _Descri
 
 
 def check_attendance(results: Results) -> Iterator[Finding]:
-    """Judge who came, as node rank 0 saw it."""
+    """Check who came, as node rank 0 saw it."""
     named = {*results.nodes, *results.garbled, *results.find_shadowed()}
     missing = [node for node in range(results.nnodes) if node not in named]
     doubled = {rank for ranks in results.find_duplicates().values() for rank in ranks}

@@ -143,18 +143,18 @@ _LEAST_RESENT: Final = 8
 
 
 def check_connections(results: Results, explained: Mapping[Way, Dialled]) -> Iterator[Finding]:
-    """Judge what was dialled.
+    """Check what was dialled.
 
     Args:
         results: Everything that is known.
         explained: Directions that another finding explains already.
     """
-    tried = {way: each for way, each in results.verdicts().items() if way not in explained}
+    tried = {way: each for way, each in results.connections().items() if way not in explained}
     if not tried:
         return
-    closed = {way for way, each in tried.items() if is_closed(each.verdict)}
-    strange = {way for way, each in tried.items() if each.verdict == "wrong-peer"}
-    lossy = {way for way, each in tried.items() if each.verdict == "large-lost"}
+    closed = {way for way, each in tried.items() if is_closed(each.result)}
+    strange = {way for way, each in tried.items() if each.result == "wrong-peer"}
+    lossy = {way for way, each in tried.items() if each.result == "large-lost"}
     routed = {way for way in closed if _other_route(results, way) is not None}
     for group in group_ways(routed, tried):
         yield _routed(results, group, tried)
@@ -171,13 +171,13 @@ def check_connections(results: Results, explained: Mapping[Way, Dialled]) -> Ite
 
 def _closed(results: Results, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
     found = {way: tried[way] for way in group.ways}
-    verdicts = sorted({each.verdict for each in found.values()})
-    verb = " or ".join({"no-route": "unreachable"}.get(each, each) for each in verdicts)
+    kinds = sorted({each.result for each in found.values()})
+    verb = " or ".join({"no-route": "unreachable"}.get(each, each) for each in kinds)
     said = ", ".join(sorted({each.said for each in found.values() if each.said}))
     if group.shape == "everywhere":
         said += f"; port {results.port} of the endpoint is open"
     only_endpoint = group.shape == "everywhere" and not _lacks_a_way(found)
-    code = _codes.ONLY_ENDPOINT if only_endpoint else _CODES[verdicts[0]]
+    code = _codes.ONLY_ENDPOINT if only_endpoint else _CODES[kinds[0]]
     fix = _wiring(results, found) if _lacks_a_way(found) else _opening(results, group)
     return Finding(
         code=code,
@@ -220,7 +220,7 @@ def _several(results: Results, nodes: tuple[int, ...]) -> str:
 
 
 def _closed_cause(results: Results, group: Group, found: Mapping[Way, Dialled]) -> str:
-    verdicts = {each.verdict for each in found.values()}
+    kinds = {each.result for each in found.values()}
     if any(each.reason == "no-arp" for each in found.values()):
         return (
             "the host does not even answer on its own wire: a cable, a switch port or a VLAN. "
@@ -228,7 +228,7 @@ def _closed_cause(results: Results, group: Group, found: Mapping[Way, Dialled]) 
         )
     if any(each.error == "ENETUNREACH" for each in found.values()):
         return "the dialling host has no route to that network."
-    if verdicts == {"no-route"} and all(each.took_s < _FAST_S for each in found.values()):
+    if kinds == {"no-route"} and all(each.took_s < _FAST_S for each in found.values()):
         return (
             'a firewall that answers "prohibited" (firewalld does), on the listening host or '
             "between; the port of the endpoint gets through, so a route exists."
@@ -236,7 +236,7 @@ def _closed_cause(results: Results, group: Group, found: Mapping[Way, Dialled]) 
     ports = "gloo and NCCL listen on ports that the system chooses"
     openings = find_openings(results, found)
     outgoing = [each for each in openings if each.hook == "output"]
-    way = "drops" if verdicts == {"dropped"} else "rejects"
+    way = "drops" if kinds == {"dropped"} else "rejects"
     if outgoing:
         named = ", ".join(f"{each.host} ({_chains(each)})" for each in outgoing)
         return f"the packet filter of {named} {way} what goes out and is not on its list; {ports}."
@@ -325,7 +325,7 @@ def _check_loss(results: Results, tried: Mapping[Way, Dialled]) -> Iterator[Find
     lossy = {
         way: each
         for way, each in tried.items()
-        if each.verdict == "open"
+        if each.result == "open"
         and each.resent >= _LEAST_RESENT
         and each.resent >= _LOSS * (each.packets + each.resent)
     }

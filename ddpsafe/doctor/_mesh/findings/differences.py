@@ -82,7 +82,7 @@ def _show(text: str) -> str:
 
 
 def check_facts(results: Results) -> Iterator[Finding]:
-    """Judge the differences between the hosts' fingerprints."""
+    """Check the differences between the hosts' fingerprints."""
     if len(results.nodes) < 2:  # noqa: PLR2004 - one host does not differ
         return
     versions = find_differences(results.nodes, "versions") + find_differences(
@@ -132,7 +132,7 @@ def check_facts(results: Results) -> Iterator[Finding]:
             cause="the job was started with other arguments on one host.",
             fix="Start it with the same arguments on every host.",
         )
-    if all(each.verdict != "large-lost" for each in results.verdicts().values()):
+    if all(each.result != "large-lost" for each in results.connections().values()):
         mtus = {rank: node.mtu_bytes for rank, node in results.nodes.items() if node.mtu_bytes}
         if len(set(mtus.values())) > 1:
             usual, _ = Counter(mtus.values()).most_common(1)[0]

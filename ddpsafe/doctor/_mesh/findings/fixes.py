@@ -17,7 +17,7 @@ from ddpsafe.doctor._mesh.protocol import FilterChain
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from ddpsafe.doctor._context import Place
+    from ddpsafe.doctor._context import VariableSource
     from ddpsafe.doctor._mesh.findings.connections import Way
     from ddpsafe.doctor._mesh.findings.results import Results
     from ddpsafe.doctor._mesh.protocol import Node
@@ -273,7 +273,7 @@ def interface_in(node: Node, network: str) -> str | None:
     return None
 
 
-def meeting_lines(results: Results, odd: Sequence[Node]) -> tuple[str, list[str]] | None:
+def endpoint_lines(results: Results, odd: Sequence[Node]) -> tuple[str, list[str]] | None:
     """Return what makes hosts announce addresses of one network: a sentence, and lines for each.
 
     Args:
@@ -309,7 +309,7 @@ def meeting_lines(results: Results, odd: Sequence[Node]) -> tuple[str, list[str]
     return what, [f"{settings[node.node_rank]}    # on {node.hostname}" for node in nodes]
 
 
-def _place_of(node: Node) -> Place:
+def _place_of(node: Node) -> VariableSource:
     return node.announced.place_of_variable()
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from pydantic import Field, Strict
 
-# pydantic reads annotations when a message is first judged: these must exist at run time.
+# pydantic reads annotations when a message is first validated: these must exist at run time.
 from ddpsafe._host import is_loopback
 from ddpsafe.doctor._mesh.pairs import plan_targets
 from ddpsafe.doctor._mesh.protocol import (
@@ -34,14 +34,14 @@ from ddpsafe.doctor._mesh.protocol import (
     require_ranks,
     write,
 )
-from ddpsafe.doctor._mesh.reach import Obstacle  # noqa: TC001
+from ddpsafe.doctor._mesh.reach_node_zero import Obstacle  # noqa: TC001
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from ddpsafe.doctor._mesh.findings.connections import Way
     from ddpsafe.doctor._mesh.transport import Json
-    from ddpsafe.doctor._report import Verdict
+    from ddpsafe.doctor._report import DialResult
 
 _LONGEST_BYTES: Final = 256 << 20
 """Of results when it is unpacked: a thousand nodes need 4 MB."""
@@ -180,7 +180,7 @@ class Results:
             if node.announced.address == peer.address and node.hostname != peer.hostname
         }
 
-    def verdicts(self) -> dict[Way, Dialled]:
+    def connections(self) -> dict[Way, Dialled]:
         """Return every direction between two hosts that both came back."""
         found = {
             (source, dialled.target): self._corrected(source, dialled)
@@ -201,7 +201,7 @@ class Results:
     def _corrected(self, source: int, dialled: Dialled) -> Dialled:
         """Believe the host that says it was dialled: it was slow, and nothing took its place."""
         if dialled.reason == "silent" and source in self.reports[dialled.target].heard:
-            return dialled._replace(verdict="open", reason="late")
+            return dialled._replace(result="open", reason="late")
         return dialled
 
     def hostnames(self, node_ranks: Iterable[int]) -> tuple[str, ...]:
@@ -256,11 +256,11 @@ def unpack(packed: str) -> Results:
 def as_details(dialled: Mapping[Way, Dialled]) -> list[dict[str, Json]]:
     """Return directions as the details of a finding."""
     return [
-        {"source": source, "target": target, "verdict": each.verdict, "said": each.said}
+        {"source": source, "target": target, "result": each.result, "said": each.said}
         for (source, target), each in sorted(dialled.items())
     ]
 
 
-def is_closed(verdict: Verdict) -> bool:
+def is_closed(result: DialResult) -> bool:
     """Tell whether a connection never opened."""
-    return verdict in ("dropped", "refused", "no-route")
+    return result in ("dropped", "refused", "no-route")

@@ -137,7 +137,7 @@ async def reach_coordinator(
             )
         else:
             client = Client(link, coordinator_hostname=answer.hostname)
-            return _judge_answer(answer, client, addresses) if answer.refusal else client
+            return _check_answer(answer, client, addresses) if answer.refusal else client
         if found.trouble not in ("loopback", "other-program"):
             patience = {each: Deadline.after(_PATIENCE[each]) for each in _PATIENCE}
         is_hopeless = found.trouble == "secret" or (
@@ -248,7 +248,7 @@ async def _introduce(link: Link, greeting: Greeting, deadline: Deadline) -> Answ
     return answer
 
 
-def _judge_answer(answer: Answer, client: Client, addresses: tuple[str, ...]) -> Refused:
+def _check_answer(answer: Answer, client: Client, addresses: tuple[str, ...]) -> Refused:
     assert answer.refusal  # noqa: S101 - the caller looked
     holder = answer.hostname
     said: str = answer.refusal

@@ -23,9 +23,10 @@ from ddpsafe._host import (
     find_address_towards,
     is_loopback,
     list_interfaces,
+    port_range,
     source_address,
 )
-from ddpsafe.doctor._context import Place
+from ddpsafe.doctor._context import VariableSource
 from ddpsafe.doctor._mesh.connection import make_nonce
 from ddpsafe.doctor._mesh.findings.fixes import find_filter_chains
 from ddpsafe.doctor._mesh.findings.results import is_closed, make_plan
@@ -56,17 +57,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_USUAL_PORTS: Final = (32768, 60999)
-
-
-def find_port_range() -> tuple[int, int]:
-    """Return the ports that this system hands out to who asks for any."""
-    try:
-        first, last = _PORTS.read_text().split()
-        return int(first), int(last)
-    except (OSError, ValueError):
-        return _USUAL_PORTS
+_USUAL_PORTS: Final = range(32768, 61000)
 
 
 def machine_id() -> str:
@@ -89,7 +80,7 @@ async def announce(
     interface: str | None,
     env: Mapping[str, str],
     towards: Sequence[str],
-    places: Mapping[str, Place],
+    places: Mapping[str, VariableSource],
 ) -> Announced:
     """Find the address that the backend would announce on this host.
 
@@ -113,7 +104,7 @@ async def announce(
         otherwise = await announce(
             backend=backend, interface=interface, env=others, towards=towards, places=places
         )
-        place = places.get(variable, Place())
+        place = places.get(variable, VariableSource())
         return replace(
             named,
             variable=variable,
@@ -272,6 +263,7 @@ class LocalNode:
                 port = await self._listener.open(announced.address)
         interfaces = list_interfaces()
         mtus = [each.mtu_bytes for each in interfaces if each.name == announced.interface]
+        ports = port_range() or _USUAL_PORTS
         self._own = Node(
             node_rank=job.node_rank,
             hostname=as_hostname(socket.gethostname()),
@@ -285,7 +277,7 @@ class LocalNode:
                 for each in interfaces
                 if each.is_running and each.addresses and not each.is_loopback
             },
-            port_range=find_port_range(),
+            port_range=(ports[0], ports[-1]),
             has_torch=importlib.util.find_spec("torch") is not None,
             source=_source_towards(towards),
             endpoint=_plain(towards[0]) if towards else "",
@@ -322,7 +314,7 @@ class LocalNode:
         due = {rank for rank, others in plan.items() if self._job.node_rank in others}
         heard = self._listener.received_bytes
         came = {rank for rank, count in heard.items() if count}
-        closed = {each.target for each in dialled if is_closed(each.verdict)} | (due - came)
+        closed = {each.target for each in dialled if is_closed(each.result)} | (due - came)
         # Asked only where something failed: it costs a process, and says where to open the firewall.
         failed = closed or len(contacts) < roster.nnodes
         chains = await asyncio.to_thread(find_filter_chains) if failed else None
