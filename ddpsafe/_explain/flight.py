@@ -33,7 +33,7 @@ _SAME_SIZES: Final = ("allreduce", "broadcast", "reduce", "reducescatter")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class RecordedFailure:
     """What the dumps show: a code of the catalogue, the facts of its text, and where it is seen."""
 
     code: str
@@ -43,7 +43,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
+class _Recorded:
     """One collective, as one rank recorded it."""
 
     number: int
@@ -58,7 +58,7 @@ class _Call:
     def __str__(self) -> str:
         return f"{self.name} number {self.number} of shape {self.sizes}{self.where} ({self.state})"
 
-    def matches(self, other: _Call) -> bool:
+    def matches(self, other: _Recorded) -> bool:
         """Tell whether two ranks' calls may be of the same collective."""
         if self.name != other.name or self.dtypes != other.dtypes:
             return False
@@ -80,7 +80,7 @@ class FlightRecordings:
     def __init__(self) -> None:
         """Know none yet."""
         self._members: dict[str, set[int]] = {}
-        self._calls: dict[str, dict[int, dict[int, _Call]]] = {}
+        self._calls: dict[str, dict[int, dict[int, _Recorded]]] = {}
         self._dumped: set[int] = set()
 
     def read(self, path: Path) -> bool:
@@ -133,14 +133,16 @@ class FlightRecordings:
         self._dumped.add(rank)
         return True
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self) -> Iterator[RecordedFailure]:
         """Yield what each group shows, the one that stopped first in first place."""
         for group, calls in sorted(self._calls.items(), key=lambda each: _first_stuck(each[1])):
             found = self._examine(group, calls)
             if found is not None:
                 yield found
 
-    def _examine(self, group: str, calls: dict[int, dict[int, _Call]]) -> Finding | None:
+    def _examine(
+        self, group: str, calls: dict[int, dict[int, _Recorded]]
+    ) -> RecordedFailure | None:
         # Under gloo the default group, "0", is written with an empty name.
         members = self._members.get(group) or (group == "0" and self._members.get("")) or set(calls)
         mismatch = _find_mismatch(group, calls)
@@ -167,27 +169,31 @@ class FlightRecordings:
             ]
             facts["missing"] = ranks_text(sorted(missing))
             code = "FLIGHT-missing"
-            return Finding(
+            return RecordedFailure(
                 code=code, facts=facts, rank=min(missing), evidence=(last + evidence)[:_SHOWN]
             )
         if silent:
             facts["missing"] = ranks_text(sorted(silent))
             code = "FLIGHT-no-dump"
-            return Finding(code=code, facts=facts, rank=min(silent), evidence=evidence[:_SHOWN])
+            return RecordedFailure(
+                code=code, facts=facts, rank=min(silent), evidence=evidence[:_SHOWN]
+            )
         queued = sorted(rank for rank, each in inside.items() if each.state == "scheduled")
         if queued and len(queued) < len(inside):
             facts["missing"] = ranks_text(queued)
-            return Finding(
+            return RecordedFailure(
                 code="FLIGHT-not-started", facts=facts, rank=queued[0], evidence=evidence[:_SHOWN]
             )
-        return Finding(code="FLIGHT-stuck", facts=facts, rank=None, evidence=evidence[:_SHOWN])
+        return RecordedFailure(
+            code="FLIGHT-stuck", facts=facts, rank=None, evidence=evidence[:_SHOWN]
+        )
 
 
 _SHOWN: Final = 4
 _NEVER: Final = 1 << 62
 
 
-def _first_stuck(calls: dict[int, dict[int, _Call]]) -> int:
+def _first_stuck(calls: dict[int, dict[int, _Recorded]]) -> int:
     """Return the number of the first collective that a rank has not ended, or has not begun."""
     pending = [call.number for own in calls.values() for call in own.values() if not call.is_over]
     if pending:
@@ -199,7 +205,7 @@ def _first_stuck(calls: dict[int, dict[int, _Call]]) -> int:
     return min(last) + 1
 
 
-def _find_mismatch(group: str, calls: dict[int, dict[int, _Call]]) -> Finding | None:
+def _find_mismatch(group: str, calls: dict[int, dict[int, _Recorded]]) -> RecordedFailure | None:
     for number in sorted({number for own in calls.values() for number in own}):
         inside = {rank: own[number] for rank, own in calls.items() if number in own}
         if all(each.state == "completed" for each in inside.values()):
@@ -220,7 +226,9 @@ def _find_mismatch(group: str, calls: dict[int, dict[int, _Call]]) -> Finding | 
                 "usual": f"{usual.name} of shape {usual.sizes}{usual.where}",
             }
             lines = [(each.record, f"rank {who}: {each}") for who, each in sorted(inside.items())]
-            return Finding(code="FLIGHT-mismatch", facts=facts, rank=rank, evidence=lines[:_SHOWN])
+            return RecordedFailure(
+                code="FLIGHT-mismatch", facts=facts, rank=rank, evidence=lines[:_SHOWN]
+            )
     return None
 
 
@@ -229,9 +237,9 @@ def _group_of(entry: dict[str, Any]) -> str:
     return str(group[0] if isinstance(group, (list, tuple)) and group else entry.get("pg_id", "0"))
 
 
-def _call_of(entry: dict[str, Any]) -> _Call:
+def _call_of(entry: dict[str, Any]) -> _Recorded:
     number = entry.get("collective_seq_id", entry.get("seq_id"))
-    return _Call(
+    return _Recorded(
         number=int(number if number is not None else entry["record_id"]),
         record=int(entry.get("record_id", entry.get("id", 0))),
         name=str(entry.get("profiling_name", "?")).partition(":")[2] or "?",
@@ -257,7 +265,7 @@ def _where(frames: Iterable[dict[str, Any]]) -> str:
     return ""
 
 
-def _last(calls: dict[int, _Call]) -> _Call | None:
+def _last(calls: dict[int, _Recorded]) -> _Recorded | None:
     return calls[max(calls)] if calls else None
 
 

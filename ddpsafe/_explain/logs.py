@@ -12,14 +12,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe._explain.rules import LEVELS, RULES, Level, Retry, Rule
+from ddpsafe._explain.rules import LEVELS, RULES, Level, LogRule, Retry
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
     from typing import BinaryIO
 
     from ddpsafe._errors import FailureKind
-    from ddpsafe._explain.flight import Finding
+    from ddpsafe._explain.flight import RecordedFailure
 
 _CHUNK_BYTES: Final = 1 << 20
 _LONGEST_LINE: Final = 4_000
@@ -43,7 +43,7 @@ _RANK: Final = re.compile(
 )
 _RANK_WORDS: Final = ("rank", "Rank", "RANK", "[default", "[1,", "process ", ": task ")
 _PREFIX: Final = re.compile(
-    r"^(?:\[(?:rank|default)\d+\]:?\s*|\[1,\d+\]<std\w+>:\s?|\d{1,5}: |[\w.-]+\s+[|│] ?"
+    r"^(?:\[(?:rank|default)\d+\]:?\s*|\[1,mpirank:\d+,algo-\d+\]<std\w+>:\s?|(?:[\w.]+ )?- (?:[\w.]+ - )?(?:ERROR|INFO|WARNING) - |\[1,\d+\]<std\w+>:\s?|\d{1,5}: |[\w.-]+\s+[|│] ?"
     r"|\(\w+ pid=\d+(?:, ip=[\d.]+)?\)\s*|\[[\d\-T:., ]+\]\s*|\d{4}-\d\d-\d\d[T ][\d:.,]+Z?\s*"
     r"|[IWEF]\d{4} [\d:.]+ +\d+ \S+:\d+\] ?|\[(?:ERROR|WARNING|INFO|DEBUG)\]\s*"
     r"|\[pod/\S+\] ?|> |[a-z][\w.-]*\d: (?=\S)|std(?:out|err) [FP] )+"
@@ -51,14 +51,20 @@ _PREFIX: Final = re.compile(
 _HEDGE: Final = re.compile(r"There are some potential root causes.*")
 """Ray lists there what else may have happened, SIGKILL and SIGSEGV included."""
 _WARNING: Final = re.compile(
-    r"^.{0,60}?(?:\[W\d* |\[W \w|(?:^|[\]\s:])W\d{4} |(?<![=_\w])(?:WARN(?:ING)?(?<!NCCL WARN)|(?P<info>INFO|DEBUG))\b|Warning: )"
+    r"^.{0,60}?(?:\[W\d* |\[W \w|(?:^|[\]\s:])W\d{4} |(?<![=_\w])WARN(?:ING)?(?<!NCCL WARN)\b|Warning: "
+    r"|(?P<info>\[I\d* |\[I \w|(?:^|[\]\s:])I\d{4} |(?<![=_\w])(?:INFO|DEBUG)\b))"
 )
 """A line that its own program takes for less than an error: it proves less than one."""
 _EXCEPTION: Final = re.compile(
     r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure|Fault|Timeout))"
     r"(?:: (?P<text>.*)|:?\s*)$"
 )
-_FRAME: Final = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+_FRAME: Final = re.compile(
+    r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)'
+    r"|^│ (?P<file2>[^│\s]+\.py):(?P<line2>\d+) in (?P<function2>\w+)"
+    r"|^File (?P<file3>[^\s:]+\.py):(?P<line3>\d+), in (?P<function3>\w+)"
+)
+"""As Python prints a call, rich (in a box), and IPython."""
 _LIBRARY: Final = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen|\\lib\\|/torch/")
 _ANY_EXCEPTION: Final = re.compile(
     r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w+)(?:: (?P<text>.*)|:?\s*)$"
@@ -130,7 +136,7 @@ class _Traceback:
         is_ignored: Whether Python says that the exception is ignored.
     """
 
-    frame: re.Match[str] | None = None
+    frame: str | None = None
     has_frame: bool = False
     is_ignored: bool = False
 
@@ -255,9 +261,10 @@ class LogReader:
             self._in_traceback, self._since_frame = True, 0
             traceback = self._tracebacks.setdefault(rank, _Traceback())
             traceback.has_frame = True
-            if not _LIBRARY.search(frame["file"]):
-                traceback.frame = frame
-        elif said.lstrip().startswith(("Traceback (most recent", "Original Traceback (most")):
+            file, line_number, function = (each for each in frame.groups() if each is not None)
+            if not _LIBRARY.search(file):
+                traceback.frame = f"{file}:{line_number} in {function}"
+        elif said.lstrip(" ╭─").startswith(("Traceback (most recent", "Original Traceback (most")):
             before = self._tracebacks.get(rank)
             is_ignored = before is not None and before.is_ignored and not before.has_frame
             self._tracebacks[rank] = _Traceback(is_ignored=is_ignored)
@@ -303,7 +310,7 @@ class LogReader:
         elif self._is_root_cause and (match := _RANK_OF_ROOT.match(said)):
             self._root_rank, self._is_root_cause = int(match[1]), False
 
-    def add(self, finding: Finding) -> None:
+    def add(self, finding: RecordedFailure) -> None:
         """Take what flight recordings show beside what the logs say."""
         rule = next(rule for rule in RULES if rule.code == f"DS-{finding.code}")
         if rule.code not in self._found:  # the first group that stopped; others wait because of it
@@ -330,9 +337,9 @@ class LogReader:
 
     def _find_best(
         self, number: int, line: str, said: str, grams: Collection[str] | None
-    ) -> tuple[Rule, re.Match[str]] | None:
+    ) -> tuple[LogRule, re.Match[str]] | None:
         """Return the rule that a line proves the most of; rules in need of another line are noted."""
-        best: tuple[Rule, re.Match[str]] | None = None
+        best: tuple[LogRule, re.Match[str]] | None = None
         for rule in _candidates(said, grams):
             if rule.also is not None and rule.also.search(said):
                 self._also.add(rule.code)
@@ -341,16 +348,16 @@ class LogReader:
                 continue
             if rule.also is not None:  # it stands only if the other line comes, so look on
                 self._note(self._waiting, rule, match, number, line, said)
-            elif best is None or LEVELS[rule.level] < LEVELS[best[0].level]:
+            elif best is None or _strength(rule) < _strength(best[0]):
                 best = (rule, match)
-                if rule.level == "cause":
+                if _strength(rule) == (False, 0):
                     break
         return best
 
     def _note(
         self,
         where: dict[str, Cause],
-        rule: Rule,
+        rule: LogRule,
         match: re.Match[str],
         number: int,
         line: str,
@@ -359,8 +366,8 @@ class LogReader:
         facts = {name: value or "" for name, value in match.groupdict().items()}
         cause = where.get(rule.code)
         level = rule.level
-        if level in ("cause", "symptom") and (warning := _WARNING.search(line)) is not None:
-            level = "noise" if warning["info"] else "symptom"
+        if level in ("cause", "likely") and (warning := _WARNING.search(line)) is not None:
+            level = "noise" if warning["info"] else "likely"
         if cause is None:
             cause = where[rule.code] = _cause_of(rule, facts)
             cause.level = level
@@ -390,7 +397,7 @@ class LogReader:
         at = ""
         frame = None if traceback is None else traceback.frame
         if frame is not None:
-            at = f" at {frame['file']}:{frame['line']} in {frame['function']}"
+            at = f" at {frame}"
         said_text = raised["text"] or ""
         text = f": {said_text[:300]}" if said_text else ""
         cause = Cause(
@@ -433,7 +440,9 @@ class LogReader:
         general = {code for rule in RULES if rule.code in found for code in rule.over}
         kept = [cause for cause in ranked if cause.code not in general]
         real = [cause for cause in kept if cause.level != "noise"] or kept
-        is_known = self._root_rank is not None and real and real[0].level in ("cause", *_OWN)
+        is_known = (
+            self._root_rank is not None and real and real[0].level in ("cause", *_OWN, "exit")
+        )
         if is_known and (real[0].rank is None or real[0].has_local_rank):
             real[0].rank = self._root_rank
         return real
@@ -538,7 +547,7 @@ def _grams(text: str) -> set[str]:
 _ALWAYS, _BY_GRAM = _index_rules()
 
 
-def _candidates(said: str, grams: Iterable[str] | None = None) -> Iterator[Rule]:
+def _candidates(said: str, grams: Iterable[str] | None = None) -> Iterator[LogRule]:
     """Yield the rules that may match a line, in their order.
 
     Args:
@@ -603,12 +612,17 @@ class _Sieve:
         return found
 
 
+def _strength(rule: LogRule) -> tuple[bool, int]:
+    """Return what orders the rules that match one line: any rule of its own, then how much it proves."""
+    return rule.is_fallback, LEVELS[rule.level]
+
+
 def _order(cause: Cause) -> tuple[int, bool, int]:
     is_recorded = cause.code == _REPORT or cause.code.startswith("DS-FLIGHT-")
     return LEVELS[cause.level], not is_recorded, cause.evidence[0][0] if cause.evidence else 0
 
 
-def _cause_of(rule: Rule, facts: dict[str, str]) -> Cause:
+def _cause_of(rule: LogRule, facts: dict[str, str]) -> Cause:
     return Cause(
         code=rule.code,
         kind=rule.kind,
