@@ -13,6 +13,7 @@ import io
 import json
 import os
 import pickle
+import signal
 import sys
 import threading
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from ddpsafe._worker import pending_exception
+from ddpsafe._worker.entrypoint import set_death_signal
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
@@ -54,6 +56,7 @@ class Collection:
         rootdir: Where the session was started.
         sys_path: Where the caller's modules come from.
         coverage: Settings of a coverage measurement that the caller is making; empty without.
+        caller: Process id of the caller, which is the fork server's parent.
     """
 
     options: Mapping[str, Any]
@@ -61,6 +64,13 @@ class Collection:
     rootdir: str
     sys_path: tuple[str, ...]
     coverage: Mapping[str, Any]
+    caller: int
+
+    @classmethod
+    def read(cls, file: str) -> Collection:
+        """Read what the caller has written."""
+        collection: Collection = pickle.loads(Path(file).read_bytes())  # noqa: S301 - the caller's
+        return collection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,8 +213,7 @@ class _Collected:
 @functools.cache
 def _collect(file: str) -> _Collected:
     """Collect the tests as the caller has, once in this process."""
-    with open(file, "rb") as stream:  # noqa: PTH123 - the caller's own file
-        collection: Collection = pickle.load(stream)  # noqa: S301 - written by the caller, for itself
+    collection = Collection.read(file)
     os.chdir(collection.rootdir)
     sys.path[:] = collection.sys_path
     coverage = _measure(collection.coverage)
@@ -244,9 +253,15 @@ def _measure(settings: Mapping[str, Any]) -> Any:
 
 
 if COLLECTION_VARIABLE in os.environ:  # in the fork server: what is loaded here, ranks find loaded
+    # The server sees only when it has loaded everything that its pytest was killed.
+    set_death_signal(signal.SIGKILL)
+    if os.getppid() != Collection.read(os.environ[COLLECTION_VARIABLE]).caller:
+        os._exit(1)
     # A test module that cannot be collected is reported in the rank, whose output is read.
     with contextlib.suppress(Exception, pytest.skip.Exception, SystemExit):
         _collect(os.environ[COLLECTION_VARIABLE])
+    # The signal is of a thread, which may end before the next test; from here on a pipe tells.
+    set_death_signal(0)
     if threading.active_count() > 1:
         names = [each.name for each in threading.enumerate()]
         sys.stderr.write(

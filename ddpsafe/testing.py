@@ -29,7 +29,7 @@ import multiprocessing
 import os
 import pickle
 import sys
-import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -56,6 +56,7 @@ _MAX_OUTPUT_CHARS: Final = 100_000
 
 _outcome_key: Final = pytest.StashKey["_Outcome"]()
 _server_key: Final = pytest.StashKey["_Server"]()
+_began_key: Final = pytest.StashKey[float]()
 
 
 @pytest.fixture
@@ -136,6 +137,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Leave the fixtures to the ranks, all but the folder that they share."""
     if not _runs_ranks(item):
         return
+    item.stash[_began_key] = time.monotonic()
     call = _call_of(item)
     if "nccl" in call.backend:
         import torch
@@ -143,7 +145,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         visible = torch.cuda.device_count()
         if visible < call.nproc:
             pytest.skip(f"{call.backend} needs {call.nproc} GPUs, {visible} visible")
-    item.fixturenames = ["tmp_path"]  # type: ignore[attr-defined]  # _call_of has refused others
+    item.fixturenames = ["tmp_path", "tmp_path_factory"]  # type: ignore[attr-defined]  # of a Function
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -154,8 +156,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     config = pyfuncitem.config
     server = config.stash.get(_server_key, None)
     if server is None:
-        server = config.stash[_server_key] = _Server(config)
-        config.add_cleanup(server.close)
+        server = _Server(config)
+        server.start(pyfuncitem)
+        config.stash[_server_key] = server  # not before: the next test would use what is not there
     call = _call_of(pyfuncitem)
     outcome = pyfuncitem.stash[_outcome_key] = _Outcome(world_size=call.nproc)
     server.run(pyfuncitem, call, outcome)
@@ -260,9 +263,10 @@ def _call_of(item: pytest.Item) -> _Call:
 
 
 def _timeout_of(item: pytest.Item) -> float:
-    """Return the seconds that a test has: a little less than pytest-timeout gives it.
+    """Return the seconds that a test has left: a little less than pytest-timeout gives it.
 
-    So the launch ends first, and tells where each rank was.
+    So the launch ends first, and tells where each rank was. Its time began with the fixtures, and the
+    first test's with the import of torch.
     """
     marker = item.get_closest_marker("timeout")
     given: Any = None
@@ -274,29 +278,27 @@ def _timeout_of(item: pytest.Item) -> float:
         with contextlib.suppress(ValueError, KeyError):
             given = item.config.getini("timeout")
     seconds = float(given) if given else 0.0
-    return seconds - min(2.0, seconds / 4) if seconds > 0 else _TIMEOUT_S
+    if seconds <= 0:
+        return _TIMEOUT_S
+    now_s = time.monotonic()
+    spent_s = now_s - item.stash.get(_began_key, now_s)
+    # The rest is for what a launch does before its clock starts, and for the stacks at its end.
+    return max(1.0, seconds - min(5.0, seconds / 4) - spent_s)
 
 
 class _Server:
-    """The fork server of this session's ranks, and the folder of its files."""
+    """The fork server of this session's ranks, which ends with this process."""
 
     def __init__(self, config: pytest.Config) -> None:
         """Nothing is started before the first test."""
         self._config = config
-        self._folder = tempfile.TemporaryDirectory(prefix="ddpsafe-testing-")
         self._collection = ""
-
-    def close(self) -> None:
-        """Remove the files; the fork server ends with this process."""
-        self._folder.cleanup()
 
     def run(self, item: pytest.Function, call: _Call, outcome: _Outcome) -> None:
         """Run a test in ranks, and read what became of it."""
         from ddpsafe import DDPSafeError, launch
         from ddpsafe._rank_tests import TestJob, run_test
 
-        if not self._collection:
-            self._start(item.session)
         debugs = bool(self._config.getoption("usepdb", default=False))
         capture = self._config.pluginmanager.getplugin("capturemanager")
         with contextlib.ExitStack() as stack:
@@ -346,13 +348,18 @@ class _Server:
                         if text.strip():
                             outcome.output.append((f"Captured {name} of rank {rank}", text))
 
-    def _start(self, session: pytest.Session) -> None:
-        """Start the fork server, which collects the files that have tests for ranks."""
+    def start(self, item: pytest.Function) -> None:
+        """Start the fork server, and wait until it has collected the files that have tests for ranks.
+
+        What it reads lies in pytest's own folder, which pytest removes sooner or later, also where
+        this session is killed.
+        """
         from multiprocessing import forkserver
 
         from ddpsafe._rank_tests import COLLECTION_VARIABLE, Collection
 
-        files = dict.fromkeys(str(each.path) for each in session.items if _runs_ranks(each))
+        factory = cast("pytest.TempPathFactory", item.funcargs["tmp_path_factory"])
+        files = dict.fromkeys(str(each.path) for each in item.session.items if _runs_ranks(each))
         options = {
             **vars(self._config.option),
             **_PLAIN_OPTIONS,
@@ -366,16 +373,22 @@ class _Server:
             rootdir=str(self._config.invocation_params.dir),
             sys_path=tuple(sys.path),
             coverage=_find_coverage(),
+            caller=os.getpid(),
         )
-        path = Path(self._folder.name) / "collection"
+        path = factory.getbasetemp() / "ddpsafe-collection"
         path.write_bytes(pickle.dumps(collection))
         self._collection = str(path)
         os.environ[COLLECTION_VARIABLE] = self._collection
         try:
-            multiprocessing.get_context("forkserver").set_forkserver_preload(
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(
                 ["ddpsafe._worker.preload", "torch", "ddpsafe._rank_tests"]
             )
             forkserver.ensure_running()
+            with contextlib.suppress(OSError, EOFError):  # the launch says what is wrong
+                first = context.Process(target=int)  # which is forked when all is imported
+                first.start()
+                first.join()
         finally:
             del os.environ[COLLECTION_VARIABLE]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import re
@@ -12,6 +13,10 @@ import time
 from typing import TYPE_CHECKING, Final
 
 import pytest
+import scripts
+
+import ddpsafe
+from ddpsafe._launcher.plan import make_plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,7 +76,7 @@ def test_hang(ddp_context):
     ddp_context.barrier()
 
 
-@pytest.mark.timeout(4)
+@pytest.mark.timeout(8)
 @pytest.mark.ddp(nproc=2)
 def test_hang_with_the_limit_of_pytest_timeout():
     time.sleep(1000)
@@ -209,9 +214,17 @@ def _project(folder: Path, **files: str) -> Path:
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What pytest prints of a file with a test of each kind."""
-    folder = _project(tmp_path_factory.mktemp("project"), test_many=_MANY)
-    return _pytest(folder, "-rA").stdout
+    """What pytest prints of a file with a test of each kind; run once for all workers of xdist."""
+    folder = tmp_path_factory.mktemp("project")
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    printed = shared / "session-of-test-plugin"
+    with printed.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not printed.exists():
+            printed.write_text(_pytest(_project(folder, test_many=_MANY), "-rA").stdout)
+        return printed.read_text()
 
 
 @pytest.mark.parametrize(("test", "outcome", "words"), _ROWS, ids=[row[0] for row in _ROWS])
@@ -247,7 +260,7 @@ def test_hang_names_the_line_of_each_rank(session: str) -> None:
 
 
 def test_xdist_coverage_and_stop_at_the_first_failure(tmp_path: Path) -> None:
-    """Lines that only one rank runs are covered, in each worker of xdist; -x ends the session."""
+    """Lines that only one rank runs are covered, in a worker of xdist; -x ends the session."""
     library = "def of(rank):\n    if rank == 1:\n        return 'one'\n    return 'zero'\n"
     tests = """
         import pytest, library
@@ -258,13 +271,77 @@ def test_xdist_coverage_and_stop_at_the_first_failure(tmp_path: Path) -> None:
             assert library.of(ddp_context.rank)
     """
     folder = _project(tmp_path, library=library, test_cov=tests.replace("\n        ", "\n"))
-    ran = _pytest(folder, "-n2", "--cov=library", "--cov-report=term-missing")
+    ran = _pytest(folder, "-n1", "--cov=library", "--cov-report=term-missing")
     assert "2 passed" in ran.stdout, ran.stdout + ran.stderr
     assert re.search(r"library\.py +4 +0 +100%", ran.stdout), ran.stdout
 
     failing = "import pytest\n\n@pytest.mark.ddp\ndef test_1(): assert 0\n\ndef test_2(): pass\n"
     (folder / "test_cov.py").write_text(failing)
     assert "1 failed in" in _pytest(folder, "-x").stdout
+
+
+def test_each_test_says_why_the_fork_server_has_not_started(tmp_path: Path) -> None:
+    """Not only the first one: here a folder is where a file has to be written."""
+    conftest = """
+def pytest_collection_finish(session):
+    (session.config._tmp_path_factory.getbasetemp() / "ddpsafe-collection").mkdir()
+"""
+    tests = "import pytest\n\n@pytest.mark.ddp\n@pytest.mark.parametrize('i', range(2))\ndef test(i): pass\n"
+    printed = _pytest(_project(tmp_path, conftest=conftest, test_two=tests), "-rf").stdout
+    failed = re.findall(r"^FAILED .*IsADirectoryError.*collection", printed, re.MULTILINE)
+    assert len(failed) == 2, printed
+
+
+@pytest.mark.parametrize(
+    ("attempt", "given", "kept"),
+    [(3, None, 63), (3, 3, 63), (3, 2, 2), (None, 2, 2), (None, None, 600), (3600, None, 600)],
+)
+def test_the_limit_of_the_test_ends_a_wait_that_began_with_it(
+    attempt: int | None, given: int | None, kept: int
+) -> None:
+    """What ends a hang is not a race between two limits of the same length."""
+    fields = {} if given is None else {"collective": given, "barrier": given}
+    timeouts = ddpsafe.Timeouts(attempt=attempt, **fields)
+    config = ddpsafe.LaunchConfig(nproc_per_node=2, backend="gloo", timeouts=timeouts)
+    ranks = make_plan(config, style="launch").timeouts
+    assert ranks.collective.total_seconds() == kept
+    assert ranks.barrier >= ranks.collective
+
+
+_SLOW = """
+import os, pathlib, time
+import pytest
+
+def stay(name):
+    part = pathlib.Path(name + ".part")
+    part.write_text(str(os.getpid()))
+    part.rename(name)
+    time.sleep(1000)
+
+if {slow_import} and "DDPSAFE_TESTING_COLLECTION" in os.environ:
+    stay("server")
+
+@pytest.mark.ddp(nproc=2)
+def test_slow(ddp_context):
+    stay(f"rank{{ddp_context.rank}}")
+"""
+
+
+@pytest.mark.parametrize("slow_import", [True, False])
+def test_nothing_outlives_a_killed_pytest(tmp_path: Path, *, slow_import: bool) -> None:
+    """Neither ranks nor the fork server, which may still be importing the tests."""
+    folder = _project(tmp_path, test_slow=_SLOW.format(slow_import=slow_import))
+    command = [sys.executable, "-m", "pytest", "-p", "ddpsafe.testing", "-p", "no:cacheprovider"]
+    with subprocess.Popen(
+        command, cwd=folder, env=_environment(), stdout=subprocess.DEVNULL
+    ) as killed:
+        names = ("server",) if slow_import else ("rank0", "rank1")
+        scripts.wait_until(lambda: all((folder / name).exists() for name in names))
+        watches = [os.pidfd_open(int((folder / name).read_text())) for name in names]
+        killed.kill()
+        for watch in watches:
+            assert select.select([watch], [], [], 30)[0]
+            os.close(watch)
 
 
 def test_debugger_opens_in_rank_0(tmp_path: Path) -> None:
