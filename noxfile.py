@@ -1,6 +1,7 @@
 """What can be done with this repository: ``nox -l`` lists it, ``nox -s NAME`` does it.
 
-Every session installs with ``constraints.txt``, so it runs the tested versions and no others.
+Every session installs the tested versions and no others: with ``constraints.txt``, and what tests and
+releases are made with by hash.
 A session runs on the Python that runs nox; ``nox -P 3.12 -s tests`` takes another one.
 What stands after ``--`` goes to the session's tool: ``nox -s tests -- -k retry``.
 """
@@ -18,6 +19,8 @@ nox.options.reuse_venv = "yes"
 
 ROOT = Path(__file__).parent
 CONSTRAINTS = str(ROOT / "constraints.txt")
+BUILD_LOCK = ROOT / ".github" / "build-requirements.txt"
+TESTS_LOCK = ROOT / "tests" / "requirements.txt"
 
 
 @nox.session
@@ -49,13 +52,20 @@ def soak(session: nox.Session) -> None:
 
 
 def _run_tests(session: nox.Session, *options: str) -> None:
-    _install_wheel(session, extras="test,examples")
+    find_version = "import sys; print(sys.version_info >= (3, 11))"
+    if "True" in str(session.run("python", "-c", find_version, silent=True)):
+        # By hash, but torch, whose build for CPUs or for CUDA each machine gets from its own index.
+        _install(session, "torch")
+        session.install("--no-deps", "--require-hashes", "-r", str(TESTS_LOCK))
+        session.install("--force-reinstall", "--no-deps", str(_build_wheel(session)))
+    else:  # some locked versions have left Python 3.10 behind
+        _install_wheel(session, extras="test,examples")
     arguments = [*options, *(_absolute(argument) for argument in session.posargs)]
     if not any(argument.startswith(str(ROOT)) for argument in arguments):
         arguments.append(str(ROOT / "tests"))
     if not any(argument.startswith(("-n", "--numprocesses")) for argument in arguments):
         # Most tests wait for processes of theirs, so more run at a time than there are cores.
-        arguments += ["-n", "4", "--dist", "worksteal"]
+        arguments += ["-n", "6", "--dist", "worksteal"]
     # From an empty folder, neither the tests nor a process they start can import the checkout;
     # --installed makes pytest refuse to run if they could.
     session.chdir(_folder(session, "empty"))
@@ -111,31 +121,34 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def build(session: nox.Session) -> None:
     """Build what is published, twice, compare and check it, and write the bill of materials."""
-    # By hash, as the release workflow does; write it again with ``-- --lock``, which needs uv.
-    lock = ROOT / ".github" / "build-requirements.txt"
-    if session.posargs == ["--lock"]:
-        options = ["--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links"]
-        command = [
-            "uv",
-            "pip",
-            "compile",
-            "--generate-hashes",
-            *options,
-            "--output-file",
-            str(lock),
-        ]
-        session.run(
-            *command, "--constraints", CONSTRAINTS, str(lock.with_suffix(".in")), external=True
-        )
-        return
-    session.install("--require-hashes", "-r", str(lock))
+    session.install("--require-hashes", "-r", str(BUILD_LOCK))
     session.run("python", str(ROOT / ".github" / "build.py"), str(ROOT / "dist"))
+
+
+@nox.session(venv_backend="none")
+def lock(session: nox.Session) -> None:
+    """Write the files with hashes again, from constraints.txt; needs uv."""
+    without_torch = _folder(session, "lock") / "excludes.txt"
+    without_torch.write_text("torch\n", encoding="utf-8")
+    tests = ["--universal", "--python-version", "3.11", "--excludes", str(without_torch)]
+    tests += ["--extra", "test", "--extra", "examples", "pyproject.toml"]
+    for path, options in (
+        (BUILD_LOCK, [str(BUILD_LOCK.with_suffix(".in"))]),
+        (TESTS_LOCK, tests),
+    ):
+        command = ["uv", "pip", "compile", "--quiet", "--generate-hashes", "--no-header"]
+        command += ["--no-annotate", "--no-emit-index-url", "--no-emit-find-links"]
+        command += ["--constraints", CONSTRAINTS, "--output-file", str(path), *options]
+        session.run(*command, external=True)
 
 
 @nox.session
 def frameworks(session: nox.Session) -> None:
     """Run the recipes of docs/how-to/frameworks.md, and check templates against their schemas."""
     _install_wheel(session, extras="test,frameworks")
+    # SageMaker's API is data of botocore's; what botocore runs with, in versions of years ago, is not
+    # needed to read it.
+    session.install("--no-deps", "botocore==1.43.117", "jmespath==1.1.0")
     tests = [
         "tests/frameworks",
         "tests/launcher/test_frameworks.py",
@@ -165,12 +178,17 @@ def _install(session: nox.Session, *requirements: str) -> None:
     session.install("-c", CONSTRAINTS, *requirements)
 
 
-def _install_wheel(session: nox.Session, *, extras: str) -> None:
+def _build_wheel(session: nox.Session) -> Path:
     folder = _folder(session, "wheel")
     for old in folder.glob("*.whl"):
         old.unlink()
     session.run("pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT))
     (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def _install_wheel(session: nox.Session, *, extras: str) -> None:
+    wheel = _build_wheel(session)
     _install(session, f"ddpsafe[{extras}] @ {wheel.as_uri()}")
     # The version number is the same from one edit to the next, so pip would keep the old files.
     session.install("--force-reinstall", "--no-deps", str(wheel))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import pytest
+import scripts
 
 from ddpsafe.cli import make_parser
 
@@ -59,14 +58,20 @@ SCRIPTS: Final = [script for page in PAGES for script in scripts_of(page)]
     ids=[f"{script.page.relative_to(CHECKOUT)}-{script.number}" for script in SCRIPTS],
 )
 def test_examples_of_a_page_run_as_one_script(script: Script, tmp_path: Path) -> None:
-    """What a page shows can be pasted into a file and run, in an empty folder."""
+    """What a page shows can be pasted into a file and run, in an empty folder.
+
+    README's runs in a new interpreter, and so do its ranks.
+    """
     file = tmp_path / "script.py"
     file.write_text(script.text, encoding="utf-8")
-    command = [sys.executable, str(file)]
-    run = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=220, check=False
-    )
-    assert run.returncode == 0, f"{script.page}:\n{script.text}\n{run.stdout}\n{run.stderr}"
+    is_readme = script.page.name == "README.md"
+    run = scripts.Script(
+        [str(file)],
+        folder=tmp_path,
+        env={} if is_readme else scripts.FORKING,
+        fresh=is_readme,
+    ).end()
+    assert run.code == 0, f"{script.page}:\n{script.text}\n{run.out}\n{run.err}"
 
 
 def test_readme_commands_come_first_and_one_per_block() -> None:
@@ -102,17 +107,10 @@ def test_failure_in_readme_is_what_its_script_prints(tmp_path: Path) -> None:
     assert code.count("range(steps)") == 1
     script = tmp_path / "train.py"
     script.write_text(code.replace("range(steps)", change), encoding="utf-8")
-    run = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=220,
-        check=False,
-    )
-    assert run.returncode == 1
-    told = run.stderr.partition("RankLeftEarlyError: ")[2].splitlines()
+    environment = {**scripts.FORKING, "TMPDIR": str(tmp_path)}
+    run = scripts.Script([str(script)], folder=tmp_path, env=environment).end()
+    assert run.code == 1
+    told = run.err.partition("RankLeftEarlyError: ")[2].splitlines()
     shown = after.partition("```text\n")[2].partition("```")[0].splitlines()
 
     def plain(line: str) -> str:
@@ -300,18 +298,12 @@ def test_tutorial_shows_what_its_commands_print(tmp_path: Path) -> None:
     folder = tmp_path / "digits"
     shutil.copytree(CHECKOUT / "examples" / "digits", folder, ignore=shutil.ignore_patterns("out"))
     script = folder / "train.py"
-    command = [sys.executable, str(script), "--epochs", "1", "--nproc-per-node", "2"]
-
-    def run() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, timeout=220, check=False
-        )
-
-    first = run()
-    assert first.returncode == 0, first.stderr
+    arguments = [str(script), "--epochs", "1", "--nproc-per-node", "2"]
+    first = scripts.Script(arguments, folder=tmp_path, env=scripts.FORKING).end()
+    assert first.code == 0, first.err
     shown = re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0]
     numbers = re.compile(r"\d+(?:\.\d+)?")
-    assert numbers.sub("N", first.stdout.replace(str(tmp_path), "…/examples")) == numbers.sub(
+    assert numbers.sub("N", first.out.replace(str(tmp_path), "…/examples")) == numbers.sub(
         "N", shown
     )
     line = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0]
@@ -319,10 +311,10 @@ def test_tutorial_shows_what_its_commands_print(tmp_path: Path) -> None:
     text = script.read_text(encoding="utf-8")
     assert text.count(place) == 1
     script.write_text(text.replace(place, textwrap.indent(line, " " * 8) + place))
-    command += ["--out", str(tmp_path / "out")]
-    broken = run()
-    assert broken.returncode == 1
-    told = broken.stderr.partition("RankRaisedError: ")[2]
+    arguments += ["--out", str(tmp_path / "out")]
+    broken = scripts.Script(arguments, folder=tmp_path, env=scripts.FORKING).end()
+    assert broken.code == 1
+    told = broken.err.partition("RankRaisedError: ")[2]
     assert told.startswith("rank 1 (world_size 2) raised ValueError ")
     assert ": this rank has seen enough" in told.splitlines()[0]
     assert "Logs: " in told

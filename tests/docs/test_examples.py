@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import pytest
+import scripts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 CHECKOUT: Final = Path(__file__).parents[2]
 DIGITS: Final = CHECKOUT / "examples" / "digits"
@@ -22,12 +24,20 @@ pytest.importorskip(
 )
 
 
-def run_python(*arguments: object, cwd: Path) -> str:
+def run_python(*arguments: object, cwd: Path, fresh: bool = False) -> str:
     """Run the interpreter, in an empty folder, and return what it wrote to stdout."""
-    command = [sys.executable, *map(str, arguments)]
-    run = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=220, check=False)
-    assert run.returncode == 0, f"{command}\n{run.stdout}\n{run.stderr}"
-    return run.stdout
+    command = [*map(str, arguments)]
+    run = start_python(command, cwd=cwd, env={}, fresh=fresh).end()
+    assert run.code == 0, f"{command}\n{run.out}\n{run.err}"
+    return run.out
+
+
+def start_python(
+    arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str], fresh: bool = False
+) -> scripts.Script:
+    """Start the interpreter; its ranks are forked unless it is a new one."""
+    forking = {} if fresh else scripts.FORKING
+    return scripts.Script(arguments, folder=cwd, env={**forking, **env}, fresh=fresh)
 
 
 def port(name: str) -> Path:
@@ -75,15 +85,12 @@ def test_two_jobs_of_the_ported_mp_spawn_script_find_the_line(tmp_path: Path) ->
 
     Started together, the hand-written ones meet at port 12355; these do not know of each other.
     """
-    command = [sys.executable, str(port("mp_spawn"))]
-    jobs = [
-        subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) for _ in range(2)
-    ]
-    outputs = [job.communicate(timeout=220)[0] for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0]
-    for output in outputs:
-        found = re.search(r"^y = (\S+) x \+ (\S+)$", output, re.MULTILINE)
-        assert found, output
+    jobs = [start_python([str(port("mp_spawn"))], cwd=tmp_path, env={}) for _ in range(2)]
+    runs = [job.end() for job in jobs]
+    assert [run.code for run in runs] == [0, 0], runs
+    for run in runs:
+        found = re.search(r"^y = (\S+) x \+ (\S+)$", run.out, re.MULTILINE)
+        assert found, run
         assert [float(number) for number in found.groups()] == pytest.approx([3, 2], abs=0.2)
 
 
@@ -99,10 +106,10 @@ def test_ported_torchrun_script_goes_on_from_its_snapshot_without_torchrun(tmp_p
 def test_ported_slurm_script_evaluates_on_rank_0_only(tmp_path: Path) -> None:
     """Two tasks of a Slurm step make one world, and one of them reports."""
     tasks = [start_slurm_task(rank, cwd=tmp_path) for rank in range(2)]
-    outputs = [task.communicate(timeout=220) for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0], outputs
-    assert last_accuracy(outputs[0][0]) > 0.9
-    assert outputs[1][0] == ""
+    runs = [task.end() for task in tasks]
+    assert [run.code for run in runs] == [0, 0], runs
+    assert last_accuracy(runs[0].out) > 0.9
+    assert runs[1].out == ""
 
 
 def test_ported_slurm_script_runs_without_slurm(tmp_path: Path) -> None:
@@ -113,8 +120,8 @@ def test_ported_slurm_script_runs_without_slurm(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "launcher",
     [
-        pytest.param(TORCHRUN, id="torchrun"),
-        pytest.param((), id="python", marks=pytest.mark.soak),
+        pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.soak),
+        pytest.param((), id="python"),
     ],
 )
 def test_ported_gradient_accumulation_learns(launcher: tuple[str, ...], tmp_path: Path) -> None:
@@ -135,7 +142,7 @@ def test_ported_gradient_accumulation_learns(launcher: tuple[str, ...], tmp_path
 def test_digits_are_read_and_pictures_drawn(launcher: tuple[str, ...], tmp_path: Path) -> None:
     """More than 97 percent of the test images, the same images under either launcher."""
     options = ("--out", tmp_path / "out", "--data", tmp_path / "data", "--nproc-per-node", 2)
-    output = run_python(*launcher, DIGITS / "train.py", *options, cwd=tmp_path)
+    output = run_python(*launcher, DIGITS / "train.py", *options, cwd=tmp_path, fresh=True)
     found = re.search(r"^test accuracy (\S+) \(world_size 2\)$", output, re.MULTILINE)
     assert found, output
     assert float(found[1]) > 0.97
@@ -162,17 +169,11 @@ def assert_drawn(picture: Path) -> None:
         assert brightest - darkest > 200
 
 
-def start_slurm_task(rank: int, *, cwd: Path) -> subprocess.Popen[str]:
+def start_slurm_task(rank: int, *, cwd: Path) -> scripts.Script:
     """Start the Slurm port as srun starts one of two tasks on one node."""
     place = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": 0, "SLURM_NTASKS": 2}
     step = {"SLURM_STEP_ID": 0, "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_TASKS_PER_NODE": 2}
     # The port to meet at follows from the job: no other test run on this machine may share it.
     job = {"SLURM_JOB_ID": os.getpid(), "SLURM_STEP_NODELIST": "localhost"}
-    return subprocess.Popen(
-        [sys.executable, str(port("slurm_evaluation"))],
-        env=os.environ | {name: str(value) for name, value in (place | step | job).items()},
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    variables = {name: str(value) for name, value in (place | step | job).items()}
+    return start_python([str(port("slurm_evaluation"))], cwd=cwd, env=variables)

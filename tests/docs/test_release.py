@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any, Final
 
 import pytest
 from source_tree import CHECKOUT
 
 import ddpsafe
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 yaml = pytest.importorskip("yaml")
 
@@ -67,6 +73,34 @@ def test_publishing_needs_no_token() -> None:
     assert jobs["build"]["permissions"] == {"contents": "read"}
     assert "secrets." not in text
     assert "password" not in text
+
+
+def test_every_action_is_named_by_its_commit() -> None:
+    """A tag of another repository may be moved to other code, a commit may not."""
+    found = []
+    for path in sorted((GITHUB / "workflows").glob("*.yml")):
+        found += re.findall(r"uses: (\S+)(.*)", path.read_text(encoding="utf-8"))
+    assert len(found) >= 5
+    for action, comment in found:
+        assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action), action
+        assert re.fullmatch(r" # v[\d.]+", comment), action  # for its reader
+
+
+def test_the_tests_of_ci_use_the_tested_versions_by_their_hashes() -> None:
+    """Whatever a plain installation of the extras would bring, torch and what it alone needs aside."""
+    text = (CHECKOUT / "tests" / "requirements.txt").read_text(encoding="utf-8")
+    assert "://" not in text
+    for block in re.split(r"\n(?=\S)", text.strip()):
+        assert "--hash=sha256:" in block, block
+    locked, tested = pins_of("tests/requirements.txt"), pins_of("constraints.txt")
+    shared = locked.keys() & tested.keys()
+    assert len(shared) > 90
+    assert {name: locked[name] for name in shared if not locked[name] <= tested[name]} == {}
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["test"], *extras["examples"]]
+    names = {re.split(r"[^\w.-]", each)[0].lower() for each in wanted if "< '3.11'" not in each}
+    assert names - locked.keys() == {"torch"}
 
 
 def test_issue_forms_ask_for_the_doctor() -> None:
