@@ -212,6 +212,7 @@ def free_port() -> int:
 HANGS_AT_STEP: Final = 100
 HANGS: Final = {
     "sleeping rank": 45.0,
+    "worker that hangs": 45.0,
     "skipped collective": 5.0,
     "rank-dependent branch": 5.0,
     "deadlock over two groups": 5.0,
@@ -219,6 +220,19 @@ HANGS: Final = {
 }
 """What keeps the others waiting, and after how many seconds ddpsafe promises to have named it: what is
 proved ends the run at once, what may yet end is warned of."""
+
+
+class SleepingSamples:
+    """A dataset whose samples never come."""
+
+    def __len__(self) -> int:
+        """Say that there is one."""
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        """Sleep for longer than any timeout."""
+        sleep_long()
+        return index
 
 
 def wait_for_a_rank(rank: int, name: str) -> None:
@@ -236,6 +250,8 @@ def wait_for_a_rank(rank: int, name: str) -> None:
             strike(Fault())
             if name == "sleeping rank":
                 time.sleep(3600)
+            elif name == "worker that hangs":
+                next(iter(torch.utils.data.DataLoader(SleepingSamples(), num_workers=1)))
             elif name == "skipped collective":
                 groups = [None]
                 dist.barrier()
@@ -449,6 +465,9 @@ Python {platform.python_version()}, torch {version("torch")}, gloo.
 Again: `python benchmarks/faults.py --hangs`.
 """
     if options.save is not None:
+        if options.save.exists():  # what is below the table was not measured here
+            _, heading, kept = options.save.read_text(encoding="utf-8").partition("\n## ")
+            page += heading + kept
         options.save.write_text(page, encoding="utf-8")
     print(page)
 

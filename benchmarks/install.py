@@ -1,8 +1,8 @@
 """What an installation costs beside torch: packages, megabytes, seconds, and the time of an import.
 
-Usage: python benchmarks/install.py [--wheel WHEEL] [--torch REQUIREMENT] [--repeat 5]. It makes an environment that has
-torch alone, and installs each tool into a folder beside it; pip's cache makes the seconds those of
-unpacking, not of a network.
+Usage: python benchmarks/install.py [--wheel WHEEL] [--torch REQUIREMENT | --base PYTHON] [--repeat 5].
+It makes an environment that has torch alone, unless it is given one, and installs each tool into a
+folder beside it; pip's cache makes the seconds those of unpacking, not of a network.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--wheel", default=str(Path(__file__).resolve().parent.parent))
     parser.add_argument("--torch", default="torch", help="such as torch==2.13.0+cpu")
+    parser.add_argument("--base", help="the Python of an environment that has torch alone")
     parser.add_argument("--repeat", type=int, default=5)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        subprocess.run([sys.executable, "-m", "venv", str(folder / "base")], check=True)
-        python = str(folder / "base" / "bin" / "python")
-        subprocess.run([python, "-m", "pip", "install", "--quiet", options.torch], check=True)
+        python = options.base
+        if python is None:
+            python = str(folder / "base" / "bin" / "python")
+            subprocess.run([sys.executable, "-m", "venv", str(folder / "base")], check=True)
+            subprocess.run([python, "-m", "pip", "install", "--quiet", options.torch], check=True)
         print("| tool | packages beside torch | MB | s to install |")
         print("|---|---|---|---|")
         for tool, (requirement, _) in TOOLS.items():

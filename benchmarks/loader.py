@@ -60,9 +60,9 @@ def main() -> None:
     print("|---|---|---|---|")
     for workers in arguments.workers:
         base, extra = compare(workers, arguments.batches, arguments.rounds)
-        verdict = "" if extra / base < LIMIT else f" (over {LIMIT:.0%})"
+        note = "" if extra / base < LIMIT else f" (over {LIMIT:.0%})"
         print(
-            f"| {workers} | {base:.1f} us | {extra:+.2f} us | {extra / base:+.2%}{verdict} |",
+            f"| {workers} | {base:.1f} us | {extra:+.2f} us | {extra / base:+.2%}{note} |",
             flush=True,
         )
 

@@ -1,10 +1,10 @@
-"""Several nodes: from a fault to the verdict on every node, and to the first step of the next attempt.
+"""Several nodes: from a fault to the result on every node, and to the first step of the next attempt.
 
 Hosts are Linux namespaces (as root), with gloo and one rank on each. ddpsafe restarts the ranks of
 both hosts again and again, as ``retry`` says; next to it ``torchrun --max-restarts`` does, with the
 same training and the same fault on the same hosts. Then one coordinator watches many nodes whose
 ranks are stand-ins (no torch, no processes): how soon it has them all, how soon all of them have the
-verdict, what goes over the control channel, and which share of a core the coordinator takes.
+result, what goes over the control channel, and which share of a core the coordinator takes.
 
 Run ``python benchmarks/nodes.py``, with ``--rounds`` for the number of faults, ``--nodes`` for the
 number of stand-in nodes, ``--json`` for numbers or ``--save FILE`` for a page.
@@ -80,12 +80,12 @@ def note(path: Path) -> None:
 
 
 def launch_node(folder: str, faults: int) -> None:
-    """Be the launcher of one node; note when it has each verdict."""
+    """Be the launcher of one node; note when it has each result."""
     import ddpsafe
 
-    def note_verdict(error: Exception) -> None:
+    def note_result(error: Exception) -> None:
         attempt = getattr(error, "attempt", 0)
-        note(Path(folder) / f"verdict-{attempt}-{os.uname().nodename}")
+        note(Path(folder) / f"result-{attempt}-{os.uname().nodename}")
 
     ddpsafe.launch(
         train_under_ddpsafe,
@@ -104,7 +104,7 @@ def launch_node(folder: str, faults: int) -> None:
             "jitter": 0,
             "no_progress": None,
         },
-        on_retry=note_verdict,
+        on_retry=note_result,
     )
 
 
@@ -147,7 +147,7 @@ def run(network: Network, commands: list[list[str]], limit_s: float = LIMIT_S) -
 
 
 def read_times(folder: Path, rounds: int) -> list[dict[str, float]]:
-    """Return, for each fault, the seconds to the last verdict and to the next first step."""
+    """Return, for each fault, the seconds to the last result and to the next first step."""
     found = []
     for attempt in range(1, rounds + 1):
         fault = folder / f"fault-{attempt}"
@@ -156,7 +156,7 @@ def read_times(folder: Path, rounds: int) -> list[dict[str, float]]:
         fault_s = float(fault.read_text())
         times = {}
         for name, files in (
-            ("verdict", list(folder.glob(f"verdict-{attempt}-*"))),
+            ("result", list(folder.glob(f"result-{attempt}-*"))),
             ("first_step", list(folder.glob(f"first-{attempt + 1}-*"))),
         ):
             if len(files) == 2:  # on both hosts
@@ -171,14 +171,14 @@ def read_times(folder: Path, rounds: int) -> list[dict[str, float]]:
 def stand_in_nodes(
     port: int, nodes: list[int], nnodes: int, watched_s: float, results: Any
 ) -> None:
-    """Be the launchers of some nodes: report as they do, and wait for the verdict."""
+    """Be the launchers of some nodes: report as they do, and wait for the result."""
     from multiprocessing.connection import wait
 
     from ddpsafe._clock import Deadline
-    from ddpsafe._launcher.nodes import messages
-    from ddpsafe._launcher.nodes.channel import Channel
-    from ddpsafe._wire.channel import Progress
+    from ddpsafe._launcher.nodes import node_messages
+    from ddpsafe._launcher.nodes.control_channel import Channel
     from ddpsafe._wire.messages import Entered
+    from ddpsafe._wire.rank_pipe import Progress
 
     channels = {}
     for node in nodes:
@@ -187,12 +187,12 @@ def stand_in_nodes(
             secret=b"secret",
             round_id="round",
             node=node,
-            hello=messages.Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
+            hello=node_messages.Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
             deadline=Deadline.after(timedelta(seconds=30)),
         )
-        channels[node].send(messages.RanksStarted())
+        channels[node].send(node_messages.RanksStarted())
         for rank in range(node * RANKS, (node + 1) * RANKS):
-            channels[node].send(messages.rank_report(rank, Entered(phase="running")))
+            channels[node].send(node_messages.rank_report(rank, Entered(phase="running")))
     fault_s, steps, next_s = time.time() + watched_s, 0, 0.0
     culprit = nnodes - 1
     waiting = dict(channels)
@@ -203,20 +203,20 @@ def stand_in_nodes(
             for node, channel in waiting.items():
                 ranks = range(node * RANKS, (node + 1) * RANKS)
                 progress = Progress(steps=steps, last_ns=time.monotonic_ns())
-                channel.send(messages.NodeProgress(ranks=dict.fromkeys(ranks, progress)))
+                channel.send(node_messages.NodeProgress(ranks=dict.fromkeys(ranks, progress)))
         if culprit in waiting and fault_s and time.time() >= fault_s:
             results.put(("fault", time.time()))
             fault_s, now_ns = 0, time.monotonic_ns()
             rank = culprit * RANKS
-            ended = messages.RankEnded(rank=rank, exit_code=-9, ended_ns=now_ns)
+            ended = node_messages.RankEnded(rank=rank, exit_code=-9, ended_ns=now_ns)
             waiting[culprit].send(ended)
         for node, channel in list(waiting.items()):
             for _, event in channel.events():
-                if isinstance(event, messages.Collect):
+                if isinstance(event, node_messages.Collect):
                     channel.send(outcomes_of(node, culprit))
-                elif isinstance(event, messages.Verdict):
-                    results.put(("verdict", time.time()))
-                    channel.send(messages.RanksEnded())
+                elif isinstance(event, node_messages.RoundResult):
+                    results.put(("result", time.time()))
+                    channel.send(node_messages.RanksEnded())
                     del waiting[node]
     for channel in channels.values():
         channel.close()
@@ -224,7 +224,7 @@ def stand_in_nodes(
 
 def outcomes_of(node: int, culprit: int) -> Any:
     """Return what the ranks of a node came to."""
-    from ddpsafe._launcher.nodes import messages
+    from ddpsafe._launcher.nodes import node_messages
     from ddpsafe._wire.messages import RankOutcome
 
     outcomes = tuple(
@@ -240,30 +240,30 @@ def outcomes_of(node: int, culprit: int) -> Any:
         )
         for rank in range(node * RANKS, (node + 1) * RANKS)
     )
-    return messages.NodeOutcomes(outcomes=outcomes, oom_kills=0)
+    return node_messages.NodeOutcomes(outcomes=outcomes, oom_kills=0)
 
 
-def coordinate_stand_ins(nnodes: int, watched_s: float = WATCHED_S) -> dict[str, float]:
+def coordinate_stand_ins(nnodes: int, watched_s: float) -> dict[str, float]:
     """Be node 0 of that many nodes, itself without ranks; return what was measured."""
     from multiprocessing import get_context
 
     from ddpsafe._clock import Deadline
     from ddpsafe._config import Timeouts
     from ddpsafe._errors import Explanation, RankKilledError
-    from ddpsafe._launcher.nodes import messages
-    from ddpsafe._launcher.nodes.channel import Channel
-    from ddpsafe._launcher.nodes.coordinator import OtherNodes
+    from ddpsafe._launcher.nodes import node_messages
+    from ddpsafe._launcher.nodes.control_channel import Channel
+    from ddpsafe._launcher.nodes.node_zero import OtherNodes
     from ddpsafe._launcher.watch.signals import open_inbox
     from ddpsafe._launcher.watch.supervisor import Watch
 
     listening = Channel.listen("127.0.0.1", secret=b"secret", round_id="round", nnodes=nnodes)
     nodes = tuple(
-        messages.NodeFacts(
+        node_messages.NodeFacts(
             hostname=f"h{node}", pid=node, address="127.0.0.1", nproc=RANKS, settings={}
         )
         for node in range(nnodes)
     )
-    plan = messages.RoundPlan(
+    plan = node_messages.RoundPlan(
         round_id="round",
         attempt=1,
         nodes=nodes,
@@ -296,7 +296,7 @@ def coordinate_stand_ins(nnodes: int, watched_s: float = WATCHED_S) -> dict[str,
         watch.until_end()
         share = (time.process_time() - before) / (time.monotonic() - before_s)
         traffic = (loopback_bytes() - bytes_before) / (time.monotonic() - before_s)
-        peers.send(messages.Collect())
+        peers.send(node_messages.Collect())
         peers.wait_until(
             lambda connected: connected <= peers.outcomes.keys(),
             Deadline.after(timedelta(seconds=3)),
@@ -312,30 +312,32 @@ def coordinate_stand_ins(nnodes: int, watched_s: float = WATCHED_S) -> dict[str,
             attempt=1,
             attempts=1,
         )
-        peers.send(messages.verdict_of(error, is_final=True))
+        peers.send(node_messages.round_result_of(error, is_final=True))
         peers.wait_until(peers.ended.issuperset, Deadline.after(timedelta(seconds=10)))
     listening.close()
     for process in started:
         process.join()
-    found: dict[str, list[float]] = {"fault": [], "verdict": []}
+    found: dict[str, list[float]] = {"fault": [], "result": []}
     while not results.empty():
         name, at_s = results.get()
         found[name].append(at_s)
     return {
         "nodes": nnodes,
         "ranks": nnodes * RANKS,
-        "verdicts": len(found["verdict"]),
+        "results": len(found["result"]),
         "start_s": start_s,
-        "verdict_s": max(found["verdict"]) - found["fault"][0],
+        "result_s": max(found["result"]) - found["fault"][0],
         "bytes_per_s": traffic,
         "cpu_share": share,
     }
 
 
-def measure_stand_ins(network: Network, nnodes: int) -> dict[str, float]:
+def measure_stand_ins(
+    network: Network, nnodes: int, watched_s: int = WATCHED_S
+) -> dict[str, float]:
     """Measure on a host, whose loopback carries nothing else."""
-    command = [sys.executable, __file__, "--be", "many", str(nnodes), "0"]
-    out, _ = network[0].start(command).communicate(timeout=LIMIT_S + WATCHED_S)
+    command = [sys.executable, __file__, "--be", "many", str(nnodes), str(watched_s)]
+    out, _ = network[0].start(command).communicate(timeout=LIMIT_S + watched_s)
     found: dict[str, float] = json.loads(out)
     return found
 
@@ -369,7 +371,7 @@ def as_page(found: dict[str, Any]) -> str:
             "(Linux namespaces, gloo, one rank on each)."
         ),
         (
-            "The verdict is there when the launcher of every node has the error; the first step when "
+            "The result is there when the launcher of every node has the error; the first step when "
             "every rank of the next attempt has left its first all-reduce."
         ),
         (
@@ -383,16 +385,16 @@ def as_page(found: dict[str, Any]) -> str:
             f"{found['cores']} cores, load {found['load']:.0f}, by `python benchmarks/nodes.py`."
         ),
         "",
-        "| launcher | fault to verdict on every node | fault to the first step of the next attempt |",
+        "| launcher | fault to result on every node | fault to the first step of the next attempt |",
         "|---|---|---|",
     ]
     lines += [
-        f"| {name} | {median_of(found[name], 'verdict')} | {median_of(found[name], 'first_step')} |"
+        f"| {name} | {median_of(found[name], 'result')} | {median_of(found[name], 'first_step')} |"
         for name in ("ddpsafe", "torchrun")
     ]
     lines += [
         "",
-        "torchrun has no verdict to compare: the other node prints that a connection was closed. What is missing of its ten had not come to a next first step within 60 s.",
+        "torchrun reports no common error to compare: the other node prints that a connection was closed. What is missing of its ten had not come to a next first step within 60 s.",
         "",
         "## Many nodes",
         "",
@@ -401,15 +403,15 @@ def as_page(found: dict[str, Any]) -> str:
             "over loopback: they report as launchers do, without torch and without processes of ranks."
         ),
         (
-            "All run on the same cores, so start and verdict are upper bounds; the share is of one core, "
+            "All run on the same cores, so start and result are upper bounds; the share is of one core, "
             "of the coordinator's process alone, while all train."
         ),
         "",
-        "| nodes | ranks | all connected and started | fault to verdict on all | control channel | coordinator |",
+        "| nodes | ranks | all connected and started | fault to result on all | control channel | coordinator |",
         "|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {each['nodes']} | {each['ranks']} | {each['start_s']:.2f} s | {each['verdict_s']:.2f} s "
+        f"| {each['nodes']} | {each['ranks']} | {each['start_s']:.2f} s | {each['result_s']:.2f} s "
         f"| {each['bytes_per_s'] / 1000:.0f} kB/s | {100 * each['cpu_share']:.1f} % |"
         for each in stand
     ]
@@ -461,7 +463,7 @@ def main() -> None:
     if options.be:
         role, folder, faults = options.be
         if role == "many":
-            print(json.dumps(coordinate_stand_ins(int(folder))))
+            print(json.dumps(coordinate_stand_ins(int(folder), int(faults))))
             return
         {"node": launch_node, "rank": train_under_torchrun}[role](folder, int(faults))
         return
