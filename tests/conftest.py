@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from multiprocessing import forkserver
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import leftovers
 import pytest
@@ -45,8 +45,12 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(msg)
 
 
+LONG: Final = {"nodes", "smoke", "slurm", "docs"}
+"""Folders of the tests that take longest."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what ``nox -s soak`` runs, unless ``-m`` asks for it.
+    """Leave out what ``nox -s soak`` runs, unless ``-m`` asks for it; begin with the longest.
 
     An ``-m`` in pytest's own options would be replaced by the user's, as in ``-m "not slow"``.
     """
@@ -56,6 +60,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item.get_closest_marker("soak") is None]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
+    # One that takes minutes, begun last, would be waited for alone.
+    items.sort(key=lambda item: not LONG.intersection(item.path.parts))
 
 
 def pytest_report_header() -> str:

@@ -303,15 +303,6 @@ def test_module_is_named_for_what_it_holds(file: Path) -> None:
     assert file.stem not in FORBIDDEN_MODULE_NAMES
 
 
-STEMS_TWICE: Final = {
-    (
-        "_launcher",
-        "messages",
-    ): "the words of a failure, and what launchers of several nodes exchange",
-}
-"""Stems that two modules of one package share, each with its reason."""
-
-
 def test_a_stem_stands_once_per_package() -> None:
     """Who hears of a module by its name finds one file."""
     stems = Counter(
@@ -319,7 +310,18 @@ def test_a_stem_stands_once_per_package() -> None:
         for file in MODULES
         if file.stem != "__init__"
     )
-    assert {stem for stem, count in stems.items() if count > 1} == STEMS_TWICE.keys()
+    assert {stem for stem, count in stems.items() if count > 1} == set()
+
+
+def test_a_class_name_stands_once() -> None:
+    """Who reads the name of a class knows which one is meant."""
+    classes = Counter(
+        node.name
+        for file in MODULES
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in classes.items() if count > 1] == []
 
 
 @pytest.mark.parametrize("file", MODULES, ids=module_of)
@@ -455,12 +457,30 @@ WORDS: Final = {
 }
 """What reads as foreign or as a riddle, as patterns, and what to write in its place."""
 
+METAPHORS: Final = re.compile(
+    r"verdict|heed(s|ed|ing)?\b|\bobey|witness|stranger|symptom|testimon|\bmeetings?\b|\bjudge",
+    re.IGNORECASE,
+)
+"""What ddpsafe is not told in, neither in names nor in sentences: a reader has to translate each one."""
+
 WRITTEN: Final = [
     file
     for place in ("ddpsafe", "docs", "tests", "examples", "benchmarks")
     for file in sorted((CHECKOUT / place).rglob("*"))
     if file.suffix in {".py", ".md"} and file != Path(__file__) and "_build" not in file.parts
 ] + sorted(CHECKOUT.glob("*.md"))
+
+
+def test_no_metaphor_stands_for_a_thing() -> None:
+    """The package and its pages say result, check, follow, other user, barrier and sign."""
+    found = [
+        f"{file.relative_to(CHECKOUT)}:{number}: {line.strip()}"
+        for file in WRITTEN
+        if "tests" not in file.relative_to(CHECKOUT).parts
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1)
+        if METAPHORS.search(line)
+    ]
+    assert found == []
 
 
 @pytest.mark.parametrize("words", WORDS)

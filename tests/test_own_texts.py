@@ -37,7 +37,7 @@ PATTERNS: Final = {"compile", "search", "match", "fullmatch", "split", "findall"
 """Functions of `re` that take a pattern first."""
 
 TEXTS_OF_OTHERS: Final = {
-    "_wire/peer_errors.py": "torch and the system; a row of tests/launcher/test_root_cause.py has an "
+    "_wire/foreign_texts.py": "torch and the system; a row of tests/launcher/test_root_cause.py has an "
     "error of ddpsafe's in the words of others, which is not matched",
     "_explain": "logs of any launcher are what is read there",
     "_secrets.py": "command lines and addresses that a user has written",

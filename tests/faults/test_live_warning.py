@@ -87,3 +87,18 @@ def test_a_rank_that_holds_the_gil_is_found_by_a_signal(
     said = warnings(caplog)
     assert said, caplog.text
     assert re.search(r"; rank 1 is at .*live_programs\.py:\d+ in hold_the_gil", said[0]), said
+
+
+def test_a_rank_that_has_not_joined_is_named_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the patience of first steps: imports and data may take minutes before a group is made."""
+    settings = dataclasses.replace(live.SETTINGS, first_s=2 * QUIET_S)
+    monkeypatch.setattr(live, "SETTINGS", settings)
+    World(folder=tmp_path).spawn(programs.sleep_before_joining, 5 * QUIET_S)
+    said = warnings(caplog)
+    assert said, caplog.text
+    assert re.search(
+        r"no rank has made a step for \d+ s; .*rank 1 is at .*live_programs\.py:\d+ in sleep_before",
+        said[0],
+    ), said

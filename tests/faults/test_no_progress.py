@@ -13,7 +13,7 @@ from training_programs import Optimizer, return_rank, train
 import ddpsafe
 from ddpsafe._launcher.processes.rank_process import RankState
 from ddpsafe._launcher.watch.hang_detection import LearnedGaps, ProgressWatch
-from ddpsafe._wire.channel import Progress
+from ddpsafe._wire.rank_pipe import Progress
 
 if TYPE_CHECKING:
     from pathlib import Path

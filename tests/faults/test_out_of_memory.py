@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import sys
-import uuid
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import crash_programs as programs
 import pytest
-import scripts
 from fault_kit import (
     CRASH_S,
     SIZES,
     World,
+    memory_group,
     require_in_time,
     require_rank,
     start_script,
@@ -28,44 +25,16 @@ import ddpsafe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-LIMIT_BYTES = 1 << 30
+    from pathlib import Path
 
 
 @pytest.fixture
 def small_memory() -> Iterator[Path]:
     """Make a control group of the kernel's that gets 1 GB."""
-    group = _make_group()
-    if group is None:
-        pytest.skip(f"needs a writable memory control group (uid {os.geteuid()})")
-    yield group
-    scripts.wait_until(lambda: not (group / "cgroup.procs").read_text())
-    group.rmdir()
-
-
-def _make_group() -> Path | None:
-    """Try version 1 of control groups, then version 2."""
-    for root, limit, swap in (
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.memsw.limit_in_bytes"),
-        ("/sys/fs/cgroup", "memory.max", "memory.swap.max"),
-    ):
-        group = Path(root) / f"ddpsafe-test-{uuid.uuid4().hex[:8]}"
-        with contextlib.suppress(OSError):
-            group.mkdir()
-            if _limit(group, limit, swap):
-                return group
-            group.rmdir()
-    return None
-
-
-def _limit(group: Path, limit: str, swap: str) -> bool:
-    try:
-        (group / limit).write_text(str(LIMIT_BYTES))
-        if (group / swap).exists():
-            (group / swap).write_text("0" if swap == "memory.swap.max" else str(LIMIT_BYTES))
-    except OSError:
-        return False
-    return True
+    with memory_group() as group:
+        if group is None:
+            pytest.skip(f"needs a writable memory control group (uid {os.geteuid()})")
+        yield group
 
 
 @pytest.mark.root

@@ -5,6 +5,9 @@ Everywhere else this hides the error until a timeout, or blames a rank that only
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import own_cleanup_programs as programs
@@ -14,6 +17,7 @@ from fault_kit import BY_TIMEOUT, SIZES, WORLDS, World, require_hang, require_ra
 from training_programs import Optimizer, train
 
 import ddpsafe
+from ddpsafe._wire.exception_chain import find_on_its_way
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,6 +117,7 @@ def test_a_handled_error_is_not_blamed_for_another_ranks_end(tmp_path: Path) -> 
         programs.hang_in_finally,
         programs.hang_in_an_except_block_that_raises,
         programs.hang_at_the_end_of_a_with_block,
+        programs.hang_while_a_cleanup_tries_again,
     ],
 )
 def test_an_error_on_its_way_is_named_where_the_rank_hangs(
@@ -125,6 +130,38 @@ def test_an_error_on_its_way_is_named_where_the_rank_hangs(
     assert "in raise_own_error" in str(error)
     assert "own_cleanup_programs.py:" in str(error)
     assert "in an except or a finally" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("program", "leaves"),
+    [
+        (programs.leave_by_finally, True),
+        (programs.leave_by_finally_itself, True),
+        (programs.leave_by_with, True),
+        (programs.leave_by_except, True),
+        (programs.leave_with_a_generator, True),
+        (programs.close_a_generator, False),
+        (programs.handle, False),
+        (programs.handle_in_a_generator, False),
+        (programs.handle_what_it_became, False),
+        (programs.handle_what_it_became_here, False),
+    ],
+)
+def test_an_error_beneath_the_one_that_is_handled_is_found_if_it_is_on_its_way(
+    program: Callable[..., Any], *, leaves: bool
+) -> None:
+    """A cleanup may handle errors of its own, and a generator is left by a `GeneratorExit`."""
+    found: list[BaseException | None] = []
+
+    def look() -> None:
+        exc = sys.exc_info()[1]
+        assert exc is not None
+        frames = {frame for frame, _ in traceback.walk_stack(sys._getframe())}
+        found.append(find_on_its_way(exc, frames))
+
+    with contextlib.suppress(LostSampleError):
+        program(look)
+    assert [type(each) for each in found] == [LostSampleError if leaves else type(None)]
 
 
 def test_a_rank_that_works_on_after_an_error_hangs(tmp_path: Path) -> None:

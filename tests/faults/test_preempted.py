@@ -185,7 +185,7 @@ def test_stop_of_one_rank_is_explained_where_nobody_tries_again(tmp_path: Path) 
     assert len(set(caught.value.values.values())) == 1
 
 
-def test_ranks_that_heed_requests_are_ended_as_fast_as_others(tmp_path: Path) -> None:
+def test_ranks_that_accept_requests_are_ended_as_fast_as_others(tmp_path: Path) -> None:
     """Their handler of SIGTERM does not keep them alive when another rank has failed."""
     error = World(folder=tmp_path, ranks=3).launch_fails(
         ddpsafe.RankKilledError, programs.wait_in_gloo, timeouts={"grace": 20, "shutdown": 60}

@@ -13,6 +13,7 @@ import re
 import subprocess
 import textwrap
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -412,3 +413,41 @@ def start_script_on_terminal(folder: Path, statements: str) -> Iterator[Started]
         yield started
     finally:
         started.close()
+
+
+MEMORY_BYTES: Final = 1 << 30
+
+
+@contextlib.contextmanager
+def memory_group() -> Iterator[Path | None]:
+    """Make a control group of the kernel's that gets 1 GB, where this process may."""
+    group = _make_group()
+    yield group
+    if group is not None:
+        scripts.wait_until(lambda: not (group / "cgroup.procs").read_text())
+        group.rmdir()
+
+
+def _make_group() -> Path | None:
+    """Try version 1 of control groups, then version 2."""
+    for root, limit, swap in (
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.memsw.limit_in_bytes"),
+        ("/sys/fs/cgroup", "memory.max", "memory.swap.max"),
+    ):
+        group = Path(root) / f"ddpsafe-test-{uuid.uuid4().hex[:8]}"
+        with contextlib.suppress(OSError):
+            group.mkdir()
+            if _limit(group, limit, swap):
+                return group
+            group.rmdir()
+    return None
+
+
+def _limit(group: Path, limit: str, swap: str) -> bool:
+    try:
+        (group / limit).write_text(str(MEMORY_BYTES))
+        if (group / swap).exists():
+            (group / swap).write_text("0" if swap == "memory.swap.max" else str(MEMORY_BYTES))
+    except OSError:
+        return False
+    return True

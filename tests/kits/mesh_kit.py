@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -61,12 +60,12 @@ class Told:
         (found,) = [each for each in self.findings if each["code"] == code]
         return found
 
-    def ways(self, *verdicts: str) -> set[tuple[int, int]]:
-        """Return the directions with one of some verdicts."""
+    def ways(self, *results: str) -> set[tuple[int, int]]:
+        """Return the directions with one of some results."""
         return {
             (each["source"], each["target"])
             for each in self.matrix["directions"]
-            if each["verdict"] in verdicts
+            if each["result"] in results
         }
 
 
@@ -78,9 +77,7 @@ def start_one(
     env = known.pop("env", {})
     assert isinstance(env, dict)
     argv = [PROGRAM, program, json.dumps(known)]
-    if program not in FORKED:
-        return host.start([sys.executable, *argv], env=env)
-    return host.fork(argv, env=env, modules=FORKED[program])
+    return host.fork(argv, env=env, modules=FORKED.get(program))
 
 
 def read_one(started: subprocess.Popen[str] | Forked) -> Told:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from warm_python import Forked
 
 PROGRAM: Final = Path(__file__).parents[1] / "programs" / "node_programs.py"
-LIMIT_S: Final = 240
+LIMIT_S: Final = 180
 
 FIELDS: Final[dict[str, Any]] = {
     "start_method": "forkserver",
@@ -134,7 +134,9 @@ class Launcher:
             code = self._process.wait(within_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            raise AssertionError(f"{self.host.name} did not end: {self.err[-3000:]}") from None
+            raise AssertionError(
+                f"{self.host.name} did not end: {self.lines[-10:]} {self.err[-3000:]}"
+            ) from None
         for thread in self._threads:
             thread.join(10)
         return code

@@ -23,7 +23,7 @@ from warm_server import read_at_start
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-LIMIT_S: Final = 120
+LIMIT_S: Final = 240
 """How long any script may take, on a busy machine."""
 
 TESTS: Final = Path(__file__).parents[1]
@@ -115,13 +115,13 @@ class Script:
         """Its process id."""
         return self._process.pid
 
-    def end(self) -> Run:
+    def end(self, limit_s: float = LIMIT_S) -> Run:
         """Wait for its end; kill it if that takes too long."""
         try:
             if isinstance(self._process, Forked):
-                out, err = self._process.communicate(timeout=LIMIT_S)
+                out, err = self._process.communicate(timeout=limit_s)
             else:
-                out, err = self._process.communicate(self._text, timeout=LIMIT_S)
+                out, err = self._process.communicate(self._text, timeout=limit_s)
         except BaseException:
             self._process.kill()
             self._process.wait()

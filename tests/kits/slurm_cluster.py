@@ -56,6 +56,7 @@ _CONFIG: Final = """
     PreemptType=preempt/partition_prio
     PreemptMode=REQUEUE
     ReturnToService=2
+    RequeueExit=75
     KillWait=8
     MessageTimeout=20
     NodeName={names} NodeAddr={addresses} CPUs=4 CoresPerSocket=4 RealMemory=1000 State=UNKNOWN

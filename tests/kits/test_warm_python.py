@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import scripts
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FACTS = """
     import json, multiprocessing, os, pathlib, signal, sys, tempfile, threading
@@ -125,3 +127,30 @@ def test_options_of_the_interpreter_and_what_torch_reads_at_its_import_need_a_ne
     assert not scripts.can_be_forked(["-c", "pass"], plain)
     assert not scripts.can_be_forked(["script.py"], {**plain, "OMP_NUM_THREADS": "1"})
     assert not scripts.can_be_forked(["script.py"], {**plain, "PYTHONPATH": "elsewhere"})
+
+
+OF_A_KILLED_TEST = """
+    import os, time
+    from warm_python import WarmPython
+
+    warm = WarmPython([], os.environ)
+    print(warm.start(["sleep.py"], environment=os.environ, streams=(0, 1, 2)).pid, flush=True)
+    time.sleep(1000)
+"""
+
+
+def test_a_script_ends_with_the_tests_that_started_it(tmp_path: Path) -> None:
+    """A run of tests that is killed leaves no script behind."""
+    scripts.write(tmp_path, "sleep.py", "import time; time.sleep(1000)")
+    test = scripts.write(tmp_path, "test.py", OF_A_KILLED_TEST)
+    kits = os.fspath(Path(__file__).parent)
+    command = [sys.executable, str(test)]
+    env = {**os.environ, "PYTHONPATH": kits}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True
+    ) as killed:
+        assert killed.stdout is not None
+        watch = os.pidfd_open(int(killed.stdout.readline()))
+        killed.kill()
+        assert select.select([watch], [], [], 30)[0]
+        os.close(watch)

@@ -55,6 +55,7 @@ UNBUFFERED: Final = "PYTHONUNBUFFERED"
 """The one of them that a fork takes over, with its streams."""
 
 _STOPPING: Final = {signal.SIGKILL, signal.SIGSTOP}
+_PR_SET_PDEATHSIG: Final = 1
 
 
 def read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
@@ -82,6 +83,7 @@ def serve(asking: socket.socket) -> tuple[dict[str, Any], list[int]]:
     Returns:
         In each fork: what was asked, and the streams that came with it.
     """
+    server = os.getpid()
     while True:
         raw, fds, _, _ = socket.recv_fds(asking, 1 << 20, 3)
         if not raw:
@@ -94,6 +96,8 @@ def serve(asking: socket.socket) -> tuple[dict[str, Any], list[int]]:
             pid = fork_into(asked["host"])
             if pid == 0:
                 asking.close()
+                # The server ends with the tests that it serves, killed ones too, and with it this.
+                die_with_parent(server, is_on_host=asked["host"] is not None)
                 return asked, fds
             for fd in fds:
                 os.close(fd)
@@ -114,6 +118,13 @@ def fork_into(host: int | None) -> int:
             raise OSError(ctypes.get_errno(), "setns pid")
     os.close(own)
     return pid
+
+
+def die_with_parent(parent: int, *, is_on_host: bool) -> None:
+    """Have the kernel end this process with its parent, whose id is not to be seen from a host."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if not is_on_host and os.getppid() != parent:  # it has ended before
+        os._exit(0)
 
 
 def be_new(asked: Mapping[str, Any], streams: Sequence[int]) -> None:

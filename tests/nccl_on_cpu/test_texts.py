@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ddpsafe._launcher.diagnosis.evidence import read_native_error, read_position
-from ddpsafe._wire.messages import MAIN_GROUP
-from ddpsafe._wire.peer_errors import (
+from ddpsafe._wire.foreign_texts import (
     WatchdogPlace,
     find_kind,
     find_native_text,
@@ -16,6 +15,7 @@ from ddpsafe._wire.peer_errors import (
     read_places,
     says_that_it_ends,
 )
+from ddpsafe._wire.messages import MAIN_GROUP
 
 if TYPE_CHECKING:
     from ddpsafe._errors import FailureKind

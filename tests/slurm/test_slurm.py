@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import sys
+import tempfile
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import scripts
+from nodes_kit import require_in_time
 from slurm_cluster import Cluster, require_slurm, started_cluster
 
 from ddpsafe._commands.template import read_template
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.root
 
@@ -176,7 +180,7 @@ def test_preempted_job_is_requeued_and_goes_on(slurm: Cluster, tmp_path: Path) -
     Its parameter is that of a training that was not interrupted.
     """
     command = train(tmp_path, "train_and_resume", "(folder, 50)")
-    options = ["-N3", "--ntasks-per-node=1", "--exclusive", "--requeue", "--partition=low"]
+    options = ["-N2", "--ntasks-per-node=1", "--exclusive", "--requeue", "--partition=low"]
     script = f"""
         srun {shlex.join(command)}
         code=$?
@@ -184,21 +188,21 @@ def test_preempted_job_is_requeued_and_goes_on(slurm: Cluster, tmp_path: Path) -
         exit $code
     """
     job = slurm.submit(tmp_path, script, *options)
-    await_ranks(tmp_path, 3)
+    await_ranks(tmp_path, 2)
     slurm.run("srun", "--partition=high", "-N3", "--exclusive", "true")
     scripts.wait_until(lambda: slurm.job(job)["JobState"] == "PENDING", otherwise=slurm.logs)
     # Slurm itself would wait for two minutes, until all credentials of the first run are void.
     slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+2")
     slurm.await_end(job, "COMPLETED")
     first, second = (reports(tmp_path, run) for run in (0, 1))
-    assert len(first) == len(second) == 3
+    assert len(first) == len(second) == 2
     assert {each["first"] for each in first} == {0}
     stopped = {each["last"] for each in first}
     assert stopped == {each["first"] for each in second}, "not where the first run has saved"
     (last,) = {each["last"] for each in second}
     expected = 0.0
     for number in range(last):
-        expected = expected * 0.75 + number + 1.0  # 1.0 is the mean of the three ranks
+        expected = expected * 0.75 + number + 0.5  # the mean of the two ranks
     (parameter,) = {each["parameter"] for each in second}
     assert parameter == pytest.approx(expected, rel=1e-12)
 
@@ -223,9 +227,9 @@ def test_ranks_end_by_themselves_when_a_task_dies(slurm: Cluster, tmp_path: Path
     assert float(waited_s) < 20, "it waited for the barrier's timeout"
 
 
-def several_nodes(folder: Path, what: str = "") -> list[str]:
-    """Write a script for ``ddpsafe run``; return the command that runs it on each node."""
-    source = f"""
+def several_nodes(folder: Path) -> list[str]:
+    """Write a script that fails on rank 3; return the ``ddpsafe run`` of it for each node."""
+    source = """
         import torch
         import torch.distributed as dist
 
@@ -233,10 +237,10 @@ def several_nodes(folder: Path, what: str = "") -> list[str]:
         for step in range(8):
             total = torch.ones(1)
             dist.all_reduce(total)
-            if step == 4 and {what!r} == "raise" and dist.get_rank() == 3:
+            if step == 3:
+                print("rank", dist.get_rank(), "of", int(total.item()), flush=True)
+            if step == 4 and dist.get_rank() == 3:
                 raise ValueError("bad batch")
-        print("rank", dist.get_rank(), "of", int(total.item()))
-        dist.destroy_process_group()
     """
     script = scripts.write(folder, "script.py", source)
     return [
@@ -245,24 +249,25 @@ def several_nodes(folder: Path, what: str = "") -> list[str]:
         "ddpsafe",
         "run",
         "--nproc-per-node=2",
+        "--start-method=forkserver",
+        "--console=all",
         f"--run-dir={folder}/run",
         str(script),
     ]
 
 
-def test_one_task_on_each_node_is_a_launcher(slurm: Cluster, tmp_path: Path) -> None:
-    """``ddpsafe run`` finds number and order of the nodes, and where they meet, by itself."""
-    srun = ["srun", "--nodes=2", "--ntasks-per-node=1"]
-    output = slurm.run(*srun, *several_nodes(tmp_path))
+def test_one_task_on_each_node_is_a_launcher_and_each_tells_a_failure(
+    slurm: Cluster, tmp_path: Path
+) -> None:
+    """``ddpsafe run`` finds number and order of the nodes, and where they meet, by itself.
+
+    Both tasks say the same sentence of the failure, and the step has their exit code.
+    """
+    srun = ["srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
+    code, output = slurm.end(slurm.start_command(*srun, *several_nodes(tmp_path)))
+    assert code == 1
     assert sorted(re.findall(r"rank (\d) of 4", output)) == ["0", "1", "2", "3"]
     assert "Slurm says: this is node 1 of 2" in output
-
-
-def test_a_failure_is_told_by_every_node_of_a_step(slurm: Cluster, tmp_path: Path) -> None:
-    """The same sentence from both tasks, and the step has their exit code."""
-    srun = ["srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
-    code, output = slurm.end(slurm.start_command(*srun, *several_nodes(tmp_path, "raise")))
-    assert code == 1
     told = re.findall(
         r"rank 3 \(node 1 '\w+', local rank 1, world_size 4\) raised ValueError", output
     )
@@ -352,3 +357,88 @@ def test_a_job_of_launchers_that_is_cancelled_saves_on_every_node(
     slurm.run("scancel", str(job))
     slurm.await_end(job, "CANCELLED")
     require_saved(tmp_path, 2)
+
+
+def test_the_scheduler_itself_requeues_a_job_that_ends_with_75(
+    slurm: Cluster, tmp_path: Path
+) -> None:
+    """``RequeueExit=75`` in slurm.conf: no line of the job script has to know of it."""
+    command = [*STEP, *launchers(tmp_path, "train_and_resume, (folder, 50)")]
+    job = slurm.submit(tmp_path, f"exec {shlex.join(command)}", "-N2", "--requeue")
+    await_ranks(tmp_path, 2)
+    slurm.run("scancel", "--signal=USR1", str(job))
+    scripts.wait_until(
+        lambda: slurm.job(job)["JobState"] == "PENDING",
+        within_s=50,
+        otherwise=(tmp_path / "job.out").read_text,
+    )
+    slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+2")
+    facts = slurm.await_end(job, "COMPLETED")
+    assert facts["Restarts"] == "1"
+    first, second = (reports(tmp_path, run) for run in (0, 1))
+    assert len(first) == len(second) == 2
+    assert {each["last"] for each in first} == {each["first"] for each in second}
+
+
+def test_two_jobs_on_the_same_nodes_do_not_meet(slurm: Cluster, tmp_path: Path) -> None:
+    """Each has its own endpoint, world and exit code while both train."""
+    jobs: dict[str, int] = {}
+    for name in ("good", "bad"):
+        folder = tmp_path / name
+        folder.mkdir()
+        source = f"""
+            import time
+            from pathlib import Path
+            import torch
+            import torch.distributed as dist
+
+            dist.init_process_group("gloo")
+            name, both = {name!r}, Path({str(tmp_path)!r})
+            (both / f"training-{{name}}-{{dist.get_rank()}}").touch()
+            while len(list(both.glob("training-*"))) < 8:
+                time.sleep(0.02)
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            if name == "bad" and dist.get_rank() == 3:
+                raise ValueError("bad batch")
+            print("rank", dist.get_rank(), "of", int(total.item()), flush=True)
+            dist.destroy_process_group()
+        """
+        script = scripts.write(folder, "script.py", source)
+        run = [sys.executable, "-m", "ddpsafe", "run", "--nproc-per-node=2"]
+        command = [*STEP, *run, f"--run-dir={folder}/run", str(script)]
+        options = ["--nodelist=n0,n1", "-N2", "--ntasks-per-node=1"]
+        jobs[name] = slurm.submit(folder, f"exec {shlex.join(command)}", *options)
+    assert slurm.await_end(jobs["good"], "COMPLETED")["ExitCode"] == "0:0"
+    assert slurm.await_end(jobs["bad"], "FAILED")["ExitCode"] == "1:0"
+    output = (tmp_path / "good" / "job.out").read_text()
+    assert sorted(re.findall(r"rank (\d) of 4", output)) == ["0", "1", "2", "3"]
+    output = (tmp_path / "bad" / "job.out").read_text()
+    told = re.findall(r"rank 3 \(node 1 'n1', local rank 1, world_size 4\) raised", output)
+    assert len(told) == 2
+
+
+def test_a_node_without_power_is_named_long_before_slurm_knows(tmp_path: Path) -> None:
+    """The launcher of the other node names it in seconds; Slurm waits for its ``SlurmdTimeout``."""
+    require_slurm()
+    with started_cluster(2) as cluster:
+        command = launchers(tmp_path, "train_in_step, (folder,)")
+        step = cluster.start_command(*STEP, *command)
+        await_ranks(tmp_path, 2)
+        cluster.power_off(1)
+        off_s = time.monotonic()
+        assert step.stdout is not None
+        lines: list[str] = []
+        for line in step.stdout:
+            lines.append(line)
+            if "was lost" in line:
+                break
+        require_in_time(time.monotonic() - off_s, 5.0, "the loss is named")
+        assert "node 1 ('n1', rank 1 of world_size 2) was lost" in lines[-1], "".join(lines)
+        assert cluster.run("sinfo", "-h", "-n", "n1", "-p", "low", "-o", "%T").strip("*\n") in (
+            "allocated",
+            "mixed",
+        )
+    step.communicate(timeout=60)  # srun would wait for the node: it has ended with its own
+    for left in Path(tempfile.gettempdir()).glob("ddpsafe-*"):
+        shutil.rmtree(left)  # of the node without power: its disk is this one here
