@@ -352,6 +352,7 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
             reporter.returned(value, stop_calls=line.calls.count)
     except BaseException as exc:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are failures
         # Report, flush, exit: no collective, no destroy, no destructor on a failing path.
+        _drop_signal_handlers()
         if reporter.is_here():
             reporter.raised(exc, final=True)
         elif exit_code_of(exc) is None:  # a fork's own, which is reported nowhere else
@@ -436,6 +437,19 @@ def _is_ours(exc: BaseException) -> bool:
     """Tell whether this module handles the exception, which is being reported then."""
     tb = exc.__traceback__
     return tb is not None and tb.tb_frame.f_globals.get("__name__") == __name__
+
+
+def _drop_signal_handlers() -> None:
+    """Let no handler of the script raise while its failure is told.
+
+    torch's for SIGCHLD does so for each worker of a DataLoader that dies, in whatever line this is.
+    """
+    try:
+        for signum in filter(lambda each: callable(signal.getsignal(each)), signal.valid_signals()):
+            is_child = signum == signal.SIGCHLD
+            signal.signal(signum, signal.SIG_DFL if is_child else signal.SIG_IGN)
+    except BaseException:  # noqa: BLE001 - raised by one of them just now, and gone with it
+        _drop_signal_handlers()
 
 
 def _flush() -> None:

@@ -1,4 +1,4 @@
-"""A rank that has lost the launcher's signal handler is asked nothing by that signal."""
+"""What signals do to a rank whose handlers are its own, or gone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import odd_end_programs as programs
 import pytest
-from fault_kit import BY_TIMEOUT, World, require_hang
+from fault_kit import BY_TIMEOUT, World, require_hang, require_rank
 from training_programs import train
 
 import ddpsafe
@@ -39,3 +39,12 @@ def test_it_hangs_and_was_not_killed(tmp_path: Path, fault: Callable[..., Any], 
     require_hang(error, 1)
     assert error.stacks[1].endswith(place), error.stacks
     assert "killed" not in str(error)
+
+
+def test_a_handler_that_raises_while_the_failure_is_told(tmp_path: Path) -> None:
+    """As torch's does for each worker of a DataLoader that dies: the report must not break off."""
+    error = World(folder=tmp_path).launch_fails(
+        ddpsafe.RankRaisedError, train, programs.fail_under_alarms
+    )
+    require_rank(error, 1)
+    assert "SlowlyToldError" in str(error)

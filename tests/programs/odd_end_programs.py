@@ -68,6 +68,27 @@ def _is_pipe(fd: int) -> bool:
         return False
 
 
+class SlowlyToldError(ValueError):
+    """Takes so long to describe that a signal comes meanwhile."""
+
+    def __str__(self) -> str:
+        """Set off the alarms, and describe itself."""
+        signal.setitimer(signal.ITIMER_REAL, 0.0001, 0.0001)
+        return super().__str__()
+
+
+def fail_under_alarms(_folder: Path) -> None:
+    """Raise what is told under signals whose handler raises, every tenth of a millisecond."""
+
+    def interrupt(*_: object) -> None:
+        msg = "raised by a signal handler"
+        raise RuntimeError(msg)
+
+    signal.signal(signal.SIGALRM, interrupt)
+    msg = "bad batch"
+    raise SlowlyToldError(msg)
+
+
 def leave_a_thread(ctx: RankContext, _folder: Path) -> int:
     """Return in rank 1 while a thread that is not a daemon sleeps."""
     if ctx.rank == 1:
