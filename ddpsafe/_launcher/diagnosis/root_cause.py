@@ -13,6 +13,7 @@ one row of tests/launcher/test_root_cause.py.
 
 from __future__ import annotations
 
+import signal
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
@@ -38,8 +39,11 @@ if TYPE_CHECKING:
 
     Ranks = Sequence[RankOutcome]
 
-# Ends that are seen within so much of each other say nothing about which came first.
+# Ends that are seen within so much of each other say nothing about which came first. What a busy
+# machine takes longer for is told from a reaction by the signal: no lost peer leads to one of these.
 _TOGETHER_NS: Final = 50_000_000
+_TOGETHER_IF_ENDED_NS: Final = 500_000_000
+_FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM)
 _OF_A_CONNECTION: Final = ("network", "startup-network")
 
 
@@ -287,9 +291,9 @@ RULES: Final = (
         name="ended-by-itself",
         sign="was killed, exited, or raised an error of its own",
         why="it broke by itself; of several such ranks, the first one did, except that a killed rank "
-        "comes before one that exited without a report up to 50 ms earlier and before one whose own "
+        "comes before one that exited without a report a moment earlier and before one whose own "
         "connection broke, for the kernel closes the connections of a killed process before its end "
-        "can be seen",
+        "can be seen: 50 ms, or 0.5 s where SIGKILL or SIGTERM, which no crash sends, ended it",
         find=lambda evidence: [out for out in evidence.errors[:1] if _is_certain(out)],
     ),
     Rule(
@@ -594,7 +598,12 @@ def _handled_a_peer_error(outcome: RankOutcome) -> bool:
 
 def _crashed_inside(outcome: RankOutcome) -> bool:
     """Tell whether a rank died in a collective, as where another rank is in one that does not fit."""
-    return outcome.status == "killed" and bool(outcome.in_collective)
+    return outcome.status == "killed" and bool(outcome.in_collective) and not _was_ended(outcome)
+
+
+def _was_ended(outcome: RankOutcome) -> bool:
+    """Tell whether a signal ended the rank that no crash sends: it had nothing to do with its peers."""
+    return outcome.status == "killed" and -(outcome.exit_code or 0) in _FROM_OUTSIDE
 
 
 def _is_common(outcome: RankOutcome, ranks: Ranks) -> bool:
@@ -622,16 +631,17 @@ def _by_likelihood(broke: Ranks) -> Ranks:
         killed = [out for out in in_order if out.status == "killed" and not _crashed_inside(out)]
         return sorted(in_order, key=lambda outcome: outcome not in killed)
     if first and first[0].status == "exited":
-        until_ns = (first[0].ended_ns or 0) + _TOGETHER_NS
-        killed = [out for out in in_order if _was_killed_by(out, until_ns)]
+        killed = [out for out in in_order if _was_killed_with(out, first[0].ended_ns or 0)]
         return sorted(in_order, key=lambda outcome: outcome not in killed)
     return in_order
 
 
-def _was_killed_by(outcome: RankOutcome, moment_ns: int) -> bool:
+def _was_killed_with(outcome: RankOutcome, moment_ns: int) -> bool:
+    """Tell whether a rank was killed before a moment, or so soon after it that none knows."""
     if outcome.status != "killed" or _crashed_inside(outcome) or outcome.ended_ns is None:
         return False
-    return outcome.ended_ns <= moment_ns
+    together_ns = _TOGETHER_IF_ENDED_NS if _was_ended(outcome) else _TOGETHER_NS
+    return outcome.ended_ns <= moment_ns + together_ns
 
 
 def _order(outcome: RankOutcome) -> tuple[bool, bool, bool, int, int]:
