@@ -32,11 +32,14 @@ from ddpsafe._launcher.nodes.node_messages import (
     pack,
     unpack,
 )
+from ddpsafe._logging import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator, Mapping
 
     from ddpsafe._clock import Deadline
+
+logger = get_logger(__name__)
 
 LOSS_S: Final = 3.5
 """After so many seconds without an answer of its kernel a host is lost.
@@ -55,6 +58,48 @@ _FLUSH_S: Final = 1.0
 _VERSION: Final = "ddpsafe-nodes-1"
 _ROUTINE: Final = (Alive, NodeProgress)
 """What comes every second from every node, and wakes no watch."""
+
+
+_SILENCE_S: Final = 15.0
+_STOPPED_S: Final = 3.0
+"""Who has not looked for so long was stopped itself, or starved: it looks every second."""
+
+
+class SilenceWatch:
+    """Names a launcher that says nothing while its connection stands; its ranks may go on.
+
+    Attributes:
+        silent: The nodes that are named now.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        """Take all of `names` as heard of just now."""
+        self._names = names
+        self._looked_s = time.monotonic()
+        self._heard_s = dict.fromkeys(names, self._looked_s)
+        self.silent: set[int] = set()
+
+    def heard(self, node: int) -> None:
+        """Note that a launcher has said something."""
+        self._heard_s[node] = time.monotonic()
+        if node in self.silent:
+            self.silent.discard(node)
+            logger.warning("%s: its launcher responds again", self._names[node])
+
+    def look(self, connected: Collection[int]) -> None:
+        """Warn, once, of each connected launcher that has said nothing for long."""
+        before_s, self._looked_s = self._looked_s, time.monotonic()
+        if self._looked_s - before_s > _STOPPED_S:
+            self._heard_s = dict.fromkeys(self._names, self._looked_s)
+        for node in sorted(set(connected) & self._names.keys() - self.silent):
+            if self._looked_s - self._heard_s[node] > _SILENCE_S:
+                self.silent.add(node)
+                logger.warning(
+                    "%s: its launcher has said nothing for %.0f s (stopped, starved of CPU?); "
+                    "its ranks may go on",
+                    self._names[node],
+                    _SILENCE_S,
+                )
 
 
 class RefusedError(Exception):

@@ -22,7 +22,7 @@ from ddpsafe._errors import (
 from ddpsafe._launcher import attempt
 from ddpsafe._launcher.diagnosis import errors, evidence
 from ddpsafe._launcher.diagnosis.root_cause import is_own_fault
-from ddpsafe._launcher.nodes.control_channel import LOSS_S, Lost
+from ddpsafe._launcher.nodes.control_channel import LOSS_S, Lost, SilenceWatch
 from ddpsafe._launcher.nodes.node_messages import (
     Alive,
     ClockOffset,
@@ -74,9 +74,6 @@ _LATE_EVIDENCE: Final = timedelta(seconds=12)
 """Together as long as a launcher may be silent before it is named."""
 
 _OTHER_LOSSES: Final = timedelta(seconds=0.5)
-SILENCE_S: Final = 15.0
-"""A launcher that says nothing for so many seconds is named in a warning, and is not lost."""
-
 _BEAT_S: Final = 1.0
 _AFTER_GRACE: Final = timedelta(seconds=10)
 """SIGKILL, and what ranks leave behind, come after the grace period."""
@@ -146,8 +143,7 @@ class OtherNodes:
             for rank in plan.ranks_of(node)
         }
         self._offsets: dict[int, ClockOffset] = {}
-        self._heard_s = dict.fromkeys(range(1, len(plan.nodes)), time.monotonic())
-        self._warned: set[int] = set()
+        self._silence = SilenceWatch({node: self._name(node) for node in range(1, len(plan.nodes))})
         self._next_beat_s = 0.0
         self.lost: dict[int, Lost] = {}
         self.failed: dict[int, NodeFailed] = {}
@@ -174,33 +170,16 @@ class OtherNodes:
 
     def take_news(self) -> None:
         """Read what the nodes have said, and say that this one is alive."""
-        now_s = time.monotonic()
         for node, event in self._channel.events():
-            self._heard_s[node] = now_s
-            if node in self._warned:
-                self._warned.discard(node)
-                logger.warning("%s: its launcher responds again", self._name(node))
+            self._silence.heard(node)
             if isinstance(event, Lost):
                 self.lost.setdefault(node, event)
             else:
                 self._take(node, event)
-        if now_s >= self._next_beat_s:
-            if 0 < self._next_beat_s < now_s - SILENCE_S:
-                # This launcher was the one that was stopped.
-                self._heard_s = dict.fromkeys(self._heard_s, now_s)
+        self._silence.look(self._channel.connected())
+        if (now_s := time.monotonic()) >= self._next_beat_s:
             self._next_beat_s = now_s + _BEAT_S
             self._channel.send(Alive())
-            for node, heard_s in self._heard_s.items():
-                if node in self._channel.connected() and now_s - heard_s > SILENCE_S:
-                    self._heard_s[node] = now_s
-                    if node not in self._warned:
-                        self._warned.add(node)
-                        logger.warning(
-                            "%s: its launcher has said nothing for %.0f s (stopped, starved of CPU?); "
-                            "its ranks may go on",
-                            self._name(node),
-                            SILENCE_S,
-                        )
 
     def _take(self, node: int, message: NodeMessage) -> None:
         offset = self._offsets.get(node, ClockOffset())
@@ -248,7 +227,7 @@ class OtherNodes:
         """Say which launchers say nothing while their connection stands."""
         return [
             f"{self._name(node)}: its launcher says nothing (stopped, starved of CPU?)"
-            for node in sorted(self._warned)
+            for node in sorted(self._silence.silent)
         ]
 
     def _name(self, node: int) -> str:

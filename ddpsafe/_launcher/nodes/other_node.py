@@ -15,7 +15,7 @@ from ddpsafe._errors import DDPSafeError, LaunchError, PreemptedError
 from ddpsafe._launcher import attempt
 from ddpsafe._launcher.diagnosis import errors, evidence
 from ddpsafe._launcher.diagnosis.errors import original_of
-from ddpsafe._launcher.nodes.control_channel import Lost
+from ddpsafe._launcher.nodes.control_channel import Lost, SilenceWatch
 from ddpsafe._launcher.nodes.node_messages import (
     FAILED_NODE,
     Collect,
@@ -36,7 +36,6 @@ from ddpsafe._launcher.nodes.node_messages import (
     round_result_of,
 )
 from ddpsafe._launcher.nodes.node_zero import (
-    SILENCE_S,
     lost_node_error,
     name_failed_node,
     own_outcomes,
@@ -119,8 +118,7 @@ class Participant:
         self._may_leave = False
         self._wants_evidence = False
         self._told: tuple[object, bool] = (None, False)
-        self._heard_s = time.monotonic()
-        self._is_node_0_silent = False
+        self._silence = SilenceWatch({0: f"node 0 ({round_plan.nodes[0].hostname!r})"})
         self._started = Deadline.after(None)
         self._oom_kills = evidence.count_oom_kills()
 
@@ -186,26 +184,16 @@ class Participant:
         while self._result is None and self._lost is None and not self._may_leave:
             self._wait(workers, min(_PROGRESS_S, stderr.interval_s()))
             stderr.look()
+            self._silence.look(self._channel.connected())
             for worker in workers:
                 if worker.native is not None and worker.rank not in complained:
                     complained.add(worker.rank)
                     self._channel.send(RankComplaint(rank=worker.rank, native=worker.native))
             if (now_s := time.monotonic()) >= next_progress_s:
-                if now_s - next_progress_s > SILENCE_S:
-                    self._heard_s = now_s  # this launcher was the one that was stopped
                 next_progress_s = now_s + _PROGRESS_S
-                # Node 0 says nothing, which is said once: its ranks, and these, may train on.
-                if now_s - self._heard_s > SILENCE_S and not self._is_node_0_silent:
-                    self._is_node_0_silent = True
-                    logger.warning(
-                        "node 0 (%r): its launcher has said nothing for %.0f s (stopped, starved of CPU?); "
-                        "its ranks may go on",
-                        self._round.nodes[0].hostname,
-                        SILENCE_S,
-                    )
                 # To a launcher that is stopped, nothing that could fill its buffer: the kernel
                 # would take it for a host that is gone.
-                if not self._is_node_0_silent:
+                if not self._silence.silent:
                     progress = {worker.rank: worker.progress() for worker in workers}
                     self._channel.send(NodeProgress(ranks=progress))
             if self._wants_evidence:
@@ -253,12 +241,7 @@ class Participant:
     def _hear(self, workers: Sequence[Worker]) -> None:
         by_rank = {worker.rank: worker for worker in workers}
         for _, event in self._channel.events():
-            self._heard_s = time.monotonic()
-            if self._is_node_0_silent:
-                self._is_node_0_silent = False
-                logger.warning(
-                    "node 0 (%r): its launcher responds again", self._round.nodes[0].hostname
-                )
+            self._silence.heard(0)
             if isinstance(event, Lost):
                 self._lost = event
             elif isinstance(event, RankWord) and event.rank in by_rank:
