@@ -68,7 +68,7 @@ _SHOWN_RANKS: Final = 16
 _WIDTH: Final = 100
 _FRAME: Final = re.compile(r'^\s*File "(?P<file>.+)", line \d+ in ')
 
-BY_KIND: Final[dict[FailureKind, Advice]] = {
+_BY_KIND: Final[dict[FailureKind, Advice]] = {
     "user-error": (
         "the error above, where its traceback ends.",
         "fix that line; the other ranks ended only because of it.",
@@ -111,7 +111,7 @@ BY_KIND: Final[dict[FailureKind, Advice]] = {
     ),
 }
 
-BY_SIGNAL: Final[dict[int, Advice]] = {
+_BY_SIGNAL: Final[dict[int, Advice]] = {
     int(signal.SIGKILL): (
         "the kernel's out-of-memory killer, a container's memory limit, or a kill -9 by hand.",
         "see dmesg on {host}; lower num_workers or the batch size, or raise the memory limit.",
@@ -130,13 +130,13 @@ BY_SIGNAL: Final[dict[int, Advice]] = {
     ),
 }
 
-ON_THE_GPU: Final[Advice] = (
+_ON_THE_GPU: Final[Advice] = (
     "a kernel failed on the GPU: an index out of range, a bug in a kernel, or the GPU itself.",
     "CUDA_LAUNCH_BLOCKING=1 shows the line; look for an Xid in dmesg if it is another one each time.",
 )
 
-BY_TOPIC: Final[dict[Topic, Advice]] = {
-    "port": BY_KIND["port"],
+_BY_TOPIC: Final[dict[Topic, Advice]] = {
+    "port": _BY_KIND["port"],
     "disk": (
         "no room to write: the disk, a quota, or a limit on the size of files (ulimit -f) is full.",
         "make room or write elsewhere (df -h, quota, ulimit -f); what was written is incomplete.",
@@ -147,37 +147,37 @@ BY_TOPIC: Final[dict[Topic, Advice]] = {
     ),
 }
 
-INTERRUPTED: Final[Advice] = (
+_INTERRUPTED: Final[Advice] = (
     "SIGINT was sent to this rank only, or its code raised KeyboardInterrupt{at}.",
     "find what signals process {pid} on {host}; Ctrl-C goes to the launcher, which ends all ranks.",
 )
 
-RECURSION: Final[Advice] = (
+_RECURSION: Final[Advice] = (
     "endless recursion: the stack at the crash is one function, or a few, again and again.",
     "end the recursion of the function in the log below, or make it a loop.",
 )
 
-IN_A_CYCLE: Final[Advice] = (
+_IN_A_CYCLE: Final[Advice] = (
     "the ranks call the collectives of overlapping groups in different orders.",
     "call them in the same order on every rank, or use async_op=True and wait for all of them.",
 )
 
-KILLED_FOR_MEMORY: Final[Advice] = (
+_KILLED_FOR_MEMORY: Final[Advice] = (
     "the kernel's out-of-memory killer: the cgroup counts a kill during this attempt.",
     "lower num_workers or the batch size, or raise the limit; dmesg on {host} names the process.",
 )
 
-OTHER_SIGNAL: Final[Advice] = (
+_OTHER_SIGNAL: Final[Advice] = (
     "another process sent it: a scheduler, another user, or the script itself.",
     "find the sender on {host}; ddpsafe itself ended no rank before this.",
 )
 
-IN_KERNEL: Final[Advice] = (
+_IN_KERNEL: Final[Advice] = (
     "a disk, a mount or a device on {host} does not answer. Until it does, not even SIGKILL ends it.",
     "look at dmesg and the mount on {host}; keep the data where it answers.",
 )
 
-DOING: Final = {
+_DOING: Final = {
     "starting": "starting (importing the script)",
     "loading": "loading the function and its arguments",
     "joining": "joining the process group",
@@ -242,7 +242,7 @@ class EndedAttempt:
 
     def place(self, outcome: RankOutcome, kind: FailureKind) -> str:
         """Say where a rank was, what it did, and when it was over."""
-        return f"on {outcome.hostname} while {DOING[outcome.phase]}, {self.when(kind)}"
+        return f"on {outcome.hostname} while {_DOING[outcome.phase]}, {self.when(kind)}"
 
     def log_of(self, outcome: RankOutcome) -> Path | str:
         """Return where to read on: what the rank wrote, or the report on all ranks if it is silent."""
@@ -326,9 +326,9 @@ def _broke(ended: EndedAttempt, cause: RootCause) -> LaunchError:
 def _raised(ended: EndedAttempt, cause: RootCause, raised: Raised) -> LaunchError:
     root, kind = cause.root, kind_of(raised)
     topic = find_topic(raised)
-    likely, fix = BY_KIND.get(kind, BY_KIND["user-error"])
+    likely, fix = _BY_KIND.get(kind, _BY_KIND["user-error"])
     if topic is not None:
-        likely, fix = BY_TOPIC[topic]
+        likely, fix = _BY_TOPIC[topic]
     text = raised.message
     if raised.explanation is not None:  # an error of ddpsafe's own brings its advice along
         text = "\n".join([raised.explanation.what, *raised.explanation.details])
@@ -359,19 +359,19 @@ def _killed(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     root = cause.root
     number = -(root.exit_code or 0)
     kind: FailureKind = "killed"
-    likely, fix = BY_SIGNAL.get(number, OTHER_SIGNAL)
+    likely, fix = _BY_SIGNAL.get(number, _OTHER_SIGNAL)
     if number == signal.SIGKILL and ended.oom_kills:
-        kind, (likely, fix) = "out-of-memory", KILLED_FOR_MEMORY
+        kind, (likely, fix) = "out-of-memory", _KILLED_FOR_MEMORY
     if is_endless_recursion(root.error_text()):
-        likely, fix = RECURSION
+        likely, fix = _RECURSION
     how = f"killed by {root.signal_name}"
     if root.native is not None:
         how, number = f"ended by native code ({root.native.text[:_MAX_LINE]})", signal.SIGABRT
         if root.native.kind is not None:
             kind = root.native.kind
-            likely, fix = BY_KIND[kind]
+            likely, fix = _BY_KIND[kind]
             if kind == "user-error":
-                likely, fix = ON_THE_GPU
+                likely, fix = _ON_THE_GPU
     message = Explanation(
         f"{ended.name(root)} was {how} {ended.place(root, kind)}.",
         cause=likely,
@@ -421,7 +421,7 @@ def _exited(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         called += ", or Python's fork server was killed, and with it the exit status of its ranks"
     likely = f"{called}."
     if code == 128 + signal.SIGINT and raised is not None and not raised.handled:
-        likely, fix = INTERRUPTED
+        likely, fix = _INTERRUPTED
         at = f" at {raised.where}" if raised.where else ""
         likely, fix = likely.format(at=at), fix.format(pid=root.pid, host=root.hostname)
     message = Explanation(
@@ -528,7 +528,7 @@ def _proved(ended: EndedAttempt, cause: RootCause, proof: Deadlock) -> LaunchErr
         told = error.explanation
         error.explanation = replace(told, details=(*_told(proof), *told.details))
         return error
-    likely, fix = IN_A_CYCLE
+    likely, fix = _IN_A_CYCLE
     message = Explanation(
         f"{ranks_text(proof.ranks)} (world_size {len(ended.outcomes)}) wait for each other in "
         f"collectives of different groups, {ended.when('hang')}.",
@@ -614,7 +614,7 @@ def _advice_on_hang(cause: RootCause) -> Advice:
     root = cause.root
     outlived_sigkill = root.status == "stopped" and root.ended_ns is None
     in_kernel = root.state == psutil.STATUS_DISK_SLEEP and outlived_sigkill
-    return IN_KERNEL if in_kernel else cause.conclusion.advice
+    return _IN_KERNEL if in_kernel else cause.conclusion.advice
 
 
 def _class_of_wait(ended: EndedAttempt) -> type[LaunchTimeoutError]:
@@ -637,7 +637,7 @@ def _not_all_joined(ended: EndedAttempt) -> LaunchError:
         cause="slow imports, work at the top of the script, or a rank that hangs before it joins.",
         fix="move heavy work below the main guard or into the function, or raise "
         "timeouts.rendezvous.",
-        details=[f"rank {out.rank} was {DOING[out.phase]} {where(out)}" for out in missing],
+        details=[f"rank {out.rank} was {_DOING[out.phase]} {where(out)}" for out in missing],
         logs=ended.run_dir,
     )
     facts = ended.timeout_facts(missing, ended.ending.waited_s)

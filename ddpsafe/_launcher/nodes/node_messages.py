@@ -368,6 +368,9 @@ _APART: Final = frozenset(
 """Attributes that do not travel with the other facts."""
 
 
+_LIMIT: Final = "a limit of that machine (ports, open files, memory, disk)"
+
+
 def as_error(
     exc: BaseException, node: str, did: str, *, phase: Literal["start", "attempt", "retry"]
 ) -> DDPSafeError | Interrupted:
@@ -384,15 +387,13 @@ def as_error(
         return exc  # type: ignore[return-value]
     what = f"{node} {did}: {type(exc).__name__}: {str(exc).rstrip('.')}."
     kind: FailureKind = "user-error"
-    cause = "a limit of that machine (ports, open files, memory, disk), or a bug in ddpsafe."
+    cause = f"{_LIMIT}, or a bug in ddpsafe."
     if phase == "retry":
         cause = "the caller's on_retry raised it, or it is a bug in ddpsafe."
     elif phase == "start" and isinstance(exc, (OSError, RuntimeError)):  # torch's are RuntimeErrors
         is_port = getattr(exc, "errno", None) in (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
         kind = "port" if is_port else "startup-network"
-        cause = (
-            "a limit of that machine (ports, open files, memory, disk), or a file that is missing."
-        )
+        cause = f"{_LIMIT}, or a file that is missing."
     fix = "see the traceback in the log of that node's launcher."
     error = PreflightError(Explanation(what, cause=cause, fix=fix), kind=kind)
     error.__cause__ = exc
