@@ -205,10 +205,15 @@ def started_ranks(
 
 
 def ask_where(workers: Sequence[Worker]) -> None:
-    """Ask the ranks that are alive where they are, before they are ended."""
+    """Ask the ranks that are alive where they are, before they are ended.
+
+    What is asked for may come before the news of an end, as to a launcher that was stopped.
+    """
+    shutdown.note_ends(workers)
     found = evidence.collect(workers)
     for worker in workers:
         worker.note_reading(found.get(worker.rank))
+    shutdown.note_ends(workers)
 
 
 def _watch_to_the_end(

@@ -123,13 +123,18 @@ def end_workers(workers: Sequence[Worker], *, grace: timedelta, launch_id: str) 
 
 
 def _end(workers: Sequence[Worker], signum: signal.Signals, deadline: Deadline) -> None:
-    seen_ns = time.monotonic_ns()
-    for worker in workers:
-        if worker.alive and wait([worker.end_handle()], 0):
-            worker.note_end(seen_ns)  # it ended by itself: that is evidence, and not our doing
+    note_ends(workers)
     for worker in workers:
         worker.end(signum)
     await_ends(workers, deadline)
+
+
+def note_ends(workers: Sequence[Worker]) -> None:
+    """Take note of those that have ended by themselves: that is evidence, and not our doing."""
+    seen_ns = time.monotonic_ns()
+    for worker in workers:
+        if worker.alive and wait([worker.end_handle()], 0):
+            worker.note_end(seen_ns)
 
 
 def _kill(workers: Sequence[Worker]) -> None:
@@ -154,11 +159,9 @@ def await_ends(workers: Sequence[Worker], deadline: Deadline) -> None:
         handles = [worker.end_handle() for worker in alive]
         handles += [worker.receiver.fileno() for worker in alive if not worker.receiver.closed]
         wait(handles, min(deadline.remaining_s(), _LONGEST_WAIT_S))
-        seen_ns = time.monotonic_ns()
         for worker in alive:
             worker.take_reports()
-            if wait([worker.end_handle()], 0):
-                worker.note_end(seen_ns)
+        note_ends(alive)
         if deadline.expired():
             return
 
