@@ -132,7 +132,8 @@ def test_what_one_launcher_cannot_load_or_do_ends_all_of_them(
     network[victim].shell(f"mount -t tmpfs other {missing}")
     for host in (network[0], network[1]):
         host.shell(f"mkdir {missing}/data; echo 1 > {missing}/data/numbers")
-    here = {"data_paths": [f"{missing}/data"], "retry": RETRY}
+    data = {"train": {"path": f"{missing}/data", "marker": "numbers"}}
+    here = {"data_paths": data, "retry": RETRY}
     cases = [
         Case(name="unloadable", what="unloadable", rank=2 * victim + 1),
         Case(name="missing", what="lose-data", rank=2 * victim + 1, fields=here),
@@ -153,7 +154,8 @@ def test_what_one_launcher_cannot_load_or_do_ends_all_of_them(
     require_one_error(said, "RankFailedError", f"rank {2 * victim + 1} ")
     assert [each["cause"] for each in said][victim] == "ValueError"
     said = [each["missing"] for each in nodes]
-    require_one_error(said, "ConfigError", f"{missing}/data")
+    words = f"data path 'train' is not ready on h{victim} after"
+    require_one_error(said, "PreflightError", words, f"{missing}/data/numbers does not exist")
     (other,) = (each["on_retry"] for index, each in enumerate(nodes) if index != victim)
     assert other["error"] == "PreflightError"
     words = f"node {victim} ('h{victim}') could not begin another attempt: ValueError: bad batch"

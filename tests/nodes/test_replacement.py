@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -38,11 +39,15 @@ ENDPOINT: Final = "h0:28700"
 
 
 def await_ranks(folder: Path, name: str, ranks: int, launchers: list[Launcher]) -> None:
-    """Wait until so many ranks train."""
+    """Wait until so many ranks train; no launcher that they need may end before."""
+
+    def train() -> bool:
+        ended = [each.lines[-1:] for each in launchers if each.ended_s is not None]
+        assert not ended, ended
+        return len(list(folder.glob(f"running-{name}-*"))) >= ranks
+
     scripts.wait_until(
-        lambda: len(list(folder.glob(f"running-{name}-*"))) >= ranks,
-        otherwise=lambda: [launcher.err[-1500:] for launcher in launchers],
-        within_s=120,
+        train, otherwise=lambda: [launcher.err[-1500:] for launcher in launchers], within_s=120
     )
 
 
@@ -69,35 +74,65 @@ def test_a_replacement_goes_on_where_the_lost_node_was(
     assert first["first"] >= 3
 
 
-def test_a_replacement_that_does_not_see_the_checkpoints_is_refused_before_its_ranks_start(
+def test_a_replacement_that_is_not_fit_is_refused_and_the_others_wait_for_another(
     own_network: Network, tmp_path: Path
 ) -> None:
-    """It ends by itself, with the folder and both nodes named; the others wait for one that does."""
-    case = Case(name="two", what="resume", fields={"nnodes": 2, "retry": RETRY})
-    folder = tmp_path / "checkpoints-two"
-    launchers = [
-        start_node(own_network, node, [case], tmp_path, (1, 1), ENDPOINT) for node in (0, 1)
-    ]
-    await_ranks(tmp_path, "two-1", 2, launchers)
-    own_network[2].shell(f"mount -t tmpfs elsewhere {folder}")
+    """Before its ranks start, by itself and by name, as often as one comes; then one that is fit goes on."""
+    data, checkpoints = tmp_path / "mounted" / "data", tmp_path / "checkpoints-two"
+    data.mkdir(parents=True)
+    fields = {"nnodes": 2, "retry": RETRY, "data_paths": {"train": str(data)}}
+    case = Case(name="two", what="resume", fields=fields)
+
+    def start(node: int, case: Case = case) -> Launcher:
+        return start_node(own_network, node, [case], tmp_path, (1, 1, 1), ENDPOINT)
+
+    def refused(case: Case = case) -> dict[str, Any]:
+        newcomer = start(2, case)
+        assert newcomer.end() == 0, newcomer.err
+        return newcomer.results()["two"]
+
+    def require_told(words: str) -> None:
+        scripts.wait_until(
+            lambda: words in first.err, otherwise=lambda: first.err[-500:], within_s=60
+        )
+
+    first, second = start(0), start(1)
+    await_ranks(tmp_path, "two-1", 2, [first, second])
     own_network[1].power_off()
-    blind = start_node(own_network, 2, [case], tmp_path, (1, 1, 1), ENDPOINT)
-    assert blind.end() == 0, blind.err
-    said = blind.results()["two"]
-    words = (
-        f"{folder} on node 1 ('h2') is missing, or is not the storage that node 0 ('h0') has there"
+    require_told("node 1 ('h1', rank 1 of world_size 2) was lost")
+
+    own_network[2].shell(f"mount -t tmpfs elsewhere {data.parent}")
+    said = refused()
+    assert (said["error"], said["kind"]) == ("PreflightError", "mount"), said
+    assert "data path 'train' is not ready on h2" in said["text"]
+    require_told("h2 (10.77.0.3), which came to replace a node, is refused: data path 'train'")
+    own_network[2].shell(f"umount -l {data.parent}")
+
+    said = refused(replace(case, of_node={2: {"seed": 5}}))
+    assert (said["error"], said["code"]) == ("ConfigError", 78), said
+    require_told(
+        "which came to replace a node, is refused: the nodes of this job do not agree: seed"
     )
+
+    refused(replace(case, leaves={2: "introduced"}))
+    require_told(
+        f"node 1 ('h2') has not said within 10 s whether it sees the checkpoints of this job: {checkpoints}"
+    )
+
+    own_network[2].shell(f"mount -t tmpfs elsewhere {checkpoints}")
+    said = refused()
+    words = f"{checkpoints} on node 1 ('h2') is missing, or is not the storage that node 0 ('h0') has there"
     assert (said["error"], said["kind"]) == ("PreflightError", "mount"), said
     assert words in said["text"]
-    assert words in launchers[0].err
-    assert not list(tmp_path.glob("running-two-2-*"))
-    assert not [path.name for path in folder.iterdir() if path.name.startswith(".ddpsafe-")]
+    require_told(words)
+    own_network[2].shell(f"umount -l {checkpoints}")
 
-    own_network[2].shell(f"umount -l {folder}")
-    third = start_node(own_network, 2, [case], tmp_path, (1, 1, 1), ENDPOINT)
+    assert not list(tmp_path.glob("running-two-2-*"))
+    assert not [path.name for path in checkpoints.iterdir() if path.name.startswith(".ddpsafe-")]
+    third = start(2)
     for (value,) in (
         each["two"]["values"].values()
-        for each in finish_job(own_network, [case], [launchers[0], third], besides=[1])
+        for each in finish_job(own_network, [case], [first, third], besides=[1])
     ):
         assert (value["attempt"], value["of"]) == (2, 2)
         assert value["first"] >= 3

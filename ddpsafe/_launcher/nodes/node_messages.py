@@ -325,6 +325,19 @@ class NodeFailed:
     result: RoundResult
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objection:
+    """Why a node can take no part in a round that has not begun.
+
+    Attributes:
+        node: The node.
+        result: Its error.
+    """
+
+    node: NodeFacts
+    result: RoundResult
+
+
 _ERRORS: Final = {
     cls.__name__: cls
     for cls in (

@@ -44,6 +44,7 @@ from ddpsafe._host import (
 from ddpsafe._launcher.nodes.node_messages import (
     GarbledError,
     NodeFacts,
+    Objection,
     RoundResult,
     error_of,
     from_json,
@@ -369,6 +370,10 @@ class NodeRendezvous:
         inbox: Signals to this launcher, which end every wait.
         settings: What has to be the same on all nodes, by name.
         nproc: How many ranks this node starts.
+
+    Attributes:
+        launchers: Those of the last round that node 0 has opened. Any other is new: the job does
+            without it where it is not fit, and waits for the next.
     """
 
     def __init__(
@@ -394,6 +399,8 @@ class NodeRendezvous:
         self._joined = 0
         self._present: list[NodeFacts] = []
         self._unknown: set[str] = set()
+        self._refused: set[str] = set()
+        self.launchers: set[str] = set()
         self._is_elsewhere = self._has_said_elsewhere = False
         self.serves = False
         self.takes_signals = True
@@ -501,8 +508,11 @@ class NodeRendezvous:
         try:
             require_same_settings([first, self.facts])
         except ConfigError as exc:
-            self._root.put(_OBJECTION, round_result_of(exc, is_final=True))
+            self._root.put(_OBJECTION, self._objection(exc))
             raise
+
+    def _objection(self, error: DDPSafeError | Interrupted) -> Objection:
+        return Objection(node=self.facts, result=round_result_of(error, is_final=True))
 
     def _not_this_job(self) -> PreflightError:
         here = socket.gethostname()
@@ -736,11 +746,9 @@ class NodeRendezvous:
             DDPSafeError: What node 0 has ended with.
         """
         if self.serves:
-            objection = self._root.find(_OBJECTION, RoundResult)
+            objection = self._root.find(_OBJECTION, Objection)
             if objection is not None:
-                error = error_of(objection)
-                self.dismiss(error)
-                raise error
+                self._take_objection(objection)
             # A host that has come without knowing the secret is named once, as it calls itself.
             name = self._root.find_plain(_UNKNOWN, 64)
             if name is not None and name not in self._unknown:
@@ -760,6 +768,24 @@ class NodeRendezvous:
                 self._root.count(_HEARD, 1)
                 raise error_of(over)
         self._note_members()
+
+    def _take_objection(self, objection: Objection) -> None:
+        """End the job where one of its nodes cannot go on; do without a new one, and wait for the next.
+
+        Raises:
+            DDPSafeError: What the node has found.
+        """
+        node, error = objection.node, error_of(objection.result)
+        is_new = bool(self.launchers) and node.launcher not in self.launchers
+        if not is_new or isinstance(error, Interrupted):
+            self.dismiss(error)
+            raise error
+        self._root.forget(_OBJECTION)
+        if node.launcher not in self._refused:
+            self._refused.add(node.launcher)
+            logger.warning(
+                "%s, which came to replace a node, is refused: %s", node, error.explanation.what
+            )
 
     def _note_members(self) -> None:
         members = self._members()
@@ -851,7 +877,7 @@ class NodeRendezvous:
         error = ConfigError(Explanation(what, cause=cause, fix="give each node a rank of its own."))
         self.dismiss(error)
         store = self.call(lambda: open_tcp_store(host, port), _ANSWER)
-        Board(store, self._seal, self).put(_OBJECTION, round_result_of(error, is_final=True))
+        Board(store, self._seal, self).put(_OBJECTION, self._objection(error))
         raise error
 
     def _who_came(self) -> str:
@@ -868,12 +894,15 @@ class NodeRendezvous:
         return said
 
     def object(self, error: DDPSafeError | Interrupted, limit: timedelta | None) -> None:
-        """Tell node 0 before a round that this node can take no part in it; stay until it knows."""
+        """Tell node 0 before a round that this node can take no part in it; stay until it ends the job.
+
+        It does not where this node is new, and the job is waiting for one to replace another.
+        """
         deadline = Deadline.after(limit)
         with contextlib.suppress(DDPSafeError):  # node 0 has ended, for whatever reason
             while self._root.find(_OVER, RoundResult) is None and not deadline.expired():
                 # Again, since node 0 drops what came before it waits for the nodes.
-                self._root.put(_OBJECTION, round_result_of(error, is_final=True))
+                self._root.put(_OBJECTION, self._objection(error))
                 time.sleep(_LOOK_AROUND_S)
             self._root.count(_HEARD, 1)
 

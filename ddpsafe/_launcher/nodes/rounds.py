@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import socket
 import time
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe._clock import Deadline
+from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._config import require_data_paths
 from ddpsafe._errors import (
     DDPSafeError,
@@ -53,7 +55,7 @@ from ddpsafe._logging import get_logger
 from ddpsafe._wire.spec import StorePlace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from threading import Event
 
     from ddpsafe._launcher.plan import Calls, LaunchPlan
@@ -109,7 +111,6 @@ class NodeLaunch:
     ) -> None:
         """Keep what is given."""
         self._require_ready_nodes = require_ready_nodes
-        self._members: set[tuple[str, int, str]] = set()
         self._plan, self._calls, self._run_rank = plan, calls, run_rank
         self._directory, self._cancelled = directory, cancelled
         self._channel: Channel | None = None
@@ -254,14 +255,16 @@ class NodeLaunch:
                     )
                 limit = self._plan.config.timeouts.rendezvous
                 nodes = rendezvous.introduce(seat, Deadline.after(limit))
-                unfit = self._refuse_unfit(seat, nodes)
+                unfit = self._refuse_unfit(rendezvous, seat, nodes)
             except (Exception, Interrupted) as exc:
                 raise _NoRound(self._refuse(rendezvous, seat, exc)) from exc
             if unfit is None:
                 return seat, nodes
             rendezvous.forget(nodes[unfit])
 
-    def _refuse_unfit(self, seat: Seat, nodes: list[NodeFacts]) -> int | None:
+    def _refuse_unfit(
+        self, rendezvous: NodeRendezvous, seat: Seat, nodes: list[NodeFacts]
+    ) -> int | None:
         """Refuse a new node that does not see the folders with the checkpoints of earlier attempts.
 
         The ranks would find out, too, and all of them would end.
@@ -270,43 +273,40 @@ class NodeLaunch:
             The node; the others come again.
         """
         new = [
-            number
-            for number, node in enumerate(nodes)
-            if (node.hostname, node.pid, node.launcher) not in self._members
+            number for number, node in enumerate(nodes) if node.launcher not in rendezvous.launchers
         ]
-        if not new or not self._members:
+        if not new or not rendezvous.launchers or not self._checkpoint_folders:
             return None
-        file, written = f".ddpsafe-{make_round_id()}", []
-        for folder in sorted(self._checkpoint_folders):
-            with contextlib.suppress(OSError):
-                Path(folder, file).touch()
-                written.append(Path(folder, file))
-        if not written:
-            return None
-        folders = tuple(str(path.parent) for path in written)
-        try:
+        limit = min(2 * _FOLDER_APPEARS, self._plan.config.timeouts.rendezvous)
+        found: dict[int, FoldersSeen | None] = {}
+        with _file_in(self._checkpoint_folders) as (file, folders):
+            if not folders:
+                return None
             check = FolderCheck(file=file, folders=folders, new_nodes=tuple(new))
             seat.board.put(_FOLDERS, check)
-            deadline = Deadline.after(2 * _FOLDER_APPEARS)
-            found = {
-                number: seat.board.wait_for(f"{_FOLDERS}/{number}", FoldersSeen, deadline)
-                for number in new
-            }
-        finally:
-            for path in written:
-                with contextlib.suppress(OSError):
-                    path.unlink()
-        blind = [(number, each) for number, each in found.items() if each and each.missing]
+            deadline = Deadline.after(limit)
+            for number in new:
+                found[number] = seat.board.wait_for(f"{_FOLDERS}/{number}", FoldersSeen, deadline)
+        blind = [(number, seen) for number, seen in found.items() if seen is None or seen.missing]
         if not blind:
             return None
         unfit, seen = blind[0]
         name = nodes[unfit].hostname
-        what = (
-            f"{' and '.join(seen.missing)} on node {unfit} ({name!r}) is missing, or is not the storage "
-            f"that node 0 ({nodes[0].hostname!r}) has there: the checkpoints of this job."
-        )
-        cause = "the folder is not shared between the nodes, or a mount is missing there."
-        fix = f"mount it on {name}, and start the launcher there again."
+        who = f"node {unfit} ({name!r})"
+        if seen is None:
+            what = (
+                f"{who} has not said within {limit.total_seconds():g} s whether it sees the checkpoints "
+                f"of this job: {' and '.join(folders)}."
+            )
+            cause = "a network file system does not answer there, or its launcher has ended or is stopped."
+            fix = f"on {name}:  ls {folders[0]}  ; then start the launcher there again."
+        else:
+            what = (
+                f"{' and '.join(seen.missing)} on {who} is missing, or is not the storage that node 0 "
+                f"({nodes[0].hostname!r}) has there: the checkpoints of this job."
+            )
+            cause = "the folder is not shared between the nodes, or a mount is missing there."
+            fix = f"mount it on {name}, and start the launcher there again."
         error = PreflightError(Explanation(what, cause=cause, fix=fix), kind="mount")
         logger.warning("%s It is refused.", what)
         seat.board.put(_REFUSAL, round_result_of(error, is_final=False, failed_node=unfit))
@@ -325,16 +325,16 @@ class NodeLaunch:
     ) -> tuple[RoundPlan, Channel]:
         """Tell the nodes who starts what, and listen for them."""
         address = rendezvous.address
-        require_data_paths(self._plan.config.data_paths)
+        self._require_data_paths(rendezvous)
         require_same_settings(nodes)
         round_id = make_round_id()
         channel = Channel.listen(
             address, secret=rendezvous.secret, round_id=round_id, nnodes=len(nodes)
         )
         self._channel = channel  # closed with the next round or the run, whatever comes now
-        members = {(node.hostname, node.pid, node.launcher) for node in nodes}
-        is_new = not members <= self._members  # not examined together with the others
-        self._members = members
+        launchers = {node.launcher for node in nodes}
+        is_new = not launchers <= rendezvous.launchers  # not examined together with the others
+        rendezvous.launchers = launchers
         round_plan = RoundPlan(
             round_id=round_id,
             attempt=number,
@@ -347,6 +347,10 @@ class NodeLaunch:
         seat.board.put(_PLAN, round_plan)
         self._examine(rendezvous, seat, round_plan)
         return round_plan, channel
+
+    def _require_data_paths(self, rendezvous: NodeRendezvous) -> None:
+        """Wait for the data paths, as long as they say, or until a signal comes."""
+        rendezvous.call(lambda: require_data_paths(self._plan.config.data_paths), None)
 
     def _refuse(
         self, rendezvous: NodeRendezvous, seat: Seat, exc: BaseException
@@ -438,7 +442,7 @@ class NodeLaunch:
             with open_inbox() as inbox:
                 rendezvous.inbox = inbox
                 try:
-                    require_data_paths(self._plan.config.data_paths)
+                    self._require_data_paths(rendezvous)
                 except DDPSafeError as exc:
                     # The others wait for this node, unless it only came to replace another.
                     rendezvous.object(exc, None if self.attempts else _REFUSAL_READ)
@@ -509,14 +513,18 @@ class NodeLaunch:
         deadline = Deadline.after(self._plan.config.timeouts.rendezvous + _REFUSAL_READ)
         rendezvous.introduce(seat, deadline)
         has_looked = False
+        looking: BoundedCall[tuple[str, ...]] | None = None
         for pause_s in deadline.pauses_s():
             if (plan := seat.board.find(_PLAN, RoundPlan)) is not None:
                 return plan
             if not has_looked and (check := seat.board.find(_FOLDERS, FolderCheck)) is not None:
                 has_looked = True
                 if seat.node_rank in check.new_nodes:
-                    seen = FoldersSeen(missing=tuple(_find_missing(check)))
-                    seat.board.put(f"{_FOLDERS}/{seat.node_rank}", seen)
+                    looking = BoundedCall(partial(_find_missing, check), name="ddpsafe-folders")
+            if looking is not None and looking.wait(0):
+                seen = FoldersSeen(missing=looking.result())
+                seat.board.put(f"{_FOLDERS}/{seat.node_rank}", seen)
+                looking = None
             if (refusal := seat.board.find(_REFUSAL, RoundResult)) is not None:
                 is_other = refusal.facts.get(FAILED_NODE) != seat.node_rank
                 if refusal.is_final is False and is_other:
@@ -571,9 +579,10 @@ class NodeLaunch:
             channel.close()
 
 
-def _find_missing(check: FolderCheck) -> Iterator[str]:
-    """Yield the folders in which node 0's file does not appear."""
+def _find_missing(check: FolderCheck) -> tuple[str, ...]:
+    """Return the folders in which node 0's file does not appear; hangs with a dead file system."""
     deadline = Deadline.after(_FOLDER_APPEARS)
+    missing = []
     for folder in check.folders:
         for pause_s in deadline.pauses_s():
             # A look at the folder itself: network file systems remember that a file was not there.
@@ -582,7 +591,43 @@ def _find_missing(check: FolderCheck) -> Iterator[str]:
                     break
             time.sleep(pause_s)
         else:
-            yield folder
+            missing.append(folder)
+    return tuple(missing)
+
+
+@contextlib.contextmanager
+def _file_in(folders: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Keep a file in folders for a while; yield its name, and the folders that took it in time."""
+    file = f".ddpsafe-{make_round_id()}"
+
+    def write() -> tuple[str, ...]:
+        written = []
+        for folder in sorted(folders):
+            with contextlib.suppress(OSError):
+                Path(folder, file).touch()
+                written.append(folder)
+        return tuple(written)
+
+    writing = BoundedCall(write, name="ddpsafe-folders")
+
+    def remove() -> None:
+        writing.wait(math.inf)
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                Path(folder, file).unlink()
+
+    has_written = writing.wait(_FOLDER_APPEARS.total_seconds())
+    if not has_written:
+        logger.warning(
+            "nothing could be written within %.0f s to %s: whether new nodes see the checkpoints there is "
+            "not checked",
+            _FOLDER_APPEARS.total_seconds(),
+            " and ".join(sorted(folders)),
+        )
+    try:
+        yield file, writing.result() if has_written else ()
+    finally:
+        BoundedCall(remove, name="ddpsafe-folders").wait(_FOLDER_APPEARS.total_seconds())
 
 
 def _with_own_report(
