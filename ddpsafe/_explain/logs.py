@@ -51,10 +51,21 @@ _PREFIX: Final = re.compile(
 _HEDGE: Final = re.compile(r"There are some potential root causes.*")
 """Ray lists there what else may have happened, SIGKILL and SIGSEGV included."""
 _WARNING: Final = re.compile(
-    r"^.{0,60}?(?:\[W\d* |\[W \w|(?:^|[\]\s:])W\d{4} |(?<![=_\w])WARN(?:ING)?(?<!NCCL WARN)\b|Warning: "
+    r"^.{0,60}?(?:\[W\d* |\[W \w|(?:^|[\]\s:])W\d{4} |(?<![=_\w])WARN(?:ING)?(?<!NCCL WARN)\b|Warning: |(?:^|[\]\s:])W (?=[\w.]+/)"
     r"|(?P<info>\[I\d* |\[I \w|(?:^|[\]\s:])I\d{4} |(?<![=_\w])(?:INFO|DEBUG)\b))"
 )
 """A line that its own program takes for less than an error: it proves less than one."""
+_PROGRESS: Final = re.compile(
+    r"(?i)\b(?:epoch|step|iter(?:ation)?)\b[\s:=#\[]*\d|\bloss\b['\"]?[\s:=]{1,3}\d|\d ?(?:it/s|s/it)\b|\d%\|"
+    r"|\b(?:saved|wrote) (?:\w+ )?checkpoint|checkpoint saved|max_(?:epochs|steps)\S* reached"
+    r"|training (?:is |was )?(?:completed?|finished|done)\b|exits successfully|\d+ passed\b"
+)
+"""What a run prints that goes on or has ended well: a warning before it stopped nothing."""
+_TAIL_BYTES: Final = 4096
+_PASSED_TEST: Final = re.compile(
+    r"::\S+.* (?:PASSED|SKIPPED|XFAIL|XPASS)\b|^(?:PASSED|SKIPPED|XFAIL) "
+)
+"""A test whose name speaks of the failure that it provokes."""
 _EXCEPTION: Final = re.compile(
     r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure|Fault|Timeout))"
     r"(?:: (?P<text>.*)|:?\s*)$"
@@ -95,6 +106,8 @@ class Cause:
         rank: The rank whose lines show it first; ``None`` where no line tells.
         evidence: The lines it rests on, the first few, as ``(line number from 1, text)``.
         count: How many lines show it.
+        last: The number of the last line that shows it.
+        is_warning: Whether its lines are warnings only, as the programs that print them say.
         has_local_rank: Whether `rank` is one of its host's, because the line names no other.
         is_wrapper: Whether it only hands on an exception of another process, which may follow.
     """
@@ -109,6 +122,8 @@ class Cause:
     rank: int | None = None
     evidence: list[tuple[int, str]] = field(default_factory=list)
     count: int = 0
+    last: int = 0
+    is_warning: bool = False
     has_local_rank: bool = False
     is_wrapper: bool = False
 
@@ -176,12 +191,14 @@ class LogReader:
         self._since_frame = 0
         self._sieve: _Sieve | None = None
         self._lowest: tuple[int, int | None] | None = None
+        self._progress = 0
         self.lines = 0
 
     def read(self, stream: BinaryIO) -> None:
         """Read a log to its end; a line that is longer than any message is cut."""
-        rest = b""
+        rest = tail = b""
         while chunk := stream.read(_CHUNK_BYTES):
+            tail = (tail + chunk)[-_TAIL_BYTES:]
             chunk = rest + chunk
             end = chunk.rfind(b"\n") + 1
             if not end and len(chunk) < 2 * _CHUNK_BYTES:
@@ -191,10 +208,20 @@ class LogReader:
             self._read_chunk(chunk[:end])
             rest = chunk[end:]
         self._read_chunk(rest)
+        self._note_progress(tail)
 
     def read_text(self, text: str) -> None:
         """Read a log that is a text already."""
-        self._read_chunk(text.encode("utf-8", "replace"))
+        log = text.encode("utf-8", "replace")
+        self._read_chunk(log)
+        self._note_progress(log[-_TAIL_BYTES:])
+
+    def _note_progress(self, tail: bytes) -> None:
+        """Keep the last line of a log that shows a run which goes on, if the end of the log has one."""
+        for before, line in enumerate(reversed(tail.splitlines())):
+            if _PROGRESS.search(line.decode("utf-8", "replace")):
+                self._progress = self.lines - before
+                return
 
     def _read_chunk(self, chunk: bytes) -> None:
         first = self.lines + 1
@@ -226,7 +253,7 @@ class LogReader:
         shape = raw[:_LONGEST_LINE].translate(None, b"0123456789")
         seen = self._shapes.get(shape, 0)
         if seen >= _SAME_LINES and b'File "' not in raw:
-            self._repeat(shape, raw)
+            self._repeat(number, shape, raw)
             return
         if len(self._shapes) < _MOST_SHAPES:
             self._shapes[shape] = seen + 1
@@ -238,9 +265,10 @@ class LogReader:
             text = part[:_LONGEST_LINE].decode("utf-8", "replace")
             self._read_line(number, text, shape, grams)
 
-    def _repeat(self, shape: bytes, raw: bytes) -> None:
+    def _repeat(self, number: int, shape: bytes, raw: bytes) -> None:
         if (cause := self._cause_of_shape.get(shape)) is not None:
             cause.count += 1
+            cause.last = number
             if cause.code == _WATCHDOG:  # which differs in numbers, and those are what counts
                 line = raw[:_LONGEST_LINE].decode("utf-8", "replace")
                 self._compare_sequence(line, _rank_of(line))
@@ -296,6 +324,8 @@ class LogReader:
                 return None
         if best is not None:
             rule, match = best
+            if _PASSED_TEST.search(said):
+                return None
             if rule.code == _WATCHDOG:
                 self._compare_sequence(said, rank)
             return self._note(self._found, rule, match, number, line, said)
@@ -366,11 +396,14 @@ class LogReader:
         facts = {name: value or "" for name, value in match.groupdict().items()}
         cause = where.get(rule.code)
         level = rule.level
-        if level in ("cause", "likely") and (warning := _WARNING.search(line)) is not None:
+        warning = _WARNING.search(line)
+        if level in ("cause", "likely") and warning is not None:
             level = "noise" if warning["info"] else "likely"
+        is_warning = warning is not None or level == "noise"
         if cause is None:
             cause = where[rule.code] = _cause_of(rule, facts)
-            cause.level = level
+            cause.level, cause.is_warning = level, is_warning
+        cause.is_warning, cause.last = cause.is_warning and is_warning, number
         if LEVELS[level] < LEVELS[cause.level]:  # now it is an error, and no longer a warning
             cause.level, cause.evidence = level, []
         if cause.rank is None:
@@ -428,7 +461,11 @@ class LogReader:
 
     def causes(self) -> list[Cause]:
         """Return the causes, best first; noise only where there is nothing else."""
-        found = dict(self._found)
+        found = {
+            code: cause
+            for code, cause in self._found.items()
+            if not (cause.is_warning and cause.last < self._progress)
+        }
         if self._lone is not None:
             found.setdefault(_USER, self._lone)
         for code, cause in self._waiting.items():
