@@ -66,6 +66,9 @@ def _run_tests(session: nox.Session, *options: str) -> None:
     if not any(argument.startswith(("-n", "--numprocesses")) for argument in arguments):
         # Most tests wait for processes of theirs, so more run at a time than there are cores.
         arguments += ["-n", "6", "--dist", "worksteal"]
+    # Each worker compiles all tests with their asserts, and each process they start the programs and
+    # kits: half of the time to collect, unless what was compiled once is kept.
+    session.env["PYTHONDONTWRITEBYTECODE"] = ""
     # From an empty folder, neither the tests nor a process they start can import the checkout;
     # --installed makes pytest refuse to run if they could.
     session.chdir(_folder(session, "empty"))
