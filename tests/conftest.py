@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import signal
 import sys
@@ -62,6 +63,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
     # One that takes minutes, begun last, would be waited for alone.
     items.sort(key=lambda item: not LONG.intersection(item.path.parts))
+
+
+def pytest_collection_finish() -> None:
+    """Keep what pytest holds until its end out of garbage collections.
+
+    Each looked through it for a quarter of a second, after every test that left something for a moment.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header() -> str:
