@@ -16,6 +16,13 @@ from pydantic_settings import BaseSettings, InitSettingsSource, SettingsConfigDi
 from typing_extensions import Self, TypedDict, Unpack
 
 from ddpsafe._config.assembly import build, merge, parts_as_tables, refuse_config, set_fields
+from ddpsafe._config.launch_fields import (
+    validate_backend,
+    validate_env,
+    validate_integer,
+    validate_nproc,
+    validate_start_method,
+)
 from ddpsafe._config.paths import AbsolutePath, DataPath
 from ddpsafe._config.policies import Rendezvous, RetryPolicy
 from ddpsafe._config.problems import (
@@ -36,13 +43,6 @@ from ddpsafe._config.sources import (
     read_config_file,
 )
 from ddpsafe._config.timeouts import Timeouts
-from ddpsafe._config.validators import (
-    validate_backend,
-    validate_env,
-    validate_integer,
-    validate_nproc,
-    validate_start_method,
-)
 from ddpsafe._errors import ConfigProblem
 
 if TYPE_CHECKING:

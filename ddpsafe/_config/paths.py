@@ -19,7 +19,7 @@ from typing_extensions import TypedDict, Unpack
 from ddpsafe._clock import Deadline
 from ddpsafe._config.durations import Duration
 from ddpsafe._config.problems import Part, show, wrong
-from ddpsafe._config.readiness import PATIENCE, PathWatch, find_not_ready, preflight_error
+from ddpsafe._config.wait_for_paths import PATIENCE, PathWatch, find_not_ready, preflight_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -17,7 +17,7 @@ from ddpsafe._host import Interface, list_interfaces
 from ddpsafe._secrets import Mask, hide_value
 from ddpsafe.doctor._checks.data_storage import find_storage
 from ddpsafe.doctor._checks.processes import clock_is_synchronised
-from ddpsafe.doctor._context import environment_of
+from ddpsafe.doctor._subject import environment_of
 from ddpsafe.doctor._system.nvidia import read_driver
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._host import count_cores
 from ddpsafe._secrets import DOCTOR_SECRET, Mask, find_own
 from ddpsafe.doctor._checks import all_checks, launch_checks
-from ddpsafe.doctor._context import Subject, environment_of, find_place
 from ddpsafe.doctor._report import AreaStep, Report, failed, masked, warning, worst_first
+from ddpsafe.doctor._subject import Subject, environment_of, find_place
 from ddpsafe.doctor._system.nvidia import count_device_nodes
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from ddpsafe._config import LaunchFields
     from ddpsafe.doctor._checks import Check
-    from ddpsafe.doctor._context import VariableSource
     from ddpsafe.doctor._mesh.transport import Store
     from ddpsafe.doctor._report import Finding, Matrix
+    from ddpsafe.doctor._subject import VariableSource
 
 
 logger = logging.getLogger(__name__)

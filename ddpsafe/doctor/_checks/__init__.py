@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ddpsafe.doctor._context import Subject
     from ddpsafe.doctor._report import Finding
+    from ddpsafe.doctor._subject import Subject
 
 
 class Check(Protocol):

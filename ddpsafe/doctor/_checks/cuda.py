@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ddpsafe.doctor._checks import Check
-    from ddpsafe.doctor._context import Subject
+    from ddpsafe.doctor._subject import Subject
 
 _STAGES: Final = {
     "list_devices": ("DS-GPU-001", "counting the GPUs"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 import psutil
 
 from ddpsafe._config.mounts import find_mount_point
+from ddpsafe._config.wait_for_paths import PathWatch
 from ddpsafe.doctor._report import Finding, failed, ok, to_copy, warning
 
 if TYPE_CHECKING:
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ddpsafe.doctor._checks import Check
-    from ddpsafe.doctor._context import Subject
+    from ddpsafe.doctor._subject import Subject
 
 _PATIENCE: Final = timedelta(seconds=3)
 _NETWORK: Final = frozenset(
@@ -27,13 +29,13 @@ _NETWORK: Final = frozenset(
 def check_ready(subject: Subject) -> Iterator[Finding]:
     """Look at every data path once, as the launch will."""
     for name, wanted in subject.config.data_paths.items():
-        problems = wanted.check(patience=_PATIENCE)
+        problems = PathWatch(wanted).look(_PATIENCE)
         for problem in problems:
             yield failed(
                 "DS-PATH-001",
-                f"Data path {name!r} is not ready: {problem.partition(': ')[0]}.",
-                cause=problem.partition(": ")[2].partition(". ")[0] + ".",
-                fix=to_copy(problem.partition(". ")[2] or "Look at it:", f"namei -l {wanted.path}"),
+                f"Data path {name!r} is not ready: {problem.what}.",
+                cause=f"{problem.cause}.",
+                fix=to_copy(f"{problem.fix}.", shlex.join(["namei", "-l", str(wanted.path)])),
             )
         if not problems:
             yield ok("DS-PATH-001", f"Data path {name!r} ({wanted.path}) is ready.")

@@ -22,8 +22,8 @@ from ddpsafe._host import (
     list_names,
     source_address,
 )
-from ddpsafe.doctor._context import find_place
 from ddpsafe.doctor._report import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._subject import find_place
 from ddpsafe.doctor._system.tcp import addresses_of
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from ddpsafe._host import Interface
     from ddpsafe.doctor._checks import Check
-    from ddpsafe.doctor._context import Subject
+    from ddpsafe.doctor._subject import Subject
 
 _LOOPBACK: Final = "127.0.0.1"
 _LOOPBACK_S: Final = 1.0

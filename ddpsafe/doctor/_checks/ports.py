@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ddpsafe._config.endpoint import Endpoint
     from ddpsafe.doctor._checks import Check
-    from ddpsafe.doctor._context import Subject
+    from ddpsafe.doctor._subject import Subject
 
 _PATIENCE_S: Final = 2.0
 _PORTS_PER_RANK: Final = 64

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ddpsafe.doctor._checks import Check
-    from ddpsafe.doctor._context import Subject
+    from ddpsafe.doctor._subject import Subject
 
 _PATIENCE_S: Final = 8.0
 # What the spawn method does, without the main script: an interpreter, and a lock in shared memory.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from ddpsafe.doctor._checks import Check
-    from ddpsafe.doctor._context import Subject
+    from ddpsafe.doctor._subject import Subject
 
 _MIB: Final = 1 << 20
 _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - it is the subject

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ddpsafe.doctor._checks import Check
-    from ddpsafe.doctor._context import Subject
+    from ddpsafe.doctor._subject import Subject
 
 _MIB: Final = 1 << 20
 _ROOM_BYTES: Final = 1024 * _MIB

@@ -11,14 +11,14 @@ from ddpsafe._config.endpoint import DEFAULT_PORT, parse_endpoint
 from ddpsafe._errors import ConfigError
 from ddpsafe._host import count_cores, plain_host, show_endpoint
 from ddpsafe._world import find_world
-from ddpsafe.doctor._context import find_place
 from ddpsafe.doctor._report import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._subject import find_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ddpsafe.doctor._checks import Check
-    from ddpsafe.doctor._context import Subject
+    from ddpsafe.doctor._subject import Subject
 
 _PLACE: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK")
 _DEBUG_LEVELS: Final = frozenset({"OFF", "INFO", "DETAIL"})

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ddpsafe.doctor._checks import Check
-    from ddpsafe.doctor._context import Subject
+    from ddpsafe.doctor._subject import Subject
 
 _PYTHONS: Final = ((3, 10), (3, 14))
 _OLDEST_TORCH: Final = (2, 6)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from datetime import timedelta
 
-    from ddpsafe.doctor._context import VariableSource
     from ddpsafe.doctor._mesh.transport import Json
+    from ddpsafe.doctor._subject import VariableSource
 
 
 def find_node_names(nnodes: int) -> dict[int, str]:

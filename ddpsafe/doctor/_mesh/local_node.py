@@ -26,7 +26,6 @@ from ddpsafe._host import (
     port_range,
     source_address,
 )
-from ddpsafe.doctor._context import VariableSource
 from ddpsafe.doctor._mesh.connection import make_nonce
 from ddpsafe.doctor._mesh.findings.fixes import find_filter_chains
 from ddpsafe.doctor._mesh.findings.results import is_closed, make_plan
@@ -46,6 +45,7 @@ from ddpsafe.doctor._mesh.protocol import (
     require_unicast,
 )
 from ddpsafe.doctor._mesh.transport import bounded
+from ddpsafe.doctor._subject import VariableSource
 from ddpsafe.doctor._system.tcp import find_route
 
 if TYPE_CHECKING:
@@ -382,7 +382,10 @@ def _as_facts(fingerprint: Mapping[str, Json]) -> Facts:
             try:
                 read(Facts, {section.name: value})
             except ValueError:
-                logger.warning("The %s of this host are not compared.", section.name)
+                logger.warning(
+                    "this host's %r is not compared with that of other nodes: it has an unknown form",
+                    section.name,
+                )
             else:
                 sections[section.name] = value
     return read(Facts, sections)

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, Ty
 
 from pydantic import AfterValidator, Field, Strict, TypeAdapter
 
-from ddpsafe.doctor._context import PlaceKind, VariableSource
 from ddpsafe.doctor._report import (
     DialResult,
     printable,
 )
+from ddpsafe.doctor._subject import PlaceKind, VariableSource
 
 # pydantic reads annotations when a message is first validated: these must exist at run time.
 from ddpsafe.doctor._system.tcp import MAIN_TABLE

@@ -17,10 +17,10 @@ from ddpsafe.doctor._mesh.protocol import FilterChain
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from ddpsafe.doctor._context import VariableSource
     from ddpsafe.doctor._mesh.findings.connections import Way
     from ddpsafe.doctor._mesh.findings.results import Results
     from ddpsafe.doctor._mesh.protocol import Node
+    from ddpsafe.doctor._subject import VariableSource
 
 Hook = Literal["input", "output"]
 
