@@ -118,7 +118,9 @@ def all_reduce(x: Reducible, op: ReduceOp, device: torch.device) -> object:
         choice = f"one of {', '.join(map(repr, names))}"
         fix = f"did you mean {near[0]!r}? Write {choice}." if near else f"write {choice}."
         what = f"all_reduce(op={op!r}): there is no such operation."
-        raise ConfigError(Explanation(what, cause="a name that torch or numpy has.", fix=fix))
+        raise ConfigError(
+            Explanation(what, cause="torch or numpy has it under this name.", fix=fix)
+        )
     values = _require_values(x, "all_reduce", op)
     has_float = _require_same_form(values, device, call="all_reduce", op=op)
     return _reduced(values, op, device, has_float=has_float)
@@ -182,7 +184,9 @@ def _not_reducible(call: str, path: str, x: object, why: str, fix: str) -> Confi
 
     shown = f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else clip(repr(x), _SHOWN)
     what = f"{call}: {path} is {shown}, of type {type(x).__qualname__}, and {why}."
-    return ConfigError(Explanation(what, cause="the value that this rank passed.", fix=fix))
+    return ConfigError(
+        Explanation(what, cause="it takes numbers, dense real tensors, and dicts of them.", fix=fix)
+    )
 
 
 def _number_of(x: Any) -> float | None:

@@ -352,7 +352,7 @@ def _read(file: VerifiedFile | io.BytesIO, path: Path) -> dict[str, Any]:
     except Exception as exc:
         raise RestoreError(
             Explanation(
-                f"{path} is what was written, and torch {torch.__version__} cannot load it: "
+                f"{path} is undamaged, but torch {torch.__version__} cannot load it: "
                 f"{str(exc)[:500]}",
                 cause="another version of torch wrote it, or it holds a type that was allowed "
                 "then with torch.serialization.add_safe_globals and is not now.",
@@ -400,12 +400,18 @@ def _set_aside(request: RestoreRequest, newer: list[int], problems: list[str]) -
     """
     if not newer or not request.may_tidy or not request.ranks.is_main:
         return
+    listed = ", ".join(map(str, newer))
     try:
         targets = _directory.set_aside(request.directory, newer)
     except OSError as exc:
-        logger.warning("of steps %s not all could be set aside: %s", newer, exc)
+        logger.warning("some of the newer steps %s could not be set aside: %s", listed, exc)
     else:
-        logger.warning("steps %s were set aside as %s: %s", newer, targets, problems)
+        logger.warning(
+            "newer steps %s were set aside, as %s: %s",
+            listed,
+            ", ".join(map(str, targets)),
+            "; ".join(map(str, problems)),
+        )
 
 
 def _absent(ranks: Ranks, absence: Absence) -> RestoreError:
@@ -440,7 +446,12 @@ def _apply(request: RestoreRequest, loaded: Loaded) -> None:
                 continue
             if isinstance(value, PerRank):
                 if loaded.own is None:
-                    logger.warning("the saved world had no such rank: %s stays as it is", name)
+                    logger.warning(
+                        "%r is not restored on rank %d: the checkpoint was saved with fewer ranks; "
+                        "it keeps its present state",
+                        name,
+                        request.ranks.rank,
+                    )
                 else:
                     _give(loaded, name, value.stateful, loaded.own[name])
             else:
@@ -460,7 +471,8 @@ def _apply(request: RestoreRequest, loaded: Loaded) -> None:
             Explanation(
                 f"{name!r} cannot be restored from {loaded.folder}: {type(exc).__name__}: {exc}",
                 cause="the object cannot take it, or it is not what a Checkpointer saves.",
-                fix="make the objects again, as some have their saved state; or restore another step.",
+                fix="create model and optimizer anew before you try again, for some have their saved state "
+                "already; or restore another step.",
             )
         ) from exc
     if request.with_rng and loaded.rng is not None:

@@ -85,7 +85,8 @@ class Publisher:
                 f"The checkpoint of step {step} was not saved: this job's lock on "
                 f"{self.directory} is gone.",
                 cause=lost,
-                fix="find out who did it; end one of two jobs that write there.",
+                fix="if another job writes there, end one of the two; if the directory has vanished, look at "
+                "its mount. Then start this job again.",
             ),
             step=step,
         )

@@ -14,9 +14,9 @@ from source_tree import PACKAGE
 
 from ddpsafe import LaunchConfig
 from ddpsafe._clock import Deadline
-from ddpsafe.doctor._context import Subject
 from ddpsafe.doctor._report import ok
 from ddpsafe.doctor._run import _bounded
+from ddpsafe.doctor._subject import Subject
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

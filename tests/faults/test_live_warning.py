@@ -45,7 +45,7 @@ def test_who_waits_for_whom_and_where_that_rank_is(
     assert 1 <= len(said) <= 2, said
     assert re.fullmatch(
         r"ranks 0, 2 and 3 have waited [1-3] s for rank 1 in all_reduce number 6 of shape \[8\] "
-        r"\(longest so far: \d\.\d s\); rank 1 is at .*live_programs\.py:\d+ in step_and_sleep",
+        r"\(longest step so far: \d\.\d s\); rank 1 is at .*live_programs\.py:\d+ in step_and_sleep",
         said[0],
     ), said
 

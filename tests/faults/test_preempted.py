@@ -148,7 +148,7 @@ def test_a_warning_before_the_first_step_is_kept_for_it(tmp_path: Path) -> None:
     with start_script(tmp_path, launch("ask_late")) as job:
         job.wait_until_up()
         os.kill(job.pid, signal.SIGUSR1)
-        scripts.wait_until(lambda: "kept until a rank calls" in job.errors())
+        scripts.wait_until(lambda: "the stop begins when one does" in job.errors())
         (tmp_path / "go").touch()
         run = job.end()
     assert run.code == AGAIN, run.err

@@ -7,8 +7,8 @@ error" if it may still catch it: its main thread is in an ``except`` or ``finall
 beneath the loss of a peer. Such an error counts only together with where the ranks are, so three rules
 about errors ask first which rank the rules with `by_place` would name.
 
-A new case is one rule in `RULES`, one row in `CONCLUSIONS`, which says what the error then tells, and
-one row of tests/launcher/test_root_cause.py.
+A new case is one rule in `RULES` with its name in `RuleName`, one row in `CONCLUSIONS`, which says what
+the error then tells, and one row of tests/launcher/test_root_cause.py.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ if TYPE_CHECKING:
 
     Ranks = Sequence[RankOutcome]
 
-# Ends that are seen within so much of each other say nothing about which came first. What a busy
-# machine takes longer for is told from a reaction by the signal: no lost peer leads to one of these.
+# Ends that are seen less than this apart have no known order.
 _TOGETHER_NS: Final = 50_000_000
-_TOGETHER_IF_ENDED_NS: Final = 500_000_000
+# A rank never dies of these because it lost a peer, however late a busy machine shows its end.
 _FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM)
 _OF_A_CONNECTION: Final = ("network", "startup-network")
 
@@ -76,10 +75,10 @@ class Evidence:
         groups: For each process group, where the ranks that are in it are.
         awaited: The ranks that have not entered a collective that others are in, and the one whose
             send such a rank waits for; the most likely cause first.
-        mismatched: The ranks that entered another collective than most under one number.
+        mismatched: The ranks whose collective is the rarest of those entered under one number.
         late: The ranks that came much later than others to a collective in which a wait timed out,
             the last one first, each with how much later in seconds.
-        someone_hangs: Whether a rank that has raised nothing is outside of any collective.
+        someone_is_outside: Whether a rank that has raised nothing is outside of any collective.
     """
 
     ranks: Ranks
@@ -91,7 +90,7 @@ class Evidence:
     awaited: Ranks
     mismatched: Ranks
     late: Sequence[tuple[RankOutcome, float]]
-    someone_hangs: bool
+    someone_is_outside: bool
 
     @classmethod
     def of(cls, outcomes: Mapping[int, RankOutcome], *, is_failing: bool = False) -> Evidence:
@@ -114,7 +113,9 @@ class Evidence:
             awaited=_find_awaited(groups, outcomes),
             mismatched=_find_mismatched(ranks),
             late=_find_late(groups),
-            someone_hangs=any(out.raised is None and out.in_collective is False for out in ranks),
+            someone_is_outside=any(
+                out.raised is None and out.in_collective is False for out in ranks
+            ),
         )
 
     def find_out_of_place(self) -> Ranks:
@@ -186,7 +187,8 @@ class Rule:
         sign: What is seen of the rank, for the documentation.
         why: Why that makes it the root cause, or what excludes it.
         find: Returns the ranks that it holds for, the root cause first; none if it does not apply.
-        by_place: Whether it tells which rank the others miss; see `Evidence.find_out_of_place`.
+        by_place: Whether it judges by where ranks are, not by their errors. One that does must not
+            call `Evidence.find_out_of_place`, which tries all of them.
     """
 
     name: RuleName
@@ -245,17 +247,17 @@ def _errors_of_all_others(evidence: Evidence) -> Ranks:
     others = [out for out in evidence.ranks if out not in missed]
     errors = evidence.errors
     if _suspended(evidence) or any(out.status == "returned" for out in missed):
-        # Which explains as well why the others wait, unless their errors are on their way out.
+        # A suspended or returned rank explains the waits: only errors that nothing catches count.
         errors = [out for out in errors if out.raised is None or not out.raised.is_caught]
     all_others = missed and others and all(out in errors for out in others)
-    return errors if all_others and not evidence.someone_hangs else ()
+    return errors if all_others and not evidence.someone_is_outside else ()
 
 
 def _error_after_peer_error(evidence: Evidence) -> Ranks:
     root = (evidence.find_out_of_place() or _unknown(evidence))[0]
     others = [out for out in evidence.ranks if out is not root]
     alone = _handled_a_peer_error(root) and not any(map(_handled_a_peer_error, others))
-    return [root] if alone and not evidence.someone_hangs else ()
+    return [root] if alone and not evidence.someone_is_outside else ()
 
 
 def _suspended(evidence: Evidence) -> Ranks:
@@ -293,7 +295,7 @@ RULES: Final = (
         why="it broke by itself; of several such ranks, the first one did, except that a killed rank "
         "comes before one that exited without a report a moment earlier and before one whose own "
         "connection broke, for the kernel closes the connections of a killed process before its end "
-        "can be seen: 50 ms, or 0.5 s where SIGKILL or SIGTERM, which no crash sends, ended it",
+        "can be seen: 50 ms; there is no limit for SIGKILL and SIGTERM, which no crash sends",
         find=lambda evidence: [out for out in evidence.errors[:1] if _is_certain(out)],
     ),
     Rule(
@@ -598,11 +600,15 @@ def _handled_a_peer_error(outcome: RankOutcome) -> bool:
 
 def _crashed_inside(outcome: RankOutcome) -> bool:
     """Tell whether a rank died in a collective, as where another rank is in one that does not fit."""
-    return outcome.status == "killed" and bool(outcome.in_collective) and not _was_ended(outcome)
+    return (
+        outcome.status == "killed"
+        and bool(outcome.in_collective)
+        and not _was_killed_from_outside(outcome)
+    )
 
 
-def _was_ended(outcome: RankOutcome) -> bool:
-    """Tell whether a signal ended the rank that no crash sends: it had nothing to do with its peers."""
+def _was_killed_from_outside(outcome: RankOutcome) -> bool:
+    """Tell whether SIGKILL or SIGTERM ended the rank, which no crash sends."""
     return outcome.status == "killed" and -(outcome.exit_code or 0) in _FROM_OUTSIDE
 
 
@@ -631,17 +637,18 @@ def _by_likelihood(broke: Ranks) -> Ranks:
         killed = [out for out in in_order if out.status == "killed" and not _crashed_inside(out)]
         return sorted(in_order, key=lambda outcome: outcome not in killed)
     if first and first[0].status == "exited":
-        killed = [out for out in in_order if _was_killed_with(out, first[0].ended_ns or 0)]
+        killed = [
+            out for out in in_order if _may_have_been_killed_before(out, first[0].ended_ns or 0)
+        ]
         return sorted(in_order, key=lambda outcome: outcome not in killed)
     return in_order
 
 
-def _was_killed_with(outcome: RankOutcome, moment_ns: int) -> bool:
-    """Tell whether a rank was killed before a moment, or so soon after it that none knows."""
+def _may_have_been_killed_before(outcome: RankOutcome, moment_ns: int) -> bool:
+    """Tell whether a rank may have been killed before a moment, whenever its end was seen."""
     if outcome.status != "killed" or _crashed_inside(outcome) or outcome.ended_ns is None:
         return False
-    together_ns = _TOGETHER_IF_ENDED_NS if _was_ended(outcome) else _TOGETHER_NS
-    return outcome.ended_ns <= moment_ns + together_ns
+    return _was_killed_from_outside(outcome) or outcome.ended_ns <= moment_ns + _TOGETHER_NS
 
 
 def _order(outcome: RankOutcome) -> tuple[bool, bool, bool, int, int]:
@@ -761,16 +768,16 @@ def _find_late(groups: Mapping[str, Sequence[GroupPosition]]) -> list[tuple[Rank
 
 
 def _find_mismatched(ranks: Ranks) -> Ranks:
-    """Return the ranks that entered another collective than most under one number.
+    """Return the ranks whose collective is the rarest of those entered under one number.
 
-    Where there is no majority, those are all of them.
+    Where several are as rare, those are the ranks of all of them, the last rank first.
 
     Looked at is the number that the hindmost rank is in: a rank that skips one pairs its next
     with the others' present one, and all go on until two do not fit. Sizes count only while a
     collective is under way, for gather and all-to-all may differ in them and end well.
 
-    Under NCCL a rank is where its GPU waits, however many more it has queued. The counters and the
-    watchdog of NCCL name what they count in another way, or not at all.
+    Under NCCL a rank is where its GPU waits, however many more it has queued. Names come from the
+    recorder where it has any: NCCL's watchdog uses other ones, and its counters none.
     """
     positions = [
         (out, out.position, at)

@@ -517,8 +517,8 @@ class NodeRendezvous:
     def _not_this_job(self) -> PreflightError:
         here = socket.gethostname()
         what = (
-            f"{here} cannot join the job at {self._endpoint}: what is written there does not "
-            "carry this job's seal."
+            f"{here} cannot join the job at {self._endpoint}: what is written there is not "
+            "signed with this job's secret and id."
         )
         cause = (
             "the nodes have different secrets or ids of the job, another job has the same "
@@ -859,8 +859,8 @@ class NodeRendezvous:
             if waited_s > _SAY_NO_ANSWER_S and not self._has_said_elsewhere:
                 self._has_said_elsewhere = True
                 logger.warning(
-                    "this node has node rank 0 and serves the endpoint at %s, and nothing answers at "
-                    "%s yet, which is not an address of %s: %s",
+                    "node rank 0 listens at %s, but the endpoint %s is no address of this host (%s), and "
+                    "nothing answers there yet. Set the endpoint to an address of this host: %s",
                     self.address,
                     self._endpoint,
                     socket.gethostname(),

@@ -429,7 +429,12 @@ class Worker(RankState):
             except ProcessLookupError:
                 pass
             except PermissionError:  # it has become another user's by exec; the others still end
-                logger.warning("rank %d (pid %d) may not be signalled", self.rank, self.pid)
+                logger.warning(
+                    "no permission to signal rank %d (pid %d): it is another user's process by now, and "
+                    "may go on",
+                    self.rank,
+                    self.pid,
+                )
 
     def end(self, signum: int) -> None:
         """Send the signal that is to end it, if its end has not been seen."""

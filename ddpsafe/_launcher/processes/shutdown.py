@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import signal
 import time
@@ -112,10 +113,11 @@ def end_workers(workers: Sequence[Worker], *, grace: timedelta, launch_id: str) 
     waiting = Deadline.after(_MEMORY_WAIT)
     is_free = _gpus.wait_for_memory([pid for pid in pids if pid is not None], waiting)
     if not is_free or waiting.waited_s() > _LOOK.total_seconds():
-        logger.warning(
-            "waited %.1f s for the memory of GPUs, which the driver has %s",
+        logger.log(
+            logging.INFO if is_free else logging.WARNING,
+            "%.1f s after the ranks ended, the memory of their GPUs is %s",
             waiting.waited_s(),
-            "given back" if is_free else "not given back: the next attempt may run out of it",
+            "free" if is_free else "still in use; the next attempt may run out of it (nvidia-smi)",
         )
     remove_semaphores(launch_id)
     for worker in workers:

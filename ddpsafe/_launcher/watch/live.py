@@ -560,7 +560,7 @@ class LiveWatch:
             seen = frames.get(outcome.rank, ())
             return _place_of(outcome) + name_awaited_loader_workers(workers[outcome.rank], seen)
 
-        longest = f" (longest so far: {self.longest_s:.1f} s)" if self.longest_s else ""
+        longest = f" (longest step so far: {self.longest_s:.1f} s)" if self.longest_s else ""
         if goal is not None:
             waited_s = min(_waited_s(outcomes[rank], goal) for rank in waiting)
             have = "has" if len(waiting) == 1 else "have"

@@ -67,12 +67,14 @@ class StopRequest:
                 ordered = is_order(self._inbox.received)
                 if ordered:
                     logger.warning(
-                        "%s: no rank has called stop_requested() yet, so all are ended",
+                        "%s: no rank has called stop_requested() yet, so all ranks are ended now, and none is "
+                        "asked to save",
                         self.source(),
                     )
                 elif not self._is_kept:
                     logger.warning(
-                        "%s: kept until a rank calls stop_requested(); no rank has called it yet",
+                        "%s: training goes on, for no rank has called stop_requested() yet; the stop begins "
+                        "when one does",
                         self.source(),
                     )
                     self._is_kept = True

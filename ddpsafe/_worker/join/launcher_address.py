@@ -41,7 +41,7 @@ def job_secret() -> bytes | None:
     if len(text) < _SHORTEST_SECRET:
         what = f"{JOB_SECRET} has {len(text)} characters, fewer than {_SHORTEST_SECRET}."
         fix = f'export {JOB_SECRET}="$(openssl rand -hex 32)", the same for all ranks of the job.'
-        raise ConfigError(Explanation(what, cause="a secret that can be guessed.", fix=fix))
+        raise ConfigError(Explanation(what, cause="short secrets can be guessed.", fix=fix))
     return hashlib.sha256(text.encode()).digest()
 
 

@@ -211,14 +211,17 @@ def _follow(world: World, control: Control, deadline: Deadline) -> None:
     with _gone_store():
         told = control.take(_own_key(world), deadline=waiting)
     if told is None:
-        found = {"what": "the check of the nodes was not told to have ended."}
+        found = {
+            "what": "the first rank of this node did not report the result of the node check in time.",
+            "cause": "it hangs, or has died.",
+        }
     else:
         found = json.loads(told)
     if found:
         raise PreflightError(
             Explanation(
                 f"{world}: {found['what']}",
-                cause=found.get("cause") or "the first rank of this node found it.",
+                cause=found.get("cause") or "the check of the nodes failed on this node.",
                 fix=found.get("fix") or "see the error of that rank, which has the report.",
             )
         )

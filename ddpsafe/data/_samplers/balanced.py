@@ -187,7 +187,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self.dropped_batches = left % self.num_replicas
         if self.dropped_batches:
             logger.warning(
-                "epoch %d: %d of %d batches find no step on %d ranks and are not read",
+                "epoch %d: %d of %d batches are left out, for they cannot be divided evenly among %d ranks",
                 int(self.epoch),
                 self.dropped_batches,
                 len(self._all_batches()),
