@@ -227,9 +227,11 @@ class NodeProgress:
 
     Attributes:
         ranks: The progress of each, by rank.
+        stopped: The ranks that a signal has stopped.
     """
 
     ranks: dict[int, Progress]
+    stopped: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

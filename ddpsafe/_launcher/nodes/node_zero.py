@@ -9,6 +9,8 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Final, Literal
 
+import psutil
+
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import (
     DDPSafeError,
@@ -86,6 +88,7 @@ class RemoteRank(RankState):
         world: Its place.
         hostname: Its host.
         exit_code: Exit status of its process, once that has ended.
+        is_stopped: Whether a signal had stopped it when its launcher said so last.
     """
 
     def __init__(self, world: World, hostname: str, say: Callable[[bytes], None]) -> None:
@@ -93,6 +96,7 @@ class RemoteRank(RankState):
         super().__init__(say)
         self.world, self.hostname = world, hostname
         self.exit_code: int | None = None
+        self.is_stopped = False
         self.last_progress = Progress()
 
     @property
@@ -125,6 +129,7 @@ class RemoteRank(RankState):
             ended_ns=self.ended_ns,
             position=self.position,
             progress=self.last_progress,
+            state=psutil.STATUS_STOPPED if self.is_stopped and self.ended_ns is None else "",
             said="",
         )
 
@@ -196,6 +201,7 @@ class OtherNodes:
         elif isinstance(message, NodeProgress):
             for rank in set(self._plan.ranks_of(node)) & message.ranks.keys():
                 self._by_rank[rank].last_progress = offset.shift_progress(message.ranks[rank])
+                self._by_rank[rank].is_stopped = rank in message.stopped
         elif isinstance(message, NodeOutcomes):
             shifted = tuple(offset.shift_outcome(each) for each in message.outcomes)
             self.outcomes[node] = replace(message, outcomes=shifted)

@@ -42,6 +42,7 @@ from ddpsafe._launcher.nodes.node_zero import (
 )
 from ddpsafe._launcher.watch.console import open_console
 from ddpsafe._launcher.watch.hang_detection import StderrWatch
+from ddpsafe._launcher.watch.live import read_activity
 from ddpsafe._launcher.watch.supervisor import Ending, let_ranks_leave
 from ddpsafe._logging import get_logger
 
@@ -195,7 +196,10 @@ class Participant:
                 # would take it for a host that is gone.
                 if not self._silence.silent:
                     progress = {worker.rank: worker.progress() for worker in workers}
-                    self._channel.send(NodeProgress(ranks=progress))
+                    stopped = (
+                        each.rank for each in workers if read_activity(each.pid).state == "T"
+                    )
+                    self._channel.send(NodeProgress(ranks=progress, stopped=tuple(stopped)))
             if self._wants_evidence:
                 self._wants_evidence = False
                 attempt.ask_where(workers)
