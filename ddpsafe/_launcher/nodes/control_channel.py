@@ -14,10 +14,12 @@ import hashlib
 import hmac
 import itertools
 import json
+import math
 import os
 import secrets
 import selectors
 import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -56,6 +58,10 @@ _CHUNK: Final = 1 << 16
 _LONGEST_PAUSE_S: Final = 1.0
 _FLUSH_S: Final = 1.0
 _VERSION: Final = "ddpsafe-nodes-1"
+_TCP_INFO_BYTES: Final = 60
+_LAST_RECEIVED: Final = 52
+"""Where ``tcpi_last_data_recv`` and ``tcpi_last_ack_recv`` are in ``struct tcp_info``, milliseconds both."""
+
 _ROUTINE: Final = (Alive, NodeProgress)
 """What comes every second from every node, and wakes no watch."""
 
@@ -243,6 +249,11 @@ class Channel:
         with self._lock:
             return set(self._nodes)
 
+    def has_heard(self, *, within_s: float) -> bool:
+        """Tell whether anything has come from the kernel of a connected node in the last seconds."""
+        with self._lock:
+            return any(_silent_s(each.socket) < within_s for each in self._nodes.values())
+
     def close(self) -> None:
         """Send what is left, for a moment, and close."""
         ends_s = time.monotonic() + _FLUSH_S
@@ -415,6 +426,17 @@ def _notice_loss(connection: socket.socket) -> None:
     ):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _silent_s(connection: socket.socket) -> float:
+    """Return for how long neither data nor an acknowledgement has come, in seconds."""
+    if not hasattr(socket, "TCP_INFO"):
+        return 0.0
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    except OSError:  # it has just been closed
+        return math.inf
+    return min(struct.unpack_from("=II", info, _LAST_RECEIVED)) / 1000
 
 
 def _greet(

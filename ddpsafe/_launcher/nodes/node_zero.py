@@ -75,8 +75,10 @@ _EVIDENCE: Final = timedelta(seconds=3)
 _LATE_EVIDENCE: Final = timedelta(seconds=12)
 """Together as long as a launcher may be silent before it is named."""
 
-_OTHER_LOSSES: Final = timedelta(seconds=0.5)
 _BEAT_S: Final = 1.0
+_OTHER_LOSSES: Final = timedelta(seconds=2 * _BEAT_S)
+"""Connections that end with one network end up to a beat apart: as soon as something unanswered is sent."""
+
 _AFTER_GRACE: Final = timedelta(seconds=10)
 """SIGKILL, and what ranks leave behind, come after the grace period."""
 
@@ -243,6 +245,13 @@ class OtherNodes:
         """Tell whether a node is gone, or has failed by itself."""
         return bool(self.lost or self.failed)
 
+    def is_known_who_is_cut_off(self, connected: set[int]) -> bool:
+        """Tell whether a silent node is the only one: where all are, it is this node that is cut off.
+
+        Something comes from every node each second, and it is lost after `LOSS_S` seconds.
+        """
+        return not connected or self._channel.has_heard(within_s=LOSS_S - _BEAT_S)
+
     def let_leave(self) -> None:
         """Tell the nodes that all ranks have returned."""
         self._channel.send(Leave())
@@ -315,8 +324,7 @@ def coordinate(  # noqa: PLR0913 - the parts of one attempt
                 watch = Watch(workers, timeouts=config.timeouts, inbox=inbox, peers=nodes)
                 ending = watch.until_end()
                 if any(lost.is_silent for lost in nodes.lost.values()):
-                    # All others at once: this node is cut off, and not one of them.
-                    nodes.wait_until(lambda connected: not connected, Deadline.after(_OTHER_LOSSES))
+                    nodes.wait_until(nodes.is_known_who_is_cut_off, Deadline.after(_OTHER_LOSSES))
                 for rank in (*workers, *nodes.ranks):
                     checkpoint_folders |= rank.checkpoint_folders
                 ended = _collect(nodes, workers, ending, number, plan, directory, oom_kills_before)
