@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -265,9 +266,29 @@ class OtherNodes:
         while not condition(self._channel.connected()):
             if deadline.expired():
                 return False
-            wait([self._channel.fileno()], min(deadline.remaining_s(), _BEAT_S))
+            handles = [self._channel.fileno(), self._inbox.fileno()]
+            if self._inbox.fileno() in wait(handles, min(deadline.remaining_s(), _BEAT_S)):
+                os.read(self._inbox.fileno(), 1)
             self.take_news()
         return True
+
+    def wait_for_outcomes(self, limit: timedelta) -> bool:
+        """Wait until all connected nodes have said what became of their ranks.
+
+        Returns:
+            Whether it was given up because a launcher has been told to go meanwhile.
+        """
+        before = (self._inbox.received, self._inbox.insists)
+
+        def is_told_to_go() -> bool:
+            now = (self._inbox.received, self._inbox.insists)
+            return now != before and is_order(self._inbox.received)
+
+        self.wait_until(
+            lambda connected: connected <= self.outcomes.keys() or is_told_to_go(),
+            Deadline.after(limit),
+        )
+        return is_told_to_go()
 
 
 def world_of(plan: RoundPlan, rank: int) -> World:
@@ -379,18 +400,16 @@ def _collect(
     else:
         nodes.send(Collect())
         attempt.ask_where(workers)
-
-        def have_all_answered(connected: set[int]) -> bool:
-            return connected <= nodes.outcomes.keys()
-
-        nodes.wait_until(have_all_answered, Deadline.after(_EVIDENCE))
+        is_told_to_go = nodes.wait_for_outcomes(_EVIDENCE)
         outcomes = own_outcomes(workers) | {rank.rank: rank.outcome() for rank in nodes.ranks}
         if not any(map(_broke_by_itself, outcomes.values())):
             # All that is known are ranks that lost a peer: a launcher that is late knows why.
-            nodes.wait_until(have_all_answered, Deadline.after(_LATE_EVIDENCE))
+            is_told_to_go = is_told_to_go or nodes.wait_for_outcomes(_LATE_EVIDENCE)
             outcomes |= {rank.rank: rank.outcome() for rank in nodes.ranks}
         for found in nodes.outcomes.values():
             outcomes |= {each.rank: each for each in found.outcomes}
+        if is_told_to_go and not any(map(_broke_by_itself, outcomes.values())):
+            ending = replace(ending, reason="signal")  # who is to blame will not be known any more
     oom_kills = evidence.count_oom_kills() - oom_kills_before + sum(nodes.oom_kills.values())
     return errors.EndedAttempt(
         outcomes=dict(sorted(outcomes.items())),

@@ -1,0 +1,212 @@
+"""What one launcher does with what the others say of their ranks, or do not say any more.
+
+The launchers' own ends of a control channel, and no ranks: what they would report is sent by the test.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import pytest
+
+from ddpsafe import PreflightError, RankKilledError
+from ddpsafe._clock import Deadline
+from ddpsafe._config import LaunchConfig
+from ddpsafe._launcher.diagnosis import errors
+from ddpsafe._launcher.nodes.control_channel import Channel
+from ddpsafe._launcher.nodes.node_messages import (
+    Hello,
+    NodeFacts,
+    RankEnded,
+    RoundPlan,
+    RoundResult,
+    rank_report,
+)
+from ddpsafe._launcher.nodes.node_zero import OtherNodes, _collect
+from ddpsafe._launcher.nodes.other_node import Participant
+from ddpsafe._launcher.plan import make_plan
+from ddpsafe._launcher.run_directory import open_run_directory
+from ddpsafe._launcher.watch.signals import SignalInbox, open_inbox
+from ddpsafe._launcher.watch.supervisor import Ending
+from ddpsafe._wire.messages import Position, Raised
+from ddpsafe._worker.entrypoint import run_rank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from ddpsafe._launcher.nodes.node_messages import NodeMessage
+    from ddpsafe._launcher.plan import LaunchPlan
+
+WAITS_S: Final = 15
+"""How long node 0 waits for what a launcher may still say."""
+
+SOON_S: Final = 0.3
+ECHO_S: Final = 1.1
+"""After less than a second another SIGTERM is taken for the same one."""
+
+
+def node(name: str) -> NodeFacts:
+    """Return a node with one rank."""
+    return NodeFacts(hostname=name, pid=1, address="127.0.0.1", nproc=1, settings={})
+
+
+ROUND: Final = RoundPlan(
+    round_id="round",
+    attempt=1,
+    nodes=(node("h0"), node("h1")),
+    store_port=1,
+    channel_port=1,
+    master_port=1,
+)
+LOST_A_PEER: Final = Raised(
+    type_name="RuntimeError",
+    message="Connection closed by peer",
+    traceback="",
+    payload=None,
+    phase="running",
+    where="",
+    position=Position(collectives=()),
+    at_ns=1,
+    origin="peer-lost",
+)
+KILLED: Final = RankEnded(rank=1, exit_code=-signal.SIGKILL, ended_ns=1, oom_kills=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """Both ends of a control channel, and the signals to one of the launchers."""
+
+    node_0: Channel
+    node_1: Channel
+    inbox: SignalInbox
+    plan: LaunchPlan
+    opened: list[Channel]
+
+    def close(self, channel: Channel) -> None:
+        """End a launcher, as far as the other one can see."""
+        self.opened.remove(channel)
+        channel.close()
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    """Two nodes that have met."""
+    asked: dict[str, Any] = {
+        "nnodes": 2,
+        "nproc_per_node": 1,
+        "rendezvous": {"endpoint": "h0:29400"},
+    }
+    plan = make_plan(LaunchConfig.resolve(backend="gloo", **asked), style="launch")
+    with open_inbox() as inbox:
+        node_0 = Channel.listen("127.0.0.1", secret=b"secret", round_id="round", nnodes=2)
+        node_1 = Channel.dial(
+            ("127.0.0.1", node_0.port),
+            secret=b"secret",
+            round_id="round",
+            node=1,
+            hello=Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
+            deadline=Deadline.after(timedelta(seconds=20)),
+        )
+        opened = [node_1, node_0]
+        yield Ends(node_0=node_0, node_1=node_1, inbox=inbox, plan=plan, opened=opened)
+        for channel in opened:
+            channel.close()
+
+
+@contextmanager
+def soon(act: Callable[[], object]) -> Iterator[None]:
+    """Do something in a moment, in another thread."""
+    timer = threading.Timer(SOON_S, act)
+    timer.start()
+    yield
+    timer.join()
+
+
+def collected(
+    ends: Ends, folder: Path, said: NodeMessage, then: Callable[[], object]
+) -> tuple[errors.EndedAttempt, OtherNodes, float]:
+    """Let node 0 collect evidence of a failure that node 1 has told of; return how long it took, too."""
+    nodes = OtherNodes(ends.node_0, ROUND, ends.inbox)
+    ends.node_1.send(said)
+    rank = nodes.ranks[0]
+    assert nodes.wait_until(
+        lambda _: rank.raised is not None or rank.ended_ns is not None,
+        Deadline.after(timedelta(seconds=20)),
+    )
+    began_s = time.monotonic()
+    with open_run_directory(folder / "run") as directory, soon(then):
+        ending = Ending(reason="failed", waited_s=1.0)
+        ended = _collect(nodes, [], ending, 1, ends.plan, directory, 0)
+    return ended, nodes, time.monotonic() - began_s
+
+
+@pytest.mark.parametrize(
+    ("before", "signum"),
+    [(None, signal.SIGTERM), (None, signal.SIGINT), (signal.SIGTERM, signal.SIGTERM)],
+)
+def test_a_signal_ends_the_wait_for_a_launcher_that_does_not_answer(
+    ends: Ends, tmp_path: Path, before: signal.Signals | None, signum: signal.Signals
+) -> None:
+    """The attempt ends by it: no rank is blamed that may only have lost another."""
+    if before is not None:  # has asked the ranks to stop
+        ends.inbox.put(before, None)
+        time.sleep(ECHO_S)
+    ended, _, took_s = collected(
+        ends, tmp_path, rank_report(1, LOST_A_PEER), lambda: os.kill(os.getpid(), signum)
+    )
+    assert ended.ending.reason == "signal"
+    assert took_s < WAITS_S - 2
+
+
+def test_a_signal_does_not_hide_what_is_known_already(ends: Ends, tmp_path: Path) -> None:
+    """As on one node: the rank that broke is told, and there is no other attempt."""
+    ended, _, _ = collected(ends, tmp_path, KILLED, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert ended.ending.reason == "failed"
+    assert ended.outcomes[1].status == "killed"
+
+
+def test_a_kill_for_memory_is_told_of_a_node_that_is_lost_then(ends: Ends, tmp_path: Path) -> None:
+    """What its launcher has counted comes with the end of the rank: nothing comes later."""
+    ended, nodes, took_s = collected(ends, tmp_path, KILLED, lambda: ends.close(ends.node_1))
+    assert took_s < WAITS_S - 2
+    assert list(nodes.lost) == [1]
+    error = errors.conclude(ended)
+    assert isinstance(error, RankKilledError)
+    assert (error.kind, error.rank, error.exit_code) == ("out-of-memory", 1, 137)
+
+
+@pytest.mark.parametrize("said", [RoundResult(is_final=True), None], ids=["all is well", "nothing"])
+def test_a_node_that_could_not_start_its_ranks_says_so_whatever_node_0_says(
+    ends: Ends, tmp_path: Path, said: RoundResult | None
+) -> None:
+    """Node 0 may have ended the round before it heard of it, or may be gone."""
+
+    def answer() -> None:
+        if said is None:
+            ends.close(ends.node_0)
+        else:
+            ends.node_0.send(said)
+
+    with open_run_directory(tmp_path / "run") as directory, soon(answer):
+        directory.attempt(1)  # in the way of the folder that the participant makes
+        participant = Participant(
+            1,
+            plan=ends.plan,
+            round_plan=ROUND,
+            channel=ends.node_1,
+            inbox=ends.inbox,
+            directory=directory,
+        )
+        result = participant.run(cast("Any", None), run_rank)
+    assert result.values is None
+    assert isinstance(result.error, PreflightError)
+    assert "node 0 ('h0') could not start its ranks" in str(result.error)
+    assert not result.is_again
