@@ -869,7 +869,7 @@ class NodeRendezvous:
             return
         if other is None:
             return  # it has opened its store, and not introduced itself yet
-        if (other.hostname, other.pid) == (socket.gethostname(), os.getpid()):
+        if other.launcher == self._launcher:
             self._is_elsewhere = False
             return
         what = f"two nodes have node rank 0: {other} and {self.facts}."
@@ -1098,10 +1098,11 @@ def has_derived_secret(config: LaunchConfig) -> bool:
 def label_of(facts: NodeFacts) -> str:
     """Return the text that torch orders the nodes by.
 
-    Node 0 is the one that serves the endpoint, and nodes keep their order from round to round.
+    Node 0 is the one that serves the endpoint, and nodes keep their order from round to round. A
+    container that starts again has name, address and pid of the last one, and is not in its round.
     """
     order = facts.node_rank if facts.node_rank is not None else 1
-    return f"{order:06d} {facts.hostname} {facts.address}"
+    return f"{order:06d} {facts.hostname} {facts.address} {facts.launcher}"
 
 
 def require_same_settings(nodes: Sequence[NodeFacts]) -> None:
