@@ -7,6 +7,7 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any, Final
 
+import psutil
 import pytest
 import scripts
 from nodes_kit import (
@@ -249,6 +250,23 @@ def test_a_signal_to_one_launcher_ends_all_of_them_alike(
     launchers = start_training(network, tmp_path)
     os.kill(launchers[1].pid, signum)
     assert [launcher.end() for launcher in launchers] == [code, code]
+    for launcher in launchers:
+        assert "no rank is left running" in launcher.err
+    require_nothing_left(network)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_sigterm_to_every_process_of_a_job_is_one_to_the_launchers(
+    network: Network, tmp_path: Path, first: int
+) -> None:
+    """As a scheduler or a cgroup sends it: ranks die of it before their launchers hear of it, and are not blamed."""
+    launchers = start_training(network, tmp_path)
+    for launcher in (launchers[first], launchers[1 - first]):
+        for process in psutil.Process(launcher.pid).children(recursive=True):
+            process.terminate()
+        os.kill(launcher.pid, signal.SIGTERM)
+    ends = [launcher.end() for launcher in launchers]
+    assert ends == [-signal.SIGTERM, -signal.SIGTERM], [each.lines[-1:] for each in launchers]
     for launcher in launchers:
         assert "no rank is left running" in launcher.err
     require_nothing_left(network)
