@@ -192,5 +192,5 @@ def wait_until(
     """Look again and again until `condition` holds; fail with `otherwise` when it never does."""
     ends_s = time.monotonic() + within_s
     while not condition():
-        assert time.monotonic() < ends_s, f"it did not happen: {otherwise()!r:.500}"
+        assert time.monotonic() < ends_s, f"it did not happen: {otherwise()!r:.4000}"
         time.sleep(0.01)

@@ -23,7 +23,7 @@ from nodes_kit import (
 
 from ddpsafe._errors import ConfigError
 from ddpsafe._launcher.nodes.node_messages import NodeFacts
-from ddpsafe._launcher.nodes.rendezvous import require_same_settings
+from ddpsafe._launcher.nodes.rendezvous import label_of, require_same_settings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -315,7 +315,7 @@ def test_clocks_may_be_an_hour_apart(network: Network, tmp_path: Path, ahead: in
 def facts(**changes: Any) -> NodeFacts:
     """Return a node like any other, but for these settings."""
     settings = {"nnodes": "2", "backend": "gloo", "torch": "2.13.0", "Python": "3.11", "seed": "1"}
-    rank = changes.pop("node_rank", None)
+    rank, launcher = changes.pop("node_rank", None), changes.pop("launcher", "")
     return NodeFacts(
         hostname=changes.pop("hostname", "h1"),
         pid=1,
@@ -323,6 +323,7 @@ def facts(**changes: Any) -> NodeFacts:
         nproc=1,
         settings={**settings, **changes},
         node_rank=rank,
+        launcher=launcher,
     )
 
 
@@ -346,3 +347,10 @@ def test_both_values_and_both_nodes_are_named(changes: dict[str, Any], words: st
 def test_nodes_may_differ_in_what_is_their_own() -> None:
     """Host, number of ranks, and a node rank that only some of them were given."""
     require_same_settings([facts(hostname="h0", node_rank=0), facts(node_rank=2), facts()])
+
+
+def test_a_container_that_starts_again_is_not_taken_for_a_member_of_the_last_round() -> None:
+    """With the same name, address and pid, torch's rendezvous would give it the place of the one before."""
+    labels = [label_of(facts(node_rank=rank, launcher=each)) for rank in (1, 2) for each in "ab"]
+    assert len(set(labels)) == len(labels)
+    assert labels == sorted(labels)  # the nodes keep their order

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.root
 
 CHECKOUT: Final = Path(__file__).parents[2]
+TRAINING_S: Final = 330
+"""Twelve epochs take 10 s, or minutes on a machine with many times as much to do."""
+
 PAGE: Final = CHECKOUT / "docs" / "tutorial" / "lose-a-node.md"
 
 
@@ -50,7 +53,7 @@ def test_the_curve_goes_on_after_the_loss_of_a_host(own_network: Network, tmp_pa
     lost = r"node 1 \('h1', rank 1 of world_size 2\) was lost, attempt 1 of 4"
     scripts.wait_until(lambda: re.search(lost, said()), otherwise=said, within_s=30)
     third = Launcher(own_network[2], command, {})
-    assert first.end() == 0, said()[-3000:]
+    assert first.end(TRAINING_S) == 0, said()[-3000:]
     assert third.end() == 0, third.err[-3000:]
     epochs = [int(number) for number in re.findall(r"ranks \[.*\], (\d+) epochs done", said())]
     assert epochs[0] == 0

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -22,8 +23,6 @@ from nodes_kit import (
 )
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from hosts import Network
 
 pytestmark = pytest.mark.root
@@ -75,19 +74,23 @@ def test_a_replacement_goes_on_where_the_lost_node_was(
 
 
 def test_a_replacement_that_is_not_fit_is_refused_and_the_others_wait_for_another(
-    own_network: Network, tmp_path: Path
+    network: Network, tmp_path: Path
 ) -> None:
-    """Before its ranks start, by itself and by name, as often as one comes; then one that is fit goes on."""
+    """Before its ranks start, by itself and by name, as often as one comes; then one that is fit goes on.
+
+    One of them has host and pid of the launcher that is gone, as a container that starts again.
+    """
     data, checkpoints = tmp_path / "mounted" / "data", tmp_path / "checkpoints-two"
     data.mkdir(parents=True)
     fields = {"nnodes": 2, "retry": RETRY, "data_paths": {"train": str(data)}}
     case = Case(name="two", what="resume", fields=fields)
+    host = network[1]
 
     def start(node: int, case: Case = case) -> Launcher:
-        return start_node(own_network, node, [case], tmp_path, (1, 1, 1), ENDPOINT)
+        return start_node(network, node, [case], tmp_path, (1, 1), ENDPOINT)
 
     def refused(case: Case = case) -> dict[str, Any]:
-        newcomer = start(2, case)
+        newcomer = start(1, case)
         assert newcomer.end() == 0, newcomer.err
         return newcomer.results()["two"]
 
@@ -98,41 +101,45 @@ def test_a_replacement_that_is_not_fit_is_refused_and_the_others_wait_for_anothe
 
     first, second = start(0), start(1)
     await_ranks(tmp_path, "two-1", 2, [first, second])
-    own_network[1].power_off()
+    numbers = Path(f"/proc/{second.pid}/status").read_text().partition("NSpid:")[2].split()
+    pid = int(numbers[1])  # on its host
+    os.kill(second.pid, signal.SIGKILL)
+    second.wait_for_end()
+    require_nothing_left(network, besides=[0])
     require_told("node 1 ('h1', rank 1 of world_size 2) was lost")
 
-    own_network[2].shell(f"mount -t tmpfs elsewhere {data.parent}")
+    host.shell(f"mount -t tmpfs elsewhere {data.parent}")
     said = refused()
     assert (said["error"], said["kind"]) == ("PreflightError", "mount"), said
-    assert "data path 'train' is not ready on h2" in said["text"]
-    require_told("h2 (10.77.0.3), which came to replace a node, is refused: data path 'train'")
-    own_network[2].shell(f"umount -l {data.parent}")
+    assert "data path 'train' is not ready on h1" in said["text"]
+    require_told("h1 (10.77.0.2), which came to replace a node, is refused: data path 'train'")
+    host.shell(f"umount -l {data.parent}")
 
-    said = refused(replace(case, of_node={2: {"seed": 5}}))
+    said = refused(replace(case, of_node={1: {"seed": 5}}))
     assert (said["error"], said["code"]) == ("ConfigError", 78), said
-    require_told(
-        "which came to replace a node, is refused: the nodes of this job do not agree: seed"
-    )
+    words = "is refused: the nodes of this job do not agree: seed"
+    require_told(f"h1 (10.77.0.2), which came to replace a node, {words}")
 
-    refused(replace(case, leaves={2: "introduced"}))
-    require_told(
-        f"node 1 ('h2') has not said within 10 s whether it sees the checkpoints of this job: {checkpoints}"
-    )
+    refused(replace(case, leaves={1: "introduced"}))
+    words = "node 1 ('h1') has not said within 10 s whether it sees the checkpoints of this job:"
+    require_told(f"{words} {checkpoints}")
 
-    own_network[2].shell(f"mount -t tmpfs elsewhere {checkpoints}")
-    said = refused()
-    words = f"{checkpoints} on node 1 ('h2') is missing, or is not the storage that node 0 ('h0') has there"
+    host.shell(f"mount -t tmpfs elsewhere {checkpoints}")
+    host.shell(f"echo {pid - 1} > /proc/sys/kernel/ns_last_pid")
+    blind = start(1)
+    assert f"\t{pid}\n" in Path(f"/proc/{blind.pid}/status").read_text()
+    assert blind.end() == 0, blind.err
+    said = blind.results()["two"]
+    words = f"{checkpoints} on node 1 ('h1') is missing, or is not the storage that node 0 ('h0') has there"
     assert (said["error"], said["kind"]) == ("PreflightError", "mount"), said
     assert words in said["text"]
     require_told(words)
-    own_network[2].shell(f"umount -l {checkpoints}")
+    host.shell(f"umount -l {checkpoints}")
 
     assert not list(tmp_path.glob("running-two-2-*"))
     assert not [path.name for path in checkpoints.iterdir() if path.name.startswith(".ddpsafe-")]
-    third = start(2)
     for (value,) in (
-        each["two"]["values"].values()
-        for each in finish_job(own_network, [case], [first, third], besides=[1])
+        each["two"]["values"].values() for each in finish_job(network, [case], [first, start(1)])
     ):
         assert (value["attempt"], value["of"]) == (2, 2)
         assert value["first"] >= 3
