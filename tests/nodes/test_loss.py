@@ -255,18 +255,42 @@ def test_a_signal_to_one_launcher_ends_all_of_them_alike(
     require_nothing_left(network)
 
 
+def terminate(*launchers: Launcher) -> None:
+    """Send SIGTERM to every process of each, to the launcher itself last."""
+    for launcher in launchers:
+        for process in psutil.Process(launcher.pid).children(recursive=True):
+            process.terminate()
+        os.kill(launcher.pid, signal.SIGTERM)
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_sigterm_to_every_process_of_a_job_is_one_to_the_launchers(
     network: Network, tmp_path: Path, first: int
 ) -> None:
     """As a scheduler or a cgroup sends it: ranks die of it before their launchers hear of it, and are not blamed."""
     launchers = start_training(network, tmp_path)
-    for launcher in (launchers[first], launchers[1 - first]):
-        for process in psutil.Process(launcher.pid).children(recursive=True):
-            process.terminate()
-        os.kill(launcher.pid, signal.SIGTERM)
+    terminate(launchers[first], launchers[1 - first])
     ends = [launcher.end() for launcher in launchers]
     assert ends == [-signal.SIGTERM, -signal.SIGTERM], [each.lines[-1:] for each in launchers]
     for launcher in launchers:
         assert "no rank is left running" in launcher.err
     require_nothing_left(network)
+
+
+def test_a_sigterm_to_every_process_of_a_job_that_saves_preempts_it(
+    network: Network, tmp_path: Path
+) -> None:
+    """Ranks that call `stop_requested` do not die of it: they stop at one step, as if their launchers alone had it."""
+    case = Case(name="job", what="resume", fields={"timeouts": {"collective": 60, "grace": 3}})
+    launchers = start_job(network, [case], tmp_path, nproc=[2, 2])
+    scripts.wait_until(
+        lambda: len(list(tmp_path.glob("running-job-1-*"))) == 4,
+        otherwise=lambda: [launcher.err for launcher in launchers],
+        within_s=120,
+    )
+    terminate(*reversed(launchers))
+    said = [each["job"] for each in finish_job(network, [case], launchers)]
+    require_the_same(said)
+    assert (said[0]["error"], said[0]["code"]) == ("PreemptedError", AGAIN), said[0]
+    values = {rank: value for each in said for rank, value in each["values"].items()}
+    assert len({value["last"] for value in values.values()}) == 1
