@@ -48,7 +48,9 @@ if TYPE_CHECKING:
 WAITS_S: Final = 15
 """How long node 0 waits for what a launcher may still say."""
 
-SOON_S: Final = 0.3
+SOON_S, LATE_S = 0.3, 4.0
+"""Before and after all other evidence has to be there."""
+
 ECHO_S: Final = 1.1
 """After less than a second another SIGTERM is taken for the same one."""
 
@@ -122,16 +124,21 @@ def ends() -> Iterator[Ends]:
 
 
 @contextmanager
-def soon(act: Callable[[], object]) -> Iterator[None]:
+def soon(act: Callable[[], object], *, after_s: float = SOON_S) -> Iterator[None]:
     """Do something in a moment, in another thread."""
-    timer = threading.Timer(SOON_S, act)
+    timer = threading.Timer(after_s, act)
     timer.start()
     yield
     timer.join()
 
 
 def collected(
-    ends: Ends, folder: Path, said: NodeMessage, then: Callable[[], object]
+    ends: Ends,
+    folder: Path,
+    said: NodeMessage,
+    then: Callable[[], object],
+    *,
+    after_s: float = SOON_S,
 ) -> tuple[errors.EndedAttempt, OtherNodes, float]:
     """Let node 0 collect evidence of a failure that node 1 has told of; return how long it took, too."""
     nodes = OtherNodes(ends.node_0, ROUND, ends.inbox)
@@ -142,25 +149,37 @@ def collected(
         Deadline.after(timedelta(seconds=20)),
     )
     began_s = time.monotonic()
-    with open_run_directory(folder / "run") as directory, soon(then):
+    with open_run_directory(folder / "run") as directory, soon(then, after_s=after_s):
         ending = Ending(reason="failed", waited_s=1.0)
         ended = _collect(nodes, [], ending, 1, ends.plan, directory, 0)
     return ended, nodes, time.monotonic() - began_s
 
 
 @pytest.mark.parametrize(
-    ("before", "signum"),
-    [(None, signal.SIGTERM), (None, signal.SIGINT), (signal.SIGTERM, signal.SIGTERM)],
+    ("before", "signum", "after_s"),
+    [
+        (None, signal.SIGINT, SOON_S),
+        (None, signal.SIGTERM, LATE_S),
+        (signal.SIGTERM, signal.SIGTERM, SOON_S),
+    ],
 )
 def test_a_signal_ends_the_wait_for_a_launcher_that_does_not_answer(
-    ends: Ends, tmp_path: Path, before: signal.Signals | None, signum: signal.Signals
+    ends: Ends,
+    tmp_path: Path,
+    before: signal.Signals | None,
+    signum: signal.Signals,
+    after_s: float,
 ) -> None:
     """The attempt ends by it: no rank is blamed that may only have lost another."""
     if before is not None:  # has asked the ranks to stop
         ends.inbox.put(before, None)
         time.sleep(ECHO_S)
     ended, _, took_s = collected(
-        ends, tmp_path, rank_report(1, LOST_A_PEER), lambda: os.kill(os.getpid(), signum)
+        ends,
+        tmp_path,
+        rank_report(1, LOST_A_PEER),
+        lambda: os.kill(os.getpid(), signum),
+        after_s=after_s,
     )
     assert ended.ending.reason == "signal"
     assert took_s < WAITS_S - 2
