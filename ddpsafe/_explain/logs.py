@@ -29,6 +29,9 @@ _MOST_SHAPES: Final = 50_000
 _EVIDENCE: Final = 3
 _SMALL_BYTES: Final = 1 << 16
 """Below that a log is read line by line: it takes less time than to load numpy."""
+_MOST_CALLS: Final = 20_000
+"""So many calls are looked at, and none after the script's own exception is known: they only tell
+where it was raised."""
 _LONGEST_TRACEBACK: Final = 200
 """So many lines after its last call the exception of a traceback is not awaited any more."""
 
@@ -187,6 +190,9 @@ class LogReader:
         self._report: Mapping[str, Any] | None = None
         self._root_rank: int | None = None
         self._is_root_cause = False
+        # Of the calls of tracebacks nothing more is to be learned: see _MOST_CALLS.
+        self._skips_calls = False
+        self._calls = 0
         self._in_traceback = False
         self._since_frame = 0
         self._sieve: _Sieve | None = None
@@ -236,23 +242,29 @@ class LogReader:
         number = 0
         for at in sorted(found):
             # In a traceback the line of the exception is awaited, which no rule may know.
-            while self._in_traceback and number < at:
+            while self._in_traceback and not self._skips_calls and number < at:
                 self._read_raw(first + number, lines[number], ())
                 number += 1
             self._read_raw(first + at, lines[at], found[at])
             number = at + 1
-        while self._in_traceback and number < len(lines):
+        while self._in_traceback and not self._skips_calls and number < len(lines):
             self._read_raw(first + number, lines[number], ())
             number += 1
 
     def _read_raw(self, number: int, raw: bytes, grams: Collection[str] | None) -> None:
         """Read one line; `grams` are the four letters in it that rules need, if they are known."""
+        is_frame = b'File "' in raw
+        if is_frame:
+            if self._skips_calls:
+                return
+            self._calls += 1
+            self._skips_calls = self._calls >= _MOST_CALLS
         if grams and self._alike and self._is_like_others(frozenset(grams)):
             return
         # Deleting the digits runs in C, and most lines of a log end here.
         shape = raw[:_LONGEST_LINE].translate(None, b"0123456789")
         seen = self._shapes.get(shape, 0)
-        if seen >= _SAME_LINES and b'File "' not in raw:
+        if seen >= _SAME_LINES and not is_frame:
             self._repeat(number, shape, raw)
             return
         if len(self._shapes) < _MOST_SHAPES:
@@ -423,7 +435,9 @@ class LogReader:
         said: str,
     ) -> Cause | None:
         """Note the script's own exception; one without a traceback counts if there is no other."""
-        known = self._lone if traceback is None else self._found.get(_USER)
+        known = self._found.get(_USER)
+        if traceback is None and (known is None or known.is_wrapper):
+            known = self._lone
         if known is not None and not known.is_wrapper:
             known.count += 1
             return known
@@ -451,6 +465,7 @@ class LogReader:
             self._lone = cause
         else:
             self._found[_USER] = cause
+            self._skips_calls = self._skips_calls or not cause.is_wrapper
         return cause
 
     def _compare_sequence(self, said: str, rank: int | None) -> None:
@@ -546,8 +561,12 @@ def _split(pattern: str) -> list[str]:
 
 
 _GRAM: Final = 4
-_FREQUENT: Final = "step epoch iteration train loss valid lr: rate time data rank world size batch error load worker"
-"""What most lines of a healthy log hold."""
+_FREQUENT: Final = (
+    " step epoch iteration train loss valid lr: rate time data rank world size batch error load worker"
+    " saved checkpoint to validation optimizer backward forward warning received channel via module"
+    " traceback (most recent call last) /lib/python3 _wrapped_call autograd"
+)
+"""What most lines of a healthy log hold, and of tracebacks."""
 _TRACEBACK_SIGNS: Final = ('file "', "traceback (most", "ror: ", "xception", "root cause")
 """What lines hold that no rule is about, but that lead to the exception of a traceback."""
 
