@@ -134,7 +134,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     try:
         try:
-            options, unknown = make_parser().parse_known_args(arguments)
+            given = sys.argv[1:] if arguments is None else arguments
+            if not given:
+                complain(make_parser().format_help().rstrip())
+                return USAGE
+            if not given[0].startswith("-") and given[0] not in _COMMANDS:
+                near = difflib.get_close_matches(given[0], _COMMANDS, n=1)
+                guess = (
+                    f"did you mean {near[0]}?" if near else f"choose from {', '.join(_COMMANDS)}."
+                )
+                complain(f"ddpsafe: there is no command {given[0]!r}; {guess}")
+                return USAGE
+            options, unknown = make_parser().parse_known_args(given)
             if unknown:
                 from ddpsafe._cpython import options_of
 
@@ -142,7 +153,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 option = next((each for each in unknown if each.startswith("-")), unknown[0])
                 name = option.partition("=")[0]
                 known = options_of(parser)
-                near = difflib.get_close_matches(name, known, n=1)
+                begun = [each for each in known if each.startswith(name) and name != "-"]
+                near = [*begun, *difflib.get_close_matches(name, known, n=1)]
                 text = f"there is no option {name}" + (
                     f"; did you mean {near[0]}?" if near else "."
                 )
@@ -307,7 +319,14 @@ def _add_config_file(parser: argparse.ArgumentParser) -> None:
 
 def _add_run(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
     # Else an option of the script that begins as two of these do would be called ambiguous.
-    parser = add("run", help=about, description=_RUN, epilog=_RUN_EPILOG, allow_abbrev=False)
+    parser = add(
+        "run",
+        help=about,
+        usage="ddpsafe run [OPTION …] SCRIPT …",  # its forty options would hide what is wrong
+        description=_RUN,
+        epilog=_RUN_EPILOG,
+        allow_abbrev=False,
+    )
     for names, metavar, text in _RUN_OPTIONS:
         _add_both(parser, names, metavar=metavar, help=text)
     _add_config_file(parser)

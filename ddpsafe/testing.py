@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
+import difflib
 import json
 import multiprocessing
 import os
 import pickle
 import sys
 import time
+import unittest
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -126,7 +127,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     values = {**dict(zip(_PARAMETERS, marker.args, strict=False)), **marker.kwargs}
     for name, fixture in _PARAMETERS.items():
-        if isinstance(values.get(name), (list, tuple)):
+        if isinstance(values.get(name), (list, tuple)) and values[name]:
             metafunc.fixturenames.append(fixture)
             ids = [f"{name}={value}" for value in values[name]]
             metafunc.parametrize(fixture, values[name], ids=ids)
@@ -195,8 +196,8 @@ def pytest_runtest_makereport(
             report.longrepr = str(outcome.error)
             if isinstance(outcome.error, AttemptTimeoutError):  # not set by the name in the message
                 report.longrepr += (
-                    "\n  timeouts.attempt is the test's: @pytest.mark.ddp(timeout=…), or "
-                    "pytest-timeout's."
+                    "\n  timeouts.attempt is the limit of this test: set it with "
+                    "@pytest.mark.ddp(timeout=…), or with pytest-timeout."
                 )
         report.sections += outcome.output
         return report
@@ -235,9 +236,10 @@ def _call_of(item: pytest.Item) -> _Call:
     marker = item.get_closest_marker("ddp")
     if marker is None:
         pytest.fail(f"{item.nodeid} is not marked with ddp", pytrace=False)
-    if not isinstance(item, pytest.Function) or inspect.isclass(getattr(item, "instance", None)):
+    if not isinstance(item, pytest.Function) or issubclass(item.cls or object, unittest.TestCase):
         pytest.fail(
-            f"{item.nodeid}: ddp marks functions and methods of plain classes", pytrace=False
+            f"{item.nodeid}: ddp marks functions and methods of plain classes, not of a TestCase",
+            pytrace=False,
         )
     values: dict[str, Any] = {"nproc": 2, "backend": "gloo", "timeout": None}
     if len(marker.args) > 1:
@@ -251,13 +253,21 @@ def _call_of(item: pytest.Item) -> _Call:
         values[name] = params.get(fixture, params.get(name, values[name]))
     wrong = {"nprocs", "nproc_per_node", "np", "world_size", "num_processes"} & values.keys()
     if wrong:
-        pytest.fail(f"{item.nodeid}: ddp calls {wrong.pop()} nproc: ddp(nproc=2)", pytrace=False)
+        pytest.fail(f"{item.nodeid}: ddp has no {wrong.pop()}; write ddp(nproc=2)", pytrace=False)
+    near = difflib.get_close_matches("timeout", values.keys() - {"timeout", "timeouts"}, n=1)
+    if near:
+        pytest.fail(f"{item.nodeid}: ddp has no {near[0]}; write ddp(timeout=30)", pytrace=False)
     nproc = values.pop("nproc")
     if not isinstance(nproc, int) or isinstance(nproc, bool) or nproc < 1:
         pytest.fail(
             f"{item.nodeid}: nproc is a number of ranks from 1, not {nproc!r}", pytrace=False
         )
     backend, timeout = values.pop("backend"), values.pop("timeout")
+    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
+        pytest.fail(
+            f"{item.nodeid}: timeout is a number of seconds above 0, not {timeout!r}",
+            pytrace=False,
+        )
     seconds = _timeout_of(item) if timeout is None else float(timeout)
     return _Call(nproc=nproc, backend=backend, timeout_s=seconds, fields=values)
 
@@ -365,6 +375,7 @@ class _Server:
             **_PLAIN_OPTIONS,
             "plugins": [*self._config.option.plugins, "no:terminal", "no:faulthandler"],
         }
+        options.pop("file_or_dir", None)  # the arguments below; argparse warns of an empty one
         if "ddpsafe.testing" not in options["plugins"]:
             options["plugins"].append("ddpsafe.testing")
         collection = Collection(

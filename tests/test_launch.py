@@ -22,6 +22,7 @@ import odd_end_programs
 import psutil
 import pytest
 import scripts
+import spawn_programs
 
 import ddpsafe
 from ddpsafe import LaunchConfig
@@ -585,6 +586,26 @@ def test_a_wrong_call_is_a_config_error(run_dir: Path, fn: Any, args: Any, text:
     with pytest.raises(ddpsafe.ConfigError, match=re.escape(text)):
         ddpsafe.launch(fn, args, run_dir=run_dir, **TWO)
     assert not run_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("call", "advice"),
+    [
+        (
+            lambda: ddpsafe.launch(spawn_programs.total),
+            "call ddpsafe.spawn, or take the context first",
+        ),
+        (
+            lambda: ddpsafe.launch(lambda rank, n: rank == n, (2,)),
+            "call ddpsafe.spawn, or take the context first",
+        ),
+        (lambda: ddpsafe.spawn(programs.pid_of), "call ddpsafe.launch, or take the rank first"),
+    ],
+)
+def test_a_function_for_the_other_call_is_refused(call: Callable[[], object], advice: str) -> None:
+    """`if rank == 0:` would be False on every rank, where rank is a context."""
+    with pytest.raises(ddpsafe.ConfigError, match=advice):
+        call()
 
 
 def test_a_launch_from_a_daemonic_process_is_refused(tmp_path: Path) -> None:

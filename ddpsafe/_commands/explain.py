@@ -95,7 +95,8 @@ def _files(names: list[str]) -> Iterator[Path]:
 
 def _lines(causes: list[Cause], lines: int) -> Iterator[str]:
     if not causes:
-        yield f"No failure is known in these {lines} lines."
+        read = "this line" if lines == 1 else f"these {lines} lines"
+        yield f"No failure is known in {read}."
         yield "Read their end; the first error of all ranks counts, not the last one."
         return
     for number, cause in enumerate(causes[:_SHOWN]):
@@ -106,7 +107,7 @@ def _lines(causes: list[Cause], lines: int) -> Iterator[str]:
         yield f"  What to do: {cause.fix}"
         yield f"  {_AGAIN[cause.retry]}"
         for at, text in cause.evidence:
-            yield f"  line {at}: {text[:_WIDTH]}"
+            yield f"  line {at}: {text[:_WIDTH]}" if at else f"  {text[:_WIDTH]}"
         if cause.count > len(cause.evidence):
             yield f"  and {cause.count - len(cause.evidence)} more such lines"
         yield ""

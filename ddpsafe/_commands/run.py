@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib.util
 import logging
 import os
@@ -279,7 +280,11 @@ def _require_target(options: Namespace) -> str:
             raise ConfigError(message)
         return name
     if not Path(name).is_file():
-        message = f"There is no script {name!r} in {Path.cwd()}; for a module write -m MODULE."
+        near = difflib.get_close_matches(name, [each.name for each in Path.cwd().glob("*.py")], n=1)
+        advice = f"did you mean {near[0]}?" if near else "for a module write -m MODULE."
+        if Path(name).name.startswith("python"):
+            advice = "every rank runs the script with this Python, so leave that word out."
+        message = f"There is no script {name!r} in {Path.cwd()}; {advice}"
         raise ConfigError(message)
     return str(Path(name).absolute())
 

@@ -309,6 +309,8 @@ def _why(detail: ErrorDetails) -> str:
             return _UNKNOWN
         case "missing":
             return "this field has to be given"
+        case "time_delta_parsing":
+            return "it is not a duration"
         case "value_error":
             return str(detail["ctx"]["error"]) if "ctx" in detail else detail["msg"]
     text = detail["msg"].rstrip(".")

@@ -107,7 +107,7 @@ class Cause:
         fix: What to do.
         page: Where to read on.
         rank: The rank whose lines show it first; ``None`` where no line tells.
-        evidence: The lines it rests on, the first few, as ``(line number from 1, text)``.
+        evidence: The lines it rests on, the first few, as ``(line number from 1, text)``; 0 of a report.
         count: How many lines show it.
         last: The number of the last line that shows it.
         is_warning: Whether its lines are warnings only, as the programs that print them say.
@@ -373,7 +373,7 @@ class LogReader:
         found.retry = _RETRY_OF.get(found.kind, "once")
         ranks = report.get("missing_ranks") or [None]
         found.rank = report.get("rank", ranks[0])
-        found.evidence = [(0, str(report["what"])), *((0, line) for line in report["details"])]
+        found.evidence = [(0, line) for line in report["details"]]
         found.evidence, found.count = found.evidence[:_EVIDENCE], 1
         self._found[_REPORT] = found
 

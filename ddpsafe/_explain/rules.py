@@ -1981,6 +1981,18 @@ _REPORT: Final = _rule(
 )
 """What ddpsafe's own report of a run says: its cause, fix and kind are taken as they are there."""
 
+_RUN_ERROR: Final = _rule(
+    "RUN-error",
+    "user-error",
+    "once",
+    # A rank's own exception stands above RankRaisedError, with its traceback.
+    r"^ddpsafe\.(?!RankRaised|Remote)\w+Error: (?P<what>(?:rank (?P<rank>\d+) )?.+?)[.:]?$",
+    cause="{what}.",
+    fix="Do what the lines below that one say; `ddpsafe explain RUN_DIR`, with the folder that they name, reads the logs of all ranks.",
+    level="end",
+)
+"""The error of a launch in a log of its script: it names the cause itself, in the lines that follow."""
+
 _TIMED_OUT: Final = ("HANG-watchdog", "HANG-timeout", "HANG-watchdog-stuck", "NCCL-error")
 """What a log says when a collective took too long, and recordings say better."""
 
@@ -2229,6 +2241,7 @@ RULES: Final[tuple[LogRule, ...]] = (
     *_ENDS,
     *_SIGNS,
     _REPORT,
+    _RUN_ERROR,
     *_FLIGHT,
     *_PEERS,
     *_NOISE,

@@ -179,6 +179,31 @@ def _require_fitting(
         cause = f"{style} passes {first} first, then args."
         fix = f"add a first parameter for {first}, check args=…, or use ddpsafe.{other}."
         raise ConfigError(Explanation(what, cause=cause, fix=fix)) from None
+    # `if rank == 0:` of a context is False on every rank, and nothing would be saved.
+    first_parameter = next(iter(signature.parameters.values()), None)
+    if first_parameter is not None and _takes_the_other(first_parameter, style):
+        name = getattr(fn, "__qualname__", repr(fn))
+        passed, taken = ("context", "rank") if style == "launch" else ("rank", "context")
+        other = "spawn" if style == "launch" else "launch"
+        what = f"{name}{signature} takes a {taken} first, and {style} passes the {passed}."
+        cause = f"the function was written for {'mp.spawn' if style == 'launch' else 'launch'}."
+        fix = f"call ddpsafe.{other}, or take the {passed} first"
+        fix += ": def fn(ctx, …), with ctx.rank inside." if style == "launch" else "."
+        raise ConfigError(Explanation(what, cause=cause, fix=fix))
+
+
+def _takes_the_other(first: inspect.Parameter, style: CallStyle) -> bool:
+    """Tell from its annotation, or its name without one, that a function is for `spawn`, not `launch`.
+
+    Or for `launch`, and not for `spawn`.
+    """
+    names, annotations = (
+        (("rank", "local_rank"), ("int",)) if style == "launch" else (("ctx",), ("RankContext",))
+    )
+    if first.annotation is inspect.Parameter.empty:
+        return first.name in names
+    annotation = getattr(first.annotation, "__name__", first.annotation)
+    return str(annotation).rpartition(".")[2] in annotations
 
 
 def _cannot_travel(

@@ -38,7 +38,7 @@ def test_a_log_without_a_failure_says_so() -> None:
     """Exit code 0, and a hint where to look."""
     run = explain(log="epoch 1 loss 0.3\n")
     assert run.returncode == 0
-    assert "No failure is known in these 1 lines." in run.stdout
+    assert "No failure is known in this line." in run.stdout
 
 
 def test_files_and_folders_are_read_together(tmp_path: Path) -> None:

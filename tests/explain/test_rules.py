@@ -103,6 +103,8 @@ ROWS: Final[tuple[tuple[str, str], ...]] = (
     ("PIL.UnidentifiedImageError: cannot identify image file <_io.BytesIO object at 0x7f>", "DATA-corrupt"),
     ("AssertionError: daemonic processes are not allowed to have children", "MP-daemonic"),
     ("RuntimeError: context has already been set", "MP-context-set"),
+    ('Traceback (most recent call last):\n  File "/w/train.py", line 16, in <module>\n    ddpsafe.launch(train)\nddpsafe.RankLeftEarlyError: rank 1 (world_size 4) returned early on vm, attempt 1, after 25.0 s: ranks 0, 2 and 3 were still waiting for it.\n  Likely cause: the ranks had different numbers of batches.', "RUN-error"),
+    ("ddpsafe.ConfigError: The configuration has 2 problems; nothing was started.\n  1. nprocs_per_node: got 2: there is no such field.", "RUN-error"),
     # ends
     ("torch.multiprocessing.spawn.ProcessExitedException: process 3 terminated with signal SIGKILL", "END-sigkill"),
     ("slurmstepd: error: *** JOB 123 ON node4 CANCELLED AT 2024-01-01T00:00:00 DUE TO TIME LIMIT ***", "END-time-limit"),

@@ -273,6 +273,10 @@ REFUSED: list[Any] = [
         "--nproc-per-nod 2 train.py",
         "there is no option --nproc-per-nod; did you mean --nproc-per-node?",
     ),
+    ("--nproc 2 train.py", "there is no option --nproc; did you mean --nproc-per-node?"),
+    ("--timeout 3x train.py", "got '3x': it is not a duration"),
+    ("trian.py", "did you mean train.py?"),
+    ("python train.py", "so leave that word out"),
     ("--no-python -m train", "exclude each other"),
     ("--no-python ./no-such-program", "There is no program './no-such-program'"),
 ]
@@ -292,6 +296,22 @@ def test_what_this_command_cannot_do_is_refused_with_the_reason(
         code = cast("int", end.code)
     assert code == 2
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("", "examine this host"),
+        ("docter", "there is no command 'docter'; did you mean doctor?"),
+        ("version", "there is no command 'version'; choose from doctor, "),
+    ],
+)
+def test_what_is_no_command_leads_to_one(
+    line: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without one, all are listed."""
+    assert main(line.split()) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [[], ["--nproc-per-node=2"], ["-m"], ["--tee", "3"]])

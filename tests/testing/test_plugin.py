@@ -27,6 +27,7 @@ _LIMIT_S: Final = 150
 _MANY = """
 import os
 import time
+import unittest
 
 import pytest
 import torch.distributed as dist
@@ -158,6 +159,27 @@ def test_name_of_another_launcher():
 @pytest.mark.ddp(backend="glo")
 def test_wrong_backend():
     pass
+
+
+@pytest.mark.ddp(timout=3)
+def test_misspelled_limit():
+    pass
+
+
+@pytest.mark.ddp(timeout="abc")
+def test_limit_that_is_no_number():
+    pass
+
+
+@pytest.mark.ddp(nproc=[])
+def test_no_world():
+    pass
+
+
+class TestOfUnittest(unittest.TestCase):
+    @pytest.mark.ddp
+    def test_of_unittest(self):
+        pass
 """
 
 _ROWS = (
@@ -178,8 +200,12 @@ _ROWS = (
     ("warning_is_an_error", "FAILED", "UserWarning: a warning"),
     ("without_mark", "ERROR", "mark the test with @pytest.mark.ddp(nproc=2)"),
     ("unknown_fixture", "FAILED", "(world_size 2)"),
-    ("name_of_another_launcher", "ERROR", "ddp calls nprocs nproc"),
+    ("name_of_another_launcher", "ERROR", "ddp has no nprocs; write ddp(nproc=2)"),
     ("wrong_backend", "FAILED", "problem"),
+    ("misspelled_limit", "ERROR", "ddp has no timout; write ddp(timeout=30)"),
+    ("limit_that_is_no_number", "ERROR", "timeout is a number of seconds above 0, not 'abc'"),
+    ("no_world", "ERROR", "nproc is a number of ranks from 1, not []"),
+    ("of_unittest", "ERROR", "not of a TestCase"),
 )
 
 
@@ -257,6 +283,11 @@ def test_hang_names_the_line_of_each_rank(session: str) -> None:
     assert re.search(r"rank 1, at .*test_many\.py:\d+ in test_hang$", session, re.MULTILINE)
     assert "in test_hang_with_the_limit_of_pytest_timeout" in session
     assert "@pytest.mark.ddp(timeout=…)" in session
+
+
+def test_the_ranks_session_starts_without_a_warning(session: str) -> None:
+    """Else argparse has one for a session without arguments."""
+    assert "Do not expect" not in session
 
 
 def test_xdist_coverage_and_stop_at_the_first_failure(tmp_path: Path) -> None:
