@@ -436,7 +436,8 @@ def _silent_s(connection: socket.socket) -> float:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     except OSError:  # it has just been closed
         return math.inf
-    return min(struct.unpack_from("=II", info, _LAST_RECEIVED)) / 1000
+    silent_ms: tuple[int, int] = struct.unpack_from("=II", info, _LAST_RECEIVED)
+    return min(silent_ms) / 1000
 
 
 def _greet(
