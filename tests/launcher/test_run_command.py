@@ -66,8 +66,8 @@ def test_a_console_script_without_a_main_guard_starts_ranks(tmp_path: Path) -> N
     """Some installers write such; the ranks import the user's script and nothing else."""
     scripts.write(tmp_path, "train.py", "import os; print(os.environ['RANK'], flush=True)")
     tool = scripts.write(tmp_path, "tool.py", "from ddpsafe.cli import main; main()")
-    done = scripts.Script([str(tool), "run", "--nproc-per-node", "2", "train.py"], folder=tmp_path)
-    run = done.end()
+    command = [str(tool), "run", "--nproc-per-node", "2", "train.py"]
+    run = scripts.Script(command, folder=tmp_path, env=scripts.FORKING).end()
     assert (run.code, sorted(run.lines()), run.err) == (0, ["0", "1"], "")
 
 

@@ -65,10 +65,18 @@ def openmpi(rank: int) -> dict[str, str]:
     }
 
 
-def torchrun(*arguments: str) -> list[str]:
-    """Return the arguments of Python that run torchrun with two ranks."""
-    options = ["--standalone", "--nproc-per-node", "2"]
-    return ["-m", "torch.distributed.run", *options, *arguments]
+def torchrun(folder: Path, *arguments: str) -> scripts.Run:
+    """Run torchrun with two ranks, which are told a number of threads; see `ONE_THREAD`."""
+    source = f"""
+        import os
+        from torch.distributed.run import main
+
+        os.environ.update({ONE_THREAD!r})
+        main()
+    """
+    program = scripts.write(folder, "torchrun.py", source)
+    command = [str(program), "--standalone", "--nproc-per-node", "2", *arguments]
+    return scripts.Script(command, folder=folder).end()
 
 
 def reports(folder: Path) -> list[Any]:
@@ -113,7 +121,7 @@ def test_script_runs_under_torchrun(tmp_path: Path) -> None:
             pathlib.Path(f"rank-{rank}.json").write_text(json.dumps(found))
         """,
     )
-    run = scripts.Script(torchrun(str(script)), folder=tmp_path, env=ONE_THREAD).end()
+    run = torchrun(tmp_path, str(script))
     assert (run.code, run.err) == (0, "")
     found = reports(tmp_path)
     assert places(found) == BOTH
@@ -146,8 +154,7 @@ def test_restart_by_torchrun_is_the_next_attempt(tmp_path: Path) -> None:
             ddpsafe.launch(train, timeouts=programs.PATIENT)
         """,
     )
-    command = torchrun("--max-restarts", "1", str(script))
-    run = scripts.Script(command, folder=tmp_path, env=ONE_THREAD).end()
+    run = torchrun(tmp_path, "--max-restarts", "1", str(script))
     assert run.code == 0, run.err
     assert "ValueError: the first attempt fails" in run.err
     assert reports(tmp_path) == [{"attempt": 2, "attempts": [2, 2]}] * 2
