@@ -42,7 +42,9 @@ def test_a_port_that_the_function_opens_itself_is_explained_and_not_tried_again(
     assert "another program holds the port" in str(error)
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "start_method", [pytest.param("spawn", marks=pytest.mark.soak), "forkserver"]
+)
 def test_two_jobs_at_once_never_meet(tmp_path: Path, start_method: str) -> None:
     """Both with the same hard-coded port: each reduces over its own ranks."""
     from concurrent.futures import ThreadPoolExecutor

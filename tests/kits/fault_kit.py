@@ -59,7 +59,8 @@ WORLDS: Final = [
 ]
 """Numbers of ranks and start methods for faults where either may matter."""
 
-SIZES: Final = [2, 4]
+SIZES: Final = [pytest.param(2, marks=pytest.mark.soak), 4]
+"""Numbers of ranks for faults where no case depends on it: four have one to blame among several."""
 
 _SCREEN_LINES: Final = 40
 _PLACE: Final = re.compile(r"(?P<file>\S+):(?P<line>\d+) in (?P<name>[^\s,]+)")
