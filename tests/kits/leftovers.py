@@ -107,7 +107,7 @@ def _without_strangers(found: set[str]) -> set[str]:
     """Leave out the shared memory of other runs; who holds it is asked where there is some."""
     if not any(each.startswith(f"file {SHARED_MEMORY}/") for each in found):
         return found
-    return found - {f"file {path}" for path in _files_held_by_strangers()}
+    return found - {f"file {path}" for path in files_held_by_strangers()}
 
 
 def _remaining(before: Snapshot) -> set[str]:
@@ -190,7 +190,7 @@ def own_semaphores() -> Iterator[Path]:
     yield from SHARED_MEMORY.glob(f"sem.{prefix.removeprefix('/')}-*")
 
 
-def _files_held_by_strangers() -> set[Path]:
+def files_held_by_strangers() -> set[Path]:
     """Find the shared memory that processes of other runs on this machine have mapped or open."""
     ours = {*_processes_of_this_run(_pids()), os.getpid()}
     held = {number for pid in psutil.pids() if pid not in ours for number in _held_by(pid)}
