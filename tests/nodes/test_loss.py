@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -259,7 +260,8 @@ def terminate(*launchers: Launcher) -> None:
     """Send SIGTERM to every process of each, to the launcher itself last."""
     for launcher in launchers:
         for process in psutil.Process(launcher.pid).children(recursive=True):
-            process.terminate()
+            with contextlib.suppress(psutil.NoSuchProcess):  # ended with the one before
+                process.terminate()
         os.kill(launcher.pid, signal.SIGTERM)
 
 
