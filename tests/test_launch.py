@@ -171,13 +171,13 @@ def test_types_of_the_script_itself_come_back_as_themselves(tmp_path: Path) -> N
                 options = {"nproc_per_node": 2, "start_method": method, "run_dir": sys.argv[1]}
                 values = ddpsafe.launch(train, (False,), env={"OMP_NUM_THREADS": 3}, **options).values
                 print(values == {0: Report(0, 3), 1: Report(1, 3)})
-                try:
-                    ddpsafe.launch(train, (True,), **options)
-                except ddpsafe.RankRaisedError as error:
-                    print(error.rank, type(error.__cause__) is BadBatch, error.__cause__.index)
+            try:
+                ddpsafe.launch(train, (True,), **options)
+            except ddpsafe.RankRaisedError as error:
+                print(error.rank, type(error.__cause__) is BadBatch, error.__cause__.index)
     """
     run = scripts.run(tmp_path, source, str(tmp_path / "run"))
-    assert run.lines() == ["True", "1 True 17"] * 2
+    assert run.lines() == ["True", "True", "1 True 17"]
 
 
 # What may go wrong in a rank.
@@ -650,7 +650,7 @@ def test_a_start_method_of_another_library_is_refused_and_the_way_out_works(tmp_
             if goes_on:
                 multiprocessing.set_start_method("spawn", force=True)
             try:
-                return ddpsafe.launch(train, nproc_per_node=2, start_method="spawn").values
+                return ddpsafe.launch(train, nproc_per_node=1, start_method="spawn").values
             except ddpsafe.ConfigError as error:
                 return error.explanation.what, error.explanation.fix
 
@@ -662,7 +662,7 @@ def test_a_start_method_of_another_library_is_refused_and_the_way_out_works(tmp_
     refused, launched = scripts.run(tmp_path, source).lines()
     assert "is 'loky', which a new process does not know" in refused
     assert "multiprocessing.set_start_method('spawn', force=True)" in refused
-    assert launched == "{0: 0, 1: 1}"
+    assert launched == "{0: 0}"
 
 
 def test_a_process_of_a_pool_of_futures_may_launch(tmp_path: Path) -> None:
