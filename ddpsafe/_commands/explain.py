@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _SHOWN: Final = 5
 _LOGS: Final = {".log", ".out", ".err", ".txt", ".json", ".stacks", ".pkl", ".pickle", ""}
+_NO_LOGS: Final = {"ranks.json"}
+"""Of an attempt without a failure: its timeline, which a log reader has nothing to learn from."""
 _WIDTH: Final = 160
 _AGAIN: Final = {
     "never": "Starting it again will not help.",
@@ -87,6 +89,7 @@ def _files(names: list[str]) -> Iterator[Path]:
                 and each.is_file()
                 # The same facts as in report.json, for a reader; and stacks are of ranks that live.
                 and not (each.name == "report.txt" and each.with_suffix(".json").exists())
+                and each.name not in _NO_LOGS
             )
             yield from sorted(inside)
         else:

@@ -307,6 +307,7 @@ def values_of(
                 error = errors.unloadable(ended, worker.rank, exc)
                 directory.report(ended.attempt, error)
                 raise error from exc
+    directory.note_end(ended.attempt, ended.outcomes)
     return values
 
 

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import Explanation, LaunchError, PreflightError
-from ddpsafe._launcher.diagnosis.report import write_report
+from ddpsafe._launcher.diagnosis.report import write_ranks, write_report
 from ddpsafe._launcher.diagnosis.report_page import write_page
 from ddpsafe._logging import get_logger
 from ddpsafe._wire.spec import LogFiles, open_log
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from ddpsafe._wire.messages import RankOutcome
     from ddpsafe._world import World
@@ -106,6 +106,12 @@ class RunDirectory:
         with contextlib.suppress(OSError):
             write_report(error, self._logs_below / f"attempt-{number}")
             write_page(self._logs_below)
+
+    def note_end(self, number: int, outcomes: Mapping[int, RankOutcome]) -> None:
+        """Keep when each rank did what in an attempt without a failure, in a user's directory."""
+        if not self.is_ours:
+            with contextlib.suppress(OSError):
+                write_ranks(outcomes, self._logs_below / f"attempt-{number}")
 
     @property
     def is_kept(self) -> bool:

@@ -139,6 +139,19 @@ def test_a_failure_leaves_the_page(tmp_path: Path) -> None:
     assert (tmp_path / "run" / PAGE).stat().st_mode & 0o077 == 0
 
 
+def test_a_run_that_went_well_has_a_page_on_request(tmp_path: Path, capsys: Any) -> None:
+    """None is left beside its logs; asked for, it has the timeline of each rank, and no cause."""
+    World(folder=tmp_path).launch(programs.reduce_often, 0.0)
+    assert not (tmp_path / "run" / PAGE).exists()
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'run' / PAGE}\n"
+    page = Page((tmp_path / "run" / PAGE).read_text())
+    assert {"rank 0", "rank 1", "run"} <= set(page.words)
+    assert page.tags.count("svg") == 1
+    assert "no attempt of this run has failed" in page.words
+    assert "Likely cause" not in page.text
+
+
 def test_it_can_be_written_again(tmp_path: Path, capsys: Any) -> None:
     """``ddpsafe report`` makes it of what lies in the run directory."""
     write(tmp_path, 1, report())

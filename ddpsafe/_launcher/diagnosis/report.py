@@ -1,4 +1,7 @@
-"""The report of a failed attempt, in its log directory: for a reader, and for a program."""
+"""The report of a failed attempt, in its log directory: for a reader, and for a program.
+
+Of an attempt in which no rank failed only ``ranks.json`` is left there.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,16 @@ from ddpsafe._launcher.diagnosis.stragglers import find_stragglers_of
 from ddpsafe._wire.spec import open_log, read_log
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ddpsafe._errors import LaunchError
     from ddpsafe._wire.messages import RankOutcome
 
 SCHEMA: Final = 1
 """Raised when a field of the JSON changes its meaning; new fields do not raise it."""
+
+RANKS: Final = "ranks.json"
+"""The file of an attempt in which no rank failed: what a page of it shows."""
 
 _RULE: Final = "=" * 78
 
@@ -36,6 +44,25 @@ def write_report(error: LaunchError, folder: Path) -> None:
     """
     _replace(folder / "report.txt", _text(error))
     _replace(folder / "report.json", json.dumps(_facts(error), indent=1, ensure_ascii=False))
+
+
+def write_ranks(outcomes: Mapping[int, RankOutcome], folder: Path) -> None:
+    """Write ``ranks.json`` of an attempt in which no rank failed, whole or not at all.
+
+    Raises:
+        OSError: It cannot be written to.
+    """
+    facts = {
+        "schema": SCHEMA,
+        "written_at": _now(),
+        "what": f"no rank failed (world_size {len(outcomes)}).",
+        **_facts_of_ranks(outcomes),
+    }
+    _replace(folder / RANKS, json.dumps(facts, indent=1, ensure_ascii=False))
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def _replace(path: Path, text: str) -> None:
@@ -83,7 +110,7 @@ def _state(done: bool) -> str:  # noqa: FBT001 - the subject of the call
 def _facts(error: LaunchError) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "schema": SCHEMA,
-        "written_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "written_at": _now(),
         "error": type(error).__name__,
         "kind": error.kind,
         "exit_code": error.exit_code,
@@ -100,13 +127,18 @@ def _facts(error: LaunchError) -> dict[str, Any]:
     if isinstance(error, LaunchTimeoutError):
         facts["waited_s"] = round(error.waited_s, 3)
         facts["missing_ranks"] = list(error.missing_ranks)
-    facts["stragglers"] = [each.as_json() for each in find_stragglers_of(error.outcomes)]
-    began = [out.began_ns["starting"] for out in error.outcomes.values() if out.began_ns]
-    facts["ranks"] = [
-        {**_facts_of_rank(outcome), "timeline_s": _timeline(outcome, min(began, default=0))}
-        for outcome in error.outcomes.values()
-    ]
-    return facts
+    return {**facts, **_facts_of_ranks(error.outcomes)}
+
+
+def _facts_of_ranks(outcomes: Mapping[int, RankOutcome]) -> dict[str, Any]:
+    began = [out.began_ns["starting"] for out in outcomes.values() if out.began_ns]
+    return {
+        "stragglers": [each.as_json() for each in find_stragglers_of(outcomes)],
+        "ranks": [
+            {**_facts_of_rank(outcome), "timeline_s": _timeline(outcome, min(began, default=0))}
+            for outcome in outcomes.values()
+        ],
+    }
 
 
 def _timeline(outcome: RankOutcome, start_ns: int) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """The reports of all attempts of a run as one HTML file, the cause first. It loads and runs nothing.
 
-It is made from what lies in the run directory, ``attempt-*/report.json`` and the ranks' logs, so that
+It is made from what lies in the run directory, ``report.json`` and the ranks' logs of each attempt
+(``ranks.json`` of one in which no rank failed), so that
 it can be made again later, or on another machine. Scripts and libraries have a part in what is in
 there: the template escapes all of it, and the page forbids the browser to run or to load anything.
 """
@@ -13,6 +14,7 @@ import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
+from ddpsafe._launcher.diagnosis.report import RANKS
 from ddpsafe._wire.spec import open_log
 
 if TYPE_CHECKING:
@@ -77,7 +79,7 @@ _TEMPLATE: Final = """\
 <title>ddpsafe: {{ title | shown }}</title><style>{{ style }}</style></head><body>
 <h1>{{ title | shown }}</h1>
 {% for each in attempts %}{% if loop.first %}
-<div class="cause"><p><b>{{ each.report.what | shown }}</b></p>
+<div{% if each.has_failed %} class="cause"{% endif %}><p><b>{{ each.report.what | shown }}</b></p>
 {% if each.report.cause %}<p>Likely cause: {{ each.report.cause | shown }}</p>{% endif %}
 {% if each.report.fix %}<p>What to do: {{ each.report.fix | shown }}</p>{% endif %}</div>
 {% if each.report.details %}<pre>{{ each.report.details | join("\n") | shown }}</pre>{% endif %}
@@ -137,18 +139,23 @@ def draw(run_dir: Path) -> str:
         autoescape=True, undefined=jinja2.ChainableUndefined, trim_blocks=True
     )
     environment.filters["shown"] = _shown
-    failed = f"{len(attempts)} failed attempt{'s' if len(attempts) != 1 else ''}"
+    count = sum(each["has_failed"] for each in attempts)
+    failed = f"{count} failed attempt{'s' if count != 1 else ''}"
     newest = attempts[0]["report"] if attempts else {}
     seen = {
         bar["phase"] for each in attempts for row in each["chart"]["rows"] for bar in row["bars"]
     }
     return environment.from_string(_TEMPLATE).render(
-        title=newest.get("error", "no attempt of this run has failed"),
+        title=newest.get("error") or _title(failed=count),
         summary=f"{failed}, {newest.get('written_at', '')} {run_dir}",
         attempts=attempts,
         legend=[_PHASES[phase] for phase in _PHASES if phase in seen],
         style=Markup(_STYLE),  # noqa: S704 - the constant above,
     )
+
+
+def _title(*, failed: int) -> str:
+    return "the newest attempt did not fail" if failed else "no attempt of this run has failed"
 
 
 def _shown(text: object) -> str:
@@ -157,8 +164,13 @@ def _shown(text: object) -> str:
 
 
 def _reports(run_dir: Path) -> list[Path]:
-    found = [path for path in run_dir.glob("attempt-*/report.json") if _number(path)]
-    return sorted(found, key=_number, reverse=True)[:_MOST_ATTEMPTS]
+    found = {
+        _number(path): path
+        for name in (RANKS, "report.json")
+        for path in run_dir.glob(f"attempt-*/{name}")
+        if _number(path)
+    }
+    return [found[number] for number in sorted(found, reverse=True)][:_MOST_ATTEMPTS]
 
 
 def _number(path: Path) -> int:
@@ -175,6 +187,7 @@ def _attempt(path: Path) -> dict[str, Any]:
     ranks = [each for each in report.get("ranks", []) if isinstance(each, dict)][:_MOST_RANKS]
     return {
         "number": _number(path),
+        "has_failed": path.name != RANKS,
         "report": report,
         "ranks": [_rank(each, path.parent) for each in ranks],
         "chart": _chart(ranks),
