@@ -79,6 +79,16 @@ def test_not_in_an_evaluation(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert warnings(caplog) == []
 
 
+def test_not_while_gradients_are_accumulated_and_rank_0_evaluates_and_saves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tenth public idiom: no_sync(), then a long pause of all but one rank, twice."""
+    world = World(folder=tmp_path)
+    result = world.launch(programs.accumulate_evaluate_and_save, 1.5 * QUIET_S)
+    assert set(result.values.values()) == {"done"}
+    assert warnings(caplog) == []
+
+
 def test_a_rank_that_holds_the_gil_is_found_by_a_signal(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -33,13 +33,26 @@ def test_ranks_are_shown_while_one_cannot_answer(tmp_path: Path, how: str) -> No
     assert (asking["answered"], away["answered"]) == (True, False)
     assert asking["phase"] == "running"
     assert asking["memory_bytes"] > 1 << 20
-    assert "in ask_for_status" in asking["where"]
+    assert "in call_status" in asking["where"]
     assert any("subprocess.py" in frame[0] for frame in asking["threads"][0]["frames"])
     if how == "stopped":
         assert away["state"] == "stopped"
     else:
         assert "in wait_with_the_gil" in away["where"]
     assert not (tmp_path / "run" / SOCKET).exists()
+
+
+def test_stacks_show_what_a_loader_worker_reads(tmp_path: Path) -> None:
+    """The rank waits in its loader; the line of the dataset is the worker's."""
+    result = World(folder=tmp_path).launch(programs.ask_for_status_of_a_loader)
+    said = result.values[0].splitlines()
+    assert "rank 1, thread MainThread, the last call first:" in said
+    assert any("dataloader.py" in line for line in said)
+    (waits,) = [line for line in said if line.startswith("rank 1 waits for ")]
+    assert "(pid " in waits
+    assert waits.endswith("in __getitem__")
+    assert "live_programs.py" in waits
+    assert not [line for line in said if line.startswith("rank 0 waits for ")]
 
 
 def test_a_dead_launcher_is_told_from_one_that_has_ended(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import io
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from scripts import wait_until
@@ -186,6 +188,48 @@ def evaluate_on_one_rank(ctx: RankContext, folder: Path, takes_s: float) -> str:
     return "done"
 
 
+class SlowDisk(io.BytesIO):
+    """A file of which the first write takes long."""
+
+    def __init__(self, takes_s: float) -> None:
+        super().__init__()
+        self.takes_s = takes_s
+
+    def write(self, data: Any) -> int:
+        """Write, late."""
+        takes_s, self.takes_s = self.takes_s, 0.0
+        time.sleep(takes_s)
+        return super().write(data)
+
+
+def accumulate_evaluate_and_save(ctx: RankContext, _folder: Path, takes_s: float) -> str:
+    """Accumulate gradients under no_sync; rank 0 evaluates and saves at times, the others wait."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(torch.nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for batch in range(24):
+        is_last = batch % 4 == 3
+        with contextlib.nullcontext() if is_last else model.no_sync():
+            model(torch.ones(8, 64)).sum().backward()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+        if batch % 12 == 11:
+            if ctx.is_main:
+                model.eval()
+                ends = time.monotonic() + takes_s
+                with torch.no_grad():
+                    while time.monotonic() < ends:
+                        model.module(torch.ones(64, 64))
+                model.train()
+                torch.save(model.module.state_dict(), SlowDisk(takes_s))
+            dist.barrier()
+    return "done"
+
+
 def call_random_collectives(ctx: RankContext, _folder: Path, seed: int, calls: int) -> str:
     """Call collectives over random subgroups in one order, each rank after delays of its own."""
     import torch
@@ -244,23 +288,51 @@ def ask_for_status(ctx: RankContext, folder: Path, how: str) -> str:
     pids = ctx.all_gather(os.getpid())
     said = ""
     if ctx.is_main:
-        command = [
-            sys.executable,
-            "-m",
-            "ddpsafe",
-            "status",
-            str(ctx.run_dir),
-            "--json",
-            "--stacks",
-        ]
         wait_until(lambda: is_away(pids[1], folder, how))
-        said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        said = call_status(ctx, "--json")
         (folder / "asked").touch()
         os.kill(pids[1], signal.SIGCONT)
     elif how == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
     else:
         wait_with_the_gil(folder)
+    average_gradients()
+    return said
+
+
+def call_status(ctx: RankContext, *options: str) -> str:
+    """Return what ``ddpsafe status --stacks`` prints of the launch that this rank belongs to."""
+    command = [sys.executable, "-m", "ddpsafe", "status", str(ctx.run_dir), "--stacks", *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+
+class WaitingSample:
+    """A dataset whose sample is read when somebody has looked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        (self.folder / "away").touch()
+        while not (self.folder / "asked").exists():
+            time.sleep(0.01)  # stuck here
+        return index
+
+
+def ask_for_status_of_a_loader(ctx: RankContext, folder: Path) -> str:
+    """Let rank 0 ask for stacks while rank 1 waits for a sample of its loader's worker."""
+    from torch.utils.data import DataLoader
+
+    said = ""
+    if ctx.is_main:
+        wait_until((folder / "away").exists)
+        said = call_status(ctx)
+        (folder / "asked").touch()
+    else:
+        assert [int(each) for each in DataLoader(WaitingSample(folder), num_workers=1)] == [0]
     average_gradients()
     return said
 
