@@ -348,17 +348,127 @@ def _read_xids(within_s: float, log: Path = _KERNEL_LOG) -> list[str]:
     return found
 
 
-def read_memory() -> dict[int, int]:
-    """Return the GPU memory of each process, in bytes; nothing where nvidia-ml-py is missing."""
-    return _ask_driver(_read_memory) or {}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuReading:
+    """How a GPU runs, as the driver says; ``None`` where it does not say.
+
+    Attributes:
+        index: The driver's number of it.
+        sm_mhz: The clock of its processors.
+        max_sm_mhz: The highest that they can have.
+        slowdowns: The driver's bits of what holds that clock down.
+        celsius: Its temperature.
+        used_bytes: Memory that is in use, by whomever.
+        total_bytes: Memory that it has.
+    """
+
+    index: int
+    sm_mhz: int | None
+    max_sm_mhz: int | None
+    slowdowns: int | None
+    celsius: int | None
+    used_bytes: int | None
+    total_bytes: int | None
+
+    @property
+    def slowed_by(self) -> list[str]:
+        """What holds its clock down, in words."""
+        bits = self.slowdowns or 0
+        return list(dict.fromkeys(text for bit, text in _SLOWDOWNS if bits & bit))
+
+    @property
+    def is_throttled(self) -> bool:
+        """Whether something is wrong with it: a power limit and set clocks are usual."""
+        return bool((self.slowdowns or 0) & _THROTTLED)
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        parts = []
+        if self.sm_mhz is not None:
+            of = "" if self.max_sm_mhz is None else f" of {self.max_sm_mhz}"
+            parts.append(f"{self.sm_mhz}{of} MHz")
+        if self.slowed_by:
+            parts.append(f"slowed by {', '.join(self.slowed_by)}")
+        if self.celsius is not None:
+            parts.append(f"{self.celsius} °C")
+        if self.used_bytes is not None and self.total_bytes:
+            parts.append(
+                f"{self.used_bytes / _GIB:.1f} of {self.total_bytes / _GIB:.1f} GiB in use"
+            )
+        return f"GPU {self.index}: {', '.join(parts) or 'the driver says nothing of it'}"
 
 
-def _read_memory(nvml: Any) -> dict[int, int]:
+_GIB: Final = 1 << 30
+_SLOWDOWNS: Final = (
+    (0x08, "the hardware"),
+    (0x40, "heat"),
+    (0x20, "heat"),
+    (0x80, "the power supply"),
+    (0x04, "the power limit"),
+    (0x10, "a slower GPU of its sync boost group"),
+    (0x02, "clocks that were set"),
+    (0x100, "clocks that were set"),
+)
+"""Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h). An idle GPU, 0x01, is not slowed."""
+_THROTTLED: Final = 0x08 | 0x20 | 0x40 | 0x80
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuUse:
+    """What one process uses.
+
+    Attributes:
+        memory_bytes: Its memory, over all GPUs.
+        gpus: The GPUs that it is on.
+    """
+
+    memory_bytes: int
+    gpus: tuple[GpuReading, ...]
+
+
+def read_use() -> dict[int, GpuUse]:
+    """Return what each process uses of this host's GPUs; nothing where nvidia-ml-py is missing."""
+    return _ask_driver(_read_use) or {}
+
+
+def _read_use(nvml: Any) -> dict[int, GpuUse]:
     used: dict[int, int] = {}
-    for handle in map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount())):
-        for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
+    on: dict[int, list[GpuReading]] = {}
+    for index in range(nvml.nvmlDeviceGetCount()):
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        reading = _read_gpu(nvml, index, handle) if processes else None
+        for process in processes:
             used[process.pid] = used.get(process.pid, 0) + (process.usedGpuMemory or 0)
-    return used
+            if reading is not None:
+                on.setdefault(process.pid, []).append(reading)
+    return {
+        pid: GpuUse(memory_bytes=size, gpus=tuple(on.get(pid, ()))) for pid, size in used.items()
+    }
+
+
+def _read_gpu(nvml: Any, index: int, handle: Any) -> GpuReading:
+    def asked(question: Callable[[], T]) -> T | None:
+        with contextlib.suppress(Exception):  # not every GPU and driver answers each
+            return question()
+        return None
+
+    memory = asked(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+    # The second name is the older one.
+    slowdowns = asked(lambda: int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)))
+    if slowdowns is None:
+        slowdowns = asked(lambda: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)))
+    return GpuReading(
+        index=index,
+        sm_mhz=asked(lambda: int(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))),
+        max_sm_mhz=asked(lambda: int(nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))),
+        slowdowns=slowdowns,
+        celsius=asked(
+            lambda: int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+        ),
+        used_bytes=None if memory is None else int(memory.used),
+        total_bytes=None if memory is None else int(memory.total),
+    )
 
 
 def _find_users(pids: Collection[int]) -> set[int]:

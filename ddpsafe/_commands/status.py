@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,7 +21,7 @@ from ddpsafe.doctor._report import printable
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     Facts = dict[str, Any]
 
@@ -92,10 +93,12 @@ def _read(folder: Path, *, stacks: bool) -> Facts:
     except OSError as error:
         return {**place, "state": "silent", "error": str(error)}
     usage = _read_usage([each["pid"] for each in facts["ranks"] if each["pid"] is not None])
-    gpus = _gpus.read_memory()
+    gpus = _gpus.read_use()
     for each in facts["ranks"]:
         each.update(usage.get(each["pid"], {}))
-        each["gpu_memory_bytes"] = gpus.get(each["pid"])
+        use = gpus.get(each["pid"])
+        each["gpu_memory_bytes"] = None if use is None else use.memory_bytes
+        each["gpus"] = [] if use is None else [_gpu_facts(reading) for reading in use.gpus]
     return {**facts, "state": "running"}
 
 
@@ -141,6 +144,7 @@ def _lines(launch: Facts) -> list[str]:
         if launch["longest_step_s"]:
             head += f", longest time between steps {launch['longest_step_s']:.1f} s"
         waits = [each["text"] for each in launch.get("stragglers", ())]
+        waits += list(_gpu_lines(launch))
         has_gpus = any(each.get("gpu_memory_bytes") for each in launch["ranks"])
         hosts = {each["hostname"] for each in launch["ranks"]}
         if len(hosts) > 1:
@@ -171,6 +175,22 @@ def _lines(launch: Facts) -> list[str]:
         printable(f"attempt {report['attempt']} failed: {report['error']}: {first}"),
         printable(f"see {report['path']}"),
     ]
+
+
+def _gpu_facts(reading: _gpus.GpuReading) -> Facts:
+    facts = asdict(reading)
+    del facts["slowdowns"]
+    said = {"slowed_by": reading.slowed_by, "is_throttled": reading.is_throttled}
+    return {**facts, **said, "text": str(reading)}
+
+
+def _gpu_lines(launch: Facts) -> Iterator[str]:
+    """Say how the GPUs run of ranks that the others wait for, and of those that are slowed."""
+    late = {rank for each in launch.get("stragglers", ()) for rank in each.get("ranks", ())}
+    for rank in launch["ranks"]:
+        for gpu in rank.get("gpus", ()):
+            if rank["rank"] in late or gpu["is_throttled"]:
+                yield f"rank {rank['rank']} is on {gpu['text']}"
 
 
 def _with_host(rank: Facts) -> Facts:

@@ -10,6 +10,7 @@ import scripts
 import torch
 
 import ddpsafe
+from ddpsafe import _gpus
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -155,3 +156,16 @@ def test_process_alone_ends_without_a_warning(tmp_path: Path) -> None:
     )
     assert run.err == ""
     assert run.lines() == ["cuda:0 nccl"]
+
+
+def test_the_driver_says_how_a_gpu_runs() -> None:
+    """Its clocks, memory and what slows it, of the GPU that a process computes on."""
+    pytest.importorskip("pynvml")
+    torch.ones(1 << 20, device="cuda").sum().item()
+    use = _gpus.read_use()
+    (reading, *_) = next(iter(use.values())).gpus  # in a container the pids may be the host's
+    assert reading.sm_mhz
+    assert reading.max_sm_mhz
+    assert 0 < reading.sm_mhz <= reading.max_sm_mhz
+    assert reading.slowdowns is not None
+    assert f"of {reading.max_sm_mhz} MHz" in str(reading)

@@ -7,12 +7,14 @@ import os
 import select
 import socket
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import live_programs as programs
 import pytest
 from fault_kit import World
 
+from ddpsafe._commands import status
+from ddpsafe._gpus import GpuReading
 from ddpsafe._launcher.watch.status_socket import SOCKET, StatusSocket, answer
 from ddpsafe.cli import main
 
@@ -146,3 +148,56 @@ def test_watching_shows_it_again_until_the_launch_ends(
     assert said.count("train.py:11 in train") == 2
     assert said.count("all others waited for rank 3 14 % of the time\n") == 2
     assert said.endswith(f"no launch is running in {tmp_path}\n")
+
+
+HOT: Final = {"sm_mhz": 1200, "max_sm_mhz": 1980, "slowdowns": 0x48, "celsius": 91}
+LIMITED: Final = {"sm_mhz": 1755, "max_sm_mhz": 1980, "slowdowns": 0x04, "celsius": 66}
+SILENT: Final[dict[str, int | None]] = dict.fromkeys(HOT)
+
+
+def reading(clocks: dict[str, int | None], used_gib: int | None = 72) -> GpuReading:
+    """Return what the driver says of GPU 3."""
+    used = None if used_gib is None else used_gib << 30
+    return GpuReading(index=3, used_bytes=used, total_bytes=80 << 30, **clocks)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "text"),
+    [
+        (reading(HOT), "1200 of 1980 MHz, slowed by the hardware, heat, 91 °C, 72.0 of 80.0 GiB in use"),
+        (reading(LIMITED), "1755 of 1980 MHz, slowed by the power limit, 66 °C, 72.0 of 80.0 GiB in use"),
+        (reading({**LIMITED, "slowdowns": 0x01}), "1755 of 1980 MHz, 66 °C, 72.0 of 80.0 GiB in use"),
+        (reading({**HOT, "slowdowns": 0x60}), "1200 of 1980 MHz, slowed by heat, 91 °C, 72.0 of 80.0 GiB in use"),
+        (reading({**SILENT, "sm_mhz": 900}), "900 MHz, 72.0 of 80.0 GiB in use"),
+        (reading(SILENT, None), "the driver says nothing of it"),
+    ],
+)  # fmt: skip
+def test_a_gpu_is_told_in_a_line(gpu: GpuReading, text: str) -> None:
+    """Its clock, what holds that down, its temperature and its memory, as far as they are known."""
+    assert str(gpu) == f"GPU 3: {text}"
+
+
+@pytest.mark.parametrize(
+    ("clocks", "is_late", "is_shown"),
+    [
+        (LIMITED, True, True),
+        (LIMITED, False, False),
+        (HOT, False, True),
+        (SILENT, False, False),
+    ],
+    ids=["late", "at-its-power-limit", "hot", "unknown"],
+)
+def test_the_gpu_of_a_slow_rank_is_shown(
+    clocks: dict[str, int | None],
+    is_late: bool,  # noqa: FBT001 - a row
+    is_shown: bool,  # noqa: FBT001 - a row
+) -> None:
+    """Below who makes the others wait; without that, only a GPU with which something is wrong."""
+    launch = facts()
+    (rank,) = launch["ranks"]  # type: ignore[misc]
+    rank["gpus"] = [status._gpu_facts(reading(clocks))]
+    launch["stragglers"] = [{"ranks": [0] if is_late else [], "text": "they wait"}]
+    lines = status._lines({**launch, "state": "running", "run_dir": "run"})
+    shown = [line for line in lines if line.startswith("rank 0 is on GPU 3: ")]
+    assert len(shown) == is_shown
+    assert json.loads(json.dumps(rank["gpus"]))[0]["is_throttled"] == (clocks is HOT)
