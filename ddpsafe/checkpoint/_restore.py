@@ -471,7 +471,7 @@ def _apply(request: RestoreRequest, loaded: Loaded) -> None:
             Explanation(
                 f"{name!r} cannot be restored from {loaded.folder}: {type(exc).__name__}: {exc}",
                 cause="the object cannot take it, or it is not what a Checkpointer saves.",
-                fix="create model and optimizer anew before you try again, for some have their saved state "
+                fix="create model and optimizer again before you try again, for some have their saved state "
                 "already; or restore another step.",
             )
         ) from exc

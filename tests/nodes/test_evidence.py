@@ -51,7 +51,7 @@ WAITS_S: Final = 15
 SOON_S, LATE_S = 0.3, 4.0
 """Before and after all other evidence has to be there."""
 
-ECHO_S: Final = 1.1
+FAULT_FOLLOWS_S: Final = 1.1
 """After less than a second another SIGTERM is taken for the same one."""
 
 
@@ -173,7 +173,7 @@ def test_a_signal_ends_the_wait_for_a_launcher_that_does_not_answer(
     """The attempt ends by it: no rank is blamed that may only have lost another."""
     if before is not None:  # has asked the ranks to stop
         ends.inbox.put(before, None)
-        time.sleep(ECHO_S)
+        time.sleep(FAULT_FOLLOWS_S)
     ended, _, took_s = collected(
         ends,
         tmp_path,

@@ -187,7 +187,7 @@ class Rule:
         sign: What is seen of the rank, for the documentation.
         why: Why that makes it the root cause, or what excludes it.
         find: Returns the ranks that it holds for, the root cause first; none if it does not apply.
-        by_place: Whether it judges by where ranks are, not by their errors. One that does must not
+        by_place: Whether it goes by where ranks are, not by their errors. One that does must not
             call `Evidence.find_out_of_place`, which tries all of them.
     """
 

@@ -859,7 +859,7 @@ class NodeRendezvous:
             if waited_s > _SAY_NO_ANSWER_S and not self._has_said_elsewhere:
                 self._has_said_elsewhere = True
                 logger.warning(
-                    "node rank 0 listens at %s, but the endpoint %s is no address of this host (%s), and "
+                    "node rank 0 listens at %s, but the endpoint %s is not an address of this host (%s), and "
                     "nothing answers there yet. Set the endpoint to an address of this host: %s",
                     self.address,
                     self._endpoint,
