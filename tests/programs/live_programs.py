@@ -307,7 +307,7 @@ def call_status(ctx: RankContext, *options: str) -> str:
 
 
 class WaitingSample:
-    """A dataset whose sample is read when somebody has looked."""
+    """A dataset whose sample is read after its stack has been looked at."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
