@@ -1,4 +1,4 @@
-"""Draws what docs/how-to/watch.md shows: the screen of ``ddpsafe status`` and the report of a failure.
+"""Draws what docs/how-to/watch.md shows, in light and dark: a screen of ``ddpsafe status``, a report.
 
 A job of four ranks runs, of which one is slower than the others; its status is asked from here and
 drawn as SVG by rich. Then one rank fails in the same job, and the page that it leaves is taken with
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME, SVG_EXPORT_THEME
 from rich.text import Text
 
 if TYPE_CHECKING:
@@ -64,10 +65,13 @@ def draw_status(run_dir: Path) -> None:
     shown.highlight_regex(r"^rank  .*$", "bold")
     shown.highlight_regex(r"^all others waited.*$", "yellow")
     console.print(shown)
-    drawn = console.export_svg(title="ddpsafe status", unique_id="status")
-    # Without the font that rich would load from the internet.
-    drawn = re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)
-    (IMAGES / "status.svg").write_text(drawn + "\n", encoding="utf-8")
+    for name, theme in (("light", DEFAULT_TERMINAL_THEME), ("dark", SVG_EXPORT_THEME)):
+        drawn = console.export_svg(
+            title="ddpsafe status", unique_id=f"status-{name}", theme=theme, clear=False
+        )
+        # Without the font that rich would load from the internet.
+        drawn = re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)
+        (IMAGES / f"status-{name}.svg").write_text(drawn + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -100,8 +104,12 @@ def main() -> None:
         text = text.replace(str(run_dir), "runs/digits")
         page.write_text(text.replace(str(Path(__file__).parent), "project"), encoding="utf-8")
         with Browser() as browser:
-            for name, width in (("report", 1000), ("report-phone", 390)):
-                browser.open(page, width=width, dark=False).screenshot(IMAGES / f"{name}.png")
+            for name, width, dark in (
+                ("report-light", 1000, False),
+                ("report-dark", 1000, True),
+                ("report-phone", 390, False),
+            ):
+                browser.open(page, width=width, dark=dark).screenshot(IMAGES / f"{name}.png")
 
 
 if __name__ == "__main__":
