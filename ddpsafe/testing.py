@@ -376,6 +376,11 @@ class _Server:
             "plugins": [*self._config.option.plugins, "no:terminal", "no:faulthandler"],
         }
         options.pop("file_or_dir", None)  # the arguments below; argparse warns of an empty one
+        # A user's `filterwarnings = error` would end the ranks' session: ddpsafe is imported there.
+        options["pythonwarnings"] = [
+            *(self._config.option.pythonwarnings or ()),
+            "ignore:Module already imported:pytest.PytestAssertRewriteWarning",
+        ]
         if "ddpsafe.testing" not in options["plugins"]:
             options["plugins"].append("ddpsafe.testing")
         collection = Collection(

@@ -232,7 +232,8 @@ def _pytest(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def _project(folder: Path, **files: str) -> Path:
-    (folder / "pytest.ini").write_text("[pytest]\n")
+    # As strict as projects are: what the plugin itself does gives no warning.
+    (folder / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
     for name, text in files.items():
         (folder / f"{name}.py").write_text(text)
     return folder
