@@ -27,10 +27,10 @@ RETRY: Final[dict[str, Any]] = {
     ("what", "culprit", "start_method", "good"),
     [
         ("kill", 0, "forkserver", 11),
-        ("kill", 1, "forkserver", 11),
+        pytest.param("kill", 1, "forkserver", 11, marks=pytest.mark.soak),
         ("raise", 1, "forkserver", 11),
         ("kill", 1, "spawn", 4),
-        ("raise", 0, "spawn", 4),
+        pytest.param("raise", 0, "spawn", 4, marks=pytest.mark.soak),
     ],
 )
 def test_up_to_ten_failed_attempts_in_a_row_are_followed_by_a_good_one(
