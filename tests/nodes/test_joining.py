@@ -158,7 +158,9 @@ def _disagreements(said: list[dict[str, Any]], _: list[str]) -> None:
 
 def _refusals(said: list[dict[str, Any]], errors: list[str]) -> None:
     """One node leaves, and the job of the others goes on."""
-    (sender,) = _require(said, (1,), "another secret", "PreflightError", "this job's seal")
+    (sender,) = _require(
+        said, (1,), "another secret", "PreflightError", "is not signed with this job's secret"
+    )
     require_in_time(sender["at"] - sender["began"], 5.0, "another secret")
     assert said[0]["another secret"]["values"] == {"0": 0}
     assert said[2]["another secret"]["values"] == {"1": 1}
