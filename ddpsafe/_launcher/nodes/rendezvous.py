@@ -790,12 +790,13 @@ class NodeRendezvous:
     def _note_members(self) -> None:
         members = self._members()
         if members != {(label_of(each), each.pid) for each in self._present}:
-            self._present = [
+            came = [
                 facts
                 for number in range(1, self._root.count(_CAME) + 1)
                 if (facts := self._root.find(f"{_CAME}/{number}", NodeFacts)) is not None
-                and (label_of(facts), facts.pid) in members
             ]
+            present = [facts for facts in came if (label_of(facts), facts.pid) in members]
+            self._present = sorted(present, key=label_of)  # as the round has them, not as they came
 
     def _members(self) -> set[_Member]:
         """Return the nodes that take part in the round, as torch's state has them."""
