@@ -16,6 +16,8 @@ Run ``python benchmarks/faults.py``, with ``--save FILE`` for a page, ``--only N
 
 With ``--hangs`` no timeout is set anywhere, and rank 2 does what keeps the others waiting. Asked is
 after how many seconds a line of output names it together with the line of code that it is at.
+``ft_launcher`` of NVIDIA's resiliency extension (``pip install nvidia-resiliency-ext defusedxml``) takes
+part where it is installed; its ranks send it a heartbeat after each step.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -184,12 +188,23 @@ def torchrun_rank(name: str) -> None:
     rank = int(os.environ["RANK"])
     if name in HANGS:
         dist.init_process_group("gloo")
-        wait_for_a_rank(rank, name)
+        wait_for_a_rank(rank, name, send_heartbeat=heartbeat())
         return
     before_joining(rank, FAULTS[name])
     dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE_S))
     train(rank, FAULTS[name])
     dist.destroy_process_group()
+
+
+def heartbeat() -> Callable[[], None]:
+    """Return what tells ft_launcher that a rank is alive; it does nothing under others."""
+    if "FT_RANK_MONITOR_IPC_SOCKET" not in os.environ:
+        return lambda: None
+    from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
+
+    client = RankMonitorClient()
+    client.init_workload_monitoring()
+    return client.send_heartbeat
 
 
 def ddpsafe_rank(ctx: object, name: str) -> None:
@@ -235,7 +250,9 @@ class SleepingSamples:
         return index
 
 
-def wait_for_a_rank(rank: int, name: str) -> None:
+def wait_for_a_rank(
+    rank: int, name: str, *, send_heartbeat: Callable[[], None] = lambda: None
+) -> None:
     """Train until rank 2 does what keeps the others waiting."""
     import torch
     import torch.distributed as dist
@@ -264,6 +281,7 @@ def wait_for_a_rank(rank: int, name: str) -> None:
         for group in groups:
             dist.all_reduce(parameter.grad, group=group)
         optimizer.step()
+        send_heartbeat()
         time.sleep(0.02)
 
 
@@ -287,6 +305,11 @@ def launch_without_timeouts(contestant: str, name: str) -> None:
         from torch.distributed.run import main
 
         main(["--standalone", f"--nproc-per-node={RANKS}", __file__, "--be-a-rank", name])
+    elif contestant == "ft_launcher":
+        from nvidia_resiliency_ext.fault_tolerance.launcher import main
+
+        options = ["--standalone", f"--nproc-per-node={RANKS}", "--ignore-missing-fault-tol-cfg"]
+        main([*options, __file__, "--be-a-rank", name])
     elif contestant == "ddpsafe":
         import ddpsafe
 
@@ -430,18 +453,23 @@ def wait_once(contestant: str, name: str) -> Wait:
 
 
 HANG_LIMIT_S: Final = 50
-WAITING_CONTESTANTS: Final = ("mp.spawn", "torchrun", "ddpsafe")
+WAITING_CONTESTANTS: Final = (
+    "mp.spawn",
+    "torchrun",
+    *(("ft_launcher",) if find_spec("nvidia_resiliency_ext") else ()),
+    "ddpsafe",
+)
 
 
 def compare_hangs(options: argparse.Namespace) -> None:
     """Let the launchers, all at once, meet what keeps ranks waiting, with default settings."""
     lines = [
         f"| rank 2 … | promised | {' | '.join(WAITING_CONTESTANTS)} |",
-        "|---|--:|" + "---|" * 3,
+        "|---|--:|" + "---|" * len(WAITING_CONTESTANTS),
     ]
     for name, promised_s in HANGS.items():
         with ThreadPoolExecutor() as pool:
-            runs = list(pool.map(wait_once, WAITING_CONTESTANTS, [name] * 3))
+            runs = list(pool.map(partial(wait_once, name=name), WAITING_CONTESTANTS))
         cells = [wait_cell(each) for each in runs]
         lines.append(f"| {name} | {promised_s:.0f} s | {' | '.join(cells)} |")
         print(name, *runs, sep="\n  ", file=sys.stderr)
