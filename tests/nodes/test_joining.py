@@ -196,7 +196,7 @@ def _endpoints(said: list[dict[str, Any]], errors: list[str]) -> None:
     assert all("finds no launcher at 10.77.0.99:29400 yet: No route" in each for each in errors[:2])
     case = "address without a host, and a first node"
     _require(said, (0,), case, "RendezvousTimeoutError", "1 of 2 nodes came to 10.77.0.99:29400")
-    assert "which is not an address of h0" in errors[0]
+    assert "is not an address of this host (h0)" in errors[0]
     for case in ("a silent program has the port", "a chatty program has the port"):
         for each in _require(said, (0, 1), case, "PreflightError", "is not a launcher"):
             assert each["kind"] == "port"
