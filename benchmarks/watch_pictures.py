@@ -62,8 +62,8 @@ def draw_status(run_dir: Path) -> None:
     text = text.replace(str(run_dir), "runs/digits").replace(str(Path(__file__).parent), "project")
     console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
     shown = Text(f"$ ddpsafe status --watch\n{text.rstrip()}", no_wrap=True, overflow="ellipsis")
-    shown.highlight_regex(r"^rank  .*$", "bold")
-    shown.highlight_regex(r"^all others waited.*$", "yellow")
+    shown.highlight_regex(r"(?m)^rank  .*$", "bold")
+    shown.highlight_regex(r"(?m)^all others waited.*$", "yellow")
     console.print(shown)
     for name, theme in (("light", DEFAULT_TERMINAL_THEME), ("dark", SVG_EXPORT_THEME)):
         drawn = console.export_svg(

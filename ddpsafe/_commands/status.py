@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -227,8 +228,8 @@ def _mib(size: int | None) -> str:
 
 def _stack_lines(rank: Facts) -> list[str]:
     lines = []
-    for thread in rank["threads"]:
-        if thread["frames"]:
-            lines += ["", f"rank {rank['rank']}, thread {thread['name']}, the last call first:"]
-            lines += [f"  {file}:{line} in {name}" for file, line, name in thread["frames"]]
-    return lines + [f"rank {rank['rank']} waits for {each}" for each in rank["loader_workers"]]
+    for what, kind in (("threads", "thread"), ("loader_workers", "DataLoader worker")):
+        for each in filter(itemgetter("frames"), rank[what]):
+            lines += ["", f"rank {rank['rank']}, {kind} {each['name']}, the last call first:"]
+            lines += [f"  {file}:{line} in {name}" for file, line, name in each["frames"]]
+    return lines

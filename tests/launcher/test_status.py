@@ -50,11 +50,12 @@ def test_stacks_show_what_a_loader_worker_reads(tmp_path: Path) -> None:
     said = result.values[0].splitlines()
     assert "rank 1, thread MainThread, the last call first:" in said
     assert any("dataloader.py" in line for line in said)
-    (waits,) = [line for line in said if line.startswith("rank 1 waits for ")]
-    assert "(pid " in waits
-    assert waits.endswith("in __getitem__")
-    assert "live_programs.py" in waits
-    assert not [line for line in said if line.startswith("rank 0 waits for ")]
+    (head,) = [i for i, line in enumerate(said) if "DataLoader worker" in line]
+    assert said[head].startswith("rank 1, DataLoader worker ")
+    assert "(pid " in said[head]
+    calls = said[head + 1 :]
+    assert any("live_programs.py" in line and "in __getitem__" in line for line in calls)
+    assert any("fetch.py" in line for line in calls)
 
 
 def test_a_dead_launcher_is_told_from_one_that_has_ended(

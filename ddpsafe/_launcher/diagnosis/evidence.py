@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import psutil
 
@@ -255,8 +255,21 @@ def name_awaited_loader_workers(worker: Worker, frames: Sequence[Frame]) -> str:
     return "".join(f", waiting for {each}" for each in find_busy_loader_workers(worker))
 
 
-def find_busy_loader_workers(worker: Worker) -> list[str]:
-    """Say of each DataLoader worker that reads or collates what it is and where it does so.
+class LoaderWorker(NamedTuple):
+    """A DataLoader worker that reads or collates, and what it does, the innermost call first."""
+
+    name: str
+    pid: int
+    frames: tuple[Frame, ...]
+
+    def __str__(self) -> str:
+        """Name it with the innermost line that is the user's."""
+        own = (each for each in self.frames if not is_library(each.file))
+        return f"{self.name} (pid {self.pid}) at {next(own, self.frames[0])}"
+
+
+def find_busy_loader_workers(worker: Worker) -> list[LoaderWorker]:
+    """Ask each DataLoader worker of a rank what it does; who waits for an index is left out.
 
     A forked worker has inherited the rank's handler and the file that it writes to. The workers are
     asked one after another, so that it is known whose answer each is.
@@ -270,10 +283,7 @@ def find_busy_loader_workers(worker: Worker) -> list[str]:
             inner = frames[: ends[0]] if ends else []
             if not inner or any(each.file.endswith(_QUEUES) for each in inner):
                 continue  # no worker of a DataLoader, or one that waits for an index
-            own = [each for each in inner if not is_library(each.file)]
-            shown = own[0] if own else inner[0]
-            at = str(shown)
-            found.append(f"{child.name()} (pid {child.pid}) at {at}")
+            found.append(LoaderWorker(child.name(), child.pid, tuple(inner)))
     return found
 
 

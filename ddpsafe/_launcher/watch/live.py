@@ -492,7 +492,12 @@ class LiveWatch:
             "where": outcome.stack,
             "in_collective": outcome.in_collective,
             "threads": _told_threads(threads) if self._wants_stacks else [],
-            "loader_workers": find_busy_loader_workers(worker)
+            "loader_workers": _told_threads(
+                [
+                    (f"{each.name} (pid {each.pid})", each.frames)
+                    for each in find_busy_loader_workers(worker)
+                ]
+            )
             if self._wants_stacks and worker.alive
             else [],
         }
