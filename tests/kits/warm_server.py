@@ -220,12 +220,15 @@ class StandIn:
         """Fork it, and let `multiprocessing` find it."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._state = inherited_state()
-        parent = os.getpid()
+        script = os.pidfd_open(
+            os.getpid()
+        )  # here: a short script may have ended before the fork runs
         self._pid = os.fork()
         if self._pid == 0:
             self._socket.close()
-            self.wait(theirs, parent)
+            self.wait(theirs, script)
         theirs.close()
+        os.close(script)
         self._start = multiprocessing.util.spawnv_passfds
         multiprocessing.util.spawnv_passfds = self.start
 
@@ -248,11 +251,10 @@ class StandIn:
                 return self._pid
         return self._start(path, arguments, fds)
 
-    def wait(self, asking: socket.socket, parent: int) -> None:
-        """Be the stand-in: wait, and run what is asked for; end with the script."""
+    def wait(self, asking: socket.socket, script: int) -> None:
+        """Be the stand-in: wait, and run what is asked for; end with the script, a pidfd."""
         signal.pthread_sigmask(signal.SIG_BLOCK, signals())
-        ended = os.pidfd_open(parent)
-        select.select([asking, ended], [], [])
+        select.select([asking, script], [], [])
         asking.settimeout(0)
         try:
             raw, fds, _, _ = socket.recv_fds(asking, 1 << 20, 250)
