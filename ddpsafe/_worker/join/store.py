@@ -142,6 +142,26 @@ def open_stores(
     serves = world.rank == 0 and not endpoint.is_served
     group_client = _connection(endpoint, world, deadline, serves=serves, line=0)
     control_client = _connection(endpoint, world, deadline, serves=False, line=1)
+    try:
+        prefix, control = _agree(endpoint, control_client, world, env, secret, deadline)
+    except DistError as exc:  # a job that has ended in between takes its store with it
+        raise _not_served(endpoint, world, "its store has ended", deadline) from exc
+    return Stores(
+        group=PrefixStore(prefix, group_client),
+        control=control,
+        board=_keys(group_client, f"{prefix}/preflight", secret),
+    )
+
+
+def _agree(
+    endpoint: StoreEndpoint,
+    control_client: TCPStore,
+    world: World,
+    env: Mapping[str, str],
+    secret: bytes | None,
+    deadline: Deadline,
+) -> tuple[str, Control]:
+    """Find out that the store is this job's; return the prefix of its keys, and the control line."""
     _compare_secrets(endpoint, control_client, world, secret, deadline)
     # What tells this start of the ranks from earlier ones at the same store, if there may be any.
     if not endpoint.is_served and secret is None:
@@ -165,15 +185,8 @@ def open_stores(
         publish_job(control.store, env)
     elif not control.wait_for("job", deadline=deadline):
         raise _not_served(endpoint, world, "rank 0 does not speak there", deadline)
-    try:
-        require_same_job(control.store, str(endpoint), world, env)
-    except DistError as exc:  # a job that has ended in between takes its store with it
-        raise _not_served(endpoint, world, "its store has ended", deadline) from exc
-    return Stores(
-        group=PrefixStore(prefix, group_client),
-        control=control,
-        board=_keys(group_client, f"{prefix}/preflight", secret),
-    )
+    require_same_job(control.store, str(endpoint), world, env)
+    return prefix, control
 
 
 def _keys(client: TCPStore, prefix: str, secret: bytes | None) -> Keys:
