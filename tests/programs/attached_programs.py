@@ -40,6 +40,18 @@ def join(timeouts: Mapping[str, float] = PATIENT) -> dict[str, Any]:
     return found | {"group_is_gone": not dist.is_initialized()}
 
 
+def join_until_another_is_refused(folder: Path) -> int:
+    """Be a rank, and stay until a process that claims its place has been refused."""
+    refused = folder / "refused"
+    try:
+        with ddpsafe.process_group(timeouts=PATIENT) as ctx:
+            scripts.wait_until(refused.exists)
+            return ctx.rank
+    except ddpsafe.DDPSafeError:
+        refused.touch()
+        raise
+
+
 def place(ctx: ddpsafe.RankContext) -> tuple[int, ...]:
     """Return rank, world size, local rank, local world size, node rank, number of nodes."""
     return (

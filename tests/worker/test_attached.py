@@ -482,8 +482,9 @@ def test_rank_that_two_processes_claim_is_refused_to_one(tmp_path: Path) -> None
     """Rank 1 starts twice: one of the two joins, the other is told why it cannot."""
     port = free_port()
     envs = [by_hand(0, 2, port), by_hand(1, 2, port), by_hand(1, 2, port)]
-    first, *claimants = forked_ranks.run(programs.join, envs, folder=tmp_path)
-    assert first.value["total"] == 3.0
+    program = programs.join_until_another_is_refused
+    first, *claimants = forked_ranks.run(program, envs, tmp_path, folder=tmp_path)
+    assert first.value == 0
     (refused,) = [rank.error for rank in claimants if rank.error is not None]
     assert isinstance(refused, ddpsafe.ConfigError)
     assert "rank 1 has joined there already" in str(refused)
