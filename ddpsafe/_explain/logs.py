@@ -564,7 +564,8 @@ _GRAM: Final = 4
 _FREQUENT: Final = (
     " step epoch iteration train loss valid lr: rate time data rank world size batch error load worker"
     " saved checkpoint to validation optimizer backward forward warning received channel via module"
-    " traceback (most recent call last) /lib/python3 _wrapped_call autograd"
+    " traceback (most recent call last) /lib/python3 _wrapped_call autograd forward(*args, **kwargs)"
+    " data time checkpoint, "
 )
 """What most lines of a healthy log hold, and of tracebacks."""
 _TRACEBACK_SIGNS: Final = ('file "', "traceback (most", "ror: ", "xception", "root cause")

@@ -107,6 +107,31 @@ def _is_no_info(match: re.Match[str]) -> bool:
     return "NCCL INFO" not in match.string
 
 
+_GIB: Final[dict[str, float]] = {"K": 1 / 1024**2, "M": 1 / 1024, "G": 1.0}
+
+
+def _gib(pattern: str, text: str) -> float | None:
+    """Return a size that a text names, in GiB."""
+    match = re.search(pattern, text)
+    return None if match is None else float(match[1]) * _GIB[match[2]]
+
+
+_SIZE: Final = r"([\d.]+) ([KMG])iB"
+
+
+def _own_share(match: re.Match[str]) -> float | None:
+    """Return how much of its GPU the process that ran out of memory has reserved itself, from 0 to 1."""
+    text = match.string
+    total = _gib(rf"total capac\w+ of {_SIZE}", text) or _gib(rf"{_SIZE} total capacity", text)
+    own = _gib(rf"{_SIZE} reserved in total", text) or _gib(rf"{_SIZE} already allocated", text)
+    if own is None and (used := _gib(rf"{_SIZE} is allocated by PyTorch", text)) is not None:
+        own = used + (_gib(rf"{_SIZE} is reserved by PyTorch but", text) or 0.0)
+    return None if own is None or not total else own / total
+
+
+_MOSTLY_OWN: Final = 0.5
+"""From this share of a GPU's memory on it is the process itself that fills it."""
+
 _HARDWARE: Final = (
     _rule(
         "HW-pcie",
@@ -199,7 +224,7 @@ _MEMORY: Final = (
         "MEM-shm",
         "user-error",
         "never",
-        r"(?i)is killed by signal: Bus error|insufficient shared memory|unable to (?:allocate|write|open|mmap|resize).{0,60}shared memory.{0,90}No space left|out of shared memory|DataLoader workers? .*bus error|received signal.*SIGBUS|terminated with signal SIGBUS",
+        r"(?i)is killed by signal: Bus error|insufficient shared memory|unable to (?:allocate|write|open|mmap|resize).{0,60}shared memory.{0,90}No space left|unable to (?:resize|write to) file </torch_|out of shared memory|DataLoader workers? .*bus error|received signal.*SIGBUS|terminated with signal SIGBUS",
         cause="Shared memory (/dev/shm) is too small: containers get 64 MB by default, and DataLoader workers hand over their batches there.",
         fix="Enlarge it: docker run --shm-size=8g (or --ipc=host); Kubernetes: an emptyDir of medium Memory at /dev/shm. Or lower num_workers.",
     ),
@@ -235,8 +260,20 @@ _MEMORY: Final = (
         "out-of-memory",
         "never",
         r"Process \d+ has [\d.]+ [GM]iB memory in use",
+        r"out of memory\. Tried to allocate .{0,20}\(GPU \d.*; [\d.]+ [KM]iB free",
+        # In a container the process finds itself under a number that it does not know as its own.
+        check=lambda match: (_own_share(match) or 0.0) < _MOSTLY_OWN,
         cause="The GPU is out of memory, and another process holds memory on it.",
         fix="See `nvidia-smi`: end left-over processes, and give each rank its own GPU (torch.cuda.set_device(local_rank), map_location in torch.load).",
+    ),
+    _rule(
+        "CUDA-oom-own",
+        "out-of-memory",
+        "never",
+        r"(?:CUDA|HIP|XPU|NPU) out of memory\. Tried to allocate .*(?:total capac|allocated by PyTorch)",
+        check=lambda match: (_own_share(match) or 0.0) >= _MOSTLY_OWN,
+        cause="A GPU is out of memory, and this process itself holds most of it: the batch, the sequence or the model is too large for it, or tensors of earlier steps are kept.",
+        fix="A smaller batch (with gradient accumulation), bf16, activation checkpointing, or sharding (FSDP, ZeRO); torch.no_grad() in evaluation, loss.item() instead of loss in sums; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragments.",
     ),
     _rule(
         "CUDA-kv-cache",
@@ -256,10 +293,19 @@ _MEMORY: Final = (
         fix="Check `nvidia-smi` for other processes; call torch.cuda.set_device(local_rank) first and torch.load(..., map_location='cpu'); then lower the batch size.",
     ),
     _rule(
+        "MEM-page-file",
+        "out-of-memory",
+        "never",
+        r"\[WinError 1455\]|paging file is too small",
+        cause="Windows ran out of memory that it can promise: each DataLoader worker and each rank loads torch's libraries, and the page file is too small for all of them.",
+        fix="Lower num_workers, or enlarge the page file (System > Advanced > Performance > Virtual memory) and start again.",
+        over=("ENV-library", "MEM-alloc"),
+    ),
+    _rule(
         "MEM-alloc",
         "out-of-memory",
         "never",
-        r"^(?:\w+\.)*MemoryError|DefaultCPUAllocator: (?:can't|not enough)|^(?!.*ibv_).*Cannot allocate memory|std::bad_alloc|ArrayMemoryError|\[WinError 1455\]|paging file is too small|NCCL WARN .{0,40}(?:malloc\(.{0,30}returned null|Failed to (?:malloc|calloc|CUDA host alloc))|Cannot allocate memory in static TLS|\[Errno 12\] ",
+        r"^(?:\w+\.)*MemoryError|DefaultCPUAllocator: (?:can't|not enough)|^(?!.*ibv_).*Cannot allocate memory|std::bad_alloc|ArrayMemoryError|NCCL WARN .{0,40}(?:malloc\(.{0,30}returned null|Failed to (?:malloc|calloc|CUDA host alloc))|Cannot allocate memory in static TLS|\[Errno 12\] ",
         cause="The process asked for more host memory than there was.",
         fix="Lower what each rank loads (num_workers, batch size, memory-mapped data), or raise the memory limit.",
     ),
@@ -423,7 +469,7 @@ _ENVIRONMENT: Final = (
         "ENV-library",
         "config",
         "never",
-        r"Error loading \S+\.dll|\[WinError 12[67]\]|FATAL ERROR: Cannot load libmkl|Cannot load (?:backend|symbol) cudnn|version `(?:GLIBCXX|GLIBC|CXXABI)\S+ not found|(?<![\w-])(?!lib(?:nccl|cud|cublas|cufft|cusparse|ibverbs|nvidia))[\w.+-]+\.so[\w.]*: cannot open shared object file",
+        r"Error loading \S+\.dll|\[WinError 12[67]\]|FATAL ERROR: Cannot load libmkl|Cannot load backend cudnn|version `(?:GLIBCXX|GLIBC|CXXABI)\S+ not found|(?<![\w-])(?!lib(?:nccl|cud|cu(?:blas|fft|sparse|solver|rand|pti)|nv(?:rtc|JitLink|ToolsExt|idia)|ibverbs))[\w.+-]+\.so[\w.]*: cannot open shared object file",
         check=_is_no_info,
         cause="A shared library that a Python package needs is missing on this host, or older than the package expects.",
         fix="Install it on every host (the image of the job), or see that the environment's own lib directory comes first in LD_LIBRARY_PATH.",
@@ -437,12 +483,31 @@ _ENVIRONMENT: Final = (
         fix="Install versions that belong together (torch with its torchvision and torchaudio, numpy<2 for old packages), or rebuild the extension: pip install --no-build-isolation --force-reinstall PACKAGE.",
     ),
     _rule(
+        "MP-child-import",
+        "unpicklable",
+        "never",
+        r"No module named '?(?P<name>[\w.]+)",
+        also=r"pickle\.load\(from_parent\)",
+        over=("ENV-module", "MP-parent-failed", "USER-exception", "CKPT-pickled-class"),
+        cause="A new process gets an object whose module ({name}) it cannot import: the module exists only in the parent (made at run time, or found by a change of sys.path).",
+        fix="Make it importable in the new process: a real file on PYTHONPATH (export it, sys.path changes are not inherited), or the start method fork; keep such objects out of the dataset and the arguments.",
+    ),
+    _rule(
         "ENV-module",
         "config",
         "never",
         r"No module named '?(?P<name>[\w.]+)|ImportError: .{0,200}pip install|(?i:importerror): cannot import name '?(?P<name2>\w+)",
         cause="A Python module or a name in it cannot be imported: another environment is active here than where it worked, or versions differ.",
         fix="Compare `which python` and `pip list` on every host; activate the environment in the job script, install what is missing, and see that no file of yours has the module's name.",
+    ),
+    _rule(
+        "ENV-version",
+        "config",
+        "never",
+        r"module '(?P<where>[\w.]+)' has no attribute '(?P<name>\w+)'|(?P<where2>[\w.]+)\(\) got an unexpected keyword argument '(?P<name2>\w+)'|type object '(?P<where3>\w+)' has no attribute '(?P<name3>\w+)'",
+        cause="{where}{where2}{where3} has no '{name}{name2}{name3}': the installed version of the library is older or newer than the code was written for, or a file of yours has the library's name.",
+        fix="Look for the version where it exists (changelog), pip install 'PACKAGE==VERSION' on every host; python -c 'import X; print(X.__file__, X.__version__)' shows which one is used.",
+        level="exception",
     ),
     _rule(
         "ENV-program",
@@ -763,10 +828,28 @@ _NCCL: Final = (
         fix="Update the driver (reboot after an update), or install a torch built for an older CUDA; `nvidia-smi` shows what the driver supports.",
     ),
     _rule(
+        "CUDA-driver-library",
+        "config",
+        "never",
+        r"libcuda\.so\S* ?: cannot open|libcuda\.so cannot found|cannot find -lcuda\b|libnvidia-ml\.so\S* ?: cannot open",
+        over=("NCCL-no-gpu", "ENV-library", "CUDA-library"),
+        cause="The driver's library (libcuda.so) is not found: there is no driver in this container, or its folder is not on the library path (WSL: /usr/lib/wsl/lib).",
+        fix="docker run --gpus all; on WSL export LD_LIBRARY_PATH=/usr/lib/wsl/lib:$LD_LIBRARY_PATH; elsewhere `ldconfig -p | grep libcuda`, and a link libcuda.so to libcuda.so.1 where only that one is there.",
+    ),
+    _rule(
+        "CUDA-unknown",
+        "hardware",
+        "once",
+        r"CUDA unknown error - this may be due|cuda runtime error \(30\)|error=30 : unknown|cudaErrorUnknown|CUDA_ERROR_UNKNOWN",
+        over=("NCCL-no-gpu", "CUDA-error"),
+        cause="The driver answers with an unknown error: its modules are in a bad state (after a suspend, after an update without a reboot, nvidia_uvm not loaded), or CUDA_VISIBLE_DEVICES was changed after torch had asked for the GPUs.",
+        fix="sudo rmmod nvidia_uvm && sudo modprobe nvidia_uvm, or reboot; start the container again; set CUDA_VISIBLE_DEVICES before python starts, not in the script.",
+    ),
+    _rule(
         "NCCL-no-gpu",
         "config",
         "never",
-        r"ProcessGroupNCCL is only supported with GPUs|No CUDA GPUs are available|Found no NVIDIA driver|Torch not compiled with CUDA enabled|no CUDA-capable device is detected|nvidia-container-cli: (?:initialization|mount) error|could not select device driver|CUDA unknown error - this may be due|No supported gpu backend found|libcuda\.so\S* ?: cannot open|Failed to open lib(?:cuda|nvidia-ml)|libcuda\.so cannot found|No devices were found|Cuda is not available|CUDA driver initialization failed|could not find any GPU|No CUDA runtime is found|[Cc]annot access accelerator device|No GPUs? (?:found|detected|available)|Failed to get device count|torch\.cuda\.is_available\(\) should be True|requires a (?:GPU|CUDA)|torch\.cuda\.is_available\(\) is False|MisconfigurationException: No supported|HIP error: no ROCm-capable|No HIP GPUs",
+        r"ProcessGroupNCCL is only supported with GPUs|No CUDA GPUs are available|Found no NVIDIA driver|Torch not compiled with CUDA enabled|no CUDA-capable device is detected|nvidia-container-cli: (?:initialization|mount) error|could not select device driver|No supported gpu backend found|Failed to open lib(?:cuda|nvidia-ml)|No devices were found|Cuda is not available|CUDA driver initialization failed|could not find any GPU|No CUDA runtime is found|[Cc]annot access accelerator device|No GPUs? (?:found|detected|available)|Failed to get device count|torch\.cuda\.is_available\(\) should be True|requires a (?:GPU|CUDA)|torch\.cuda\.is_available\(\) is False|MisconfigurationException: No supported|HIP error: no ROCm-capable|No HIP GPUs",
         cause="torch sees no GPU in this process: a CPU build, a container without --gpus, an empty CUDA_VISIBLE_DEVICES, or no driver.",
         fix="Check torch.version.cuda, `nvidia-smi` inside the container (docker run --gpus all) and CUDA_VISIBLE_DEVICES; use backend gloo on CPUs.",
     ),
@@ -1097,6 +1180,16 @@ _RENDEZVOUS: Final = (
 
 _CUDA: Final = (
     _rule(
+        "CUDA-share",
+        "user-error",
+        "never",
+        r"(?:CUDA error|cuda runtime error).{0,300}(?:invalid argument|operation not supported|invalid resource handle|invalid device context|peer mapping)",
+        also=r"StorageSharing\.cpp|_share_cuda_|_new_shared_cuda|rebuild_cuda_tensor|cudaIpc",
+        over=("CUDA-error", "CUDA-launch"),
+        cause="A tensor on the GPU was sent to another process (a queue, a DataLoader worker), and CUDA cannot share it: never on Windows, and not with expandable_segments, in some containers, or from a GPU that is not the current one.",
+        fix="Send CPU tensors (tensor.cpu()) and move them to the GPU where they are used; keep datasets on the CPU; torch.cuda.set_device before.",
+    ),
+    _rule(
         "CUDA-launch",
         "user-error",
         "never",
@@ -1137,10 +1230,18 @@ _CUDA: Final = (
         fix="Use a GPU without a display, turn off the driver's timeout, or make the kernel's work smaller.",
     ),
     _rule(
+        "CUDA-share-lost",
+        "user-error",
+        "never",
+        r"pidfd_getfd|pidfd_open|Producer process (?:has been terminated before all shared CUDA|tried to deallocate over)|cudaIpc\w+.{0,80}(?:fail|error)|NVML_SUCCESS == r.{0,60}shared CUDA",
+        cause="A tensor on the GPU is shared between processes, and the process that made it ended or gave it back (expandable_segments) while another one still used it.",
+        fix="Keep the sender alive until the receivers are done (join, an Event), del or clone() what was received, or send CPU tensors; PYTORCH_CUDA_ALLOC_CONF without expandable_segments for shared tensors.",
+    ),
+    _rule(
         "CUDA-fork",
         "user-error",
         "never",
-        r"Cannot re-initialize CUDA in forked subprocess|CUDA error: initialization error|runtime error \(3\)|if CUDA is already initialized|should only be initialized inside your training function|CUDA has been initialized before|instruction using .torch\.cuda. in any cell|CUDA .{0,20}before .{0,20}fork",
+        r"Cannot re-initialize CUDA in forked subprocess|CUDA error: initialization error|runtime error \(3\)|error=3 : initialization|cudaErrorInitializationError|if CUDA is already initialized|should only be initialized inside your training function|CUDA has been initialized before|instruction using .torch\.cuda. in any cell|CUDA .{0,20}before .{0,20}fork",
         cause="CUDA was used before processes were forked: in the parent of a DataLoader worker, or in a notebook before its launcher starts the ranks.",
         fix="Touch CUDA only inside the training function; keep datasets and collate functions on the CPU; or multiprocessing_context='spawn'. In a notebook: restart the kernel first.",
     ),
@@ -1153,10 +1254,20 @@ _CUDA: Final = (
         fix="`nvidia-smi` shows who holds it; end left-overs, or nvidia-smi -c DEFAULT; give each rank its own GPU.",
     ),
     _rule(
+        "CUDA-probability",
+        "user-error",
+        "never",
+        r"Assertion .{0,4}\*?input(?:_val)? >= |elements? of (?:input|target) should be between 0 and 1|bce_update\w+.*Assertion",
+        r"probability tensor contains either|sampleMultinomialOnce.{0,200}Assertion|Assertion .{0,4}(?:cumdist|sum > accZero|val >= (?:zero|0))",
+        cause="Probabilities are outside [0, 1] or NaN: a binary cross-entropy without a sigmoid before it, or a model whose output is NaN.",
+        fix="BCEWithLogitsLoss on the raw output (or sigmoid before BCELoss); look for NaN in the loss before this step (torch.autograd.set_detect_anomaly(True)), lower the learning rate, bf16 in place of fp16.",
+        over=("CUDA-assert", "CUDA-label"),
+    ),
+    _rule(
         "CUDA-label",
         "user-error",
         "never",
-        r"Assertion `?t >= 0 && t < n_classes|nll_loss.{0,60}Assertion|Assertion .{0,60}(?:index|srcIndex|ind) ?(?:<|>=)|index out of bounds.{0,40}failed",
+        r"Assertion .{0,4}(?:t|cur_target) >= 0 && |nll_loss.{0,60}Assertion|Assertion .{0,60}(?:index|srcIndex|ind|idx_dim|idx) ?(?:<|>=)|index out of bounds.{0,40}failed",
         cause="An index is out of range on the GPU: a label outside [0, n_classes), or an embedding index beyond its table.",
         fix="Check the range of labels and indices (ignore_index, n_classes, vocabulary); on the CPU, or with CUDA_LAUNCH_BLOCKING=1, the line is named.",
     ),
@@ -1185,10 +1296,19 @@ _CUDA: Final = (
         fix="Install a build for it (torch.cuda.get_arch_list() against nvidia-smi --query-gpu=compute_cap); rebuild extensions with TORCH_CUDA_ARCH_LIST.",
     ),
     _rule(
+        "CUDA-library-missing",
+        "config",
+        "never",
+        r"Could not load library lib(?:cudnn|cublas|nvrtc)|lib(?:cudnn|cublas|cudart|cufft|cusparse|cusolver|curand|nvrtc|nvJitLink|nvToolsExt|cupti)\S* ?: cannot open shared object|Unable to load any of \{libcudnn|Cannot load symbol cudnn|Could not locate cudnn\S*|Could not load symbol cu(?:dnn|blas)",
+        over=("ENV-library", "CUDA-library", "CUDA-driver-library"),
+        cause="A library of CUDA (cuDNN, cuBLAS, NVRTC, …) is not found, or one of another version stands before it in LD_LIBRARY_PATH.",
+        fix="unset LD_LIBRARY_PATH first: torch brings its own copies. Reinstall torch with its nvidia-* packages (pip install --force-reinstall torch); for a package of another CUDA version, install its cuDNN (nvidia-cudnn-cu12) and add that folder to LD_LIBRARY_PATH.",
+    ),
+    _rule(
         "CUDA-library",
         "config",
         "never",
-        r"CUDNN_STATUS_\w+|CUBLAS_STATUS_(?!ALLOC)\w+|CUSOLVER_STATUS|CUSPARSE_STATUS|CUFFT_\w+|cusolver error|cuFFT error|miopenStatus|HIPBLAS_STATUS|rocblas_status|nvrtc: error|cuDNN version incompatibility|lib(?:cudnn|cublas|cudart|cufft|cusparse)\S* ?: cannot open shared object",
+        r"CUDNN_STATUS_\w+|CUBLAS_STATUS_(?!ALLOC)\w+|CUSOLVER_STATUS|CUSPARSE_STATUS|CUFFT_\w+|cusolver error|cuFFT error|miopenStatus|HIPBLAS_STATUS|rocblas_status|nvrtc: error|cuDNN version incompatibility",
         cause="A CUDA library failed or does not fit torch: out of memory, an index error in an earlier kernel, or two versions of it.",
         fix="Look for an earlier error; check the GPU's free memory; keep one cuDNN/cuBLAS (LD_LIBRARY_PATH).",
         level="likely",
@@ -1227,6 +1347,15 @@ _DDP: Final = (
         r"gradient_as_bucket_view|[Cc]an't detach views in-place",
         cause="A gradient is a view of DDP's bucket and was detached or replaced in place.",
         fix="optimizer.zero_grad(set_to_none=True) before, or DistributedDataParallel(..., gradient_as_bucket_view=False).",
+    ),
+    _rule(
+        "DDP-outputs-unused",
+        "user-error",
+        "never",
+        r"Since `?find_unused_parameters=True`? is enabled",
+        over=("DDP-unused",),
+        cause="find_unused_parameters=True is set already, and an output of forward still does not reach the loss: DDP waits for the gradients of the parameters behind it.",
+        fix="Let every output of forward take part in the loss (loss = loss + 0 * unused.sum()), or return only what the loss uses; the same number of forwards and backwards on every rank.",
     ),
     _rule(
         "DDP-unused",
@@ -1294,6 +1423,22 @@ _DDP: Final = (
         fix="Run one dummy batch through the model before wrapping it.",
     ),
     _rule(
+        "FSDP-optimizer-first",
+        "user-error",
+        "never",
+        r"optimizer does not seem to reference any FSDP param|optimizer .{0,60}(?:before|prior to) .{0,40}(?:FSDP|fully_shard|wrap)|FSDP .{0,40}requires? .{0,40}optimizer .{0,40}after",
+        cause="The optimizer was made before FSDP wrapped the model, and holds parameters that are no longer the model's.",
+        fix="Wrap the model first (fully_shard, FSDP, accelerator.prepare(model), Lightning: in configure_optimizers), and then make the optimizer from model.parameters().",
+    ),
+    _rule(
+        "ZERO-reduced-twice",
+        "user-error",
+        "never",
+        r"has already been reduced|Gradient computed twice for this partition|Multiple gradient reduction is currently not supported",
+        cause="DeepSpeed ZeRO got a second gradient for one parameter in one step: reentrant activation checkpointing, a module that is used twice, or several losses or forwards for one backward.",
+        fix="gradient_checkpointing_kwargs={'use_reentrant': False}; add the losses up and call engine.backward once; or ZeRO stage 0 or 1.",
+    ),
+    _rule(
         "FSDP-state",
         "user-error",
         "never",
@@ -1335,6 +1480,14 @@ _DDP: Final = (
         fix="Cast the model to one dtype, wrap frozen parts by themselves (use_orig_params=True), and shard or replicate every tensor of the operation.",
     ),
     _rule(
+        "MODEL-meta",
+        "user-error",
+        "never",
+        r"Cannot copy out of meta tensor|(?:on|to) (?:the )?meta device|meta tensors? .{0,60}(?:not|cannot)|cannot be called on meta tensors|device type meta|device ?=? ?'meta'.{0,60}(?:not|fail)",
+        cause="Parameters are still on the meta device, without data: the model was made empty (low_cpu_mem_usage, init_empty_weights, device_map, torch.device('meta')) and its weights were not loaded into it.",
+        fix="model.to_empty(device=...) and then initialise or load the weights (load_state_dict(..., assign=True); FSDP: param_init_fn); without device_map and low_cpu_mem_usage under DDP or DeepSpeed; look for names that the checkpoint lacks.",
+    ),
+    _rule(
         "DDP-no-grad",
         "user-error",
         "never",
@@ -1366,6 +1519,16 @@ _DDP: Final = (
         also=r"Segmentation fault",
         cause="Building DDP with TORCH_DISTRIBUTED_DEBUG=DETAIL crashes in this build of torch with gloo.",
         fix="Use TORCH_DISTRIBUTED_DEBUG=INFO or OFF.",
+    ),
+    _rule(
+        "CKPT-optimizer-device",
+        "user-error",
+        "never",
+        r"Expected all tensors to be on the same device|arguments are located on different GPUs|A tensor was not cuda",
+        also=r"optim\w*\.step\(|exp_avg|momentum_buffer|buf\.mul_|multi_tensor_apply",
+        over=("DATA-devices",),
+        cause="The optimizer's state is on another device than the parameters: it was loaded with map_location='cpu', or the model moved after the optimizer was made.",
+        fix="Move the model to its GPU, make the optimizer then, and load its state last (optimizer.load_state_dict casts to the parameters' device); or move each tensor of optimizer.state by hand.",
     ),
     _rule(
         "DATA-devices",
@@ -1416,9 +1579,9 @@ _CHECKPOINT: Final = (
         "CKPT-truncated",
         "user-error",
         "never",
-        r"failed finding central directory|PytorchStreamReader failed|unexpected EOF, expected \d+ more bytes|Ran out of input|invalid load key|file might be corrupted|UnpicklingError|invalid header or archive is corrupted|MetadataIncompleteBuffer|storage has wrong byte size|PytorchStreamReader .{0,60}not found|Invalid magic number; corrupt|pickle data was truncated|Error\(?.{0,20}while deserializing header|incomplete metadata|InvalidHeaderDeserialization",
-        cause="The checkpoint is damaged or cut off: the disk was full, or the job was killed while it was written.",
-        fix="Use the checkpoint before it. Save to a temporary name and rename (ddpsafe.checkpoint does), and keep more than one.",
+        r"failed finding central directory|PytorchStreamReader failed|unexpected EOF, expected \d+ more bytes|Ran out of input|invalid load key|file might be corrupted|UnpicklingError|invalid header or archive is corrupted|MetadataIncompleteBuffer|storage has wrong (?:byte )?size|PytorchStreamReader .{0,60}not found|Invalid magic number; corrupt|pickle data was truncated|Error\(?.{0,20}while deserializing header|incomplete metadata|InvalidHeaderDeserialization",
+        cause="The checkpoint is damaged or cut off: the disk was full, the job was killed while it was written, or another rank wrote or read it at the same time.",
+        fix="Use the checkpoint before it. Let rank 0 save, to a temporary name that it renames (ddpsafe.checkpoint does), and a barrier stand before the others load; keep more than one.",
     ),
     _rule(
         "CKPT-prefix",
@@ -1449,10 +1612,43 @@ _CHECKPOINT: Final = (
         fix="Look into the directory from every host; resume from the one before it, and write checkpoints to a file system that all hosts share.",
     ),
     _rule(
+        "CKPT-placeholders",
+        "user-error",
+        "never",
+        r"copying a param with shape torch\.Size\(\[[01]\]\) from checkpoint, the shape in current model is torch\.Size\(\[\d+, ",
+        over=("CKPT-shape", "CKPT-prefix"),
+        cause="The checkpoint holds no weights but placeholders: it was saved from a model that ZeRO-3 or FSDP had partitioned, without gathering it.",
+        fix="Make full weights of the DeepSpeed checkpoint: python zero_to_fp32.py DIR FILE; and save with model_engine.save_16bit_model (stage3_gather_16bit_weights_on_model_save: true), or FSDP's full state_dict.",
+    ),
+    _rule(
+        "CKPT-dcp-names",
+        "user-error",
+        "never",
+        r"Missing key in checkpoint state_dict",
+        cause="The model asks the distributed checkpoint for a name that it does not hold: another model, or other wrappers (torch.compile's '_orig_mod', activation checkpointing, DDP's 'module') than at the save.",
+        fix="Wrap the model as at the save, take names from torch.distributed.checkpoint.state_dict.get_model_state_dict on both sides, or load with DefaultLoadPlanner(allow_partial_load=True).",
+    ),
+    _rule(
+        "CKPT-shared-tensors",
+        "user-error",
+        "never",
+        r"Some tensors share memory, this will lead",
+        cause="safetensors does not save two names for one tensor: weights are tied (lm_head and embed_tokens), and the model does not say so.",
+        fix="safetensors.torch.save_model(model, FILE), or save_safetensors=False (safe_serialization=False), or drop one of the tied names from the state_dict; newer transformers know more tied models.",
+    ),
+    _rule(
+        "CKPT-rng-device",
+        "user-error",
+        "never",
+        r"RNG state must be a torch\.ByteTensor|expected a torch\.ByteTensor, but got|RNG state is wrong size",
+        cause="The state of a random generator in the checkpoint was moved to the GPU by map_location (or saved on another kind of device), and set_rng_state takes a CPU tensor of bytes only.",
+        fix="torch.load(..., map_location='cpu'), or torch.set_rng_state(state.cpu()); load_state_dict moves the weights by itself.",
+    ),
+    _rule(
         "CKPT-shape",
         "user-error",
         "never",
-        r"size mismatch for |Missing key in checkpoint state_dict|Size mismatch between saved|doesn't match the size of optimizer's group|different number of parameter groups|Unexpected key in state_dict|shape .{0,40}does not match .{0,40}checkpoint|(?:Missing|Unexpected) key\(s\) in state_dict|loading state_dict for",
+        r"size mismatch for |Size mismatch between saved|doesn't match the size of optimizer's group|different number of parameter groups|Unexpected key in state_dict|shape .{0,40}does not match .{0,40}checkpoint|(?:Missing|Unexpected) key\(s\) in state_dict|loading state_dict for",
         cause="The checkpoint belongs to another model: names or shapes differ from the one that is built now.",
         fix="Build the model with the configuration it was saved with, or load with strict=False and see which names are left out.",
     ),
@@ -1562,6 +1758,26 @@ _DATA: Final = (
         fix="Put it into a module file and import it; ddpsafe.launch sends notebook functions by value.",
     ),
     _rule(
+        "MP-child-ended",
+        "config",
+        "never",
+        r"^BrokenPipeError",
+        also=r"ForkingPickler\(file|_fixup_main_from_path\(|prepare\(preparation_data\)|reduction\.dump\(process_obj",
+        over=("PEER-lost",),
+        cause="A new process ended while its parent still sent it its arguments: on Windows and with 'spawn' it imports the script again, and that fails, or starts processes itself because the main guard is missing.",
+        fix="Put the start under  if __name__ == '__main__':  and, from a notebook, the dataset into a module; num_workers=0 shows an error of the script itself; fewer workers if memory is short.",
+    ),
+    _rule(
+        "MP-spawn-arguments",
+        "user-error",
+        "never",
+        r"TypeError: .*takes .{0,20}positional arguments? but \d+ (?:was|were) given|TypeError: .*missing \d+ required positional",
+        also=r"^\s*fn\(i, \*args\)",
+        over=("USER-exception",),
+        cause="mp.spawn calls the function as fn(rank, *args): it needs the rank as its first parameter, and args as a tuple, whose items are the other ones.",
+        fix="def main(rank, config): …  and  mp.spawn(main, args=(config,), nprocs=n)  with the comma; without it config itself is unpacked.",
+    ),
+    _rule(
         "MP-main-guard",
         "config",
         "never",
@@ -1618,10 +1834,50 @@ _DATA: Final = (
         fix="Look at the storage; run with num_workers=0 to see the line; raise timeout= if the work is only slow.",
     ),
     _rule(
+        "DATA-collate-none",
+        "user-error",
+        "never",
+        r"batch must contain .{0,80}found (?:<class ')?NoneType",
+        cause="The dataset returned None for a sample, or for a part of one (a file that could not be read, a return that is missing), and the default collate function cannot put that into a batch.",
+        fix="Find the sample (num_workers=0 and a check in __getitem__); return a tensor for it, or drop such samples in a collate_fn of your own: default_collate([s for s in batch if s is not None]).",
+    ),
+    _rule(
+        "DATA-collate-type",
+        "user-error",
+        "never",
+        r"batch must contain .{0,80}found (?:<class ')?(?P<type>[\w.]+)",
+        cause="A sample holds something that the default collate function cannot put into a batch: {type}.",
+        fix="Return tensors or numbers from __getitem__: ToTensor() for images, .astype('float32') for arrays of dtype object; or the library's own loader (torch_geometric.loader.DataLoader for graphs), or a collate_fn.",
+    ),
+    _rule(
+        "DATA-generator",
+        "user-error",
+        "never",
+        r"Expected an? '\S+ (?:device type for generator|generator device) but found",
+        cause="Random numbers are drawn on another device than their generator's: torch.set_default_device('cuda') or set_default_tensor_type makes samplers and random_split draw on the GPU.",
+        fix="Leave the default device at the CPU and move the model with .to(device); or DataLoader(..., generator=torch.Generator(device='cuda')), likewise for random_split.",
+    ),
+    _rule(
+        "DATA-iterable-copies",
+        "user-error",
+        "never",
+        r"Length of IterableDataset .* was reported to be \d+.* samples have been fetched",
+        cause="Each DataLoader worker reads the whole IterableDataset, so samples come several times (or its __len__ is wrong).",
+        fix="Divide it in __iter__ by torch.utils.data.get_worker_info() and by rank (webdataset: nodesplitter and workersplitter; datasets: split_dataset_by_node), or correct __len__.",
+    ),
+    _rule(
+        "DATA-lmdb-readers",
+        "user-error",
+        "never",
+        r"MDB_READERS_FULL|ReadersFullError|maxreaders (?:limit )?reached",
+        cause="LMDB's table of readers is full (126 by default): workers times ranks open the database, and places of ended processes are not given back.",
+        fix="lmdb.open(path, readonly=True, lock=False) for a database that is only read, or max_readers=2048 and env.reader_check(); open it once in each worker, not in each __getitem__.",
+    ),
+    _rule(
         "DATA-collate",
         "user-error",
         "never",
-        r"stack expects each tensor to be equal size|each element in list of batch should be of equal size|Trying to resize storage that is not resizable|default_collate: batch must contain",
+        r"stack expects each tensor to be equal size|each element in list of batch should be of equal size|Trying to resize storage that is not resizable",
         cause="Samples of one batch have different shapes or types, and the default collate function cannot stack them.",
         fix="Pad or crop the samples, or pass a collate_fn.",
     ),
@@ -1713,15 +1969,25 @@ _DATA: Final = (
         "DATA-noise-del",
         "network",
         "yes",
-        r"Exception ignored in: .*DataLoaderIter\.__del__",
+        r"Exception ignored in: .*DataLoaderIter\.__del__|can only (?:test|join) a (?:child|started) process",
         over=("PEER-lost", "USER-exception"),
-        cause="An iterator was destroyed while workers still held batches; Python ignores the exception, and the training goes on.",
+        cause="An iterator of a DataLoader was destroyed while workers still held batches, or in a forked child; Python ignores the exception, and the training goes on.",
         fix="Nothing, if the training ran to its end; keep the iterator until the workers have finished, or persistent_workers=True.",
         level="noise",
     ),
 )
 
 _ENDS: Final = (
+    _rule(
+        "DATA-worker-signal",
+        "killed",
+        "once",
+        r"DataLoader worker .*is killed by signal: (?P<signal>(?!Killed|Bus|Termin)[\w ]+)",
+        r"Unexpected (?P<signal>segmentation fault|floating-point exception|illegal instruction) encountered in worker",
+        cause="A DataLoader worker crashed in native code ({signal}): a library of the dataset, such as a decoder, OpenCV or HDF5, or one that does not survive a fork.",
+        fix="Run with num_workers=0 and python -X faulthandler, which shows the line; set cv2.setNumThreads(0) or the like in workers, open files in the worker, or multiprocessing_context='spawn'.",
+        level="end",
+    ),
     _rule(
         "END-heap",
         "killed",
@@ -1845,15 +2111,6 @@ _ENDS: Final = (
         level="end",
     ),
     _rule(
-        "DATA-worker-signal",
-        "killed",
-        "once",
-        r"DataLoader worker .*is killed by signal: (?P<signal>(?!Killed|Bus|Segm|Termin)[\w ]+)",
-        cause="A DataLoader worker crashed in native code ({signal}): a library of the dataset, such as a decoder.",
-        fix="Run with num_workers=0 and python -X faulthandler, which shows the line; set cv2.setNumThreads(0) or the like in workers.",
-        level="end",
-    ),
-    _rule(
         "DATA-worker-gone",
         "killed",
         "once",
@@ -1864,10 +2121,19 @@ _ENDS: Final = (
         level="exit",
     ),
     _rule(
+        "DATA-pin-thread",
+        "user-error",
+        "once",
+        r"Pin memory thread exited unexpectedly",
+        cause="The thread that copies batches into pinned memory has ended: its own error stands above, or it ran out of file descriptors, shared memory or pinned memory.",
+        fix="torch.multiprocessing.set_sharing_strategy('file_system') or ulimit -n 65536, a larger /dev/shm; pin_memory=False proves that it is this.",
+        level="end",
+    ),
+    _rule(
         "DATA-worker-exit",
         "user-error",
         "never",
-        r"DataLoader worker .*exited unexpectedly|Pin memory thread exited unexpectedly",
+        r"DataLoader worker .*exited unexpectedly",
         cause="A DataLoader worker ended by itself; its own error stands above it or was lost.",
         fix="Run with num_workers=0, which shows the error and its line.",
         level="end",

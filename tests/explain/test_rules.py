@@ -85,9 +85,9 @@ ROWS: Final[tuple[tuple[str, str], ...]] = (
     ("RuntimeError: CUDA error: all CUDA-capable devices are busy or unavailable", "CUDA-busy"),
     ("RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cuda:1!", "DATA-devices"),
     # workers and data
-    ("RuntimeError: DataLoader worker (pid 4021) is killed by signal: Segmentation fault.", "END-sigsegv"),
+    ("RuntimeError: DataLoader worker (pid 4021) is killed by signal: Segmentation fault.", "DATA-worker-signal"),
     ("RuntimeError: DataLoader worker (pid(s) 1, 2, 3) exited unexpectedly", "DATA-worker-exit"),
-    ("RuntimeError: unable to write to file </torch_81_0>: No space left on device (28)", "DISK-full"),
+    ("RuntimeError: unable to write to file </torch_81_0>: No space left on device (28)", "MEM-shm"),
     ("OSError: [Errno 24] Too many open files: 'img.png'", "MEM-descriptors"),
     ("OSError: Can't read data (inflate() failed)\nOSError: Unable to synchronously open object (bad object header version number)", "DATA-forked-handle"),
     ("sqlite3.ProgrammingError: SQLite objects created in a thread can only be used in that same thread.", "DATA-forked-handle"),
