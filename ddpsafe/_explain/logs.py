@@ -58,6 +58,8 @@ _WARNING: Final = re.compile(
     r"|(?P<info>\[I\d* |\[I \w|(?:^|[\]\s:])I\d{4} |(?<![=_\w])(?:INFO|DEBUG)\b))"
 )
 """A line that its own program takes for less than an error: it proves less than one."""
+_RAISED: Final = re.compile(r"\b[A-Z]\w*(?:Error|Exception): ")
+"""An exception, though a launcher prints whatever its ranks write to stderr as information."""
 _PROGRESS: Final = re.compile(
     r"(?i)\b(?:epoch|step|iter(?:ation)?)\b[\s:=#\[]*\d|\bloss\b['\"]?[\s:=]{1,3}\d|\d ?(?:it/s|s/it)\b|\d%\|"
     r"|\b(?:saved|wrote) (?:\w+ )?checkpoint|checkpoint saved|max_(?:epochs|steps)\S* reached"
@@ -410,7 +412,7 @@ class LogReader:
         level = rule.level
         warning = _WARNING.search(line)
         if level in ("cause", "likely") and warning is not None:
-            level = "noise" if warning["info"] else "likely"
+            level = "noise" if warning["info"] and not _RAISED.search(said) else "likely"
         is_warning = warning is not None or level == "noise"
         if cause is None:
             cause = where[rule.code] = _cause_of(rule, facts)
@@ -565,7 +567,7 @@ _FREQUENT: Final = (
     " step epoch iteration train loss valid lr: rate time data rank world size batch error load worker"
     " saved checkpoint to validation optimizer backward forward warning received channel via module"
     " traceback (most recent call last) /lib/python3 _wrapped_call autograd forward(*args, **kwargs)"
-    " data time checkpoint, "
+    " data time checkpoint, , in"
 )
 """What most lines of a healthy log hold, and of tracebacks."""
 _TRACEBACK_SIGNS: Final = ('file "', "traceback (most", "ror: ", "xception", "root cause")

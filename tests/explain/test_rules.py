@@ -81,7 +81,7 @@ ROWS: Final[tuple[tuple[str, str], ...]] = (
     ("RuntimeError: CUDA error: an illegal memory access was encountered", "CUDA-illegal-access"),
     ("RuntimeError: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", "CUDA-library"),
     ("NVIDIA H100 80GB HBM3 with CUDA capability sm_90 is not compatible with the current PyTorch installation.", "CUDA-arch"),
-    ("Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 535.154", "NCCL-driver"),
+    ("Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 535.154", "CUDA-driver-updated"),
     ("RuntimeError: CUDA error: all CUDA-capable devices are busy or unavailable", "CUDA-busy"),
     ("RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cuda:1!", "DATA-devices"),
     # workers and data
