@@ -474,6 +474,10 @@ def compare_hangs(options: argparse.Namespace) -> None:
         lines.append(f"| {name} | {promised_s:.0f} s | {' | '.join(cells)} |")
         print(name, *runs, sep="\n  ", file=sys.stderr)
     today = datetime.now(tz=timezone.utc).date().isoformat()
+    own_limits = ""
+    if "ft_launcher" in WAITING_CONTESTANTS:
+        extension = version("nvidia-resiliency-ext")
+        own_limits = f"\nft_launcher (nvidia-resiliency-ext {extension}) gets a heartbeat after each step; without limits of the user's it waits 45 min for the next."
     page = f"""\
 ---
 orphan: true
@@ -483,7 +487,7 @@ orphan: true
 
 Rank {FAULTY} of {RANKS} does what the first column says after {HANGS_AT_STEP} steps; no timeout is set anywhere.
 Each cell: seconds from then to the first line of output that names rank {FAULTY} and the line of code that it is at (or that it is stopped), and to the end of the job.
-After {HANG_LIMIT_S} s the job is ended here; torch's own timeouts are 30 min for gloo.
+After {HANG_LIMIT_S} s the job is ended here; torch's own timeouts are 30 min for gloo.{own_limits}
 "promised" is what ddpsafe is held to: 5 s where the deadlock is proved, 45 s where the rank may only be slow.
 
 {chr(10).join(lines)}
