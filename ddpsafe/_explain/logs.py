@@ -387,6 +387,8 @@ class LogReader:
         for rule in _candidates(said, grams):
             if rule.also is not None and rule.also.search(said):
                 self._also.add(rule.code)
+            if rule.until is not None and rule.until.search(said):
+                self._found.pop(rule.code, None)
             match = next((found for sign in rule.signs if (found := sign.search(said))), None)
             if match is None or (rule.check is not None and not rule.check(match)):
                 continue
@@ -584,7 +586,8 @@ def _index_rules() -> tuple[frozenset[int], dict[str, list[tuple[str, int]]]]:
     for number, rule in enumerate(RULES):
         if not rule.signs:  # of another source than the lines of a log
             continue
-        patterns = [*rule.signs, *([rule.also] if rule.also else [])]
+        others = [each for each in (rule.also, rule.until) if each is not None]
+        patterns = [*rule.signs, *others]
         literals[number] = [text for each in patterns for text in _literals_of(each.pattern)]
     always = {number for number, texts in literals.items() if _shortest(texts) < _GRAM}
     counts = Counter(gram for texts in literals.values() for text in texts for gram in _grams(text))

@@ -47,6 +47,7 @@ class LogRule:
         signs: Patterns of one line; any of them is evidence. A named group may be used in `cause`
             and `fix`.
         also: A pattern that another line of the log has to match; ``None`` where there is none.
+        until: A pattern of a later line that takes back what was found before it; ``None`` where none does.
         check: What has to hold of the match; ``None`` where that is nothing more.
         over: Codes of more general rules that say nothing more where this one holds.
         is_fallback: Whether it is tried only on lines that no other rule matches: it hands on what a
@@ -61,6 +62,7 @@ class LogRule:
     retry: Retry
     signs: tuple[re.Pattern[str], ...]
     also: re.Pattern[str] | None
+    until: re.Pattern[str] | None
     check: Callable[[re.Match[str]], bool] | None
     over: frozenset[str]
     is_fallback: bool
@@ -82,6 +84,7 @@ def _rule(  # noqa: PLR0913 - the columns of the table
     fix: str,
     level: Level = "cause",
     also: str = "",
+    until: str = "",
     check: Callable[[re.Match[str]], bool] | None = None,
     over: tuple[str, ...] = (),
     is_fallback: bool = False,
@@ -94,6 +97,7 @@ def _rule(  # noqa: PLR0913 - the columns of the table
         retry=retry,
         signs=patterns,
         also=re.compile(also) if also else None,
+        until=re.compile(until) if until else None,
         check=check,
         over=frozenset(f"DS-{code}" for code in over),
         is_fallback=is_fallback,
@@ -207,10 +211,10 @@ _MEMORY: Final = (
         "MEM-host-oom",
         "out-of-memory",
         "never",
-        r"(?i)oom[-_ ]kill|Out of memory: Killed process|Memory cgroup out of memory|OOMKilled|task \d+: Out Of Memory|oom_score|exceeded (?:step |job )?memory limit|TERM_MEMLIMIT|job killed: v?mem \S+ exceeded|low on (?:resource: )?memory|exceeds the memory usage threshold|memory usage limit|ran out[- ]of[- ]memory|\bEviction.{0,40}memory|Container .{0,60}beyond (?:physical|virtual) memory limits",
+        r"(?i)oom[-_ ]kill|Out of memory: Killed process|Memory cgroup out of memory|OOMKilled|task \d+: Out Of Memory|oom_score|exceeded (?:step |job )?memory limit|TERM_MEMLIMIT|job killed: v?mem \S+ exceeded|low on (?:resource: )?memory|exceeds the memory usage threshold|memory usage limit|ran out[- ]of[- ]memory|\bEviction.{0,40}memory|Container .{0,60}beyond (?:physical|virtual) memory limits|killed due to memory pressure|exceeded K8s pod memory limits",
         over=("END-preempted",),
-        cause="The host or the job's cgroup ran out of memory, and the kernel's out-of-memory killer ended a process.",
-        fix="Raise the memory limit (Slurm: --mem, Kubernetes: resources.limits.memory), or lower num_workers, prefetch_factor or what each rank loads.",
+        cause="The host or the job's cgroup ran out of memory, and the kernel's out-of-memory killer (or Ray's memory monitor) ended a process.",
+        fix="Raise the memory limit (Slurm: --mem, Kubernetes: resources.limits.memory, Ray: RAY_memory_usage_threshold), or lower num_workers, prefetch_factor or what each rank loads.",
     ),
     _rule(
         "MEM-worker-killed",
@@ -454,6 +458,15 @@ _ENVIRONMENT: Final = (
         level="exit",
     ),
     _rule(
+        "MPI-unreachable",
+        "startup-network",
+        "once",
+        r"unable to complete a TCP connection|usually caused by a firewall on the remote host|(?:btl_tcp|oob_tcp|tcp_peer|btl/tcp)\S*.{0,120}(?:connect|refused|unreachable|timed out|No route)|TCP connection request .{0,60}failed|unable to reach .{0,40}MPI process|unreachable by each other for MPI",
+        over=("SSH-failed", "NET-refused", "MPI-init"),
+        cause="The processes of mpirun cannot connect to each other: a firewall between the hosts, a network of containers or bridges that MPI chose, or names that lead elsewhere.",
+        fix="Open all TCP ports between the hosts (containers: --network host), and name the network: mpirun --mca oob_tcp_if_include eth0 --mca btl_tcp_if_include eth0.",
+    ),
+    _rule(
         "MPI-init",
         "config",
         "never",
@@ -514,7 +527,7 @@ _ENVIRONMENT: Final = (
         "ENV-library",
         "config",
         "never",
-        r"Error loading \S+\.dll|\[WinError 12[67]\]|FATAL ERROR: Cannot load libmkl|Cannot load backend cudnn|version `(?:GLIBCXX|GLIBC|CXXABI)\S+ not found|(?<![\w-])(?!lib(?:nccl|cud|cu(?:blas|fft|sparse|solver|rand|pti)|nv(?:rtc|JitLink|ToolsExt|idia)|ibverbs))[\w.+-]+\.so[\w.]*: cannot open shared object file",
+        r"Error loading \S+\.dll|\[WinError 12[67]\]|FATAL ERROR: Cannot load libmkl|Cannot load backend cudnn|version `(?:GLIBCXX|GLIBC|CXXABI)\S+ not found|(?<![\w-])(?!lib(?:nccl|cud|cu(?:blas|fft|sparse|solver|rand|pti)|nv(?:rtc|JitLink|ToolsExt|idia)|ibverbs))[\w.+-]+\.so[\w.]*: cannot open shared object file|libgcc_s\.so\.1 must be installed",
         check=_is_no_info,
         cause="A shared library that a Python package needs is missing on this host, or older than the package expects.",
         fix="Install it on every host (the image of the job), or see that the environment's own lib directory comes first in LD_LIBRARY_PATH.",
@@ -608,7 +621,7 @@ _ENVIRONMENT: Final = (
         "SSH-failed",
         "startup-network",
         "once",
-        r"ssh: connect to host|Host key verification failed|Permission denied \(publickey|ssh exited with exit code|launcher 'pdsh' not installed|REMOTE HOST IDENTIFICATION HAS CHANGED|ssh_exchange_identification|kex_exchange_identification|ssh: Could not resolve|unable to reliably start one or more daemons|(?:ORTE|PRRTE) daemon has unexpectedly failed",
+        r"ssh: connect to host|Host key verification failed|Permission denied \(publickey|ssh exited with exit code|launcher 'pdsh' not installed|REMOTE HOST IDENTIFICATION HAS CHANGED|ssh_exchange_identification|kex_exchange_identification|ssh: Could not resolve|not reachable via ssh|Command '(?:ssh|pdsh) .{0,200}exit status 255|unable to reliably start one or more daemons|(?:ORTE|PRRTE) daemon has unexpectedly failed",
         over=("DATA-permission", "GLOO-refused", "NAME-unresolved"),
         cause="The launcher starts the other hosts by ssh, and that failed: no key without a passphrase, an unknown host key, or no ssh server there.",
         fix="`ssh HOST true` has to work without a question from the first host to every other one: ssh-copy-id, ssh-keyscan, and a running sshd.",
@@ -726,12 +739,21 @@ _NCCL: Final = (
         fix="Choose an interface with a routable address on every host: export NCCL_SOCKET_IFNAME='=eth0' and NCCL_SOCKET_FAMILY=AF_INET.",
     ),
     _rule(
+        "NCCL-p2p-peers",
+        "config",
+        "never",
+        r"peer mapping resources exhausted|TOO_MANY_PEERS",
+        over=("NCCL-cuda-failure", "CUDA-error"),
+        cause="Without NVSwitch a GPU can map the memory of at most 8 others, and this job has more than that on one host.",
+        fix="export NCCL_P2P_DISABLE=1 (or NCCL_P2P_LEVEL=PXB, which keeps P2P below one PCIe switch), or use at most 8 GPUs of a host in one process group.",
+    ),
+    _rule(
         "NCCL-p2p",
         "config",
         "never",
-        r"peer access is not supported|peer mapping resources exhausted|doesn't support faster communication|P2P is disabled between connected|peer access .{0,20}already enabled",
+        r"transport/p2p\.cc:\d+ NCCL WARN (?:Cuda|CUDA|Failed)|mapping of buffer object failed|(?:cudaIpcOpenMemHandle|cudaIpcGetMemHandle).{0,60}(?:fail|invalid)|peer access is not supported|doesn't support faster communication|P2P is disabled between connected|peer access .{0,20}already enabled",
         over=("NCCL-cuda-failure",),
-        cause="Direct access from GPU to GPU (P2P) does not work between these GPUs: consumer cards, a virtual machine, or two PCIe roots.",
+        cause="Direct access from GPU to GPU (P2P) does not work between these GPUs: consumer cards, a virtual machine, two PCIe roots, or containers that do not share their processes (--ipc=host, --pid=host).",
         fix="export NCCL_P2P_DISABLE=1 (and NCCL_IB_DISABLE=1 without InfiniBand); `nvidia-smi topo -m` shows how they are connected.",
     ),
     _rule(
@@ -804,6 +826,24 @@ _NCCL: Final = (
         fix="Choose the adapters: NCCL_IB_HCA=mlx5_0, and for RoCE the right NCCL_IB_GID_INDEX (show_gids); NCCL_IB_DISABLE=1 proves that it is this.",
     ),
     _rule(
+        "NCCL-ib-timeout",
+        "peer-lost",
+        "once",
+        r"(?i)NET/IB ?: Got completion.{0,60}(?:error|status) ?=? ?12\b|IBV_WC_RETRY_EXC_ERR|transport retry counter exceeded",
+        cause="An InfiniBand or RoCE transfer got no answer (status 12): the adapters of the two hosts cannot reach each other, with the wrong GID index mostly, or a link, a switch or the peer has gone.",
+        fix="Look first for a rank that died. If it fails at the start: show_gids, then export NCCL_IB_GID_INDEX=3 (RoCE v2) and the right NCCL_IB_HCA; ib_write_bw between the hosts proves it. In a long run: links and switches (ibstat, perfquery), NCCL_IB_TIMEOUT=22.",
+        level="likely",
+    ),
+    _rule(
+        "NCCL-ib-gpu-memory",
+        "config",
+        "never",
+        r"(?i)NET/IB ?: Got completion.{0,60}(?:error|status) ?=? ?(?:4|10|11)\b|IBV_WC_(?:LOC_PROT|REM_ACCESS|REM_OP)_ERR",
+        cause="The network adapter may not reach the memory of the GPU (status 4, 10 or 11): GPUDirect RDMA does not work on this host (nvidia_peermem, ACS, the IOMMU), or the driver differs.",
+        fix="sudo modprobe nvidia_peermem; turn ACS and the IOMMU off in the BIOS (or iommu=pt); export NCCL_NET_GDR_LEVEL=0 avoids it and proves that it is this.",
+        level="likely",
+    ),
+    _rule(
         "NCCL-ib-completion",
         "peer-lost",
         "once",
@@ -833,7 +873,7 @@ _NCCL: Final = (
         "NCCL-truncated",
         "user-error",
         "never",
-        r"(?i)message truncated|Mismatched collective detected",
+        r"(?i)message truncated|Mismatched collective detected|collective mismatch",
         cause="The ranks called NCCL differently: other sizes, another order of collectives, or other NCCL settings or versions.",
         fix="Let every rank call the same collectives with the same shapes, in the same order; compare the NCCL_* variables and versions of the hosts. TORCH_DISTRIBUTED_DEBUG=DETAIL names the call.",
     ),
@@ -1079,6 +1119,8 @@ _RENDEZVOUS: Final = (
         "config",
         "never",
         r"errno: 99\b|Cannot assign requested address|EADDRNOTAVAIL|code: -99\b",
+        # A client that gets it asked for ::1 with IPv6 off, and goes on with 127.0.0.1.
+        check=lambda match: re.search(r"connect to \[(?:localhost|::1)", match.string) is None,
         cause="MASTER_ADDR is not an address of the host that rank 0 runs on.",
         fix="Set MASTER_ADDR to the host of rank 0, or start rank 0 there; compare with `ip -br addr`.",
     ),
@@ -1157,6 +1199,16 @@ _RENDEZVOUS: Final = (
         fix="Delete the file before each run, or use tcp:// or env://.",
     ),
     _rule(
+        "RDZV-members",
+        "config",
+        "never",
+        r"GLOBAL_RANK: \d+, MEMBER: \d+/(?!1\b)(?P<all>\d+)",
+        until=r"All distributed processes registered|LOCAL_RANK: \d+ - CUDA_VISIBLE_DEVICES|^\s*\| Name\b",
+        cause="Lightning waits for {all} processes to join, and they have not all come: one for each device and node was not started, or every node counts its ranks from 0 (a rank that stands here twice).",
+        fix="Under Slurm: srun python train.py with --nodes equal to num_nodes and --ntasks-per-node equal to devices; elsewhere start it on every node with its own NODE_RANK and the same MASTER_ADDR and MASTER_PORT.",
+        level="likely",
+    ),
+    _rule(
         "RDZV-missing-rank",
         "startup-network",
         "once",
@@ -1176,6 +1228,24 @@ _RENDEZVOUS: Final = (
         r"RendezvousClosedError|RendezvousStateError|rendezvous .{0,30}(?:is|was|already) closed",
         cause="The rendezvous had been closed by an earlier run or by nodes that finished: its id is used again.",
         fix="Use a new --rdzv-id for each job and each restart.",
+    ),
+    _rule(
+        "RDZV-loopback",
+        "startup-network",
+        "once",
+        r"client socket has (?:timed out|failed to connect)(?!.*(?:10049|errno: 99)).{0,80}(?:\[|\(|::ffff:)(?:127\.\d+\.\d+\.\d+|localhost|::1)\b",
+        cause="Nobody answers at this host's own loopback address: the store of rank 0 on this host has ended or has not started; or, of several hosts, MASTER_ADDR leads every host to itself (a name that /etc/hosts maps to 127.…).",
+        fix="On one host look at the log of rank 0 first: it ended or is slow. On several hosts set MASTER_ADDR (--rdzv-endpoint) to the first host's address in the cluster's network (hostname -I), the same on all, and take the host's name off the line of 127.0.1.1 in /etc/hosts.",
+        level="likely",
+    ),
+    _rule(
+        "RDZV-refused",
+        "startup-network",
+        "once",
+        r"client socket has failed to connect.{0,160}(?:errno: (?:111|61)\b|[Cc]onnection refused)",
+        cause="The host of the rendezvous answers, and nothing listens on that port: rank 0 (or the agent there) has not started yet, has ended, or listens on another port.",
+        fix="Look at the log of rank 0 on that host for its own error; start it first, with the same MASTER_PORT (or endpoint) on all; ss -ltnp on that host shows who listens.",
+        level="likely",
     ),
     _rule(
         "RDZV-unreachable",
@@ -2218,16 +2288,16 @@ _SIGNS: Final = (
         "once",
         r"Watchdog caught collective operation timeout|collective operation timeout: WorkNCCL|dump signal due to a collective timeout(?: from rank (?P<rank>\d+))?|Some NCCL operations have failed or timed out|Timeout at (?:NCCL|collective)|failure detected by watchdog|detected by watchdog at work",
         cause="A collective did not end within the timeout: a rank did not take part in it (other control flow, other batch counts, long work, a crash) or took part in another one.",
-        fix="Find the rank with the lowest SeqNum, or the one that is missing here, and see what it did; give all ranks the same number of batches (drop_last, DistributedSampler, Join).",
+        fix="Find the rank with the lowest SeqNum, or the one that is missing here, and see what it did; give all ranks the same number of batches (drop_last, DistributedSampler, Join). Long work on one rank: init_process_group(timeout=timedelta(hours=2)). All ranks in it, and on the first collective: NCCL_P2P_DISABLE=1 tells whether the GPUs' links hang.",
         level="likely",
     ),
     _rule(
         "HANG-timeout",
         "hang",
         "once",
-        r"Timed out waiting \d+ms for (?:recv|send)|[Tt]imeout waiting for key|Application timeout caused pair closure|failed to pass monitoredBarrier|monitoredBarrier|wait timeout after \d+ ?ms|Socket Timeout|timed out in blocking wait|(?i:CollectiveTimeoutError|BarrierTimeoutError)|waitForInput|Stop_waiting response is expected|EI000[26]|Getting socket times out|Remote Rank did not send",
+        r"Timed out waiting \d+ms for (?:recv|send)|[Tt]imeout waiting for key|Application timeout caused pair closure|failed to pass monitoredBarrier|monitoredBarrier|wait timeout after \d+ ?ms|Socket Timeout|timed out in blocking wait|(?i:CollectiveTimeoutError|BarrierTimeoutError)|waitForInput|EI000[26]|Getting socket times out|Remote Rank did not send",
         cause="A rank waited for another one that did not come: it is slower, hangs, took another branch, or has ended.",
-        fix="Compare where the ranks were (py-spy dump --pid PID, or ddpsafe's own report); let all ranks call the same collectives in the same order.",
+        fix="Compare where the ranks were (py-spy dump --pid PID, or ddpsafe's own report); let all ranks call the same collectives in the same order; do long work of one rank (data preparation, evaluation) before the launch, or raise init_process_group(timeout=...).",
         level="likely",
     ),
     _rule(
@@ -2284,7 +2354,7 @@ _PEERS: Final = (
         "PEER-lost",
         "peer-lost",
         "once",
-        r"(?i)Connection closed by (?:remote )?peer|Connection reset by peer|Broken pipe|socketProgress|ncclRemoteError|remote process exit|NCCL communicator was aborted|DistNetworkError|recvValue failed|TCPStore server has shut down|Failed to (?:check|recv)|recv failed while polling|Could not receive type from localRank|remotely closed|failed to recv|ECONNRESET|remote process exited|remote process exit|Error encountered progressing operation|Did the remote server shutdown|Connection was likely closed|\[WinError 100(?:53|54)\]|forcibly closed by the remote host|proxy\.cc:\d+ NCCL WARN|communicator (?:encountered a fatal error|was revoked)|is in abort state|Abort event was set|SocketProgressOpt",
+        r"(?i)Connection closed by (?:remote )?peer|Stop_waiting response is expected|Connection reset by peer|Broken pipe|socketProgress|ncclRemoteError|remote process exit|NCCL communicator was aborted|DistNetworkError|recvValue failed|TCPStore server has shut down|Failed to (?:check|recv)|recv failed while polling|Could not receive type from localRank|remotely closed|failed to recv|ECONNRESET|remote process exited|remote process exit|Error encountered progressing operation|Did the remote server shutdown|Connection was likely closed|\[WinError 100(?:53|54)\]|forcibly closed by the remote host|proxy\.cc:\d+ NCCL WARN|communicator (?:encountered a fatal error|was revoked)|is in abort state|Abort event was set|SocketProgressOpt",
         over=("NCCL-error",),
         cause="Another rank ended or lost its connection; this rank only noticed it.",
         fix="Look at the logs of the other ranks for the first error; if none has one, see dmesg for the out-of-memory killer, then check the network.",
@@ -2297,6 +2367,16 @@ _PEERS: Final = (
         r"DistBackendError|NCCL error in: |(?i:NCCL error \d|NCCL error:)|ncclInternalError|ncclUnhandledCudaError|ncclSystemError|unhandled (?:system|cuda) error|RCCL error|ncclInternalError",
         cause="A call of NCCL failed; this line does not say why: a connection, shared memory, a device, or a peer that ended.",
         fix="Run again with NCCL_DEBUG=WARN (INFO for the whole set-up): the line 'NCCL WARN' before the error names the reason.",
+        level="peer",
+    ),
+    _rule(
+        "PEER-ray-worker",
+        "killed",
+        "once",
+        r"Worker exit type: SYSTEM_ERROR|A worker died or was killed while executing|actor is dead because its worker process has died|WorkerCrashedError",
+        over=("PEER-childfailed",),
+        cause="A process of Ray's ended without an exception of its own: the out-of-memory killer of the host (by far the most often), a native crash, or a watchdog of NCCL; this is what Ray says of it.",
+        fix="Look for its own last lines: /tmp/ray/session_latest/logs/worker-*, `ray logs`, and dmesg -T | grep -i oom on that host; free -h while it runs; lower what each worker holds in host memory.",
         level="peer",
     ),
     _rule(
@@ -2530,7 +2610,7 @@ _NOISE: Final = (
         "NOISE-ipv6",
         "startup-network",
         "never",
-        r"errno: 97\b|Address family not supported by protocol|10047 - ",
+        r"errno: 97\b|connect to \[(?:localhost|::1).{0,40}errno: 99\b|Address family not supported by protocol|10047 - ",
         cause="IPv6 is turned off on this host; torch tries it first and goes on with IPv4. This alone is not a failure.",
         fix="Nothing; look for another error. MASTER_ADDR as an IPv4 address avoids the warning.",
         level="noise",

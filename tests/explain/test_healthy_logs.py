@@ -269,20 +269,34 @@ def test_what_a_healthy_program_prints_is_not_a_failure(name: str) -> None:
 
 
 WARNED: Final = "[W1122 socket.cpp:697] [c10d] The client socket has failed to connect to [node-0]:29500 (errno: 111 - Connection refused).\n"
+JOINING: Final = "Initializing distributed: GLOBAL_RANK: 1, MEMBER: 2/8\n"
 PROGRESS: Final = "epoch 0 step 10 loss 2.1\n"
 
 
 @pytest.mark.parametrize(
     ("log", "codes"),
     [
-        (WARNED, ["DS-RDZV-unreachable"]),
+        (WARNED, ["DS-RDZV-refused"]),
         (WARNED + PROGRESS, []),
-        (PROGRESS + WARNED, ["DS-RDZV-unreachable"]),
-        (WARNED + PROGRESS + WARNED, ["DS-RDZV-unreachable"]),
-        (WARNED.replace("[W", "[E") + PROGRESS, ["DS-RDZV-unreachable"]),
+        (PROGRESS + WARNED, ["DS-RDZV-refused"]),
+        (WARNED + PROGRESS + WARNED, ["DS-RDZV-refused"]),
+        (WARNED.replace("[W", "[E") + PROGRESS, ["DS-RDZV-refused"]),
         (WARNED + "MemoryError\n" + PROGRESS, ["DS-MEM-alloc"]),
+        (JOINING, ["DS-RDZV-members"]),
+        (JOINING + "All distributed processes registered. Starting with 8 processes\n", []),
+        (JOINING + "LOCAL_RANK: 1 - CUDA_VISIBLE_DEVICES: [0,1,2,3]\n", []),
     ],
-    ids=["alone", "goes-on", "at-the-end", "again", "an-error", "beside-an-error"],
+    ids=[
+        "alone",
+        "goes-on",
+        "at-the-end",
+        "again",
+        "an-error",
+        "beside-an-error",
+        "joining",
+        "joined",
+        "joined-on-another-node",
+    ],
 )
 def test_a_warning_that_a_run_outlives_is_not_a_failure(log: str, codes: list[str]) -> None:
     """Steps that follow show that it stopped nothing; an error is one wherever it stands."""

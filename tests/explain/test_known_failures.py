@@ -41,7 +41,7 @@ FAILURES: Final[tuple[tuple[str, str, str, int | None, str], ...]] = (
     ("nccl-shm-emptydir", "[3] NCCL INFO include/shm.h:41 -> 2\n[3] include/shm.h:48 NCCL WARN Error while creating shared memory segment nccl-shm-recv-1462445a6f01cbfc-1-2-3 (size 9637888)", "NCCL-shm", None, "no"),
     ("nccl-shm-segment-short", "Error while creating shared memory segment /dev/shm/nccl-pZafXL (size 7340384)", "NCCL-shm", None, "no"),
     ("nccl-remote-conn-reset-ib", "Last error:\nsocketProgressOpt: Call to recv from 172....<33759> failed : Connection reset by peer", "PEER-lost", None, "maybe"),
-    ("nccl-ib-err12-vendor129", "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.\nLast error: NET/IB : Got completion from peer 11.214.147.122<39138> with error 12, opcode 0, len 0, vendor err 129", "NCCL-ib-completion", None, "maybe"),
+    ("nccl-ib-err12-vendor129", "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.\nLast error: NET/IB : Got completion from peer 11.214.147.122<39138> with error 12, opcode 0, len 0, vendor err 129", "NCCL-ib-timeout", None, "maybe"),
     ("nccl-ib-memlock-iova2", "misc/ibvwrap.cc:278 NCCL WARN Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory", "NCCL-ib-memlock", None, "no"),
     ("nccl-ib-modify-qp-unreachable", "node1:225140:225355 [0] misc/ibvwrap.cc:187 NCCL WARN Call to ibv_modify_qp failed with error Network is unreachable\nnode1:225140:225355 [0] proxy.cc:1519 NCCL WARN [Proxy Service 1] Failed to execute operation Connect from rank 1, retcode 2", "NCCL-ib-route", None, "no"),
     ("nccl-insufficient-driver", "node1:2871:2871 [32523] misc/cudawrap.cc:182 NCCL WARN Cuda failure 'CUDA driver version is insufficient for CUDA runtime version'", "NCCL-driver", None, "no"),
@@ -184,7 +184,15 @@ _RETRIES: Final = {
 }
 """What may be said. Of a failure that another start cannot repair the same lines may have a cause
 that passes, such as a name that is not known yet: ``once`` is said of those."""
-_NETWORK: Final = ("NCCL-unreachable", "RDZV-unreachable", "GLOO-refused", "GLOO-ports-closed")
+_NETWORK: Final = (
+    "NCCL-unreachable",
+    "MPI-unreachable",
+    "RDZV-unreachable",
+    "RDZV-refused",
+    "RDZV-loopback",
+    "GLOO-refused",
+    "GLOO-ports-closed",
+)
 
 
 @pytest.mark.parametrize(
