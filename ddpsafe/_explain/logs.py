@@ -162,6 +162,8 @@ class _Traceback:
 
 
 _USER: Final = "DS-USER-exception"
+_FIX_OF_USER: Final = "Fix that line; ranks that complain of a lost peer failed because of it."
+_FIX_OF_WRAPPER: Final = "Read the 'Original Traceback' that follows, or run with num_workers=0: it ends with the line of the dataset."
 _WATCHDOG: Final = "DS-HANG-watchdog"
 _OWN: Final = ("exception", "end")
 _REPORT: Final = "DS-RUN-report"
@@ -451,19 +453,24 @@ class LogReader:
             at = f" at {frame}"
         said_text = raised["text"] or ""
         text = f": {said_text[:300]}" if said_text else ""
+        # The original stands below it, with the line of the dataset.
+        is_wrapper = _CAUGHT_IN_WORKER.match(said_text) is not None
         cause = Cause(
             code=_USER,
             kind="user-error",
             level="end" if traceback is None else "exception",
             retry="never",
-            cause=f"The script raised {raised['type']}{text}{at}.",
-            fix="Fix that line; ranks that complain of a lost peer failed because of it.",
+            cause=(
+                f"The dataset or the collate function failed in a DataLoader worker{text}{at}."
+                if is_wrapper
+                else f"The script raised {raised['type']}{text}{at}."
+            ),
+            fix=_FIX_OF_WRAPPER if is_wrapper else _FIX_OF_USER,
             page="docs/reference/failures.md#ds-user-exception",
             rank=_rank_of(line),
             evidence=[(number, said[:400])],
             count=1,
-            # The original stands below it, with the line of the dataset.
-            is_wrapper=_CAUGHT_IN_WORKER.match(said_text) is not None,
+            is_wrapper=is_wrapper,
         )
         if traceback is None:
             self._lone = cause
@@ -569,7 +576,7 @@ _FREQUENT: Final = (
     " step epoch iteration train loss valid lr: rate time data rank world size batch error load worker"
     " saved checkpoint to validation optimizer backward forward warning received channel via module"
     " traceback (most recent call last) /lib/python3 _wrapped_call autograd forward(*args, **kwargs)"
-    " data time checkpoint, , in"
+    " data time checkpoint, validation accuracy, in"
 )
 """What most lines of a healthy log hold, and of tracebacks."""
 _TRACEBACK_SIGNS: Final = ('file "', "traceback (most", "ror: ", "xception", "root cause")
