@@ -394,7 +394,8 @@ class LogReader:
             match = next((found for sign in rule.signs if (found := sign.search(said))), None)
             if match is None or (rule.check is not None and not rule.check(match)):
                 continue
-            if rule.also is not None:  # it stands only if the other line comes, so look on
+            if rule.also is not None and rule.code not in self._also:
+                # It stands only if the other line comes, so look on.
                 self._note(self._waiting, rule, match, number, line, said)
             elif best is None or _strength(rule) < _strength(best[0]):
                 best = (rule, match)
