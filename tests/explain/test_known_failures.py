@@ -126,7 +126,7 @@ FAILURES: Final[tuple[tuple[str, str, str, int | None, str], ...]] = (
     ("t213-gloo-ifname-missing", "RuntimeError: [enforce fail at /__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find address for: eth9", "GLOO-interface", None, "no"),
     ("t213-gloo-peer-killed", "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:48258. This is typically caused by a remote wor", "PEER-lost", None, "maybe"),
     ("t213-gloo-recv-timeout", "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete", "HANG-timeout", None, "maybe"),
-    ("t213-monitored-barrier", "[rank0]:[E1121 01:09:27.707874761 ProcessGroupGloo.cpp:67] [Rank 0]: Rank 1 failed to pass monitoredBarrier in 3000 ms", "HANG-timeout", 0, "maybe"),
+    ("t213-monitored-barrier", "[rank0]:[E1121 01:09:27.707874761 ProcessGroupGloo.cpp:67] [Rank 0]: Rank 1 failed to pass monitoredBarrier in 3000 ms", "HANG-barrier", 0, "maybe"),
     ("gloo-enforce-length", "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  [enforce fail at ../third_party/gloo/gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 1046204 vs 1040256", "GLOO-sizes", None, "no"),
     ("nccl-connect-no-route", "node1:795:822 [0] include/socket.h:409 NCCL WARN Net : Connect to 192.168.1.9<54263> failed : No route to", "NCCL-unreachable", None, "no"),
     ("nccl-pollconnect-retrying", "node1:1183664:1184669 [0] NCCL INFO socketPollConnect: connect returned No route to host, retrying (26/34) after sleep for 2600 msec", "NCCL-unreachable", None, "no"),
@@ -186,6 +186,7 @@ _RETRIES: Final = {
 that passes, such as a name that is not known yet: ``once`` is said of those."""
 _NETWORK: Final = (
     "NCCL-unreachable",
+    "NCCL-refused",
     "MPI-unreachable",
     "RDZV-unreachable",
     "RDZV-refused",

@@ -48,7 +48,7 @@ ROWS: Final[tuple[tuple[str, str], ...]] = (
     ("RuntimeError: No backend type associated with device type cpu", "NCCL-tensor-on-cpu"),
     # NCCL
     ("node7:1:9 [0] bootstrap.cc:45 NCCL WARN Bootstrap : no socket interface found", "NCCL-interface"),
-    ("node7:71:71 [0] misc/socket.cc:483 NCCL WARN socketStartConnect: Connect to 10.0.3.4<40217> failed : Connection refused", "NCCL-unreachable"),
+    ("node7:71:71 [0] misc/socket.cc:483 NCCL WARN socketStartConnect: Connect to 10.0.3.4<40217> failed : Connection refused", "NCCL-refused"),
     ("node7:71:71 [0] NCCL INFO misc/socket.cc:567 socketPollConnect: connect returned Connection timed out, retrying (1/34)", "NCCL-unreachable"),
     ("x:1:1 [0] include/socket.h:390 NCCL WARN Net : Connect to 172.17.0.1<41000> failed : Software caused connection abort", "NCCL-software-abort"),
     ("ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 50", "NCCL-duplicate-gpu"),
