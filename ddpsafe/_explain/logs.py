@@ -344,7 +344,10 @@ class LogReader:
                 return None
             if rule.code == _WATCHDOG:
                 self._compare_sequence(said, rank)
-            return self._note(self._found, rule, match, number, line, said)
+            cause = self._note(self._found, rule, match, number, line, said)
+            if rule.level == "exception" and traceback is not None and cause.count == 1:
+                cause.cause += f" Raised at {traceback.frame}." if traceback.frame else ""
+            return cause
         if raised is not None:
             return self._note_exception(raised, traceback, number, line, said)
         return None
@@ -462,7 +465,7 @@ class LogReader:
             level="end" if traceback is None else "exception",
             retry="never",
             cause=(
-                f"The dataset or the collate function failed in a DataLoader worker{text}{at}."
+                f"{'The forward failed in a copy of DataParallel' if 'replica' in text else 'The dataset or the collate function failed in a DataLoader worker'}{text}{at}."
                 if is_wrapper
                 else f"The script raised {raised['type']}{text}{at}."
             ),

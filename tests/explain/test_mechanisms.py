@@ -287,7 +287,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("RuntimeError: CUDA error: invalid device ordinal\nCUDA kernel errors might be asynchronously reported at some other API call", "CUDA-ordinal", "torch"),
     ('  File "train.py", line 9, in <module>\n    local_rank = int(os.environ[\'LOCAL_RANK\'])\n  File "/usr/lib/python3.8/os.py", line 675, in __getitem__\n    raise KeyError(key) from None\nKeyError: \'LOCAL_RANK\'', "ENV-missing", "torch"),
     ("usage: train.py [-h] [--local_rank LOCAL_RANK]\ntrain.py: error: unrecognized arguments: --local-rank=0", "ENV-local-rank", "torch"),
-    ('Traceback (most recent call last):\n  File "main.py", line 21, in <module>\n    trainer.fit(model)\n  File "/env/lib/python3.9/site-packages/pytorch_lightning/trainer/trainer.py", line 603, in fit\n    call._call_and_handle_interrupt(\n  File "/home/u/model.py", line 77, in training_step\n    loss = self.loss(x, y)\nIndexError: Target 10 is out of bounds.\nEpoch 0:   0%|  | 0/1875 [00:00<?, ?it/s]', "USER-exception", "torch"),
+    ('Traceback (most recent call last):\n  File "main.py", line 21, in <module>\n    trainer.fit(model)\n  File "/env/lib/python3.9/site-packages/pytorch_lightning/trainer/trainer.py", line 603, in fit\n    call._call_and_handle_interrupt(\n  File "/home/u/model.py", line 77, in training_step\n    loss = self.loss(x, y)\nIndexError: Target 10 is out of bounds.\nEpoch 0:   0%|  | 0/1875 [00:00<?, ?it/s]', "DATA-label-range", "torch"),
     ("RuntimeError: The server socket has failed to listen on any local network address. port: 29500, useIpv6: 0, code: -98, name: EADDRINUSE, message: address already in use", "PORT-taken", "torch"),
     ("OSError: [Errno 98] error while attempting to bind on address ('0.0.0.0', 8265): address already in use", "PORT-taken", "torch"),
     ("RuntimeError: The server socket has failed to listen on any local network address. port: 80, useIpv6: false, code: -13, name: EACCES, message: permission denied", "PORT-privileged", "torch"),
@@ -555,7 +555,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("sbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)", "SLURM-limits", "report"),
     ("srun: fatal: SLURM_MEM_PER_CPU, SLURM_MEM_PER_GPU, and SLURM_MEM_PER_NODE are mutually exclusive.", "SLURM-options", "report"),
     ("srun: error: eio_handle_mainloop: Abandoning IO 60 secs after job shutdown initiated\nsrun: error: Timed out waiting for job step to complete", "SLURM-launch", "report"),
-    ('RuntimeError: Caught IndexError in DataLoader worker process 2.\nOriginal Traceback (most recent call last):\n  File "/e/lib/python3.8/site-packages/torch/utils/data/_utils/worker.py", line 302, in _worker_loop\n    data = fetcher.fetch(index)\n  File "/w/dataset.py", line 41, in __getitem__\n    return self.items[i]\nIndexError: list index out of range', "USER-exception", "report"),
+    ('RuntimeError: Caught IndexError in DataLoader worker process 2.\nOriginal Traceback (most recent call last):\n  File "/e/lib/python3.8/site-packages/torch/utils/data/_utils/worker.py", line 302, in _worker_loop\n    data = fetcher.fetch(index)\n  File "/w/dataset.py", line 41, in __getitem__\n    return self.items[i]\nIndexError: list index out of range', "DATA-index-range", "report"),
     ('tarfile.ReadError: ("unexpected end of data @ <Pipe ((\'aws s3 cp s3://b/k.tar -\',), {\'shell\': True, \'bufsize\': 8192})>", <webdataset.gopen.Pipe object at 0x7319f759d600>)', "DATA-corrupt", "report"),
     ("download failed: s3://bucket/03765.tar to - [Errno 32] Broken pipe\nOSError: (('aws s3 cp s3://bucket/03765.tar -',), {'shell': True, 'bufsize': 8192}): exit 1 (read) {}", "DATA-download", "report"),
     ("ValueError: ('s3://path/to/cifar10-000000.short.tar: no gopen handler defined', 's3://path/to/cifar10-000000.short.tar')", "DATA-download", "report"),
@@ -597,7 +597,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("RuntimeError: There was an unpickling error in all_gather_list. This likely means your workers got out of syncronization (e.g. one is expecting to sync and another is not.)", "DDP-object", "report"),
     ("RuntimeError: world_size (6) is not divisible by tensor_model_parallel_size (4) x pipeline_model_parallel_size (1)", "ENV-layout", "report"),
     ("AssertionError: last epoch number of samples exceeded max value.", "USER-exception", "report"),
-    ("IndexError: list index out of range\n[rank9]: IndexError: list index out of range", "USER-exception", "report"),
+    ("IndexError: list index out of range\n[rank9]: IndexError: list index out of range", "DATA-index-range", "report"),
     ("(WorkerDict pid=833, ip=172.26.153.33) [rank62]:[E809 14:59:33.656957424 ProcessGroupNCCL.cpp:629] [Rank 62] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=66, OpType=ALLGATHER, Timeout(ms)=600000) ran for 600072 milliseconds before timing out.\n(raylet) A worker died or was killed while executing a task by an unexpected system error. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a connection error code 2. End of file. There are some potential root causes. (1) The process is killed by SIGKILL by OOM killer due to high memory usage.", "HANG-watchdog", "report"),
     ("/tmp/ray/session_2025-05-19_04-19-55_287964_976346 is over 95% full, available space: 2.03779 GB; capacity: 69.9336 GB. Object creation will fail if spilling is required.", "DISK-full", "report"),
     ("torch.distributed.elastic.agent.server.api: [ERROR] Error waiting on exit barrier. Elapsed: 300.1 seconds\nraise DistStoreError: wait timeout after 300000ms, keys: /torch.rendezvous.x/exit", "RDZV-exit-barrier", "report"),
@@ -813,6 +813,29 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("objc[30]: +[NSNumber initialize] may have been in progress in another thread when fork() was called. Crashing instead.\nProcessExitedException: process 1 terminated with signal SIGABRT", "MP-macos-fork", "macos"),
     ("RuntimeError: RNG state is wrong size", "CKPT-rng-size", "torch"),
     ("\tsize mismatch for transformer.layers.5.attention.dense.weight: copying a param with shape torch.Size([1024, 64]) from checkpoint, the shape in current model is torch.Size([1024, 1024]).", "CKPT-tensor-parallel", "megatron"),
+    # Wordings of older and newer versions of one error, and errors of indices.
+    ("RuntimeError: cuda runtime error (2) : out of memory at /pytorch/aten/src/THC/generic/THCStorage.cu:58", "CUDA-oom", "torch"),
+    ("RuntimeError: cuda runtime error (8) : invalid device function", "CUDA-arch", "torch"),
+    ("RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable", "CUDA-busy", "torch"),
+    ("RuntimeError: Unexpected error from cudaGetDeviceCount(). Error 999: unknown error", "CUDA-unknown", "torch"),
+    ("RuntimeError: Unexpected error from cudaGetDeviceCount(). Error 500: named symbol not found", "NCCL-driver", "torch"),
+    ("Found GPU0 GeForce GTX 770 which is of cuda capability 3.0.\n    PyTorch no longer supports this GPU because it is too old.", "CUDA-arch", "torch"),
+    ("THCTensorScatterGather.cu:188: block: [1,0,0], thread: [5,0,0] Assertion `indexValue >= 0 && indexValue < tensor.sizes[dim]` failed.", "CUDA-label", "torch"),
+    ("IndexError: Target 5 is out of bounds.", "DATA-label-range", "torch"),
+    ("IndexError: list index out of range", "DATA-index-range", "python"),
+    ("AttributeError: 'NoneType' object has no attribute 'shape'", "DATA-none-image", "python"),
+    ("AttributeError: 'NoneType' object has no attribute 'endswith'", "USER-none", "python"),
+    ("AttributeError: '_MultiProcessingDataLoaderIter' object has no attribute 'next'", "DATA-iterator-next", "torch"),
+    ("RuntimeError: could not unlink the shared memory file /torch_1_2 : No such file or directory (2)", "MEM-shm-removed", "torch"),
+    ("RuntimeError: unable to mmap memory: you tried to mmap 0GB.", "MEM-empty-map", "torch"),
+    ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Interrupt.", "END-interrupted", "torch"),
+    ("StopIteration: Caught StopIteration in replica 0 on device 0.", "DP-no-parameters", "torch"),
+    ("RuntimeError: Expected hidden[0] size (2, 4, 8), got (2, 8, 8)", "DP-hidden-state", "torch"),
+    ("RuntimeError: Input, output and indices must be on the current device", "DATA-devices", "torch"),
+    ("RuntimeError: Need to provide pin_memory allocator to use pin memory.", "NCCL-no-gpu", "torch"),
+    ("IsADirectoryError: [Errno 21] Is a directory: 'ckpt'", "CKPT-is-a-folder", "python"),
+    ("FileNotFoundError: [Errno 2] No such file or directory: 'checkpoint-500/trainer_state.json'", "CKPT-incomplete", "transformers"),
+    ("    exitcode = _main(fd, parent_sentinel)\nOSError: [WinError 87] The parameter is incorrect", "MP-parent-ended", "python"),
 )  # fmt: skip
 
 
@@ -825,6 +848,15 @@ def test_a_failure_of_another_program_is_known(log: str, code: str) -> None:
     assert [cause.code for cause in causes[:1]] == [f"DS-{code}"]
     assert causes[0].evidence
     assert causes[0].fix
+
+
+def test_where_a_known_exception_was_raised_is_told() -> None:
+    """What a general rule says of an exception is of use only with its line."""
+    [cause] = explain_text(
+        'Traceback (most recent call last):\n  File "/w/data.py", line 12, in __getitem__\n'
+        "    return boxes[0]\nIndexError: list index out of range"
+    )
+    assert cause.cause.endswith("Raised at /w/data.py:12 in __getitem__.")
 
 
 HEALTHY: Final = """\
