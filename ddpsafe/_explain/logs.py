@@ -39,10 +39,12 @@ _ANSI: Final = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|[\x00-\
 _ANSI_BYTES: Final = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\n]*\x07")
 _CONTROL_BYTES: Final = bytes(each for each in (*range(32), 127) if each not in b"\t\n")
 _RANK: Final = re.compile(
+    # What a name of a rank can begin with, which is tried once instead of every way to name it.
+    r"(?=[\[\drRlLp:])(?:"
     r"\[rank(?P<a>\d+)\]|\[Rank (?P<b>\d+)\]|\[default(?P<c>\d+)\]|^(?P<d>\d{1,5}): "
     r"|^\[1,(?P<e>\d+)\]<std|(?i:\blocal_rank: ?(?P<local>\d+))|\brank\s*: ?(?P<g>\d+)\b"
     r"|\bprocess (?P<h>\d+) terminated|\bRank (?P<i>\d+)\]|^rank-?(?P<j>\d+)[ :|]"
-    r"|: task (?P<k>\d+): |\bprocess rank (?P<l>\d+) with PID|\bRANK (?P<m>\d+) PID"
+    r"|: task (?P<k>\d+): |\bprocess rank (?P<l>\d+) with PID|\bRANK (?P<m>\d+) PID)"
 )
 _RANK_WORDS: Final = ("rank", "Rank", "RANK", "[default", "[1,", "process ", ": task ")
 _PREFIX: Final = re.compile(

@@ -127,7 +127,9 @@ def _own_share(match: re.Match[str]) -> float | None:
     """Return how much of its GPU the process that ran out of memory has reserved itself, from 0 to 1."""
     text = match.string
     total = _gib(rf"total capac\w+ of {_SIZE}", text) or _gib(rf"{_SIZE} total capacity", text)
-    own = _gib(rf"{_SIZE} reserved in total", text) or _gib(rf"{_SIZE} already allocated", text)
+    own = _gib(rf"{_SIZE} reserved in total", text)
+    if own is None and (used := _gib(rf"{_SIZE} already\b", text)) is not None:
+        own = used + (_gib(rf"{_SIZE} cached", text) or 0.0)
     if own is None and (used := _gib(rf"{_SIZE} is allocated by PyTorch", text)) is not None:
         own = used + (_gib(rf"{_SIZE} is reserved by PyTorch but", text) or 0.0)
     return None if own is None or not total else own / total
@@ -325,8 +327,8 @@ _MEMORY: Final = (
         "out-of-memory",
         "never",
         r"(?i)Error\b.{0,40}CUDA out of memory|(?:CUDA|HIP|XPU|NPU)(?: driver)? error: (?:hipErrorO|o)ut ?of ?memory|NPU out of memory|XPU out of memory|No executable batch size found|Triton Error \[CUDA\]: out of memory|CUDA out of memory\. Tried|OutOfMemoryError|Cuda failure (?:2 )?'?out of memory|CUBLAS_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|HIP out of memory|unable to find a(?:n engine to execute| valid cuDNN algorithm)|NVML_SUCCESS == r.{0,80}CUDACachingAllocator|(?:runtime error \(2\)|error=2|Error 2) ?: out of memory",
-        cause="A GPU is out of memory. Several ranks on GPU 0 (a torch.load without map_location, a missing set_device) or another program fill it as well as a large batch does.",
-        fix="Check `nvidia-smi` for other processes; call torch.cuda.set_device(local_rank) first and torch.load(..., map_location='cpu'); then lower the batch size.",
+        cause="A GPU is out of memory: the batch or the model is too large for it, or several ranks on GPU 0 (a torch.load without map_location, a missing set_device) or another program fill it.",
+        fix="A smaller batch, bf16 or sharding. If `nvidia-smi` shows other processes on that GPU: end them, call torch.cuda.set_device(local_rank) first, and torch.load(..., map_location='cpu').",
     ),
     _rule(
         "MEM-page-file",
@@ -1820,6 +1822,22 @@ _DDP: Final = (
         fix="Build the model from the same configuration and seed on every rank.",
     ),
     _rule(
+        "DDP-not-wrapped",
+        "user-error",
+        "never",
+        r"AttributeError: '\w+' object has no attribute 'module'",
+        cause="The code takes .module of a model that is not wrapped: DDP was left out here (one GPU, another strategy), or the wrapper was taken off before.",
+        fix="getattr(model, 'module', model) (ctx.unwrap(model), accelerator.unwrap_model(model)) works for both.",
+    ),
+    _rule(
+        "DDP-wrapper-gone",
+        "user-error",
+        "never",
+        r"'NoneType' object has no attribute 'reducer'|ddp_weakref\.reducer",
+        cause="DDP's wrapper was freed before the backward of its forward: nothing holds the DistributedDataParallel object any more (wrapped inside a function, or wrapped a second time).",
+        fix="Keep the wrapped model in a variable until the backward is done, and wrap it once.",
+    ),
+    _rule(
         "DDP-attribute",
         "user-error",
         "never",
@@ -1871,7 +1889,7 @@ _DDP: Final = (
         "FSDP-sharded",
         "user-error",
         "never",
-        r"'weight' must be 2-D|out of bounds for storage of size 0|shape in current model is torch\.Size\(\[0\]\)|size of tensor \w \(\d+\) must match the size of tensor \w \(0\)|size of tensor \w \(0\) must match the size of tensor|is invalid for input of size 0|weight should have at least three dimensions|'status': 'NOT_AVAILABLE'|Cannot writeback when|does not support .{0,40}(?:sharded|flattened) parameter",
+        r"'weight' must be 2-D|out of bounds for storage of size 0|shape in current model is torch\.Size\(\[0\]\)|size of tensor \w \(\d+\) must match the size of tensor \w \(0\)|size of tensor \w \(0\) must match the size of tensor|is invalid for input of size 0|weight should have at least three dimensions|mat2 must be a matrix, got 1-D tensor|'status': 'NOT_AVAILABLE'|Cannot writeback when|does not support .{0,40}(?:sharded|flattened) parameter",
         over=("CKPT-shape", "CKPT-prefix"),
         cause="A parameter was read or loaded while it is sharded away by FSDP or ZeRO-3 and has no elements on this rank.",
         fix="Call the module through the wrapper's forward; load and read weights inside FSDP.summon_full_params or deepspeed.zero.GatheredParameters, or load them before wrapping.",
@@ -1899,6 +1917,14 @@ _DDP: Final = (
         r"materialized on CPU when enabling CPU offloading|does not support (?:non-contiguous|scalar) parameters|doesn't support scalar parameters|FSDP (?:does not|only) support.{0,60}param",
         cause="FSDP cannot shard a parameter as it is: a scalar, not contiguous, or not on the device that its options ask for (CPU offload wants it on the CPU).",
         fix="Give scalars one dimension (torch.empty(1)), p.data = p.data.contiguous(), and with CPUOffloadPolicy leave the model on the CPU (module.to_empty(device='cpu')).",
+    ),
+    _rule(
+        "FSDP-integers",
+        "user-error",
+        "never",
+        r"Cannot flatten integer dtype tensors",
+        cause="FSDP got weights that are integers: a quantized model (8 or 4 bit), whose storage FSDP cannot shard.",
+        fix="BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage=torch.bfloat16), the same dtype as the other weights, with a new peft and accelerate; 8-bit weights go with DDP only.",
     ),
     _rule(
         "FSDP-uniform",
@@ -2009,12 +2035,21 @@ _DDP: Final = (
         fix="model.to(f'cuda:{device_ids[0]}') before the wrapper; or DistributedDataParallel, one process for each GPU.",
     ),
     _rule(
+        "DATA-two-gpus",
+        "user-error",
+        "never",
+        r"found at least two devices, cuda:\d+ and cuda:\d+|tensors? .{0,60}on (?:device )?cuda:\d+.{0,60}\bon (?:device )?cuda:\d+|arguments are located on different GPUs",
+        over=("DATA-devices",),
+        cause="One process uses two GPUs: something says 'cuda' or cuda:0 where it means this rank's GPU, or the model is spread over them (device_map='auto', DataParallel) and a tensor stayed on the first.",
+        fix="torch.cuda.set_device(local_rank) before anything is moved, and .to(x.device) instead of .cuda() in the model; device_map={'': local_rank} under DDP, and CUDA_VISIBLE_DEVICES=0 for a run on one GPU; tensors that the model keeps need register_buffer.",
+    ),
+    _rule(
         "DATA-devices",
         "user-error",
         "never",
         r"Expected all tensors to be on the same device|to a storage on different device|Expected object of device type|Expected a cuda device, but got|indices should be either on cpu or on the same device|All input tensors must be on the same device|must be on the current device|Input type \((?:torch\.cuda\.\w+\) and (?:weight|bias) type \(torch\.(?!cuda)|torch\.(?!cuda)\w+\) and (?:weight|bias) type \(torch\.cuda|.{0,40}(?:[Mm]kldnn|XPU|MPS|CPU))",
-        cause="Tensors of one operation are on different devices: a batch or a buffer was not moved to the rank's GPU.",
-        fix="Move batch and model to the same device (cuda:LOCAL_RANK).",
+        cause="Tensors of one operation are on different devices: a batch, a mask or a buffer was not moved to the rank's GPU.",
+        fix="Move batch and model to the same device (cuda:LOCAL_RANK); tensors that the model keeps need register_buffer, and those that forward makes device=x.device.",
     ),
 )
 
@@ -2216,6 +2251,16 @@ _CHECKPOINT: Final = (
         fix="If you trust the file: torch.load(..., weights_only=False), or torch.serialization.add_safe_globals([...]); save plain values instead.",
     ),
     _rule(
+        "CKPT-unpacked",
+        "user-error",
+        "never",
+        r"persistent id instruction was encountered",
+        also=r"_legacy_load|torch/serialization\.py|pickle_module\.load",
+        over=("CKPT-truncated",),
+        cause="torch.load got a part of a checkpoint (data.pkl of an archive that was unpacked), or a file in the format of torch 1.6 and later with an older torch.",
+        fix="Give it the archive as it was saved (download it again, without unpacking), and use torch 1.6 or later.",
+    ),
+    _rule(
         "CKPT-not-pickle",
         "user-error",
         "never",
@@ -2301,6 +2346,15 @@ _CHECKPOINT: Final = (
         fix="optimizer.load_state_dict(…) before the scheduler is made, or make it with last_epoch=-1 and call scheduler.load_state_dict(…).",
     ),
     _rule(
+        "CKPT-text-file",
+        "user-error",
+        "never",
+        r"invalid load key, '[{\[#\"/%@a-zA-Z]'",
+        over=("CKPT-weights-only", "CKPT-truncated"),
+        cause="The file is a text (JSON, YAML, a message of the server it came from), not a checkpoint: its first character says so.",
+        fix="Look at it (head -c 200 FILE) and give the path of the weights (.pth, .pt, .ckpt), or download them again.",
+    ),
+    _rule(
         "CKPT-truncated",
         "user-error",
         "never",
@@ -2340,7 +2394,7 @@ _CHECKPOINT: Final = (
         "CKPT-whole-file",
         "user-error",
         "never",
-        r"Unexpected key\(s\) in state_dict: .{0,200}\"(?:model|state_dict|model_state_dict|optimizer|optimizer_state_dict|epoch|scheduler|lr_scheduler|net|ema|args|config|hyper_parameters)\"",
+        r"Unexpected key\(s\) in state_dict: .{0,200}[\"'](?:\w*state_dict|model|optimizer\w*|epoch|scheduler|lr_scheduler\w*|net|ema|args|config|hyper_parameters|global_step|iteration)[\"']",
         over=("CKPT-shape", "CKPT-prefix"),
         cause="load_state_dict got the whole checkpoint (with optimizer, epoch, …), and the weights lie one level deeper in it.",
         fix="model.load_state_dict(checkpoint['model']), or 'state_dict', 'model_state_dict': print(checkpoint.keys()) shows which.",
@@ -2373,6 +2427,24 @@ _CHECKPOINT: Final = (
         fix="The tokenizer of the checkpoint, and model.resize_token_embeddings(len(tokenizer)) before loading; for a model of yours the same number of symbols as then.",
     ),
     _rule(
+        "CKPT-positions",
+        "user-error",
+        "never",
+        r"size mismatch for \S*(?:pos_embed\w*|position_embedding\w*|positional_embedding|relative_position\w*|rel_pos\w*|embed_positions|wpe)\b",
+        over=("CKPT-shape", "CKPT-prefix"),
+        cause="The number of positions differs: the model is built for another image size, patch size or length of sequences than the checkpoint.",
+        fix="Set the size (img_size, patch_size, window_size, max_position_embeddings) that it was trained with, or interpolate the embedding (timm: resample_abs_pos_embed; transformers: interpolate_pos_encoding=True) before loading.",
+    ),
+    _rule(
+        "CKPT-inputs",
+        "user-error",
+        "never",
+        r"size mismatch for (?P<layer>\S+): copying a param with shape (?:torch\.Size\(\[|\()(?P<out>\d+), (?P<was>\d+)\b[\d, ]*\]?\) from checkpoint, the shape in current model is (?:torch\.Size\(\[|\()(?P=out), (?!(?P=was)\b)(?P<now>\d+)\b",
+        over=("CKPT-shape", "CKPT-prefix"),
+        cause="{layer} takes {was} inputs in the checkpoint and {now} in this model: another number of input channels (or features of the layer before), or another variant of the model.",
+        fix="Build the variant that it was saved from (in_channels, feature sizes; Stable Diffusion: 4 channels, inpainting 9; text features 768 for 1.x, 1024 for 2.x, 2048 for XL), or load weights that belong to this one.",
+    ),
+    _rule(
         "CKPT-head",
         "user-error",
         "never",
@@ -2380,6 +2452,15 @@ _CHECKPOINT: Final = (
         over=("CKPT-shape", "CKPT-prefix"),
         cause="The last layer has another size: the checkpoint was trained for another number of classes (or outputs) than the model has now.",
         fix="Set the number of classes that it was trained with; to train a new head, delete its keys before load_state_dict(…, strict=False), or from_pretrained(…, num_labels=n, ignore_mismatched_sizes=True).",
+    ),
+    _rule(
+        "CKPT-buffers",
+        "user-error",
+        "never",
+        r"key\(s\) in state_dict: [\"'](?:\w+\.)*(?:position_ids|inv_freq|num_batches_tracked|total_ops|total_params|relative_position_index|attn_mask|masked_bias|scaling_layer\.\w+|(?:attn|attention)\.(?:bias|mask))[\"']",
+        over=("CKPT-shape",),
+        cause="The names that differ are buffers, not weights: another version of the library stores them (or a tool that counted operations added them).",
+        fix="Use the library's version of the checkpoint, or model.load_state_dict(weights, strict=False) once you have seen that only such names are left over.",
     ),
     _rule(
         "CKPT-dcp-names",
@@ -2417,7 +2498,7 @@ _CHECKPOINT: Final = (
         "CKPT-shape",
         "user-error",
         "never",
-        r"size mismatch for |Size mismatch between saved|doesn't match the size of optimizer's group|different number of parameter groups|Unexpected key in state_dict|shape .{0,40}does not match .{0,40}checkpoint|(?:Missing|Unexpected) key\(s\) in state_dict|loading state_dict for",
+        r"size mismatch for |Size mismatch between saved|doesn't match the size of optimizer's group|different number of parameter groups|[Uu]nexpected key (?:in state_dict|\"\S+\" in state_dict)|missing keys in state_dict|shape .{0,40}does not match .{0,40}checkpoint|(?:Missing|Unexpected) key\(s\) in state_dict|loading state_dict for",
         cause="The checkpoint belongs to another model, or another version or configuration of it: names or shapes differ from the one that is built now.",
         fix="Build the model with the configuration (layers, sizes, library version) it was saved with; compare the names, as one prefix may be all (strip it, or checkpoint['state_dict']); load_state_dict(…, strict=False) returns what it left out.",
     ),
@@ -2657,6 +2738,16 @@ _DATA: Final = (
         fix="def main(rank, config): …  and  mp.spawn(main, args=(config,), nprocs=n)  with the comma; without it config itself is unpacked.",
     ),
     _rule(
+        "DP-empty-replica",
+        "user-error",
+        "never",
+        r"forward\(\) missing \d+ required positional argument",
+        also=r"in replica \d+ on device|parallel_apply|data_parallel\.py",
+        over=("USER-exception", "USER-arguments"),
+        cause="DataParallel had fewer samples (or other inputs) than GPUs, and a replica was called without its input.",
+        fix="drop_last=True and a batch of at least one sample for each GPU; pass tensors as arguments of forward, or use DistributedDataParallel.",
+    ),
+    _rule(
         "MP-main-guard",
         "config",
         "never",
@@ -2671,6 +2762,16 @@ _DATA: Final = (
         r"daemonic processes are not allowed to have children",
         cause="A daemonic process (of a Pool, or a worker) tried to start processes.",
         fix="Start the ranks from the main process, or use concurrent.futures.ProcessPoolExecutor for the outer level; num_workers=0 inside.",
+    ),
+    _rule(
+        "MP-import-of-main",
+        "config",
+        "never",
+        r"_fixup_main_from_path\(|_fixup_main_from_name\(",
+        over=("USER-exception",),
+        cause="A new process (spawn) imports the script, and its top level runs and fails there: what is not under the main guard runs in every child.",
+        fix="Put everything but definitions under  if __name__ == '__main__':",
+        level="likely",
     ),
     _rule(
         "MP-interactive",
@@ -2736,6 +2837,15 @@ _DATA: Final = (
         cause="An index is beyond the end: a sample with fewer parts than the code takes (an empty annotation), a dataset whose __len__ is larger than its data, or an index that was made for another dataset.",
         fix="num_workers=0 shows the sample; compare len(dataset) with its lists, filter samples without annotations, and rebuild index files (and caches) when the data change.",
         level="exception",
+    ),
+    _rule(
+        "DATA-collate-function",
+        "user-error",
+        "never",
+        r"\w*collate\w*\(\) (?:missing \d+ required|takes \d+ positional)",
+        over=("USER-exception", "USER-arguments"),
+        cause="The collate function does not take what DataLoader gives it, one list of samples: a method is passed without its object (Class.collate_fn), or self is missing in its definition.",
+        fix="collate_fn=dataset.collate_fn (of the object), or @staticmethod above it; further arguments with functools.partial.",
     ),
     _rule(
         "DATA-collate-none",
@@ -2884,6 +2994,15 @@ _DATA: Final = (
         r"'NoneType' object has no attribute '(?:shape|astype|size|convert|copy|ndim)'|'NoneType' object is not subscriptable",
         cause="None stands where data was expected: mostly an image or a file that could not be read (cv2.imread returns None then), or a function without a return.",
         fix="See which call in the traceback's last line returned None; check its path on every host.",
+        level="exception",
+    ),
+    _rule(
+        "USER-arguments",
+        "user-error",
+        "never",
+        r"TypeError: \S+\(\) (?:missing \d+ required (?:positional|keyword-only) arguments?|takes (?:from )?[\w ]+ positional arguments? but \d+ (?:was|were) given)",
+        cause="A function is called with other arguments than it takes: the installed version of a library differs from the one that the code was written for, self is missing in a method, or a batch has other parts than forward expects.",
+        fix="Compare the call with inspect.signature(FUNCTION) of what is installed (pip list), and pin that version; print what the batch holds.",
         level="exception",
     ),
     _rule(
@@ -3128,8 +3247,8 @@ _ENDS: Final = (
         "user-error",
         "never",
         r"DataLoader worker .*exited unexpectedly",
-        cause="A DataLoader worker ended by itself; its own error stands above it or was lost.",
-        fix="Run with num_workers=0, which shows the error and its line.",
+        cause="A DataLoader worker ended by itself, and its own error stands above or was lost: it raised or crashed, was killed for memory, or /dev/shm was too small (a container).",
+        fix="num_workers=0 shows an error of the code, with its line. If that runs: dmesg for the out-of-memory killer, df -h /dev/shm (docker run --shm-size=8g), and on Windows and macOS  if __name__ == '__main__':",
         level="end",
     ),
     _rule(

@@ -83,7 +83,7 @@ ROWS: Final[tuple[tuple[str, str], ...]] = (
     ("NVIDIA H100 80GB HBM3 with CUDA capability sm_90 is not compatible with the current PyTorch installation.", "CUDA-arch"),
     ("Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 535.154", "CUDA-driver-updated"),
     ("RuntimeError: CUDA error: all CUDA-capable devices are busy or unavailable", "CUDA-busy"),
-    ("RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cuda:1!", "DATA-devices"),
+    ("RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cuda:1!", "DATA-two-gpus"),
     # workers and data
     ("RuntimeError: DataLoader worker (pid 4021) is killed by signal: Segmentation fault.", "DATA-worker-signal"),
     ("RuntimeError: DataLoader worker (pid(s) 1, 2, 3) exited unexpectedly", "DATA-worker-exit"),
