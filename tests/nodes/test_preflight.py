@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 import scripts
-from nodes_kit import Case, finish_job, require_in_time, require_the_same, start_job, start_node
+from nodes_kit import (
+    Case,
+    Launcher,
+    finish_job,
+    require_in_time,
+    require_the_same,
+    start_job,
+    start_node,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -86,27 +94,34 @@ def test_a_way_between_two_other_nodes_that_is_closed_is_named(
 def test_a_node_that_replaces_another_is_examined_before_its_ranks_start(
     own_network: Network, tmp_path: Path
 ) -> None:
-    """The first attempt was fine: what the new one's firewall closes is named on both nodes."""
+    """What its firewall closes is named on both nodes; it is refused, and the next one goes on."""
     retry = {"attempts": 3, "on": ["peer-lost"], "backoff_initial": 0, "jitter": 0}
     case = Case(
         name="job", what="resume", fields={"nnodes": 2, "preflight": "full", "retry": retry}
     )
     endpoint = "h0:28750"
-    launchers = [
-        start_node(own_network, node, [case], tmp_path, (1, 1), endpoint) for node in (0, 1)
-    ]
+
+    def start(node: int) -> Launcher:
+        return start_node(own_network, node, [case], tmp_path, (1, 1, 1), endpoint)
+
+    first, second = start(0), start(1)
     scripts.wait_until(
         lambda: len(list(tmp_path.glob("running-job-1-*"))) == 2,
-        otherwise=lambda: [each.err[-1500:] for each in launchers],
+        otherwise=lambda: [each.err[-1500:] for each in (first, second)],
         within_s=120,
     )
     own_network[2].open_only()
     own_network[1].power_off()
-    third = start_node(own_network, 2, [case], tmp_path, (1, 1, 1), endpoint)
-    found = finish_job(own_network, [case], [launchers[0], third], besides=[1])
-    said = [each["job"] for each in found]
-    require_the_same(said)
-    assert (said[0]["error"], said[0]["code"]) == ("PreflightError", 78), said[0]
+    third = start(2)
+    assert third.end() == 0, third.err
+    said = third.results()["job"]
+    assert (said["error"], said["code"]) == ("PreflightError", 78), said
     way = "h0 (node rank 0) cannot open a connection to h2 (node rank 1)"
-    assert all(way in each["whole"] for each in said), said[0]["whole"]
+    assert way in said["whole"], said["whole"]
+    assert "h2 (10.77.0.3), which came to replace a node, is refused: " in first.err
+    assert way in first.err
     assert not list(tmp_path.glob("running-job-2-*"))
+    own_network[2].run("nft", "flush", "ruleset")
+    found = finish_job(own_network, [case], [first, start(2)], besides=[1])
+    for (value,) in (each["job"]["values"].values() for each in found):
+        assert (value["attempt"], value["of"]) == (2, 2)

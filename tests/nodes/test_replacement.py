@@ -145,6 +145,31 @@ def test_a_replacement_that_is_not_fit_is_refused_and_the_others_wait_for_anothe
         assert value["first"] > 0  # the step of the kill may not be saved
 
 
+def test_a_replacement_that_does_not_reach_node_0_costs_an_attempt_and_not_the_job(
+    own_network: Network, tmp_path: Path
+) -> None:
+    """It reaches the endpoint alone, and says so; the next one goes on."""
+    case = Case(name="two", what="resume", fields={"nnodes": 2, "retry": RETRY})
+
+    def start(node: int) -> Launcher:
+        return start_node(own_network, node, [case], tmp_path, (1, 1, 1), "h0:29500")
+
+    first, second = start(0), start(1)
+    await_ranks(tmp_path, "two-1", 2, [first, second])
+    own_network[0].refuse_from(own_network[2], how="reset")
+    own_network[1].power_off()
+    third = start(2)
+    assert third.end() == 0, third.err
+    said = third.results()["two"]
+    assert (said["error"], said["kind"]) == ("PreflightError", "startup-network"), said
+    assert "h2 reached no control channel of node 0" in said["text"]
+    own_network[0].run("nft", "flush", "ruleset")
+    found = finish_job(own_network, [case], [first, start(2)], besides=[1])
+    assert "was lost, attempt 2: h2 reached no control channel of node 0" in first.err, first.err
+    for (value,) in (each["two"]["values"].values() for each in found):
+        assert (value["attempt"], value["of"]) == (3, 2)
+
+
 def test_the_others_go_on_without_a_lost_node_and_take_in_one_more(
     network: Network, tmp_path: Path
 ) -> None:

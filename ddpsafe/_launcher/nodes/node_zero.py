@@ -510,6 +510,7 @@ def lost_node_error(
     lost: Lost,
     *,
     when: str,
+    said: Explanation | None = None,
     details: Iterable[str] = (),
     **facts: object,
 ) -> NodeLostError:
@@ -520,12 +521,15 @@ def lost_node_error(
         node: The node.
         lost: What is known.
         when: At which attempt, and after how long.
+        said: How the node itself explains it, where it could.
         details: Further lines.
         **facts: See `LaunchError`.
     """
     who, ranks = plan.nodes[node], plan.ranks_of(node)
     why = lost.why
-    if lost.is_silent:
+    if said is not None:
+        cause, fix = said.cause, said.fix
+    elif lost.is_silent:
         why = f"nothing has come from {who.address} for {LOSS_S:g} s ({lost.why})"
         cause = "its host has lost power or network, or its kernel hangs."
         fix = f"ping {who.hostname}; see what the scheduler says of the node."

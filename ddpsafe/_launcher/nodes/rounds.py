@@ -8,6 +8,7 @@ import os
 import platform
 import socket
 import time
+from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -55,13 +56,12 @@ from ddpsafe._logging import get_logger
 from ddpsafe._wire.spec import StorePlace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from threading import Event
 
     from ddpsafe._launcher.plan import Calls, LaunchPlan
     from ddpsafe._launcher.processes.start import RunRank
     from ddpsafe._launcher.run_directory import RunDirectory
-    from ddpsafe._launcher.watch.signals import SignalInbox
 
 logger = get_logger(__name__)
 
@@ -187,19 +187,22 @@ class NodeLaunch:
         with contextlib.ExitStack() as stack:
             inbox = stack.enter_context(open_inbox())
             rendezvous.inbox = inbox
-            seat, nodes = self._gather(rendezvous)
-            try:
-                round_plan, channel = self._open_round(rendezvous, seat, nodes, number, stack)
+            known = rendezvous.launchers
+            while True:
+                seat, nodes = self._gather(rendezvous)
+                ports = stack.enter_context(contextlib.ExitStack())
                 try:
-                    self._await_nodes(seat, round_plan, inbox)
+                    round_plan, channel = self._open_round(rendezvous, seat, nodes, number, ports)
+                    if self._examine_with_new_nodes(rendezvous, seat, round_plan, known):
+                        self._await_nodes(rendezvous, seat, round_plan, known)
+                        break
                 except NodeLostError:
-                    self._forget_missing(rendezvous, round_plan, channel)
-                    raise
-            except NodeLostError:
-                raise  # the retry policy decides
-            except (Exception, Interrupted) as exc:
-                error = self._refuse(rendezvous, seat, exc)
-                raise _NoRound(error) from exc
+                    raise  # the retry policy decides
+                except (Exception, Interrupted) as exc:
+                    error = self._refuse(rendezvous, seat, exc)
+                    raise _NoRound(error) from exc
+                self._close_channel()
+                ports.close()
             try:
                 return coordinate(
                     number,
@@ -260,7 +263,6 @@ class NodeLaunch:
                 raise _NoRound(self._refuse(rendezvous, seat, exc)) from exc
             if unfit is None:
                 return seat, nodes
-            rendezvous.forget(nodes[unfit])
 
     def _refuse_unfit(
         self, rendezvous: NodeRendezvous, seat: Seat, nodes: list[NodeFacts]
@@ -308,12 +310,25 @@ class NodeLaunch:
             cause = "the folder is not shared between the nodes, or a mount is missing there."
             fix = f"mount it on {name}, and start the launcher there again."
         error = PreflightError(Explanation(what, cause=cause, fix=fix), kind="mount")
-        logger.warning("%s It is refused.", what)
+        self._turn_away(rendezvous, seat, nodes, unfit, error)
+        return unfit
+
+    @staticmethod
+    def _turn_away(
+        rendezvous: NodeRendezvous,
+        seat: Seat,
+        nodes: Sequence[NodeFacts],
+        unfit: int,
+        error: PreflightError,
+    ) -> None:
+        """End a new node with an error; the others come again, and wait for another one."""
+        said = "\n".join([error.explanation.what, *error.explanation.details])
+        logger.warning("%s, which came to replace a node, is refused: %s", nodes[unfit], said)
         seat.board.put(_REFUSAL, round_result_of(error, is_final=False, failed_node=unfit))
         deadline = Deadline.after(_REFUSAL_READ)
         for number in range(1, seat.nnodes):
             seat.board.wait_for(f"{_REFUSAL}/{number}", RoundResult, deadline)
-        return unfit
+        rendezvous.forget(nodes[unfit])
 
     def _open_round(
         self,
@@ -345,8 +360,33 @@ class NodeLaunch:
             examines=is_new and self._plan.config.preflight == "full",
         )
         seat.board.put(_PLAN, round_plan)
-        self._examine(rendezvous, seat, round_plan)
         return round_plan, channel
+
+    def _examine_with_new_nodes(
+        self, rendezvous: NodeRendezvous, seat: Seat, plan: RoundPlan, known: set[str]
+    ) -> bool:
+        """Examine the connections; refuse a new node with which they are not what they were without it.
+
+        Raises:
+            PreflightError: Something was found, and no node is new, or all are.
+        """
+        try:
+            self._examine(rendezvous, seat, plan)
+        except PreflightError as exc:
+            new = [each for each, node in enumerate(plan.nodes) if node.launcher not in known]
+            if not known or not new:
+                raise
+            named = Counter(
+                host
+                for finding in getattr(exc.report, "findings", ())
+                if finding.severity == "failed"
+                for host in finding.hosts
+            )
+            unfit = max(new, key=lambda each: named[plan.nodes[each].hostname])
+            rendezvous.launchers = known
+            self._turn_away(rendezvous, seat, plan.nodes, unfit, exc)
+            return False
+        return True
 
     def _require_data_paths(self, rendezvous: NodeRendezvous) -> None:
         """Wait for the data paths, as long as they say, or until a signal comes."""
@@ -398,29 +438,38 @@ class NodeLaunch:
                     rendezvous.require_no_signal()
                     time.sleep(pause_s)
 
-    def _await_nodes(self, seat: Seat, plan: RoundPlan, inbox: SignalInbox) -> None:
+    def _await_nodes(
+        self, rendezvous: NodeRendezvous, seat: Seat, plan: RoundPlan, known: set[str]
+    ) -> None:
         """Wait until all nodes have opened their control channel.
 
         Raises:
-            NodeLostError: A node has not.
-            DDPSafeError: A node says why it cannot.
+            NodeLostError: A node has not, or a new one says why it cannot.
+            DDPSafeError: A node that was there before says why it cannot.
         """
         assert self._channel is not None  # noqa: S101 - opened a line before
         missing: set[int] = set()
+        said: Explanation | None = None
         # A node that cannot come says why, once its own time is over.
         limit = self._plan.config.timeouts.rendezvous + _REFUSAL_READ
         for pause_s in Deadline.after(limit).pauses_s():
             missing = set(range(1, len(plan.nodes))) - self._channel.connected()
             if not missing:
                 return
-            if inbox.received is not None:
-                raise Interrupted(inbox.received)
+            rendezvous.require_no_signal()
             if (failed := seat.board.find(_FAILED, RoundResult)) is not None:
-                raise error_of(failed)
+                speaker, said = failed.facts.get(FAILED_NODE), failed.explanation
+                if not known or speaker not in missing or plan.nodes[speaker].launcher in known:
+                    raise error_of(failed)
+                missing = {speaker}
+                seat.board.put(_REFUSAL, failed)  # for it alone: the others wait on their channels
+                break
             time.sleep(pause_s)
+        self._forget_missing(rendezvous, plan, self._channel)
         node = min(missing)
+        why = f"it joined, and opened no control channel to {plan.address}:{plan.channel_port}"
         lost = Lost(
-            why=f"it joined, and opened no control channel to {plan.address}:{plan.channel_port}",
+            why=why if said is None else said.what.rstrip("."),
             is_silent=False,
             seen_ns=time.monotonic_ns(),
         )
@@ -428,6 +477,7 @@ class NodeLaunch:
             plan,
             node,
             lost,
+            said=said,
             when=f"attempt {plan.attempt}",
             attempt=plan.attempt,
             attempts=self._plan.config.retry.attempts,
@@ -458,7 +508,10 @@ class NodeLaunch:
                 except _ComeAgain:
                     continue
                 except (Exception, Interrupted) as exc:
-                    raise self._failed_to_begin(rendezvous, seat, exc) from exc
+                    error = self._failed_to_begin(rendezvous, seat, exc)
+                    if error is None:
+                        continue
+                    raise error from exc
                 ended = Participant(
                     round_plan.attempt,
                     plan=self._placed(round_plan, seat.node_rank, rendezvous),
@@ -486,8 +539,11 @@ class NodeLaunch:
 
     def _failed_to_begin(
         self, rendezvous: NodeRendezvous, seat: Seat, exc: BaseException
-    ) -> DDPSafeError | Interrupted:
-        """Tell node 0 why this one cannot begin; return the error that all end with, which node 0 says."""
+    ) -> DDPSafeError | Interrupted | None:
+        """Tell node 0 why this one cannot begin; return the error that all end with, which node 0 says.
+
+        ``None`` if node 0 has refused another node, and the others come again.
+        """
         error = as_error(
             exc, self._here(seat.node_rank), "could not begin the round", phase="start"
         )
@@ -502,6 +558,9 @@ class NodeLaunch:
             refusal = seat.board.wait_for(_REFUSAL, RoundResult, reading)
             if refusal is not None:
                 seat.board.put(f"{_REFUSAL}/{seat.node_rank}", refusal)
+                if _is_of_another(refusal, seat) and not isinstance(error, Interrupted):
+                    rendezvous.takes_signals = True
+                    return None
                 said = _with_own_report(error_of(refusal), error)
                 if refusal.facts.get(FAILED_NODE) == seat.node_rank:
                     said.__cause__ = error.__cause__
@@ -526,8 +585,7 @@ class NodeLaunch:
                 seat.board.put(f"{_FOLDERS}/{seat.node_rank}", seen)
                 looking = None
             if (refusal := seat.board.find(_REFUSAL, RoundResult)) is not None:
-                is_other = refusal.facts.get(FAILED_NODE) != seat.node_rank
-                if refusal.is_final is False and is_other:
+                if _is_of_another(refusal, seat):
                     seat.board.put(f"{_REFUSAL}/{seat.node_rank}", refusal)
                     raise _ComeAgain
                 raise error_of(refusal)
@@ -577,6 +635,11 @@ class NodeLaunch:
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
+
+
+def _is_of_another(refusal: RoundResult, seat: Seat) -> bool:
+    """Tell whether another node alone is refused, and the others begin the round again."""
+    return refusal.is_final is False and refusal.facts.get(FAILED_NODE) != seat.node_rank
 
 
 def _find_missing(check: FolderCheck) -> tuple[str, ...]:
