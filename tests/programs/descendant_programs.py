@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,9 +39,12 @@ def reuse_pids() -> dict[str, list[bool]]:
     """
     found = {}
     for way in ("told", "not told"):
+        started_s = time.monotonic()
         rank = subprocess.Popen(["sleep", "300"], start_new_session=True)
         identity = RankIdentity.of(rank.pid)
         assert identity is not None
+        # The kernel tells when a process started in ticks of 10 ms; no pid comes round within one.
+        scripts.wait_until(lambda started_s=started_s: time.monotonic() > started_s + 0.05)
         rank.kill()
         scripts.wait_until(lambda rank=rank: psutil.Process(rank.pid).status() == "zombie")
         if way == "told":
