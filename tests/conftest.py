@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 import signal
 import sys
@@ -19,6 +20,11 @@ import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+# What tests start shares a few cores. Threads of OpenMP that spin while they wait for one another
+# took half of the time of a training in two ranks.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -16,7 +16,7 @@ import scripts
 if TYPE_CHECKING:
     from pathlib import Path
 
-FEW: Final = 3
+FEW: Final = 2
 RUNS: Final = pytest.mark.parametrize("runs", [FEW, pytest.param(60, marks=pytest.mark.soak)])
 """Launches of each shape; a broken teardown shows itself in two of five, and both shapes share it."""
 

@@ -29,7 +29,7 @@ RETRY: Final[dict[str, Any]] = {
         ("kill", 0, "forkserver", 11),
         pytest.param("kill", 1, "forkserver", 11, marks=pytest.mark.soak),
         ("raise", 1, "forkserver", 11),
-        ("kill", 1, "spawn", 4),
+        pytest.param("kill", 1, "spawn", 4, marks=pytest.mark.soak),
         pytest.param("raise", 0, "spawn", 4, marks=pytest.mark.soak),
     ],
 )

@@ -157,7 +157,14 @@ OPERATORS: Final[dict[str, dict[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
+IN_SOAK: Final = {"PyTorchJob with a master", "elastic PyTorchJob"}
+"""What follows from their variables is in the rows of tests/test_world.py; one launch shows the wiring."""
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [pytest.param(name, marks=pytest.mark.soak) if name in IN_SOAK else name for name in OPERATORS],
+)
 def test_pods_of_an_operator_need_no_option(pods: Network, tmp_path: Path, operator: str) -> None:
     """Number, order, endpoint and ranks of the nodes come from what it sets in each pod."""
     given = OPERATORS[operator]

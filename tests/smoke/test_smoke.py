@@ -9,7 +9,7 @@ import pytest
 import scripts
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # each of these promises has its own tests
 def test_every_promise_holds_in_one_look(tmp_path: Path) -> None:
     """Launch, exception, kill, hang, checkpoint, loader, spawn, torchrun and ``ddpsafe run``."""
     script = Path(__file__).with_name("promises.py")
