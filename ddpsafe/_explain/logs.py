@@ -7,6 +7,7 @@ part of them occurs. Where those are in a large log is found with numpy, without
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -88,6 +89,8 @@ _ANY_EXCEPTION: Final = re.compile(
     r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w+)(?:: (?P<text>.*)|:?\s*)$"
 )
 """What ends a traceback, whatever the class is called."""
+_GOES_ON: Final = re.compile(rb"(?![\w.]+: )[a-z`(][^=]* ")
+"""How the next line of a message begins that was broken where the terminal or the paste ended."""
 _IGNORED: Final = re.compile(r"^(?:Exception ignored in|Error in atexit|--- Logging error ---)")
 _CAUGHT_IN_WORKER: Final = re.compile(r"^Caught \w+ in (?:DataLoader worker|replica|pin memory)")
 _ROOT_CAUSE: Final = re.compile(r"^Root Cause \(first observed failure\)")
@@ -201,6 +204,7 @@ class LogReader:
         self._calls = 0
         self._in_traceback = False
         self._since_frame = 0
+        self._following: list[bytes] = []
         self._sieve: _Sieve | None = None
         self._lowest: tuple[int, int | None] | None = None
         self._progress = 0
@@ -240,8 +244,10 @@ class LogReader:
         self.lines += chunk.count(b"\n") + (not chunk.endswith(b"\n") and chunk != b"")
         lines = chunk.split(b"\n")
         if len(chunk) < _SMALL_BYTES or _ALWAYS:
-            for number, raw in enumerate(lines, start=first):
-                self._read_raw(number, raw, None)
+            for at, raw in enumerate(lines):
+                self._following = lines[at + 1 : at + 4]
+                self._read_raw(first + at, raw, None)
+            self._following = []
             return
         self._sieve = self._sieve or _Sieve()
         found = self._sieve.find(chunk)
@@ -340,6 +346,10 @@ class LogReader:
             self._in_traceback = bool(self._tracebacks)
             if traceback.is_ignored:
                 return None
+        if best is None and raised is not None and self._following:
+            best = self._find_best(number, line, self._unwrap(said), None)
+            if best is not None and best[1].start() >= len(said):  # it is the next line's alone
+                best = None
         if best is not None:
             rule, match = best
             if _PASSED_TEST.search(said):
@@ -353,6 +363,11 @@ class LogReader:
         if raised is not None:
             return self._note_exception(raised, traceback, number, line, said)
         return None
+
+    def _unwrap(self, said: str) -> str:
+        """Return a message with its next lines if they go on with it: a paste is broken anywhere."""
+        goes_on = itertools.takewhile(_GOES_ON.match, self._following)
+        return " ".join((said, *(line.decode("utf-8", "replace").strip() for line in goes_on)))
 
     def _note_root(self, said: str) -> None:
         """Keep the rank that torchrun's summary names as the first to fail."""
