@@ -922,6 +922,21 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("RuntimeError: Training with multiple optimizers is only supported with manual optimization. Remove the `optimizer_idx`", "LIGHTNING-optimizers", "lightning"),
     ("RuntimeError: Lightning attempted to launch new distributed processes with `local_rank > 0`. This should not happen.", "LIGHTNING-child-rank", "lightning"),
     ("RuntimeError: CUDA error: unknown error", "CUDA-unknown", "torch"),
+    ("AttributeError: module 'signal' has no attribute 'SIGKILL'. Did you mean: 'SIGILL'?", "ENV-unix-only", "torch"),
+    ("THCudaCheck FAIL file=/pytorch/torch/csrc/generic/StorageSharing.cpp line=276 error=30 : unknown error", "CUDA-share", "torch"),
+    ("RuntimeError: cuda runtime error (10) : invalid device ordinal at /pytorch/torch/csrc/generic/StorageSharing.cpp:304", "CUDA-share", "torch"),
+    ("WARNING! you're calling cuIpcGetMemHandle in gpu-share instance!\nRuntimeError: CUDA error: invalid argument", "CUDA-share", "gpushare"),
+    ("AttributeError: 'WebLoader' object has no attribute 'ddp_equalize'", "ENV-attribute", "webdataset"),
+    ("AttributeError: 'list' object has no attribute 'to'", "USER-type", "python"),
+    ("AttributeError: 'Namespace' object has no attribute 'fp16'", "ENV-option", "python"),
+    ("ValueError: world_size 4 > num_shards 1", "DATA-shards", "webdataset"),
+    ("Exception: Cannot load model parameters from checkpoint checkpoint_last.pt; please ensure that the architectures match.", "CKPT-shape", "fairseq"),
+    ('Missing key(s) in state_dict: "a.weight", "b.weight".\n\tUnexpected key(s) in state_dict: "model.a.weight", "model.b.weight".', "CKPT-outer-prefix", "lightning"),
+    ('Missing key(s) in state_dict: "model.a.weight".\n\tUnexpected key(s) in state_dict: "a.weight".', "CKPT-inner-prefix", "lightning"),
+    ('Missing key(s) in state_dict: "a.weight".\n\tUnexpected key(s) in state_dict: "b.weight".', "CKPT-shape", "torch"),
+    ('Missing key(s) in state_dict: "a.weight".\n\tUnexpected key(s) in state_dict: "module.a.weight".', "CKPT-prefix", "torch"),
+    ('Unexpected key(s) in state_dict: "base_model.model.layers.0.q_proj.lora_A.default.weight".', "CKPT-adapter", "peft"),
+    ('Unexpected key(s) in state_dict: "layers.0.q_proj.weight.absmax", "layers.0.q_proj.weight.quant_map".', "CKPT-quantized", "bitsandbytes"),
 )  # fmt: skip
 
 
