@@ -257,7 +257,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     # What is only an echo, or harmless.
     ('[W socket.cpp:601] [c10d] The IPv6 network addresses of (node1, 29500) cannot be retrieved (gai error: -3 - Temporary failure in name resolution).\nstep 100 loss 0.5\nTraceback (most recent call last):\n  File "/w/train.py", line 8, in <module>\n    main()\nZeroDivisionError: division by zero', "USER-exception", "torch"),
     ("Exception ignored in: <function Run.__del__ at 0x7f>\nTraceback (most recent call last):\n  File \"/env/lib/python3.11/site-packages/wandb/run.py\", line 3, in __del__\nTypeError: 'NoneType' object is not callable\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.", "CUDA-oom", "python"),
-    ("ValueError: loss is nan in step 7", "USER-exception", "python"),
+    ("ValueError: loss is nan in step 7", "TRAIN-nan", "python"),
     ("Loss is nan, stopping training", "TRAIN-nan", "torchvision references"),
     ("[rank0]: Traceback (most recent call last):\n[rank1]: Traceback (most recent call last):\n[rank0]:   File \"/w/a.py\", line 1, in reduce\n[rank1]:   File \"/w/b.py\", line 2, in read\n[rank0]:     dist.all_reduce(x)\n[rank1]:     raise KeyError('id')\n[rank0]: RuntimeError: [pair.cc:553] Connection closed by peer [10.0.0.2]:4711\n[rank1]: KeyError: 'id'", "USER-exception", "torch"),
     # Whole logs: what follows from a failure stands beside it.
@@ -937,6 +937,24 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ('Missing key(s) in state_dict: "a.weight".\n\tUnexpected key(s) in state_dict: "module.a.weight".', "CKPT-prefix", "torch"),
     ('Unexpected key(s) in state_dict: "base_model.model.layers.0.q_proj.lora_A.default.weight".', "CKPT-adapter", "peft"),
     ('Unexpected key(s) in state_dict: "layers.0.q_proj.weight.absmax", "layers.0.q_proj.weight.quant_map".', "CKPT-quantized", "bitsandbytes"),
+    ("ValueError: Loss is nan, stopping training", "TRAIN-nan", "torch"),
+    ("    scaler.unscale_grads(grads, loss_scale)\nZeroDivisionError: float division by zero", "TRAIN-scale-zero", "apex"),
+    ("RuntimeError: cutlassF: no kernel found to launch!", "CUDA-attention", "torch"),
+    ("RuntimeError: Numpy is not available", "ENV-extension", "torch"),
+    ("RuntimeError: Error(s) in loading state_dict for Net:\n\tWhile copying the parameter named a, an exception occurred : ('Cannot copy out of meta tensor; no data!',).", "MODEL-meta", "torch"),
+    ("RuntimeError: expected device cuda:0 but got device cpu", "DATA-devices", "torch"),
+    ("ValueError: Using a target size (torch.Size([4])) that is different to the input size (torch.Size([4, 1])) is deprecated.", "MODEL-shapes", "torch"),
+    ("AttributeError: 'Conv2d' object has no attribute 'padding_mode'", "CKPT-pickled-version", "torch"),
+    ("    data = torch.load(path)\nUnicodeDecodeError: 'ascii' codec can't decode byte 0x90 in position 2: ordinal not in range(128)", "CKPT-python2", "torch"),
+    ("UnicodeEncodeError: 'ascii' codec can't encode characters in position 0-1: ordinal not in range(128)", "ENV-encoding", "python"),
+    ("AttributeError: Can't get attribute '_rebuild_parameter_v3' on <module 'torch._utils' from '/opt/conda/lib/python3.8/site-packages/torch/_utils.py'>", "CKPT-newer-torch", "torch"),
+    ("lmdb.Error: The environment '/data/x.lmdb' is already open in this process.", "DATA-lmdb-twice", "lmdb"),
+    ("ValueError: Cannot load file containing pickled data when allow_pickle=False", "DATA-npy", "numpy"),
+    ("cv2.error: Unknown C++ exception from OpenCV code", "DATA-opencv", "opencv"),
+    ("lmdb.InvalidParameterError: mdb_txn_begin: Invalid argument", "DATA-forked-handle", "lmdb"),
+    ("RuntimeError: Encountered gradient which is undefined, but still allreduced by DDP reducer.", "DDP-undefined-gradient", "torch"),
+    ("RuntimeError: Attempted to send CUDA tensor received from another process; this is not currently supported.", "CUDA-share-resend", "torch"),
+    ("RuntimeError: Error: cannot set number of interop threads after parallel work has started", "ENV-late-threads", "torch"),
 )  # fmt: skip
 
 
