@@ -169,6 +169,7 @@ class _Traceback:
 _USER: Final = "DS-USER-exception"
 _FIX_OF_USER: Final = "Fix that line; ranks that complain of a lost peer failed because of it."
 _FIX_OF_WRAPPER: Final = "Read the 'Original Traceback' that follows, or run with num_workers=0: it ends with the line of the dataset."
+_FIX_OF_REPLICA: Final = "Read the 'Original Traceback' that follows: it ends with the line of the model. Try it on one GPU; for several use DistributedDataParallel, with one process for each, as DataParallel copies the model in every step and splits only tensors."
 _WATCHDOG: Final = "DS-HANG-watchdog"
 _OWN: Final = ("exception", "end")
 _REPORT: Final = "DS-RUN-report"
@@ -476,17 +477,18 @@ class LogReader:
         text = f": {said_text[:300]}" if said_text else ""
         # The original stands below it, with the line of the dataset.
         is_wrapper = _CAUGHT_IN_WORKER.match(said_text) is not None
+        is_replica = is_wrapper and "replica" in said_text
         cause = Cause(
             code=_USER,
             kind="user-error",
             level="end" if traceback is None else "exception",
             retry="never",
             cause=(
-                f"{'The forward failed in a copy of DataParallel' if 'replica' in text else 'The dataset or the collate function failed in a DataLoader worker'}{text}{at}."
+                f"{'The forward failed in a copy of DataParallel' if is_replica else 'The dataset or the collate function failed in a DataLoader worker'}{text.removesuffix('.')}{at}."
                 if is_wrapper
                 else f"The script raised {raised['type']}{text}{at}."
             ),
-            fix=_FIX_OF_WRAPPER if is_wrapper else _FIX_OF_USER,
+            fix=_FIX_OF_REPLICA if is_replica else _FIX_OF_WRAPPER if is_wrapper else _FIX_OF_USER,
             page="docs/reference/failures.md#ds-user-exception",
             rank=_rank_of(line),
             evidence=[(number, said[:400])],

@@ -955,6 +955,9 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("RuntimeError: Encountered gradient which is undefined, but still allreduced by DDP reducer.", "DDP-undefined-gradient", "torch"),
     ("RuntimeError: Attempted to send CUDA tensor received from another process; this is not currently supported.", "CUDA-share-resend", "torch"),
     ("RuntimeError: Error: cannot set number of interop threads after parallel work has started", "ENV-late-threads", "torch"),
+    ("RuntimeError: Expected tensor for argument #1 'input' to have the same device as tensor for argument #2 'weight'; but device 0 does not equal 1 (while checking arguments for cudnn_convolution)", "DATA-two-gpus", "torch"),
+    ("cupy.cuda.driver.CUDADriverError: CUDA_ERROR_INVALID_HANDLE: invalid resource handle", "CUDA-launch", "cupy"),
+    ("    assert len(indices) == self.total_size\nAssertionError", "DATA-sampler-small", "torch"),
 )  # fmt: skip
 
 
@@ -976,6 +979,13 @@ def test_where_a_known_exception_was_raised_is_told() -> None:
         "    return boxes[0]\nIndexError: list index out of range"
     )
     assert cause.cause.endswith("Raised at /w/data.py:12 in __getitem__.")
+
+
+def test_a_replica_that_failed_is_not_blamed_on_the_dataset() -> None:
+    """Without the original traceback only the wrapper's own line is there."""
+    [cause] = explain_text("RuntimeError: Caught RuntimeError in replica 0 on device 0.")
+    assert "dataset" not in cause.cause + cause.fix
+    assert "DistributedDataParallel" in cause.fix
 
 
 HEALTHY: Final = """\
