@@ -407,7 +407,16 @@ def _exited(ended: EndedAttempt, cause: RootCause) -> LaunchError:
             called += f", while it handled {raised.handled}"
             fix = "fix that line; let the exception through, and its traceback is shown."
     elif root.exit_code is None:
-        return _vanished(ended, cause)
+        message = Explanation(
+            f"{ended.name(root)} ended before its function returned, "
+            f"{ended.place(root, 'user-error')}; its exit status is unknown.",
+            cause="a handler of SIGCHLD, or an os.wait(), in the launching program collected the exit "
+            "status before ddpsafe could.",
+            fix="let it wait for its own children only: os.waitpid(pid, …).",
+            details=[*last_output(root), *others(ended.outcomes.values(), cause)],
+            logs=ended.log_of(root),
+        )
+        return RankExitedError(message, **ended.rank_facts(root), exit_code=1)
     elif root.phase == "starting":
         called = "the script failed while the new process imported it; its output stands above"
         fix = "fix what the traceback above says; a rank imports the script from its first line."
@@ -439,20 +448,6 @@ def _exited(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     return error
 
 
-def _vanished(ended: EndedAttempt, cause: RootCause) -> LaunchError:
-    root = cause.root
-    message = Explanation(
-        f"{ended.name(root)} ended before its function returned, {ended.place(root, 'user-error')}; "
-        "its exit status is unknown.",
-        cause="a handler of SIGCHLD, or an os.wait(), in the launching program collected the exit "
-        "status before ddpsafe could.",
-        fix="let it wait for its own children only: os.waitpid(pid, …).",
-        details=[*last_output(root), *others(ended.outcomes.values(), cause)],
-        logs=ended.log_of(root),
-    )
-    return RankExitedError(message, **ended.rank_facts(root), exit_code=1)
-
-
 def _returned(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     """Return the error of a rank that returned while others waited for it."""
     root = cause.root
@@ -475,10 +470,21 @@ def _returned(ended: EndedAttempt, cause: RootCause) -> LaunchError:
 
 def _kept_waiting(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     """Return the error of a wait that timed out, or will: it names whom the others waited for."""
-    cls = _class_of_wait(ended)
-    conclusion = cause.conclusion
-    if conclusion.blames == "nothing" and (told := _barrier_explanations(ended)):
-        return _not_all_came(ended, told)
+    outcomes, conclusion = ended.outcomes.values(), cause.conclusion
+    # A barrier and a rendezvous that timed out have errors of their own.
+    cls: type[LaunchTimeoutError] = next(
+        (
+            own
+            for own in (RendezvousTimeoutError, BarrierTimeoutError)
+            if any(_has_timed_out(outcome, own) for outcome in outcomes)
+        ),
+        CollectiveTimeoutError,
+    )
+    if conclusion.blames == "nothing":
+        waited = [out.raised for out in outcomes if _has_timed_out(out, BarrierTimeoutError)]
+        told = [raised.explanation for raised in waited if raised and raised.explanation]
+        if told:
+            return _not_all_came(ended, told)
     if conclusion.blames == "gpu":
         return _stuck_on_gpu(ended, cause, cls)
     root = cause.root
@@ -504,7 +510,7 @@ def _kept_waiting(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         f"{ended.name(root)} {did}{at}, on {root.hostname}, {ended.when(kind)}{awaited}.",
         cause=likely.format(host=root.hostname),
         fix=fix.format(host=root.hostname, pid=root.pid, setting=cls.setting),
-        details=[*positions(ended.outcomes.values()), *last_traceback(root)],
+        details=[*positions(outcomes), *last_traceback(root)],
         logs=ended.run_dir,
     )
     missing = [] if conclusion.blames == "nothing" else [root]
@@ -579,14 +585,6 @@ def _stuck_on_gpu(
     return cls(message, **ended.timeout_facts([], ended.ending.waited_s), kind="hang")
 
 
-def _barrier_explanations(ended: EndedAttempt) -> list[Explanation]:
-    """Return what the ranks report that waited at one of ddpsafe's barriers without success."""
-    waited = [
-        out.raised for out in ended.outcomes.values() if _has_timed_out(out, BarrierTimeoutError)
-    ]
-    return [raised.explanation for raised in waited if raised and raised.explanation]
-
-
 def _not_all_came(ended: EndedAttempt, told: list[Explanation]) -> LaunchError:
     """Say at which barriers the ranks waited; none of them is known to hang."""
     first, *others = told
@@ -615,14 +613,6 @@ def _advice_on_hang(cause: RootCause) -> Advice:
     outlived_sigkill = root.status == "stopped" and root.ended_ns is None
     in_kernel = root.state == psutil.STATUS_DISK_SLEEP and outlived_sigkill
     return _IN_KERNEL if in_kernel else cause.conclusion.advice
-
-
-def _class_of_wait(ended: EndedAttempt) -> type[LaunchTimeoutError]:
-    """Return the class of the wait that timed out: a barrier and a rendezvous have their own."""
-    for cls in (RendezvousTimeoutError, BarrierTimeoutError):
-        if any(_has_timed_out(outcome, cls) for outcome in ended.outcomes.values()):
-            return cls
-    return CollectiveTimeoutError
 
 
 def _not_all_joined(ended: EndedAttempt) -> LaunchError:
@@ -722,34 +712,35 @@ def _first_line(outcome: RankOutcome) -> str:
 
 def positions(outcomes: Iterable[RankOutcome]) -> list[str]:
     """Say of each rank where it was, in the code and in the sequence of collectives."""
-    return [_position(outcome) for outcome in list(outcomes)[:_SHOWN_RANKS]]
-
-
-def _position(outcome: RankOutcome) -> str:
-    parts = [f"rank {outcome.rank}"]
-    if outcome.state == psutil.STATUS_STOPPED:
-        parts.append("is stopped (SIGSTOP)")
-    elif outcome.state == psutil.STATUS_DISK_SLEEP:
-        parts.append("was waiting in the kernel for a disk or a device")
-    elif outcome.status == "returned":
-        parts.append(
-            f"called sys.exit(0) at {outcome.exited_at}" if outcome.exited_at else "has returned"
-        )
-    raised = outcome.raised
-    if raised is not None and (not raised.is_peer_error or raised.is_wrapped):
-        did = "raised" if raised.final and not raised.hidden_by else "was handling"
-        parts.append(f"{did} {_first_line(outcome)}")
-    if outcome.position is not None and outcome.position.handling:
-        parts.append(f"was handling {outcome.position.handling};")
-    if text := where(outcome):
-        parts.append(f"at {text}")
-    last = newest_collective(outcome)
-    if outcome.sends_or_receives:
-        parts.append(f"{_relation(outcome, done=False)} {outcome.sends_or_receives}")
-        parts += [f"after {last}"] if last is not None else []
-    elif last is not None:
-        parts.append(f"{_relation(outcome, done=last.done)} {last}")
-    return ", ".join(parts)
+    lines = []
+    for outcome in list(outcomes)[:_SHOWN_RANKS]:
+        parts = [f"rank {outcome.rank}"]
+        if outcome.state == psutil.STATUS_STOPPED:
+            parts.append("is stopped (SIGSTOP)")
+        elif outcome.state == psutil.STATUS_DISK_SLEEP:
+            parts.append("was waiting in the kernel for a disk or a device")
+        elif outcome.status == "returned":
+            parts.append(
+                f"called sys.exit(0) at {outcome.exited_at}"
+                if outcome.exited_at
+                else "has returned"
+            )
+        raised = outcome.raised
+        if raised is not None and (not raised.is_peer_error or raised.is_wrapped):
+            did = "raised" if raised.final and not raised.hidden_by else "was handling"
+            parts.append(f"{did} {_first_line(outcome)}")
+        if outcome.position is not None and outcome.position.handling:
+            parts.append(f"was handling {outcome.position.handling};")
+        if text := where(outcome):
+            parts.append(f"at {text}")
+        last = newest_collective(outcome)
+        if outcome.sends_or_receives:
+            parts.append(f"{_relation(outcome, done=False)} {outcome.sends_or_receives}")
+            parts += [f"after {last}"] if last is not None else []
+        elif last is not None:
+            parts.append(f"{_relation(outcome, done=last.done)} {last}")
+        lines.append(", ".join(parts))
+    return lines
 
 
 def _relation(outcome: RankOutcome, *, done: bool) -> str:
@@ -772,7 +763,10 @@ def last_output(outcome: RankOutcome) -> list[str]:
         return []
     said, _, stacks = outcome.error_text().partition(CRASH)
     lines = said.splitlines()[-_LAST_LINES:]
-    lines += [line for line in stacks.splitlines() if _is_users_frame(line)]
+    for line in stacks.splitlines():
+        frame = _FRAME.match(line)
+        if frame and frame["file"] != "<string>" and not is_library(frame["file"]):
+            lines.append(line)
     if not lines:
         return []
     return ["last lines of its stderr:", *(f"| {line.rstrip()[:160]}" for line in lines)]
@@ -785,11 +779,6 @@ def last_traceback(outcome: RankOutcome) -> list[str]:
     _, mark, trace = outcome.error_text().rpartition("Traceback (most recent call last):")
     lines = [line for line in trace.splitlines() if line.strip()][-_LAST_COMPLAINT:]
     return ["it has printed a traceback:", *(f"| {line[:160]}" for line in lines)] if mark else []
-
-
-def _is_users_frame(line: str) -> bool:
-    frame = _FRAME.match(line)
-    return frame is not None and frame["file"] != "<string>" and not is_library(frame["file"])
 
 
 # ---- the rank's own exception ----

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from ddpsafe._launcher.processes.rank_process import Worker
-    from ddpsafe._wire.foreign_texts import WatchdogPlace
 
 _ANSWER: Final = timedelta(seconds=0.8)
 _ALL_THREADS: Final = timedelta(seconds=0.4)
@@ -103,7 +102,11 @@ def collect(workers: Sequence[Worker]) -> dict[int, RankReading]:
         What was read, by rank; nothing of a rank that ended without a crash.
     """
     asked = [worker for worker in workers if worker.alive and worker.returned is None]
-    states = {worker.rank: _state_of(worker) for worker in asked}
+    states = {worker.rank: "" for worker in asked}
+    for worker in asked:
+        with contextlib.suppress(psutil.Error):
+            if worker.pid is not None:
+                states[worker.rank] = str(psutil.Process(worker.pid).status())
     stopped = [worker for worker in asked if states[worker.rank] == psutil.STATUS_STOPPED]
     running = [worker for worker in asked if worker not in stopped]
     found = _question(running, states)
@@ -135,7 +138,10 @@ def _complete(worker: Worker, reading: RankReading) -> RankReading:
     # A rank seems to have called exec where its pipe is closed and its handlers are gone.
     is_cut_off = worker.alive and worker.receiver.closed
     if not place.stack and is_cut_off and not _catches_stacks_signal(worker):
-        place = StackReading(stack=f"exec of {_name_of(worker)}", in_collective=False)
+        name = "another program"
+        with contextlib.suppress(psutil.Error):
+            name = psutil.Process(worker.pid).name()
+        place = StackReading(stack=f"exec of {name}", in_collective=False)
     waits_for = name_awaited_loader_workers(worker, _main_thread(_dump_of(worker)))
     # The text of the watchdog says where it is, where the recorder does not.
     if reading.native is not None and (position is None or not position.collectives):
@@ -207,7 +213,19 @@ def _ask(worker: Worker, *, is_stopped: bool) -> None:
 def _await_answers(
     asked: Sequence[Worker], known: Mapping[int, Position | None], deadline: Deadline
 ) -> None:
-    while not deadline.expired() and not all(_has_answered(each, known) for each in asked):
+    while not deadline.expired():
+        # Its stacks never will be read where the run directory was removed.
+        silent = [
+            each
+            for each in asked
+            if each.alive
+            and (
+                each.position is known[each.rank]
+                or (not _RUN_RANK.search(_dump_of(each)) and Path(each.spec.logs.stacks).exists())
+            )
+        ]
+        if not silent:
+            return
         wait([worker.receiver.fileno() for worker in asked if not worker.receiver.closed], _POLL_S)
         for worker in asked:
             worker.take_reports()
@@ -278,25 +296,21 @@ def find_busy_loader_workers(worker: Worker) -> list[LoaderWorker]:
     found = []
     with contextlib.suppress(psutil.Error, OSError):  # a worker may end at any moment
         for child in psutil.Process(worker.pid).children():
-            frames = _ask_child(worker, child.pid, deadline)
+            before = len(_dump_of(worker))
+            if not (_catches_stacks_signal(worker, child.pid) and _holds_stacks(worker, child.pid)):
+                continue
+            os.kill(child.pid, STACKS_SIGNAL)
+            answer = ""
+            while not _RUN_RANK.search(answer) and not deadline.expired():
+                wait([], _POLL_S)
+                answer = _dump_of(worker)[before:]
+            frames = _main_thread(answer)
             ends = [i for i, each in enumerate(frames) if each.file.endswith(_WORKER_LOOP)]
             inner = frames[: ends[0]] if ends else []
             if not inner or any(each.file.endswith(_QUEUES) for each in inner):
                 continue  # no worker of a DataLoader, or one that waits for an index
             found.append(LoaderWorker(child.name(), child.pid, tuple(inner)))
     return found
-
-
-def _ask_child(worker: Worker, pid: int, deadline: Deadline) -> list[Frame]:
-    before = len(_dump_of(worker))
-    if not (_catches_stacks_signal(worker, pid) and _holds_stacks(worker, pid)):
-        return []
-    os.kill(pid, STACKS_SIGNAL)
-    answer = ""
-    while not _RUN_RANK.search(answer) and not deadline.expired():
-        wait([], _POLL_S)
-        answer = _dump_of(worker)[before:]
-    return _main_thread(answer)
 
 
 def _catches_stacks_signal(worker: Worker, pid: int | None = None) -> bool:
@@ -321,36 +335,12 @@ def _holds_stacks(worker: Worker, pid: int | None = None) -> bool:
         links = list(Path(f"/proc/{pid or worker.pid}/fd").iterdir())
     except OSError:  # the system does not say
         return True
-    return any(_target_of(link).startswith(path) for link in links)
-
-
-def _target_of(link: Path) -> str:
-    try:
-        return os.readlink(link)  # noqa: PTH115 - as the system says it, "(deleted)" included
-    except OSError:  # closed meanwhile
-        return ""
-
-
-def _state_of(worker: Worker) -> str:
-    with contextlib.suppress(psutil.Error):
-        if worker.pid is not None:
-            return str(psutil.Process(worker.pid).status())
-    return ""
-
-
-def _name_of(worker: Worker) -> str:
-    with contextlib.suppress(psutil.Error):
-        return psutil.Process(worker.pid).name()
-    return "another program"
-
-
-def _has_answered(worker: Worker, known: Mapping[int, Position | None]) -> bool:
-    if not worker.alive:
-        return True
-    # Its stacks never will be read where the run directory was removed.
-    return worker.position is not known[worker.rank] and (
-        _RUN_RANK.search(_dump_of(worker)) is not None or not Path(worker.spec.logs.stacks).exists()
-    )
+    for link in links:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            target = os.readlink(link)  # noqa: PTH115 - as the system says it, "(deleted)" included
+            if target.startswith(path):
+                return True
+    return False
 
 
 def _dump_of(worker: Worker) -> str:
@@ -437,27 +427,23 @@ def read_position(stderr: str, known: Position | None) -> Position | None:
     if not told:
         return known
     others = () if known is None else known.collectives
-    kept = [each for each in others if each.group not in told]
-    return Position(
-        collectives=(*kept, *(each for place in told.values() for each in _collectives(place)))
-    )
-
-
-def _collectives(place: WatchdogPlace) -> list[Collective]:
-    numbers = sorted({place.completed, place.number, max(place.number, place.queued)} - {0})
-    return [
-        Collective(
-            group=place.group,
-            number=number,
-            name=f"nccl:{place.operation}"
-            if place.operation and number == place.number
-            else UNKNOWN_COLLECTIVE,
-            sizes=f"[[{place.numel}]]" if place.numel and number == place.number else "",
-            state="completed" if number <= place.completed else "queued",
-            entered_ns=number,  # the watchdog tells no time; their order is enough
-        )
-        for number in numbers
-    ]
+    collectives = [each for each in others if each.group not in told]
+    for place in told.values():
+        numbers = {place.completed, place.number, max(place.number, place.queued)} - {0}
+        collectives += [
+            Collective(
+                group=place.group,
+                number=number,
+                name=f"nccl:{place.operation}"
+                if place.operation and number == place.number
+                else UNKNOWN_COLLECTIVE,
+                sizes=f"[[{place.numel}]]" if place.numel and number == place.number else "",
+                state="completed" if number <= place.completed else "queued",
+                entered_ns=number,  # the watchdog tells no time; their order is enough
+            )
+            for number in sorted(numbers)
+        ]
+    return Position(collectives=tuple(collectives))
 
 
 def _main_thread(dump: str) -> list[Frame]:
@@ -485,28 +471,21 @@ def count_oom_kills() -> int:
     Returns:
         The count; 0 where nothing counts.
     """
-    return sum(map(_read_count, _counters()))
-
-
-def _counters() -> list[Path]:
     try:
         lines = _MEMBERSHIPS.read_text(encoding="utf-8").splitlines()
     except OSError:
-        return []
-    found = []
+        return 0
+    kills = 0
     for line in lines:
         _, controllers, path = line.split(":", 2)
         inside = path.lstrip("/")
         if controllers == "":
-            found.append(_CGROUPS / inside / "memory.events")
+            file = _CGROUPS / inside / "memory.events"
         elif "memory" in controllers.split(","):
-            found.append(_CGROUPS / "memory" / inside / "memory.oom_control")
-    return found
-
-
-def _read_count(file: Path) -> int:
-    try:
-        match = _COUNT.search(file.read_text(encoding="utf-8"))
-    except OSError:
-        return 0
-    return int(match[1]) if match else 0
+            file = _CGROUPS / "memory" / inside / "memory.oom_control"
+        else:
+            continue
+        with contextlib.suppress(OSError):
+            match = _COUNT.search(file.read_text(encoding="utf-8"))
+            kills += int(match[1]) if match else 0
+    return kills

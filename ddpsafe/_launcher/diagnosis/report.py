@@ -42,8 +42,28 @@ def write_report(error: LaunchError, folder: Path) -> None:
     Raises:
         OSError: It cannot be written to.
     """
+    facts: dict[str, Any] = {
+        "schema": SCHEMA,
+        "written_at": _now(),
+        "error": type(error).__name__,
+        "kind": error.kind,
+        "exit_code": error.exit_code,
+        "message": str(error),
+        "what": error.explanation.what,
+        "cause": error.explanation.cause,
+        "fix": error.explanation.fix,
+        "details": list(error.explanation.details),
+        "attempt": error.attempt,
+        "attempts": error.attempts,
+    }
+    if isinstance(error, RankFailedError):
+        facts["rank"] = error.rank
+    if isinstance(error, LaunchTimeoutError):
+        facts["waited_s"] = round(error.waited_s, 3)
+        facts["missing_ranks"] = list(error.missing_ranks)
+    facts |= _facts_of_ranks(error.outcomes)
     _replace(folder / "report.txt", _text(error))
-    _replace(folder / "report.json", json.dumps(_facts(error), indent=1, ensure_ascii=False))
+    _replace(folder / "report.json", json.dumps(facts, indent=1, ensure_ascii=False))
 
 
 def write_ranks(outcomes: Mapping[int, RankOutcome], folder: Path) -> None:
@@ -79,55 +99,29 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _text(error: LaunchError) -> str:
-    parts = [f"{type(error).__name__}: {error}"]
-    parts += [_section(outcome) for outcome in error.outcomes.values()]
-    return f"\n\n{_RULE}\n".join(parts)
-
-
-def _section(outcome: RankOutcome) -> str:
-    head = f"rank {outcome.rank} (pid {outcome.pid} on {outcome.hostname}): {outcome.status}"
-    if outcome.signal_name is not None:
-        head += f" by {outcome.signal_name}"
-    parts = [f"{head}, while {outcome.phase}, after {outcome.steps} optimizer steps"]
-    if outcome.raised is not None:
-        parts.append(outcome.raised.traceback.rstrip())
-    if outcome.stack:
-        parts.append(f"at {outcome.stack}")
-    if outcome.position is not None and outcome.position.collectives:
-        parts.append("last collectives:")
-        parts += [f"  {each}, {_state(each.done)}" for each in outcome.position.collectives]
-    log = None if outcome.stderr is None else Path(outcome.stderr).with_suffix(".stacks")
-    stacks = "" if log is None else read_log(log).rstrip()
-    if stacks:
-        parts += ["all threads, the last call first:", stacks]
-    return "\n".join(parts)
+    sections = [f"{type(error).__name__}: {error}"]
+    for outcome in error.outcomes.values():
+        head = f"rank {outcome.rank} (pid {outcome.pid} on {outcome.hostname}): {outcome.status}"
+        if outcome.signal_name is not None:
+            head += f" by {outcome.signal_name}"
+        parts = [f"{head}, while {outcome.phase}, after {outcome.steps} optimizer steps"]
+        if outcome.raised is not None:
+            parts.append(outcome.raised.traceback.rstrip())
+        if outcome.stack:
+            parts.append(f"at {outcome.stack}")
+        if outcome.position is not None and outcome.position.collectives:
+            parts.append("last collectives:")
+            parts += [f"  {each}, {_state(each.done)}" for each in outcome.position.collectives]
+        log = None if outcome.stderr is None else Path(outcome.stderr).with_suffix(".stacks")
+        stacks = "" if log is None else read_log(log).rstrip()
+        if stacks:
+            parts += ["all threads, the last call first:", stacks]
+        sections.append("\n".join(parts))
+    return f"\n\n{_RULE}\n".join(sections)
 
 
 def _state(done: bool) -> str:  # noqa: FBT001 - the subject of the call
     return "ended" if done else "not ended"
-
-
-def _facts(error: LaunchError) -> dict[str, Any]:
-    facts: dict[str, Any] = {
-        "schema": SCHEMA,
-        "written_at": _now(),
-        "error": type(error).__name__,
-        "kind": error.kind,
-        "exit_code": error.exit_code,
-        "message": str(error),
-        "what": error.explanation.what,
-        "cause": error.explanation.cause,
-        "fix": error.explanation.fix,
-        "details": list(error.explanation.details),
-        "attempt": error.attempt,
-        "attempts": error.attempts,
-    }
-    if isinstance(error, RankFailedError):
-        facts["rank"] = error.rank
-    if isinstance(error, LaunchTimeoutError):
-        facts["waited_s"] = round(error.waited_s, 3)
-        facts["missing_ranks"] = list(error.missing_ranks)
-    return {**facts, **_facts_of_ranks(error.outcomes)}
 
 
 def _facts_of_ranks(outcomes: Mapping[int, RankOutcome]) -> dict[str, Any]:

@@ -146,16 +146,13 @@ def draw(run_dir: Path) -> str:
         bar["phase"] for each in attempts for row in each["chart"]["rows"] for bar in row["bars"]
     }
     return environment.from_string(_TEMPLATE).render(
-        title=newest.get("error") or _title(failed=count),
+        title=newest.get("error")
+        or ("the newest attempt did not fail" if count else "no attempt of this run has failed"),
         summary=f"{failed}, {newest.get('written_at', '')} {run_dir}",
         attempts=attempts,
         legend=[_PHASES[phase] for phase in _PHASES if phase in seen],
         style=Markup(_STYLE),  # noqa: S704 - the constant above,
     )
-
-
-def _title(*, failed: int) -> str:
-    return "the newest attempt did not fail" if failed else "no attempt of this run has failed"
 
 
 def _shown(text: object) -> str:

@@ -131,10 +131,11 @@ class Evidence:
         pairs = [
             (place.outcome.rank, place.at)
             for members in self.groups.values()
-            for mine in _numbers_of(root, members)
+            for mine in members
+            if mine.outcome is root  # else it may be no member
             for place in members
             if place.at is not None
-            and place.at.number > mine
+            and place.at.number > _number(mine.last)
             and not place.outcome.sends_or_receives
         ]
         if not pairs and not is_waiting(root):
@@ -633,22 +634,19 @@ def _by_likelihood(broke: Ranks) -> Ranks:
     """
     in_order = sorted(broke, key=_order)
     first = in_order[:1]
+    killed = [out for out in in_order if out.status == "killed" and not _crashed_inside(out)]
     if first and first[0].raised is not None and kind_of(first[0].raised) in _OF_A_CONNECTION:
-        killed = [out for out in in_order if out.status == "killed" and not _crashed_inside(out)]
         return sorted(in_order, key=lambda outcome: outcome not in killed)
     if first and first[0].status == "exited":
-        killed = [
-            out for out in in_order if _may_have_been_killed_before(out, first[0].ended_ns or 0)
+        latest_ns = (first[0].ended_ns or 0) + _TOGETHER_NS
+        before = [
+            out
+            for out in killed
+            if out.ended_ns is not None
+            and (_was_killed_from_outside(out) or out.ended_ns <= latest_ns)
         ]
-        return sorted(in_order, key=lambda outcome: outcome not in killed)
+        return sorted(in_order, key=lambda outcome: outcome not in before)
     return in_order
-
-
-def _may_have_been_killed_before(outcome: RankOutcome, moment_ns: int) -> bool:
-    """Tell whether a rank may have been killed before a moment, whenever its end was seen."""
-    if outcome.status != "killed" or _crashed_inside(outcome) or outcome.ended_ns is None:
-        return False
-    return _was_killed_from_outside(outcome) or outcome.ended_ns <= moment_ns + _TOGETHER_NS
 
 
 def _order(outcome: RankOutcome) -> tuple[bool, bool, bool, int, int]:
@@ -690,11 +688,6 @@ def _number(last: Collective | None) -> int:
     return 0 if last is None else last.number
 
 
-def _numbers_of(outcome: RankOutcome, members: Sequence[GroupPosition]) -> list[int]:
-    """Return how many collectives a rank has entered in a group; nothing if it may be no member."""
-    return [_number(place.last) for place in members if place.outcome is outcome]
-
-
 def _find_awaited(
     groups: Mapping[str, Sequence[GroupPosition]], outcomes: Mapping[int, RankOutcome]
 ) -> Ranks:
@@ -718,18 +711,16 @@ def _find_awaited(
         return (outcome.rank in waiting, is_waiting(outcome), number, outcome.rank)
 
     found = sorted(awaited.values(), key=likelihood)
-    sender = _find_sender(found[0], outcomes) if found else None
-    return found if sender is None else [sender, *(out for out in found if out is not sender)]
-
-
-def _find_sender(first: RankOutcome, outcomes: Mapping[int, RankOutcome]) -> RankOutcome | None:
-    """Go from receive to receive; return the rank at the end if it waits for no other."""
-    at: RankOutcome | None = first
+    # Go from receive to receive; the rank at the end comes first if it waits for no other.
+    sender = found[0] if found else None
     seen: set[int] = set()
-    while at is not None and is_waiting(at) and at.rank not in seen:
-        seen.add(at.rank)
-        at = None if at.awaited_sender is None else outcomes.get(at.awaited_sender)
-    return None if at is None or is_waiting(at) else at
+    while sender is not None and is_waiting(sender) and sender.rank not in seen:
+        seen.add(sender.rank)
+        awaited_rank = sender.awaited_sender
+        sender = None if awaited_rank is None else outcomes.get(awaited_rank)
+    if sender is None or is_waiting(sender):
+        return found
+    return [sender, *(out for out in found if out is not sender)]
 
 
 def _find_late(groups: Mapping[str, Sequence[GroupPosition]]) -> list[tuple[RankOutcome, float]]:

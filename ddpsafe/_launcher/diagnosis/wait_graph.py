@@ -155,7 +155,24 @@ def find_deadlock(views: Mapping[int, RankView]) -> Deadlock | None:
             taken for one that works.
     """
     members = _members(views)
-    return _find_mismatch(views, members) or _find_endless_wait(views, members)
+    mismatch = _find_mismatch(views, members)
+    if mismatch is not None:
+        return mismatch
+    # Leave out, again and again, every rank that may still go on.
+    gone = {view.rank for view in views.values() if view.has_left or view.is_stopped}
+    stuck = {view.rank for view in views.values() if view.blocked_in is not None}
+    stuck -= gone
+    while True:
+        waits = {rank: _endless(views, members, rank, gone | stuck) for rank in stuck}
+        freed = {rank for rank, wait in waits.items() if wait is None}
+        if not freed:
+            break
+        stuck -= freed
+    found = {rank: wait for rank, wait in waits.items() if wait is not None}
+    stopped = _find_stopped(views, members, found)
+    if stopped is not None:
+        return stopped
+    return _follow(views, found) if found else None
 
 
 def _members(views: Mapping[int, RankView]) -> dict[str, tuple[int, ...]]:
@@ -171,17 +188,29 @@ def _find_mismatch(
 ) -> Deadlock | None:
     """Look at the hindmost collective of each group: whether all its ranks are in it, in different ones."""
     for group, ranks in members.items():
-        known = [views[rank].entered[group] for rank in ranks if _has_entered(views, rank, group)]
+        known = [
+            views[rank].entered[group]
+            for rank in ranks
+            if rank in views and group in views[rank].entered
+        ]
         if len(known) < len(ranks):  # one has not come, or nothing is known of it
             continue
-        calls = [(rank, _numbered(views[rank], group, min(known))) for rank in ranks]
+        calls = [
+            (rank, at.position.numbered(group, min(known)))
+            for rank in ranks
+            if (at := views[rank].at) is not None
+        ]
         there = [(rank, each) for rank, each in calls if each is not None]
         if len(there) < len(ranks) or any(each.is_queued_ahead for _, each in there):
             continue
+        # Those whose rank stays in them, or has left them under way and sleeps elsewhere.
         held = [
             (rank, each)
             for rank, each in there
-            if not each.done and not _is_for_one(each) and _is_stuck(views[rank], each)
+            if not each.done
+            and not _is_for_one(each)
+            and (inside := views[rank].blocked_in) is not None
+            and _place(inside) == _place(each)
         ]
         if _differ([each for _, each in held], [each for _, each in there]):
             groups: dict[tuple[str, int], list[int]] = {}
@@ -195,16 +224,6 @@ def _find_mismatch(
             )
             return Deadlock(reason="mismatch", ranks=rarest, calls=tuple(there))
     return None
-
-
-def _numbered(view: RankView, group: str, number: int) -> Collective | None:
-    return None if view.at is None else view.at.position.numbered(group, number)
-
-
-def _is_stuck(view: RankView, collective: Collective) -> bool:
-    """Tell whether the rank stays in it, or has left it under way and sleeps elsewhere."""
-    inside = view.blocked_in
-    return inside is not None and _place(inside) == _place(collective)
 
 
 def _differ(held: Sequence[Collective], there: Sequence[Collective]) -> bool:
@@ -224,10 +243,6 @@ def _comparable_size(collective: Collective) -> int:
     return collective.numel if is_known else 0
 
 
-def _has_entered(views: Mapping[int, RankView], rank: int, group: str) -> bool:
-    return rank in views and group in views[rank].entered
-
-
 def _family(collective: Collective) -> str:
     name = collective.name.partition(":")[2].lstrip("_")
     for ending in _VARIANTS:
@@ -240,25 +255,6 @@ def _is_for_one(collective: Collective) -> bool:
     return _family(collective) in _FROM_OR_TO_ONE
 
 
-def _find_endless_wait(
-    views: Mapping[int, RankView], members: Mapping[str, tuple[int, ...]]
-) -> Deadlock | None:
-    gone = {view.rank for view in views.values() if view.has_left or view.is_stopped}
-    stuck = {view.rank for view in views.values() if view.blocked_in is not None}
-    stuck -= gone
-    while True:
-        waits = {rank: _endless(views, members, rank, gone | stuck) for rank in stuck}
-        freed = {rank for rank, wait in waits.items() if wait is None}
-        if not freed:
-            break
-        stuck -= freed
-    found = {rank: wait for rank, wait in waits.items() if wait is not None}
-    stopped = _find_stopped(views, members, found)
-    if stopped is not None:
-        return stopped
-    return _follow(views, found) if found else None
-
-
 def _endless(
     views: Mapping[int, RankView],
     members: Mapping[str, tuple[int, ...]],
@@ -269,20 +265,20 @@ def _endless(
     collective = views[rank].blocked_in
     assert collective is not None  # noqa: S101 - only such ranks are looked at
     others = [each for each in members.get(collective.group, ()) if each != rank]
-    awaited = [each for each in others if _is_behind(views.get(each), collective)]
+    # Who has not entered it, or cannot take part because it is stopped.
+    awaited = [
+        each
+        for each in others
+        if (view := views.get(each)) is not None
+        and (
+            view.is_stopped
+            or (view.at is not None and view.entered.get(collective.group, 0) < collective.number)
+        )
+    ]
     never = tuple(each for each in awaited if each in dead)
     if not never or (_is_for_one(collective) and len(never) < len(others)):
         return None
     return Wait(rank, collective, never)
-
-
-def _is_behind(view: RankView | None, collective: Collective) -> bool:
-    """Tell whether a rank has not entered it, or cannot take part because it is stopped."""
-    if view is None:
-        return False
-    if view.is_stopped:
-        return True
-    return view.at is not None and view.entered.get(collective.group, 0) < collective.number
 
 
 def _find_stopped(
