@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.watch.hang_detection import LearnedGaps
     from ddpsafe._launcher.watch.preemption import StopRequest
     from ddpsafe._launcher.watch.signals import SignalInbox
-    from ddpsafe._launcher.watch.supervisor import Ending
 
 
 _CAUSE: Final = (
@@ -136,7 +135,18 @@ def run_attempt(  # noqa: PLR0913 - the parts of one attempt
         )
         if on_start is not None:
             on_start(workers, inbox)
-        ending, request = _watch_to_the_end(workers, plan, inbox, end, grace_period, learned)
+        timeouts = plan.config.timeouts
+        with open_console(workers, plan.console, inbox=inbox, limit=timeouts.attempt):
+            watch = Watch(workers, timeouts=timeouts, inbox=inbox, learned=learned)
+            ending = watch.until_end()
+            if ending.reason not in ("done", "signal"):
+                ask_where(workers)
+            given_s = grace_period() if ending.reason == "failed" else None
+            if given_s is None:
+                end(workers)
+            else:  # as torch's: they may end by themselves, then by SIGTERM
+                shutdown.await_ends(workers, Deadline.after(timedelta(seconds=given_s)))
+                end(workers, grace=timedelta(seconds=given_s))
         ended = errors.EndedAttempt(
             outcomes={worker.rank: worker.outcome() for worker in workers},
             ending=ending,
@@ -144,11 +154,11 @@ def run_attempt(  # noqa: PLR0913 - the parts of one attempt
             retry=plan.config.retry,
             run_dir=directory.path,
             oom_kills=evidence.count_oom_kills() - oom_kills_before,
-            timeouts=plan.config.timeouts,
+            timeouts=timeouts,
         )
     if inbox.received is not None:
         cancelled.set()  # whatever the result, another attempt is not wanted
-    return conclude(ended, workers, request, inbox.received, directory)
+    return conclude(ended, workers, watch.stop_request, inbox.received, directory)
 
 
 @contextmanager
@@ -214,29 +224,6 @@ def ask_where(workers: Sequence[Worker]) -> None:
     for worker in workers:
         worker.note_reading(found.get(worker.rank))
     shutdown.note_ends(workers)
-
-
-def _watch_to_the_end(
-    workers: Sequence[Worker],
-    plan: LaunchPlan,
-    inbox: SignalInbox,
-    end: Callable[..., None],
-    grace_period: GracePeriod,
-    learned: LearnedGaps | None,
-) -> tuple[Ending, StopRequest]:
-    timeouts = plan.config.timeouts
-    with open_console(workers, plan.console, inbox=inbox, limit=timeouts.attempt):
-        watch = Watch(workers, timeouts=timeouts, inbox=inbox, learned=learned)
-        ending = watch.until_end()
-        if ending.reason not in ("done", "signal"):
-            ask_where(workers)
-        given_s = grace_period() if ending.reason == "failed" else None
-        if given_s is None:
-            end(workers)
-        else:  # as torch's: they may end by themselves, then by SIGTERM
-            shutdown.await_ends(workers, Deadline.after(timedelta(seconds=given_s)))
-            end(workers, grace=timedelta(seconds=given_s))
-    return ending, watch.stop_request
 
 
 def conclude(
@@ -327,6 +314,11 @@ def _specs(
     plan: LaunchPlan, number: int, store: LauncherStore, directory: RunDirectory
 ) -> list[RankSpec]:
     config = plan.config
+    own_environment = None
+    if config.start_method == "forkserver":
+        own_environment = {
+            name: text for name, text in os.environ.items() if name not in OWN_SECRETS
+        }
     return [
         RankSpec(
             world=world,
@@ -343,7 +335,7 @@ def _specs(
                 **terminal_variables(plan.console, world.rank, {**os.environ, **config.env}),
                 **rank_env(plan, world, store.master_port, directory.logs(number, world)),
             },
-            inherited_env=_own_environment() if config.start_method == "forkserver" else None,
+            inherited_env=own_environment,
             cwd=os.getcwd(),  # noqa: PTH109 - plain text crosses to the rank
             seed=config.seed,
             child_start_method=plan.child_start_method,
@@ -353,7 +345,3 @@ def _specs(
         )
         for world in plan.worlds
     ]
-
-
-def _own_environment() -> dict[str, str]:
-    return {name: text for name, text in os.environ.items() if name not in OWN_SECRETS}

@@ -300,6 +300,9 @@ def make_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False) -
     console = config.console
     if console == "auto":
         console = "rank-zero" if style == "launch" else "all"
+    num_threads = None
+    if "OMP_NUM_THREADS" not in os.environ and "OMP_NUM_THREADS" not in config.env:
+        num_threads = max(1, count_cores() // nproc)
     # Python makes a spawned process start its own children by "spawn", too. Ranks of torchrun are
     # programs of their own, which start them as the script says or as Python does by default: by
     # "fork" up to Python 3.13. Scripts without a main guard, with a lambda as collate_fn or with a
@@ -326,7 +329,7 @@ def make_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False) -
         backend=backend,
         devices=tuple(_device(rank, nproc, backend, gpus, style) for rank in range(nproc)),
         child_start_method=child_start_method,
-        num_threads=_threads(nproc, config.env),
+        num_threads=num_threads,
         console=console,
         launch_id=make_launch_id(),
         timeouts=RankTimeouts(
@@ -439,9 +442,3 @@ def _device(rank: int, nproc: int, backend: str, gpus: int, style: CallStyle) ->
     if style != "launch":
         return f"cuda:{rank}" if nproc <= gpus or _gpus.are_shared() else "cpu"
     return f"cuda:{rank}" if "nccl" in backend or ("cuda" in backend and gpus) else "cpu"
-
-
-def _threads(nproc: int, env: dict[str, str]) -> int | None:
-    if "OMP_NUM_THREADS" in os.environ or "OMP_NUM_THREADS" in env:
-        return None
-    return max(1, count_cores() // nproc)

@@ -137,15 +137,20 @@ def open_run_directory(wanted: Path | None, *, node: str = "") -> Iterator[RunDi
         PreflightError: It cannot be made or written to.
     """
     remove_old_directories(Path(tempfile.gettempdir()))
+    in_use = None
     if wanted is None:
         try:
             path = Path(tempfile.mkdtemp(prefix="ddpsafe-"))
             directory = RunDirectory(path, is_ours=True, owner_uid=path.lstat().st_uid)
         except OSError as exc:
             raise _unusable(Path(tempfile.gettempdir()), exc) from exc
+        # Hold a lock on it as long as the launch lives, which may be longer than a week. There are
+        # file systems without locks.
+        with contextlib.suppress(OSError):
+            in_use = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(in_use, fcntl.LOCK_SH | fcntl.LOCK_NB)
     else:
         directory = _make(wanted, node)
-    in_use = _mark_in_use(directory) if wanted is None else None
     try:
         yield directory
     except BaseException as error:
@@ -196,31 +201,16 @@ def _may_be_removed(entry: os.DirEntry[str], too_old_s: float) -> bool:
             return False
         with os.scandir(entry.path) as inside:
             changed_s = [each.stat(follow_symlinks=False).st_mtime for each in inside]
-        return max(changed_s, default=0) <= too_old_s and not _is_in_use(entry.path)
+        if max(changed_s, default=0) > too_old_s:
+            return False
+        fd = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails where a launch still holds it
+        finally:
+            os.close(fd)
     except OSError:
         return False
-
-
-def _mark_in_use(directory: RunDirectory) -> int | None:
-    """Hold a lock on the directory as long as the launch lives: it may last longer than a week."""
-    try:
-        fd = os.open(directory.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    with contextlib.suppress(OSError):  # a file system without locks
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    return fd
-
-
-def _is_in_use(path: str) -> bool:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
-    return False
+    return True
 
 
 def _make(path: Path, node: str) -> RunDirectory:

@@ -15,7 +15,7 @@ import psutil
 from ddpsafe._wire.spec import MARKER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
 _FEWEST_LOOKS: Final = 3
 
@@ -62,7 +62,12 @@ class RankIdentity(ProcessIdentity):
 
     def ended(self) -> RankIdentity:
         """Describe it after its end, with what is left in its session."""
-        return replace(self, left=tuple(_identities_in_session(self.pid)))
+        left = []
+        for pid in psutil.pids():
+            if pid != self.pid and _session_of(pid) == self.pid:
+                with contextlib.suppress(psutil.Error):
+                    left.append(ProcessIdentity(pid, psutil.Process(pid).create_time()))
+        return replace(self, left=tuple(left))
 
     def owns_session(self) -> bool | None:
         """Tell whether a session of its number is its own, and not another process's; ``None`` if unknown.
@@ -95,21 +100,21 @@ def find_members(ranks: Iterable[RankIdentity], launch_id: str) -> list[psutil.P
     owned = {rank.pid: rank.owns_session() for rank in ranks}
     certain = {pid for pid, is_own in owned.items() if is_own}
     likely = {pid for pid, is_own in owned.items() if is_own is None}
-    return [
-        process
-        for process in _processes()
-        if process.pid != os.getpid() and _is_member(process, certain, likely, launch_id)
-    ]
-
-
-def _is_member(
-    process: psutil.Process, certain: set[int], likely: set[int], launch_id: str
-) -> bool:
-    places = {process.pid, _session_of(process.pid)}
-    if places & certain:
-        return True
-    # Of an ended rank's session it is not known whose it is by now, and a mark can be forged.
-    return bool(places & likely or _is_marked(process, launch_id)) and _is_own_user(process)
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            places = {process.pid, _session_of(process.pid)}
+            if places & certain:
+                found.append(process)
+                continue
+            # Of an ended rank's session it is not known whose it is by now, and a mark can be
+            # forged. Root may end all other users' processes too, and must not.
+            is_likely = places & likely or process.environ().get(MARKER) == launch_id
+            if is_likely and {os.getuid(), os.geteuid()} & set(process.uids()):
+                found.append(process)
+    return found
 
 
 def kill_members(
@@ -175,35 +180,8 @@ def is_in_kernel(pid: int | None) -> bool:
     return False
 
 
-def _processes() -> Iterator[psutil.Process]:
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                yield process
-
-
-def _identities_in_session(session: int) -> Iterator[ProcessIdentity]:
-    for pid in psutil.pids():
-        if pid != session and _session_of(pid) == session:
-            with contextlib.suppress(psutil.Error):
-                yield ProcessIdentity(pid, psutil.Process(pid).create_time())
-
-
 def _session_of(pid: int) -> int | None:
     try:
         return os.getsid(pid)
     except OSError:  # it has ended
         return None
-
-
-def _is_marked(process: psutil.Process, launch_id: str) -> bool:
-    with contextlib.suppress(psutil.Error, OSError):
-        return bool(process.environ().get(MARKER) == launch_id)
-    return False
-
-
-def _is_own_user(process: psutil.Process) -> bool:
-    """Tell whether a process is of this user: root may end all others' too, and must not."""
-    with contextlib.suppress(psutil.Error):
-        return bool({os.getuid(), os.geteuid()} & set(process.uids()))
-    return False

@@ -23,7 +23,7 @@ from ddpsafe._errors import Explanation, PreflightError
 from ddpsafe._launcher.processes.descendants import ProcessIdentity, RankIdentity, kill_members
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
 _PROGRAM: Final = (
@@ -113,12 +113,15 @@ def watch(launch_id: str, launcher_pid: int) -> None:
         signal.signal(signum, signal.SIG_IGN)
     ranks: dict[int, RankIdentity] = {}
     folders: list[str] = []
+
+    def await_end() -> None:
+        while os.getppid() == launcher_pid:  # it may have ended before this process looked first
+            time.sleep(_LOOK_EVERY_S)
+        _clean_up(ranks, folders, launch_id)
+        os._exit(0)
+
     # A process that the launcher has forked off holds the pipe open beyond the launcher's death.
-    threading.Thread(
-        target=_await_end,
-        args=(launcher_pid, lambda: _clean_up(ranks, folders, launch_id)),
-        daemon=True,
-    ).start()
+    threading.Thread(target=await_end, daemon=True).start()
     for line in sys.stdin:
         if line.strip() == _GOODBYE:
             return
@@ -146,10 +149,3 @@ def _clean_up(ranks: dict[int, RankIdentity], folders: list[str], launch_id: str
     unlink_semaphores(launch_id)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _await_end(launcher_pid: int, clean_up: Callable[[], None]) -> None:
-    while os.getppid() == launcher_pid:  # it may have ended before this process looked first
-        time.sleep(_LOOK_EVERY_S)
-    clean_up()
-    os._exit(0)

@@ -103,7 +103,15 @@ def end_workers(workers: Sequence[Worker], *, grace: timedelta, launch_id: str) 
             grace.total_seconds(),
         )
     _kill(workers)
-    _abandon_immortal(workers)
+    immortal = [worker for worker in workers if worker.alive]
+    for worker in immortal:
+        logger.error(
+            "rank %d (pid %s) did not end after SIGKILL: it is waiting inside the kernel for a disk "
+            "or a device",
+            worker.rank,
+            worker.pid,
+        )
+        worker.abandon()
     identities = [worker.identity for worker in workers if worker.identity is not None]
     leftovers = kill_members(identities, launch_id, within_s=_LEFTOVERS_S)
     if leftovers:
@@ -166,15 +174,3 @@ def await_ends(workers: Sequence[Worker], deadline: Deadline) -> None:
         note_ends(alive)
         if deadline.expired():
             return
-
-
-def _abandon_immortal(workers: Sequence[Worker]) -> None:
-    immortal = [worker for worker in workers if worker.alive]
-    for worker in immortal:
-        logger.error(
-            "rank %d (pid %s) did not end after SIGKILL: it is waiting inside the kernel for a disk "
-            "or a device",
-            worker.rank,
-            worker.pid,
-        )
-        worker.abandon()

@@ -192,7 +192,22 @@ def _translated(spec: RankSpec) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError) as exc:
-        raise _not_started(spec, exc) from exc
+        said, world = str(exc) or type(exc).__name__, spec.world
+        what = f"could not start rank {world.rank} (world_size {world.world_size}): {said}."
+        if isinstance(exc, (EOFError, ConnectionError, ChildProcessError)):
+            cause = "Python's fork server has ended: it was killed, or this process is a fork of its owner."
+            fix = 'see what stderr says above; take start_method="spawn", which needs no server.'
+        elif str(exc) == "AF_UNIX path too long":  # Python's own text; it comes without an errno
+            below = tempfile.gettempdir()
+            cause = f"the fork server's socket lies below {below}, too long for a socket."
+            fix = 'set TMPDIR to a short path, such as /tmp, or take start_method="spawn".'
+        else:
+            cause = _LIMITS.get(
+                exc.errno or 0,
+                "a limit of this machine: processes (ulimit -u), open files (ulimit -n), memory, disk.",
+            )
+            fix = "raise the limit, or start fewer ranks. The ranks started before were ended."
+        raise PreflightError(Explanation(what, cause=cause, fix=fix)) from exc
 
 
 def _context(start_method: str, *, expects_restarts: bool) -> Any:
@@ -333,26 +348,3 @@ _LIMITS: Final = {
     errno.ENOSPC: "the disk with the run directory or TMPDIR is full.",
 }
 """Which limit stopped a start, by errno."""
-
-
-def _not_started(spec: RankSpec, exc: OSError | EOFError) -> PreflightError:
-    said, world = str(exc) or type(exc).__name__, spec.world
-    what = f"could not start rank {world.rank} (world_size {world.world_size}): {said}."
-    if isinstance(exc, (EOFError, ConnectionError, ChildProcessError)):
-        cause = (
-            "Python's fork server has ended: it was killed, or this process is a fork of its owner."
-        )
-        fix = 'see what stderr says above; take start_method="spawn", which needs no server.'
-        return PreflightError(Explanation(what, cause=cause, fix=fix))
-    if str(exc) == "AF_UNIX path too long":  # Python's own text; it comes without an errno
-        cause = (
-            f"the fork server's socket lies below {tempfile.gettempdir()}, too long for a socket."
-        )
-        fix = 'set TMPDIR to a short path, such as /tmp, or take start_method="spawn".'
-        return PreflightError(Explanation(what, cause=cause, fix=fix))
-    cause = _LIMITS.get(
-        exc.errno or 0,
-        "a limit of this machine: processes (ulimit -u), open files (ulimit -n), memory, disk.",
-    )
-    fix = "raise the limit, or start fewer ranks. The ranks started before were ended."
-    return PreflightError(Explanation(what, cause=cause, fix=fix))

@@ -215,7 +215,12 @@ class Console:
             clock.note_wait(_TICK_S)
             if is_order(self._inbox.received) or self._attempt.expired():
                 continue
-            if self._has_succeeded() or self._pieces() > pieces:
+            # After a success the logs may be removed unread: only the reader is waited for.
+            has_succeeded = all(
+                worker.returned is not None and not worker.stop.is_stopping
+                for worker in self._workers
+            )
+            if has_succeeded or self._pieces() > pieces:
                 pieces, pause = self._pieces(), Deadline.after(_PAUSE, clock=clock)
         for tail in self._tails:
             tail.given_up.set()
@@ -228,11 +233,6 @@ class Console:
                 self._is_mid_line = False
         else:
             say("nothing reads the console, so it has not shown everything that the ranks wrote")
-
-    def _has_succeeded(self) -> bool:
-        """Tell whether nothing but the reader is left: logs of a success may be removed unread."""
-        returned = all(worker.returned is not None for worker in self._workers)
-        return returned and not any(worker.stop.is_stopping for worker in self._workers)
 
     def _pieces(self) -> int:
         return sum(tail.pieces for tail in self._tails)
@@ -259,7 +259,11 @@ class Console:
             self._quiet = Deadline.after(_QUIET)
         elif starting and not self._is_silent and self._quiet.expired() and sys.stderr is not None:
             rows += self._starting_row()
-        rows = self._fit(rows) if self._has_rows else []
+        if self._has_rows:
+            size = shutil.get_terminal_size()
+            rows = [row[: size.columns - 1] for row in rows[: min(_MOST_ROWS, size.lines - 1)]]
+        else:
+            rows = []
         if news or said or rows != self._rows:
             # The rows go from the terminal, whose cursor is behind the last one.
             if self._rows:
@@ -282,10 +286,6 @@ class Console:
             while True:
                 said.append(self._said.get_nowait())
         return said
-
-    def _fit(self, rows: list[str]) -> list[str]:
-        size = shutil.get_terminal_size()
-        return [row[: size.columns - 1] for row in rows[: min(_MOST_ROWS, size.lines - 1)]]
 
     def _starting_row(self) -> list[str]:
         """Return the line of the start for a terminal; where it is none, say it every half minute."""
@@ -396,9 +396,12 @@ class _Warnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             _, show = self.shows[-1]
+            # The program may show records itself.
+            loggers = (logger, logging.getLogger()) if logger.propagate else (logger,)
+            is_handled = any(other is not self for each in loggers for other in each.handlers)
             if show == "json":
                 text = json_of_record(record)
-            elif show == "none" or logging.lastResort is None or self._is_handled():
+            elif show == "none" or logging.lastResort is None or is_handled:
                 return
             else:
                 text = record.getMessage()
@@ -408,11 +411,6 @@ class _Warnings(logging.Handler):
                 write_line(text)
         except Exception:  # noqa: BLE001 - what is logged must not end the launch
             self.handleError(record)
-
-    def _is_handled(self) -> bool:
-        """Tell whether the program shows records itself."""
-        loggers = (logger, logging.getLogger()) if logger.propagate else (logger,)
-        return any(handler is not self for each in loggers for handler in each.handlers)
 
 
 logger: Final = logging.getLogger("ddpsafe")

@@ -162,12 +162,15 @@ class FlightWatch:
                 worker.ask_position()
         staying = {rank for rank, repeats in self._repeats.items() if repeats >= _REPEATS}
         places = {rank: self._answers[rank] for rank in staying}
-        return any(
-            _wait_for_each_other(last_in_main(places[mine]), last_in_main(theirs))
-            for mine in failing & staying
-            for theirs in places.values()
-            if not _is_in_a_subgroup(places[mine])
-        )
+        for mine in failing & staying:
+            at = places[mine]
+            newest = None if at is None else at.newest()
+            if newest is not None and newest.group != MAIN_GROUP and not newest.done:
+                continue  # it waits for some ranks only, which may be at work and come in time
+            last = last_in_main(at)
+            if any(_wait_for_each_other(last, last_in_main(each)) for each in places.values()):
+                return True
+        return False
 
     def _compare(self, worker: RankState, *, is_new: bool) -> None:
         """Count how often a rank has answered that it is where it was."""
@@ -182,12 +185,6 @@ class FlightWatch:
 def _has_exception_in_flight(worker: RankState) -> bool:
     is_running = worker.alive and worker.returned is None
     return is_running and worker.raised is not None and not worker.failed
-
-
-def _is_in_a_subgroup(position: Position | None) -> bool:
-    """Tell whether a rank waits for some ranks only, which may be at work and come in time."""
-    newest = None if position is None else position.newest()
-    return newest is not None and newest.group != MAIN_GROUP and not newest.done
 
 
 def _wait_for_each_other(mine: Collective | None, theirs: Collective | None) -> bool:
@@ -208,7 +205,14 @@ class StderrWatch:
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         """Read nothing yet; leave out ranks that are set to go on after an error of NCCL."""
-        self._watched = list(filter(_ends_on_errors, workers))
+        self._watched = []
+        for worker in workers:
+            # Whether the watchdog ends the process; else the script handles NCCL's errors itself.
+            env = {**(worker.spec.inherited_env or os.environ), **worker.spec.env}
+            tears_down = env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") in ("1", "3")
+            raises = env.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("0", "")
+            if tears_down and not raises:
+                self._watched.append(worker)
         self._read: dict[int, int] = {}
 
     def interval_s(self) -> float:
@@ -232,14 +236,6 @@ class StderrWatch:
 
 def _may_speak(worker: Worker) -> bool:
     return worker.alive and worker.returned is None and worker.native is None
-
-
-def _ends_on_errors(worker: Worker) -> bool:
-    """Tell whether the watchdog ends the process; else the script handles NCCL's errors itself."""
-    env = {**(worker.spec.inherited_env or os.environ), **worker.spec.env}
-    tears_down = env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") in ("1", "3")
-    raises = env.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("0", "")
-    return tears_down and not raises
 
 
 class LearnedGaps:
@@ -313,6 +309,7 @@ class ProgressWatch:
         self._was_saving = self._has_begun = False
         self._is_first = True
         self._entered_ns = 0
+        self._ask_at_s = 0.0
         self._renew(self._longest)
 
     @property
@@ -354,7 +351,12 @@ class ProgressWatch:
             ago = timedelta(seconds=max(0, time.time_ns() - entered_ns) / 1e9)
             if self._longest - ago > timedelta(seconds=self._deadline.remaining_s()):
                 self._renew(self._longest - ago)
-        self._ask_if_late()
+        left_s = self._deadline.remaining_s()
+        if left_s <= self._ask_at_s:  # late: learn where the ranks are while they can answer
+            self._ask_at_s = left_s / 2 if left_s > _LAST_QUESTION_S else 0.0
+            for worker in self._workers:
+                if worker.alive and worker.joined:
+                    worker.ask_position()
         return self._deadline.expired()
 
     def restart(self) -> None:
@@ -392,12 +394,3 @@ class ProgressWatch:
     def _renew(self, wait: timedelta | None) -> None:
         self._deadline = Deadline.after(wait)
         self._ask_at_s = self._deadline.remaining_s() / 2
-
-    def _ask_if_late(self) -> None:
-        left_s = self._deadline.remaining_s()
-        if left_s > self._ask_at_s:
-            return
-        self._ask_at_s = left_s / 2 if left_s > _LAST_QUESTION_S else 0.0
-        for worker in self._workers:
-            if worker.alive and worker.joined:
-                worker.ask_position()

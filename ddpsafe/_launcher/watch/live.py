@@ -458,9 +458,15 @@ class LiveWatch:
             "ranks": [
                 self._facts_of(worker, answers.get(worker.rank), stacks.get(worker.rank))
                 for worker in self._workers
-            ]
-            + [self._facts_of_other(other, answers.get(other.rank)) for other in self._others],
+            ],
         }
+        for other in self._others:
+            at = answers.get(other.rank)
+            reading = read_frames(at.threads[0].frames if at is not None and at.threads else ())
+            outcome = replace(
+                other.outcome(), stack=reading.stack, in_collective=reading.in_collective
+            )
+            facts["ranks"].append(self._shared_facts(other, outcome, at))
         facts["ranks"].sort(key=lambda each: each["rank"])
         for connection in self._asked_by:
             answer(connection, facts)
@@ -469,59 +475,50 @@ class LiveWatch:
     def _facts_of(
         self, worker: Worker, at: Whereabouts | None, stack: list[Frame] | None
     ) -> dict[str, object]:
+        """Return what is known of a rank of this host: more than of another one's."""
         made = worker.progress()
         frames = at.threads[0].frames if at is not None and at.threads else stack or ()
         outcome = self._outcome(worker, at, frames)
         threads = [] if at is None else [(each.name, each.frames) for each in at.threads]
-        threads = threads or [("MainThread", tuple(stack or ()))]
+        loader_workers = (
+            find_busy_loader_workers(worker) if self._wants_stacks and worker.alive else []
+        )
         return {
-            "rank": worker.rank,
-            "local_rank": worker.spec.world.local_rank,
-            "hostname": outcome.hostname,
+            **self._shared_facts(worker, outcome, at),
             "pid": worker.pid,
-            "phase": "returned" if worker.returned is not None else worker.phase,
             "state": outcome.state or self._deadlocks.activity(worker.rank).now.state,
-            "answered": at is not None,
-            "steps": made.steps,
-            "steps_per_s": round(self._rates.of(worker.rank), 3),
-            "saves": made.saves,
             "last_step_s": round((time.monotonic_ns() - made.last_ns) / 1e9, 3)
             if made.last_ns
             else None,
-            "collective": _collective_of(at),
-            "where": outcome.stack,
-            "in_collective": outcome.in_collective,
-            "threads": _told_threads(threads) if self._wants_stacks else [],
-            "loader_workers": _told_threads(
-                [
-                    (f"{each.name} (pid {each.pid})", each.frames)
-                    for each in find_busy_loader_workers(worker)
-                ]
-            )
-            if self._wants_stacks and worker.alive
+            "threads": _told_threads(threads or [("MainThread", tuple(stack or ()))])
+            if self._wants_stacks
             else [],
+            "loader_workers": _told_threads(
+                [(f"{each.name} (pid {each.pid})", each.frames) for each in loader_workers]
+            ),
         }
 
-    def _facts_of_other(self, other: RankState, at: Whereabouts | None) -> dict[str, object]:
-        made, outcome = other.progress(), other.outcome()
-        frames = at.threads[0].frames if at is not None and at.threads else ()
-        reading = read_frames(frames)
+    def _shared_facts(
+        self, rank: RankState, outcome: RankOutcome, at: Whereabouts | None
+    ) -> dict[str, object]:
+        """Return what is known of a rank of any host."""
+        made = rank.progress()
         threads = [] if at is None else at.threads
         return {
-            "rank": other.rank,
+            "rank": rank.rank,
             "local_rank": outcome.local_rank,
             "hostname": outcome.hostname,
             "pid": None,
-            "phase": "returned" if other.returned is not None else other.phase,
+            "phase": "returned" if rank.returned is not None else rank.phase,
             "state": outcome.state,
             "answered": at is not None,
             "steps": made.steps,
-            "steps_per_s": round(self._rates.of(other.rank), 3),
+            "steps_per_s": round(self._rates.of(rank.rank), 3),
             "saves": made.saves,
-            "last_step_s": None,  # it is told on another host's clock
+            "last_step_s": None,  # of another host it is told on that one's clock
             "collective": _collective_of(at),
-            "where": reading.stack,
-            "in_collective": reading.in_collective,
+            "where": outcome.stack,
+            "in_collective": outcome.in_collective,
             "threads": _told_threads([(each.name, each.frames) for each in threads])
             if self._wants_stacks
             else [],

@@ -96,7 +96,12 @@ def open_inbox() -> Iterator[SignalInbox]:
     try:
         if threading.current_thread() is threading.main_thread():
             for signum, default in _TAKEN.items():
-                if _ends_us(signal.getsignal(signum), default):
+                # A handler of `asyncio.run` cancels its task on the first SIGINT, which a task that
+                # is blocked in a launch would not notice; what `pass_on` raises ends it as well.
+                handler = signal.getsignal(signum)
+                function = getattr(handler, "func", None)  # of a functools.partial
+                of_asyncio = getattr(function, "__module__", None) == "asyncio.runners"
+                if handler == default or of_asyncio:
                     before[signum] = signal.signal(signum, inbox.put)
             if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
                 # The kernel would reap the ranks itself, and how they ended would be lost.
@@ -111,16 +116,6 @@ def open_inbox() -> Iterator[SignalInbox]:
             signal.signal(signum, handler)
         os.close(read_fd)
         os.close(write_fd)
-
-
-def _ends_us(handler: object, default: object) -> bool:
-    """Tell whether a signal has no handler but Python's own.
-
-    ``asyncio.run`` cancels its task on the first SIGINT, which a task that is blocked in a launch
-    would not notice; what `pass_on` raises ends it as well.
-    """
-    function = getattr(handler, "func", None)  # of a functools.partial
-    return handler == default or getattr(function, "__module__", None) == "asyncio.runners"
 
 
 @contextlib.contextmanager

@@ -64,7 +64,13 @@ class StatusSocket:
         with contextlib.suppress(OSError):
             connection, _ = self._listener.accept()
             connection.settimeout(_SEND_S)
-            if _is_of_this_user(connection):
+            # Where this is not known, not on Linux, the run directory's own mode keeps others out.
+            option = getattr(socket, "SO_PEERCRED", None)
+            uid = os.geteuid()
+            if option is not None:
+                said = connection.getsockopt(socket.SOL_SOCKET, option, _CREDENTIALS.size)
+                _, uid, _ = _CREDENTIALS.unpack(said)
+            if uid in (0, os.geteuid()):
                 return connection, connection.recv(len(WITH_STACKS)) == WITH_STACKS
             connection.close()
         return None
@@ -117,15 +123,6 @@ def _short(path: Path) -> Iterator[str]:
         yield f"/proc/self/fd/{folder}/{path.name}" if has_proc else str(path)
     finally:
         os.close(folder)
-
-
-def _is_of_this_user(connection: socket.socket) -> bool:
-    option = getattr(socket, "SO_PEERCRED", None)
-    if option is None:  # not on Linux: the run directory's own mode keeps others out
-        return True
-    said = connection.getsockopt(socket.SOL_SOCKET, option, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(said)
-    return uid in (0, os.geteuid())
 
 
 class Rates:

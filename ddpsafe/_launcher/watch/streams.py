@@ -97,15 +97,10 @@ def _write(stream: TextIO, text: str) -> None:
 
 def _write_past(fd: int, piece: bytes) -> None:
     while piece:
-        piece = piece[_write_some(fd, piece) :]
-
-
-def _write_some(fd: int, piece: bytes) -> int:
-    try:
-        return os.write(fd, piece)
-    except BlockingIOError:  # another process that shares the pipe has made it so
-        select.select([], [fd], [])
-        return 0
+        with contextlib.suppress(BlockingIOError):
+            piece = piece[os.write(fd, piece) :]
+            continue
+        select.select([], [fd], [])  # another process that shares the pipe has made it so
 
 
 def _pieces(data: bytes) -> Iterator[bytes]:

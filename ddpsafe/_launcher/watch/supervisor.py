@@ -154,7 +154,16 @@ class Watch:
         finally:
             self._live.close()
         if reason == "failed":
-            self._settle()
+            # Wait a moment for the reports of other ranks: what is blamed may come second.
+            settle = Deadline.after(_SETTLE, clock=self._clock)
+            longer = Deadline.after(_SETTLE_SECONDARY, clock=self._clock)
+            while any(worker.alive for worker in self._workers):
+                failed = [worker for worker in self._workers if has_failed(worker)]
+                deadline = longer if all(map(_blames_a_peer, failed)) else settle
+                if deadline.expired():
+                    break
+                self._stderr.look()
+                self._wait(deadline.remaining_s())
         elif reason == "done":
             if self._peers is not None:
                 self._peers.let_leave()
@@ -193,18 +202,6 @@ class Watch:
 
     def _have_all_joined(self) -> bool:
         return all(worker.joined for worker in self._workers)
-
-    def _settle(self) -> None:
-        """Wait a moment for the reports of other ranks: what is blamed may come second."""
-        settle = Deadline.after(_SETTLE, clock=self._clock)
-        longer = Deadline.after(_SETTLE_SECONDARY, clock=self._clock)
-        while any(worker.alive for worker in self._workers):
-            failed = [worker for worker in self._workers if has_failed(worker)]
-            deadline = longer if all(map(_blames_a_peer, failed)) else settle
-            if deadline.expired():
-                return
-            self._stderr.look()
-            self._wait(deadline.remaining_s())
 
     def _wait(self, limit_s: float) -> None:
         """Wait for news of a rank or a signal, and take it; at most `limit_s` seconds."""
