@@ -24,6 +24,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import signal
 import sys
 from collections.abc import Sequence  # noqa: TC003 - pydantic reads the fields of Explanation
 from dataclasses import dataclass, replace
@@ -121,6 +122,14 @@ def name_cells(text: str) -> str:
 
     # The pid is that of the kernel, which is where the launcher runs.
     return re.sub(rf"[^\s\"']*/ipykernel_{os.getpid()}/\d+\.py", named, text)
+
+
+def signal_name(number: int) -> str:
+    """Name a signal in a message: ``SIGKILL``, or ``signal 35`` where it has no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

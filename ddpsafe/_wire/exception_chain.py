@@ -22,7 +22,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ddpsafe._errors import DDPSafeError
+from ddpsafe._errors import DDPSafeError, signal_name
 from ddpsafe._wire.foreign_texts import find_peer_text, is_of_a_backend
 
 if TYPE_CHECKING:
@@ -139,32 +139,20 @@ def dead_worker_of(exc: BaseException) -> str:
     torch says "exited unexpectedly", or that a connection was reset: neither tells the signal.
     """
     tb = None if isinstance(exc, DDPSafeError) else exc.__traceback__
-    while tb is not None:
+    workers: Sequence[BaseProcess] = ()
+    while tb is not None and not workers:
         frame = tb.tb_frame
         if frame.f_code.co_filename.endswith(_DATALOADER):
-            workers = getattr(frame.f_locals.get("self"), "_workers", None)
-            if workers:
-                if isinstance(exc, (ConnectionError, EOFError)):
-                    connection.wait([each.sentinel for each in workers], _WORKER_ENDS_S)
-                return _name_dead(workers)
+            workers = getattr(frame.f_locals.get("self"), "_workers", None) or ()
         tb = tb.tb_next
-    return ""
-
-
-def _name_dead(workers: Sequence[BaseProcess]) -> str:
+    if workers and isinstance(exc, (ConnectionError, EOFError)):
+        connection.wait([each.sentinel for each in workers], _WORKER_ENDS_S)
     for number, worker in enumerate(workers):
         code = worker.exitcode
         if code:
-            how = f"exited with code {code}" if code > 0 else f"was killed by {_signal_name(-code)}"
+            how = f"exited with code {code}" if code > 0 else f"was killed by {signal_name(-code)}"
             return f"DataLoader worker {number} (pid {worker.pid}) {how}"
     return ""
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def is_point_to_point(function: str) -> bool:

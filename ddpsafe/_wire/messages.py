@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 import re
-import signal
 from collections.abc import Mapping  # noqa: TC003 - read by pydantic, where nodes tell each other
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
@@ -16,6 +15,7 @@ from ddpsafe._errors import (
     FailureKind,
     LaunchTimeoutError,
     Origin,
+    signal_name,
 )
 from ddpsafe._wire.exception_chain import (
     MAX_MESSAGE,
@@ -604,7 +604,4 @@ class RankOutcome:
         """Name of the signal that ended it, e.g. ``SIGKILL``."""
         if self.exit_code is None or self.exit_code >= 0:
             return None
-        try:
-            return signal.Signals(-self.exit_code).name
-        except ValueError:
-            return f"signal {-self.exit_code}"
+        return signal_name(-self.exit_code)

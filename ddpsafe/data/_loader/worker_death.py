@@ -10,7 +10,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe._errors import Explanation
+from ddpsafe._errors import Explanation, signal_name
 from ddpsafe._host import read_limits
 from ddpsafe.data._loader.epochs import add_note, sample_path
 from ddpsafe.data._loader.limits import SHARED_MEMORY, describe_open_files, shared_memory_bytes
@@ -73,7 +73,14 @@ _CGROUP: Final = Path("/sys/fs/cgroup")
 
 def explained(error: Exception, iterator: object, board: EpochBoard | None) -> Exception | None:
     """Return the explanation of a worker's death or silence, or ``None`` if it is neither."""
-    if _is_short_of_files(error):
+    if isinstance(error, OSError):
+        is_short_of_files = error.errno in {errno.EMFILE, errno.ENFILE}
+    else:  # what a worker raised comes as a text with the note in it, and without its number
+        texts = ("Too many open files", "received 0 items of ancdata")
+        is_short_of_files = isinstance(error, RuntimeError) and any(
+            text in str(error) for text in texts
+        )
+    if is_short_of_files:
         add_note(error, describe_open_files())
         return None
     workers: list[BaseProcess] = getattr(iterator, "_workers", [])
@@ -95,11 +102,14 @@ def _explain(
             path = sample_path(dataset, index)
             exitcode = process.exitcode or 0
             reading = "before it read anything" if index is None else f"while it read index {index}"
+            how = f"exited with code {exitcode}"
+            if exitcode < 0:
+                how = f"was killed by {signal_name(-exitcode)}"
             cause, fix, details = _why(exitcode)
             return WorkerDiedError(
                 Explanation(
                     f"DataLoader worker {worker} (pid {process.pid}) of rank {replica.rank} "
-                    f"(world_size {replica.num_replicas}) {_how(exitcode)} {reading}"
+                    f"(world_size {replica.num_replicas}) {how} {reading}"
                     f"{f' ({path})' if path else ''}.",
                     cause=cause,
                     fix=fix,
@@ -114,14 +124,6 @@ def _explain(
     if str(error).startswith("DataLoader timed out after"):
         return _timed_out(iterator, board, dataset)
     return None
-
-
-def _is_short_of_files(error: Exception) -> bool:
-    if isinstance(error, OSError):
-        # What a worker raised comes as a text with the note in it, and without its number.
-        return error.errno in {errno.EMFILE, errno.ENFILE}
-    texts = ("Too many open files", "received 0 items of ancdata")
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
 def _timed_out(iterator: Any, board: EpochBoard | None, dataset: object) -> WorkerTimeoutError:
@@ -152,16 +154,6 @@ def _timed_out(iterator: Any, board: EpochBoard | None, dataset: object) -> Work
 def _pid(iterator: Any, worker: int) -> int | None:
     pid: int | None = iterator._workers[worker].pid  # noqa: SLF001 - torch has no public name for it
     return pid
-
-
-def _how(exitcode: int) -> str:
-    if exitcode >= 0:
-        return f"exited with code {exitcode}"
-    try:
-        name = signal.Signals(-exitcode).name
-    except ValueError:
-        name = f"signal {-exitcode}"
-    return f"was killed by {name}"
 
 
 def _why(exitcode: int) -> tuple[str, str, list[str]]:
