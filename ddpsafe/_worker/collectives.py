@@ -98,7 +98,18 @@ def group_size() -> int:
 def reduce_mean(x: Reducible, weight: float | None, device: torch.device) -> object:
     """Average a number, a tensor or a dict over the ranks; see `RankContext.reduce_mean`."""
     values = _require_values(x, "reduce_mean")
-    share = 1.0 if weight is None else _require_weight(weight)
+    share = 1.0
+    if weight is not None:
+        try:
+            share = float(weight)
+        except (TypeError, ValueError):
+            share = math.nan
+        if not 0 <= share < math.inf:
+            what = (
+                f"reduce_mean(weight={clip(repr(weight), _SHOWN)}): not a finite number from 0 on."
+            )
+            fix = "pass this rank's number of samples."
+            raise ConfigError(Explanation(what, cause="the weight that this rank passed.", fix=fix))
     if group_size() == 1:
         return values
     _require_same_form(values, device, call="reduce_mean")
@@ -155,11 +166,12 @@ def _require_values(x: Any, call: str, op: str = "", path: str = "x") -> Any:
             raise _not_reducible(call, path, x, "its keys have no order", fix) from exc
         return {key: _require_values(x[key], call, op, f"{path}[{key!r}]") for key in keys}
     if not isinstance(x, torch.Tensor):
-        number = _number_of(x)
-        if number is None:
+        number = x.item() if getattr(x, "ndim", None) == 0 else x  # numpy's; booleans stay booleans
+        if not isinstance(number, (int, float, numbers.Real)):
             why = "it is neither a number, a tensor nor a dict of them"
             fix = "pass torch.as_tensor(x), or gather objects with ctx.all_gather(x)."
             raise _not_reducible(call, path, x, why, fix)
+        number = number if isinstance(number, (int, float)) else float(number)
         share = group_size() if op == "sum" else 1
         if isinstance(number, int) and abs(number) >= 2**63 // share:
             why = f"it may not fit 64 bits, reduced over {group_size()} ranks"
@@ -187,32 +199,6 @@ def _not_reducible(call: str, path: str, x: object, why: str, fix: str) -> Confi
     return ConfigError(
         Explanation(what, cause="it takes numbers, dense real tensors, and dicts of them.", fix=fix)
     )
-
-
-def _number_of(x: Any) -> float | None:
-    """Return a number of Python or of another library; booleans stay booleans."""
-    if getattr(x, "ndim", None) == 0:  # numpy's
-        x = x.item()
-    if isinstance(x, (int, float)):
-        return x
-    return float(x) if isinstance(x, numbers.Real) else None
-
-
-def _require_weight(weight: object) -> float:
-    """Return a rank's share in a mean.
-
-    Raises:
-        ConfigError: It is not a finite number from 0 on.
-    """
-    try:
-        share = float(weight)  # type: ignore[arg-type]  # checked here
-    except (TypeError, ValueError):
-        share = math.nan
-    if 0 <= share < math.inf:
-        return share
-    what = f"reduce_mean(weight={clip(repr(weight), _SHOWN)}): not a finite number from 0 on."
-    fix = "pass this rank's number of samples."
-    raise ConfigError(Explanation(what, cause="the weight that this rank passed.", fix=fix))
 
 
 def _reduced(x: Reducible, op: ReduceOp, device: torch.device, *, has_float: bool) -> object:
@@ -278,7 +264,12 @@ def _require_same_form(x: Reducible, device: torch.device, *, call: str, op: str
     import torch
     import torch.distributed as dist
 
-    has_float = any(_is_float(value) for value in (x.values() if isinstance(x, Mapping) else [x]))
+    has_float = any(
+        value.numel() == 1 and value.is_floating_point()
+        if isinstance(value, torch.Tensor)
+        else isinstance(value, float)
+        for value in (x.values() if isinstance(x, Mapping) else [x])
+    )
     if group_size() == 1:
         return has_float
     form = f"{_form_of(x, with_kind=bool(op))} for {op}" if op else _form_of(x, with_kind=False)
@@ -292,14 +283,6 @@ def _require_same_form(x: Reducible, device: torch.device, *, call: str, op: str
         fix = "pass the same keys and shapes on every rank, in the same order of calls."
         raise MismatchError(Explanation(what, cause=cause, fix=fix))
     return bool(is_float)
-
-
-def _is_float(x: float | torch.Tensor) -> bool:
-    import torch
-
-    if isinstance(x, torch.Tensor):
-        return x.numel() == 1 and x.is_floating_point()
-    return isinstance(x, float)
 
 
 def _form_of(x: Reducible, *, with_kind: bool) -> str:

@@ -248,7 +248,11 @@ class RankContext:
             ConfigError: `timeout` is not a duration.
             BarrierTimeoutError: On every rank that waited, naming the ranks that did not come.
         """
-        limit = self.barrier_timeout if timeout is None else _read_timeout(timeout)
+        limit = self.barrier_timeout
+        if timeout is not None:
+            from ddpsafe._config.durations import require_wait  # pydantic, which few ranks need
+
+            limit = require_wait(timeout, name="barrier(timeout=…)")
         if self.control is None:
             collectives.require_group(self.world)
             return
@@ -410,9 +414,3 @@ class RankContext:
         except NoAgreementError as error:
             missing = stop.missing()
             raise barrier_timeout_error(self, "stop_requested", missing, error.deadline) from None
-
-
-def _read_timeout(timeout: DurationLike) -> timedelta:
-    from ddpsafe._config.durations import require_wait  # pydantic, which few ranks need
-
-    return require_wait(timeout, name="barrier(timeout=…)")

@@ -49,17 +49,15 @@ def tell(reporter: ExceptionReporter) -> None:
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
     """Be around a wait for other ranks."""
-    exc = None if _reporter is None or _has_continued() else _reporter.exception_in_flight()
+    exc = None
+    handled = sys.exc_info()[1]
+    # The rank may have continued its work in the ``except`` block that it is in.
+    if _reporter is not None and (handled is None or not has_continued(handled)):
+        exc = _reporter.exception_in_flight()
     yield
     if _reporter is not None and exc is not None:
         note_wait(exc)
         _reporter.recovered()
-
-
-def _has_continued() -> bool:
-    """Tell whether the rank has continued its work in the ``except`` block it is in."""
-    exc = sys.exc_info()[1]
-    return exc is not None and has_continued(exc)
 
 
 def leaving_group() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-from functools import partial
 from typing import TYPE_CHECKING
 
 from ddpsafe._clock import BoundedCall
@@ -138,7 +137,13 @@ def close_group(
         return []
     # With NCCL it waits for whatever is queued, without a limit of its own.
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch
-    closing = BoundedCall(partial(_destroy, device), name="ddpsafe-destroy")
+
+    def destroy() -> None:
+        if device is not None:  # each thread has a current device of its own
+            torch.cuda.set_device(device)
+        dist.destroy_process_group()
+
+    closing = BoundedCall(destroy, name="ddpsafe-destroy")
     if not closing.wait(deadline.remaining_s()):
         waited_s = deadline.waited_s()
         what = f"torch.distributed.destroy_process_group() has not ended after {waited_s:.1f} s."
@@ -147,12 +152,3 @@ def close_group(
         raise CollectiveTimeoutError(Explanation(what, cause=cause, fix=fix), waited_s=waited_s)
     closing.result()
     return []
-
-
-def _destroy(device: int | None) -> None:
-    import torch
-    import torch.distributed as dist
-
-    if device is not None:  # each thread has a current device of its own
-        torch.cuda.set_device(device)
-    dist.destroy_process_group()

@@ -406,15 +406,16 @@ def _from_entries(
 
 def _flat(groups: dict[str, dict[int, Collective]]) -> tuple[Collective, ...]:
     """Return the entries that matter; see `_KEPT`."""
-    return tuple(each for group in groups.values() for each in _kept(list(group.values())))
-
-
-def _kept(group: list[Collective]) -> list[Collective]:
-    """Return those around the first incomplete one, and the last: NCCL's ranks run ahead of it."""
-    first = next((index for index, each in enumerate(group) if not each.done), len(group))
-    if len(group) - first <= _AHEAD:
-        return group[max(0, first - _KEPT) :]
-    return [*group[max(0, first - _KEPT) : first + _AHEAD], *group[-_KEPT:]]
+    kept: list[Collective] = []
+    for group in groups.values():
+        # Those around the first incomplete one, and the last: NCCL's ranks run ahead of it.
+        calls = list(group.values())
+        first = next((index for index, each in enumerate(calls) if not each.done), len(calls))
+        if len(calls) - first <= _AHEAD:
+            kept += calls[max(0, first - _KEPT) :]
+        else:
+            kept += [*calls[max(0, first - _KEPT) : first + _AHEAD], *calls[-_KEPT:]]
+    return tuple(kept)
 
 
 def _name_of_group(entry: dict[str, Any]) -> tuple[str, ...]:

@@ -26,8 +26,6 @@ from ddpsafe._worker.store_sync import Control, SignedKeys
 from ddpsafe._world import World, find_world, loopback_interfaces, require_int
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
     from torch.distributed import Store
 
@@ -48,7 +46,17 @@ def place_of(rank: int | None, world_size: int | None) -> World:
         ConfigError: Only one of the two is given, or the place is impossible.
     """
     if rank is None and world_size is None:
-        return find_world(os.environ) or _alone(os.environ)
+        told = find_world(os.environ)
+        if told is not None:
+            return told
+        tasks = os.environ.get("SLURM_NTASKS", "1")
+        if tasks != "1":  # of several tasks: its srun was forgotten
+            what = f"this process is alone, though its Slurm job has {tasks} tasks (SLURM_NTASKS)."
+            cause = "it runs in the batch script or in a shell of salloc, not in a step."
+            fix = "start it with srun; or `unset SLURM_NTASKS` if one process is what you want."
+            text = Explanation(what, cause=cause, fix=fix)
+            warnings.warn(str(text), RuntimeWarning, stacklevel=1)
+        return World.alone()
     if rank is None or world_size is None:
         what = f"setup(rank={rank}, world_size={world_size}) says only half of it."
         fix = "pass both, or neither to take them from the launcher."
@@ -63,18 +71,6 @@ def place_of(rank: int | None, world_size: int | None) -> World:
     )
     assert given is not None  # noqa: S101 - RANK is set
     return given
-
-
-def _alone(env: Mapping[str, str]) -> World:
-    """Return a world of one; say so where a Slurm job of several tasks forgot its srun."""
-    tasks = env.get("SLURM_NTASKS", "1")
-    if tasks != "1":
-        what = f"this process is alone, though its Slurm job has {tasks} tasks (SLURM_NTASKS)."
-        cause = "it runs in the batch script or in a shell of salloc, not in a step."
-        fix = "start it with srun; or `unset SLURM_NTASKS` if one process is what you want."
-        text = Explanation(what, cause=cause, fix=fix)
-        warnings.warn(str(text), RuntimeWarning, stacklevel=2)
-    return World.alone()
 
 
 def adopt_group() -> RankContext:
@@ -122,6 +118,7 @@ def join_job(world: World, config: LaunchConfig) -> RankContext:
 
 
 def _join_job(world: World, config: LaunchConfig) -> RankContext:
+    import torch
     from torch.distributed import HashStore
 
     environment.borrow(config.env)
@@ -137,13 +134,16 @@ def _join_job(world: World, config: LaunchConfig) -> RankContext:
     if endpoint is not None:
         store, control, board = open_stores(endpoint, world, os.environ, deadline=deadline)
         if world.nnodes > 1 and config.preflight == "full":
+            likely = config.backend
+            if likely == "auto":  # what it comes to unless the ranks find that it cannot
+                likely = "nccl" if torch.cuda.device_count() else "gloo"
             network.require_connected_nodes(
                 config,
                 world,
                 endpoint,
                 board,
                 control,
-                backend=_likely_backend(config.backend),
+                backend=likely,
                 deadline=deadline,
             )
             deadline = Deadline.after(config.timeouts.rendezvous)  # all have come by now
@@ -185,15 +185,6 @@ def _nccl_variables(config: LaunchConfig, world: World) -> dict[str, str]:
         debug_file=None if folder is None else f"{folder}/rank-{world.rank}.nccl",
         folder=None if folder is None else str(folder),
     )
-
-
-def _likely_backend(asked: str) -> str:
-    """Return what "auto" comes to unless the ranks find that it cannot."""
-    import torch
-
-    if asked != "auto":
-        return asked
-    return "nccl" if torch.cuda.device_count() else "gloo"
 
 
 def agree_on_devices(

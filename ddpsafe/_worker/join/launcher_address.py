@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -79,15 +80,11 @@ def identity_of(env: Mapping[str, str]) -> dict[str, list[str]]:
     known = {name: ["", value] for name, value in job_variables(env).items()}
     parent = multiprocessing.parent_process()
     if parent is not None:
-        known["parent process"] = [f"{socket.gethostname()} {_pid_namespace()}", str(parent.pid)]
+        pid_namespace = ""
+        with contextlib.suppress(OSError):
+            pid_namespace = str(Path("/proc/self/ns/pid").readlink())
+        known["parent process"] = [f"{socket.gethostname()} {pid_namespace}", str(parent.pid)]
     return known
-
-
-def _pid_namespace() -> str:
-    try:
-        return str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        return ""
 
 
 def publish_job(store: Keys, env: Mapping[str, str]) -> None:
@@ -175,11 +172,33 @@ def find_endpoint(world: World, env: Mapping[str, str]) -> StoreEndpoint:
             if not env.get(name) and env.get(f"PET_{name}")
         },
     }
-    host = plain_host(env.get("MASTER_ADDR", "")) or _guess_host(world, env)
+    host = plain_host(env.get("MASTER_ADDR", ""))
+    if not host and world.started_by == "slurm" and "SLURM_STEP_NODELIST" in env:
+        try:
+            host = expand_hosts(env["SLURM_STEP_NODELIST"])[0]
+        except ValueError as exc:
+            what = f"SLURM_STEP_NODELIST does not say where rank 0 runs: {exc}."
+            fix = "export MASTER_ADDR=<host of rank 0> and MASTER_PORT=<a free port there>."
+            cause = "variables changed by hand."
+            raise ConfigError(Explanation(what, cause=cause, fix=fix)) from exc
+    elif not host and world.local_world_size == world.world_size:
+        host = "127.0.0.1"
+    elif not host:
+        what = f"MASTER_ADDR is not set, and {world} spans {world.nnodes} nodes."
+        cause = f"{world.started_by} does not say where rank 0 runs."
+        fix = "export MASTER_ADDR=<host of rank 0> and MASTER_PORT=<a free port there>."
+        raise ConfigError(Explanation(what, cause=cause, fix=fix))
     if env.get("MASTER_PORT"):
         port = require_int(env, "MASTER_PORT", because="MASTER_ADDR")
-    else:
-        port = _guess_port(world, env)
+    else:  # one that all ranks of the job agree on and other jobs hardly share
+        job = identity_of(env)
+        if not job:
+            what = f"MASTER_PORT is not set ({world}, started by {world.started_by})."
+            cause = "RANK and WORLD_SIZE are set by hand, MASTER_PORT was forgotten."
+            fix = "export MASTER_PORT=<a free port on the host of rank 0>, the same for all ranks."
+            raise ConfigError(Explanation(what, cause=cause, fix=fix))
+        digest = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).digest()
+        port = _PORTS[int.from_bytes(digest[:4], "big") % len(_PORTS)]
     if not 0 < port < 1 << 16:
         what = f"MASTER_PORT={port} is not a port."
         cause = "a typo; the highest port is 65535."
@@ -191,33 +210,3 @@ def find_endpoint(world: World, env: Mapping[str, str]) -> StoreEndpoint:
         is_served=is_served,
         is_on_this_host=told or host in _LOOPBACK,
     )
-
-
-def _guess_host(world: World, env: Mapping[str, str]) -> str:
-    if world.started_by == "slurm" and "SLURM_STEP_NODELIST" in env:
-        try:
-            return expand_hosts(env["SLURM_STEP_NODELIST"])[0]
-        except ValueError as exc:
-            what = f"SLURM_STEP_NODELIST does not say where rank 0 runs: {exc}."
-            fix = "export MASTER_ADDR=<host of rank 0> and MASTER_PORT=<a free port there>."
-            raise ConfigError(
-                Explanation(what, cause="variables changed by hand.", fix=fix)
-            ) from exc
-    if world.local_world_size == world.world_size:
-        return "127.0.0.1"
-    what = f"MASTER_ADDR is not set, and {world} spans {world.nnodes} nodes."
-    cause = f"{world.started_by} does not say where rank 0 runs."
-    fix = "export MASTER_ADDR=<host of rank 0> and MASTER_PORT=<a free port there>."
-    raise ConfigError(Explanation(what, cause=cause, fix=fix))
-
-
-def _guess_port(world: World, env: Mapping[str, str]) -> int:
-    """Derive a port that all ranks of the job agree on and other jobs hardly share."""
-    job = identity_of(env)
-    if not job:
-        what = f"MASTER_PORT is not set ({world}, started by {world.started_by})."
-        cause = "RANK and WORLD_SIZE are set by hand, MASTER_PORT was forgotten."
-        fix = "export MASTER_PORT=<a free port on the host of rank 0>, the same for all ranks."
-        raise ConfigError(Explanation(what, cause=cause, fix=fix))
-    digest = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).digest()
-    return _PORTS[int.from_bytes(digest[:4], "big") % len(_PORTS)]

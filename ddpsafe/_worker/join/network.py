@@ -140,17 +140,14 @@ def _lead(world: World, control: Control, examine: Callable[[], None]) -> None:
     try:
         examine()
     except BaseException as error:
-        _tell(world, control, _explanation_of(error))
+        told = Explanation(f"{type(error).__name__}: {error}")
+        if isinstance(error, DDPSafeError):
+            told = error.explanation
+        _tell(world, control, told)
         if world.rank == 0:  # the store may go with it
             control.stay(_KEY)
         raise
     _tell(world, control, None)
-
-
-def _explanation_of(error: BaseException) -> Explanation:
-    if isinstance(error, DDPSafeError):
-        return error.explanation
-    return Explanation(f"{type(error).__name__}: {error}")
 
 
 def _examine(

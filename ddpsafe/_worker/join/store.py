@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store, TCPStore
 
+    from ddpsafe._errors import FailureKind
     from ddpsafe._worker.join.launcher_address import StoreEndpoint
     from ddpsafe._worker.store_sync import Keys
     from ddpsafe._world import World
@@ -50,8 +51,25 @@ def agree_on_generation(store: Keys, world: World, *, deadline: Deadline) -> tup
         rank 0 itself.
     """
     if world.rank == 0:
+        # Answer greetings until every rank has seen this generation's name. A greeting may be that of
+        # a dead rank, which has seen the name of its own generation only.
         name = uuid.uuid4().hex
-        return name, _welcome(store, world, name, deadline)
+        outside = set(range(1, world.world_size))
+        answered: set[str] = set()
+        for pause_s in deadline.pauses_s():
+            for rank in sorted(outside):
+                found = _read(store, f"hello/{rank}")
+                if found is None:
+                    continue
+                if found not in answered:
+                    answered.add(found)
+                    store.set(f"welcome/{found}", name)
+                elif _read(store, f"seen/{found}") == name:
+                    outside.remove(rank)
+            if not outside:
+                break
+            time.sleep(pause_s)
+        return name, sorted(outside)
     greeting = uuid.uuid4().hex
     store.set(f"hello/{world.rank}", greeting)
     control = Control(store, rank=world.rank, world_size=world.world_size)
@@ -60,29 +78,6 @@ def agree_on_generation(store: Keys, world: World, *, deadline: Deadline) -> tup
     name = store.get(f"welcome/{greeting}").decode()
     store.set(f"seen/{greeting}", name)
     return name, []
-
-
-def _welcome(store: Keys, world: World, name: str, deadline: Deadline) -> list[int]:
-    """Answer greetings until every rank has seen this generation's name.
-
-    A greeting may be that of a dead rank, which has seen the name of its own generation only.
-    """
-    outside = set(range(1, world.world_size))
-    answered: set[str] = set()
-    for pause_s in deadline.pauses_s():
-        for rank in sorted(outside):
-            greeting = _read(store, f"hello/{rank}")
-            if greeting is None:
-                continue
-            if greeting not in answered:
-                answered.add(greeting)
-                store.set(f"welcome/{greeting}", name)
-            elif _read(store, f"seen/{greeting}") == name:
-                outside.remove(rank)
-        if not outside:
-            break
-        time.sleep(pause_s)
-    return sorted(outside)
 
 
 def _read(store: Keys, key: str) -> str | None:
@@ -162,7 +157,15 @@ def _agree(
     deadline: Deadline,
 ) -> tuple[str, Control]:
     """Find out that the store is this job's; return the prefix of its keys, and the control line."""
-    _compare_secrets(endpoint, control_client, world, secret, deadline)
+    # First the secrets: no rank waits until the deadline for messages that it would not believe.
+    if world.rank == 0:
+        control_client.set(_FINGERPRINT, fingerprint_of(secret))
+    else:
+        plain = Control(control_client, rank=world.rank, world_size=world.world_size)
+        if not plain.wait_for(_FINGERPRINT, deadline=deadline):
+            raise _not_served(endpoint, world, "rank 0 does not speak there", deadline)
+        theirs = control_client.get(_FINGERPRINT).decode(errors="replace")
+        require_same_secret(theirs, secret, str(endpoint), world)
     # What tells this start of the ranks from earlier ones at the same store, if there may be any.
     if not endpoint.is_served and secret is None:
         generation = "group"  # the store is as young as rank 0; but who has seen signed values may repeat them
@@ -195,29 +198,6 @@ def _keys(client: TCPStore, prefix: str, secret: bytes | None) -> Keys:
 
     plain = PrefixStore(prefix, client)
     return plain if secret is None else SignedKeys(plain, secret, prefix)
-
-
-def _compare_secrets(
-    endpoint: StoreEndpoint,
-    client: TCPStore,
-    world: World,
-    secret: bytes | None,
-    deadline: Deadline,
-) -> None:
-    """Let no rank wait until the deadline for messages that it would not believe.
-
-    Raises:
-        ConfigError: Rank 0 has another secret, or none, or this rank has none.
-        RendezvousTimeoutError: Rank 0 does not speak at the store.
-    """
-    if world.rank == 0:
-        client.set(_FINGERPRINT, fingerprint_of(secret))
-        return
-    control = Control(client, rank=world.rank, world_size=world.world_size)
-    if not control.wait_for(_FINGERPRINT, deadline=deadline):
-        raise _not_served(endpoint, world, "rank 0 does not speak there", deadline)
-    theirs = client.get(_FINGERPRINT).decode(errors="replace")
-    require_same_secret(theirs, secret, str(endpoint), world)
 
 
 def has_met(endpoint: StoreEndpoint) -> bool:
@@ -292,7 +272,16 @@ def _connect(
             reason = str(exc).splitlines()[0]
         if listener is not None:
             listener.shutdown(socket.SHUT_RDWR)  # torch's client may wait on: the port is free now
-            raise _cannot_reach_itself(endpoint, world, reason, deadline)
+            what = (
+                f"{world} serves the store on {socket.gethostname()}, but cannot reach it itself at "
+                f"{endpoint} within {deadline.waited_s():.1f} s: {reason}."
+            )
+            cause = (
+                "MASTER_ADDR names another host, or an address that a firewall or NAT keeps from its "
+                "own host."
+            )
+            fix = "set MASTER_ADDR to an address of the host on which rank 0 runs (see `ip addr`)."
+            raise PreflightError(Explanation(what, cause=cause, fix=fix), kind="startup-network")
         if not has_ended:
             what = (
                 f"{world}: something listens at {endpoint}, but it is not a store of torch"
@@ -320,7 +309,19 @@ def _listen(endpoint: StoreEndpoint, world: World) -> socket.socket:
         family, _, _, _, address = found[0]
         return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as exc:
-        raise _cannot_serve(endpoint, world, exc) from exc
+        what = f"{world} cannot serve the store at {endpoint}: {exc.strerror or exc}."
+        cause = "MASTER_ADDR is not an address of this host, or its name resolves to another one."
+        fix = "set MASTER_ADDR to an address of the host on which rank 0 runs (see `ip addr`)."
+        kind: FailureKind = "startup-network"
+        if exc.errno == errno.EADDRINUSE:
+            owner = _owner(endpoint)
+            what = f"{world} cannot serve the store at {endpoint}: the port is taken{owner}."
+            cause = (
+                "another job on this host uses the same MASTER_PORT, or a former one still runs."
+            )
+            fix = "choose another MASTER_PORT for this job, or end the process that holds it."
+            kind = "port"
+        raise PreflightError(Explanation(what, cause=cause, fix=fix), kind=kind) from exc
 
 
 def _probe(endpoint: StoreEndpoint, deadline: Deadline) -> None:
@@ -352,31 +353,6 @@ def _not_served(
         missing_ranks=[0],
         kind="startup-network",
     )
-
-
-def _cannot_serve(endpoint: StoreEndpoint, world: World, exc: OSError) -> PreflightError:
-    if exc.errno == errno.EADDRINUSE:
-        what = f"{world} cannot serve the store at {endpoint}: the port is taken{_owner(endpoint)}."
-        cause = "another job on this host uses the same MASTER_PORT, or a former one still runs."
-        fix = "choose another MASTER_PORT for this job, or end the process that holds it."
-        return PreflightError(Explanation(what, cause=cause, fix=fix), kind="port")
-    what = f"{world} cannot serve the store at {endpoint}: {exc.strerror or exc}."
-    cause = "MASTER_ADDR is not an address of this host, or its name resolves to another one."
-    fix = "set MASTER_ADDR to an address of the host on which rank 0 runs (see `ip addr`)."
-    return PreflightError(Explanation(what, cause=cause, fix=fix), kind="startup-network")
-
-
-def _cannot_reach_itself(
-    endpoint: StoreEndpoint, world: World, why: str, deadline: Deadline
-) -> PreflightError:
-    here = socket.gethostname()
-    what = (
-        f"{world} serves the store on {here}, but cannot reach it itself at {endpoint} "
-        f"within {deadline.waited_s():.1f} s: {why}."
-    )
-    cause = "MASTER_ADDR names another host, or an address that a firewall or NAT keeps from its own host."
-    fix = "set MASTER_ADDR to an address of the host on which rank 0 runs (see `ip addr`)."
-    return PreflightError(Explanation(what, cause=cause, fix=fix), kind="startup-network")
 
 
 def _owner(endpoint: StoreEndpoint) -> str:
