@@ -62,29 +62,27 @@ def build(
         given: The arguments of the call.
         file: The file below them, where one is read.
     """
+
+    def source(location: Sequence[int | str]) -> str:
+        """Return the variable or the file that the value at `location` came from, if one did."""
+        if _is_in(location, given):
+            return ""
+        variable = find_variable(location)
+        if variable is not None:
+            return variable
+        return str(file.path) if file is not None and _is_in(location, file.table) else ""
+
     # pydantic-settings takes names with an underscore for options of its own.
     odd = [name for name in given if name.startswith("_")]
     problems = [unknown_field(name, given[name], model) for name in odd]
     try:
         make({name: value for name, value in given.items() if name not in odd})
     except ValidationError as error:
-        problems += problems_of(error, model, source=lambda loc: _source_of(loc, given, file))
+        problems += problems_of(error, model, source=source)
     problems += slipped_variables(model.model_fields)
     problems += implicit_file_problems(file)
     if problems:
         raise_config_error(problems)
-
-
-def _source_of(
-    location: Sequence[int | str], given: Mapping[str, object], file: ConfigFile | None
-) -> str:
-    """Return the variable or the file that the value at `location` came from, if one did."""
-    if _is_in(location, given):
-        return ""
-    variable = find_variable(location)
-    if variable is not None:
-        return variable
-    return str(file.path) if file is not None and _is_in(location, file.table) else ""
 
 
 def _is_in(location: Sequence[int | str], table: Mapping[str, object]) -> bool:

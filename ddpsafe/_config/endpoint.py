@@ -13,8 +13,6 @@ from ddpsafe._config.problems import Problem, require_none, show
 from ddpsafe._host import plain_host, show_endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 DEFAULT_PORT: Final = 29400
@@ -75,8 +73,24 @@ def parse_endpoint(text: str) -> Endpoint:
     Raises:
         ValidationError: With every problem found.
     """
-    require_none(_problems(text), given=text)
+    shape = _shape_problem(text)
+    if shape is not None:
+        require_none([shape], given=text)
+    problems = []
     host, port = split_endpoint(text)
+    address = find_address(host)
+    host_problem = _name_problem(host) if address is None else _address_problem(host, address)
+    if host_problem is not None:
+        problems.append(host_problem)
+    usable = (
+        f'a port from {_FIRST_PORT} to {_LAST_PORT}, e.g. "{show_endpoint(host, DEFAULT_PORT)}"'
+    )
+    if not re.fullmatch(r"[0-9]{1,5}", port, re.ASCII):
+        problems.append(Problem(why=f"the port {show(port)} is not a port number", write=usable))
+    elif int(port) != 0 and not _FIRST_PORT <= int(port) <= _LAST_PORT:
+        low = "ports below 1024 need root" if int(port) < _FIRST_PORT else "ports end at 65535"
+        problems.append(Problem(why=f"port {int(port)} cannot be used: {low}", write=usable))
+    require_none(problems, given=text)
     with contextlib.suppress(ValueError):
         # An IPv6 address has the one spelling of RFC 5952, so that nodes can compare endpoints.
         host = str(ipaddress.IPv6Address(host))
@@ -105,25 +119,6 @@ def split_endpoint(text: str) -> tuple[str, str]:
         if find_address(host) is None or not is_port:
             return text, ""
     return plain_host(host), port
-
-
-def _problems(text: str) -> Iterator[Problem]:
-    shape = _shape_problem(text)
-    if shape is not None:
-        yield shape
-        return
-    host, port = split_endpoint(text)
-    host_problem = _name_problem(host) if find_address(host) is None else _address_problem(host)
-    if host_problem is not None:
-        yield host_problem
-    usable = (
-        f'a port from {_FIRST_PORT} to {_LAST_PORT}, e.g. "{show_endpoint(host, DEFAULT_PORT)}"'
-    )
-    if not re.fullmatch(r"[0-9]{1,5}", port, re.ASCII):
-        yield Problem(why=f"the port {show(port)} is not a port number", write=usable)
-    elif int(port) != 0 and not _FIRST_PORT <= int(port) <= _LAST_PORT:
-        low = "ports below 1024 need root" if int(port) < _FIRST_PORT else "ports end at 65535"
-        yield Problem(why=f"port {int(port)} cannot be used: {low}", write=usable)
 
 
 def _shape_problem(text: str) -> Problem | None:
@@ -166,9 +161,15 @@ def _name_problem(host: str) -> Problem | None:
     return None
 
 
-def _address_problem(host: str) -> Problem | None:
-    address = find_address(host)
-    kind = None if address is None else _unusable_kind(address)
+def _address_problem(host: str, address: IPAddress) -> Problem | None:
+    if address.is_unspecified or (address.version == 4 and address.packed[0] == 0):  # noqa: PLR2004 - IPv4
+        kind = 'means "this host" or "any address", to which no host can connect'
+    elif address.is_link_local:
+        kind = "is link-local (169.254.0.0/16, fe80::/10): a network card made it up because none was assigned, and it leads nowhere beyond one cable"
+    elif address.is_multicast or str(address) == "255.255.255.255":
+        kind = "addresses many hosts at once, and TCP needs one"
+    else:
+        kind = None
     if kind is not None:
         return Problem(why=f"{host} {kind}", write=_EXAMPLE)
     plain, percent, scope = host.partition("%")
@@ -178,16 +179,6 @@ def _address_problem(host: str) -> Problem | None:
         why=f"%{scope} names an interface of one host, and other hosts have other ones",
         write=f'the address alone: "{show_endpoint(plain, DEFAULT_PORT)}"',
     )
-
-
-def _unusable_kind(address: IPAddress) -> str | None:
-    if address.is_unspecified or (address.version == 4 and address.packed[0] == 0):  # noqa: PLR2004 - IPv4
-        return 'means "this host" or "any address", to which no host can connect'
-    if address.is_link_local:
-        return "is link-local (169.254.0.0/16, fe80::/10): a network card made it up because none was assigned, and it leads nowhere beyond one cable"
-    if address.is_multicast or str(address) == "255.255.255.255":
-        return "addresses many hosts at once, and TCP needs one"
-    return None
 
 
 def resolve_host(host: str, port: int) -> list[str]:

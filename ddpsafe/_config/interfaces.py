@@ -26,37 +26,32 @@ def find_shape_problem(variable: str, value: str) -> Problem | None:
     """Return what is wrong with an interface variable as written; look at no machine."""
     if variable == NCCL:
         value = value.removeprefix("^").removeprefix("=")
-    for item in value.split(","):
-        problem = _item_problem(variable, item)
-        if problem is not None:
-            return problem
-    return None
-
-
-def _item_problem(variable: str, item: str) -> Problem | None:
     library = "gloo" if variable == GLOO else "NCCL"
-    if not item or item != item.strip():
-        why = "an interface name in it is empty or has blanks around it"
-        return Problem(why=why, write='names with commas and nothing else between: "eth0,eth1"')
-    if item[0] in "^=":
-        why = (
-            "gloo takes literal names only; '^' and '=' belong to NCCL_SOCKET_IFNAME"
-            if library == "gloo"
-            else "'^' and '=' stand once, at the very start, in this order"
-        )
-        return Problem(why=why, write='"eth0"' if library == "gloo" else '"^docker,lo" or "=eth0"')
-    if find_address(item) is not None:
-        why = f"{item} is an IP address, and {library} takes the name of an interface"
-        return Problem(
-            why=why, write='the name that `ip addr` shows beside the address, e.g. "eth0"'
-        )
-    # NCCL allows a port after a colon for InfiniBand cards only, not for sockets.
-    if len(item) > _LONGEST_NAME or any(c in "/: \t" or not c.isprintable() for c in item):
-        return Problem(
-            why=f"{show(item)} cannot be the name of an interface (at most 15 characters, "
-            "no '/', ':' or blanks)",
-            write='the name as `ip link` shows it, e.g. "eth0"',
-        )
+    for item in value.split(","):
+        if not item or item != item.strip():
+            why = "an interface name in it is empty or has blanks around it"
+            return Problem(why=why, write='names with commas and nothing else between: "eth0,eth1"')
+        if item[0] in "^=":
+            why = (
+                "gloo takes literal names only; '^' and '=' belong to NCCL_SOCKET_IFNAME"
+                if library == "gloo"
+                else "'^' and '=' stand once, at the very start, in this order"
+            )
+            return Problem(
+                why=why, write='"eth0"' if library == "gloo" else '"^docker,lo" or "=eth0"'
+            )
+        if find_address(item) is not None:
+            why = f"{item} is an IP address, and {library} takes the name of an interface"
+            return Problem(
+                why=why, write='the name that `ip addr` shows beside the address, e.g. "eth0"'
+            )
+        # NCCL allows a port after a colon for InfiniBand cards only, not for sockets.
+        if len(item) > _LONGEST_NAME or any(c in "/: \t" or not c.isprintable() for c in item):
+            return Problem(
+                why=f"{show(item)} cannot be the name of an interface (at most 15 characters, "
+                "no '/', ':' or blanks)",
+                write='the name as `ip link` shows it, e.g. "eth0"',
+            )
     return None
 
 

@@ -278,7 +278,21 @@ class LaunchConfig(BaseSettings):
     def _let_nodes_meet(cls, value: Rendezvous, info: ValidationInfo) -> Rendezvous:
         nnodes = info.data.get("nnodes", 1)
         if nnodes > 1:
-            require_none(_rendezvous_problems(value, nnodes), given=value.endpoint)
+            endpoint = value.parsed()
+            whys = []
+            if endpoint is None:
+                whys.append(f"nnodes={nnodes} nodes need a place to meet")
+            elif endpoint.is_loopback:
+                whys.append(
+                    f"{endpoint.host} is each node itself, so nnodes={nnodes} nodes never meet there"
+                )
+            if endpoint is not None and endpoint.port == 0:
+                whys.append(f"port 0 is another free port on each of nnodes={nnodes} nodes")
+            write = 'a host all nodes can reach, and a port: "gpu-01:29400"'
+            require_none(
+                [Problem(why=why, write=write, where=("endpoint",)) for why in whys],
+                given=value.endpoint,
+            )
         least = value.min_nodes
         if least is not None and least > nnodes:
             raise wrong(
@@ -297,23 +311,6 @@ class LaunchConfig(BaseSettings):
                     write='data_paths={"train": "/data/train"}',
                 )
         return value
-
-
-def _rendezvous_problems(rendezvous: Rendezvous, nnodes: int) -> list[Problem]:
-    endpoint = rendezvous.parsed()
-    write = 'a host all nodes can reach, and a port: "gpu-01:29400"'
-    where = ("endpoint",)
-    if endpoint is None:
-        why = f"nnodes={nnodes} nodes need a place to meet"
-        return [Problem(why=why, write=write, where=where)]
-    problems = []
-    if endpoint.is_loopback:
-        why = f"{endpoint.host} is each node itself, so nnodes={nnodes} nodes never meet there"
-        problems.append(Problem(why=why, write=write, where=where))
-    if endpoint.port == 0:
-        why = f"port 0 is another free port on each of nnodes={nnodes} nodes"
-        problems.append(Problem(why=why, write=write, where=where))
-    return problems
 
 
 describe_fields(LaunchConfig)

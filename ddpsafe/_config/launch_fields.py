@@ -7,13 +7,10 @@ import operator
 import os
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ddpsafe._config.interfaces import GLOO, NCCL, find_shape_problem
 from ddpsafe._config.problems import Problem, find_near, require_none, show, wrong
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 MOST_RANKS_PER_NODE: Final = 4096
 """More than any machine has cores; a slip of the finger must not start 80000 processes."""
@@ -136,17 +133,16 @@ def validate_env(value: object) -> object:
             f"expected a table of variables, got a {type(value).__name__}",
             write='env={"NCCL_DEBUG": "INFO"}',
         )
-    require_none(_env_problems(value), given=value)
-    return {str(name): str(text) for name, text in value.items()}
-
-
-def _env_problems(env: Mapping[object, object]) -> Iterator[Problem]:
-    for name, text in env.items():
+    problems = []
+    for name, text in value.items():
         problem = _name_problem(name) or _text_problem(str(name), text)
         if problem is not None:
             named = _before_value(name)
             where = named if isinstance(named, str) and named.isprintable() else show(named)
-            yield Problem(why=problem.why, write=problem.write, where=(where,), given=text)
+            found = Problem(why=problem.why, write=problem.write, where=(where,), given=text)
+            problems.append(found)
+    require_none(problems, given=value)
+    return {str(name): str(text) for name, text in value.items()}
 
 
 def _before_value(name: object) -> object:

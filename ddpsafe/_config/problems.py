@@ -289,7 +289,12 @@ def problems_of(
         # A default that depends on a field which is wrong: not a second problem.
         if detail["type"] == "default_factory_not_called":
             continue
-        location = _without_place_in_set(detail["loc"], model)
+        location = detail["loc"]
+        *parents, name, _ = ("", "", *location)
+        owner = _model_at(model, [part for part in parents if part != ""])
+        field = None if owner is None else owner.model_fields.get(str(name))
+        if field is not None and get_origin(field.annotation) is frozenset:
+            location = location[:-1]  # which element of a set it is: the user gave none an index
         write, is_guess = _write(detail, model)
         problem = ConfigProblem(
             field=".".join(map(str, location)) or model.__name__,
@@ -354,15 +359,6 @@ def unknown_field(name: str, value: object, model: type[BaseModel]) -> ConfigPro
     write, is_guess = suggest_field(name, value, model)
     given = show_at([name.strip("_")], value)
     return ConfigProblem(field=name, given=given, why=_UNKNOWN, write=write, is_guess=is_guess)
-
-
-def _without_place_in_set(location: Location, model: type[BaseModel]) -> Location:
-    """Leave out which element of a set is wrong: the user gave none an index."""
-    *parents, name, _ = ("", "", *location)
-    owner = _model_at(model, [part for part in parents if part != ""])
-    field = None if owner is None else owner.model_fields.get(str(name))
-    is_set = field is not None and get_origin(field.annotation) is frozenset
-    return location[:-1] if is_set else location
 
 
 def _model_at(model: type[BaseModel], path: Iterable[int | str]) -> type[BaseModel] | None:

@@ -128,7 +128,9 @@ def read_config_file(path: object = None) -> ConfigFile | None:
     Raises:
         ConfigError: When the file cannot be read, is not TOML, or has no table there.
     """
-    found = find_file() if path is None else _as_path(path)
+    if path is not None and not isinstance(path, (str, os.PathLike)):
+        _refuse_file(path, f"expected a path, got a {type(path).__name__}")
+    found = find_file() if path is None else Path(path)
     if found is None:
         return None
     table: Any = _load(found)
@@ -205,12 +207,6 @@ def _load(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         _refuse_file(path, f"it is not valid TOML ({error})")
     return table
-
-
-def _as_path(path: object) -> Path:
-    if not isinstance(path, (str, os.PathLike)):
-        _refuse_file(path, f"expected a path, got a {type(path).__name__}")
-    return Path(path)
 
 
 def _refuse_file(path: object, why: str) -> NoReturn:
