@@ -64,13 +64,22 @@ class VisibleGpus:
     def here(cls, world: World, backend: str) -> VisibleGpus:
         """Look at this process; CUDA is asked only where the rank may use it."""
         host = socket.gethostname()
+        uuids = []
+        if backend == "auto" or uses_gpus(backend):
+            import torch
+
+            shown = os.environ.get(VISIBLE, "all")
+            for index in range(torch.cuda.device_count()):  # which makes no context
+                uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+                # A build that does not tell it: as exact as what the process was shown.
+                uuids.append(f"GPU {index} of {shown} on {host}" if uuid is None else f"GPU-{uuid}")
         return cls(
             rank=world.rank,
             host=host,
             local_rank=world.local_rank,
             local_world_size=world.local_world_size,
             backend=backend,
-            uuids=_uuids(host) if backend == "auto" or uses_gpus(backend) else (),
+            uuids=tuple(uuids),
         )
 
 
@@ -163,19 +172,6 @@ def _index(rank: VisibleGpus) -> int:
     if are_shared():
         return rank.local_rank % seen
     return rank.local_rank if seen >= rank.local_world_size else 0
-
-
-def _uuids(host: str) -> tuple[str, ...]:
-    """Return what identifies each GPU that CUDA shows this process; makes no context."""
-    import torch
-
-    shown = os.environ.get(VISIBLE, "all")
-    found = []
-    for index in range(torch.cuda.device_count()):
-        uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-        # A build that does not tell it: as exact as what the process was shown.
-        found.append(f"GPU {index} of {shown} on {host}" if uuid is None else f"GPU-{uuid}")
-    return tuple(found)
 
 
 def count_visible(env: Mapping[str, str]) -> int:

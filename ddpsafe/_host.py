@@ -358,11 +358,18 @@ def read_limits(*, membership: Path = _GROUPS_OF_PROCESS, root: Path = _CGROUPS)
         membership: Where the kernel lists the groups of the process.
         root: Where the hierarchies are mounted.
     """
-    groups = list(_cgroups_of(membership))
+    groups: list[tuple[str, str]] = []  # controllers, which version 2 does not name, and path
+    with contextlib.suppress(OSError):
+        for line in membership.read_text(encoding="utf-8", errors="replace").splitlines():
+            parts = line.split(":", 2)
+            if len(parts) == _MEMBERSHIP_FIELDS:
+                groups.append((parts[1], parts[2]))
     memory = [found for each in _levels(groups, "memory", root) if (found := _memory_of(each))]
     cores = [share for each in _levels(groups, "cpu", root) if (share := _cores_of(each))]
     processes = [
-        left for each in _levels(groups, "pids", root) if (left := _processes_of(each)) is not None
+        max(0, most - (_number_in(each / "pids.current") or 0))
+        for each in _levels(groups, "pids", root)
+        if (most := _number_in(each / "pids.max")) is not None
     ]
     return Limits(
         memory_bytes=min((limit for limit, _ in memory), default=None),
@@ -370,15 +377,6 @@ def read_limits(*, membership: Path = _GROUPS_OF_PROCESS, root: Path = _CGROUPS)
         cores=min(cores, default=None),
         processes_left=min(processes, default=None),
     )
-
-
-def _cgroups_of(membership: Path) -> Iterator[tuple[str, str]]:
-    """Yield controllers and path of each group; version 2 has no controllers there."""
-    with contextlib.suppress(OSError):
-        for line in membership.read_text(encoding="utf-8", errors="replace").splitlines():
-            parts = line.split(":", 2)
-            if len(parts) == _MEMBERSHIP_FIELDS:
-                yield parts[1], parts[2]
 
 
 def _levels(groups: list[tuple[str, str]], controller: str, root: Path) -> Iterator[Path]:
@@ -412,20 +410,13 @@ def _memory_of(group: Path) -> tuple[int, int] | None:
     ):
         limit = _number_in(group / limit_name)
         if limit is not None:
-            usage = (_number_in(group / usage_name) or 0) - _statistic(
-                group / "memory.stat", cache_key
-            )
+            usage = _number_in(group / usage_name) or 0
+            with contextlib.suppress(OSError, ValueError):
+                for line in (group / "memory.stat").read_text(encoding="ascii").splitlines():
+                    name, _, value = line.partition(" ")
+                    usage -= int(value) if name == cache_key else 0
             return limit, max(0, limit - max(0, usage))
     return None
-
-
-def _statistic(path: Path, key: str) -> int:
-    with contextlib.suppress(OSError, ValueError):
-        for line in path.read_text(encoding="ascii").splitlines():
-            name, _, value = line.partition(" ")
-            if name == key:
-                return int(value)
-    return 0
 
 
 def _cores_of(group: Path) -> float | None:
@@ -435,11 +426,6 @@ def _cores_of(group: Path) -> float | None:
     quota_us = _number_in(group / "cpu.cfs_quota_us")
     period_us = _number_in(group / "cpu.cfs_period_us")
     return quota_us / period_us if quota_us and period_us else None
-
-
-def _processes_of(group: Path) -> int | None:
-    most = _number_in(group / "pids.max")
-    return None if most is None else max(0, most - (_number_in(group / "pids.current") or 0))
 
 
 def whole_cores(cores: float) -> int:

@@ -219,7 +219,14 @@ def find_world(env: Mapping[str, str]) -> World | None:
         env = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **env, "RANK": index}
     for dialect in _DIALECTS:
         if dialect.marker in env and not _is_shell_step(dialect, env):
-            return _read(dialect, _with_local_rank(dialect, env))
+            # What a pod's RANK and WORLD_SIZE leave out: pods are hosts, each with one rank.
+            by_pod = "KUBERNETES_SERVICE_HOST" in env and not is_loopback(
+                env.get("MASTER_ADDR", "")
+            )
+            is_told = "LOCAL_RANK" in env or "LOCAL_WORLD_SIZE" in env
+            if dialect is _BY_HAND and by_pod and not is_told:
+                env = {**env, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            return _read(dialect, env)
     return None
 
 
@@ -265,15 +272,6 @@ def _node_as_rank(env: Mapping[str, str]) -> World | None:
         raise ConfigError(Explanation(what, cause=cause, fix=fix))
     one_rank = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     return _read(_BY_HAND, {**env, **one_rank, "RANK": env[place], "WORLD_SIZE": nnodes})
-
-
-def _with_local_rank(dialect: _Dialect, env: Mapping[str, str]) -> Mapping[str, str]:
-    """Add what a pod's RANK and WORLD_SIZE leave out: pods are hosts, each with one rank."""
-    by_pod = "KUBERNETES_SERVICE_HOST" in env and not is_loopback(env.get("MASTER_ADDR", ""))
-    is_told = "LOCAL_RANK" in env or "LOCAL_WORLD_SIZE" in env
-    if dialect is not _BY_HAND or not by_pod or is_told:
-        return env
-    return {**env, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
 def is_loopback(host: str) -> bool:

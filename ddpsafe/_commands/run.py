@@ -41,13 +41,15 @@ if TYPE_CHECKING:
 
 def run_ranks(options: Namespace) -> int:
     """Start the ranks and wait for them; the exit code is that of the error, if there is one."""
+    if is_directory_gone():
+        complain("The current directory has been removed; go to one that exists.")
+        return USAGE
     if options.script is None:
         complain(
             "ddpsafe run needs a script, for example:  ddpsafe run --nproc-per-node 2 train.py"
         )
         return USAGE
     try:
-        _require_directory()
         fields, notes = read_options(options)
         config = (
             LaunchConfig.from_toml(options.config, **fields)
@@ -164,9 +166,15 @@ def _read_nodes(options: Namespace, notes: list[str]) -> dict[str, Any]:
         if (value := getattr(options, option)) is not None
     }
     if options.nnodes is not None:
-        fields["nnodes"], least = _read_nnodes(str(options.nnodes))
-        if least != fields["nnodes"]:
-            rendezvous["min_nodes"] = least
+        least, _, most = str(options.nnodes).partition(":")  # N or MIN:MAX
+        most = most or least
+        if not (least.isdecimal() and most.isdecimal() and int(least) > 0):
+            what = f"--nnodes={options.nnodes} is not a number of nodes."
+            fix = "write --nnodes=2, or --nnodes=2:4 to start with two and take up to four."
+            raise ConfigError(Explanation(what, fix=fix))
+        fields["nnodes"] = int(most)
+        if int(least) != int(most):
+            rendezvous["min_nodes"] = int(least)
     if options.node_rank is not None:
         fields["node_rank"] = _number(options, "node_rank")
     if options.master_addr is not None and "endpoint" not in rendezvous:
@@ -198,17 +206,6 @@ def _read_nodes(options: Namespace, notes: list[str]) -> dict[str, Any]:
             rendezvous["endpoint"]
         )  # as torchrun completes it
     return {**fields, **({"rendezvous": rendezvous} if rendezvous else {})}
-
-
-def _read_nnodes(text: str) -> tuple[int, int]:
-    """Return the most and the fewest nodes of ``N`` or ``MIN:MAX``."""
-    least, _, most = text.partition(":")
-    most = most or least
-    if not (least.isdecimal() and most.isdecimal() and int(least) > 0):
-        what = f"--nnodes={text} is not a number of nodes."
-        fix = "write --nnodes=2, or --nnodes=2:4 to start with two and take up to four."
-        raise ConfigError(Explanation(what, fix=fix))
-    return int(most), int(least)
 
 
 _OF_SEVERAL_NODES: Final = ("rdzv_endpoint", "rdzv_id", "master_addr", "master_port", "interface")
@@ -287,12 +284,6 @@ def _require_target(options: Namespace) -> str:
         message = f"There is no script {name!r} in {Path.cwd()}; {advice}"
         raise ConfigError(message)
     return str(Path(name).absolute())
-
-
-def _require_directory() -> None:
-    if is_directory_gone():
-        message = "The current directory has been removed; go to one that exists."
-        raise ConfigError(message)
 
 
 def run_script(

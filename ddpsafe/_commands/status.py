@@ -22,7 +22,7 @@ from ddpsafe.doctor._report import printable
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     Facts = dict[str, Any]
 
@@ -145,11 +145,23 @@ def _lines(launch: Facts) -> list[str]:
         if launch["longest_step_s"]:
             head += f", longest time between steps {launch['longest_step_s']:.1f} s"
         waits = [each["text"] for each in launch.get("stragglers", ())]
-        waits += list(_gpu_lines(launch))
+        # How the GPUs run of ranks that the others wait for, and of those that are slowed.
+        late = {rank for each in launch.get("stragglers", ()) for rank in each.get("ranks", ())}
+        waits += [
+            f"rank {rank['rank']} is on {gpu['text']}"
+            for rank in launch["ranks"]
+            for gpu in rank.get("gpus", ())
+            if rank["rank"] in late or gpu["is_throttled"]
+        ]
         has_gpus = any(each.get("gpu_memory_bytes") for each in launch["ranks"])
         hosts = {each["hostname"] for each in launch["ranks"]}
         if len(hosts) > 1:
-            launch = {**launch, "ranks": [_with_host(each) for each in launch["ranks"]]}
+            # With the host where the process is: of other hosts only that is known.
+            ranks = [
+                {**each, "pid": f"{each['hostname']} {each['pid'] or ''}".rstrip()}
+                for each in launch["ranks"]
+            ]
+            launch = {**launch, "ranks": ranks}
         columns = [*_COLUMNS, *(["gpu memory"] if has_gpus else []), "collective", "where"]
         rows = [_row(each, has_gpus=has_gpus) for each in launch["ranks"]]
         widths = [max(len(row[at]) for row in [columns, *rows]) for at in range(len(columns) - 1)]
@@ -159,7 +171,13 @@ def _lines(launch: Facts) -> list[str]:
             )
             for row in [columns, *rows]
         ]
-        stacks = [line for each in launch["ranks"] for line in _stack_lines(each)]
+        stacks = []
+        for rank in launch["ranks"]:
+            for what, kind in (("threads", "thread"), ("loader_workers", "DataLoader worker")):
+                for each in filter(itemgetter("frames"), rank[what]):
+                    name = f"{kind} {each['name']}"
+                    stacks += ["", f"rank {rank['rank']}, {name}, the last call first:"]
+                    stacks += [f"  {file}:{line} in {call}" for file, line, call in each["frames"]]
         return [printable(line) for line in [head, *table, *waits, *stacks]]
     said = {
         "ended": f"no launch is running in {folder}",
@@ -183,21 +201,6 @@ def _gpu_facts(reading: _gpus.GpuReading) -> Facts:
     del facts["slowdowns"]
     said = {"slowed_by": reading.slowed_by, "is_throttled": reading.is_throttled}
     return {**facts, **said, "text": str(reading)}
-
-
-def _gpu_lines(launch: Facts) -> Iterator[str]:
-    """Say how the GPUs run of ranks that the others wait for, and of those that are slowed."""
-    late = {rank for each in launch.get("stragglers", ()) for rank in each.get("ranks", ())}
-    for rank in launch["ranks"]:
-        for gpu in rank.get("gpus", ()):
-            if rank["rank"] in late or gpu["is_throttled"]:
-                yield f"rank {rank['rank']} is on {gpu['text']}"
-
-
-def _with_host(rank: Facts) -> Facts:
-    """Return it with its host where its process is: of other hosts only that is known."""
-    pid = "" if rank["pid"] is None else f" {rank['pid']}"
-    return {**rank, "pid": f"{rank['hostname']}{pid}"}
 
 
 def _row(rank: Facts, *, has_gpus: bool) -> list[str]:
@@ -224,12 +227,3 @@ def _row(rank: Facts, *, has_gpus: bool) -> list[str]:
 
 def _mib(size: int | None) -> str:
     return "" if size is None else f"{size / _MIB:.0f} MiB"
-
-
-def _stack_lines(rank: Facts) -> list[str]:
-    lines = []
-    for what, kind in (("threads", "thread"), ("loader_workers", "DataLoader worker")):
-        for each in filter(itemgetter("frames"), rank[what]):
-            lines += ["", f"rank {rank['rank']}, {kind} {each['name']}, the last call first:"]
-            lines += [f"  {file}:{line} in {name}" for file, line, name in each["frames"]]
-    return lines

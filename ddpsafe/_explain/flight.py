@@ -163,9 +163,9 @@ class FlightRecordings:
         evidence = [(each.record, f"rank {rank}: {each}") for rank, each in sorted(inside.items())]
         if missing:
             last = [
-                (own.record, f"rank {rank}, its last: {own}")
+                (own[max(own)].record, f"rank {rank}, its last: {own[max(own)]}")
                 for rank in sorted(missing)
-                if (own := _last(calls.get(rank, {}))) is not None
+                if (own := calls.get(rank))
             ]
             facts["missing"] = ranks_text(sorted(missing))
             code = "FLIGHT-missing"
@@ -239,21 +239,18 @@ def _group_of(entry: dict[str, Any]) -> str:
 
 def _call_of(entry: dict[str, Any]) -> _Recorded:
     number = entry.get("collective_seq_id", entry.get("seq_id"))
+    sizes = entry.get("input_sizes") or ()
     return _Recorded(
         number=int(number if number is not None else entry["record_id"]),
         record=int(entry.get("record_id", entry.get("id", 0))),
         name=str(entry.get("profiling_name", "?")).partition(":")[2] or "?",
-        sizes=_sizes(entry.get("input_sizes")),
+        sizes=", ".join(str([int(each) for each in size]) for size in sizes) or "[]",
         dtypes=",".join(map(str, entry.get("input_dtypes") or ())),
         state=str(entry.get("state", "?")),
         # gloo never says "completed"; a call that has ended, also in an error, is retired.
         is_over=entry.get("state") == "completed" or bool(entry.get("retired")),
         where=_where(entry.get("frames") or ()),
     )
-
-
-def _sizes(sizes: Any) -> str:
-    return ", ".join(str([int(each) for each in size]) for size in sizes or ()) or "[]"
 
 
 def _where(frames: Iterable[dict[str, Any]]) -> str:
@@ -263,10 +260,6 @@ def _where(frames: Iterable[dict[str, Any]]) -> str:
         if file and not _LIBRARY.search(file):
             return f" at {file}:{frame.get('line')} in {frame.get('name')}"
     return ""
-
-
-def _last(calls: dict[int, _Recorded]) -> _Recorded | None:
-    return calls[max(calls)] if calls else None
 
 
 @functools.cache  # of the few names of collectives, for each pair of calls

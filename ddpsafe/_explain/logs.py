@@ -272,13 +272,18 @@ class LogReader:
                 return
             self._calls += 1
             self._skips_calls = self._calls >= _MOST_CALLS
-        if grams and self._alike and self._is_like_others(frozenset(grams)):
+        if grams and self._alike and self._alike.get(frozenset(grams), 0) >= _ALIKE:
             return
         # Deleting the digits runs in C, and most lines of a log end here.
         shape = raw[:_LONGEST_LINE].translate(None, b"0123456789")
         seen = self._shapes.get(shape, 0)
         if seen >= _SAME_LINES and not is_frame:
-            self._repeat(number, shape, raw)
+            if (cause := self._cause_of_shape.get(shape)) is not None:
+                cause.count += 1
+                cause.last = number
+                if cause.code == _WATCHDOG:  # which differs in numbers, and those are what counts
+                    line = raw[:_LONGEST_LINE].decode("utf-8", "replace")
+                    self._compare_sequence(line, _rank_of(line))
             return
         if len(self._shapes) < _MOST_SHAPES:
             self._shapes[shape] = seen + 1
@@ -289,17 +294,6 @@ class LogReader:
         for part in raw.split(b"\r"):
             text = part[:_LONGEST_LINE].decode("utf-8", "replace")
             self._read_line(number, text, shape, grams)
-
-    def _repeat(self, number: int, shape: bytes, raw: bytes) -> None:
-        if (cause := self._cause_of_shape.get(shape)) is not None:
-            cause.count += 1
-            cause.last = number
-            if cause.code == _WATCHDOG:  # which differs in numbers, and those are what counts
-                line = raw[:_LONGEST_LINE].decode("utf-8", "replace")
-                self._compare_sequence(line, _rank_of(line))
-
-    def _is_like_others(self, grams: frozenset[str]) -> bool:
-        return self._alike.get(grams, 0) >= _ALIKE
 
     def _read_line(
         self, number: int, line: str, shape: bytes, grams: Collection[str] | None
@@ -337,7 +331,11 @@ class LogReader:
         self, number: int, line: str, said: str, rank: int | None, grams: Collection[str] | None
     ) -> Cause | None:
         best = self._find_best(number, line, said, grams)
-        self._note_root(said)
+        # Keep the rank that torchrun's summary names as the first to fail.
+        if _ROOT_CAUSE.match(said):
+            self._is_root_cause = True
+        elif self._is_root_cause and (root := _RANK_OF_ROOT.match(said)):
+            self._root_rank, self._is_root_cause = int(root[1]), False
         raised = _EXCEPTION.match(said)
         traceback = self._tracebacks.get(rank) if self._in_traceback else None
         if raised is None and traceback is not None and traceback.has_frame:
@@ -369,13 +367,6 @@ class LogReader:
         """Return a message with its next lines if they go on with it: a paste is broken anywhere."""
         goes_on = itertools.takewhile(_GOES_ON.match, self._following)
         return " ".join((said, *(line.decode("utf-8", "replace").strip() for line in goes_on)))
-
-    def _note_root(self, said: str) -> None:
-        """Keep the rank that torchrun's summary names as the first to fail."""
-        if _ROOT_CAUSE.match(said):
-            self._is_root_cause = True
-        elif self._is_root_cause and (match := _RANK_OF_ROOT.match(said)):
-            self._root_rank, self._is_root_cause = int(match[1]), False
 
     def add(self, finding: RecordedFailure) -> None:
         """Take what flight recordings show beside what the logs say."""
@@ -448,7 +439,9 @@ class LogReader:
             cause.level, cause.evidence = level, []
         if cause.rank is None:
             cause.rank = int(facts["rank"]) if facts.get("rank") else _rank_of(line)
-            cause.has_local_rank = cause.rank is not None and _has_local_rank(line)
+            named = _search_rank(line)
+            is_local = named is not None and named.lastgroup == "local"
+            cause.has_local_rank = cause.rank is not None and is_local
         cause.count += 1
         if len(cause.evidence) < _EVIDENCE:
             cause.evidence.append((number, said[:400]))
@@ -736,11 +729,6 @@ def _search_rank(line: str) -> re.Match[str] | None:
     if not line[:1].isdigit() and not any(word in line for word in _RANK_WORDS):
         return None
     return _RANK.search(line)
-
-
-def _has_local_rank(line: str) -> bool:
-    match = _search_rank(line)
-    return match is not None and match.lastgroup == "local"
 
 
 def explain_text(text: str) -> list[Cause]:
