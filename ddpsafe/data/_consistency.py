@@ -79,9 +79,10 @@ def view_dataset(
     if callable(method) or isinstance(value, str):
         own = str(method()) if callable(method) else str(value)
         return _view(length, f"{name} by its fingerprint", range(1), lambda _: own)
-    listing = _listing(dataset)
-    if listing is not None:
-        return _view(length, f"{name} by its paths", range(len(listing)), _paths(dataset, listing))
+    paths = _paths_of(dataset)
+    if paths is not None:
+        count, path = paths
+        return _view(length, f"{name} by its paths", range(count), path)
     if length is None or not hasattr(dataset, "__getitem__"):
         return _view(length, name, range(0), str)
     count = min(probes, length)
@@ -99,17 +100,16 @@ def _view(
     return DatasetView(length=length, kind=kind, indices=indices, item=item)
 
 
-def _listing(dataset: Any) -> Any:
+def _paths_of(dataset: Any) -> tuple[int, Callable[[int], str]] | None:
+    """Return how many files a dataset lists, and what tells the path of each."""
     for name in _LISTINGS:
-        listed = getattr(dataset, name, None)
-        if isinstance(listed, list | tuple) and listed:
-            first = listed[0][0] if isinstance(listed[0], tuple | list) else listed[0]
+        listing = getattr(dataset, name, None)
+        if isinstance(listing, list | tuple) and listing:
+            first = listing[0][0] if isinstance(listing[0], tuple | list) else listing[0]
             if isinstance(first, str | os.PathLike):
-                return listed
-    return None
-
-
-def _paths(dataset: Any, listing: Any) -> Callable[[int], str]:
+                break
+    else:
+        return None
     # Hosts mount the data in different places: what counts is the path below the root.
     root = getattr(dataset, "root", None)
     if not isinstance(root, str | os.PathLike):
@@ -121,7 +121,7 @@ def _paths(dataset: Any, listing: Any) -> Callable[[int], str]:
         rest = stable_text(entry[1:]) if isinstance(entry, tuple | list) else ""
         return _path_of(entry).removeprefix(prefix) + "|" + rest
 
-    return item
+    return len(listing), item
 
 
 def _path_of(entry: Any) -> str:

@@ -249,25 +249,22 @@ def _gather_leaf(
         flat = [value for part in parts for value in part]
         return [decode(flat[place]) for place in order.tolist()]
     shape = (len(order), *spec["shape"])
-    whole = torch.cat(gather_rows(_rows_of(leaf, spec), group))[torch.from_numpy(order)]
-    if spec["kind"] == "array":
-        array = np.empty(shape, spec["dtype"])
-        array.reshape(-1).view(np.uint8)[:] = whole.numpy().reshape(-1)
-        return array
-    dtype = getattr(torch, spec["dtype"])
-    if whole.numel() == 0:
-        return torch.empty(shape, dtype=dtype)
-    return whole.contiguous().view(dtype).reshape(shape)
-
-
-def _rows_of(leaf: Any, spec: Mapping[str, Any]) -> torch.Tensor:
-    """Return the bytes of each row, (k, w) uint8; a rank without a sample may have any leaf."""
     is_array = spec["kind"] == "array"
     dtype = np.dtype(spec["dtype"]) if is_array else getattr(torch, spec["dtype"])
+    # The bytes of each row, (k, w) uint8; a rank without a sample may have any leaf.
     width = math.prod(spec["shape"]) * dtype.itemsize
     count = 0 if leaf is None else len(leaf)
     if count * width == 0:
-        return torch.empty((count, width), dtype=torch.uint8)
-    if not is_array:
-        return as_rows(leaf)
-    return torch.frombuffer(bytearray(leaf.tobytes()), dtype=torch.uint8).reshape(count, width)
+        rows = torch.empty((count, width), dtype=torch.uint8)
+    elif is_array:
+        rows = torch.frombuffer(bytearray(leaf.tobytes()), dtype=torch.uint8).reshape(count, width)
+    else:
+        rows = as_rows(leaf)
+    whole = torch.cat(gather_rows(rows, group))[torch.from_numpy(order)]
+    if is_array:
+        array = np.empty(shape, dtype)
+        array.reshape(-1).view(np.uint8)[:] = whole.numpy().reshape(-1)
+        return array
+    if whole.numel() == 0:
+        return torch.empty(shape, dtype=dtype)
+    return whole.contiguous().view(dtype).reshape(shape)

@@ -74,7 +74,13 @@ class EvenSteps(Generic[T]):
                 batch, has_batch = None, False
             # Positions are equal on all ranks: each counts the steps, whatever it has fetched.
             getattr(source, "count_as_used", _ignore)(step)
-            votes = self._vote(self._size(batch) if has_batch else -1)  # type: ignore[arg-type]  # a batch
+            count = self._size(batch) if has_batch else -1  # type: ignore[arg-type]  # a batch
+            own = torch.tensor([count], dtype=torch.int64)
+            every = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
+            # A group of its own: votes must not queue behind gradients, or wait for the device.
+            if self._group is None:
+                self._group = dist.new_group(backend="gloo")
+            votes = _Votes(every, dist.all_gather(every, own, group=self._group, async_op=True))
             if step > 0:
                 yield last  # type: ignore[misc]  # set by the step before
             counts = votes.counts()
@@ -88,14 +94,6 @@ class EvenSteps(Generic[T]):
                 total = sum(count for count in counts if count > 0)
                 mine = max(0, counts[dist.get_rank(self._group)]) if has_batch else 0
                 self.weight = len(counts) * mine / max(1, total)
-
-    def _vote(self, count: int) -> _Votes:
-        own = torch.tensor([count], dtype=torch.int64)
-        every = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
-        # A group of its own: votes must not queue behind gradients, or wait for the device.
-        if self._group is None:
-            self._group = dist.new_group(backend="gloo")
-        return _Votes(every, dist.all_gather(every, own, group=self._group, async_op=True))
 
     def _goes_on(self, counts: list[int], step: int) -> bool:
         finished = [rank for rank, count in enumerate(counts) if count < 0]

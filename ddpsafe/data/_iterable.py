@@ -128,7 +128,12 @@ class ShardedIterable(IterableDataset[T], Generic[T]):
         if self.shard == "sample":
             stream = itertools.islice(self._open(), self.rank, None, self.num_replicas)
             return itertools.islice(stream, worker, None, workers)
-        return self._whole_batches(worker, workers)
+        # The rank's batches number worker, worker + workers, ...
+        return (
+            item
+            for number, item in enumerate(self._own_items())
+            if number // self.batch_size % workers == worker
+        )
 
     def _open(self) -> Iterator[T]:
         source = self.source
@@ -142,12 +147,6 @@ class ShardedIterable(IterableDataset[T], Generic[T]):
             seek(self._consumed)
             return self._open()
         return itertools.islice(self._open(), self._consumed, None)
-
-    def _whole_batches(self, worker: int, workers: int) -> Iterator[T]:
-        """Yield the samples of the rank's batches number worker, worker + workers, ..."""
-        for number, item in enumerate(self._own_items()):
-            if number // self.batch_size % workers == worker:
-                yield item
 
     def _own_items(self) -> Iterator[T]:
         held: list[T] = []

@@ -156,7 +156,16 @@ class FollowedDataset:
         if indices and indices[0] is Skip:
             return [Skip]
         many = getattr(self.dataset, "__getitems__", None)
-        return self._read(indices) if many is None else self._read_many(many, indices)
+        if many is None:
+            return self._read(indices)
+        self._follow()
+        first = indices[0] if indices else -1
+        self._board.cells()[self._cell] = first if type(first) is int else -1
+        try:
+            return many(indices)
+        except Exception as error:
+            self._annotate(error, f"{list(indices[:3])}...")
+            raise
 
     def _read(self, indices: Sequence[Any]) -> list[Any]:
         self._follow()
@@ -171,16 +180,6 @@ class FollowedDataset:
             self._annotate(error, index)
             raise
         return items
-
-    def _read_many(self, many: Callable[[Any], Any], indices: Sequence[Any]) -> Any:
-        self._follow()
-        first = indices[0] if indices else -1
-        self._board.cells()[self._cell] = first if type(first) is int else -1
-        try:
-            return many(indices)
-        except Exception as error:
-            self._annotate(error, f"{list(indices[:3])}...")
-            raise
 
     def _annotate(self, error: Exception, index: object) -> None:
         path = sample_path(self.dataset, index)

@@ -34,14 +34,48 @@ def warn_of_limits(loader: DataLoader[Any]) -> None:
     """
     if loader.num_workers == 0:
         return
-    in_flight = batches_in_flight(loader)
-    for text in (
-        _open_files(loader.num_workers, in_flight),
-        _little_shared_memory(in_flight),
-        _cores(loader.num_workers),
-    ):
-        if text is not None:
-            warnings.warn(str(text), DataWarning, stacklevel=4)
+    num_workers, in_flight = loader.num_workers, batches_in_flight(loader)
+    found: list[Explanation] = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]  # torch has no types here
+    if soft != resource.RLIM_INFINITY and strategy == "file_descriptor":
+        needed = num_workers * _FILES_PER_WORKER + in_flight * _TENSORS_PER_BATCH
+        held = _count_open_files()
+        if held + needed > soft:
+            found.append(
+                Explanation(
+                    f"{num_workers} workers with {in_flight} batches in flight need about {needed} "
+                    f"open files; this process has {held} and may have {soft} (RLIMIT_NOFILE, hard "
+                    f"limit {hard}).",
+                    cause="each tensor that a worker sends is an open file until it is used.",
+                    fix=f"`ulimit -n {hard}`, fewer workers, or "
+                    "torch.multiprocessing.set_sharing_strategy('file_system').",
+                )
+            )
+    free, total = shared_memory_bytes()
+    if free is not None and total is not None and free < in_flight * _LEAST_BYTES_PER_BATCH:
+        found.append(
+            Explanation(
+                f"{SHARED_MEMORY} has {free / _MIB:.1f} MiB free of {total / _MIB:.1f} MiB, for "
+                f"{in_flight} batches in flight.",
+                cause="the container has little shared memory, or a killed job has left files there.",
+                fix="raise --shm-size, delete what is left there, or num_workers=0.",
+            )
+        )
+    cores, ranks = count_cores(), local_world_size()
+    shared = cores == os.cpu_count()  # a rank with cores of its own shares them with no rank
+    # More workers than cores in one rank is what torch itself warns about.
+    if shared and num_workers <= cores and num_workers * ranks > _BUSY * cores:
+        found.append(
+            Explanation(
+                f"{ranks} ranks with {num_workers} workers each are {num_workers * ranks} processes "
+                f"on {cores} cores.",
+                cause="num_workers counts for each rank, not for the machine.",
+                fix=f"num_workers={max(1, cores // ranks)}, unless workers mostly wait for storage.",
+            )
+        )
+    for explanation in found:
+        warnings.warn(str(explanation), DataWarning, stacklevel=4)
 
 
 def batches_in_flight(loader: DataLoader[Any]) -> int:
@@ -99,52 +133,8 @@ def describe_open_files() -> str:
     return str(text)
 
 
-def _open_files(num_workers: int, in_flight: int) -> Explanation | None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]  # torch has no types here
-    if soft == resource.RLIM_INFINITY or strategy != "file_descriptor":
-        return None
-    needed = num_workers * _FILES_PER_WORKER + in_flight * _TENSORS_PER_BATCH
-    held = _count_open_files()
-    if held + needed <= soft:
-        return None
-    return Explanation(
-        f"{num_workers} workers with {in_flight} batches in flight need about {needed} open files; "
-        f"this process has {held} and may have {soft} (RLIMIT_NOFILE, hard limit {hard}).",
-        cause="each tensor that a worker sends is an open file until it is used.",
-        fix=f"`ulimit -n {hard}`, fewer workers, or "
-        "torch.multiprocessing.set_sharing_strategy('file_system').",
-    )
-
-
 def _count_open_files() -> int:
     try:
         return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names only
     except OSError:
         return 0
-
-
-def _little_shared_memory(in_flight: int) -> Explanation | None:
-    free, total = shared_memory_bytes()
-    if free is None or total is None or free >= in_flight * _LEAST_BYTES_PER_BATCH:
-        return None
-    return Explanation(
-        f"{SHARED_MEMORY} has {free / _MIB:.1f} MiB free of {total / _MIB:.1f} MiB, for "
-        f"{in_flight} batches in flight.",
-        cause="the container has little shared memory, or a killed job has left files there.",
-        fix="raise --shm-size, delete what is left there, or num_workers=0.",
-    )
-
-
-def _cores(num_workers: int) -> Explanation | None:
-    cores, ranks = count_cores(), local_world_size()
-    shared = cores == os.cpu_count()  # a rank with cores of its own shares them with no rank
-    # More workers than cores in one rank is what torch itself warns about.
-    if not shared or num_workers > cores or num_workers * ranks <= _BUSY * cores:
-        return None
-    return Explanation(
-        f"{ranks} ranks with {num_workers} workers each are {num_workers * ranks} processes on "
-        f"{cores} cores.",
-        cause="num_workers counts for each rank, not for the machine.",
-        fix=f"num_workers={max(1, cores // ranks)}, unless workers mostly wait for storage.",
-    )

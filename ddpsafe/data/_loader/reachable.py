@@ -346,25 +346,15 @@ def worker_methods(kind: type) -> tuple[types.FunctionType, ...]:
         name = waiting.pop()
         if name in found or name == "__init__":
             continue
-        function = _plain_function(
-            next((vars(b)[name] for b in kind.__mro__ if name in vars(b)), None)
-        )
-        if function is not None and is_user_file(function.__code__.co_filename):
-            found[name] = function
-            waiting.extend(function.__code__.co_names)
+        member = next((vars(b)[name] for b in kind.__mro__ if name in vars(b)), None)
+        for _ in range(3):  # what a property or a decorator wraps
+            if not isinstance(member, types.FunctionType):
+                wrapped = ("fget", "__wrapped__", "__func__")
+                member = next(filter(None, (getattr(member, each, None) for each in wrapped)), None)
+        if isinstance(member, types.FunctionType) and is_user_file(member.__code__.co_filename):
+            found[name] = member
+            waiting.extend(member.__code__.co_names)
     return tuple(found.values())
-
-
-def _plain_function(member: object) -> types.FunctionType | None:
-    for _ in range(4):
-        if isinstance(member, types.FunctionType):
-            return member
-        member = (
-            getattr(member, "fget", None)
-            or getattr(member, "__wrapped__", None)
-            or getattr(member, "__func__", None)
-        )
-    return None
 
 
 def is_standard_stream(item: object) -> bool:
@@ -389,11 +379,11 @@ def left_as_it_was(dataset: object) -> Iterator[None]:
     not opened it afterwards. What reads outside of the dataset's own objects is not followed.
     """
     with closing_what_opens():
-        undo = [
-            step
-            for _, item in reachable(dataset, name="dataset", into_c=False)
-            for step in _undo_of(item)
-        ]
+        undo: list[Callable[[], bool]] = []  # each puts something back, and says if it had to
+        for _, item in reachable(dataset, name="dataset", into_c=False):
+            with contextlib.suppress(Exception):  # an object of any library may raise anything
+                for step in _steps(item):
+                    undo.append(step)  # noqa: PERF402 - what came before an exception is kept
         try:
             yield
         finally:
@@ -413,15 +403,6 @@ def _apply(step: Callable[[], bool]) -> bool:
             return step()
     except Exception:  # noqa: BLE001 - an object of any library may refuse
         return False
-
-
-def _undo_of(item: Any) -> list[Callable[[], bool]]:
-    """Return what puts an object back to how it is now; each says whether it had to."""
-    steps = []
-    with contextlib.suppress(Exception):  # an object of any library may raise anything
-        for step in _steps(item):
-            steps.append(step)  # noqa: PERF402 - what came before an exception is kept
-    return steps
 
 
 def _steps(item: Any) -> Iterator[Callable[[], bool]]:  # noqa: C901 - a table of kinds
@@ -450,7 +431,10 @@ def _steps(item: Any) -> Iterator[Callable[[], bool]]:  # noqa: C901 - a table o
     elif callable(getattr(kind, "cache_info", None)):
         if item.cache_info().currsize == 0:
             yield functools.partial(_restore_cache, item)
-    elif _is_seekable_file(item):
+    elif (
+        all(callable(getattr(kind, name, None)) for name in ("seekable", "tell"))
+        and item.seekable()
+    ):
         yield functools.partial(_restore_by, item.seek, item.tell())
     if kind is types.FunctionType:
         yield from _function_steps(item)
@@ -576,10 +560,3 @@ def _restore_globals(space: dict[str, Any], kept: dict[str, Any]) -> bool:
         else:
             space[name] = value
     return changed
-
-
-def _is_seekable_file(item: Any) -> bool:
-    seekable = getattr(type(item), "seekable", None)
-    return (
-        callable(seekable) and callable(getattr(type(item), "tell", None)) and bool(item.seekable())
-    )

@@ -534,15 +534,11 @@ def _batches(source: Any, saved: Any) -> tuple[Iterator[Any], Any]:
     if saved is not None and is_stateful(iterator) and iterator is not sampler:
         iterator.load_state_dict(saved)
     if plain:
-        return _in_batches(iterator, source.batch_size, drop_last=source.drop_last), owner
+        # As torch's BatchSampler, which keeps the iterator, and so its state, to itself.
+        size, drops = source.batch_size, source.drop_last
+        batches = iter(lambda: list(itertools.islice(iterator, size)), [])
+        return (batch for batch in batches if len(batch) == size or not drops), owner
     return iterator, owner
-
-
-def _in_batches(indices: Iterator[Any], size: int, *, drop_last: bool) -> Iterator[list[Any]]:
-    # As torch's BatchSampler, which keeps the iterator, and so its state, to itself.
-    while batch := list(itertools.islice(indices, size)):
-        if len(batch) == size or not drop_last:
-            yield batch
 
 
 def _text(state: torch.Tensor) -> str:

@@ -53,7 +53,19 @@ class _OrderedSampler(PositionSampler):
                     fix=f"choose one of {', '.join(get_args(Algorithm))}.",
                 )
             )
-        self.dataset = dataset if hasattr(dataset, "__len__") else _range_of(dataset)
+        if hasattr(dataset, "__len__"):
+            self.dataset = dataset
+        else:
+            n = require_int(dataset, "dataset (or its length)")
+            if n < 0:
+                raise DataConfigError(
+                    Explanation(
+                        f"A dataset cannot have {n} samples.",
+                        cause="a length cannot be negative.",
+                        fix="pass the dataset or its length.",
+                    )
+                )
+            self.dataset = range(n)
         self.shuffle = shuffle
         self.algorithm: Algorithm = algorithm
         self._n = len(self.dataset)
@@ -227,16 +239,3 @@ class LocalSampler(_OrderedSampler):
             pad=True,
             algorithm="torch",
         )
-
-
-def _range_of(length: object) -> range:
-    n = require_int(length, "dataset (or its length)")
-    if n < 0:
-        raise DataConfigError(
-            Explanation(
-                f"A dataset cannot have {n} samples.",
-                cause="a length cannot be negative.",
-                fix="pass the dataset or its length.",
-            )
-        )
-    return range(n)
