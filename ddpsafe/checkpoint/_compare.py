@@ -125,11 +125,16 @@ def _compare_tensors(
         saved = renamed(saved, plain_names(saved))
     current = state_of(value, unwrap)
     before, now = tensors_of(saved, name), tensors_of(current, name)
-    differences: Differences = {
-        f"{name}{path}": _differing(before.get(path), now.get(path))
-        for path in [*before, *(path for path in now if path not in before)]
-        if before.get(path) != now.get(path)
-    }
+    differences: Differences = {}
+    for path in [*before, *(path for path in now if path not in before)]:
+        kept, own = before.get(path), now.get(path)
+        if kept == own:
+            continue
+        if kept is None or own is None or kept[0] != own[0]:  # the shapes
+            facts = (_ABSENT if kept is None else kept[0], _ABSENT if own is None else own[0])
+        else:  # the dtypes
+            facts = (kept[1], own[1])
+        differences[f"{name}{path}"] = facts
     for path, leaf in leaves(current, name):
         if is_lazy(leaf):  # load_state_dict gives it its shape
             differences.pop(path, None)
@@ -138,13 +143,6 @@ def _compare_tensors(
         ):  # which load_state_dict leaves as it is
             differences.setdefault(path, ("values", "on the meta device, which has none"))
     return differences
-
-
-def _differing(saved: Any, now: Any) -> tuple[object, object]:
-    """Return the shapes, or the dtypes where the shapes are the same."""
-    if saved is None or now is None or saved[0] != now[0]:
-        return (_ABSENT if saved is None else saved[0]), (_ABSENT if now is None else now[0])
-    return saved[1], now[1]
 
 
 def _compare_optimizers(loaded: Loaded, name: str, value: Any) -> Differences:

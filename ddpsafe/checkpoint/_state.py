@@ -351,7 +351,13 @@ def _suspects(tree: object, path: str) -> Iterator[tuple[str, object]]:
     """Yield the leaves, the keys, and containers of other types, emptied of their items."""
     if isinstance(tree, _CONTAINERS) and not hasattr(tree, "_fields"):
         if type(tree) not in _CONTAINERS:
-            yield path, _emptied(tree)
+            empty: Any = tree
+            if isinstance(tree, dict):
+                empty = tree.copy()
+                empty.clear()
+            elif not hasattr(tree, "n_sequence_fields"):  # time.struct_time cannot be made empty
+                empty = type(tree)()
+            yield path, empty
         if isinstance(tree, dict):
             for key, value in tree.items():
                 yield f"{path}.keys()", key
@@ -361,16 +367,6 @@ def _suspects(tree: object, path: str) -> Iterator[tuple[str, object]]:
             yield from _suspects(value, f"{path}[{number}]")
         return
     yield from leaves(tree, path)
-
-
-def _emptied(container: Any) -> object:
-    if hasattr(container, "n_sequence_fields"):  # time.struct_time: cannot be made empty
-        return container
-    if isinstance(container, dict):
-        copy = container.copy()
-        copy.clear()
-        return copy
-    return type(container)()
 
 
 def _try(value: object) -> str | None:

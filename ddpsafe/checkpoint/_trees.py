@@ -84,8 +84,20 @@ class HostCopies:
             if not isinstance(leaf, torch.Tensor):
                 return leaf if type(leaf) in PLAIN else copy.deepcopy(leaf)
             key = _identity(leaf)
-            if key not in done:
-                done[key] = buffers[path] = self._copy_tensor(path, leaf)
+            if key in done:
+                return done[key]
+            source = leaf.detach()
+            if source.layout is not torch.strided or source.is_quantized or source.is_nested:
+                done[key] = source.to(
+                    "cpu", copy=True
+                )  # sparse, nested or quantized: no plain memory
+            else:
+                buffer = self._buffers.get(path)
+                known = None if buffer is None else (buffer.shape, buffer.dtype)
+                if buffer is None or known != (source.shape, source.dtype):
+                    buffer = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
+                done[key] = buffer.copy_(source, non_blocking=True)
+            buffers[path] = done[key]
             return done[key]
 
         copied = replace_leaves(tree, "", change)
@@ -94,18 +106,6 @@ class HostCopies:
             if device.type == "cuda":  # each has a stream of its own on which the copies run
                 torch.cuda.synchronize(device)
         return copied
-
-    def _copy_tensor(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
-        import torch
-
-        source = tensor.detach()
-        if source.layout is not torch.strided or source.is_quantized or source.is_nested:
-            return source.to("cpu", copy=True)  # sparse, nested or quantized: no plain memory
-        buffer = self._buffers.get(path)
-        fits = buffer is not None and buffer.shape == source.shape and buffer.dtype == source.dtype
-        if buffer is None or not fits:
-            buffer = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
-        return buffer.copy_(source, non_blocking=True)
 
 
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
