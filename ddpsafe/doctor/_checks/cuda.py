@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import sys
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import psutil
 
@@ -50,7 +50,26 @@ def check_seen(subject: Subject) -> Iterator[Finding]:
         )
         return
     make = failed if subject.wants_gpus else warning
-    what, fix = _why_unseen(subject, said, there)
+    hidden = subject.env.get("CUDA_VISIBLE_DEVICES")
+    if not there:
+        what = "no driver has made a device"
+        fix = to_copy(
+            "See what the driver says, start the container with its GPUs, or take gloo:",
+            "nvidia-smi",
+            "docker run --gpus all …",
+            "export DDPSAFE_BACKEND=gloo",
+        )
+    elif about.get("cuda") is None and about.get("hip") is None:
+        what = f"torch {about.get('version')} is built without CUDA"
+        index = "https://download.pytorch.org/whl/cu128"
+        line = f"{sys.executable} -m pip install --force-reinstall torch --index-url {index}"
+        fix = to_copy("Install a build with CUDA:", line)
+    elif hidden is not None:
+        what = f"CUDA_VISIBLE_DEVICES={hidden!r} hides them"
+        fix = to_copy("Show them:", "unset CUDA_VISIBLE_DEVICES")
+    else:
+        what = said.get("list_devices", {}).get("error") or "the driver does not answer"
+        fix = to_copy("See what the driver says:", "nvidia-smi", "dmesg | grep -i nvrm | tail")
     yield make(
         "DS-GPU-001",
         f"torch sees no GPU, and this machine has {there or 'none'}: {what}.",
@@ -58,26 +77,6 @@ def check_seen(subject: Subject) -> Iterator[Finding]:
         fix=fix,
         device_nodes=there,
     )
-
-
-def _why_unseen(subject: Subject, said: dict[str, Any], there: int) -> tuple[str, str]:
-    about, hidden = said["describe"], subject.env.get("CUDA_VISIBLE_DEVICES")
-    if not there:
-        what = "no driver has made a device"
-        lines = ("nvidia-smi", "docker run --gpus all …", "export DDPSAFE_BACKEND=gloo")
-        return what, to_copy(
-            "See what the driver says, start the container with its GPUs, or take gloo:", *lines
-        )
-    if about.get("cuda") is None and about.get("hip") is None:
-        index = "https://download.pytorch.org/whl/cu128"
-        line = f"{sys.executable} -m pip install --force-reinstall torch --index-url {index}"
-        what = f"torch {about.get('version')} is built without CUDA"
-        return what, to_copy("Install a build with CUDA:", line)
-    if hidden is not None:
-        what = f"CUDA_VISIBLE_DEVICES={hidden!r} hides them"
-        return what, to_copy("Show them:", "unset CUDA_VISIBLE_DEVICES")
-    what = said.get("list_devices", {}).get("error") or "the driver does not answer"
-    return what, to_copy("See what the driver says:", "nvidia-smi", "dmesg | grep -i nvrm | tail")
 
 
 def check_visible(subject: Subject) -> Iterator[Finding]:
@@ -158,7 +157,24 @@ def check_kernels(subject: Subject) -> Iterator[Finding]:
     if not said.get("list_devices", {}).get("count"):
         return
     if said["timed_out"] or said.get("stage") != "end":
-        yield _stuck(said)
+        code, what = _STAGES.get(str(said.get("stage")), ("DS-GPU-009", "using the GPUs"))
+        how = (
+            f"has not ended after {said['waited_s']:.0f} s"
+            if said["timed_out"]
+            else f"ended the process (exit code {said['returncode']})"
+        )
+        yield failed(
+            code,
+            f"On the GPUs, {what} {how}.",
+            cause="a GPU that hangs, peer-to-peer traffic held up by the IOMMU (ACS), or a driver that "
+            "does not fit the fabric manager.",
+            fix=to_copy(
+                "Look at the kernel's log and the GPUs, then try without peer-to-peer:",
+                "dmesg | grep -i -e xid -e nvrm | tail",
+                "nvidia-smi",
+                "export NCCL_P2P_DISABLE=1",
+            ),
+        )
     for stage in ("run_kernels", "copy_between", "reduce_alone"):
         code, what = _STAGES[stage]
         results = said.get(stage, [])
@@ -179,27 +195,6 @@ def check_kernels(subject: Subject) -> Iterator[Finding]:
             )
         if results and not wrong:
             yield ok(code, f"{what.capitalize()} works on {len(results)} GPUs.")
-
-
-def _stuck(said: dict[str, Any]) -> Finding:
-    code, what = _STAGES.get(str(said.get("stage")), ("DS-GPU-009", "using the GPUs"))
-    how = (
-        f"has not ended after {said['waited_s']:.0f} s"
-        if said["timed_out"]
-        else f"ended the process (exit code {said['returncode']})"
-    )
-    return failed(
-        code,
-        f"On the GPUs, {what} {how}.",
-        cause="a GPU that hangs, peer-to-peer traffic held up by the IOMMU (ACS), or a driver that "
-        "does not fit the fabric manager.",
-        fix=to_copy(
-            "Look at the kernel's log and the GPUs, then try without peer-to-peer:",
-            "dmesg | grep -i -e xid -e nvrm | tail",
-            "nvidia-smi",
-            "export NCCL_P2P_DISABLE=1",
-        ),
-    )
 
 
 def check_architecture(subject: Subject) -> Iterator[Finding]:

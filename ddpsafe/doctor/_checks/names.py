@@ -53,6 +53,22 @@ def _own_name(subject: Subject, name: str, what: str, loopback: Sequence[str]) -
             "DS-NAME-001",
             f"This host's name {name} {what}; the interface that is set takes precedence.",
         )
+    choices = [each for each in list_interfaces() if each.is_candidate]
+    fix = "Bring up an interface that leads to the other hosts; `ip -br addr` shows all."
+    if choices:
+        # The line takes the name away from loopback and gives it to an address.
+        blank = "[[:space:]]"
+        takes = " ".join(
+            f"-e '/^{re.escape(each)}{blank}/s/{blank}{re.escape(name)}\\({blank}\\|$\\)/ /g'"
+            for each in loopback
+        )
+        kept = f"sed {takes} /etc/hosts" if takes else "cat /etc/hosts"
+        named = f"{choices[0].addresses[0]} {name}"
+        fix = to_copy(
+            "Name the interface on this host, or correct /etc/hosts:",
+            f"export GLOO_SOCKET_IFNAME={choices[0].name}",
+            f"hosts=$({kept}) && printf '%s\\n' \"$hosts\" '{named}' > /etc/hosts",
+        )
     # NCCL does not look at the name; groups of gloo beside it do.
     make = warning if subject.backend == "nccl" else failed
     return make(
@@ -61,25 +77,7 @@ def _own_name(subject: Subject, name: str, what: str, loopback: Sequence[str]) -
         "which then connect to themselves.",
         cause="the installer of Debian and Ubuntu writes `127.0.1.1 NAME` into /etc/hosts, or the "
         "name is in no table at all.",
-        fix=_own_name_fix(name, loopback),
-    )
-
-
-def _own_name_fix(name: str, loopback: Sequence[str]) -> str:
-    choices = [each for each in list_interfaces() if each.is_candidate]
-    if not choices:
-        return "Bring up an interface that leads to the other hosts; `ip -br addr` shows all."
-    # The line takes the name away from loopback and gives it to an address.
-    blank = "[[:space:]]"
-    takes = " ".join(
-        f"-e '/^{re.escape(each)}{blank}/s/{blank}{re.escape(name)}\\({blank}\\|$\\)/ /g'"
-        for each in loopback
-    )
-    kept = f"sed {takes} /etc/hosts" if takes else "cat /etc/hosts"
-    return to_copy(
-        "Name the interface on this host, or correct /etc/hosts:",
-        f"export GLOO_SOCKET_IFNAME={choices[0].name}",
-        f"hosts=$({kept}) && printf '%s\\n' \"$hosts\" '{choices[0].addresses[0]} {name}' > /etc/hosts",
+        fix=fix,
     )
 
 

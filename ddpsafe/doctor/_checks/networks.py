@@ -108,7 +108,25 @@ def check_state(subject: Subject) -> Iterator[Finding]:
         interface = interfaces.get(name)
         if interface is None:  # DS-NET-001 says so
             continue
-        yield _check_interface(interface, " and ".join(variables))
+        asked_by = " and ".join(variables)
+        if not interface.is_running:
+            yield failed(
+                "DS-NET-002",
+                f"The interface {name}, asked for by {asked_by}, is down.",
+                cause="it was never brought up on this host, or its cable is out.",
+                fix=to_copy("Bring it up, or name another one:", f"ip link set dev {name} up"),
+            )
+        elif not interface.networks:
+            yield failed(
+                "DS-NET-002",
+                f"The interface {name}, asked for by {asked_by}, has no address.",
+                cause="DHCP has not answered, or it is a part of a bond or bridge that has the address.",
+                fix=to_copy(
+                    "Give it an address, or name the one that has it:", "ip -brief address"
+                ),
+            )
+        else:
+            yield ok("DS-NET-002", f"{name} is up with {', '.join(interface.addresses)}.")
 
 
 def chosen_names(subject: Subject, existing: list[str]) -> dict[str, list[str]]:
@@ -125,25 +143,6 @@ def chosen_names(subject: Subject, existing: list[str]) -> dict[str, list[str]]:
     if wanted not in (None, "auto"):
         asked.setdefault(str(wanted), []).append("rendezvous.interface")
     return asked
-
-
-def _check_interface(interface: Interface, asked_by: str) -> Finding:
-    name = interface.name
-    if not interface.is_running:
-        return failed(
-            "DS-NET-002",
-            f"The interface {name}, asked for by {asked_by}, is down.",
-            cause="it was never brought up on this host, or its cable is out.",
-            fix=to_copy("Bring it up, or name another one:", f"ip link set dev {name} up"),
-        )
-    if not interface.networks:
-        return failed(
-            "DS-NET-002",
-            f"The interface {name}, asked for by {asked_by}, has no address.",
-            cause="DHCP has not answered, or it is a part of a bond or bridge that has the address.",
-            fix=to_copy("Give it an address, or name the one that has it:", "ip -brief address"),
-        )
-    return ok("DS-NET-002", f"{name} is up with {', '.join(interface.addresses)}.")
 
 
 _PATIENCE_S: Final = 2.0
@@ -247,7 +246,15 @@ def check_choice(subject: Subject) -> Iterator[Finding]:
     if len(candidates) == 1 or subject.nnodes == 1 or asked or found_out:
         yield ok("DS-NET-005", "There is one interface, or a choice has been made.")
         return
-    settings = interface_variables(_towards(subject) or candidates[0].name)
+    # The one that leads to the endpoint, where that is known.
+    endpoint, name = subject.endpoint, candidates[0].name
+    if endpoint is not None:
+        with contextlib.suppress(OSError, UnicodeError):
+            target = addresses_of(endpoint.host, endpoint.port, limit_s=_PATIENCE_S)[0]
+            way = find_interface_of(source_address(target, endpoint.port))
+            if way is not None and not way.is_loopback:
+                name = way.name
+    settings = interface_variables(name)
     yield warning(
         "DS-NET-005",
         f"This host has several networks ({shown}), and nothing says which one the ranks use; "
@@ -255,20 +262,10 @@ def check_choice(subject: Subject) -> Iterator[Finding]:
         cause="neither GLOO_SOCKET_IFNAME nor NCCL_SOCKET_IFNAME is set.",
         fix=to_copy(
             "Say so on every host, by its own name for the network:",
-            " ".join(["export", *(as_setting(name, settings[name]) for name in (GLOO, NCCL))]),
+            " ".join(["export", *(as_setting(each, settings[each]) for each in (GLOO, NCCL))]),
         ),
         interfaces=[each.name for each in candidates],
     )
-
-
-def _towards(subject: Subject) -> str | None:
-    endpoint = subject.endpoint
-    with contextlib.suppress(OSError, UnicodeError):
-        if endpoint is not None:
-            target = addresses_of(endpoint.host, endpoint.port, limit_s=_PATIENCE_S)[0]
-            way = find_interface_of(source_address(target, endpoint.port))
-            return None if way is None or way.is_loopback else way.name
-    return None
 
 
 CHECKS: Final[tuple[Check, ...]] = (

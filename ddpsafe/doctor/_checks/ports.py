@@ -17,7 +17,6 @@ from ddpsafe.doctor._system.tcp import addresses_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ddpsafe._config.endpoint import Endpoint
     from ddpsafe.doctor._checks import Check
     from ddpsafe.doctor._subject import Subject
 
@@ -30,7 +29,13 @@ _FEWEST: Final = 1000
 def check_free(subject: Subject) -> Iterator[Finding]:
     """Try to listen where the store of this job would, if that is on this host."""
     endpoint = subject.endpoint
-    if endpoint is None or endpoint.port == 0 or not _is_here(endpoint):
+    if endpoint is None or endpoint.port == 0:
+        return
+    is_here = False
+    with contextlib.suppress(OSError, UnicodeError):
+        own = {address for each in list_interfaces() for address in each.addresses}
+        is_here = bool(own & set(addresses_of(endpoint.host, endpoint.port, limit_s=_PATIENCE_S)))
+    if not is_here:
         return
     by_agent = subject.env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if by_agent and subject.env.get("MASTER_PORT") == str(endpoint.port):
@@ -62,13 +67,6 @@ def check_free(subject: Subject) -> Iterator[Finding]:
         port=endpoint.port,
         pid=pid,
     )
-
-
-def _is_here(endpoint: Endpoint) -> bool:
-    with contextlib.suppress(OSError, UnicodeError):
-        own = {address for each in list_interfaces() for address in each.addresses}
-        return bool(own & set(addresses_of(endpoint.host, endpoint.port, limit_s=_PATIENCE_S)))
-    return False
 
 
 def _is_taken(family: socket.AddressFamily, port: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import re
 import shlex
@@ -180,7 +181,11 @@ def check_companions(subject: Subject) -> Iterator[Finding]:
     installed = str(ask(subject).get("describe", {}).get("version", "")).partition("+")[0]
     wrong = 0
     for name in _COMPANIONS if installed else ():
-        wanted = _wanted_torch(name)
+        requirements: list[str] = []
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            requirements = metadata.requires(name) or []
+        exact = (match[1] for text in requirements if (match := _EXACT.match(text)))
+        wanted = next(exact, None)
         if wanted is None or wanted == installed:
             continue
         wrong += 1
@@ -195,15 +200,6 @@ def check_companions(subject: Subject) -> Iterator[Finding]:
         )
     if installed and not wrong:
         yield ok("DS-VER-004", "No installed package asks for another torch.")
-
-
-def _wanted_torch(name: str) -> str | None:
-    try:
-        requirements = metadata.requires(name) or []
-    except metadata.PackageNotFoundError:
-        return None
-    exact = [match[1] for text in requirements if (match := _EXACT.match(text))]
-    return exact[0] if exact else None
 
 
 def check_backend(subject: Subject) -> Iterator[Finding]:

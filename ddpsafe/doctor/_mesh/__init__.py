@@ -168,11 +168,6 @@ _RESOLVE: Final = timedelta(seconds=2)
 _COME_BACK: Final = timedelta(seconds=4)
 
 
-async def _meet_at_endpoint(job: Job) -> Found:
-    """Examine; node rank 0 serves the endpoint and the others come to it."""
-    return await (_serve(job) if job.node_rank == 0 else _join(job))
-
-
 async def _meet_at_store(job: Job, store: Store) -> Found:
     """Examine over a store of torch that all nodes are connected to."""
     transport = StoreTransport(store, node_rank=job.node_rank, nnodes=job.nnodes)

@@ -117,7 +117,9 @@ async def announce(
     if interface is not None:
         return _of_address(fallback, interfaces, "the route to the endpoint", fallback)
     if library == "NCCL":
-        names = _nccl_choice(interfaces)
+        usable = [each.name for each in interfaces if each.addresses and each.is_running]
+        choices = (expand_nccl(value, usable) for value in _NCCL_ORDER)
+        names = next(filter(None, choices), [])
         return _of_interfaces(names, interfaces, "NCCL's own choice", fallback)
     return await _of_hostname(interfaces, fallback)
 
@@ -126,15 +128,6 @@ def _named(library: str, value: str, interfaces: Sequence[Interface]) -> list[st
     if library == "GLOO":
         return value.split(",")
     return expand_nccl(value, [each.name for each in interfaces]) or [value]
-
-
-def _nccl_choice(interfaces: Sequence[Interface]) -> list[str]:
-    usable = [each.name for each in interfaces if each.addresses and each.is_running]
-    for value in _NCCL_ORDER:
-        names = expand_nccl(value, usable)
-        if names:
-            return names
-    return []
 
 
 def _of_interfaces(
@@ -264,6 +257,9 @@ class LocalNode:
         interfaces = list_interfaces()
         mtus = [each.mtu_bytes for each in interfaces if each.name == announced.interface]
         ports = port_range() or _USUAL_PORTS
+        source = ""
+        with contextlib.suppress(OSError):
+            source = _plain(source_address(towards[0])) if towards else ""
         self._own = Node(
             node_rank=job.node_rank,
             hostname=as_hostname(socket.gethostname()),
@@ -279,7 +275,7 @@ class LocalNode:
             },
             port_range=(ports[0], ports[-1]),
             has_torch=importlib.util.find_spec("torch") is not None,
-            source=_source_towards(towards),
+            source=source,
             endpoint=_plain(towards[0]) if towards else "",
             facts=_as_facts(job.facts),
         )
@@ -293,7 +289,12 @@ class LocalNode:
         slots = asyncio.Semaphore(_AT_A_TIME)
 
         async def dial_one(contact: Contact) -> Dialled:
-            if not self._may_dial(contact):
+            # A service that listens on loopback trusts this host, and may not be dialled for others.
+            if (
+                not contact.address
+                or contact.node_rank == self._job.node_rank
+                or (is_loopback(contact.address) and contact.machine != self._machine)
+            ):
                 return Dialled(contact.node_rank, "no-route", reason="no-address")
             async with slots:
                 try:
@@ -345,24 +346,9 @@ class LocalNode:
             if found is not None and found.interface not in (own.announced.interface, "lo"):
                 yield Route(contact.node_rank, *found)
 
-    def _may_dial(self, contact: Contact) -> bool:
-        """Tell whether an address is one that a node at another place may have.
-
-        A service that listens on loopback trusts this host, and may not be dialled for others.
-        """
-        if not contact.address or contact.node_rank == self._job.node_rank:
-            return False
-        return not is_loopback(contact.address) or contact.machine == self._machine
-
     async def close(self) -> None:
         """Stop listening."""
         await self._listener.close()
-
-
-def _source_towards(towards: Sequence[str]) -> str:
-    with contextlib.suppress(OSError):
-        return _plain(source_address(towards[0])) if towards else ""
-    return ""
 
 
 def _plain(address: str) -> str:

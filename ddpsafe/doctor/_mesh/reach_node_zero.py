@@ -137,7 +137,18 @@ async def reach_coordinator(
             )
         else:
             client = Client(link, coordinator_hostname=answer.hostname)
-            return _check_answer(answer, client, addresses) if answer.refusal else client
+            if not answer.refusal:
+                return client
+            said: str = answer.refusal
+            holder = answer.hostname
+            if answer.refusal == "duplicate":
+                holder = f"{answer.holder} (pid {answer.holder_pid})"
+            elif answer.refusal == "other-job":
+                said = f"nnodes={answer.nnodes}, job {answer.job or 'without a name'}"
+            elif answer.refusal == "version":
+                said = f"its doctor speaks version {answer.version} of the protocol, this one {VERSION}"
+            found = Obstacle(trouble=answer.refusal, said=said, addresses=addresses, holder=holder)
+            return Refused(found, client)
         if found.trouble not in ("loopback", "other-program"):
             patience = {each: Deadline.after(_PATIENCE[each]) for each in _PATIENCE}
         is_hopeless = found.trouble == "secret" or (
@@ -189,24 +200,21 @@ async def greet(
     Raises:
         _Unreached: None does, or what answers is not ddpsafe doctor.
     """
-    link = Link(*await _connect_to_one(addresses, port, deadline), secret)
+    last = _Unreached("unresolved", "the name has no address")
+    for address in addresses:
+        try:
+            streams = await _connect(address, port, deadline)
+            break
+        except _Unreached as exc:
+            last = exc
+    else:
+        raise last
+    link = Link(*streams, secret)
     try:
         return link, await _introduce(link, greeting, deadline)
     except BaseException:
         link.close()
         raise
-
-
-async def _connect_to_one(
-    addresses: tuple[str, ...], port: int, deadline: Deadline
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    last = _Unreached("unresolved", "the name has no address")
-    for address in addresses:
-        try:
-            return await _connect(address, port, deadline)
-        except _Unreached as exc:  # noqa: PERF203 - a handful of addresses
-            last = exc
-    raise last
 
 
 async def _connect(
@@ -246,20 +254,6 @@ async def _introduce(link: Link, greeting: Greeting, deadline: Deadline) -> Answ
         raise _Unreached("other-program", str(exc)) from exc
     link.begin_session(greeting.challenge + answer.session, is_node=True)
     return answer
-
-
-def _check_answer(answer: Answer, client: Client, addresses: tuple[str, ...]) -> Refused:
-    assert answer.refusal  # noqa: S101 - the caller looked
-    holder = answer.hostname
-    said: str = answer.refusal
-    if answer.refusal == "duplicate":
-        holder = f"{answer.holder} (pid {answer.holder_pid})"
-    elif answer.refusal == "other-job":
-        said = f"nnodes={answer.nnodes}, job {answer.job or 'without a name'}"
-    elif answer.refusal == "version":
-        said = f"its doctor speaks version {answer.version} of the protocol, this one {VERSION}"
-    found = Obstacle(trouble=answer.refusal, said=said, addresses=addresses, holder=holder)
-    return Refused(found, client)
 
 
 async def find_answer(

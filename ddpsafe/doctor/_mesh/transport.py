@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 from datetime import timedelta
@@ -176,7 +177,9 @@ class StoreTransport:
             if node not in known:
                 text = await self._ask(functools.partial(self._find, f"{topic}/{node}"))
                 if text is not None:
-                    known[node] = _parse(text)
+                    known[node] = None  # what is not JSON is not a message either
+                    with contextlib.suppress(ValueError, RecursionError):
+                        known[node] = json.loads(text)
         return known
 
     def gone(self) -> Collection[int]:
@@ -195,12 +198,3 @@ class StoreTransport:
             raise TransportLostError("the store does not answer") from exc
         except RuntimeError as exc:  # torch's DistNetworkError and its like
             raise TransportLostError(str(exc).splitlines()[0]) from exc
-
-
-def _parse(text: bytes) -> Json:
-    """Return the value; what is not JSON is not a message either."""
-    try:
-        said: Json = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return said

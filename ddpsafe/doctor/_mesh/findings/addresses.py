@@ -253,6 +253,16 @@ def _check_variable(results: Results) -> Iterator[Finding]:
     networks = {rank: node.network for rank, node in results.nodes.items()}
     apart = len(set(networks.values())) > 1
     endpoint = endpoint_lines(results, [results.nodes[rank] for rank in without])
+    what, lines = endpoint or ("", [])
+    if endpoint is None or not apart:
+        what, lines = "Set it on every host, or on none:", []
+        chosen = results.nodes[min(having)]
+        for rank in without:
+            node = results.nodes[rank]
+            interface = interface_in(node, chosen.network) or node.announced.interface
+            _, value = library_setting(results.backend, interface)
+            line = node.announced.place_of_variable().set_line(name, value)
+            lines.append(f"{line}    # on {node.hostname}")
     listed = ", ".join(
         f"{results.label(rank)} {results.nodes[rank].announced.address} on "
         f"{results.nodes[rank].announced.interface}"
@@ -265,27 +275,13 @@ def _check_variable(results: Results) -> Iterator[Finding]:
         f"which announce: {listed}.",
         cause="the variable was exported in one shell, or the launcher does not pass it on"
         + ("; a part of the job runs over another network, or not at all." if apart else "."),
-        fix=_set_where_missing(results, name, without, having)
-        if endpoint is None or not apart
-        else to_copy(endpoint[0], *endpoint[1]),
+        fix=to_copy(what, *lines),
         hosts=results.hostnames(without),
         details={
             "variable": name,
             "networks": {results.name_of(r): n for r, n in networks.items()},
         },
     )
-
-
-def _set_where_missing(results: Results, name: str, without: list[int], having: set[int]) -> str:
-    chosen = results.nodes[min(having)]
-    lines = []
-    for rank in without:
-        node = results.nodes[rank]
-        interface = interface_in(node, chosen.network) or node.announced.interface
-        _, value = library_setting(results.backend, interface)
-        line = node.announced.place_of_variable().set_line(name, value)
-        lines.append(f"{line}    # on {node.hostname}")
-    return to_copy("Set it on every host, or on none:", *lines)
 
 
 def _loopback(results: Results, nodes: list[Node]) -> Finding:

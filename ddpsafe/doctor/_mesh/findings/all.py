@@ -18,8 +18,6 @@ from ddpsafe.doctor._mesh.protocol import Dialled
 from ddpsafe.doctor._report import Direction, Matrix
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ddpsafe.doctor._mesh.findings.results import Results
     from ddpsafe.doctor._report import Finding
 
@@ -48,30 +46,28 @@ def make_matrix(results: Results) -> Matrix:
     Of more nodes than all pairs are tried of, it holds only what is not open: it goes to every
     node, and there would be too much of it.
     """
+    connections = results.connections()
+    directions = []
+    for source, targets in sorted(results.plan().items()):
+        for target in targets:
+            found = connections.get((source, target), Dialled(target=target, result="absent"))
+            if results.only_closed and found.result == "open":
+                continue
+            directions.append(
+                Direction(
+                    source=source,
+                    target=target,
+                    result=found.result,
+                    latency_s=found.latency_s,
+                    bandwidth_bytes_per_s=found.bandwidth_bytes_per_s,
+                    said=found.said,
+                )
+            )
     return Matrix(
         hostnames=tuple(results.name_of(node) for node in range(results.nnodes)),
         addresses=tuple(
             results.nodes[node].announced.address if node in results.nodes else ""
             for node in range(results.nnodes)
         ),
-        directions=tuple(
-            each
-            for each in _directions(results)
-            if not results.only_closed or each.result != "open"
-        ),
+        directions=tuple(directions),
     )
-
-
-def _directions(results: Results) -> Iterator[Direction]:
-    connections = results.connections()
-    for source, targets in sorted(results.plan().items()):
-        for target in targets:
-            found = connections.get((source, target), Dialled(target=target, result="absent"))
-            yield Direction(
-                source=source,
-                target=target,
-                result=found.result,
-                latency_s=found.latency_s,
-                bandwidth_bytes_per_s=found.bandwidth_bytes_per_s,
-                said=found.said,
-            )

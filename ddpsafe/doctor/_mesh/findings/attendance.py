@@ -249,10 +249,31 @@ def check_attendance(results: Results) -> Iterator[Finding]:
             seen.add(key)
             yield _rejected(results, each)
     # Behind address translation node rank 0 often cannot reach itself by the outer address.
-    if results.obstacle is not None and not results.is_translated():
-        yield _leads_elsewhere(results, results.obstacle)
+    obstacle = results.obstacle
+    if obstacle is not None and not results.is_translated():
+        addresses = ", ".join(obstacle.addresses) or "no address"
+        own = results.nodes[0].hostname
+        yield Finding(
+            code=_codes.CANNOT_SERVE,
+            severity="warning" if len(results.nodes) == results.nnodes else "failed",
+            fact=f"{show_endpoint(results.host, results.port)} ({addresses}) does not lead to {own}, which is node rank 0: "
+            f"{obstacle.trouble} ({obstacle.said}).",
+            cause="--node-rank 0 was given to another host than the one the endpoint names.",
+            fix=f"Start node rank 0 on {results.host}, or name {own} in --rdzv-endpoint.",
+            hosts=(own,),
+            details={"addresses": list(obstacle.addresses), "trouble": obstacle.trouble},
+        )
     if results.other_coordinator:
-        yield _other_coordinator(results)
+        yield Finding(
+            code=_codes.DUPLICATE,
+            severity="failed",
+            fact=f"{results.nodes[0].hostname} is node rank 0, and so is {results.other_coordinator}, to which "
+            f"{show_endpoint(results.host, results.port)} leads.",
+            cause="two hosts were started with --node-rank 0.",
+            fix="Give each host its own --node-rank; 0 belongs to the host that the endpoint names.",
+            hosts=(results.other_coordinator,),
+            details={"node_rank": 0},
+        )
 
 
 def count_refused(rejected: Iterable[Rejected]) -> int:
@@ -417,36 +438,6 @@ def cannot_serve(exc: OSError, *, port: int, owner: str) -> Finding:
             f"ss -ltnp 'sport = :{port}'",
         ),
         details={"port": port, "error": errno.errorcode.get(exc.errno or 0, str(exc))},
-    )
-
-
-def _leads_elsewhere(results: Results, obstacle: Obstacle) -> Finding:
-    addresses = ", ".join(obstacle.addresses) or "no address"
-    own = results.nodes[0].hostname
-    complete = len(results.nodes) == results.nnodes
-    return Finding(
-        code=_codes.CANNOT_SERVE,
-        severity="warning" if complete else "failed",
-        fact=f"{show_endpoint(results.host, results.port)} ({addresses}) does not lead to {own}, which is node rank 0: "
-        f"{obstacle.trouble} ({obstacle.said}).",
-        cause="--node-rank 0 was given to another host than the one the endpoint names.",
-        fix=f"Start node rank 0 on {results.host}, or name {own} in --rdzv-endpoint.",
-        hosts=(own,),
-        details={"addresses": list(obstacle.addresses), "trouble": obstacle.trouble},
-    )
-
-
-def _other_coordinator(results: Results) -> Finding:
-    own = results.nodes[0].hostname
-    return Finding(
-        code=_codes.DUPLICATE,
-        severity="failed",
-        fact=f"{own} is node rank 0, and so is {results.other_coordinator}, to which {show_endpoint(results.host, results.port)} "
-        "leads.",
-        cause="two hosts were started with --node-rank 0.",
-        fix="Give each host its own --node-rank; 0 belongs to the host that the endpoint names.",
-        hosts=(results.other_coordinator,),
-        details={"node_rank": 0},
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import shlex
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -75,10 +75,16 @@ def group_ways(blocked: Collection[Way], tried: Collection[Way]) -> list[Group]:
         left.difference_update(group.ways)
     shapes: tuple[Shape, ...] = ("around", "to", "from")
     for shape in shapes:
-        found = _find_hosts(shape, left, opened)
-        if found is not None:
-            groups.append(found)
-            left.difference_update(found.ways)
+        # Hosts of which every direction of this kind is blocked.
+        ends = {"around": (0, 1), "to": (1,)}.get(shape, (0,))
+        open_at = {way[end] for way in opened for end in ends}
+        counts = Counter(way[end] for way in left for end in ends)
+        needed = _EVIDENCE * len(ends)
+        found = {node for node, count in counts.items() if count >= needed and node not in open_at}
+        if found:
+            ways = tuple(sorted(way for way in left if any(way[end] in found for end in ends)))
+            groups.append(Group(shape=shape, nodes=tuple(sorted(found)), ways=ways))
+            left.difference_update(ways)
     for source, target in sorted(left):
         both = (target, source) in left
         if not both:
@@ -112,22 +118,6 @@ def _find_split(blocked: set[Way], opened: set[Way], nodes: set[int]) -> list[Gr
     smaller = sides[0]
     across = [way for way in blocked if (way[0] in smaller) is not (way[1] in smaller)]
     return [Group(shape="split", nodes=tuple(sorted(smaller)), ways=tuple(sorted(across)))]
-
-
-def _find_hosts(shape: Shape, blocked: set[Way], opened: set[Way]) -> Group | None:
-    """Find hosts of which every direction of a kind is blocked."""
-    ends = {"around": (0, 1), "to": (1,)}.get(shape, (0,))
-    open_at = {way[end] for way in opened for end in ends}
-    counts: dict[int, int] = defaultdict(int)
-    for way in blocked:
-        for end in ends:
-            counts[way[end]] += 1
-    needed = _EVIDENCE * len(ends)
-    found = {node for node, count in counts.items() if count >= needed and node not in open_at}
-    if not found:
-        return None
-    ways = tuple(sorted(way for way in blocked if any(way[end] in found for end in ends)))
-    return Group(shape=shape, nodes=tuple(sorted(found)), ways=ways)
 
 
 _CODES: Final = {
@@ -178,7 +168,27 @@ def _closed(results: Results, group: Group, tried: Mapping[Way, Dialled]) -> Fin
         said += f"; port {results.port} of the endpoint is open"
     only_endpoint = group.shape == "everywhere" and not _lacks_a_way(found)
     code = _codes.ONLY_ENDPOINT if only_endpoint else _CODES[kinds[0]]
-    fix = _wiring(results, found) if _lacks_a_way(found) else _opening(results, group)
+    if _lacks_a_way(found):
+        lines = []
+        for source, target in sorted(found)[:_MOST_NAMED]:
+            address = results.nodes[target].announced.address
+            lines.append(f"ip route get {address}    # on {results.name_of(source)}")
+            lines.append(f"ip neigh show {address}    # on {results.name_of(source)}")
+        what = (
+            "Repair the cable, the switch port, the VLAN or the route, or choose another interface:"
+        )
+        fix = to_copy(what, *lines)
+    elif openings := find_openings(results, group.ways):
+        lines = [
+            f"{rule}    # on {each.host.hostname}" for each in openings for rule in each.rules()
+        ]
+        if any(not each.chains for each in openings):
+            lines += cloud_lines(results, group.ways)
+        what = "Let the packets of the job through, as root, and run the doctor again:"
+        fix = to_copy(what, *list(dict.fromkeys(lines))[: 3 * _MOST_NAMED])
+    else:
+        what = "Allow it in the firewall or security group between the hosts:"
+        fix = to_copy(what, *cloud_lines(results, group.ways)[: 3 * _MOST_NAMED])
     return Finding(
         code=code,
         severity="failed",
@@ -355,28 +365,6 @@ def _check_loss(results: Results, tried: Mapping[Way, Dialled]) -> Iterator[Find
                 "directions": [list(way) for way in group.ways],
             },
         )
-
-
-def _wiring(results: Results, found: Mapping[Way, Dialled]) -> str:
-    lines = []
-    for source, target in sorted(found)[:_MOST_NAMED]:
-        address = results.nodes[target].announced.address
-        lines.append(f"ip route get {address}    # on {results.name_of(source)}")
-        lines.append(f"ip neigh show {address}    # on {results.name_of(source)}")
-    what = "Repair the cable, the switch port, the VLAN or the route, or choose another interface:"
-    return to_copy(what, *lines)
-
-
-def _opening(results: Results, group: Group) -> str:
-    openings = find_openings(results, group.ways)
-    if not openings:
-        what = "Allow it in the firewall or security group between the hosts:"
-        return to_copy(what, *cloud_lines(results, group.ways)[: 3 * _MOST_NAMED])
-    lines = [f"{rule}    # on {each.host.hostname}" for each in openings for rule in each.rules()]
-    if any(not each.chains for each in openings):
-        lines += cloud_lines(results, group.ways)
-    what = "Let the packets of the job through, as root, and run the doctor again:"
-    return to_copy(what, *list(dict.fromkeys(lines))[: 3 * _MOST_NAMED])
 
 
 def _wrong_peer(results: Results, group: Group, tried: Mapping[Way, Dialled]) -> Finding:

@@ -109,7 +109,11 @@ def check_facts(results: Results) -> Iterator[Finding]:
             severity="warning",
             cause="a variable was set in one shell, or in a start-up file of one host.",
             fix="Set it the same on every host; on the odd host:",
-            line=_shell_line,
+            line=lambda each: (
+                f"unset {each.name}"
+                if each.usual == _ABSENT
+                else f"export {each.name}={shlex.quote(each.usual)}"
+            ),
         )
     differences = find_differences(results.nodes, "data_paths")
     if differences:
@@ -201,12 +205,6 @@ def _install_line(each: Difference) -> str:
     version, _, local = each.usual.partition("+")
     index = ["--index-url", f"https://download.pytorch.org/whl/{local}"] if local else []
     return shlex.join(["pip", "install", f"{each.name}=={version}", *index])
-
-
-def _shell_line(each: Difference) -> str:
-    if each.usual == _ABSENT:
-        return f"unset {each.name}"
-    return f"export {each.name}={shlex.quote(each.usual)}"
 
 
 def _different(

@@ -245,7 +245,16 @@ def common_networks(nodes: Sequence[Node]) -> list[str]:
         }
         if len({address for address, _ in owners}) == len(owners):
             joining.append(network)
-    return sorted(joining, key=lambda network: _rank_of_network(nodes, network))
+
+    def rank(network: str) -> tuple[int, bool, str]:
+        overlay = any(is_overlay(interface_in(node, network) or "") for node in nodes)
+        # Where hosts reach the endpoint from an address in the network, it carries.
+        leading_there = sum(
+            node.source in table[network] for node, table in zip(nodes, tables, strict=True)
+        )
+        return -leading_there, overlay, network
+
+    return sorted(joining, key=rank)
 
 
 def _networks_of(node: Node) -> dict[str, list[str]]:
@@ -256,13 +265,6 @@ def _networks_of(node: Node) -> dict[str, list[str]]:
             for address, network in table.items():
                 networks[network].append(address)
     return networks
-
-
-def _rank_of_network(nodes: Sequence[Node], network: str) -> tuple[int, bool, str]:
-    overlay = any(is_overlay(interface_in(node, network) or "") for node in nodes)
-    # Where hosts reach the endpoint from an address in the network, it carries.
-    leading_there = sum(node.source in _networks_of(node)[network] for node in nodes)
-    return -leading_there, overlay, network
 
 
 def interface_in(node: Node, network: str) -> str | None:

@@ -182,12 +182,17 @@ class Results:
 
     def connections(self) -> dict[Way, Dialled]:
         """Return every direction between two hosts that both came back."""
-        found = {
-            (source, dialled.target): self._corrected(source, dialled)
-            for source, report in self.reports.items()
-            for dialled in report.dialled
-            if dialled.target in self.reports and dialled.target != source
-        }
+        found = {}
+        for source, report in self.reports.items():
+            for dialled in report.dialled:
+                target = dialled.target
+                if target not in self.reports or target == source:
+                    continue
+                # Believe the host that says it was dialled: it was slow, and nothing took its place.
+                is_late = dialled.reason == "silent" and source in self.reports[target].heard
+                found[source, target] = (
+                    dialled._replace(result="open", reason="late") if is_late else dialled
+                )
         if not self.only_closed:
             return found
         opened = {
@@ -197,12 +202,6 @@ class Results:
             if {source, target} <= self.reports.keys()
         }
         return {**opened, **found}
-
-    def _corrected(self, source: int, dialled: Dialled) -> Dialled:
-        """Believe the host that says it was dialled: it was slow, and nothing took its place."""
-        if dialled.reason == "silent" and source in self.reports[dialled.target].heard:
-            return dialled._replace(result="open", reason="late")
-        return dialled
 
     def hostnames(self, node_ranks: Iterable[int]) -> tuple[str, ...]:
         """Return names of nodes, in order."""
