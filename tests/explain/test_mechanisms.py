@@ -958,6 +958,15 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("RuntimeError: Expected tensor for argument #1 'input' to have the same device as tensor for argument #2 'weight'; but device 0 does not equal 1 (while checking arguments for cudnn_convolution)", "DATA-two-gpus", "torch"),
     ("cupy.cuda.driver.CUDADriverError: CUDA_ERROR_INVALID_HANDLE: invalid resource handle", "CUDA-launch", "cupy"),
     ("    assert len(indices) == self.total_size\nAssertionError", "DATA-sampler-small", "torch"),
+    ("RuntimeError: Expected 4-dimensional input for 4-dimensional weight [64, 3, 7, 7], but got 3-dimensional input of size [3, 224, 224] instead", "MODEL-dimensions", "torch"),
+    ("RuntimeError: 1D target tensor expected, multi-target not supported", "MODEL-dimensions", "torch"),
+    ("RuntimeError: cudnn RNN backward can only be called in training mode", "GRAD-rnn-eval", "torch"),
+    ("TypeError: can't convert np.ndarray of type numpy.object_. The only supported types are: float64", "DATA-array", "torch"),
+    ("ValueError: At least one stride in the given numpy array is negative, and tensors with negative strides are not currently supported.", "DATA-array", "torch"),
+    ("RuntimeError: torch.cat(): expected a non-empty list of Tensors", "DATA-empty", "torch"),
+    ("TypeError: object of type 'NoneType' has no len()", "USER-none", "python"),
+    ("RuntimeError: Tensor on device cuda:0 is not on the expected device meta!", "MODEL-meta", "torch"),
+    ("TypeError: expected np.ndarray (got numpy.ndarray)", "ENV-extension", "torch"),
 )  # fmt: skip
 
 
