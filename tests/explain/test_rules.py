@@ -69,7 +69,7 @@ ROWS: Final[tuple[tuple[str, str], ...]] = (
     # CUDA and hardware
     ("RuntimeError: CUDA error: invalid device ordinal", "CUDA-ordinal"),
     ("torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered", "HW-ecc"),
-    ("RuntimeError: CUDA error: uncorrectable NVLink error detected during the execution", "HW-ecc"),
+    ("RuntimeError: CUDA error: uncorrectable NVLink error detected during the execution", "HW-nvlink"),
     ("NVRM: Xid (PCI:0000:3b:00): 48, pid=1234, An uncorrectable double bit error (DBE) has been detected", "HW-ecc"),
     ("NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', GPU has fallen off the bus.", "HW-gpu-lost"),
     ("Error 802: system not yet initialized", "HW-fabric-manager"),
