@@ -141,7 +141,14 @@ class Calls:
             parts = (self._fn, tuple(args), dict(self._kwargs))
             call = CallFile(payload.dumps_call(parts, shares_tensors=self._style == "spawn"))
         except Exception as exc:
-            raise _cannot_travel(self._fn, args, self._kwargs, exc) from exc
+            name = getattr(self._fn, "__qualname__", repr(self._fn))
+            within = ((args, "args"), (self._kwargs, "kwargs"), (self._fn, name))
+            found = (payload.find_unpicklable(part, path) for part, path in within)
+            path, why = next(filter(None, found), (name, exc))
+            what = f"{path} cannot be sent to another process: {why}"
+            cause = "open files, locks, sockets, generators and GPU tensors belong to one process."
+            fix = "pass what it is made from (a path, a seed) and make it inside the function."
+            raise ConfigError(Explanation(what, cause=cause, fix=fix)) from exc
         _require_fitting(self._fn, args, self._kwargs, self._style)
         return call
 
@@ -204,23 +211,6 @@ def _takes_the_other(first: inspect.Parameter, style: CallStyle) -> bool:
         return first.name in names
     annotation = getattr(first.annotation, "__name__", first.annotation)
     return str(annotation).rpartition(".")[2] in annotations
-
-
-def _cannot_travel(
-    fn: object, args: Sequence[Any], kwargs: Mapping[str, Any], exc: Exception
-) -> ConfigError:
-    name = getattr(fn, "__qualname__", repr(fn))
-    for part, path in ((args, "args"), (kwargs, "kwargs"), (fn, name)):
-        found = payload.find_unpicklable(part, path)
-        if found is not None:
-            path, exc = found[0], found[1]  # type: ignore[assignment]  # noqa: PLW2901
-            break
-    else:
-        path = name
-    what = f"{path} cannot be sent to another process: {exc}"
-    cause = "open files, locks, sockets, generators and GPU tensors belong to one process."
-    fix = "pass what it is made from (a path, a seed) and make it inside the function."
-    return ConfigError(Explanation(what, cause=cause, fix=fix))
 
 
 LOOPBACK: Final = "127.0.0.1"

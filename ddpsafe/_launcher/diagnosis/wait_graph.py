@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 from ddpsafe._errors import ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from ddpsafe._wire.messages import Collective, Whereabouts
 
@@ -205,14 +205,18 @@ def _find_mismatch(
             continue
         # Those whose rank stays in them, or has left them under way and sleeps elsewhere.
         held = [
-            (rank, each)
+            each
             for rank, each in there
             if not each.done
             and not _is_for_one(each)
             and (inside := views[rank].blocked_in) is not None
             and _place(inside) == _place(each)
         ]
-        if _differ([each for _, each in held], [each for _, each in there]):
+        # Whether one of them cannot be what another rank is in; where unsure, it may.
+        families = {_family(each) for _, each in there}
+        sized = {_comparable_size(each) for _, each in there} - {0}
+        is_other_size = any(sized - {size} for each in held if (size := _comparable_size(each)))
+        if held and (len(families) > 1 or is_other_size):
             groups: dict[tuple[str, int], list[int]] = {}
             for rank, each in there:
                 groups.setdefault(
@@ -224,17 +228,6 @@ def _find_mismatch(
             )
             return Deadlock(reason="mismatch", ranks=rarest, calls=tuple(there))
     return None
-
-
-def _differ(held: Sequence[Collective], there: Sequence[Collective]) -> bool:
-    """Tell whether one that a rank stays in cannot be what another rank is in; where unsure, it may."""
-    if not held:
-        return False
-    families = {_family(each) for each in there}
-    sized = {_comparable_size(each) for each in there} - {0}
-    return len(families) > 1 or any(
-        sized - {size} for each in held if (size := _comparable_size(each))
-    )
 
 
 def _comparable_size(collective: Collective) -> int:

@@ -205,7 +205,19 @@ class DeadlockWatch:
     def look(self, now_s: float) -> Deadlock | None:
         """Go on with the question that is asked, or ask one if it is time; return a proof."""
         if self._inquiry is not None:
-            return self._go_on(self._inquiry, now_s) if self._inquiry.is_over(now_s) else None
+            if not self._inquiry.is_over(now_s):
+                return None
+            answers, self._inquiry = self._inquiry.answers(), None
+            if self._first is None:
+                if find_deadlock(self._views(answers, now_s)) is not None:
+                    self._first = answers
+                    self._ask([self._sleepers[rank].worker for rank in answers], now_s)
+                return None
+            first, self._first = self._first, None
+            same = {rank: unchanged(first.get(rank), now) for rank, now in answers.items()}
+            return find_deadlock(
+                self._views({rank: at for rank, at in same.items() if at is not None}, now_s)
+            )
         for rank, sleeper in self._sleepers.items():
             slept_s = sleeper.look(now_s)
             if slept_s > self._sleep_s and rank in self._asked:  # it was a wait like any other
@@ -240,20 +252,18 @@ class DeadlockWatch:
         self._ran = {each.rank: self._sleepers[each.rank].now.ran for each in workers}
         self._inquiry = _Inquiry(workers, ends_s=now_s + self._settings.answer_s)
 
-    def _go_on(self, inquiry: _Inquiry, now_s: float) -> Deadlock | None:
-        answers, self._inquiry = inquiry.answers(), None
-        if self._first is None:
-            if find_deadlock(self._views(answers, now_s)) is not None:
-                self._first = answers
-                self._ask([self._sleepers[rank].worker for rank in answers], now_s)
-            return None
-        first, self._first = self._first, None
-        same = {rank: unchanged(first.get(rank), now) for rank, now in answers.items()}
-        return find_deadlock(
-            self._views({rank: at for rank, at in same.items() if at is not None}, now_s)
-        )
-
     def _views(self, answers: dict[int, Whereabouts], now_s: float) -> dict[int, RankView]:
+        # Where the user has said how long a collective may take, a stop may be meant.
+        defaults = {0.0, *_TORCHS_TIMEOUTS_S}
+        timeouts = next(iter(self._sleepers.values())).worker.spec.timeouts
+        if "collective" not in timeouts.chosen:
+            defaults.add(timeouts.collective.total_seconds())
+        is_bounded = any(
+            each.timeout_s not in defaults
+            for at in answers.values()
+            for each in at.position.collectives
+            if not each.done
+        )
         views = {}
         for rank, sleeper in self._sleepers.items():
             worker, at = sleeper.worker, answers.get(rank)
@@ -265,22 +275,9 @@ class DeadlockWatch:
                 at=at,
                 is_asleep=rank in self._ran and sleeper.now.ran == self._ran[rank],
                 has_left=worker.returned is not None,
-                is_stopped=sleeper.is_stopped(now_s) and not self._is_bounded(answers),
+                is_stopped=sleeper.is_stopped(now_s) and not is_bounded,
             )
         return views
-
-    def _is_bounded(self, answers: dict[int, Whereabouts]) -> bool:
-        """Tell whether the user has said how long a collective may take: a stop may be meant then."""
-        defaults = {0.0, *_TORCHS_TIMEOUTS_S}
-        timeouts = next(iter(self._sleepers.values())).worker.spec.timeouts
-        if "collective" not in timeouts.chosen:
-            defaults.add(timeouts.collective.total_seconds())
-        return any(
-            each.timeout_s not in defaults
-            for at in answers.values()
-            for each in at.position.collectives
-            if not each.done
-        )
 
 
 class LiveWatch:
