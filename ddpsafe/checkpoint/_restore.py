@@ -496,7 +496,19 @@ def _restore_one(
 
     value, saved = state[name], loaded.replicated[name]
     if isinstance(value, torch.nn.Module):
-        _restore_model(loaded, name, unwrap(value), saved)
+        model = unwrap(value)
+        now = state_of(model, lambda same: same)
+        tree = _filled(loaded, saved, now, name, keep_mapped=True)
+        partly = any(path.startswith(f"{name}[") for path in loaded.left)
+        if partly:
+            tree = type(tree)(
+                (key, kept) for key, kept in tree.items() if f"{name}[{key!r}]" not in loaded.left
+            )
+        tree = named_for(model, tree)
+        _give(loaded, name, model, tree, **({"strict": False} if partly else {}))
+        for tensor in (*model.parameters(), *model.buffers()):
+            if _is_mapped(loaded, tensor):  # a module that keeps what it is given: assign=True
+                tensor.data = tensor.data.clone()
     elif isinstance(value, Optimizer):
         _give(loaded, name, value, _for_optimizer(loaded, value, saved, name))
     elif isinstance(value, torch.Tensor):
@@ -514,21 +526,6 @@ def _restore_one(
         _give(loaded, name, value, _filled(loaded, saved, now, name))
     elif isinstance(state, MutableMapping):
         state[name] = _own_memory(loaded, _whole(loaded.shards, saved, name))
-
-
-def _restore_model(loaded: Loaded, name: str, model: nn.Module, saved: Any) -> None:
-    now = state_of(model, lambda same: same)
-    tree = _filled(loaded, saved, now, name, keep_mapped=True)
-    partly = any(path.startswith(f"{name}[") for path in loaded.left)
-    if partly:
-        tree = type(tree)(
-            (key, value) for key, value in tree.items() if f"{name}[{key!r}]" not in loaded.left
-        )
-    tree = named_for(model, tree)
-    _give(loaded, name, model, tree, **({"strict": False} if partly else {}))
-    for tensor in (*model.parameters(), *model.buffers()):
-        if _is_mapped(loaded, tensor):  # a module that keeps what it is given, as with assign=True
-            tensor.data = tensor.data.clone()
 
 
 def _filled(loaded: Loaded, saved: Any, now: Any, name: str, *, keep_mapped: bool = False) -> Any:

@@ -323,7 +323,15 @@ def _refuse_differing_data(
     odd = _minority([report["fingerprint"] for report in reports])
     usual = next(rank for rank in range(len(reports)) if rank not in odd)
     chunk = max(1, math.ceil(max(report["compared"] for report in reports) / _CHUNKS))
-    place = _first_difference(view, odd[0], usual, chunk, group)
+    # The place of the first compared item that differs, found in two steps.
+    count = len(view.indices)
+    chunks = [view.digest(start, start + chunk) for start in range(0, count, chunk)]
+    number = _first_unequal(*_pair(gather_json(chunks, group), odd[0], usual))
+    first = 0 if number is None else number * chunk
+    # All ranks take part in both rounds, also where the first has found nothing.
+    items = [view.digest(i, i + 1) for i in range(first, min(first + chunk, count))]
+    offset = _first_unequal(*_pair(gather_json(items, group), odd[0], usual))
+    place = None if number is None or offset is None else first + offset
     if len({report["length"] for report in reports}) > 1 and "probes" in view.kind:
         place = None  # probes of datasets of unequal length are not the same items
     shown = gather_json(_text(view, place), group)
@@ -345,20 +353,6 @@ def _refuse_differing_data(
         ranks=odd,
         index=index,
     )
-
-
-def _first_difference(
-    view: DatasetView, odd: int, usual: int, chunk: int, group: ProcessGroup | None
-) -> int | None:
-    """Return the place of the first compared item that differs, found in two steps."""
-    count = len(view.indices)
-    chunks = [view.digest(first, first + chunk) for first in range(0, count, chunk)]
-    number = _first_unequal(*_pair(gather_json(chunks, group), odd, usual))
-    first = 0 if number is None else number * chunk
-    # All ranks take part in both rounds, also where the first has found nothing.
-    items = [view.digest(i, i + 1) for i in range(first, min(first + chunk, count))]
-    offset = _first_unequal(*_pair(gather_json(items, group), odd, usual))
-    return None if number is None or offset is None else first + offset
 
 
 def _pair(values: list[Any], odd: int, usual: int) -> tuple[list[str], list[str]]:

@@ -405,14 +405,12 @@ def _apply(step: Callable[[], bool]) -> bool:
         return False
 
 
-def _steps(item: Any) -> Iterator[Callable[[], bool]]:  # noqa: C901 - a table of kinds
+def _steps(item: Any) -> Iterator[Callable[[], bool]]:
     kind: type = type(item)
     if issubclass(kind, dict):
         yield functools.partial(_restore_dict, item, dict(item))
-    elif issubclass(kind, list):
-        yield functools.partial(_restore_list, item, list(item))
-    elif issubclass(kind, collections.deque | set):
-        yield functools.partial(_restore_bag, item, list(item))
+    elif issubclass(kind, list | collections.deque | set):
+        yield functools.partial(_restore_items, item, list(item))
     elif issubclass(kind, random.Random):
         yield functools.partial(_restore_by, item.setstate, item.getstate())
     elif issubclass(kind, np.random.Generator):
@@ -480,16 +478,12 @@ def _restore_dict(item: dict[Any, Any], kept: dict[Any, Any]) -> bool:
     return True
 
 
-def _restore_list(item: list[Any], kept: list[Any]) -> bool:
+def _restore_items(item: Any, kept: list[Any]) -> bool:
     if len(item) == len(kept) and all(map(_is, item, kept)):
         return False
-    list.__setitem__(item, slice(None), kept)
-    return True
-
-
-def _restore_bag(item: Any, kept: list[Any]) -> bool:
-    if len(item) == len(kept) and all(map(_is, item, kept)):
-        return False
+    if isinstance(item, list):
+        list.__setitem__(item, slice(None), kept)
+        return True
     item.clear()
     for value in kept:
         (item.append if isinstance(item, collections.deque) else item.add)(value)

@@ -102,7 +102,13 @@ class Tracker:
         self._dataset, self._count = dataset, 0
         state = saved["dataset"] if saved is not None and self.is_stateful else None
         if state is not None and saved is not None and saved.get("is_iterator"):
-            iterator = _open_own_iterator(dataset, state)
+            # A stream that is its own iterator. Some take the state when they are iterated next;
+            # others begin again then, take it at once, and may have nothing to take it into before.
+            with contextlib.suppress(Exception):
+                dataset.load_state_dict(copy.deepcopy(state))
+            iterator = iter(dataset)
+            if _content(dataset.state_dict(), 0) != _content(state, 0):
+                dataset.load_state_dict(state)
         else:
             if state is not None:
                 dataset.load_state_dict(state)
@@ -141,20 +147,6 @@ class Tracker:
             "is_iterator": iterator is dataset,
             "dataset": copy.deepcopy(dataset.state_dict()) if self.is_stateful else None,
         }
-
-
-def _open_own_iterator(dataset: Any, state: Any) -> Any:
-    """Iterate over a stream that is its own iterator, from its state.
-
-    Some take the state when they are iterated next, others begin again then and take it at once.
-    Those may have nothing to take it into before they are iterated.
-    """
-    with contextlib.suppress(Exception):
-        dataset.load_state_dict(copy.deepcopy(state))
-    iterator = iter(dataset)
-    if _content(dataset.state_dict(), 0) != _content(state, 0):
-        dataset.load_state_dict(state)
-    return iterator
 
 
 def _worker() -> int:
