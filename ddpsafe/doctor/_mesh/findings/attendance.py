@@ -55,7 +55,22 @@ def describe_obstacle(
     code, describe = _DESCRIPTIONS[obstacle.trouble]
     what, cause, fix = describe(obstacle, host, port)
     if chains and obstacle.addresses:
-        cause, fix = _own_filter(obstacle, host, port, chains)
+        # This host's packet filter first: it may keep in what is sent, or keep out the answers.
+        address = obstacle.addresses[0]
+        named = ", ".join(map(describe_chain, chains))
+        rules = [
+            allow(chain, address, port, port, "dport" if chain.hook == "output" else "sport")
+            for chain in chains
+        ]
+        cause = (
+            f"the packet filter of this host ({named}) may keep in what it sends or keep out the "
+            f"answers; else a firewall drops port {port} on {host} or on the way."
+        )
+        fix = to_copy(
+            f"Let it through here, as root, and if that does not help open the port on {host}, whose "
+            "own doctor says how:",
+            *(f"{rule}    # on {socket.gethostname()}" for rule in rules),
+        )
     waited = f" ({obstacle.waited_s:.1f} s)" if obstacle.waited_s else ""
     return Finding(
         code=code,
@@ -81,28 +96,6 @@ def describe_trouble(obstacle: Obstacle, *, host: str, port: int) -> str:
 
 
 _Description = tuple[str, str, str]
-
-
-def _own_filter(
-    obstacle: Obstacle, host: str, port: int, chains: Sequence[FilterChain]
-) -> tuple[str, str]:
-    """Suspect this host's packet filter first: it may keep in what is sent, or keep out the answers."""
-    here, (address, *_) = socket.gethostname(), obstacle.addresses
-    named = ", ".join(map(describe_chain, chains))
-    rules = [
-        allow(chain, address, port, port, "dport" if chain.hook == "output" else "sport")
-        for chain in chains
-    ]
-    cause = (
-        f"the packet filter of this host ({named}) may keep in what it sends or keep out the "
-        f"answers; else a firewall drops port {port} on {host} or on the way."
-    )
-    fix = to_copy(
-        f"Let it through here, as root, and if that does not help open the port on {host}, whose own "
-        "doctor says how:",
-        *(f"{rule}    # on {here}" for rule in rules),
-    )
-    return cause, fix
 
 
 def _dropped(obstacle: Obstacle, host: str, port: int) -> _Description:

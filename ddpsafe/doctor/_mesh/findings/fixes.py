@@ -234,7 +234,14 @@ def common_networks(nodes: Sequence[Node]) -> list[str]:
     Every host has an address of its own in it: a bridge to a host's own containers has the same
     network, and mostly the same address, on every host, and joins none of them.
     """
-    tables = [_networks_of(node) for node in nodes]
+    # Of each host, its addresses in the networks that it could meet others in.
+    tables: list[dict[str, list[str]]] = []
+    for node in nodes:
+        networks: dict[str, list[str]] = defaultdict(list)
+        for name, table in node.interfaces.items():
+            for address, network in () if leads_to_containers(name) else table.items():
+                networks[network].append(address)
+        tables.append(networks)
     found = set.intersection(*map(set, tables)) if tables else set()
     joining = []
     for network in found:
@@ -255,16 +262,6 @@ def common_networks(nodes: Sequence[Node]) -> list[str]:
         return -leading_there, overlay, network
 
     return sorted(joining, key=rank)
-
-
-def _networks_of(node: Node) -> dict[str, list[str]]:
-    """Return the networks that a host could meet others in, with its addresses there."""
-    networks: dict[str, list[str]] = defaultdict(list)
-    for name, table in node.interfaces.items():
-        if not leads_to_containers(name):
-            for address, network in table.items():
-                networks[network].append(address)
-    return networks
 
 
 def interface_in(node: Node, network: str) -> str | None:
