@@ -8,6 +8,7 @@ What stands after ``--`` goes to the session's tool: ``nox -s tests -- -k retry`
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import nox
@@ -60,7 +61,11 @@ def _run_tests(session: nox.Session, *options: str) -> None:
         session.install("--force-reinstall", "--no-deps", str(_build_wheel(session)))
     else:  # some locked versions have left Python 3.10 behind
         _install_wheel(session, extras="test,examples")
-    arguments = [*options, *(_absolute(argument) for argument in session.posargs)]
+    _pytest(session, "pytest", *options, *session.posargs)
+
+
+def _pytest(session: nox.Session, command: str, *options: str) -> None:
+    arguments = [_absolute(option) for option in options]
     if not any(argument.startswith(str(ROOT)) for argument in arguments):
         arguments.append(str(ROOT / "tests"))
     if not any(argument.startswith(("-n", "--numprocesses")) for argument in arguments):
@@ -72,7 +77,8 @@ def _run_tests(session: nox.Session, *options: str) -> None:
     # From an empty folder, neither the tests nor a process they start can import the checkout;
     # --installed makes pytest refuse to run if they could.
     session.chdir(_folder(session, "empty"))
-    session.run("pytest", "-c", str(ROOT / "pyproject.toml"), "--installed", *arguments)
+    configured = [command, "-c", str(ROOT / "pyproject.toml"), "--installed"]
+    session.run(*configured, *arguments, external=command != "pytest")
 
 
 CELLS = {
@@ -93,16 +99,32 @@ def matrix(session: nox.Session, cell: str) -> None:
     """Look at every promise with other versions; needs uv, and 3 to 6 GB of wheels for each cell.
 
     ``nox -s "matrix(lowest)"`` runs one cell. Each prints a line for docs/reference/versions.md.
+    ``-- --suite`` runs the tests as well, with pytest's options after it.
     """
     python, resolution, torch = CELLS[cell]
     folder = _folder(session, cell)
-    interpreter = str(folder / "bin" / "python")
+    programs = folder / "bin"
+    uv = ["uv", "pip", "install", "--python", str(programs / "python")]
     session.run("uv", "venv", "--clear", "--python", python, str(folder), external=True)
-    install = ["uv", "pip", "install", "--python", interpreter, "--resolution", resolution]
+    build = ["uv", "build", "--quiet", "--wheel", "--out-dir", str(folder), str(ROOT)]
+    session.run(*build, external=True)
+    (wheel,) = folder.glob("*.whl")
     # The environment of the lowest versions is ddpsafe's alone: no tool of the tests raises one.
-    session.run(*install, f"torch{torch}", f"ddpsafe @ {ROOT.as_uri()}", external=True)
+    listed = ["--requirements", str(ROOT / "pyproject.toml")]
+    session.run(*uv, "--resolution", resolution, f"torch{torch}", *listed, external=True)
+    session.run(*uv, "--no-deps", str(wheel), external=True)
     session.chdir(folder)
-    session.run(interpreter, str(ROOT / "tests" / "smoke" / "promises.py"), external=True)
+    session.run(str(programs / "python"), str(ROOT / "tests/smoke/promises.py"), external=True)
+    if "--suite" in session.posargs:
+        command = ["uv", "pip", "freeze", "--quiet", "--python", str(programs / "python")]
+        found = session.run(*command, silent=True, external=True)
+        pins = [line for line in str(found).splitlines() if "==" in line]
+        (folder / "pins.txt").write_text("\n".join(pins), encoding="utf-8")
+        with_tools = f"ddpsafe[test,examples] @ {wheel.as_uri()}"
+        session.run(*uv, "--constraint", str(folder / "pins.txt"), with_tools, external=True)
+        session.env["PATH"] = f"{programs}:{os.environ['PATH']}"
+        options = [each for each in session.posargs if each != "--suite"]
+        _pytest(session, str(programs / "pytest"), *options)
 
 
 @nox.session
@@ -198,7 +220,7 @@ def _install_wheel(session: nox.Session, *, extras: str) -> None:
 
 
 def _folder(session: nox.Session, name: str) -> Path:
-    folder = session.cache_dir.resolve() / session.name / name
+    folder = ROOT / session.cache_dir / session.name / name  # also after a chdir
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
