@@ -71,8 +71,8 @@ def is_fed(pool: object) -> bool:
 
 
 def serves_forks(part: object) -> bool:
-    """Tell whether a lock, queue or event of `multiprocessing` was made for forked processes."""
-    return bool(getattr(part, "_is_fork_ctx", False))
+    """Tell whether a lock of `multiprocessing` was made for forked processes: it has no name then."""
+    return getattr(getattr(part, "_semlock", None), "name", "") is None
 
 
 def options_of(parser: argparse.ArgumentParser) -> list[str]:

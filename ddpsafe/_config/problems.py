@@ -372,4 +372,5 @@ def _model_at(model: type[BaseModel], path: Iterable[int | str]) -> type[BaseMod
         is_model = isinstance(kind, type) and get_origin(kind) is None
         known = get_origin(kind) is dict or (is_model and issubclass(kind, BaseModel))  # type: ignore[arg-type] # is_model
         current = kind if known else None
-    return current if isinstance(current, type) else None
+    # On Python 3.10 a dict[…] is a type as well.
+    return current if isinstance(current, type) and get_origin(current) is None else None
