@@ -9,11 +9,12 @@ import shutil
 import socket
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import checkpoint_programs as programs
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 import ddpsafe
 from ddpsafe._worker.store_sync import Control
@@ -212,7 +213,14 @@ def test_retries_that_never_get_on_stop(tmp_path: Path) -> None:
         )
 
 
-@pytest.fixture(scope="module", params=["sharded", "whole"])
+NEEDS_FSDP2_ON_CPUS: Final = pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.7", reason="torch 2.6 has no streams of CPUs for FSDP2"
+)
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param("sharded", marks=NEEDS_FSDP2_ON_CPUS), "whole"]
+)
 def trained(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, Any]]:
@@ -222,7 +230,9 @@ def trained(
     return directory, programs.run_ranks(programs.save_and_restore_shards, directory, kwargs=how)[0]
 
 
-@pytest.mark.parametrize(("ranks", "sharded"), [(3, True), (1, False)])
+@pytest.mark.parametrize(
+    ("ranks", "sharded"), [pytest.param(3, True, marks=NEEDS_FSDP2_ON_CPUS), (1, False)]
+)
 def test_model_goes_on_sharded_or_whole_on_any_number_of_ranks(
     trained: tuple[Path, dict[str, Any]],
     ranks: int,

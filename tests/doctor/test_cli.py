@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Final
@@ -231,7 +232,8 @@ def test_second_process_of_a_node_leaves_the_word_to_the_first(
 def test_directory_that_was_removed_is_what_is_named(arguments: str, tmp_path: Path) -> None:
     """Python and torch fail there in ways that point elsewhere."""
     (tmp_path / "gone").mkdir()
-    script = f"cd gone && rmdir ../gone && exec {sys.executable} -m ddpsafe {arguments}"
+    python = shlex.quote(sys.executable)
+    script = f"cd gone && rmdir ../gone && exec {python} -m ddpsafe {arguments}"
     env = {**os.environ, "PYTHONPATH": str(scripts.TESTS.parent)}
     ending = subprocess.run(
         ["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, timeout=60, check=False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -65,7 +66,7 @@ def test_a_shell_limit_of_sixteen_files_ends_the_script_at_once(tmp_path: Path) 
     script = scripts.write(tmp_path, "script.py", source)
     began = time.monotonic()
     run = subprocess.run(
-        ["sh", "-c", f"ulimit -n 16; exec {sys.executable} {script}"],
+        ["sh", "-c", f"ulimit -n 16; exec {shlex.quote(sys.executable)} {script}"],
         env=scripts.clean_environment(),
         capture_output=True,
         text=True,

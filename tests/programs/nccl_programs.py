@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -41,14 +42,14 @@ def show_gpus(*uuids: str) -> list[int]:
 def join_with_gpus(seen: dict[int, list[str]], backend: str = "auto") -> list[int]:
     """Join as a rank that sees the GPUs of its number; return the device that it took by then.
 
-    This torch has no NCCL, so the group itself cannot be made.
+    This torch has no NCCL, or its NCCL no GPU, so the group itself cannot be made.
     """
     taken = show_gpus(*seen[int(os.environ["RANK"])])
     try:
         with ddpsafe.process_group(backend, timeouts=PATIENT) as ctx:
             assert ctx.device.type == "cpu"
     except ValueError as error:
-        if "accelerator support" not in str(error):
+        if not re.search("accelerator support|no GPUs found", str(error)):
             raise
     except ddpsafe.RendezvousTimeoutError:
         # Rank 0 has failed to make the group by now, and its store is gone with it.

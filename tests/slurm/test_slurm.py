@@ -280,7 +280,7 @@ def test_one_task_on_each_node_is_a_launcher_and_each_tells_a_failure(
 def write_template(folder: Path) -> Path:
     """Write the template, with ddpsafe and the script of this test in it."""
     text = read_template("slurm")
-    command = f"{sys.executable} -m ddpsafe run"
+    command = f"{shlex.quote(sys.executable)} -m ddpsafe run"
     assert "ddpsafe run" in text
     return scripts.write(folder, "train.sh", text.replace(" ddpsafe run", f" {command}"))
 
