@@ -50,6 +50,7 @@ def thaw(folder: Path) -> None:
     subprocess.run(["fsfreeze", "--unfreeze", str(folder)], capture_output=True, check=False)
 
 
+@pytest.mark.recorder
 @pytest.mark.root
 def test_the_rank_is_named_and_not_waited_for(tmp_path: Path, frozen_disk: Path) -> None:
     """The launcher says who cannot be ended, and ends itself; with the disk's answer he ends too."""

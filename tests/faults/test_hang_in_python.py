@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.recorder
 @pytest.mark.parametrize("fault", [programs.sleep, programs.be_busy, programs.read_from_nobody])
 @pytest.mark.parametrize("ranks", SIZES)
 def test_the_rank_and_its_line_are_named(

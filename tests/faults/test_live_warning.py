@@ -35,6 +35,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     ]
 
 
+@pytest.mark.recorder
 def test_who_waits_for_whom_and_where_that_rank_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -50,6 +51,7 @@ def test_who_waits_for_whom_and_where_that_rank_is(
     ), said
 
 
+@pytest.mark.recorder
 def test_the_loader_worker_that_the_rank_waits_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -89,6 +91,7 @@ def test_not_while_gradients_are_accumulated_and_rank_0_evaluates_and_saves(
     assert warnings(caplog) == []
 
 
+@pytest.mark.recorder
 def test_a_rank_that_holds_the_gil_is_found_by_a_signal(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,6 +18,7 @@ ONE_OF: list[tuple[int, int]] = [(2, 1), (4, 2)]
 """World size and culprit."""
 
 
+@pytest.mark.recorder
 @pytest.mark.parametrize(("ranks", "culprit"), ONE_OF)
 def test_another_collective(tmp_path: Path, ranks: int, culprit: int) -> None:
     """The rank that is alone with its call is named, and what each rank called."""

@@ -23,6 +23,7 @@ LEFT_S = 3.0
 """A rank that left is told by two looks, half a second apart, without any timeout."""
 
 
+@pytest.mark.recorder
 @pytest.mark.parametrize(("ranks", "culprit"), [(2, 1), (4, 2)])
 def test_a_rank_that_skips_an_all_reduce_meets_the_others_in_the_wrong_place(
     tmp_path: Path, ranks: int, culprit: int
@@ -92,6 +93,7 @@ def test_a_rank_that_hangs_in_a_second_group(tmp_path: Path) -> None:
     require_hang(error, 1)
 
 
+@pytest.mark.recorder
 def test_a_rank_that_comes_after_the_timeout(tmp_path: Path) -> None:
     """All ranks are in the same collective by then; it is named, and by how much it was late."""
     world = World(folder=tmp_path, ranks=3)
@@ -102,6 +104,7 @@ def test_a_rank_that_comes_after_the_timeout(tmp_path: Path) -> None:
     assert re.search(r"came \d\.\d s after the others to all_reduce number 2 ", str(error)), error
 
 
+@pytest.mark.recorder
 def test_ranks_that_receive_from_each_other(tmp_path: Path) -> None:
     """They are in no collective: the last one ended well, and is not said to have timed out."""
     error = World(folder=tmp_path).launch_fails(
@@ -114,6 +117,7 @@ def test_ranks_that_receive_from_each_other(tmp_path: Path) -> None:
     assert " in all_reduce" not in str(error)
 
 
+@pytest.mark.recorder
 def test_a_rank_that_does_not_send(tmp_path: Path) -> None:
     """Who waits to receive is behind the others only because of it, and it is said from whom."""
     error = World(folder=tmp_path, ranks=3).launch_fails(

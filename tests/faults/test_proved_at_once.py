@@ -21,6 +21,7 @@ PROVED_S = 5.0
 PROOF = "this is a deadlock, so ddpsafe did not wait for a timeout:"
 
 
+@pytest.mark.recorder
 def test_a_cycle_over_two_groups(tmp_path: Path) -> None:
     """Each rank waits in one group for the other, which waits in the other group for it."""
     error = World(folder=tmp_path).launch_fails(
@@ -39,6 +40,7 @@ def test_a_cycle_over_two_groups(tmp_path: Path) -> None:
     assert require_places(error, range(2)) == dict.fromkeys(range(2), "cross_two_groups")
 
 
+@pytest.mark.recorder
 def test_a_cycle_over_three_ranks(tmp_path: Path) -> None:
     """None of the groups shows it by itself."""
     error = World(folder=tmp_path, ranks=3).launch_fails(
@@ -48,6 +50,7 @@ def test_a_cycle_over_three_ranks(tmp_path: Path) -> None:
     assert PROOF in str(error)
 
 
+@pytest.mark.recorder
 @pytest.mark.parametrize(("ranks", "culprit"), [(2, 1), (4, 1)])
 def test_a_skipped_collective(tmp_path: Path, ranks: int, culprit: int) -> None:
     """The rank meets the others in another collective under the same number."""
@@ -79,6 +82,7 @@ def test_a_stopped_rank(tmp_path: Path) -> None:
     assert all(outcome.status == "stopped" for outcome in error.outcomes.values()), error
 
 
+@pytest.mark.recorder
 def test_a_rank_that_leaves_a_subgroup(tmp_path: Path) -> None:
     """The group of all ranks does not show that it is missed."""
     error = World(folder=tmp_path, ranks=3).launch_fails(

@@ -127,6 +127,7 @@ def test_the_report_of_a_failed_attempt(tmp_path: Path) -> None:
     assert "KeyError: 'key of the first'" in text
 
 
+@pytest.mark.recorder
 def test_the_report_of_a_hang_has_the_stacks_of_all_threads(tmp_path: Path) -> None:
     """What was asked before the ranks were ended is kept."""
     world = World(folder=tmp_path)

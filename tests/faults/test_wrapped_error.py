@@ -117,6 +117,7 @@ def test_a_killed_rank_comes_before_those_that_exit_because_of_it(tmp_path: Path
         require_rank(error, 1)
 
 
+@pytest.mark.recorder
 def test_a_rank_that_hangs_in_a_subgroup_is_told_from_the_one_that_waits_for_it(
     tmp_path: Path,
 ) -> None:
@@ -142,6 +143,7 @@ def test_barriers_of_different_names(tmp_path: Path) -> None:
     assert "collective" not in str(error)
 
 
+@pytest.mark.recorder
 def test_a_rank_that_makes_a_group_alone(tmp_path: Path) -> None:
     """What is said of the others is true: only they are in the collective."""
     world = World(folder=tmp_path, ranks=3)
