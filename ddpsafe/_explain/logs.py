@@ -653,7 +653,8 @@ class _Sieve:
     """Finds the lines of a large chunk that any rule may be about, with a few passes of numpy.
 
     Each four bytes in a row are looked up in a table of those that rules need. Most lines of any
-    log hold none of them, and no Python runs for those.
+    log hold none of them, and no Python runs for those. Of the others most hold none of the texts
+    that the four bytes are taken from.
     """
 
     _FACTOR: Final = 2_654_435_761
@@ -671,6 +672,10 @@ class _Sieve:
             if gram.isascii()
         }
         assert len(self._gram_of) == len(grams), "a rule needs a text that is not ASCII"  # noqa: S101
+        self._texts: dict[str, list[bytes]] = {gram: [] for gram in grams}
+        needed = [(gram, text) for gram, each in _BY_GRAM.items() for text, _ in each]
+        for gram, text in [*needed, *((sign[:_GRAM], sign) for sign in _TRACEBACK_SIGNS)]:
+            self._texts[gram].append(text.encode().translate(None, _CONTROL_BYTES))
         self._table = np.zeros(1 << self._BITS, dtype=bool)
         self._table[self._hash(np.array(list(self._gram_of), dtype="<u4"))] = True
 
@@ -683,6 +688,7 @@ class _Sieve:
         clean = _ANSI_BYTES.sub(b"", chunk) if b"\x1b" in chunk else chunk
         clean = clean.translate(None, _CONTROL_BYTES).lower()
         ends = np.flatnonzero(np.frombuffer(clean, dtype=np.uint8) == ord("\n"))
+        bounds = [0, *ends.tolist(), len(clean)]
         found: dict[int, set[str]] = {}
         for offset in range(_GRAM):
             count = (len(clean) - offset) // _GRAM
@@ -692,7 +698,10 @@ class _Sieve:
             hits = np.flatnonzero(self._table[self._hash(codes)])
             lines = np.searchsorted(ends, hits * _GRAM + offset)
             for line, code in zip(lines.tolist(), codes[hits].tolist(), strict=True):
-                if (gram := self._gram_of.get(code)) is not None:
+                if (gram := self._gram_of.get(code)) is None:
+                    continue
+                start, end = bounds[line], bounds[line + 1]
+                if any(clean.find(text, start, end) >= 0 for text in self._texts[gram]):
                     found.setdefault(line, set()).add(gram)
         return found
 
