@@ -62,17 +62,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     An ``-m`` in pytest's own options would be replaced by the user's, as in ``-m "not slow"``.
     """
+    if tuple(int(part) for part in version("torch").split(".")[:2]) < (2, 9):
+        unrecorded = pytest.mark.skip(reason="torch before 2.9 does not record gloo's collectives")
+        for item in items:
+            if item.get_closest_marker("recorder") is not None:
+                item.add_marker(unrecorded)
     if "soak" in config.getoption("markexpr"):
         return
     left_out = [item for item in items if item.get_closest_marker("soak") is not None]
     items[:] = [item for item in items if item.get_closest_marker("soak") is None]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-    if tuple(int(part) for part in version("torch").split(".")[:2]) < (2, 9):
-        unrecorded = pytest.mark.skip(reason="torch before 2.9 does not record gloo's collectives")
-        for item in items:
-            if item.get_closest_marker("recorder") is not None:
-                item.add_marker(unrecorded)
     # One that takes minutes, begun last, would be waited for alone.
     items.sort(key=lambda item: not LONG.intersection(item.path.parts))
 
