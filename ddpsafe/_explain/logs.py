@@ -346,7 +346,10 @@ class LogReader:
             if traceback.is_ignored:
                 return None
         if best is None and raised is not None and self._following:
-            best = self._find_best(number, line, self._unwrap(said), None)
+            # A paste is broken anywhere: a message with its next lines, if they go on with it.
+            goes_on = itertools.takewhile(_GOES_ON.match, self._following)
+            rest = (line.decode("utf-8", "replace").strip() for line in goes_on)
+            best = self._find_best(number, line, " ".join((said, *rest)), None)
             if best is not None and best[1].start() >= len(said):  # it is the next line's alone
                 best = None
         if best is not None:
@@ -362,11 +365,6 @@ class LogReader:
         if raised is not None:
             return self._note_exception(raised, traceback, number, line, said)
         return None
-
-    def _unwrap(self, said: str) -> str:
-        """Return a message with its next lines if they go on with it: a paste is broken anywhere."""
-        goes_on = itertools.takewhile(_GOES_ON.match, self._following)
-        return " ".join((said, *(line.decode("utf-8", "replace").strip() for line in goes_on)))
 
     def add(self, finding: RecordedFailure) -> None:
         """Take what flight recordings show beside what the logs say."""

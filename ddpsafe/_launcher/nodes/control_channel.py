@@ -299,7 +299,12 @@ class Channel:
                 waiting = [each for each in self._nodes.values() if each.to_send]
             for connection in waiting:
                 self._write(connection)
-            self._drop_slow_senders()
+            # A flood of connections that do not say who they are must not keep the nodes out.
+            latest_s = time.monotonic() - _GREETING_S
+            surplus = len(self._unknown) - _MOST_UNKNOWN
+            for number, connection in enumerate(list(self._unknown)):
+                if number < surplus or connection.since_s < latest_s:
+                    self._forget(connection)
 
     def _accept(self) -> None:
         assert self._listening is not None  # noqa: S101 - registered with it
@@ -312,14 +317,6 @@ class Channel:
             self._unknown[connection] = None
             _notice_loss(accepted)
             accepted.send(f"{_VERSION} {challenge}\n".encode())  # an empty buffer takes it whole
-
-    def _drop_slow_senders(self) -> None:
-        """Drop who does not say who it is: a flood of connections must not keep the nodes out."""
-        latest_s = time.monotonic() - _GREETING_S
-        surplus = len(self._unknown) - _MOST_UNKNOWN
-        for number, connection in enumerate(list(self._unknown)):
-            if number < surplus or connection.since_s < latest_s:
-                self._forget(connection)
 
     def _forget(self, connection: _Connection) -> None:
         self._unknown.pop(connection, None)

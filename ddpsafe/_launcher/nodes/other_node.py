@@ -47,7 +47,7 @@ from ddpsafe._launcher.watch.supervisor import Ending, let_ranks_leave
 from ddpsafe._logging import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from ddpsafe._config import RetryPolicy
     from ddpsafe._launcher.nodes.control_channel import Channel
@@ -140,7 +140,9 @@ class Participant:
             ) as (workers, end):
                 did, phase = "could not go on with the attempt", "attempt"
                 for worker in workers:
-                    worker.relay = self._passing_on(worker.rank)
+                    worker.relay = lambda message, rank=worker.rank: self._channel.send(
+                        rank_report(rank, message)
+                    )
                 self._channel.send(RanksStarted())
                 limit = plan.config.timeouts.attempt
                 with open_console(workers, plan.console, inbox=self._inbox, limit=limit):
@@ -174,9 +176,6 @@ class Participant:
             name_failed_node(error, who, did)
         self._failed = error
         self._channel.send(NodeFailed(result=round_result_of(error, failed_node=node)))
-
-    def _passing_on(self, rank: int) -> Callable[[object], None]:
-        return lambda message: self._channel.send(rank_report(rank, message))  # type: ignore[arg-type]
 
     def _watch(self, workers: Sequence[Worker]) -> None:
         """Pass on, until the attempt is over."""

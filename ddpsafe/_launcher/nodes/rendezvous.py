@@ -705,8 +705,11 @@ class NodeRendezvous:
             if deadline.waited_s() >= next_look_s:
                 next_look_s = deadline.waited_s() + _LOOK_AROUND_S
                 self._look_around(deadline.waited_s())
-                if not is_spare and self._is_surplus():
-                    is_spare = True
+                state = self._backend.state
+                is_member = (label_of(self.facts), os.getpid()) in self._members()
+                is_complete = state is not None and state.complete and len(state.participants) > 0
+                if is_complete and not (is_spare or is_member or self._joined):
+                    is_spare = True  # the nodes of a round are complete, and it never was in one
                     self._require_use_for_spare()
             if deadline.waited_s() >= says_at_s and not is_spare:
                 says_at_s = deadline.waited_s() + _SAY_AGAIN_S
@@ -804,13 +807,6 @@ class NodeRendezvous:
         return (
             {(node.addr, node.pid) for node in state.participants} if state is not None else set()
         )
-
-    def _is_surplus(self) -> bool:
-        """Tell whether the nodes of a round are complete without this one, which never was in one."""
-        state = self._backend.state
-        is_member = (label_of(self.facts), os.getpid()) in self._members()
-        full = state is not None and state.complete and len(state.participants) > 0
-        return bool(full and not is_member and not self._joined)
 
     def _require_use_for_spare(self) -> None:
         """Let a node beyond those that were asked for wait where it may replace one.

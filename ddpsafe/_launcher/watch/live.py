@@ -561,7 +561,12 @@ class LiveWatch:
 
         longest = f" (longest step so far: {self.longest_s:.1f} s)" if self.longest_s else ""
         if goal is not None:
-            waited_s = min(_waited_s(outcomes[rank], goal) for rank in waiting)
+            entered_ns = []
+            for rank in waiting:
+                at = outcomes[rank].position
+                entered = None if at is None else at.numbered(goal.group, goal.number)
+                entered_ns.append((entered or goal).entered_ns)
+            waited_s = max(0.0, time.time_ns() - max(entered_ns)) / 1e9
             have = "has" if len(waiting) == 1 else "have"
             logger.warning(
                 "%s %s waited %.0f s for rank %d in %s%s; rank %d is %s",
@@ -631,11 +636,6 @@ def _is_at_something_slow(at: Whereabouts | None, frames: Sequence[Frame]) -> bo
     if at is not None and at.is_evaluating:
         return True
     return any(part in frame.file for frame in frames for part in _SLOW)
-
-
-def _waited_s(outcome: RankOutcome, goal: Collective) -> float:
-    at = None if outcome.position is None else outcome.position.numbered(goal.group, goal.number)
-    return max(0.0, time.time_ns() - (at or goal).entered_ns) / 1e9
 
 
 def _place_of(outcome: RankOutcome) -> str:
