@@ -260,8 +260,8 @@ class Console:
         elif starting and not self._is_silent and self._quiet.expired() and sys.stderr is not None:
             rows += self._starting_row()
         if self._has_rows:
-            size = shutil.get_terminal_size()
-            rows = [row[: size.columns - 1] for row in rows[: min(_MOST_ROWS, size.lines - 1)]]
+            columns, lines = _size()
+            rows = [row[: columns - 1] for row in rows[: min(_MOST_ROWS, lines - 1)]]
         else:
             rows = []
         if news or said or rows != self._rows:
@@ -330,12 +330,21 @@ def terminal_variables(show: str, rank: int, given: Mapping[str, str]) -> dict[s
         return {}
     if not (is_drawn_on(sys.stdout) and is_drawn_on(sys.stderr)):
         return {}
-    columns = shutil.get_terminal_size().columns
+    columns, _ = _size()
     tag = len(f"[rank {rank}] ") if show == "tagged" else 0
     found = {"COLUMNS": str(max(20, columns - tag - 1))}
     if show == "rank-zero":
         found |= {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1"}  # rich since 14.1
     return {name: text for name, text in found.items() if name not in given}
+
+
+def _size() -> tuple[int, int]:
+    """Return the terminal's columns and lines, 80 and 24 where it tells none.
+
+    Python 3.10 then takes 0 for an answer.
+    """
+    columns, lines = shutil.get_terminal_size()
+    return columns or 80, lines or 24
 
 
 def _tails(worker: Worker, show: str) -> Iterator[_Tail]:
