@@ -145,6 +145,7 @@ def run_attempt(  # noqa: PLR0913 - the parts of one attempt
             if given_s is None:
                 end(workers)
             else:  # as torch's: they may end by themselves, then by SIGTERM
+                evidence.go_on(workers)
                 shutdown.await_ends(workers, Deadline.after(timedelta(seconds=given_s)))
                 end(workers, grace=timedelta(seconds=given_s))
         ended = errors.EndedAttempt(

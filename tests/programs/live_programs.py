@@ -93,6 +93,18 @@ def stop_in_training(ctx: RankContext, folder: Path) -> None:
         model(torch.ones(2, 4)).sum().backward()  # stuck here
 
 
+def stop_before_a_broadcast(ctx: RankContext, folder: Path) -> None:
+    """Let rank 1 be stopped before it sends what the other needs nothing else for."""
+    import torch
+    import torch.distributed as dist
+
+    average_gradients()
+    if ctx.rank == 1:
+        mark(folder)
+        os.kill(os.getpid(), signal.SIGSTOP)  # stuck here
+    dist.broadcast(torch.ones(8), src=1)  # stuck here
+
+
 def leave_a_subgroup_alone(ctx: RankContext, folder: Path) -> None:
     """Return on rank 1 while rank 0 waits for it in a group of the two."""
     import torch

@@ -28,12 +28,13 @@ from ddpsafe._wire.messages import (
 from ddpsafe._wire.spec import STACKS_SIGNAL, open_log, read_log
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from ddpsafe._launcher.processes.rank_process import Worker
 
 _ANSWER: Final = timedelta(seconds=0.8)
 _ALL_THREADS: Final = timedelta(seconds=0.4)
+_STOP: Final = timedelta(seconds=0.5)
 _POLL_S: Final = 0.02
 _FRAME: Final = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
 _CAUGHT: Final = re.compile(r"^SigCgt:\s*([0-9a-f]+)$", re.MULTILINE)
@@ -96,25 +97,24 @@ def collect(workers: Sequence[Worker]) -> dict[int, RankReading]:
 
     The main thread's stack comes from faulthandler, which answers while the GIL is held too; the
     position comes from a thread, which does not; a suspended process answers neither until it is
-    continued, which does no harm to one that is to be ended.
+    continued. Where there is one, all ranks are left suspended: they would go on to the end of their
+    function, which is not what was found. `Worker.end` continues them.
 
     Returns:
         What was read, by rank; nothing of a rank that ended without a crash.
     """
     asked = [worker for worker in workers if worker.alive and worker.returned is None]
-    states = {worker.rank: "" for worker in asked}
-    for worker in asked:
-        with contextlib.suppress(psutil.Error):
-            if worker.pid is not None:
-                states[worker.rank] = str(psutil.Process(worker.pid).status())
+    states = {worker.rank: _state(worker) for worker in asked}
     stopped = [worker for worker in asked if states[worker.rank] == psutil.STATUS_STOPPED]
     running = [worker for worker in asked if worker not in stopped]
     found = _question(running, states)
     if stopped:
-        with _held(running):  # else they go on as soon as the one that they wait for does
-            found |= _question(stopped, states)
-            for worker in stopped:
-                worker.signal(signal.SIGSTOP)
+        for worker in running:  # else they go on as soon as the one that they wait for does
+            worker.signal(signal.SIGSTOP)
+        _await_stopped(running)
+        found |= _question(stopped, states)
+        for worker in stopped:
+            worker.signal(signal.SIGSTOP)
     for worker in filter(lambda each: each.crashed, workers):
         stderr = worker.error_text()
         known = found.get(worker.rank, RankReading(position=worker.position))
@@ -125,6 +125,28 @@ def collect(workers: Sequence[Worker]) -> dict[int, RankReading]:
             position=read_position(stderr, known.position),
         )
     return found | {each.rank: _complete(each, found[each.rank]) for each in asked}
+
+
+def _state(worker: Worker) -> str:
+    with contextlib.suppress(psutil.Error):
+        if worker.pid is not None:
+            return str(psutil.Process(worker.pid).status())
+    return ""
+
+
+def _await_stopped(workers: Sequence[Worker]) -> None:
+    """Wait until the main threads have stopped; other threads run until that one has had a CPU."""
+    deadline = Deadline.after(_STOP)
+    for worker in workers:
+        while not deadline.expired() and _state(worker) not in ("", psutil.STATUS_STOPPED):
+            wait([], _POLL_S)
+
+
+def go_on(workers: Sequence[Worker]) -> None:
+    """Continue the ranks that `collect` has left suspended, but not one that was so before."""
+    for worker in workers:
+        if worker.reading is not None and worker.reading.state != psutil.STATUS_STOPPED:
+            worker.signal(signal.SIGCONT)
 
 
 def _complete(worker: Worker, reading: RankReading) -> RankReading:
@@ -184,18 +206,6 @@ def _position_now(worker: Worker, known: Mapping[int, Position | None]) -> Posit
     """Return its position, but no old answer: that would make a rank look behind that is not."""
     is_old = worker.raised is None and worker.position is known[worker.rank]
     return None if is_old else worker.position
-
-
-@contextlib.contextmanager
-def _held(workers: Sequence[Worker]) -> Iterator[None]:
-    """Suspend ranks, which are to be ended, for a moment."""
-    for worker in workers:
-        worker.signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for worker in workers:
-            worker.signal(signal.SIGCONT)
 
 
 def _ask(worker: Worker, *, is_stopped: bool) -> None:
