@@ -9,6 +9,7 @@ Started with the number of a socket and the names of modules to import; see `war
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import contextlib
 import ctypes
@@ -326,6 +327,9 @@ def main() -> None:
     gc.freeze()  # or the first collection in each fork would copy every page
     asking.send(b"{}")
     asked, streams = serve(asking)
+    if "triton" in sys.modules:
+        # It comes with builds for CUDA, and calls what no collection finds at the end a leak.
+        atexit.register(gc.unfreeze)
     be_new(asked, streams)
     if asked["launches"]:
         StandIn()
