@@ -58,6 +58,7 @@ _HEDGE: Final = re.compile(r"There are some potential root causes.*")
 """Ray lists there what else may have happened, SIGKILL and SIGSEGV included."""
 _WARNING: Final = re.compile(
     r"^.{0,60}?(?:\[W\d* |\[W \w|(?:^|[\]\s:])W\d{4} |(?<![=_\w])WARN(?:ING)?(?<!NCCL WARN)\b|Warning: |(?:^|[\]\s:])W (?=[\w.]+/)"
+    r"|\S{1,300}\.py:\d+: \w*Warning: "
     r"|(?P<info>\[I\d* |\[I \w|(?:^|[\]\s:])I\d{4} |(?<![=_\w])(?:INFO|DEBUG)\b))"
 )
 """A line that its own program takes for less than an error: it proves less than one."""
@@ -159,11 +160,13 @@ class _Traceback:
         frame: The last call so far that is not of a library.
         has_frame: Whether any call has been printed.
         is_ignored: Whether Python says that the exception is ignored.
+        is_original: Whether it is what a worker or a replica raised, printed within the wrapper's.
     """
 
     frame: str | None = None
     has_frame: bool = False
     is_ignored: bool = False
+    is_original: bool = False
 
 
 _USER: Final = "DS-USER-exception"
@@ -197,6 +200,7 @@ class LogReader:
         # Of each rank the last call of the traceback that is being printed: they may be mixed.
         self._tracebacks: dict[int | None, _Traceback] = {}
         self._lone: Cause | None = None
+        self._knows_original = False
         self._report: Mapping[str, Any] | None = None
         self._root_rank: int | None = None
         self._is_root_cause = False
@@ -314,7 +318,9 @@ class LogReader:
         elif said.lstrip(" ╭─").startswith(("Traceback (most recent", "Original Traceback (most")):
             before = self._tracebacks.get(rank)
             is_ignored = before is not None and before.is_ignored and not before.has_frame
-            self._tracebacks[rank] = _Traceback(is_ignored=is_ignored)
+            self._tracebacks[rank] = _Traceback(
+                is_ignored=is_ignored, is_original="Original Traceback" in said
+            )
             self._in_traceback, self._since_frame = True, 0
         else:
             if _IGNORED.match(said):
@@ -359,6 +365,8 @@ class LogReader:
             if rule.code == _WATCHDOG:
                 self._compare_sequence(said, rank)
             cause = self._note(self._found, rule, match, number, line, said)
+            if raised is not None and traceback is not None and traceback.is_original:
+                self._knows_original = True
             if rule.level == "exception" and traceback is not None and cause.count == 1:
                 cause.cause += f" Raised at {traceback.frame}." if traceback.frame else ""
             return cause
@@ -505,8 +513,9 @@ class LogReader:
             code: cause
             for code, cause in self._found.items()
             if not (cause.is_warning and cause.last < self._progress)
+            and not (cause.is_wrapper and self._knows_original)
         }
-        if self._lone is not None:
+        if self._lone is not None and not (self._lone.is_wrapper and self._knows_original):
             found.setdefault(_USER, self._lone)
         for code, cause in self._waiting.items():
             if code in self._also:

@@ -252,7 +252,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("RuntimeError: Forward order differs across ranks: rank 0 is all-gathering 1 parameters while rank 1 is all-gathering 2 parameters", "DDP-mismatch", "torch fsdp"),
     ('RuntimeError: DeadLock detected from rank: 1 \n Traceback (most recent call last):\n  File "x.py", line 2, in f\nValueError: bad sample', "USER-exception", "lightning"),
     ("ValueError: Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.float32", "FSDP-uniform", "torch fsdp"),
-    ("RuntimeError: aten.add.Tensor: got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before calling distributed operators!", "FSDP-uniform", "torch fsdp"),
+    ("RuntimeError: aten.add.Tensor: got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before calling distributed operators!", "FSDP-mixed", "torch fsdp"),
     ("torch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised:\nCppCompileError: C++ compile error", "COMPILE-failed", "torch"),
     ("FileNotFoundError: [Errno 2] No such file or directory: '/home/u/.triton/cache/ab12/kernel.so.tmp.pid_4711_22'", "COMPILE-cache", "triton"),
     # Data and downloads
@@ -392,7 +392,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("RuntimeError: An attempt has been made to start a new process before the current process has finished its bootstrapping phase.", "MP-main-guard", "torch"),
     ("TypeError: cannot pickle 'weakref' object", "MP-unpicklable-handle", "torch"),
     ("TypeError: cannot pickle 'generator' object", "MP-unpicklable-handle", "torch"),
-    ("TypeError: cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object", "MP-unpicklable-handle", "torch"),
+    ("TypeError: cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object", "MP-wrapped-model", "torch"),
     ("torch.multiprocessing.spawn.ProcessRaisedException: \n\n-- Process 1 terminated with the following error:", "PEER-childfailed", "torch"),
     ('torch.multiprocessing.spawn.ProcessRaisedException: \n\n-- Process 1 terminated with the following error:\nTraceback (most recent call last):\n  File "/env/lib/python3.10/site-packages/torch/multiprocessing/spawn.py", line 90, in _wrap\n    fn(i, *args)\n  File "/w/t.py", line 40, in worker\n    assert x.shape[0] == 3\nAssertionError\n', "USER-exception", "torch"),
     ("slurmstepd: error: *** STEP 77.0 ON n1 CANCELLED AT 2025-03-03T01:02:03 DUE TO TIME LIMIT ***", "END-time-limit", "torch"),
@@ -996,6 +996,36 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("TypeError: object of type 'NoneType' has no len()", "USER-none", "python"),
     ("RuntimeError: Tensor on device cuda:0 is not on the expected device meta!", "MODEL-meta", "torch"),
     ("TypeError: expected np.ndarray (got numpy.ndarray)", "ENV-extension", "torch"),
+    # Signals as every launcher spells them.
+    ("[2023-07-20 15:45:13,982] [ERROR] [launch.py:321:sigkill_handler] ['python', 'main.py'] exits with return code = -7", "END-sigbus", "deepspeed"),
+    ("=   KILLED BY SIGNAL: 7 (Bus error)", "END-sigbus", "mpich"),
+    ("srun: error: n3: task 1: Exited with exit code 135", "END-sigbus", "slurm"),
+    ("[launch.py:321:sigkill_handler] ['python', 'main.py'] exits with return code = -4", "END-sigill", "deepspeed"),
+    ("mpirun noticed that process rank 1 with PID 0 on node n1 exited on signal 4 (Illegal operand).", "END-sigill", "openmpi"),
+    # Sharded models and their states.
+    ("AssertionError: expects all parameters to have same requires_grad", "FSDP-uniform", "fairscale"),
+    ("RuntimeError: aten.embedding.default: got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before calling distributed operators!", "FSDP-mixed", "torch fsdp2"),
+    ("    assert dtype == info.dtype\nAssertionError", "FSDP-optimizer-state", "torch fsdp"),
+    ("RuntimeError: The state of _OptimStateKey(unflat_param_names=('visual.blocks.0.norm1.weight', 'visual.blocks.0.norm2.weight'), is_fsdp_managed=True) is empty. This should happen when use_orig_params=True.", "FSDP-optimizer-state", "torch fsdp"),
+    ("RuntimeError: Missing optimizer state for parameter '1.weight' in checkpoint. The parameter requires gradients but has no saved optimizer state.", "FSDP-optimizer-state", "torch dcp"),
+    ("ValueError: All unflattened parameters comprising a single flat parameter must have scalar state with the same value and dtype", "FSDP-optimizer-state", "torch fsdp"),
+    ("    assert fqn in state_dict, (\nAssertionError: FSDP assumes encoder.q.weight is in the state_dict but the state_dict only has odict_keys(['_flat_param'])", "FSDP-state-dict", "torch fsdp"),
+    ("RuntimeError: layers.0._flat_param contains _flat_param. This can happen if the model is not the root module.", "FSDP-state-dict", "torch dcp"),
+    # What cannot be sent to another process.
+    ("    ForkingPickler(file, protocol).dump(obj)\nValueError: ctypes objects containing pointers cannot be pickled", "MP-unpicklable-handle", "python"),
+    ('RuntimeError: Pickling of "lib.Reader" instances is not enabled (http://www.boost.org/libs/python/doc/v2/pickle.html)', "MP-unpicklable-handle", "boost"),
+    ("RuntimeError: DDP Pickling/Unpickling are only supported when using DDP with the default process group.", "MP-wrapped-model", "torch"),
+    # Extensions that are compiled on the host.
+    ("FAILED: cpu_adam.so\n/usr/bin/ld: cannot find -lcurand: No such file or directory\ncollect2: error: ld returned 1 exit status\nninja: build stopped: subcommand failed.\nLoading extension module cpu_adam...\nImportError: /root/.cache/torch_extensions/py311_cu124/cpu_adam/cpu_adam.so: cannot open shared object file: No such file or directory", "ENV-linker", "deepspeed"),
+    ("ImportError: /root/.cache/torch_extensions/py39_cu117/fused_adam/fused_adam.so: cannot open shared object file: No such file or directory", "ENV-extension-unbuilt", "deepspeed"),
+    ("/usr/include/x.hpp:6:10: fatal error: cuda_profiler_api.h: No such file or directory\nninja: build stopped: subcommand failed.\nImportError: /root/.cache/torch_extensions/py39_cu117/fused_adam/fused_adam.so: cannot open shared object file: No such file or directory", "ENV-compiler", "deepspeed"),
+    # Ranks that delete the same files.
+    ('[rank2]: Traceback (most recent call last):\n[rank2]:   File "/w/train.py", line 332, in train_loop\n[rank2]:     shutil.rmtree(config.checkpoint_dir)\n[rank2]: FileNotFoundError: [Errno 2] No such file or directory: \'/out/run\'', "CKPT-delete-race", "python"),
+    ('Traceback (most recent call last):\n  File "/lib/python3.9/shutil.py", line 690, in _rmtree_safe_fd\n    os.unlink(entry.name, dir_fd=topfd)\nFileNotFoundError: [Errno 2] No such file or directory: \'rng_state_3.pth\'', "CKPT-delete-race", "transformers"),
+    ('Traceback (most recent call last):\n  File "/w/train.py", line 3, in main\n    labels = open(path)\nFileNotFoundError: [Errno 2] No such file or directory: \'labels.txt\'', "DATA-path", "python"),
+    # A warning whose path is long is still a warning, and the error of a replica is its original's.
+    ("/fsx/someone/miniconda3/envs/trl/lib/python3.12/site-packages/torch/utils/checkpoint.py:85: UserWarning: None of the inputs have requires_grad=True. Gradients will be None\nRuntimeError: Expected to mark a variable ready only once.", "DDP-ready-twice", "torch"),
+    ('Traceback (most recent call last):\n  File "/w/train.py", line 3, in main\n    model(x)\nRuntimeError: Caught RuntimeError in replica 0 on device 0.\nOriginal Traceback (most recent call last):\n  File "/w/model.py", line 9, in forward\n    return self.linear(x)\nRuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`', "CUDA-library", "torch"),
 )  # fmt: skip
 
 
