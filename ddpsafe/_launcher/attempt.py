@@ -145,7 +145,7 @@ def run_attempt(  # noqa: PLR0913 - the parts of one attempt
             if given_s is None:
                 end(workers)
             else:  # as torch's: they may end by themselves, then by SIGTERM
-                evidence.go_on(workers)
+                evidence.continue_suspended(workers)
                 shutdown.await_ends(workers, Deadline.after(timedelta(seconds=given_s)))
                 end(workers, grace=timedelta(seconds=given_s))
         ended = errors.EndedAttempt(
@@ -216,7 +216,7 @@ def started_ranks(
 
 
 def ask_where(workers: Sequence[Worker]) -> None:
-    """Ask the ranks that are alive where they are, before they are ended.
+    """Ask the ranks that are alive where they are, before they are ended; it may leave them suspended.
 
     What is asked for may come before the news of an end, as to a launcher that was stopped.
     """

@@ -35,6 +35,12 @@ if TYPE_CHECKING:
 _ANSWER: Final = timedelta(seconds=0.8)
 _ALL_THREADS: Final = timedelta(seconds=0.4)
 _STOP: Final = timedelta(seconds=0.5)
+_WITHOUT_CPU: Final = {
+    "",
+    psutil.STATUS_STOPPED,
+    psutil.STATUS_TRACING_STOP,
+    psutil.STATUS_ZOMBIE,
+}
 _POLL_S: Final = 0.02
 _FRAME: Final = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
 _CAUGHT: Final = re.compile(r"^SigCgt:\s*([0-9a-f]+)$", re.MULTILINE)
@@ -93,12 +99,12 @@ class RankReading:
 
 
 def collect(workers: Sequence[Worker]) -> dict[int, RankReading]:
-    """Learn state, stack and position of every rank that is alive, within a second.
+    """Learn state, stack and position of every rank that is alive, within a second or three.
 
     The main thread's stack comes from faulthandler, which answers while the GIL is held too; the
     position comes from a thread, which does not; a suspended process answers neither until it is
-    continued. Where there is one, all ranks are left suspended: they would go on to the end of their
-    function, which is not what was found. `Worker.end` continues them.
+    continued, and is suspended again at once. All ranks are left suspended then: what the one has sent
+    by then could let the others come to the end of their function. `Worker.end` continues them.
 
     Returns:
         What was read, by rank; nothing of a rank that ended without a crash.
@@ -112,9 +118,9 @@ def collect(workers: Sequence[Worker]) -> dict[int, RankReading]:
         for worker in running:  # else they go on as soon as the one that they wait for does
             worker.signal(signal.SIGSTOP)
         _await_stopped(running)
-        found |= _question(stopped, states)
         for worker in stopped:
-            worker.signal(signal.SIGSTOP)
+            worker.was_stopped = True
+        found |= _question(stopped, states)
     for worker in filter(lambda each: each.crashed, workers):
         stderr = worker.error_text()
         known = found.get(worker.rank, RankReading(position=worker.position))
@@ -135,18 +141,19 @@ def _state(worker: Worker) -> str:
 
 
 def _await_stopped(workers: Sequence[Worker]) -> None:
-    """Wait until the main threads have stopped; other threads run until that one has had a CPU."""
+    """Wait for the main threads: they take the signal, and until then other threads may run."""
     deadline = Deadline.after(_STOP)
     for worker in workers:
-        while not deadline.expired() and _state(worker) not in ("", psutil.STATUS_STOPPED):
+        while not deadline.expired() and _state(worker) not in _WITHOUT_CPU:
             wait([], _POLL_S)
 
 
-def go_on(workers: Sequence[Worker]) -> None:
-    """Continue the ranks that `collect` has left suspended, but not one that was so before."""
-    for worker in workers:
-        if worker.reading is not None and worker.reading.state != psutil.STATUS_STOPPED:
-            worker.signal(signal.SIGCONT)
+def continue_suspended(workers: Sequence[Worker]) -> None:
+    """Continue the ranks that `collect` has left suspended, but not those that were so before."""
+    if any(worker.was_stopped for worker in workers):
+        for worker in workers:
+            if not worker.was_stopped:
+                worker.signal(signal.SIGCONT)
 
 
 def _complete(worker: Worker, reading: RankReading) -> RankReading:
@@ -171,6 +178,8 @@ def _complete(worker: Worker, reading: RankReading) -> RankReading:
     # NCCL has not ended what the rank has queued: Python may be anywhere meanwhile.
     at = None if position is None else position.newest()
     is_queued = at is not None and at.is_queued_ahead and not at.done
+    if worker.was_stopped and not place.in_collective and not is_queued:
+        position = None  # a collective that it has entered since it was continued to be asked
     place = replace(
         place,
         stack=place.stack + waits_for,
@@ -184,9 +193,14 @@ def _question(asked: Sequence[Worker], states: Mapping[int, str]) -> dict[int, R
     for worker in asked:
         _ask(worker, is_stopped=states[worker.rank] == psutil.STATUS_STOPPED)
     _await_answers(asked, known, Deadline.after(_ANSWER))
+    for worker in asked:
+        if worker.was_stopped:
+            worker.signal(signal.SIGSTOP)
     places = {worker.rank: read_stack(_dump_of(worker)) for worker in asked}
     # Those that can answer write down all their threads, for the report.
-    able = [each for each in asked if _position_now(each, known) is not None]
+    able = [
+        each for each in asked if _position_now(each, known) is not None and not each.was_stopped
+    ]
     before = {worker.rank: worker.position for worker in able}
     for worker in able:
         worker.ask_stacks()

@@ -242,6 +242,8 @@ class Worker(RankState):
     Attributes:
         spec: What it was told.
         told_to_end: Whether the launcher has begun to end it.
+        was_stopped: Whether it was found stopped: what it does once it is continued to be asked where it
+            is, is our doing.
         is_swept: Whether it has been ended with everything it started.
         result: What its function returned, pickled, once it has; ``None`` if it cannot be read.
         relay: Told each message of the rank, where another node's launcher watches it.
@@ -269,6 +271,7 @@ class Worker(RankState):
         os.set_blocking(lifeline_fd, False)
         self.receiver = Receiver(report_fd)
         self.told_to_end = False
+        self.was_stopped = False
         self.is_swept = False
         self.result: bytes | mmap | None = None
         self.relay: Callable[[Message], None] | None = None
@@ -317,6 +320,8 @@ class Worker(RankState):
     def take_reports(self) -> None:
         """Read what the rank has sent."""
         for message in self.receiver.receive():
+            if self.was_stopped and isinstance(message, (Returned, Raised)):
+                continue
             self.take(message)
             if isinstance(message, Returned):
                 # What it returned is in the message, or mapped where it is large.
