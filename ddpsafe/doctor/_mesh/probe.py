@@ -358,15 +358,18 @@ async def _read_line(connection: socket.socket, limit_s: float) -> bytes | None:
 
 async def _send_bulk(connection: socket.socket, lost_after: int) -> bool:
     """Send more than a packet holds; tell whether large packets arrive."""
-    loop = asyncio.get_running_loop()
     before = find_tcp_state(connection)
-    # Acknowledged beyond this, something has arrived that was larger than the small writes.
-    large_bytes = _SMALL_WRITES * _SMALL_BYTES + _BEYOND_SMALL_BYTES
-    large_bytes += before.acknowledged_bytes if before is not None else 0
-    acknowledged = asyncio.ensure_future(_exchange_bulk(loop, connection))
-    started_s = time.monotonic()
     # Where a size is searched, packets of another size have been lost already: nothing has to be proved.
-    limit_s = _BULK_S if lost_after == _LOST_AFTER else _SEARCH_S
+    is_search = lost_after != _LOST_AFTER
+    small_bytes = 0 if is_search else _SMALL_WRITES * _SMALL_BYTES
+    # Acknowledged beyond this, something has arrived that was larger than the small writes.
+    large_bytes = small_bytes + _BEYOND_SMALL_BYTES
+    large_bytes += before.acknowledged_bytes if before is not None else 0
+    if not is_search:
+        await _send_small(connection)
+    acknowledged = asyncio.ensure_future(_exchange_bulk(connection, BULK_BYTES - small_bytes))
+    started_s = time.monotonic()
+    limit_s = _SEARCH_S if is_search else _BULK_S
     ends_s, arrived = started_s + limit_s, 0
     while time.monotonic() < ends_s:
         done, _ = await asyncio.wait({acknowledged}, timeout=_LOOK_S)
@@ -391,9 +394,9 @@ async def _send_bulk(connection: socket.socket, lost_after: int) -> bool:
     return is_delivered or state.acknowledged_bytes >= large_bytes
 
 
-async def _exchange_bulk(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> bool:
-    # Small writes are packets of their own, so that loss shows; of the rest the kernel makes a few
-    # large ones.
+async def _send_small(connection: socket.socket) -> None:
+    """Send packets of their own, so that loss shows; of more bytes the kernel makes a few large ones."""
+    loop = asyncio.get_running_loop()
     ends_s = time.monotonic() + _SMALL_S
     for number in range(_SMALL_WRITES):
         state = find_tcp_state(connection) if number % _SMALL_AT_ONCE == 0 else None
@@ -401,5 +404,9 @@ async def _exchange_bulk(loop: asyncio.AbstractEventLoop, connection: socket.soc
             await asyncio.sleep(0.001)
             state = find_tcp_state(connection)
         await loop.sock_sendall(connection, bytes(_SMALL_BYTES))
-    await loop.sock_sendall(connection, bytes(BULK_BYTES - _SMALL_WRITES * _SMALL_BYTES))
+
+
+async def _exchange_bulk(connection: socket.socket, size: int) -> bool:
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(connection, bytes(size))
     return await _read_line(connection, _SLOW_BULK_S) == encode({"bytes": BULK_BYTES})
