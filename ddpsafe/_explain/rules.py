@@ -135,6 +135,16 @@ def _own_share(match: re.Match[str]) -> float | None:
     return None if own is None or not total else own / total
 
 
+def _is_sharded_otherwise(match: re.Match[str]) -> bool:
+    """Tell whether one size is a multiple of the other, but for what fills up the last shard."""
+    small, large = sorted((int(match["a"]), int(match["b"])))
+    times = round(large / small)
+    return times > 1 and abs(large - times * small) < _MOST_PADDING
+
+
+_MOST_PADDING: Final = 1_024
+"""Elements that shards of flat parameters are filled up with: fewer than there are ranks, times an alignment."""
+
 _MOSTLY_OWN: Final = 0.5
 """From this share of a GPU's memory on it is the process itself that fills it."""
 
@@ -846,7 +856,7 @@ _ENVIRONMENT: Final = (
         "ENV-layout",
         "config",
         "never",
-        r"number of tasks per node configured in SLURM|You set `--ntasks=|node_rank must be less than|number of processes .{0,60}(?:does not match|must be)|should be a diviser of the number of ranks|No slot '\d+' specified on host|Insufficient (?:slots|hosts)|train_batch_size is not equal to|is not divisible by .{0,40}(?:parallel|world)|Less than two GPU ids|(?i:divisible by|(?<!not )a multiple of).{0,60}(?:parallel|world|num_processes|number of (?:gpus|ranks|processes))|(?:heads|layers|experts|batch).{0,40}(?:must|should|has to|needs to) be (?:evenly )?divisible|world.?size .{0,40}(?:not divisible|is not a multiple|does not match|must be divisible)|ntasks.{0,40}does not match",
+        r"number of tasks per node configured in SLURM|You set `--ntasks=|node_rank must be less than|number of processes .{0,60}(?:does not match|must be)|should be a diviser of the number of ranks|No slot '\d+' specified on host|Insufficient (?:slots|hosts)|is not divisible by .{0,40}(?:parallel|world)|Less than two GPU ids|(?i:divisible by|(?<!not )a multiple of).{0,60}(?:parallel|world|num_processes|number of (?:gpus|ranks|processes))|(?:heads|layers|experts|batch).{0,40}(?:must|should|has to|needs to) be (?:evenly )?divisible|world.?size .{0,40}(?:not divisible|is not a multiple|does not match|must be divisible)|ntasks.{0,40}does not match",
         cause="The numbers of nodes, processes and GPUs (or sizes derived from them) do not fit together.",
         fix="Make nodes x processes per node = world size in the scheduler, the launcher and the script; Slurm with Lightning: --ntasks-per-node = devices, started by srun.",
     ),
@@ -1952,6 +1962,24 @@ _CUDA: Final = (
         fix="Run with CUDA_LAUNCH_BLOCKING=1, or under compute-sanitizer, to find the kernel; check dmesg for Xid 13, 31 or hardware ones.",
     ),
     _rule(
+        "ENV-flash-attention",
+        "config",
+        "never",
+        r"FlashAttention(?:-?\d)? (?:only supports|requires) (?:Ampere|Hopper|Turing|\w+ GPUs?)|(?:flash[ _-]?attn|flash[ _-]?attention)\S* .{0,60}(?:only supports?|requires?) .{0,40}(?:Ampere|Hopper|compute capability)",
+        over=("CUDA-arch", "USER-exception"),
+        cause="FlashAttention does not run on this GPU: version 2 needs compute capability 8.0 or more (Ampere: A100, RTX 30), version 3 needs Hopper.",
+        fix="attn_implementation='sdpa' (or 'eager') in from_pretrained, flash_attention: false in the framework's configuration; or GPUs of that generation.",
+    ),
+    _rule(
+        "CUDA-bitsandbytes",
+        "config",
+        "never",
+        r"^Error (?P<what>[\w ]+?) at line \d+ in file \S*\.cu\b",
+        over=("END-exit-code", "USER-exception"),
+        cause="A kernel of bitsandbytes failed ({what}) and ended the process: it got an empty tensor (a weight that ZeRO-3 or FSDP has sharded away), one that is too large, or it is not built for this GPU.",
+        fix="ZeRO-2 or DDP for weights in 4 or 8 bit (FSDP: bnb_4bit_quant_storage of the other weights' dtype), a newer bitsandbytes of this CUDA version (python -m bitsandbytes); dequantize to tell.",
+    ),
+    _rule(
         "CUDA-arch",
         "config",
         "never",
@@ -2269,6 +2297,15 @@ _DDP: Final = (
         fix="model.to(device) first, and then optimizer = AdamW(model.parameters()); give both to accelerator.prepare together.",
     ),
     _rule(
+        "ZERO-batch-sizes",
+        "config",
+        "never",
+        r"train_batch_size is not equal to",
+        over=("ENV-layout", "USER-exception"),
+        cause="DeepSpeed's train_batch_size is not micro batch x accumulation x ranks. The last number is how many ranks it sees: 1 in a job of several means that the process group did not exist yet, or that each rank was started alone.",
+        fix="Leave one of the three out of the configuration, or write 'auto' for them all (Trainer); if the number of ranks is wrong: start with deepspeed or torchrun, and create TrainingArguments (or call deepspeed.init_distributed()) before the model.",
+    ),
+    _rule(
         "ZERO-batch-size",
         "config",
         "never",
@@ -2465,6 +2502,24 @@ _AUTOGRAD: Final = (
         level="exception",
     ),
     _rule(
+        "AMP-unscaled",
+        "user-error",
+        "never",
+        r"_scale is None\b|_growth_tracker is None\b",
+        over=("USER-exception",),
+        cause="The GradScaler was asked to unscale, step or update before it had scaled any loss: backward went without it, or no step has run since a resume that did not restore it.",
+        fix="scaler.scale(loss).backward() in every step; save scaler.state_dict() with the checkpoint, and load it on resume.",
+    ),
+    _rule(
+        "AMP-state",
+        "user-error",
+        "never",
+        r"saved from a disabled instance of GradScaler",
+        over=("USER-exception",),
+        cause="The checkpoint was saved without loss scaling (fp32 or bf16), and its empty state is loaded into a GradScaler that is on.",
+        fix="Resume with the precision of the checkpoint, or load the scaler only where its saved state is not empty.",
+    ),
+    _rule(
         "AMP-order",
         "user-error",
         "never",
@@ -2536,6 +2591,16 @@ _AUTOGRAD: Final = (
         fix="model.train() before the training step (and after each evaluation).",
     ),
     _rule(
+        "DATA-dispatch",
+        "user-error",
+        "never",
+        r"Sizes of tensors must match except in dimension|Tensors must have same number of dimensions",
+        also=r"\bconcatenate\(batches\b|dispatch_batches",
+        over=("MODEL-shapes", "USER-exception"),
+        cause="Rank 0 reads the batches of all ranks and joins them before it hands them out (Accelerate's dispatch_batches, the default for an iterable dataset), and their shapes differ.",
+        fix="accelerator_config={'dispatch_batches': False} (Accelerator: DataLoaderConfiguration(dispatch_batches=False)) with split_dataset_by_node or a shard for each rank; or pad all batches to one length.",
+    ),
+    _rule(
         "MODEL-shapes",
         "user-error",
         "never",
@@ -2578,6 +2643,24 @@ _AUTOGRAD: Final = (
         cause="Activation checkpointing ran the forward again and it went another way: other autocast or train mode, a cache (use_cache), random numbers, or a collective or FSDP state in between.",
         fix="The same autocast context outside of the checkpointed part, use_cache=False, no branches on data or random numbers in it; determinism_check='none' only where the difference is meant.",
         level="exception",
+    ),
+    _rule(
+        "GRAD-leaf-replaced",
+        "user-error",
+        "never",
+        r"grad_accumulator_?\.expired\(\)|No grad accumulator for a saved leaf",
+        over=("USER-exception",),
+        cause="A parameter was replaced between its forward and its backward, or after the model was wrapped (cast, moved, merged, .data assigned): autograd still holds the old one.",
+        fix="Do every cast and move (.to(dtype), prepare_model_for_kbit_training, offload) before the wrapper and none between forward and backward; checkpoint with use_reentrant=False.",
+    ),
+    _rule(
+        "GRAD-inference-mode",
+        "user-error",
+        "never",
+        r"Inference tensors cannot be saved for backward|Inplace update to inference tensor|version_counter for inference tensor|Inference tensors do not track version|`grad_fn` is needed to access the `AccumulateGrad`",
+        over=("USER-exception",),
+        cause="Tensors that were made under torch.inference_mode() are used in training: a cached tensor, a buffer, or the parameters that FSDP gathered in an evaluation before the first step.",
+        fix="torch.no_grad() in place of torch.inference_mode() (Lightning: Trainer(inference_mode=False)), or clone() what is taken over into training.",
     ),
     _rule(
         "GRAD-checkpoint-inputs",
@@ -2796,6 +2879,16 @@ _CHECKPOINT: Final = (
         fix="Resume with the same trainable parameters in the same groups, or load the weights only (resume without the optimizer: load_optimizer_states=False) with an empty optimizer.",
     ),
     _rule(
+        "CKPT-optimizer-world",
+        "user-error",
+        "never",
+        r"size of tensor a \((?P<a>\d{7,})\) must match the size of tensor b \((?P<b>\d{7,})\) at non-singleton dimension 0",
+        check=_is_sharded_otherwise,
+        over=("CKPT-optimizer-sizes", "MODEL-shapes", "USER-exception"),
+        cause="The optimizer's state is that of a shard of another size: it was saved by another number of ranks ({a} elements against {b}).",
+        fix="Resume with as many ranks as saved it; or save a state that can be sharded again (torch.distributed.checkpoint, FSDP's full optimizer state, DeepSpeed's universal checkpoint), or load the weights alone.",
+    ),
+    _rule(
         "CKPT-optimizer-sizes",
         "user-error",
         "never",
@@ -2886,6 +2979,15 @@ _CHECKPOINT: Final = (
         fix="wrapper.model.load_state_dict(weights): load them into the inner model, or add the prefix to each name.",
     ),
     _rule(
+        "CKPT-megatron",
+        "user-error",
+        "never",
+        r"CheckpointingException|dist_checkpointing\.core\.\w+(?:Exception|Error)|Invalid access pattern for ShardedTensor|Cannot find global shape metadata|nd_reformulated_orig_global_shape",
+        over=("CKPT-prefix", "CKPT-shape", "USER-exception"),
+        cause="Megatron's distributed checkpoint does not fit the sharded model: it was saved in another format or by another parallel or optimizer layout, lacks layers that this model has, or several ranks claim one part of a tensor.",
+        fix="The model's sizes and layers, the checkpoint format and the tensor, pipeline and optimizer sharding with which it was saved; for other layers --dist-ckpt-strictness log_all, for another layout load the weights alone (--no-load-optim --no-load-rng), or convert it.",
+    ),
+    _rule(
         "CKPT-prefix",
         "user-error",
         "never",
@@ -2913,6 +3015,15 @@ _CHECKPOINT: Final = (
         over=("CKPT-incomplete", "CKPT-race", "DATA-path", "USER-exception"),
         cause="Several ranks delete the same directory or file (an old checkpoint, an output folder to be overwritten), and what one looks for another has deleted already.",
         fix="Let rank 0 alone delete, with a barrier before and after it (Trainer: save_on_each_node=False on a shared file system); or shutil.rmtree(path, ignore_errors=True).",
+    ),
+    _rule(
+        "CKPT-format",
+        "user-error",
+        "never",
+        r"is not a valid DeepSpeed checkpoint|does not point to a valid checkpoint|looks like you passed the path to a (?:subfolder|file)|(?:expected|is) a (?:single|consolidated) checkpoint file",
+        over=("DATA-path", "CKPT-incomplete", "USER-exception"),
+        cause="The path is not a checkpoint as this strategy reads it: a folder of shards (DeepSpeed, FSDP) where a single file was given, a part of the folder, or the other way round.",
+        fix="Give the folder that the same strategy saved; to load a single file of weights under DeepSpeed: DeepSpeedStrategy(load_full_weights=True), or load_state_dict before the wrapper; zero_to_fp32.py makes one file of a folder.",
     ),
     _rule(
         "CKPT-incomplete",

@@ -168,7 +168,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("lightning.fabric.utilities.exceptions.MisconfigurationException: `Trainer(strategy='ddp')` is not compatible with an interactive environment.", "MP-interactive", "lightning"),
     ("RuntimeError: Lightning can't create new processes if CUDA is already initialized. Did you manually call `torch.cuda.*` functions?", "CUDA-fork", "lightning"),
     ("ValueError: To launch a multi-GPU training from your notebook, the `Accelerator` should only be initialized inside your training function. Restart your notebook", "CUDA-fork", "accelerate"),
-    ("AssertionError: Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size 256 != 4 * 8 * 1", "ENV-layout", "deepspeed"),
+    ("AssertionError: Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size 256 != 4 * 8 * 1", "ZERO-batch-sizes", "deepspeed"),
     ("AssertionError: world size (8) is not divisible by tensor_model_parallel_size (3)", "ENV-layout", "megatron"),
     ("NotImplementedError: Using RTX 4000 series doesn't support faster communication broadband via P2P or IB. Please set `NCCL_P2P_DISABLE=\"1\"` and `NCCL_IB_DISABLE=\"1\"`", "NCCL-p2p", "accelerate"),
     ("torchrun: error: argument --nproc-per-node/--nproc_per_node: expected one argument", "ENV-arguments", "torchrun"),
@@ -1026,6 +1026,22 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     # A warning whose path is long is still a warning, and the error of a replica is its original's.
     ("/fsx/someone/miniconda3/envs/trl/lib/python3.12/site-packages/torch/utils/checkpoint.py:85: UserWarning: None of the inputs have requires_grad=True. Gradients will be None\nRuntimeError: Expected to mark a variable ready only once.", "DDP-ready-twice", "torch"),
     ('Traceback (most recent call last):\n  File "/w/train.py", line 3, in main\n    model(x)\nRuntimeError: Caught RuntimeError in replica 0 on device 0.\nOriginal Traceback (most recent call last):\n  File "/w/model.py", line 9, in forward\n    return self.linear(x)\nRuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`', "CUDA-library", "torch"),
+    # What a framework does between the script and torch.
+    ("[rank1]:     batch = concatenate(batches, dim=0)\n[rank1]: RuntimeError: Sizes of tensors must match except in dimension 0. Expected size 12 but got size 10 for tensor number 1 in the list.", "DATA-dispatch", "accelerate"),
+    ("[rank1]:     x = torch.cat([x, skip], dim=1)\n[rank1]: RuntimeError: Sizes of tensors must match except in dimension 1. Expected size 12 but got size 10 for tensor number 1 in the list.", "MODEL-shapes", "torch"),
+    ("[rank3]: megatron.core.dist_checkpointing.core.CheckpointingException: Cannot find global shape metadata for N-D flattened tensor ShardedTensor(key='module.embedding.weight') in checkpoint metadata: {'module.decoder.weight': {}}", "CKPT-megatron", "megatron"),
+    ("Invalid access pattern for ShardedTensor(key='model.embedding.word_embeddings.weight'): tensor([[1], [0]], dtype=torch.int32)", "CKPT-megatron", "megatron"),
+    ('RuntimeError: !grad_accumulator_.expired() INTERNAL ASSERT FAILED at "../torch/csrc/autograd/saved_variable.cpp":226, please report a bug to PyTorch. No grad accumulator for a saved leaf', "GRAD-leaf-replaced", "torch"),
+    ("AssertionError: The `grad_fn` is needed to access the `AccumulateGrad` and register the post-backward hook", "GRAD-inference-mode", "torch fsdp"),
+    ("RuntimeError: Inference tensors cannot be saved for backward. Please do not use Tensors created in inference mode in computation tracked by autograd.", "GRAD-inference-mode", "torch"),
+    ("RuntimeError: FlashAttention only supports Ampere GPUs or newer.", "ENV-flash-attention", "flash-attn"),
+    ("Error invalid configuration argument at line 119 in file /src/csrc/ops.cu\nE0417 00:09:30.000 api.py:826] failed (exitcode: 1) local_rank: 0 (pid: 8) of binary: python", "CUDA-bitsandbytes", "bitsandbytes"),
+    ("RuntimeError: The size of tensor a (56124554) must match the size of tensor b (14031139) at non-singleton dimension 0", "CKPT-optimizer-world", "lightning"),
+    ("RuntimeError: The size of tensor a (65536) must match the size of tensor b (32768) at non-singleton dimension 0", "MODEL-shapes", "torch"),
+    ("FileNotFoundError: The provided path is not a valid DeepSpeed checkpoint: ./ckpts/last.ckpt", "CKPT-format", "lightning"),
+    ("ValueError: The path 'x.ckpt' does not point to a valid checkpoint. Make sure the path points to either a directory with FSDP checkpoint shards, or a single file with a full checkpoint.", "CKPT-format", "lightning"),
+    ("AssertionError: Attempted unscale_ but _scale is None.  This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration.", "AMP-unscaled", "torch"),
+    ("RuntimeError: The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler.", "AMP-state", "torch"),
 )  # fmt: skip
 
 
