@@ -230,6 +230,25 @@ def find_world(env: Mapping[str, str]) -> World | None:
     return None
 
 
+def read_nnodes(name: str, text: str) -> tuple[int, int]:
+    """Read what torchrun calls nnodes, ``N`` or ``MIN:MAX``, as the fewest and the most nodes.
+
+    Args:
+        name: The option or the variable that says it.
+        text: Its value.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    least, colon, most = text.partition(":")
+    most = most if colon else least
+    if not (least.isdecimal() and most.isdecimal() and 0 < int(least) <= int(most)):
+        what = f"{name}={text} is not a number of nodes."
+        fix = f"write {name}=2, or {name}=2:4 to start with two and take up to four."
+        raise ConfigError(Explanation(what, fix=fix))
+    return int(least), int(most)
+
+
 # torchrun takes its options from PET_<OPTION>. PyTorchJob, Kubeflow Trainer, Volcano and PAI set them
 # in each pod, some with a RANK and WORLD_SIZE that count pods: they describe a node, not a rank.
 _NODE_VARIABLES: Final = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK")
@@ -470,10 +489,7 @@ def _slurm_node(env: Mapping[str, str]) -> NodePlace | None:
 
 
 def _torchrun_node(env: Mapping[str, str]) -> NodePlace:
-    least, _, most = env["PET_NNODES"].partition(":")
-    counts = {"PET_NNODES": most or least, "least": least}
-    nnodes = require_int(counts, "PET_NNODES", because="a pod")
-    fewest = require_int(counts, "least", because="PET_NNODES")
+    fewest, nnodes = read_nnodes("PET_NNODES", env["PET_NNODES"])
     named = [name for name in ("PET_NODE_RANK", "JOB_COMPLETION_INDEX", "RANK") if name in env]
     node = require_int(env, named[0], because="PET_NNODES") if named else None
     master = {

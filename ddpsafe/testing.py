@@ -345,16 +345,19 @@ class _Server:
                 launch(run_test, (job,), nproc_per_node=call.nproc, **fields)
             except DDPSafeError as error:
                 outcome.error = error
-            for rank in range(call.nproc):
+            run_dir = Path(str(fields["run_dir"]))
+            # Where nothing could be started there are no files, however many ranks were asked for.
+            written = sum(1 for folder in (files, run_dir) for _ in folder.rglob("rank-*"))
+            started = range(min(call.nproc, written))
+            for rank in started:
                 with contextlib.suppress(FileNotFoundError):
                     outcome.told[rank] = json.loads(job.report_of(rank).read_text(encoding="utf-8"))
             # What each rank has written in its test stands in sections of the report.
-            run_dir = Path(str(fields["run_dir"]))
-            for rank in range(call.nproc):
+            for rank in started:
                 for suffix, name in (("out", "stdout"), ("err", "stderr")):
                     for path in run_dir.glob(f"*/rank-{rank}.{suffix}"):
-                        written = path.read_bytes()[: outcome.told.get(rank, {}).get(suffix)]
-                        text = written.decode("utf-8", "replace")[-_MAX_OUTPUT_CHARS:]
+                        output = path.read_bytes()[: outcome.told.get(rank, {}).get(suffix)]
+                        text = output.decode("utf-8", "replace")[-_MAX_OUTPUT_CHARS:]
                         if text.strip():
                             outcome.output.append((f"Captured {name} of rank {rank}", text))
 

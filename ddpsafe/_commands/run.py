@@ -31,7 +31,7 @@ from ddpsafe._launch import run_processes
 from ddpsafe._logging import current_fields, json_line, json_of_error
 from ddpsafe._wire.exception_chain import where_of
 from ddpsafe._wire.messages import ScriptExit
-from ddpsafe._world import find_node_place, require_int
+from ddpsafe._world import find_node_place, read_nnodes, require_int
 from ddpsafe.cli import HEALTHY, PARTS, TORCHRUN_NOTED, USAGE, complain
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ def run_ranks(options: Namespace) -> int:
     except ConfigError as error:
         complain(str(error))
         return USAGE
+    if options.backend is not None:  # read by launch(), setup() and process_group() in the script
+        os.environ["DDPSAFE_BACKEND"] = options.backend
     is_json = config.console == "json"
     if options.quiet:
         logging.getLogger("ddpsafe").setLevel(logging.ERROR)
@@ -94,8 +96,6 @@ def read_options(options: Namespace) -> tuple[dict[str, Any], list[str]]:
     if fields.get("nnodes", 1) > 1 and "PET_NPROC_PER_NODE" in os.environ:  # torchrun's option
         fields.setdefault("nproc_per_node", os.environ["PET_NPROC_PER_NODE"])
     fields |= _read_parts(options)
-    if options.backend is not None:  # read by launch(), setup() and process_group() in the script
-        fields["env"] = {"DDPSAFE_BACKEND": options.backend}
     # Whose output the console shows; files have the output of every rank in any case.
     tee, redirects, ranks = options.tee, options.redirects, options.local_ranks_filter
     if ranks:
@@ -166,15 +166,9 @@ def _read_nodes(options: Namespace, notes: list[str]) -> dict[str, Any]:
         if (value := getattr(options, option)) is not None
     }
     if options.nnodes is not None:
-        least, _, most = str(options.nnodes).partition(":")  # N or MIN:MAX
-        most = most or least
-        if not (least.isdecimal() and most.isdecimal() and int(least) > 0):
-            what = f"--nnodes={options.nnodes} is not a number of nodes."
-            fix = "write --nnodes=2, or --nnodes=2:4 to start with two and take up to four."
-            raise ConfigError(Explanation(what, fix=fix))
-        fields["nnodes"] = int(most)
-        if int(least) != int(most):
-            rendezvous["min_nodes"] = int(least)
+        fewest, fields["nnodes"] = read_nnodes("--nnodes", str(options.nnodes))
+        if fewest != fields["nnodes"]:
+            rendezvous["min_nodes"] = fewest
     if options.node_rank is not None:
         fields["node_rank"] = _number(options, "node_rank")
     if options.master_addr is not None and "endpoint" not in rendezvous:

@@ -10,7 +10,7 @@ import pytest
 import scripts
 
 from ddpsafe._commands.run import read_options
-from ddpsafe._config import RetryPolicy, Timeouts
+from ddpsafe._config import LaunchConfig, RetryPolicy, Timeouts
 from ddpsafe._config.policies import DETERMINISTIC
 from ddpsafe._errors import FAILURE_KINDS, PreemptedError
 from ddpsafe.cli import PARTS, main, make_parser
@@ -91,10 +91,10 @@ def test_a_script_that_exits_with_0_too_early_is_named_with_the_line(tmp_path: P
 
 
 def test_module_with_launch_inside_attaches(tmp_path: Path) -> None:
-    """``launch()`` in a rank starts nothing."""
-    scripts.write(tmp_path, "package/train.py", OURS)
-    done = run(tmp_path, "--nproc-per-node", "1", "-m", "package.train")
-    assert done.lines() == ["{0: 0.0}"]
+    """``launch()`` in a rank starts nothing, and takes the backend of the command."""
+    scripts.write(tmp_path, "package/train.py", OURS + "    print(ddpsafe.LaunchConfig().backend)")
+    done = run(tmp_path, "--nproc-per-node", "1", "--backend", "gloo", "-m", "package.train")
+    assert done.lines() == ["{0: 0.0}", "gloo"], done.err
 
 
 def test_exit_code_of_a_rank_is_that_of_the_command(tmp_path: Path) -> None:
@@ -191,7 +191,6 @@ PUBLIC: list[Any] = [
         {
             "seed": "5",
             "backend": "gloo",
-            "env": {"DDPSAFE_BACKEND": "gloo"},
             "timeouts": {"attempt": "12h"},
             "retry": {"attempts": "2"},
             "preflight": "off",
@@ -254,6 +253,7 @@ def test_torchruns_command_lines_are_taken(line: str, fields: dict[str, Any], no
     options = make_parser().parse_args(["run", *line.split()])
     read, said = read_options(options)
     assert {name: read.get(name) for name in fields} == fields
+    LaunchConfig(**read)
     assert len(said) == notes
     assert options.script not in ("1", "3")
     assert line.endswith(" ".join([options.script, *options.arguments]))
@@ -264,7 +264,9 @@ REFUSED: list[Any] = [
     ("--nnodes=1:4 train.py", "nnodes=4 nodes need a place to meet"),
     ("--nnodes=2 --rdzv-endpoint localhost:29400 train.py", "localhost is each node itself"),
     ("--nnodes=two train.py", "--nnodes=two is not a number of nodes"),
-    ("--nnodes=4:2 --rdzv-endpoint a:29400 train.py", "rendezvous.min_nodes=4 is more"),
+    ("--nnodes=4:2 --rdzv-endpoint a:29400 train.py", "--nnodes=4:2 is not a number of nodes"),
+    ("--nnodes=2:1 --rdzv-endpoint a:29400 train.py", "--nnodes=2:1 is not a number of nodes"),
+    ("--nnodes=2: --rdzv-endpoint a:29400 train.py", "--nnodes=2: is not a number of nodes"),
     ("--node_rank=1 train.py", "--node-rank=1 is not possible"),
     ("--max-restarts=often train.py", "--max-restarts=often is not a whole number"),
     ("--start-method fork train.py", "inherits CUDA"),

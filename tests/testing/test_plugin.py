@@ -176,6 +176,11 @@ def test_no_world():
     pass
 
 
+@pytest.mark.ddp(nproc=10**9)
+def test_more_ranks_than_a_host_has_room_for():
+    pass
+
+
 class TestOfUnittest(unittest.TestCase):
     @pytest.mark.ddp
     def test_of_unittest(self):
@@ -205,6 +210,7 @@ _ROWS = (
     ("misspelled_limit", "ERROR", "ddp has no timout; write ddp(timeout=30)"),
     ("limit_that_is_no_number", "ERROR", "timeout is a number of seconds above 0, not 'abc'"),
     ("no_world", "ERROR", "nproc is a number of ranks from 1, not []"),
+    ("more_ranks_than_a_host_has_room_for", "FAILED", "problem"),
     ("of_unittest", "ERROR", "not of a TestCase"),
 )
 
