@@ -1042,6 +1042,15 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("ValueError: The path 'x.ckpt' does not point to a valid checkpoint. Make sure the path points to either a directory with FSDP checkpoint shards, or a single file with a full checkpoint.", "CKPT-format", "lightning"),
     ("AssertionError: Attempted unscale_ but _scale is None.  This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration.", "AMP-unscaled", "torch"),
     ("RuntimeError: The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler.", "AMP-state", "torch"),
+    # What ranks share while they start.
+    ("torch._inductor.exc.InductorError: OSError: [Errno 116] Stale file handle: '/root/.triton/cache/ABC/cuda_utils.cpython-310-x86_64-linux-gnu.so'", "COMPILE-cache", "triton"),
+    ("OSError: [Errno 16] Device or resource busy: '/root/.triton/cache/A/tmp/cuda_utils.so' -> '/root/.triton/cache/A/cuda_utils.so'", "COMPILE-cache", "triton"),
+    ("OSError: [Errno 116] Stale file handle: '/data/train/0001.tar'", "DISK-stale", "python"),
+    ("    best_config = load_cached_autotuning(cache_filename, configs_hash, configs)\ntorch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised:\nJSONDecodeError: Expecting value: line 1 column 1 (char 0)", "COMPILE-cache-torn", "torch"),
+    ("json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)", "DATA-json", "python"),
+    ("RuntimeError: DDP expects same model across all ranks, but Rank 3 has 128 params, while rank 0 has inconsistent 0 params.\nwhat():  [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, OpType=ALLGATHER, Timeout(ms)=1800000) ran for 1807414 milliseconds before timing out.", "DDP-first-collective", "torch"),
+    ("RuntimeError: DDP expects same model across all ranks, but Rank 3 has 128 params, while rank 0 has inconsistent 130 params.", "DDP-different-model", "torch"),
+    ("RuntimeError: ProcessGroupGloo::allgather: invalid tensor type at index 0 (expected TensorOptions(dtype=long long, device=cpu, layout=Strided), got TensorOptions(dtype=long long, device=mps:0, layout=Strided))", "GLOO-device", "torch"),
 )  # fmt: skip
 
 
