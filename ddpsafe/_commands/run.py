@@ -28,6 +28,7 @@ from ddpsafe._errors import (
 )
 from ddpsafe._host import is_directory_gone, plain_host, show_endpoint
 from ddpsafe._launch import run_processes
+from ddpsafe._launcher.uncaught import presentable
 from ddpsafe._logging import current_fields, json_line, json_of_error
 from ddpsafe._wire.exception_chain import where_of
 from ddpsafe._wire.messages import ScriptExit
@@ -74,7 +75,7 @@ def run_ranks(options: Namespace) -> int:
             complain(json_of_error(error))
         else:
             # As Python would print it, the rank's own exception first; ddpsafe's frames say nothing.
-            complain("".join(traceback.format_exception(error.with_traceback(None))).rstrip())
+            complain("".join(traceback.format_exception(presentable(error))).rstrip())
         return error.exit_code
     return HEALTHY
 

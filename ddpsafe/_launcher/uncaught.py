@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import DDPSafeError, PreemptedError
 from ddpsafe._launcher.watch.streams import say, write_line
 from ddpsafe._logging import json_of_error, json_scope
+from ddpsafe._wire.exception_chain import is_library
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +21,8 @@ _LIVE: Final[set[Callable[[], object]]] = set()
 def presentable(error: DDPSafeError) -> DDPSafeError:
     """Prepare an error for the user: the last thing before it leaves the library.
 
-    Frames of ddpsafe and tenacity would push the message off the screen, and add nothing to it.
+    Frames of ddpsafe and tenacity would push the message off the screen, and add nothing to it; nor
+    do those of a cause that no line of the user's led to.
 
     Args:
         error: The error that is about to be raised.
@@ -29,6 +32,12 @@ def presentable(error: DDPSafeError) -> DDPSafeError:
     """
     if error.exit_code != 1 or error.shown_as_json:
         _hook().sets_status = True
+    cause = error.__cause__
+    while cause is not None:
+        frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(cause.__traceback__)]
+        if all(map(is_library, frames)):
+            cause.__traceback__ = None
+        cause = cause.__cause__
     return error.with_traceback(None)
 
 
