@@ -787,7 +787,7 @@ class NodeRendezvous:
         if node.launcher not in self._refused:
             self._refused.add(node.launcher)
             logger.warning(
-                "%s, which came to replace a node, is refused: %s", node, error.explanation.what
+                "%s, which came to replace a node, is refused: %s", node, error.explanation
             )
 
     def _note_members(self) -> None:

@@ -313,8 +313,8 @@ class NodeLaunch:
         self._turn_away(rendezvous, seat, nodes, unfit, error)
         return unfit
 
-    @staticmethod
     def _turn_away(
+        self,
         rendezvous: NodeRendezvous,
         seat: Seat,
         nodes: Sequence[NodeFacts],
@@ -322,9 +322,11 @@ class NodeLaunch:
         error: PreflightError,
     ) -> None:
         """End a new node with an error; the others come again, and wait for another one."""
-        said = "\n".join([error.explanation.what, *error.explanation.details])
-        logger.warning("%s, which came to replace a node, is refused: %s", nodes[unfit], said)
+        logger.warning(
+            "%s, which came to replace a node, is refused: %s", nodes[unfit], error.explanation
+        )
         seat.board.put(_REFUSAL, round_result_of(error, is_final=False, failed_node=unfit))
+        self._is_between_rounds = True
         deadline = Deadline.after(_REFUSAL_READ)
         for number in range(1, seat.nnodes):
             seat.board.wait_for(f"{_REFUSAL}/{number}", RoundResult, deadline)
@@ -368,7 +370,8 @@ class NodeLaunch:
         """Examine the connections; refuse a new node with which they are not what they were without it.
 
         Raises:
-            PreflightError: Something was found, and no node is new, or all are.
+            PreflightError: Something was found, and no node is new, or all are, or no finding names a
+                new one: another in its place would change nothing.
         """
         try:
             self._examine(rendezvous, seat, plan)
@@ -383,6 +386,8 @@ class NodeLaunch:
                 for host in finding.hosts
             )
             unfit = max(new, key=lambda each: named[plan.nodes[each].hostname])
+            if not named[plan.nodes[unfit].hostname]:
+                raise
             rendezvous.launchers = known
             self._turn_away(rendezvous, seat, plan.nodes, unfit, exc)
             return False
@@ -400,7 +405,7 @@ class NodeLaunch:
         rendezvous.takes_signals = False  # the others are told of the signal, too
         with contextlib.suppress(RendezvousTimeoutError):  # the store is this node's own
             failed = seat.board.find(_FAILED, RoundResult)
-            if failed is not None:
+            if failed is not None and not isinstance(error, Interrupted):
                 error = _with_own_report(error_of(failed), error)
             result = round_result_of(error, is_final=True)
             self._tell(result)
@@ -410,6 +415,8 @@ class NodeLaunch:
             connected = set() if self._channel is None else self._channel.connected()
             for node in set(range(seat.nnodes)) - {seat.node_rank} - connected:
                 seat.board.wait_for(f"{_REFUSAL}/{node}", RoundResult, reading)
+            if self._is_between_rounds:  # a node was refused, and the others come again
+                rendezvous.dismiss(error)
         return error
 
     def _examine(self, rendezvous: NodeRendezvous, seat: Seat, plan: RoundPlan) -> None:
@@ -449,24 +456,35 @@ class NodeLaunch:
         """
         assert self._channel is not None  # noqa: S101 - opened a line before
         missing: set[int] = set()
+        came: set[int] = set()
+        again: set[int] = set()
+        refused: int | None = None
         said: Explanation | None = None
         # A node that cannot come says why, once its own time is over.
         limit = self._plan.config.timeouts.rendezvous + _REFUSAL_READ
         for pause_s in Deadline.after(limit).pauses_s():
-            missing = set(range(1, len(plan.nodes))) - self._channel.connected()
+            connected = self._channel.connected()
+            came |= connected
+            missing = set(range(1, len(plan.nodes))) - connected
             if not missing:
                 return
             rendezvous.require_no_signal()
-            if (failed := seat.board.find(_FAILED, RoundResult)) is not None:
-                speaker, said = failed.facts.get(FAILED_NODE), failed.explanation
+            if refused is None and (failed := seat.board.find(_FAILED, RoundResult)) is not None:
+                speaker = failed.facts.get(FAILED_NODE)
                 if not known or speaker not in missing or plan.nodes[speaker].launcher in known:
                     raise error_of(failed)
-                missing = {speaker}
-                seat.board.put(_REFUSAL, failed)  # for it alone: the others wait on their channels
-                break
+                refused, said = speaker, failed.explanation
+                seat.board.put(_REFUSAL, replace(failed, is_final=False))
+            if refused is not None:
+                # The others may be about to dial; one that cannot reads the refusal, and comes again.
+                late = missing - came - {refused}
+                again = {each for each in late if seat.board.has(f"{_REFUSAL}/{each}")}
+                if late == again:
+                    break
             time.sleep(pause_s)
-        self._forget_missing(rendezvous, plan, self._channel)
-        node = min(missing)
+        for each in missing - again:
+            rendezvous.forget(plan.nodes[each])
+        node = min(missing) if refused is None else refused
         why = f"it joined, and opened no control channel to {plan.address}:{plan.channel_port}"
         lost = Lost(
             why=why if said is None else said.what.rstrip("."),
@@ -543,6 +561,9 @@ class NodeLaunch:
         """Tell node 0 why this one cannot begin; return the error that all end with, which node 0 says.
 
         ``None`` if node 0 has refused another node, and the others come again.
+
+        Raises:
+            Interrupted: They come again, and this launcher has been told to go.
         """
         error = as_error(
             exc, self._here(seat.node_rank), "could not begin the round", phase="start"
@@ -558,8 +579,9 @@ class NodeLaunch:
             refusal = seat.board.wait_for(_REFUSAL, RoundResult, reading)
             if refusal is not None:
                 seat.board.put(f"{_REFUSAL}/{seat.node_rank}", refusal)
-                if _is_of_another(refusal, seat) and not isinstance(error, Interrupted):
+                if _is_of_another(refusal, seat):
                     rendezvous.takes_signals = True
+                    rendezvous.require_no_signal()  # the next round has an inbox of its own
                     return None
                 said = _with_own_report(error_of(refusal), error)
                 if refusal.facts.get(FAILED_NODE) == seat.node_rank:

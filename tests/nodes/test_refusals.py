@@ -1,0 +1,228 @@
+"""A new node is refused by itself: which one, what becomes of the others, and of a signal meanwhile."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from scripts import wait_until
+
+from ddpsafe._clock import Deadline
+from ddpsafe._config import LaunchConfig
+from ddpsafe._errors import Explanation, NodeLostError, PreflightError
+from ddpsafe._launcher.nodes.control_channel import Channel
+from ddpsafe._launcher.nodes.node_messages import (
+    FAILED_NODE,
+    Hello,
+    NodeFacts,
+    RoundPlan,
+    RoundResult,
+    round_result_of,
+)
+from ddpsafe._launcher.nodes.rendezvous import Board, NodeRendezvous, Seat
+from ddpsafe._launcher.nodes.rounds import _FAILED, _REFUSAL, NodeLaunch
+from ddpsafe._launcher.plan import make_plan
+from ddpsafe._launcher.watch.signals import Interrupted, SignalInbox, open_inbox
+from ddpsafe.doctor._report import Finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HERE = "127.0.0.1"
+NODES = tuple(
+    NodeFacts(
+        hostname=f"h{node}", pid=1, address=HERE, nproc=1, settings={}, launcher=f"launcher {node}"
+    )
+    for node in range(3)
+)
+OLD = {"launcher 0", "launcher 1"}
+UNFIT = PreflightError(Explanation("h2 reached no control channel."), kind="startup-network")
+
+
+@dataclass
+class Round:
+    """The round of three nodes on one of them, with a store in memory and no torch rendezvous.
+
+    Attributes:
+        forgotten: The launchers that the next round begins without.
+        findings: What the examination of the connections finds.
+    """
+
+    inbox: SignalInbox
+    forgotten: list[str] = field(default_factory=list)
+    findings: tuple[Finding, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Open it."""
+        from torch.distributed import HashStore
+
+        config = LaunchConfig(
+            nnodes=3,
+            nproc_per_node=1,
+            backend="gloo",
+            preflight="full",
+            rendezvous={"endpoint": "h0:29400"},
+        )
+        self.rendezvous: Any = NodeRendezvous(config, self.inbox)
+        self.rendezvous.serves, self.rendezvous._store = True, HashStore()
+        state = SimpleNamespace(participants={"h0"}, wait_list=set(), redundancy_list=set())
+        self.rendezvous._backend = SimpleNamespace(
+            state=state, forget=lambda member: self.forgotten.append(member[0].split()[-1])
+        )
+        self.board = Board(HashStore(), self.rendezvous._seal, self.rendezvous)
+        self.launch: Any = NodeLaunch(
+            make_plan(config, style="launch"),
+            SimpleNamespace(),  # type: ignore[arg-type]
+            run_rank=SimpleNamespace(),  # type: ignore[arg-type]
+            directory=SimpleNamespace(path=Path("run")),  # type: ignore[arg-type]
+            cancelled=threading.Event(),
+            require_ready_nodes=self.examine,
+        )
+
+    def examine(self, *_: object, **__: object) -> None:
+        """Be the examination of the connections."""
+        report: Any = SimpleNamespace(findings=self.findings)
+        raise PreflightError(Explanation("1 problem."), report=report)
+
+    def seat(self, node: int = 0) -> Seat:
+        """Return the place of a node."""
+        return Seat(node_rank=node, nnodes=3, board=self.board)
+
+    def plan(self, channel_port: int = 0) -> RoundPlan:
+        """Return what node 0 has decided."""
+        return RoundPlan(
+            round_id="round",
+            attempt=2,
+            nodes=NODES,
+            store_port=0,
+            channel_port=channel_port,
+            master_port=0,
+            examines=True,
+        )
+
+
+@pytest.fixture
+def opened() -> Iterator[Round]:
+    """Open a round."""
+    with open_inbox() as inbox:
+        yield Round(inbox)
+
+
+@pytest.mark.parametrize("comes", ["late", "again"])
+def test_an_old_node_that_is_late_is_waited_for_when_a_new_one_cannot_connect(
+    opened: Round, comes: str
+) -> None:
+    """Only the new one is forgotten: the other has connected, or has read that it is to come again."""
+    secret = opened.rendezvous.secret
+    listening = Channel.listen(HERE, secret=secret, round_id="round", nnodes=3)
+    opened.launch._channel = listening
+    opened.board.put(_FAILED, round_result_of(UNFIT, is_final=True, failed_node=2))
+    dialled: list[Channel] = []
+
+    def follow() -> None:
+        wait_until(lambda: opened.board.has(_REFUSAL), otherwise=lambda: "not refused")
+        if comes == "again":
+            opened.board.put(f"{_REFUSAL}/1", RoundResult())
+            return
+        channel = Channel.dial(
+            (HERE, listening.port),
+            secret=secret,
+            round_id="round",
+            node=1,
+            hello=Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
+            deadline=Deadline.after(timedelta(seconds=20)),
+        )
+        dialled.append(channel)
+
+    following = threading.Thread(target=follow)
+    following.start()
+    with pytest.raises(NodeLostError) as raised:
+        opened.launch._await_nodes(opened.rendezvous, opened.seat(), opened.plan(), OLD)
+    connected = listening.connected()
+    following.join()
+    for channel in (*dialled, listening):
+        channel.close()
+    assert raised.value.node_rank == 2
+    assert connected == ({1} if comes == "late" else set())
+    assert opened.forgotten == ["2"]
+    refusal = opened.board.find(_REFUSAL, RoundResult)
+    assert refusal is not None
+    assert (refusal.is_final, refusal.facts[FAILED_NODE]) == (False, 2)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "known", "refused"),
+    [
+        (("h0", "h2"), OLD, 2),
+        (("h1",), OLD, None),
+        ((), OLD, None),
+        (("h0", "h2"), {"launcher 0"}, 2),
+        (("h0", "h1"), {"launcher 0"}, 1),
+    ],
+)
+def test_a_new_node_is_refused_where_a_finding_names_it(
+    opened: Round, hosts: tuple[str, ...], known: set[str], refused: int | None
+) -> None:
+    """Else the error ends the job: another new node would change nothing."""
+    opened.findings = (Finding(code="DS-MESH-010", severity="failed", fact="lost", hosts=hosts),)
+    opened.board.count("ddpsafe/examined", 2)
+    for node in (1, 2):
+        opened.board.put(f"{_REFUSAL}/{node}", RoundResult())
+
+    def examine() -> bool:
+        found: bool = opened.launch._examine_with_new_nodes(
+            opened.rendezvous, opened.seat(), opened.plan(), known
+        )
+        return found
+
+    if refused is None:
+        with pytest.raises(PreflightError):
+            examine()
+        assert not opened.board.has(_REFUSAL)
+        return
+    assert examine() is False
+    assert opened.forgotten == [str(refused)]
+
+
+@pytest.mark.parametrize(
+    ("error", "received"),
+    [
+        (UNFIT, None),
+        (UNFIT, signal.SIGTERM),
+        (Interrupted(signal.SIGTERM), signal.SIGTERM),
+    ],
+)
+def test_a_signal_to_a_node_that_is_to_come_again_ends_it(
+    opened: Round, error: BaseException, received: signal.Signals | None
+) -> None:
+    """Whether it came before the refusal of the other node or meanwhile."""
+    opened.board.put(_REFUSAL, round_result_of(UNFIT, is_final=False, failed_node=2))
+    if received is not None:
+        opened.inbox.put(received, None)
+        with pytest.raises(Interrupted):
+            opened.launch._failed_to_begin(opened.rendezvous, opened.seat(1), error)
+        return
+    assert opened.launch._failed_to_begin(opened.rendezvous, opened.seat(1), error) is None
+    assert opened.rendezvous.takes_signals
+
+
+def test_a_signal_to_node_0_while_it_refuses_a_node_is_told_to_those_that_come_again(
+    opened: Round,
+) -> None:
+    """They have read of the other node, and wait for the next round."""
+    opened.inbox.put(signal.SIGTERM, None)
+    with pytest.raises(Interrupted) as raised:
+        opened.launch._turn_away(opened.rendezvous, opened.seat(), NODES, 2, UNFIT)
+    for node in (1, 2):
+        opened.board.put(f"{_REFUSAL}/{node}", RoundResult())
+    assert opened.launch._refuse(opened.rendezvous, opened.seat(), raised.value) is raised.value
+    over = opened.rendezvous._root.find("ddpsafe/over", RoundResult)
+    assert over is not None
+    assert over.signal == signal.SIGTERM
