@@ -326,7 +326,10 @@ def _refused(state: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if isinstance(leaf, torch.Tensor) and leaf.is_meta:
             yield path, "a tensor on the meta device, which has no values"
             continue
-        if type(leaf) in PLAIN or type(leaf) in tensors:
+        if type(leaf) in PLAIN:
+            continue
+        # torch 2.15 saves nested tensors and does not load them.
+        if isinstance(leaf, torch.Tensor) and type(leaf) in tensors and not leaf.is_nested:
             continue
         why = _try(leaf)
         if why is not None:

@@ -24,7 +24,7 @@ DTYPES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support")
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), ids=str)
 def test_tensor_of_every_dtype_comes_back_or_is_refused(
@@ -131,7 +131,10 @@ def test_nested_tensor_comes_back(
     layout: torch.layout,
     asynchronous: bool,  # noqa: FBT001 - a parameter of a test
 ) -> None:
-    """Alone, and inside of a plain value; another one of other lengths is a mismatch."""
+    """Alone, and inside of a plain value; another one of other lengths is a mismatch.
+
+    Where torch does not load them, since 2.15, they are refused before anything is saved.
+    """
 
     def nested(*lengths: int) -> torch.Tensor:
         return torch.nested.nested_tensor([torch.rand(n) for n in lengths], layout=layout)
@@ -139,6 +142,10 @@ def test_nested_tensor_comes_back(
     state: dict[str, Any] = {"x": nested(2, 3), "list": [nested(4, 1)]}
     whole = [each.clone() for value in (state["x"], *state["list"]) for each in value.unbind()]
     with Checkpointer(tmp_path) as checkpointer:
+        if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15):
+            with pytest.raises(errors.UnsafeStateError, match=r"state\['x'\]"):
+                checkpointer.save(state, 1, asynchronous=asynchronous)
+            return
         checkpointer.save(state, 1, asynchronous=asynchronous)
         checkpointer.wait()
         state = {"x": nested(2, 3), "list": None}

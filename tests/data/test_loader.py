@@ -287,7 +287,8 @@ def test_nested_loops_over_one_loader_work_as_with_torch(num_workers: int) -> No
     loader = make(num_workers=num_workers, shuffle=False)
     with pytest.warns(DataWarning, match="only the newest is counted") as caught:
         lengths = [len(list(loader)) for _ in loader]
-    assert (lengths, len(caught)) == ([3, 3, 3], 1)
+    told = [each for each in caught if each.category is DataWarning]  # Python 3.12 warns of forks
+    assert (lengths, len(told)) == ([3, 3, 3], 1)
 
 
 def test_two_iterations_over_persistent_workers_are_refused() -> None:

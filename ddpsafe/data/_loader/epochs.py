@@ -194,7 +194,8 @@ class FollowedDataset:
 def name_index(error: BaseException) -> None:
     """Note which sample was read when an error was raised in this process.
 
-    From the frames of torch's fetcher, so that reading costs nothing more.
+    From the frames of torch's fetcher, so that reading costs nothing more. Since Python 3.12 its
+    comprehension has no frame of its own that would keep the index; the dataset's has.
     """
     trace, index, dataset = error.__traceback__, None, None
     while trace is not None:
@@ -206,6 +207,10 @@ def name_index(error: BaseException) -> None:
             if index is None and frame.f_code.co_name == "fetch":
                 many = known.get("possibly_batched_index")
                 index = many if isinstance(many, int) else None
+        elif index is None and dataset is not None and frame.f_code.co_name == "__getitem__":
+            names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+            index = frame.f_locals.get(names[-1]) if len(names) == len(("self", "index")) else None
+            break
         trace = trace.tb_next
     if index is not None:
         path = sample_path(dataset, index)
