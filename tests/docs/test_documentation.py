@@ -99,6 +99,7 @@ def test_readme_says_why_first_and_then_shows_it() -> None:
     assert headings[:4] == ["What a failure looks like", "Install", "What is guaranteed", "Limits"]
 
 
+@pytest.mark.recorder
 def test_failure_in_readme_is_what_its_script_prints(tmp_path: Path) -> None:
     """The change that the README names, made to its script, prints the text that it shows."""
     code = scripts_of(CHECKOUT / "README.md")[0].text

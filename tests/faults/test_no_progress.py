@@ -74,6 +74,7 @@ def test_steps_push_the_timeout_back(tmp_path: Path) -> None:
     assert values == {0: "done", 1: "done"}
 
 
+@pytest.mark.recorder
 def test_a_rank_that_makes_steps_is_not_asked_where_it_is(tmp_path: Path) -> None:
     """To answer would stop its training; its steps are seen without."""
     world = World(folder=tmp_path, ranks=1)
@@ -83,6 +84,7 @@ def test_a_rank_that_makes_steps_is_not_asked_where_it_is(tmp_path: Path) -> Non
     assert values == {0: 0}
 
 
+@pytest.mark.recorder
 def test_collectives_push_the_timeout_back(tmp_path: Path) -> None:
     """An evaluation makes no step of an optimizer, but its ranks talk to each other."""
     world = World(folder=tmp_path, ranks=1)

@@ -42,6 +42,7 @@ def test_a_rank_that_skips_an_all_reduce_meets_the_others_in_the_wrong_place(
     assert "in skip_one, " in str(error)
 
 
+@pytest.mark.recorder
 @pytest.mark.parametrize(
     ("batches", "culprit"), [([5, 3], 1), ([3, 5], 0), ([5, 5, 3, 4], 2)], ids=str
 )
@@ -57,6 +58,7 @@ def test_uneven_numbers_of_batches(tmp_path: Path, batches: list[int], culprit: 
     assert "Join" in str(error)
 
 
+@pytest.mark.recorder
 @pytest.mark.parametrize(("ranks", "start_method"), WORLDS)
 def test_a_rank_that_returns_early(tmp_path: Path, ranks: int, start_method: str) -> None:
     """`mp.spawn` and torchrun blame a rank that still worked."""
@@ -65,6 +67,7 @@ def test_a_rank_that_returns_early(tmp_path: Path, ranks: int, start_method: str
     require_rank(error, 1)
 
 
+@pytest.mark.recorder
 @pytest.mark.parametrize("calls", [0, 2])
 def test_a_rank_that_returns_early_from_a_second_group(tmp_path: Path, calls: int) -> None:
     """A new group counts from 1: what the rank did in the first one does not put it ahead."""

@@ -28,6 +28,7 @@ MOST_READS = 8
 """Within 3 s; it would be 12 if a rank were asked every 0.25 s throughout."""
 
 
+@pytest.mark.recorder
 @pytest.mark.parametrize(
     "tidy_up",
     [
@@ -48,6 +49,7 @@ def test_in_a_script_of_its_own(tmp_path: Path, ranks: int, tidy_up: Callable[..
     assert "in raise_own_error" in str(error)
 
 
+@pytest.mark.recorder
 @pytest.mark.parametrize("ranks", SIZES)
 def test_a_barrier_of_ours_in_finally(tmp_path: Path, ranks: int) -> None:
     """`ctx.barrier` does not hide it either."""
@@ -81,6 +83,7 @@ def test_another_group_after_an_error_is_no_failure(tmp_path: Path, where: str) 
     World(folder=tmp_path).spawn(programs.start_anew_with_another_group, where, 1.5)
 
 
+@pytest.mark.recorder
 def test_a_rank_that_is_long_at_an_error_is_asked_ever_more_rarely(tmp_path: Path) -> None:
     """Each answer costs it time, and what it does there may be meant."""
     world = World(folder=tmp_path, ranks=1)

@@ -55,6 +55,7 @@ def test_a_rank_that_does_not_come_to_a_barrier_is_named_on_every_other_rank(
         require_in_time(took_s, BARRIER_S + HANG_S)
 
 
+@pytest.mark.recorder
 @pytest.mark.parametrize("failing", [1, 0])
 def test_a_rank_that_fails_with_a_peer_says_which_one_failed_first(
     tmp_path: Path, failing: int

@@ -63,6 +63,7 @@ def test_a_skipped_collective(tmp_path: Path, ranks: int, culprit: int) -> None:
     assert f"| rank {culprit} is in barrier number 4" in str(error)
 
 
+@pytest.mark.recorder
 def test_a_branch_that_one_rank_takes(tmp_path: Path) -> None:
     """The others are in the backward pass of DDP, whose collectives Python does not see."""
     error = World(folder=tmp_path, ranks=3).launch_fails(
@@ -73,6 +74,7 @@ def test_a_branch_that_one_rank_takes(tmp_path: Path) -> None:
     assert require_places(error, range(3)) == dict.fromkeys(range(3), "branch_by_rank")
 
 
+@pytest.mark.recorder
 @pytest.mark.parametrize("program", [programs.stop_in_training, programs.stop_before_a_broadcast])
 def test_a_stopped_rank(tmp_path: Path, program: Callable[..., None]) -> None:
     """It is stopped while all others wait for it, and the user has set no timeout.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import collective_programs as programs
+import pytest
 from fault_kit import BY_TIMEOUT, World, require_hang
 
 import ddpsafe
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.recorder
 def test_of_four_ranks_rank_zero_is_named(tmp_path: Path) -> None:
     """It broadcasts the buffers of BatchNorm while the others reduce gradients."""
     world = World(folder=tmp_path, ranks=4)
@@ -26,6 +28,7 @@ def test_of_four_ranks_rank_zero_is_named(tmp_path: Path) -> None:
     assert "all_reduce number" in str(error)
 
 
+@pytest.mark.recorder
 def test_of_two_ranks_both_calls_are_shown(tmp_path: Path) -> None:
     """Nothing tells which of two is wrong, so the message shows both lines and both calls."""
     world = World(folder=tmp_path)

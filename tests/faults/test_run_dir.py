@@ -98,6 +98,7 @@ def test_a_failure_after_it_was_removed_is_the_failure_that_it_is(tmp_path: Path
     assert isinstance(error.__cause__, LostSampleError)
 
 
+@pytest.mark.recorder
 def test_a_hang_after_it_was_removed_names_the_rank(tmp_path: Path) -> None:
     """Stacks go to a file, but the sequence of collectives does not."""
     world = World(folder=tmp_path)
@@ -110,6 +111,7 @@ def test_a_hang_after_it_was_removed_names_the_rank(tmp_path: Path) -> None:
     assert error.missing_ranks == (1,)
 
 
+@pytest.mark.recorder
 def test_the_report_of_a_failed_attempt(tmp_path: Path) -> None:
     """For a reader and for a program: who failed, what each rank raised, where each rank was."""
     world = World(folder=tmp_path, ranks=4)

@@ -56,6 +56,7 @@ def test_an_error_that_is_being_handled_is_not_blamed_for_a_hang(tmp_path: Path)
     require_hang(error, 1)
 
 
+@pytest.mark.recorder
 @pytest.mark.parametrize(
     "meet",
     [
@@ -194,6 +195,7 @@ def test_ranks_that_come_late_to_a_meeting_in_an_except_block_are_no_failure(
     assert values == dict.fromkeys(range(3), "well")
 
 
+@pytest.mark.recorder
 def test_a_script_inside_an_except_block_is_not_asked_at_every_meeting(tmp_path: Path) -> None:
     """Once the ranks have met there, the error is known to be handled: it is told once."""
     reads = World(folder=tmp_path).launch(programs.count_reads_of_meetings).values

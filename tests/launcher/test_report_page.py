@@ -126,6 +126,7 @@ def test_damaged_reports_are_shown_as_far_as_they_go(tmp_path: Path) -> None:
     assert "attempt-3/report.json cannot be read" in page.text
 
 
+@pytest.mark.recorder
 def test_a_failure_leaves_the_page(tmp_path: Path) -> None:
     """Beside the reports: the cause, each rank's timeline, and where it was."""
     error = World(folder=tmp_path).launch_fails(

@@ -81,6 +81,7 @@ for step in range(5):
 """
 
 
+@pytest.mark.recorder
 def test_a_script_that_exits_with_0_too_early_is_named_with_the_line(tmp_path: Path) -> None:
     """The others still wait for it, so the good exit status is where it goes wrong."""
     scripts.write(tmp_path, "train.py", LEAVES_EARLY)

@@ -93,6 +93,7 @@ def test_too_little_is_known_for_a_finding(times: dict[int, list[tuple[int, int]
     assert find_stragglers(times, {}) == []
 
 
+@pytest.mark.recorder
 def test_a_launch_says_at_its_end_who_made_the_others_wait(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

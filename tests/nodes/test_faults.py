@@ -45,6 +45,7 @@ FAULTS: Final = [
 ]
 
 
+@pytest.mark.recorder
 @pytest.mark.parametrize(("nproc", "culprit"), [((2, 2), 3), ((2, 2), 1), ((1, 3), 0)])
 def test_every_node_names_the_rank_that_broke(
     network: Network, tmp_path: Path, nproc: tuple[int, ...], culprit: int

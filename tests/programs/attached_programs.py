@@ -204,7 +204,9 @@ def listen_together() -> list[str]:
 
 def listening() -> list[str]:
     """Return the addresses on which this process listens."""
-    connections = psutil.Process().net_connections("inet")
+    process: Any = psutil.Process()
+    find = process.net_connections if psutil.version_info >= (6,) else process.connections
+    connections = find("inet")
     return [each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN]
 
 

@@ -51,7 +51,9 @@ def train_under_attack(ctx: RankContext, folder: Path) -> float:
 
 
 def _listens_at(pid: int) -> list[int]:
-    sockets = psutil.Process(pid).net_connections("inet")
+    process: Any = psutil.Process(pid)
+    find = process.net_connections if psutil.version_info >= (6,) else process.connections
+    sockets = find("inet")
     return [each.laddr.port for each in sockets if each.status == psutil.CONN_LISTEN]
 
 

@@ -128,9 +128,8 @@ def check_name_server(subject: Subject) -> Iterator[Finding]:
         outside = [each for each in list_interfaces() if each.is_candidate]
         address = outside[0].addresses[0] if outside and subject.nnodes > 1 else "127.0.0.1"
     began_s = time.monotonic()
-    call = BoundedCall(
-        lambda: socket.getnameinfo((address, 0), socket.NI_NUMERICSERV), name="ddpsafe-reverse"
-    )
+    # getnameinfo would hold the GIL of Python 3.10 meanwhile.
+    call = BoundedCall(lambda: socket.gethostbyaddr(address), name="ddpsafe-reverse")
     answered = call.wait(_PATIENCE_S)
     took_s = time.monotonic() - began_s
     if answered and took_s < _SLOW_S:

@@ -383,7 +383,7 @@ async def _wait_for_resolver(address: str) -> float:
     deadline = Deadline.after(_RESOLVE)
     try:
         await bounded(
-            lambda: socket.getnameinfo((mapped, 0, 0, 0), socket.NI_NUMERICSERV),
+            lambda: socket.gethostbyaddr(mapped),  # getnameinfo would hold the GIL of Python 3.10
             deadline=deadline,
             name="ddpsafe-reverse",
         )
