@@ -188,6 +188,41 @@ def test_a_rank_that_fails_beneath_a_stopped_launcher_is_named_when_that_goes_on
     assert (said[0]["error"], said[0]["rank"], said[0]["code"]) == ("RankKilledError", culprit, 137)
 
 
+def test_a_node_can_be_ended_while_the_launcher_of_node_0_is_stopped(
+    network: Network, tmp_path: Path
+) -> None:
+    """It says what it knows of its ranks and whom it waits for; Ctrl-C ends it, and node 0 later."""
+    _, launchers = held(network, tmp_path)
+    stopped, other = launchers
+    os.kill(stopped.pid, signal.SIGSTOP)
+
+    def await_said(text: str) -> None:
+        scripts.wait_until(lambda: text in other.err, otherwise=lambda: other.err, within_s=60)
+
+    try:
+        (tmp_path / "fail-held-3").touch()
+        await_said("rank 3 has failed: ValueError: bad batch; node 0 ('h0') decides what follows")
+        os.kill(other.pid, signal.SIGTERM)
+        await_said("SIGTERM: waiting for node 0 ('h0'), which decides for all nodes")
+        sent_s = time.time()
+        os.kill(other.pid, signal.SIGINT)
+        os.kill(other.pid, signal.SIGINT)
+        assert other.end(60) == -signal.SIGINT
+        require_in_time(time.time() - sent_s, 10, "the node has ended")
+        assert "SIGINT on node 1 ('h1'); no rank is left running" in other.err
+    finally:
+        os.kill(stopped.pid, signal.SIGCONT)
+    code = stopped.end()
+    # Whichever its launcher reads first: the signal, or what it was told of rank 3 before.
+    if code == 0:
+        said = stopped.results()["held"]
+        assert (said["error"], said["rank"]) == ("RankRaisedError", 3), said
+    else:
+        assert code == -signal.SIGINT
+        assert "SIGINT on node 1 ('h1'); no rank is left running" in stopped.err
+    require_nothing_left(network)
+
+
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_each_of_three_nodes_says_whose_network_it_may_be(
     own_network: Network, tmp_path: Path, victim: int
@@ -252,7 +287,8 @@ def test_a_signal_to_one_launcher_ends_all_of_them_alike(
     os.kill(launchers[1].pid, signum)
     assert [launcher.end() for launcher in launchers] == [code, code]
     for launcher in launchers:
-        assert "no rank is left running" in launcher.err
+        name = signal.Signals(signum).name
+        assert f"{name} on node 1 ('h1'); no rank is left running" in launcher.err
     require_nothing_left(network)
 
 

@@ -46,7 +46,7 @@ def train(ctx: RankContext, folder: Path, name: str, what: str, culprit: int) ->
     if what == "resume":
         return go_on(ctx, folder, name)
     if what == "held":
-        return hold(ctx, folder / f"release-{name}")
+        return hold(ctx, folder / f"release-{name}", folder / f"fail-{name}-{ctx.rank}")
     for step in range(LONG if what == "long" else STEPS):
         if what == "long":
             time.sleep(0.02)
@@ -80,13 +80,15 @@ class Unloadable:
         return (_fail, ())
 
 
-def hold(ctx: RankContext, release: Path) -> int:
-    """Train until rank 0 sees a file."""
+def hold(ctx: RankContext, release: Path, fail: Path) -> int:
+    """Train until rank 0 sees a file; fail at the sight of one's own."""
     import torch
     import torch.distributed as dist
 
     while True:
         time.sleep(0.02)
+        if fail.exists():
+            _fail()
         may_end = torch.tensor(float(ctx.rank == 0 and release.exists()))
         dist.all_reduce(may_end)
         if may_end.item():

@@ -689,7 +689,7 @@ def others(outcomes: Iterable[RankOutcome], cause: RootCause) -> list[str]:
     """Name the ranks that failed because of the one that broke, or beside it."""
     because = f"failed because of rank {cause.root.rank}"
     lines = [
-        f"rank {out.rank} {'also failed' if is_own_fault(out) else because}: {_first_line(out)}"
+        f"rank {out.rank} {'also failed' if is_own_fault(out) else because}: {first_line(out)}"
         for out in cause.collateral[:_SHOWN_RANKS]
     ]
     named = (cause.root, *cause.collateral)
@@ -700,7 +700,8 @@ def others(outcomes: Iterable[RankOutcome], cause: RootCause) -> list[str]:
     return lines
 
 
-def _first_line(outcome: RankOutcome) -> str:
+def first_line(outcome: RankOutcome) -> str:
+    """Say in a line how a rank failed."""
     raised = outcome.raised
     if raised is None and outcome.native is not None:
         return outcome.native.text[:_WIDTH]
@@ -728,7 +729,7 @@ def positions(outcomes: Iterable[RankOutcome]) -> list[str]:
         raised = outcome.raised
         if raised is not None and (not raised.is_peer_error or raised.is_wrapped):
             did = "raised" if raised.final and not raised.hidden_by else "was handling"
-            parts.append(f"{did} {_first_line(outcome)}")
+            parts.append(f"{did} {first_line(outcome)}")
         if outcome.position is not None and outcome.position.handling:
             parts.append(f"was handling {outcome.position.handling};")
         if text := where(outcome):

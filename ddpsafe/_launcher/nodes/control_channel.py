@@ -92,6 +92,10 @@ class SilenceWatch:
             self.silent.discard(node)
             logger.warning("%s: its launcher responds again", self._names[node])
 
+    def unanswered_s(self, node: int, since_s: float) -> float:
+        """Return for how long a launcher has said nothing since a moment (monotonic), in seconds."""
+        return time.monotonic() - max(since_s, self._heard_s[node])
+
     def look(self, connected: Collection[int]) -> None:
         """Warn, once, of each connected launcher that has said nothing for long."""
         before_s, self._looked_s = self._looked_s, time.monotonic()

@@ -429,7 +429,8 @@ def round_result_of(
         failed_node: The node on which it came up, where that is not for node 0 to find out.
     """
     if isinstance(error, Interrupted):
-        return RoundResult(signal=int(error.signum), is_final=is_final)
+        where = {"where": error.where}
+        return RoundResult(signal=int(error.signum), facts=where, is_final=is_final)
     cls = next(each for each in type(error).__mro__ if each.__name__ in _ERRORS)
     facts = {
         name: str(value) if isinstance(value, Path) else value
@@ -458,7 +459,7 @@ def error_of(result: RoundResult, **facts: object) -> DDPSafeError | Interrupted
         GarbledError: It is of no class that a launch raises.
     """
     if result.signal is not None:
-        return Interrupted(signal.Signals(result.signal))
+        return Interrupted(signal.Signals(result.signal), str(result.facts.get("where", "")))
     cls = _ERRORS.get(result.name)
     if cls is None or result.explanation is None:
         raise GarbledError(result.name)

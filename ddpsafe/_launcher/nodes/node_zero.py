@@ -151,7 +151,7 @@ class OtherNodes:
             for rank in plan.ranks_of(node)
         }
         self._offsets: dict[int, ClockOffset] = {}
-        self._silence = SilenceWatch({node: self._name(node) for node in range(1, len(plan.nodes))})
+        self._silence = SilenceWatch({node: self.name(node) for node in range(1, len(plan.nodes))})
         self._next_beat_s = 0.0
         self.lost: dict[int, Lost] = {}
         self.failed: dict[int, NodeFailed] = {}
@@ -159,7 +159,7 @@ class OtherNodes:
         self.oom_kills: dict[int, int] = {}
         self.ended: set[int] = set()
         self.retried: set[int] = set()
-        self.signalled: int | None = None
+        self.signalled: dict[int, int] = {}
 
     @property
     def ranks(self) -> Sequence[RemoteRank]:
@@ -214,11 +214,12 @@ class OtherNodes:
             self.failed[node] = message
         elif isinstance(message, RanksEnded):
             self.ended.add(node)
-        elif isinstance(message, SignalReceived):
-            if self._inbox.received is None:
-                self.signalled = node
-            if message.insists or not is_order(self._inbox.received):
-                self._inbox.put(message.number, None)
+        elif isinstance(message, SignalReceived) and (
+            message.insists or not is_order(self._inbox.received)
+        ):
+            if self._inbox.received != message.number:
+                self.signalled[message.number] = node
+            self._inbox.put(message.number, None)
 
     @staticmethod
     def _take_of_rank(
@@ -235,11 +236,12 @@ class OtherNodes:
     def silent_nodes(self) -> list[str]:
         """Say which launchers say nothing while their connection stands."""
         return [
-            f"{self._name(node)}: its launcher says nothing (stopped, starved of CPU?)"
+            f"{self.name(node)}: its launcher says nothing (stopped, starved of CPU?)"
             for node in sorted(self._silence.silent)
         ]
 
-    def _name(self, node: int) -> str:
+    def name(self, node: int) -> str:
+        """Name a node in a message."""
         return f"node {node} ({self._plan.nodes[node].hostname!r})"
 
     def has_lost_node(self) -> bool:
@@ -356,6 +358,8 @@ def coordinate(  # noqa: PLR0913 - the parts of one attempt
                     )
                 except (Exception, Interrupted) as exc:  # noqa: BLE001 - raised below
                     error = as_error(exc, who, "could not end the attempt", phase="attempt")
+                    if isinstance(error, Interrupted):
+                        error.where = nodes.name(nodes.signalled.get(error.signum, 0))
                     nodes.send(round_result_of(error))  # before the ranks end: all do so at once
                 end(workers)
                 # The ranks of the others need the store until they have ended.

@@ -14,7 +14,8 @@ from ddpsafe._clock import Deadline
 from ddpsafe._errors import DDPSafeError, LaunchError, PreemptedError
 from ddpsafe._launcher import attempt
 from ddpsafe._launcher.diagnosis import errors, evidence
-from ddpsafe._launcher.diagnosis.errors import original_of
+from ddpsafe._launcher.diagnosis.errors import first_line, original_of
+from ddpsafe._launcher.diagnosis.root_cause import is_own_fault
 from ddpsafe._launcher.nodes.control_channel import Lost, SilenceWatch
 from ddpsafe._launcher.nodes.node_messages import (
     FAILED_NODE,
@@ -43,10 +44,12 @@ from ddpsafe._launcher.nodes.node_zero import (
 from ddpsafe._launcher.watch.console import open_console
 from ddpsafe._launcher.watch.hang_detection import StderrWatch
 from ddpsafe._launcher.watch.live import read_activity
-from ddpsafe._launcher.watch.supervisor import Ending, let_ranks_leave
+from ddpsafe._launcher.watch.signals import Interrupted
+from ddpsafe._launcher.watch.supervisor import Ending, has_failed, let_ranks_leave
 from ddpsafe._logging import get_logger
 
 if TYPE_CHECKING:
+    import signal
     from collections.abc import Sequence
 
     from ddpsafe._config import RetryPolicy
@@ -56,12 +59,15 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.processes.rank_process import Worker
     from ddpsafe._launcher.processes.start import CallFile, RunRank
     from ddpsafe._launcher.run_directory import RunDirectory
-    from ddpsafe._launcher.watch.signals import Interrupted, SignalInbox
+    from ddpsafe._launcher.watch.signals import SignalInbox
     from ddpsafe._wire.messages import RankOutcome
 
 logger = get_logger(__name__)
 
 _PROGRESS_S: Final = 1.0
+_ANSWER_S: Final = 3.0
+"""Node 0 says something each second or two: after so long this node may go without it."""
+
 _MOST_SAID: Final = 64 << 10
 _MOST_TRACEBACK: Final = 8 << 10
 _OWN_NETWORK: Final = (
@@ -118,8 +124,12 @@ class Participant:
         self._lost: Lost | None = None
         self._may_leave = False
         self._wants_evidence = False
-        self._told: tuple[object, bool] = (None, False)
-        self._silence = SilenceWatch({0: f"node 0 ({round_plan.nodes[0].hostname!r})"})
+        self._told: tuple[signal.Signals | None, bool] = (None, False)
+        self._told_s = 0.0
+        self._has_said_who_decides = False
+        self._is_alone = False
+        self._node_0 = f"node 0 ({round_plan.nodes[0].hostname!r})"
+        self._silence = SilenceWatch({0: self._node_0})
         self._started = Deadline.after(None)
         self._oom_kills = evidence.count_oom_kills()
 
@@ -152,7 +162,7 @@ class Participant:
                             workers,
                             plan.config.timeouts.shutdown,
                             wait=lambda limit_s: self._wait(workers, min(_PROGRESS_S, limit_s)),
-                            is_over=lambda: self._result is not None or self._lost is not None,
+                            is_over=self._is_over,
                         )
                     for worker in workers:
                         worker.relay = None
@@ -181,10 +191,23 @@ class Participant:
         """Pass on, until the attempt is over."""
         stderr, next_progress_s = StderrWatch(workers), 0.0
         complained: set[int] = set()
-        while self._result is None and self._lost is None and not self._may_leave:
+        named: set[int] = set()
+        while not self._is_over() and not self._may_leave:
             self._wait(workers, min(_PROGRESS_S, stderr.interval_s()))
             stderr.look()
             self._silence.look(self._channel.connected())
+            if self._silence.silent:
+                failed = [each for each in workers if has_failed(each) and each.rank not in named]
+                named |= {each.rank for each in failed}
+                outcomes = [each.outcome() for each in failed]
+                for outcome in sorted(outcomes, key=is_own_fault, reverse=True):
+                    logger.warning(
+                        "rank %d has failed%s: %s; %s decides what follows when it goes on",
+                        outcome.rank,
+                        "" if is_own_fault(outcome) else " because of another one",
+                        first_line(outcome),
+                        self._node_0,
+                    )
             for worker in workers:
                 if worker.native is not None and worker.rank not in complained:
                     complained.add(worker.rank)
@@ -238,6 +261,7 @@ class Participant:
     def _tell_signal(self) -> None:
         received, insists = self._inbox.received, self._inbox.insists
         if received is not None and (received, insists) != self._told:
+            self._told_s = self._told_s or time.monotonic()
             self._told = (received, insists)
             self._channel.send(SignalReceived(number=int(received), insists=insists))
 
@@ -256,12 +280,40 @@ class Participant:
                 self._may_leave = True
             elif isinstance(event, RoundResult):
                 self._result = event
+        self._look_for_answer()
+
+    def _look_for_answer(self) -> None:
+        """Go alone where a signal insists and node 0, which decides for all nodes, says nothing to it."""
+        received, insists = self._told
+        if received is None or self._result is not None:
+            return  # once it has decided, node 0 ends its own ranks, and says nothing meanwhile
+        if self._silence.unanswered_s(0, self._told_s) < _ANSWER_S:
+            return
+        if insists and not self._is_alone:
+            self._is_alone = True
+            logger.warning(
+                "%s: %s does not answer, so the ranks of this node are ended without it",
+                received.name,
+                self._node_0,
+            )
+        elif not insists and not self._has_said_who_decides:
+            self._has_said_who_decides = True
+            logger.warning(
+                "%s: waiting for %s, which decides for all nodes and does not answer (stopped, starved "
+                "of CPU?); Ctrl-C (SIGINT) ends the ranks of this node without it",
+                received.name,
+                self._node_0,
+            )
+
+    def _is_over(self) -> bool:
+        """Tell whether node 0 has ended the attempt, or this node goes without it."""
+        return self._result is not None or self._lost is not None or self._is_alone
 
     def _await_decision(self) -> None:
         """Wait until node 0 has said whether there is another attempt; its end is an answer, too."""
         deadline = Deadline.after(_DECISION)
         while self._lost is None and (self._result is None or self._result.is_final is None):
-            if deadline.expired():
+            if deadline.expired() or self._is_alone:
                 return
             wait([self._channel.fileno()], min(1.0, deadline.remaining_s()))
             self._tell_signal()
@@ -274,6 +326,10 @@ class Participant:
         if self._failed is not None and (result is None or is_good):
             # Node 0 has gone, or had ended the round before it heard of it.
             return NodeResult(values=None, error=self._failed, is_again=False)
+        if result is None and self._is_alone and self._told[0] is not None:
+            here = self._plan.worlds[0].node_rank
+            where = f"node {here} ({self._round.nodes[here].hostname!r})"
+            return NodeResult(values=None, error=Interrupted(self._told[0], where), is_again=False)
         if result is None:
             return self._lost_node_0(ended)
         if is_good:

@@ -136,22 +136,28 @@ class Interrupted(BaseException):
 
     Attributes:
         signum: The signal.
+        where: The node whose launcher received it; empty where that is not told.
     """
 
-    def __init__(self, signum: signal.Signals) -> None:
+    def __init__(self, signum: signal.Signals, where: str = "") -> None:
         """Keep the signal."""
         super().__init__(signum)
-        self.signum = signum
+        self.signum, self.where = signum, where
 
 
-def pass_on(received: signal.Signals) -> None:
+def pass_on(received: signal.Signals, where: str = "") -> None:
     """Do what the signal would have done without us, now that nothing of the launch is left.
+
+    Args:
+        received: The signal.
+        where: See `Interrupted`.
 
     Raises:
         KeyboardInterrupt: For SIGINT; any other signal ends the process.
     """
     if threading.current_thread() is threading.main_thread():
-        say(f"{received.name}; no rank is left running")
+        on = f" on {where}" if where else ""
+        say(f"{received.name}{on}; no rank is left running")
     if received == signal.SIGINT:
         raise KeyboardInterrupt from None
     remove_helpers_folder()
