@@ -188,8 +188,9 @@ def test_a_rank_that_fails_beneath_a_stopped_launcher_is_named_when_that_goes_on
     assert (said[0]["error"], said[0]["rank"], said[0]["code"]) == ("RankKilledError", culprit, 137)
 
 
+@pytest.mark.parametrize("fails", [False, True])
 def test_a_node_can_be_ended_while_the_launcher_of_node_0_is_stopped(
-    network: Network, tmp_path: Path
+    network: Network, tmp_path: Path, *, fails: bool
 ) -> None:
     """It says what it knows of its ranks and whom it waits for; Ctrl-C ends it, and node 0 later."""
     _, launchers = held(network, tmp_path)
@@ -200,8 +201,9 @@ def test_a_node_can_be_ended_while_the_launcher_of_node_0_is_stopped(
         scripts.wait_until(lambda: text in other.err, otherwise=lambda: other.err, within_s=60)
 
     try:
-        (tmp_path / "fail-held-3").touch()
-        await_said("rank 3 has failed: ValueError: bad batch; node 0 ('h0') decides what follows")
+        if fails:
+            (tmp_path / "fail-held-3").touch()
+            await_said("rank 3 has failed: ValueError: bad batch; node 0 ('h0') decides what")
         os.kill(other.pid, signal.SIGTERM)
         await_said("SIGTERM: waiting for node 0 ('h0'), which decides for all nodes")
         sent_s = time.time()
@@ -213,13 +215,14 @@ def test_a_node_can_be_ended_while_the_launcher_of_node_0_is_stopped(
     finally:
         os.kill(stopped.pid, signal.SIGCONT)
     code = stopped.end()
-    # Whichever its launcher reads first: the signal, or what it was told of rank 3 before.
-    if code == 0:
+    # Its launcher may act on the first thing that it was told before it reads the others.
+    if fails and code == 0:
         said = stopped.results()["held"]
         assert (said["error"], said["rank"]) == ("RankRaisedError", 3), said
     else:
-        assert code == -signal.SIGINT
-        assert "SIGINT on node 1 ('h1'); no rank is left running" in stopped.err
+        assert code in (-signal.SIGTERM, -signal.SIGINT), stopped.lines
+        name = signal.Signals(-code).name
+        assert f"{name} on node 1 ('h1'); no rank is left running" in stopped.err
     require_nothing_left(network)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -160,6 +161,7 @@ class OtherNodes:
         self.ended: set[int] = set()
         self.retried: set[int] = set()
         self.signalled: dict[int, int] = {}
+        self.insisted: dict[int, int] = {}
 
     @property
     def ranks(self) -> Sequence[RemoteRank]:
@@ -214,12 +216,13 @@ class OtherNodes:
             self.failed[node] = message
         elif isinstance(message, RanksEnded):
             self.ended.add(node)
-        elif isinstance(message, SignalReceived) and (
-            message.insists or not is_order(self._inbox.received)
-        ):
-            if self._inbox.received != message.number:
-                self.signalled[message.number] = node
-            self._inbox.put(message.number, None)
+        elif isinstance(message, SignalReceived):
+            if message.insists:
+                self.insisted[node] = message.number
+            if message.insists or not is_order(self._inbox.received):
+                if self._inbox.received != message.number:
+                    self.signalled[message.number] = node
+                self._inbox.put(message.number, None)
 
     @staticmethod
     def _take_of_rank(
@@ -449,6 +452,9 @@ def _conclude(
     if nodes.failed:
         raise _first_failed(nodes, ended)
     if nodes.lost and not any(map(_broke_by_itself, ended.outcomes.values())):
+        if nodes.lost.keys() <= nodes.insisted.keys():
+            # Told to go while this launcher was stopped, they did without it.
+            raise Interrupted(signal.Signals(nodes.insisted[next(iter(nodes.lost))]))
         directory.holds_failure = True
         error: DDPSafeError = node_lost(ended, round_plan, nodes.lost)
         raise error
