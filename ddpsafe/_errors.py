@@ -181,7 +181,9 @@ class DDPSafeError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle by facts: keyword-only arguments do not survive the default protocol."""
         facts = dict(self.__dict__)
-        return (rebuild, (type(self), self.args, facts, portable(self.__cause__)))
+        is_circle = causes_of(self)[-1].__cause__ is not None  # would be pickled for ever
+        cause = None if is_circle else portable(self.__cause__)
+        return (rebuild, (type(self), self.args, facts, cause))
 
 
 def rebuild(
@@ -196,6 +198,14 @@ def rebuild(
     error.__dict__.update(facts)
     error.__cause__ = cause
     return error
+
+
+def causes_of(error: BaseException) -> list[BaseException]:
+    """Return an error and, one after the other, what they were raised from; it may be its own cause."""
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None and cause not in chain:
+        chain.append(cause)
+    return chain
 
 
 def portable(exc: BaseException | None) -> BaseException | None:

@@ -10,6 +10,7 @@ from typing import Final
 import pytest
 
 from ddpsafe import _errors
+from ddpsafe._launcher.uncaught import presentable
 
 FACTS: Final = {
     "attempt": 2,
@@ -95,3 +96,14 @@ def test_message_answers_the_four_questions() -> None:
     assert cause.strip() == "Likely cause: why"
     assert fix.strip() == "What to do: do this"
     assert logs.strip() == "Logs: /runs/1"
+
+
+@pytest.mark.parametrize("others", [0, 1], ids=["its own", "its cause's"])
+def test_an_error_in_a_circle_of_causes_is_presented_and_pickled(others: int) -> None:
+    """As ``raise error from error`` makes it; without an end to the causes, neither would end."""
+    chain = [_errors.ConfigError("It is wrong."), _errors.ConfigError("So is this.")][: others + 1]
+    for error, cause in zip(chain, [*chain[1:], chain[0]], strict=True):
+        error.__cause__ = cause
+    assert presentable(chain[0]) is chain[0]
+    again = pickle.loads(pickle.dumps(chain[0]))
+    assert (str(again), again.__cause__) == ("It is wrong.", None)

@@ -13,7 +13,13 @@ from tenacity.stop import stop_base
 
 from ddpsafe._clock import Deadline
 from ddpsafe._config.policies import DETERMINISTIC
-from ddpsafe._errors import STARTUP_KINDS, DDPSafeError, LaunchError, PreflightError
+from ddpsafe._errors import (
+    STARTUP_KINDS,
+    DDPSafeError,
+    LaunchError,
+    PreflightError,
+    causes_of,
+)
 from ddpsafe._launcher.watch.signals import Interrupted, open_inbox
 from ddpsafe._logging import get_logger
 
@@ -215,18 +221,10 @@ def _ask(change: Callable[[DDPSafeError], bool], failure: DDPSafeError) -> bool:
     try:
         return change(failure)
     except Exception as exc:
-        first = _causes(exc)[-1]
-        if first not in _causes(failure):
+        first = causes_of(exc)[-1]
+        if first not in causes_of(failure):
             first.__cause__ = failure
         raise
-
-
-def _causes(error: BaseException) -> list[BaseException]:
-    """Return an error and, one after the other, what they were raised from."""
-    chain = [error]
-    while (cause := chain[-1].__cause__) is not None and cause not in chain:
-        chain.append(cause)
-    return chain
 
 
 def _has_begun(error: DDPSafeError) -> bool:

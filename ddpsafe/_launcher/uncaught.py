@@ -6,7 +6,7 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe._errors import DDPSafeError, PreemptedError
+from ddpsafe._errors import DDPSafeError, PreemptedError, causes_of
 from ddpsafe._launcher.watch.streams import say, write_line
 from ddpsafe._logging import json_of_error, json_scope
 from ddpsafe._wire.exception_chain import is_library
@@ -32,12 +32,10 @@ def presentable(error: DDPSafeError) -> DDPSafeError:
     """
     if error.exit_code != 1 or error.shown_as_json:
         _hook().sets_status = True
-    cause = error.__cause__
-    while cause is not None:
+    for cause in causes_of(error)[1:]:
         frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(cause.__traceback__)]
         if all(map(is_library, frames)):
             cause.__traceback__ = None
-        cause = cause.__cause__
     return error.with_traceback(None)
 
 

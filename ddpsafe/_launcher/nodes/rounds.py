@@ -529,6 +529,8 @@ class NodeLaunch:
                     error = self._failed_to_begin(rendezvous, seat, exc)
                     if error is None:
                         continue
+                    if error is exc:
+                        raise
                     raise error from exc
                 ended = Participant(
                     round_plan.attempt,
