@@ -121,6 +121,7 @@ class Cause:
         is_warning: Whether its lines are warnings only, as the programs that print them say.
         has_local_rank: Whether `rank` is one of its host's, because the line names no other.
         is_wrapper: Whether it only hands on an exception of another process, which may follow.
+        is_taken_back: Whether a later line said that it was over.
     """
 
     code: str
@@ -137,6 +138,7 @@ class Cause:
     is_warning: bool = False
     has_local_rank: bool = False
     is_wrapper: bool = False
+    is_taken_back: bool = False
 
     def as_json(self) -> dict[str, object]:
         """Return what ``ddpsafe explain --json`` prints of it."""
@@ -196,6 +198,9 @@ class LogReader:
         self._also: set[str] = set()
         self._shapes: dict[bytes, int] = {}
         self._cause_of_shape: dict[bytes, Cause] = {}
+        # What the line that is being read takes back, and all lines of a shape.
+        self._ended: list[str] = []
+        self._ended_by_shape: dict[bytes, tuple[str, ...]] = {}
         self._alike: dict[frozenset[str], int] = {}
         # Of each rank the last call of the traceback that is being printed: they may be mixed.
         self._tracebacks: dict[int | None, _Traceback] = {}
@@ -282,13 +287,19 @@ class LogReader:
         shape = raw[:_LONGEST_LINE].translate(None, b"0123456789")
         seen = self._shapes.get(shape, 0)
         if seen >= _SAME_LINES and not is_frame:
-            if (cause := self._cause_of_shape.get(shape)) is not None:
+            for code in self._ended_by_shape.get(shape, ()):
+                self._take_back(code)
+            cause = self._cause_of_shape.get(shape)
+            if cause is None:
+                return
+            if not cause.is_taken_back:
                 cause.count += 1
                 cause.last = number
                 if cause.code == _WATCHDOG:  # which differs in numbers, and those are what counts
                     line = raw[:_LONGEST_LINE].decode("utf-8", "replace")
                     self._compare_sequence(line, _rank_of(line))
-            return
+                return
+            # It was over, and has come back.
         if len(self._shapes) < _MOST_SHAPES:
             self._shapes[shape] = seen + 1
         if self._in_traceback:
@@ -298,6 +309,9 @@ class LogReader:
         for part in raw.split(b"\r"):
             text = part[:_LONGEST_LINE].decode("utf-8", "replace")
             self._read_line(number, text, shape, grams)
+        if self._ended:
+            self._ended_by_shape[shape] = tuple(self._ended)
+            self._ended.clear()
 
     def _read_line(
         self, number: int, line: str, shape: bytes, grams: Collection[str] | None
@@ -408,7 +422,8 @@ class LogReader:
             if rule.also is not None and rule.also.search(said):
                 self._also.add(rule.code)
             if rule.until is not None and rule.until.search(said):
-                self._found.pop(rule.code, None)
+                self._take_back(rule.code)
+                self._ended.append(rule.code)
             match = next((found for sign in rule.signs if (found := sign.search(said))), None)
             if match is None or (rule.check is not None and not rule.check(match)):
                 continue
@@ -420,6 +435,13 @@ class LogReader:
                 if _strength(rule) == (False, 0):
                     break
         return best
+
+    def _take_back(self, code: str) -> None:
+        """Forget a cause; should its lines come again, they are looked at as if for the first time."""
+        cause = self._found.pop(code, None)
+        if cause is not None:
+            cause.is_taken_back = True
+            self._alike.clear()
 
     def _note(
         self,

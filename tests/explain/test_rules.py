@@ -270,6 +270,34 @@ def test_notices_are_named_only_where_there_is_nothing_else() -> None:
     assert [cause.code for cause in causes] == ["DS-MEM-alloc"]
 
 
+WAITS: Final = "Warning  FailedScheduling  0/{} nodes are available: {} Insufficient nvidia.com/gpu.\n"
+PLACED: Final = "Normal  Scheduled  Successfully assigned default/train to node-{}\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_found"),
+    [
+        ([WAITS] * 5 + [PLACED], False),
+        ([WAITS] * 5 + [PLACED, WAITS], True),
+        ([WAITS, PLACED] * 5, False),
+        ([PLACED] * 4 + [WAITS, PLACED], False),
+        ([WAITS, PLACED] * 5 + [WAITS], True),
+        ([WAITS] * 2_000 + [PLACED, WAITS], True),
+        ([WAITS] * 2_000 + [PLACED], False),
+    ],
+    ids=["over", "again", "over-each-time", "over-late", "again-each-time", "again-long", "over-long"],
+)
+def test_what_a_later_line_takes_back_counts_when_it_comes_again(
+    lines: list[str], is_found: bool
+) -> None:
+    """However often both were printed: of lines that differ in numbers only few are looked at."""
+    log = "".join(line.format(number, number) for number, line in enumerate(lines))
+    causes = explain_text(log)
+    assert [cause.code for cause in causes] == ["DS-K8S-unschedulable"] * is_found
+    if is_found:
+        assert causes[0].evidence[0][0] == len(lines)
+
+
 def test_codes_are_unique_and_every_rule_is_worded() -> None:
     """A code names one mechanism; cause and fix are sentences."""
     codes = [rule.code for rule in RULES]
