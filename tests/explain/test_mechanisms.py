@@ -1136,7 +1136,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("RuntimeError: Timed out initializing process group in store based barrier on rank: 0, for key: store_based_barrier_key:6 (world_size=8, worker_count=4, timeout=0:30:00)", "PG-new-group", "torch"),
     ("RuntimeError: Timed out initializing process group in store based barrier on rank: 1, for key: store_based_barrier_key:1 (world_size=4, worker_count=8, timeout=0:30:00)", "RDZV-stale-file", "torch"),
     ("[W socket.cpp:601] [c10d] The IPv6 network addresses of (node[01-04], 29500) cannot be retrieved (gai error: -2 - Name or service not known).", "NAME-unexpanded", "torch"),
-    ("[W socket.cpp:601] [c10d] The IPv6 network addresses of (\"10.0.0.1\", 29500) cannot be retrieved (gai error: -2 - Name or service not known).", "NAME-unexpanded", "torch"),
+    ('[W socket.cpp:601] [c10d] The IPv6 network addresses of ("10.0.0.1", 29500) cannot be retrieved (gai error: -2 - Name or service not known).', "NAME-unexpanded", "torch"),
     ("[W socket.cpp:601] [c10d] The IPv6 network addresses of ($MASTER_ADDR, 29500) cannot be retrieved (gai error: -2 - Name or service not known).", "NAME-unexpanded", "torch"),
     ("[E ProcessGroupGloo.cpp:68] Gloo connectFullMesh failed with [/pytorch/third_party/gloo/gloo/rendezvous/store.h:61] Wait timeout for key(s): rank_1", "RDZV-missing-rank", "torch"),
     # gloo.
