@@ -258,6 +258,28 @@ epoch 1 done
 [rank0]: /w/x.py:10: UserWarning: The given NumPy array is not writable
 /env/lib/python3.11/multiprocessing/resource_tracker.py:254: UserWarning: resource_tracker: There appear to be 1 leaked semaphore objects to clean up at shutdown
 """,
+    "notices_of_images_and_hosts": """\
+NOTE: The SHMEM allocation limit is set to the default of 64MB.  This may be
+   insufficient for PyTorch.  NVIDIA recommends the use of the following flags:
+   docker run --gpus all --ipc=host --ulimit memlock=-1 --ulimit stack=67108864 ...
+bash: warning: setlocale: LC_ALL: cannot change locale (en_US.UTF-8)
+slurmstepd: error: couldn't chdir to `/home/u/x': No such file or directory: going to /tmp instead
+OpenBLAS WARNING - could not determine the L2 cache size on this system, assuming 256k
+[W NNPACK.cpp:53] Could not initialize NNPACK! Reason: Unsupported hardware.
+source: not found in cache, downloading
+INFO checkpoint already exists locally, skipping download
+INFO: config seed: 31 operand dtype bf16
+UserWarning: The given NumPy array is not writable, and PyTorch does not support non-writable tensors. This means writing to this tensor will result in undefined behavior.
+UserWarning: FSDP is switching to use `NO_SHARD` instead of ShardingStrategy.FULL_SHARD since the world size is 1.
+UserWarning: Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze and return a vector.
+UserWarning: Detected call of `lr_scheduler.step()` before `optimizer.step()`. In PyTorch 1.1.0 and later, you should call them in the opposite order.
+RuntimeWarning: os.fork() was called. os.fork() is incompatible with multithreaded code, and JAX is multithreaded, so this will likely lead to a deadlock.
+wandb: WARNING Symlinked 0 file into the W&B run directory, call wandb.save again to sync new files.
+resumed: IncompatibleKeys(missing_keys=['head.weight'], unexpected_keys=[])
+no modifications detected for re-loaded extension module
+Time to load fused_adam op: 0.3 seconds
+epoch 1 loss 0.3
+""",
 }
 
 

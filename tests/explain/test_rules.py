@@ -123,7 +123,7 @@ ROWS: Final[tuple[tuple[str, str], ...]] = (
     ("OSError: [Errno 122] Disk quota exceeded", "DISK-full"),
     ("RuntimeError: Attempting to deserialize object on CUDA device 7 but torch.cuda.device_count() is 1.", "CKPT-device"),
     ('RuntimeError: Error(s) in loading state_dict for OptimizedModule:\n\tMissing key(s) in state_dict: "_orig_mod.fc.weight".', "CKPT-prefix"),
-    ("ValueError: loaded state dict contains a parameter group that doesn't match the size of optimizer's group", "CKPT-shape"),
+    ("ValueError: loaded state dict contains a parameter group that doesn't match the size of optimizer's group", "CKPT-optimizer-order"),
     # DDP
     ("RuntimeError: Expected to mark a variable ready only once.", "DDP-ready-twice"),
     ("ValueError: DistributedDataParallel device_ids and output_device arguments only work with single-device/multiple-device GPU modules or CPU modules, but got device_ids [0]", "DDP-device-ids"),
