@@ -316,6 +316,8 @@ def _why(detail: ErrorDetails) -> str:
             return "this field has to be given"
         case "time_delta_parsing":
             return "it is not a duration"
+        case "ddpsafe":  # of `wrong`
+            return detail["msg"]
         case "value_error":
             return str(detail["ctx"]["error"]) if "ctx" in detail else detail["msg"]
     text = detail["msg"].rstrip(".")
