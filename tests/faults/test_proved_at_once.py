@@ -75,11 +75,20 @@ def test_a_branch_that_one_rank_takes(tmp_path: Path) -> None:
 
 
 @pytest.mark.recorder
-@pytest.mark.parametrize("program", [programs.stop_in_training, programs.stop_before_a_broadcast])
+@pytest.mark.parametrize(
+    "program",
+    [
+        programs.stop_in_training,
+        programs.stop_before_a_broadcast,
+        programs.stop_before_an_exit,
+        programs.stop_before_a_crash,
+    ],
+)
 def test_a_stopped_rank(tmp_path: Path, program: Callable[..., None]) -> None:
     """It is stopped while all others wait for it, and the user has set no timeout.
 
-    The launcher continues it to ask where it is: no rank gets to the end of its function by that.
+    The launcher continues it to ask where it is: no rank gets to the end of its function by that, and
+    what it does then is no cause.
     """
     error = World(folder=tmp_path).launch_fails(
         ddpsafe.CollectiveTimeoutError, program, within_s=PROVED_S + 1

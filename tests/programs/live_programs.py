@@ -105,6 +105,26 @@ def stop_before_a_broadcast(ctx: RankContext, folder: Path) -> None:
     dist.broadcast(torch.ones(8), src=1)  # stuck here
 
 
+def stop_before_an_exit(ctx: RankContext, folder: Path) -> None:
+    """Let rank 1 be stopped, and end at once when it is continued."""
+    average_gradients()
+    if ctx.rank == 1:
+        mark(folder)
+        os.kill(os.getpid(), signal.SIGSTOP)  # stuck here
+        os._exit(3)
+    average_gradients()  # stuck here
+
+
+def stop_before_a_crash(ctx: RankContext, folder: Path) -> None:
+    """Let rank 1 be stopped, and crash at once when it is continued."""
+    average_gradients()
+    if ctx.rank == 1:
+        mark(folder)
+        os.kill(os.getpid(), signal.SIGSTOP)  # stuck here
+        os.kill(os.getpid(), signal.SIGSEGV)
+    average_gradients()  # stuck here
+
+
 def leave_a_subgroup_alone(ctx: RankContext, folder: Path) -> None:
     """Return on rank 1 while rank 0 waits for it in a group of the two."""
     import torch

@@ -417,7 +417,7 @@ class Worker(RankState):
         was_killed = by_a_signal and not self.failed and not self.told_to_end
         if self.raised is not None and not was_killed:
             return "raised"
-        if self.told_to_end:
+        if self.told_to_end or self.was_stopped:
             return "stopped"
         if self.alive:
             return "running"
