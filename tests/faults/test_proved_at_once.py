@@ -88,7 +88,7 @@ def test_a_stopped_rank(tmp_path: Path, program: Callable[..., None]) -> None:
     """It is stopped while all others wait for it, and the user has set no timeout.
 
     The launcher continues it to ask where it is: no rank gets to the end of its function by that, and
-    what it does then is no cause.
+    what it does then is not a cause.
     """
     error = World(folder=tmp_path).launch_fails(
         ddpsafe.CollectiveTimeoutError, program, within_s=PROVED_S + 1
