@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import scripts
-from hosts import require
+from hosts import Network, names_as_debian, require
 from nodes_kit import (
     Case,
     finish_job,
@@ -27,8 +27,6 @@ from ddpsafe._launcher.nodes.rendezvous import label_of, require_same_settings
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from hosts import Network
 
 needs_hosts = pytest.mark.root
 
@@ -218,6 +216,34 @@ def test_the_host_of_the_endpoint_may_be_the_last_to_come(network: Network, tmp_
     said = [each["late first"] for each in finish_job(network, [case], launchers)]
     assert [each["values"] for each in said] == [{"0": 0}, {"1": 1}, {"2": 2}]
     require_in_time(said[0]["at"] - came_s, 15.0, "all have met and trained")
+
+
+@needs_hosts
+def test_the_endpoint_may_be_loopback_on_its_own_host_alone(tmp_path: Path) -> None:
+    """Debian's installer leads a host's own name to 127.0.1.1; a copy of that file is wrong elsewhere."""
+
+    def hosts_file(network: Network, index: int) -> str:
+        return names_as_debian(network, 0 if index == 2 else index)
+
+    two = {"nnodes": 2}
+    case = Case(name="own name", fields=two)
+    copy = Case(name="a copy", fields=two)
+    again = replace(case, fields={**two, "run_dir": str(tmp_path / "again")})
+    with Network(3, hosts_file=hosts_file) as network:
+        nodes = [start_node(network, each, [case], tmp_path, (1, 1), "h0:28651") for each in (0, 1)]
+        wrong = start_node(network, 2, [copy], tmp_path, (1, 1, 1), "h0:28651")
+        two_hosts = finish_job(network, [case], nodes, besides=[2])
+        (refused,) = finish_job(network, [copy], [wrong])
+        nodes = [
+            start_node(network, 0, [each], tmp_path, (1, 1), "h0:28652") for each in (case, again)
+        ]
+        one_host = finish_job(network, [case], nodes)
+    assert [each["own name"]["values"] for each in two_hosts] == [{"0": 0}, {"1": 1}]
+    values = [each["own name"]["values"] for each in one_host]
+    assert sorted(values, key=str) == [{"0": 0}, {"1": 1}]
+    words = "h0, the host of the endpoint, is 127.0.1.1 on h2"
+    (found,) = _require([refused], (0,), "a copy", "PreflightError", words)
+    require_in_time(found["at"] - found["began"], 5.0, "a copy")
 
 
 @needs_hosts

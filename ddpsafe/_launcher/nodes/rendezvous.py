@@ -38,6 +38,7 @@ from ddpsafe._errors import (
 from ddpsafe._host import (
     find_address_towards,
     find_interface_of,
+    is_loopback,
     list_interfaces,
     open_tcp_store,
 )
@@ -392,6 +393,7 @@ class NodeRendezvous:
         self.job = config.rendezvous.id or "default"
         self.secret = find_secret(config)
         self._seal = Seal(self.secret, self.job)
+        self._host = self._endpoint.host
         self._launcher = make_round_id()
         self._store: TCPStore | None = None
         self._handler: Any = None
@@ -464,11 +466,24 @@ class NodeRendezvous:
             RendezvousTimeoutError: No node serves it in time.
         """
         deadline = Deadline.after(self._config.rendezvous.join)
-        addresses = self._resolve(deadline)
+        resolved = self._resolve(deadline)
+        # A host file may lead the host's own name to 127.0.1.1, as Debian's installer has it.
+        addresses = [address for address in resolved if not is_loopback(address)]
         self.address = self._own_address(addresses)
         own = {address for each in list_interfaces() for address in each.addresses}
         node_rank = self._config.node_rank
         here = [address for address in addresses if address in own]
+        if not addresses:
+            self._require_own_name(resolved)
+            here, self._host = [self.address], self.address
+            if sum(each.is_candidate and bool(each.addresses) for each in list_interfaces()) > 1:
+                logger.warning(
+                    "%s is %s here (/etc/hosts), so node 0 listens at %s; if the others know it by "
+                    "another address, set rendezvous.interface (--interface) here",
+                    self._endpoint.host,
+                    resolved[0],
+                    self.address,
+                )
         if node_rank == 0 or (node_rank is None and here):
             bound = here[0] if here else self.address
             if self._serve(bound):
@@ -556,6 +571,26 @@ class NodeRendezvous:
                 Explanation(what, cause=cause, fix=fix), kind="startup-network"
             ) from exc
 
+    def _require_own_name(self, addresses: Sequence[str]) -> None:
+        """Let a name lead to loopback only on the host that has it: elsewhere the host file is wrong.
+
+        Raises:
+            PreflightError: It is another host's.
+        """
+        here, host = socket.gethostname(), self._endpoint.host
+        is_own = host.partition(".")[0].casefold() == here.partition(".")[0].casefold()
+        if is_own or self._config.node_rank == 0:
+            return
+        what = (
+            f"{host}, the host of the endpoint, is {addresses[0]} on {here}: that is {here} itself."
+        )
+        cause = "/etc/hosts was copied from the host of the endpoint, or has that name for its own."
+        fix = (
+            f"give {host} its address in the cluster's network in /etc/hosts of {here}, or write that "
+            f"address as the endpoint; if {here} is meant, start it there with --node-rank 0."
+        )
+        raise PreflightError(Explanation(what, cause=cause, fix=fix), kind="startup-network")
+
     def _own_address(self, endpoint: Sequence[str]) -> str:
         asked = self._config.rendezvous.interface
         if asked not in (None, "auto"):
@@ -603,7 +638,7 @@ class NodeRendezvous:
         return True
 
     def _connect(self, deadline: Deadline, *, here: bool) -> None:
-        host, port, why = self._endpoint.host, self._endpoint.port, ""
+        host, port, why = self._host, self._endpoint.port, ""
         has_said = False
         for pause_s in deadline.pauses_s():
             try:
@@ -632,7 +667,7 @@ class NodeRendezvous:
         try:
             self._store = self.call(lambda: open_tcp_store(host, port), _HANDSHAKE)
         except RendezvousTimeoutError as exc:
-            holder = "this host" if here else host
+            holder = "this host" if here else self._endpoint.host
             what = f"what answers {socket.gethostname()} at {self._endpoint} is not a launcher."
             cause = f"another program has port {port} on {holder}."
             fix = f"choose another port for this job, or end what holds it; there:  ss -ltnp 'sport = :{port}'"
@@ -648,7 +683,7 @@ class NodeRendezvous:
         if self._store is not None:
             what = f"{here} has lost the store of this job at {self._endpoint}: {why}."
             cause = "the launcher of node 0 has ended, or its host has lost power or network."
-        host, port = self._endpoint.host, self._endpoint.port
+        host, port = self._host, self._endpoint.port
         fix = f"see the log of that node; then, on {here}:  nc -vz {host} {port}"
         return RendezvousTimeoutError(
             Explanation(what, cause=cause, fix=fix), waited_s=waited_s, kind="startup-network"
@@ -839,7 +874,7 @@ class NodeRendezvous:
         Raises:
             ConfigError: Two nodes have node rank 0.
         """
-        host, port = self._endpoint.host, self._endpoint.port
+        host, port = self._host, self._endpoint.port
 
         def look() -> NodeFacts | None:
             store = open_tcp_store(host, port)
