@@ -1449,6 +1449,27 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("RuntimeError: stack(): functions with out=... arguments don't support automatic differentiation, but one of the arguments requires grad.", "DATA-collate-grad", "torch 2.13"),
     ("RuntimeError: Cannot use ``weights_only=True`` with files saved in the legacy .tar format.", "CKPT-tar", "torch 2.13"),
     ("KeyError: \"filename 'storages' not found\"", "CKPT-tar", "torch 2.13: torch.load of zeros"),
+    # What torch itself refuses, from its own raise statements.
+    ("ValueError: Global rank 4 is not part of the parent group <ProcessGroup>", "PG-group", "torch"),
+    ("ValueError: Expecting a ProcessGroup, but got a <class 'int'>.", "PG-group", "torch"),
+    ("ValueError: The arg 'group_size' (16) must not exceed the world size (8)", "PG-group", "torch"),
+    ("ValueError: Ranks length (6) must be divisible by stride (4)", "PG-group", "torch"),
+    ("ValueError: the split group cannot be empty", "PG-group", "torch"),
+    ("RuntimeError: Default device not found, because no backend has been registered with this ProcessGroup.", "PG-backend", "torch"),
+    ("ValueError: Duplicate device type cuda in backend string: cuda:nccl,cuda:gloo.", "PG-backend", "torch"),
+    ("ValueError: init_process_group device_id parameter must be an accelerator with an index", "PG-device-id", "torch"),
+    ("ValueError: Please use a device_id with index.", "PG-device-id", "torch"),
+    ("AssertionError: world_size must be positive if using store", "ENV-missing-parameter", "torch"),
+    ("RuntimeError: PyTorch was compiled without CUDA support", "NCCL-no-gpu", "torch"),
+    ("RuntimeError: device 3 is not visible (CUDA_VISIBLE_DEVICES=0,1)", "CUDA-ordinal", "torch"),
+    ("ValueError: The minimum number of nodes (0) must be greater than zero.", "ENV-arguments", "torchrun"),
+    ("ValueError: The join timeout (0:00:00) must be positive.", "ENV-arguments", "torchrun"),
+    ("ValueError: Invalid store type given. Currently only supports file and tcp.", "ENV-arguments", "torchrun"),
+    ("torch.distributed.elastic.rendezvous.api.RendezvousError: The file creation for C10d store has failed. See inner exception for details.", "RDZV-file-path", "torchrun"),
+    ("TimeoutError: Timed out waiting for etcd server to be ready!", "RDZV-etcd", "torchrun"),
+    ("RuntimeError: CUDA error: the resource allocation failed", "CUDA-oom", "cuda"),
+    ("Remapping Failure Occurred: Yes", "HW-ecc", "cuda"),
+    ("The IPv6 network addresses of (proxy.corp.example, 29500) cannot be retrieved", "NAME-unresolved", "torch"),
 )  # fmt: skip
 
 
