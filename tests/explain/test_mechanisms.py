@@ -1470,6 +1470,16 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("RuntimeError: CUDA error: the resource allocation failed", "CUDA-oom", "cuda"),
     ("Remapping Failure Occurred: Yes", "HW-ecc", "cuda"),
     ("The IPv6 network addresses of (proxy.corp.example, 29500) cannot be retrieved", "NAME-unresolved", "torch"),
+    ("RuntimeError: CUDA error: operation would result in a merge of separate capture sequences", "CUDA-graph", "cuda"),
+    ("RuntimeError: CUDA error: dependency created on uncaptured work in another stream", "CUDA-graph", "cuda"),
+    ("RuntimeError: CUDA error: exclusive-thread device already in use by a different thread", "CUDA-busy", "cuda"),
+    ("RuntimeError: CUDA error: invalid program counter", "CUDA-illegal-access", "cuda"),
+    ("RuntimeError: CUDA error: shared object initialization failed", "CUDA-arch", "cuda"),
+    ("RuntimeError: CUDA error: too many blocks in cooperative launch", "CUDA-launch", "cuda"),
+    ("RuntimeError: CUDA error: peer access has not been enabled", "NCCL-p2p", "cuda"),
+    ("RuntimeError: CUDA error: operation not permitted", "CUDA-unsupported", "cuda"),
+    ("RuntimeError: CUDA error: the hardware resources required to support device connections have been exhausted", "CUDA-mps", "cuda"),
+    ("RuntimeError: CUDA error: part or all of the requested memory range is already mapped", "CUDA-pinned", "cuda"),
 )  # fmt: skip
 
 
