@@ -1480,6 +1480,9 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("RuntimeError: CUDA error: operation not permitted", "CUDA-unsupported", "cuda"),
     ("RuntimeError: CUDA error: the hardware resources required to support device connections have been exhausted", "CUDA-mps", "cuda"),
     ("RuntimeError: CUDA error: part or all of the requested memory range is already mapped", "CUDA-pinned", "cuda"),
+    ("OSError: Can't read data (can't open directory: /usr/local/hdf5/lib/plugin)", "DATA-hdf5-filter", "h5py"),
+    ("AttributeError: module 'torch._C' has no attribute '_cuda_setDevice'", "NCCL-no-gpu", "torch 2.13: set_device of a CPU build"),
+    ("n1:30:46 [1] transport/nvls.cc:246 NCCL WARN Cuda failure 3 'initialization error'\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 3 'initialization error'", "NCCL-nvls", "nccl"),
 )  # fmt: skip
 
 
