@@ -1130,7 +1130,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("RuntimeError: Could not resolve the process group registered under the name 5", "PG-not-initialized", "torch"),
     ("[W socket.cpp:601] [c10d] The IPv6 network addresses of (http://10.0.0.4, 29500) cannot be retrieved (gai error: -2 - Name or service not known).", "NAME-url", "torch"),
     ("[c10d] The IPv6 network addresses of (node1, 295000) cannot be retrieved (gai error: -8 - Servname not supported for ai_socktype).", "ENV-port-range", "torch"),
-    ("ValueError: invalid literal for int() with base 10: ''", "ENV-number", "torch"),
+    ("ValueError: invalid literal for int() with base 10: ''", "ENV-not-a-number", "torch"),
     ("[W socket.cpp:426] [c10d] The server socket has failed to bind to [HOST]:29500 (system error: 10013 - An attempt was made to access a socket in a way forbidden by its access permissions.).", "PORT-privileged", "torch"),
     ("The server socket has failed to bind to [::]:29500 (system error: 10048 - Only one usage of each socket address (protocol/network address/port) is normally permitted.)", "PORT-taken", "torch"),
     ("RuntimeError: Timed out initializing process group in store based barrier on rank: 0, for key: store_based_barrier_key:6 (world_size=8, worker_count=4, timeout=0:30:00)", "PG-new-group", "torch"),
@@ -1328,7 +1328,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("exitcode  : -2 (pid: 733)", "END-interrupted", "torchrun"),
     ("exitcode  : -1 (pid: 733)", "END-sighup", "torchrun"),
     ("pkg_resources.DistributionNotFound: The 'torch==1.11.0' distribution was not found and is required by the application", "ENV-module", "torchrun"),
-    ("ValueError: invalid literal for int() with base 10: '1:4'", "ENV-number", "torchrun"),
+    ("ValueError: invalid literal for int() with base 10: '1:4'", "ENV-not-a-number", "torchrun"),
     ("RuntimeError: ProcessGroupGloo::scatter: Incorrect input list size 1. Input list size should be 2, same as size of the process group.", "PG-tensor-sizes", "torch"),
     ("RuntimeError: [rank0]:[F1123 14:41:22.834017253 ProcessGroupGloo.cpp:1537] Check failed: outputShape[0] * worldSize == inputShape[0] (6 vs. 5).", "PG-tensor-sizes", "torch"),
     ("RuntimeError: [enforce fail at gloo/alltoallv.cc:70] inLengthPerRank[myRank] == outLengthPerRank[myRank].", "PG-splits", "torch"),
@@ -1483,6 +1483,11 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("OSError: Can't read data (can't open directory: /usr/local/hdf5/lib/plugin)", "DATA-hdf5-filter", "h5py"),
     ("AttributeError: module 'torch._C' has no attribute '_cuda_setDevice'", "NCCL-no-gpu", "torch 2.13: set_device of a CPU build"),
     ("n1:30:46 [1] transport/nvls.cc:246 NCCL WARN Cuda failure 3 'initialization error'\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 3 'initialization error'", "NCCL-nvls", "nccl"),
+    ("NCCL WARN NET/FasTrak plugin init failed: rxdm not reachable at unix socket", "NCCL-plugin", "nccl"),
+    ("libibverbs: Warning: fork()-safety requested but init failed", "NOISE-omp", "libibverbs"),
+    ("TypeError: int() argument must be a string, a bytes-like object or a real number, not 'NoneType'", "ENV-not-a-number", "python"),
+    ("RuntimeError: [enforce fail at ../third_party/gloo/gloo/transport/tcp/address.cc:45] rv == 1. Invalid IPv6 address", "GLOO-interface-address", "gloo"),
+    ("[W TCPStore.cpp:343] [c10d] TCP client failed to connect/validate to host node1:29400 - retrying (try=0, timeout=60000ms, delay=1002ms): Connection refused", "RDZV-refused", "torch"),
 )  # fmt: skip
 
 
