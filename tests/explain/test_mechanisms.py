@@ -1488,6 +1488,15 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("TypeError: int() argument must be a string, a bytes-like object or a real number, not 'NoneType'", "ENV-not-a-number", "python"),
     ("RuntimeError: [enforce fail at ../third_party/gloo/gloo/transport/tcp/address.cc:45] rv == 1. Invalid IPv6 address", "GLOO-interface-address", "gloo"),
     ("[W TCPStore.cpp:343] [c10d] TCP client failed to connect/validate to host node1:29400 - retrying (try=0, timeout=60000ms, delay=1002ms): Connection refused", "RDZV-refused", "torch"),
+    ("ImportError: libc10_cuda.so: cannot open shared object file: No such file or directory", "ENV-extension-cuda", "glibc"),
+    ("torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with signal SIGXFSZ", "DISK-full", "torch spawn"),
+    ("    cache[rtype].remove(name)\nKeyError: '/mp-8bxr1n'", "NOISE-leaked", "python"),
+    ("lmdb.LockError: mdb_env_open: Resource temporarily unavailable", "DATA-file-lock", "lmdb"),
+    ("RuntimeError: No Audio I/O backend is available.", "ENV-media", "torchaudio"),
+    ("ValueError: Expected x_max for bbox (0.5, 0.5, 1.02, 0.9, 1) to be in the range [0.0, 1.0], got 1.02.", "DATA-boxes", "albumentations"),
+    ("TypeError: unsupported operand type(s) for /: 'PngImageFile' and 'int'", "DATA-array", "pillow"),
+    ("RuntimeError: [enforce fail at inline_container.cc:209] . file not found: archive/data/94852208", "CKPT-truncated", "torch"),
+    ("google.api_core.exceptions.Forbidden: 403 GET https://storage.googleapis.com/: x does not have storage.objects.get access", "DATA-credentials", "google"),
 )  # fmt: skip
 
 
