@@ -616,7 +616,10 @@ class NodeRendezvous:
 
     @property
     def interface(self) -> str | None:
-        """Name of the interface that has this node's address."""
+        """Name of the interface for the ranks: the one asked for, else that of this node's address."""
+        asked = self._config.rendezvous.interface
+        if asked not in (None, "auto"):
+            return asked
         found = find_interface_of(self.address)
         return None if found is None else found.name
 
