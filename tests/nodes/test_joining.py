@@ -17,6 +17,7 @@ from nodes_kit import (
     finish_job,
     require_in_time,
     require_the_same,
+    run_job,
     start_job,
     start_node,
 )
@@ -192,6 +193,7 @@ def _endpoints(said: list[dict[str, Any]], errors: list[str]) -> None:
     case = "address without a host"
     _require(said, (0, 1), case, "RendezvousTimeoutError", "10.77.0.99:29400", "No route to host")
     assert all("finds no launcher at 10.77.0.99:29400 yet: No route" in each for each in errors[:2])
+    assert "If h1 is the host of the endpoint, start it with --node-rank 0" in errors[1]
     case = "address without a host, and a first node"
     _require(said, (0,), case, "RendezvousTimeoutError", "1 of 2 nodes came to 10.77.0.99:29400")
     assert "is not an address of this host (h0)" in errors[0]
@@ -244,6 +246,33 @@ def test_the_endpoint_may_be_loopback_on_its_own_host_alone(tmp_path: Path) -> N
     words = "h0, the host of the endpoint, is 127.0.1.1 on h2"
     (found,) = _require([refused], (0,), "a copy", "PreflightError", words)
     require_in_time(found["at"] - found["began"], 5.0, "a copy")
+
+
+@needs_hosts
+def test_the_name_of_the_endpoint_may_lead_to_several_addresses(tmp_path: Path) -> None:
+    """Only one of them is served: on IPv4, of a network rather than of containers; others find it.
+
+    The ranks talk on the interface that is asked for, on the host of the endpoint, too.
+    """
+
+    def hosts_file(_: Network, index: int) -> str:
+        ways = ["fd00::1", "172.17.0.1", "10.77.0.1"] if index == 0 else ["10.77.0.51", "10.77.0.1"]
+        return "127.0.0.1 localhost\n" + "".join(f"{each} many\n" for each in ways)
+
+    case = Case(name="many", what="interface", fields=asked("many:28651", interface="eth1"))
+    alone = Case(name="alone", fields=asked("many:28652", join=1), nodes=(0,))
+    nics = {"eth0": "10.77.0", "eth1": "10.78.0"}
+    with Network(2, nics=nics, hosts_file=hosts_file) as network:
+        network[0].add_bridge("docker0", "172.17.0.1/16")
+        network[0].shell("""
+            ip addr add fd00::1/64 dev eth0 nodad
+            ip addr add 10.77.0.51/24 dev eth0
+        """)
+        network[0].firewall("ip daddr 10.77.0.51 drop")
+        said = run_job(network, [case, alone], tmp_path, nproc=(1, 1))
+    assert [each["many"]["values"] for each in said] == [{"0": "eth1"}, {"1": "eth1"}]
+    words = "node 0 listens at 10.77.0.1, not at fd00::1 and 172.17.0.1, where that name leads, too"
+    _require(said, (0,), "alone", "RendezvousTimeoutError", words)
 
 
 @needs_hosts

@@ -96,6 +96,7 @@ _FORGET_S: Final = 2.5
 """Nodes that wait to join look once a second; so long the store stays for them to read its end."""
 
 _LOOK_AROUND_S: Final = 0.5
+_AS_NUMBERS: Final = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
 _SAY_WHO_CAME_S: Final = 10.0
 _SAY_AGAIN_S: Final = 60.0
 _SAY_NO_ANSWER_S: Final = 5.0
@@ -407,6 +408,8 @@ class NodeRendezvous:
         self.serves = False
         self.takes_signals = True
         self.address = ""
+        self._unserved: list[str] = []
+        self._leads_to = ""
 
     @property
     def facts(self) -> NodeFacts:
@@ -470,9 +473,17 @@ class NodeRendezvous:
         # A host file may lead the host's own name to 127.0.1.1, as Debian's installer has it.
         addresses = [address for address in resolved if not is_loopback(address)]
         self.address = self._own_address(addresses)
-        own = {address for each in list_interfaces() for address in each.addresses}
-        node_rank = self._config.node_rank
+        own = {address: each for each in list_interfaces() for address in each.addresses}
+        node_rank, asked = self._config.node_rank, self._config.rendezvous.interface
         here = [address for address in addresses if address in own]
+        # A resolver may give all addresses of this host, of which the others know only one.
+        here.sort(
+            key=lambda each: (own[each].name != asked, not own[each].is_candidate, ":" in each)
+        )
+        self._unserved = here[1:]
+        self._leads_to = (
+            "" if resolved == [self._host] else f" ({self._host} is {_listed(resolved)} here)"
+        )
         if not addresses:
             self._require_own_name(resolved)
             here, self._host = [self.address], self.address
@@ -643,32 +654,46 @@ class NodeRendezvous:
     def _connect(self, deadline: Deadline, *, here: bool) -> None:
         host, port, why = self._host, self._endpoint.port, ""
         has_said = False
+
+        def find() -> str:
+            with socket.create_connection((host, port), _PROBE_S) as found:
+                return socket.getnameinfo(found.getpeername(), _AS_NUMBERS)[0]
+
         for pause_s in deadline.pauses_s():
             try:
-                self.call(lambda: socket.create_connection((host, port), _PROBE_S).close(), None)
+                # Of several addresses behind a name, the one that answers: torch stays at the first.
+                answers = self.call(find, None)
                 break
             except TimeoutError:
-                why = "nothing answers: a firewall drops packets, or the host is down"
+                why = f"nothing answers: a firewall drops packets, or the host is down{self._leads_to}"
             except OSError as exc:
-                why = str(exc.strerror or exc)
+                why = f"{exc.strerror or exc}{self._leads_to}"
             if deadline.waited_s() > _SAY_NO_ANSWER_S and not has_said:
-                has_said = True
+                has_said, name, node_rank = True, socket.gethostname(), self._config.node_rank
+                hint = ""
+                if here:
+                    hint = (
+                        f". The address is this host's, and its node rank is {node_rank}: node rank 0 "
+                        "has to be here"
+                    )
+                elif node_rank is None:
+                    hint = (
+                        f". If {name} is the host of the endpoint, start it with --node-rank 0: that is no "
+                        "address of its own (NAT, or a wrong line in /etc/hosts)"
+                    )
                 logger.warning(
                     "%s finds no launcher at %s yet: %s%s; it tries for %.0f s (rendezvous.join)",
-                    socket.gethostname(),
+                    name,
                     self._endpoint,
                     why,
-                    f". The address is this host's, and its node rank is {self._config.node_rank}: "
-                    "node rank 0 has to be here"
-                    if here
-                    else "",
+                    hint,
                     deadline.remaining_s(),
                 )
             time.sleep(pause_s)
         else:
             raise self.lost(why, deadline)
         try:
-            self._store = self.call(lambda: open_tcp_store(host, port), _HANDSHAKE)
+            self._store = self.call(lambda: open_tcp_store(answers, port), _HANDSHAKE)
         except RendezvousTimeoutError as exc:
             holder = "this host" if here else self._endpoint.host
             what = f"what answers {socket.gethostname()} at {self._endpoint} is not a launcher."
@@ -926,6 +951,8 @@ class NodeRendezvous:
             missing = [str(rank) for rank in range(nnodes) if rank not in ranks]
             plural = "node rank" if len(missing) == 1 else "node ranks"
             said += f"; {plural} {_listed(missing)} did not" if missing else ""
+        if self.serves and self._unserved:
+            said += f"; node 0 listens at {self.address}, not at {_listed(self._unserved)}, where that name leads, too"
         return said
 
     def object(self, error: DDPSafeError | Interrupted, limit: timedelta | None) -> None:
