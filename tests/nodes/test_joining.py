@@ -175,7 +175,7 @@ def _refusals(said: list[dict[str, Any]], errors: list[str]) -> None:
 def _absences(said: list[dict[str, Any]], errors: list[str]) -> None:
     """Who came is said while the others are waited for, and in the end."""
     came = "2 of 3 nodes came to h0:"
-    names = ": h0 and h1; node rank 2 did not"
+    names = ": h0 and h1; node rank 2 did not; node 0 listens at 10.77.0.1"
     found = _require(said, (0, 1), "never", "RendezvousTimeoutError", came, names, "within 12 s")
     require_the_same(found)
     assert found[0]["kind"] == "startup-network"

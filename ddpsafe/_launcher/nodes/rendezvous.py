@@ -951,8 +951,10 @@ class NodeRendezvous:
             missing = [str(rank) for rank in range(nnodes) if rank not in ranks]
             plural = "node rank" if len(missing) == 1 else "node ranks"
             said += f"; {plural} {_listed(missing)} did not" if missing else ""
-        if self.serves and self._unserved:
-            said += f"; node 0 listens at {self.address}, not at {_listed(self._unserved)}, where that name leads, too"
+        if self.serves and self.address != self._endpoint.host:
+            said += f"; node 0 listens at {self.address}"
+            others = _listed(self._unserved)
+            said += f", not at {others}, where that name leads, too" if self._unserved else ""
         return said
 
     def object(self, error: DDPSafeError | Interrupted, limit: timedelta | None) -> None:
