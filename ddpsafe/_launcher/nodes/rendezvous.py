@@ -678,7 +678,7 @@ class NodeRendezvous:
                     )
                 elif node_rank is None:
                     hint = (
-                        f". If {name} is the host of the endpoint, start it with --node-rank 0: that is no "
+                        f". If {name} is the host of the endpoint, start it with --node-rank 0: that is not an "
                         "address of its own (NAT, or a wrong line in /etc/hosts)"
                     )
                 logger.warning(
