@@ -50,10 +50,23 @@ _RANK: Final = re.compile(
 _RANK_WORDS: Final = ("rank", "Rank", "RANK", "[default", "[1,", "process ", ": task ")
 _PREFIX: Final = re.compile(
     r"^(?:\[(?:rank|default)\d+\]:?\s*|\[1,mpirank:\d+,algo-\d+\]<std\w+>:\s?|(?:[\w.]+ )?- (?:[\w.]+ - )?(?:ERROR|INFO|WARNING) - |\[1,\d+\]<std\w+>:\s?|\d{1,5}: |[\w.-]+\s+[|│] ?"
-    r"|\(\w+ pid=\d+(?:, ip=[\d.]+)?\)\s*|\[[\d\-T:., ]+\]\s*|\d{4}-\d\d-\d\d[T ][\d:.,]+Z?\s*"
+    r"|\(\w+ pid=\d+(?:, ip=[\d.]+)?\)\s*|\[[\d\-T:., ]+\]\s*|\d{4}-\d\d-\d\d[T ][\d:.,]+Z?\s*(?:- (?!(?:ERROR|INFO|WARNING) - ))?"
     r"|[IWEF]\d{4} [\d:.]+ +\d+ \S+:\d+\] ?|\[(?:ERROR|WARNING|INFO|DEBUG)\]\s*"
     r"|\[pod/\S+\] ?|> |[a-z][\w.-]*\d: (?=\S)|std(?:out|err) [FP] )+"
 )
+_DECORATION: Final = re.compile(
+    r"""(?:
+        [^\w\[(]+                             # indentation, quotes, back-ticks, a box
+      | [\[(][^\])]{1,60}[\])]:?\s*           # [ERROR], [2026-11-22 10:11:12], (pid=4711)
+      | \d[\d:.,T-]{4,30}Z?\s+                # a date, a time
+      | [\w.:/-]+:\d+:?\s+                    # main.py:12:
+      | (?:E|(?i:error|critical|fatal|stderr|failed|traceback|(?:un)?caught|exception|original|was))
+        (?:\s|:(?:[\w.]+:)?\s*)               # ERROR:root:, of pytest E
+      | (?i:rank|worker|process)[ -]?\d+(?:\ failed)?:\s
+    )+(?=(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)(?::\ |:?[\s`'"*│]*$))""",
+    re.VERBOSE,
+)
+"""What loggers, pytest, boxes and pastes put before an exception."""
 _HEDGE: Final = re.compile(r"There are some potential root causes.*")
 """Ray lists there what else may have happened, SIGKILL and SIGSEGV included."""
 _WARNING: Final = re.compile(
@@ -80,7 +93,7 @@ _EXCEPTION: Final = re.compile(
     r"(?:: (?P<text>.*)|:?\s*)$"
 )
 _FRAME: Final = re.compile(
-    r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)'
+    r'^(?:E|\|)?\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)'
     r"|^│ (?P<file2>[^│\s]+\.py):(?P<line2>\d+) in (?P<function2>\w+)"
     r"|^File (?P<file3>[^\s:]+\.py):(?P<line3>\d+), in (?P<function3>\w+)"
 )
@@ -160,13 +173,13 @@ class _Traceback:
 
     Attributes:
         frame: The last call so far that is not of a library.
-        has_frame: Whether any call has been printed.
+        innermost: The line of the last call so far; ``None`` before the first.
         is_ignored: Whether Python says that the exception is ignored.
         is_original: Whether it is what a worker or a replica raised, printed within the wrapper's.
     """
 
     frame: str | None = None
-    has_frame: bool = False
+    innermost: re.Match[str] | None = None
     is_ignored: bool = False
     is_original: bool = False
 
@@ -325,13 +338,13 @@ class LogReader:
         if frame is not None:
             self._in_traceback, self._since_frame = True, 0
             traceback = self._tracebacks.setdefault(rank, _Traceback())
-            traceback.has_frame = True
             file, line_number, function = (each for each in frame.groups() if each is not None)
+            traceback.innermost = frame
             if not _LIBRARY.search(file):
                 traceback.frame = f"{file}:{line_number} in {function}"
         elif said.lstrip(" ╭─").startswith(("Traceback (most recent", "Original Traceback (most")):
             before = self._tracebacks.get(rank)
-            is_ignored = before is not None and before.is_ignored and not before.has_frame
+            is_ignored = before is not None and before.is_ignored and before.innermost is None
             self._tracebacks[rank] = _Traceback(
                 is_ignored=is_ignored, is_original="Original Traceback" in said
             )
@@ -350,15 +363,22 @@ class LogReader:
     def _match(
         self, number: int, line: str, said: str, rank: int | None, grams: Collection[str] | None
     ) -> Cause | None:
-        best = self._find_best(number, line, said, grams)
+        traceback = self._tracebacks.get(rank) if self._in_traceback else None
+        innermost = None if traceback is None else traceback.innermost
+        raised = _EXCEPTION.match(said)
+        is_logged = "ERROR" in line
+        if raised is None and ("rror" in said or "xception" in said):
+            decoration = _DECORATION.match(said)
+            if decoration is not None:
+                said, is_logged = said[decoration.end() :].rstrip("`*│ "), True
+                raised = _EXCEPTION.match(said)
+        best = self._find_best(number, line, said, innermost, grams)
         # Keep the rank that torchrun's summary names as the first to fail.
         if _ROOT_CAUSE.match(said):
             self._is_root_cause = True
         elif self._is_root_cause and (root := _RANK_OF_ROOT.match(said)):
             self._root_rank, self._is_root_cause = int(root[1]), False
-        raised = _EXCEPTION.match(said)
-        traceback = self._tracebacks.get(rank) if self._in_traceback else None
-        if raised is None and traceback is not None and traceback.has_frame:
+        if raised is None and innermost is not None:
             raised = _ANY_EXCEPTION.match(said)
         if raised is not None and traceback is not None:
             del self._tracebacks[rank]
@@ -369,9 +389,12 @@ class LogReader:
             # A paste is broken anywhere: a message with its next lines, if they go on with it.
             goes_on = itertools.takewhile(_GOES_ON.match, self._following)
             rest = (line.decode("utf-8", "replace").strip() for line in goes_on)
-            best = self._find_best(number, line, " ".join((said, *rest)), None)
+            best = self._find_best(number, line, " ".join((said, *rest)), innermost, None)
             if best is not None and best[1].start() >= len(said):  # it is the next line's alone
                 best = None
+        if best is None and raised is not None and innermost is not None:
+            found = (rule for rule in _OF_ANY_EXCEPTION if _is_raised_in(rule, innermost))
+            best = next(((rule, raised) for rule in found), None)
         if best is not None:
             rule, match = best
             if _PASSED_TEST.search(said):
@@ -385,7 +408,7 @@ class LogReader:
                 cause.cause += f" Raised at {traceback.frame}." if traceback.frame else ""
             return cause
         if raised is not None:
-            return self._note_exception(raised, traceback, number, line, said)
+            return self._note_exception(raised, traceback, number, line, said, is_logged=is_logged)
         return None
 
     def add(self, finding: RecordedFailure) -> None:
@@ -414,9 +437,22 @@ class LogReader:
         self._found[_REPORT] = found
 
     def _find_best(
-        self, number: int, line: str, said: str, grams: Collection[str] | None
+        self,
+        number: int,
+        line: str,
+        said: str,
+        innermost: re.Match[str] | None,
+        grams: Collection[str] | None,
     ) -> tuple[LogRule, re.Match[str]] | None:
-        """Return the rule that a line proves the most of; rules in need of another line are noted."""
+        """Return the rule that a line proves the most of; rules in need of another line are noted.
+
+        Args:
+            number: Of the line.
+            line: As it stands in the log.
+            said: The line without what a launcher or a logger puts before it.
+            innermost: The call that raised the exception, where the line is that of one.
+            grams: See `_candidates`.
+        """
         best: tuple[LogRule, re.Match[str]] | None = None
         for rule in _candidates(said, grams):
             if rule.also is not None and rule.also.search(said):
@@ -426,6 +462,10 @@ class LogReader:
                 self._ended.append(rule.code)
             match = next((found for sign in rule.signs if (found := sign.search(said))), None)
             if match is None or (rule.check is not None and not rule.check(match)):
+                continue
+            if _is_raised_in(rule, innermost):
+                return rule, match
+            if rule.raised_in is not None and rule.also is None:
                 continue
             if rule.also is not None and rule.code not in self._also:
                 # It stands only if the other line comes, so look on.
@@ -482,13 +522,19 @@ class LogReader:
         number: int,
         line: str,
         said: str,
+        *,
+        is_logged: bool,
     ) -> Cause | None:
-        """Note the script's own exception; one without a traceback counts if there is no other."""
+        """Note the script's own exception; one without a traceback counts if there is no other.
+
+        One that a program logs, or quotes, is nothing where steps follow.
+        """
         known = self._found.get(_USER)
         if traceback is None and (known is None or known.is_wrapper):
             known = self._lone
         if known is not None and not known.is_wrapper:
             known.count += 1
+            known.last, known.is_warning = number, known.is_warning and is_logged
             return known
         at = ""
         frame = None if traceback is None else traceback.frame
@@ -514,6 +560,8 @@ class LogReader:
             rank=_rank_of(line),
             evidence=[(number, said[:400])],
             count=1,
+            last=number,
+            is_warning=is_logged and traceback is None,
             is_wrapper=is_wrapper,
         )
         if traceback is None:
@@ -537,8 +585,10 @@ class LogReader:
             if not (cause.is_warning and cause.last < self._progress)
             and not (cause.is_wrapper and self._knows_original)
         }
-        if self._lone is not None and not (self._lone.is_wrapper and self._knows_original):
-            found.setdefault(_USER, self._lone)
+        lone = self._lone
+        is_outlived = lone is not None and lone.is_warning and lone.last < self._progress
+        if lone is not None and not is_outlived and not (lone.is_wrapper and self._knows_original):
+            found.setdefault(_USER, lone)
         for code, cause in self._waiting.items():
             if code in self._also:
                 found.setdefault(code, cause)
@@ -733,6 +783,16 @@ class _Sieve:
                 if any(clean.find(text, start, end) >= 0 for text in self._texts[gram]):
                     found.setdefault(line, set()).add(gram)
         return found
+
+
+_OF_ANY_EXCEPTION: Final = tuple(rule for rule in RULES if rule.raised_in and not rule.signs)
+"""What the place alone tells of an exception whose own words no rule knows."""
+
+
+def _is_raised_in(rule: LogRule, innermost: re.Match[str] | None) -> bool:
+    if rule.raised_in is None or innermost is None:
+        return False
+    return rule.raised_in.search(innermost[0].replace("\\", "/")) is not None
 
 
 def _strength(rule: LogRule) -> tuple[bool, int]:

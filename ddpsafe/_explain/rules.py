@@ -47,6 +47,9 @@ class LogRule:
         signs: Patterns of one line; any of them is evidence. A named group may be used in `cause`
             and `fix`.
         also: A pattern that another line of the log has to match; ``None`` where there is none.
+        raised_in: A pattern of the innermost call of the exception, ``File "x.py", line 5, in f``,
+            which has to match if `also` does not; ``None`` where it may be any. Without `signs` the place alone
+            is evidence, of exceptions whose own words no rule knows.
         until: A pattern of a later line that takes back what was found before it; ``None`` where none does.
         check: What has to hold of the match; ``None`` where that is nothing more.
         over: Codes of more general rules that say nothing more where this one holds.
@@ -62,6 +65,7 @@ class LogRule:
     retry: Retry
     signs: tuple[re.Pattern[str], ...]
     also: re.Pattern[str] | None
+    raised_in: re.Pattern[str] | None
     until: re.Pattern[str] | None
     check: Callable[[re.Match[str]], bool] | None
     over: frozenset[str]
@@ -84,6 +88,7 @@ def _rule(  # noqa: PLR0913 - the columns of the table
     fix: str,
     level: Level = "cause",
     also: str = "",
+    raised_in: str = "",
     until: str = "",
     check: Callable[[re.Match[str]], bool] | None = None,
     over: tuple[str, ...] = (),
@@ -97,6 +102,7 @@ def _rule(  # noqa: PLR0913 - the columns of the table
         retry=retry,
         signs=patterns,
         also=re.compile(also) if also else None,
+        raised_in=re.compile(raised_in) if raised_in else None,
         until=re.compile(until) if until else None,
         check=check,
         over=frozenset(f"DS-{code}" for code in over),
@@ -284,6 +290,7 @@ _MEMORY: Final = (
         "never",
         r"\[Errno 28\] No space left on device",
         also=r"SemLock\(|unlink_now\)",
+        raised_in=r"multiprocessing/(?:synchronize|heap)\.py",
         over=("DISK-full",),
         cause="Shared memory (/dev/shm) is full, so that no lock or queue of multiprocessing can be made there: a container has 64 MB of it by default, and semaphores of killed runs stay (sem.*).",
         fix="docker run --shm-size=8g (or --ipc=host); Kubernetes: an emptyDir of medium Memory at /dev/shm; df -h /dev/shm, and remove what ended runs left there.",
@@ -557,7 +564,7 @@ _ENVIRONMENT: Final = (
         "CUDA-driver-not-loaded",
         "config",
         "never",
-        r"driver not loaded|initialization error: (?:driver (?:rpc )?error|load library failed: libnvidia-ml)|couldn't communicate with the NVIDIA driver|NVML: (?:Driver Not Loaded|Shared Library Not Found)|NVML (?:Shared Library|library) (?:Not Found|not found)|libnvidia-ml\.so\S*: cannot open|modprobe: (?:FATAL|ERROR): .{0,40}nvidia|No such file or directory: '/proc/driver/nvidia|No such device: '/dev/nvidia",
+        r"driver not loaded|initialization error: (?:driver (?:rpc )?error|load library failed: lib(?:nvidia-ml|cuda)|cuda error: unknown)|couldn't communicate with the NVIDIA driver|NVML: (?:Driver Not Loaded|Shared Library Not Found)|NVML (?:Shared Library|library) (?:Not Found|not found)|libnvidia-ml\.so\S*: cannot open|modprobe: (?:FATAL|ERROR): .{0,40}nvidia|No such file or directory: '/proc/driver/nvidia|No such device: '/dev/nvidia",
         over=("CONTAINER-start", "NCCL-no-gpu"),
         cause="The NVIDIA driver of the host is not installed, not loaded (a new kernel, Secure Boot, nouveau), or does not answer; the container or torch only notices it.",
         fix="On the host, not in the container: nvidia-smi; if it fails: dkms status, sudo modprobe nvidia, install the driver again for the running kernel, reboot; then restart docker.",
@@ -926,7 +933,7 @@ _ENVIRONMENT: Final = (
         "ENV-extension",
         "config",
         "never",
-        r"undefined symbol: (?!nccl|__nv|cublas|cudnn|cusparse)|operator torchvision::|Couldn't load custom C\+\+ ops|compiled using NumPy 1|_ARRAY_API not found|expected np\.ndarray \(got numpy\.ndarray\)|RuntimeError: Numpy is not available|module compiled against (?:ABI|API) version|may indicate binary incompatibility|compiled with different CUDA (?:major )?versions|DLL load failed|numpy\.core\.multiarray failed to import|numpy\._core\.\w+ failed to import",
+        r"undefined symbol: (?!nccl|__nv|cublas|cudnn|cusparse)|Symbol not found: _+ZN?K?\d|operator torchvision::|Couldn't load custom C\+\+ ops|compiled using NumPy 1|_ARRAY_API not found|expected np\.ndarray \(got numpy\.ndarray\)|RuntimeError: Numpy is not available|module compiled against (?:ABI|API) version|may indicate binary incompatibility|compiled with different CUDA (?:major )?versions|DLL load failed|numpy\.core\.multiarray failed to import|numpy\._core\.\w+ failed to import",
         cause="A compiled package was built for another version of torch, CUDA or numpy than the one that is installed.",
         fix="Install versions that belong together (torch with its torchvision and torchaudio, numpy<2 for old packages), or rebuild the extension: pip install --no-build-isolation --force-reinstall PACKAGE.",
     ),
@@ -3647,6 +3654,7 @@ _CHECKPOINT: Final = (
         "never",
         r"UnicodeDecodeError: 'ascii' codec can't decode byte",
         also=r"torch\.load|pickle\.load|pickle_module|_legacy_load|np\.load",
+        raised_in=r"torch/serialization\.py|/pickle\.py",
         over=("USER-exception", "ENV-encoding", "CKPT-truncated"),
         cause="The pickle was written by Python 2 (its texts are bytes), and Python 3 reads it as ASCII.",
         fix="torch.load(FILE, encoding='latin1'), pickle.load(file, encoding='latin1'), and save it again.",
@@ -3752,8 +3760,9 @@ _CHECKPOINT: Final = (
         "CKPT-optimizer-sizes",
         "user-error",
         "never",
-        r"RuntimeError: (?:Size mismatch$|The size of tensor a \(\d+\) must match)",
+        r"RuntimeError: (?:Size mismatch$|invalid argument \d+: sizes do not match|The size of tensor a \(\d+\) must match)",
         also=r"exp_avg\w*\.(?:mul_|lerp_)|_foreach_(?:lerp|mul|add)_|multi_tensor_(?:adam|applier|sgd|lamb)|momentum_buffer|\bbuf\.mul_\(",
+        raised_in=r"torch/optim/\S+ line \d+, in (?:step|_\w+|adamw?|sgd)\b",
         over=("USER-exception", "FSDP-sharded"),
         cause="The optimizer's state has other sizes than the parameters: it was loaded from a checkpoint whose set or order of trainable parameters was another.",
         fix="Resume with the same trainable parameters in the same groups, or load the weights only and let the optimizer start with an empty state.",
@@ -4138,16 +4147,6 @@ _CHECKPOINT: Final = (
 
 _DATA: Final = (
     _rule(
-        "MP-parent-failed",
-        "unpicklable",
-        "never",
-        r"pickle\.load\(from_parent\)",
-        cause="A new process did not get its arguments whole: its parent failed while it pickled them, or ended.",
-        fix="Read the parent's error, which stands beside this one; keep lambdas, open files and modules out of the dataset and the arguments.",
-        level="likely",
-        over=("CKPT-truncated",),
-    ),
-    _rule(
         "DATA-hub-name",
         "config",
         "never",
@@ -4183,7 +4182,7 @@ _DATA: Final = (
         "MP-pool-broken",
         "killed",
         "once",
-        r"BrokenProcessPool|process pool was terminated abruptly|[Ww]orker .{0,30}was terminated.{0,60}(?:memory|segmentation)|TerminatedWorkerError",
+        r"BrokenProcessPool|subprocesses has abruptly died|process pool was terminated abruptly|[Ww]orker .{0,30}was terminated.{0,60}(?:memory|segmentation)|TerminatedWorkerError",
         cause="A process of a pool ended without an answer: killed for memory (most often), or crashed in native code.",
         fix="dmesg | grep -i oom; fewer processes (max_workers, num_proc) or smaller pieces; python -X faulthandler for a crash; the main guard where the pool is made at the top of a script.",
         level="end",
@@ -4386,6 +4385,7 @@ _DATA: Final = (
         "never",
         r"^BrokenPipeError",
         also=r"ForkingPickler\(file|_fixup_main_from_path\(|prepare\(preparation_data\)|reduction\.dump\(process_obj",
+        raised_in=r"multiprocessing/(?:reduction|popen_\w+)\.py",
         over=("PEER-lost",),
         cause="A new process ended while its parent still sent it its arguments: on Windows and with 'spawn' it imports the script again, and that fails, or starts processes itself because the main guard is missing.",
         fix="Put the start under  if __name__ == '__main__':  and, from a notebook, the dataset into a module; num_workers=0 shows an error of the script itself; fewer workers if memory is short.",
@@ -4640,6 +4640,7 @@ _DATA: Final = (
         "never",
         r"^KeyError: ",
         also=r"\[d\[key\] for d in batch\]|samples\[key\]|default_collate\(\[d\[key\]",
+        raised_in=r"_utils/collate\.py",
         over=("USER-exception", "CKPT-layout"),
         cause="The samples of one batch are dictionaries with different keys, and the default collate function takes the keys of the first.",
         fix="Return the same keys for every sample (an empty tensor for what is missing), or pass a collate_fn; num_workers=0 shows the sample.",
@@ -5122,9 +5123,10 @@ _ENDS: Final = (
         "MP-other-end",
         "peer-lost",
         "once",
-        r"^EOFError:?\s*$",
+        r"^(?:EOFError:?\s*$|ConnectionResetError|BrokenPipeError)",
+        raised_in=r"multiprocessing/(?:connection|managers|queues|pool)\.py|_utils/pin_memory\.py|multiprocess/connection\.py",
         also=r"recvfds\(|recv_handle\(|conn\.recv\(\)|recv_bytes\(|self\._recv\(|df\.detach\(\)|(?:answer|deliver)_challenge\(|_resource_sharer",
-        over=("USER-exception", "CKPT-empty"),
+        over=("CKPT-empty",),
         cause="The process at the other end of a queue or pipe has ended; this one only noticed it.",
         fix="Look for what ended it: its own error, dmesg for the out-of-memory killer, or a main process that left its loop while workers still sent.",
         level="peer",
@@ -5355,6 +5357,171 @@ _PEERS: Final = (
     ),
 )
 
+# What the innermost call of an exception tells where its words are general or say nothing.
+_PLACES: Final = (
+    _rule(
+        "MP-parent-failed",
+        "unpicklable",
+        "never",
+        r"pickle\.load\(from_parent\)|EOFError: Ran out of input|pickle data was truncated",
+        also=r"pickle\.load\(from_parent\)",
+        raised_in=r"multiprocessing/(?:spawn|forkserver)\.py",
+        level="likely",
+        over=("CKPT-truncated", "CKPT-empty"),
+        cause="A new process did not get its arguments whole: its parent failed while it pickled them, or ended.",
+        fix="Read the parent's error, which stands beside this one; keep lambdas, open files and modules out of the dataset and the arguments.",
+    ),
+    _rule(
+        "MP-semaphore-rights",
+        "config",
+        "never",
+        r"^(?:PermissionError|FileNotFoundError)|^OSError: \[Errno (?:13|22|30)\]",
+        raised_in=r"multiprocessing/synchronize\.py",
+        over=("DATA-permission", "DATA-path", "USER-exception"),
+        cause="A lock, queue or event of multiprocessing cannot be made or opened: no /dev/shm, no right to write there or no space, or the parent that made it has ended.",
+        fix="df -h /dev/shm and ls -ld /dev/shm: mount it writable (chmod 1777, docker run --shm-size=8g), and remove what ended runs left (sem.*); keep the parent and the lock until the children have ended.",
+    ),
+    _rule(
+        "MP-exception-pickled",
+        "user-error",
+        "never",
+        r"__init__\(\) missing \d+ required (?:positional|keyword-only) argument",
+        also=r"StockUnpickler|_ForkingPickler\.loads|return Unpickler\(file",
+        raised_in=r"multiprocess(?:ing)?/(?:pool|queues|connection)\.py|/pickle\.py|dill/_dill\.py",
+        over=("USER-arguments", "USER-exception"),
+        cause="An exception of another process could not be made again in this one: its class takes more arguments than its message, so that the failure itself is lost.",
+        fix="Read that process's own error, or run without the pool (num_workers=0, num_proc=None); give the class a __reduce__, or raise RuntimeError(str(error)) in the worker.",
+    ),
+    _rule(
+        "CKPT-no-pickle-codes",
+        "user-error",
+        "never",
+        r"^KeyError: \d+$|IndexError: (?:pop from empty|list index)|^AttributeError: 'list' object|^struct\.error|^ValueError: unsupported pickle",
+        raised_in=r"torch/(?:_weights_only_unpickler|serialization)\.py|/pickle\.py",
+        over=("CKPT-weights-only", "CKPT-truncated", "DATA-index-range", "USER-exception"),
+        cause="The bytes of the file are not those of a checkpoint: it is damaged or cut off, or another kind of file (an archive, HTML, a pointer of git-lfs, an array of numpy) has its name.",
+        fix="ls -l FILE; head -c 100 FILE says what it is: download it again (git lfs pull), unpack it, or use the checkpoint before it; let rank 0 write to a temporary name that it renames.",
+    ),
+    _rule(
+        "DATA-collate-failed",
+        "user-error",
+        "never",
+        raised_in=r"_utils/collate\.py",
+        level="exception",
+        cause="The samples of one batch could not be put together ({type}): they differ in shape, type or keys, hold an object that the default collate function does not know, or are views whose storage cannot be resized.",
+        fix="Return arrays or tensors of one shape and type from __getitem__ (x.clone() of a view), or pass a collate_fn; num_workers=0 shows the sample.",
+    ),
+    _rule(
+        "DATA-pin-memory",
+        "out-of-memory",
+        "never",
+        raised_in=r"_utils/pin_memory\.py|in pin_memory\b",
+        level="exception",
+        cause="Copying a batch into pinned memory failed ({type}): no memory left on the GPU or the host, another GPU's context, an earlier error of CUDA, or a class in the batch that cannot be made again from its parts.",
+        fix="pin_memory=False proves that it is this; torch.cuda.set_device(local_rank) before the loader is used, a smaller batch or prefetch_factor; give classes of a batch a pin_memory() method.",
+    ),
+    _rule(
+        "DATA-no-sample",
+        "user-error",
+        "never",
+        r"^(?:KeyError|IndexError): ",
+        raised_in=r"_utils/fetch\.py|torch/utils/data/dataset\.py",
+        over=("USER-exception", "DATA-index-range"),
+        cause="The dataset has no sample under an index that the sampler drew: its __len__ is longer than what it holds, or it is a pandas Series or a dictionary whose labels are not 0, 1, 2, ….",
+        fix="Series: .reset_index(drop=True) or .values; check len(dataset) and the indices of Subset and of the sampler against it, on each rank.",
+    ),
+    _rule(
+        "DATA-sampler-failed",
+        "user-error",
+        "never",
+        raised_in=r"torch/utils/data/(?:sampler|distributed)\.py",
+        level="exception",
+        cause="The sampler failed ({type}): the dataset is empty or has no length, or what it was given (indices, weights, batch size, rank and world size) does not fit.",
+        fix="print(len(dataset)) on each rank; batch_sampler yields lists of indices, sampler single ones; DistributedSampler after init_process_group, or with num_replicas and rank.",
+    ),
+    _rule(
+        "MP-handed-over",
+        "user-error",
+        "once",
+        raised_in=r"torch/multiprocessing/reductions\.py|multiprocessing/(?:reduction|resource_sharer|shared_memory|heap)\.py",
+        level="exception",
+        cause="An object could not be handed to another process ({type}): shared memory (/dev/shm) or file descriptors ran out, the process at the other end has ended, or it is of a kind that cannot be shared (a non-leaf tensor, CUDA after a fork).",
+        fix="df -h /dev/shm (docker run --shm-size=8g); ulimit -n 65536 or torch.multiprocessing.set_sharing_strategy('file_system'); send tensor.detach().cpu(); look for what ended the other process.",
+    ),
+    _rule(
+        "MP-child-failed",
+        "user-error",
+        "never",
+        raised_in=r"multiprocessing/(?:spawn|forkserver|popen_\w+|process|context)\.py",
+        level="peer",
+        cause="A new process could not be started, or one that was started failed ({type}).",
+        fix="Read the child's own error above; the start under  if __name__ == '__main__':, arguments that can be pickled, enough memory and processes (ulimit -u), and no processes started by daemons.",
+    ),
+    _rule(
+        "CKPT-unwritten",
+        "user-error",
+        "once",
+        raised_in=r"torch/serialization\.py.{0,40} in (?:_?save|_legacy_save|__exit__|persistent_id|write\w*)\b",
+        level="exception",
+        cause="The checkpoint could not be written ({type}): no space or quota left, no right to write there, or an object in it that cannot be pickled.",
+        fix="df -h and quota -s for that path; save state_dict()s and plain values, by rank 0, to a temporary name that is renamed (ddpsafe.checkpoint does).",
+    ),
+    _rule(
+        "CKPT-unreadable",
+        "user-error",
+        "never",
+        raised_in=r"torch/(?:serialization|_weights_only_unpickler|storage)\.py|torch/_utils\.py.{0,20} in _rebuild|/pickle\.py|/zipfile(?:/__init__)?\.py|safetensors/\w+\.py",
+        level="exception",
+        cause="The checkpoint could not be read ({type}): it is damaged or cut off, another kind of file, or written by another version of torch or of the code.",
+        fix="ls -l and file FILE; use the checkpoint before it or download it again; load it with the version that wrote it, weights only: torch.load(FILE, map_location='cpu', weights_only=True).",
+    ),
+    _rule(
+        "CKPT-sharded-failed",
+        "user-error",
+        "never",
+        raised_in=r"torch/distributed/checkpoint/",
+        level="exception",
+        cause="torch.distributed.checkpoint could not save or load ({type}): files of the folder are missing or incomplete on this host, or the state dict names other tensors, ranks or shards than were saved.",
+        fix="All ranks see one folder, with .metadata and all files; load into the same model and wrapper that saved it (get_state_dict of torch.distributed.checkpoint.state_dict); use the checkpoint before it.",
+    ),
+    _rule(
+        "CKPT-optimizer-state",
+        "user-error",
+        "never",
+        raised_in=r"torch/optim/.{0,60} in (?:load_state_dict|__setstate__|_process_value\w*|update_group|cast|_cast)\b",
+        level="exception",
+        cause="The optimizer's state in the checkpoint does not fit this optimizer ({type}): another kind, other parameter groups, another order or version, or not an optimizer's state at all.",
+        fix="Make model and optimizer as they were when it was saved, and load the model first; else leave the optimizer's state out and start it fresh.",
+    ),
+    _rule(
+        "RDZV-failed",
+        "config",
+        "once",
+        raised_in=r"torch/distributed/(?:rendezvous|elastic/rendezvous/\w+|elastic/agent/\S+)\.py",
+        level="exception",
+        cause="The ranks could not meet ({type}): MASTER_ADDR, MASTER_PORT, RANK or WORLD_SIZE is missing or wrong, the port is taken, or rank 0 cannot be reached.",
+        fix="Start with torchrun (it sets all four), one --rdzv-endpoint HOST:PORT on all nodes; getent hosts HOST and nc -zv HOST PORT from each node.",
+    ),
+    _rule(
+        "DDP-failed",
+        "user-error",
+        "never",
+        raised_in=r"torch/nn/parallel/distributed\.py|torch/distributed/(?:utils|algorithms/\S+)\.py",
+        level="exception",
+        cause="DistributedDataParallel itself failed ({type}), in its constructor or around the forward: the model differs between ranks, lies on several devices or has no parameters that need gradients, or no process group was made.",
+        fix="init_process_group and torch.cuda.set_device(local_rank) first, then DDP(model.to(local_rank), device_ids=[local_rank]), with the same model on all ranks; TORCH_DISTRIBUTED_DEBUG=DETAIL names the parameter.",
+    ),
+    _rule(
+        "DDP-data-parallel",
+        "user-error",
+        "never",
+        raised_in=r"torch/nn/parallel/(?:data_parallel|parallel_apply|replicate|scatter_gather|comm|_functions)\.py",
+        level="exception",
+        cause="DataParallel failed ({type}) while it split the batch, copied the model or gathered the outputs: inputs or outputs that are not tensors of one batch, parameters on another device than device_ids[0], or too few samples for the GPUs.",
+        fix="model.to('cuda:0'), tensors with the batch in dimension 0 as inputs and outputs; or DistributedDataParallel, one process for each GPU.",
+    ),
+)
+
 _REPORT: Final = _rule(
     "RUN-report",
     "user-error",
@@ -5428,6 +5595,16 @@ _FLIGHT: Final = (
 """What flight recordings show; they have no line in a log."""
 
 _FALLBACKS: Final = (
+    _rule(
+        "DATA-worker-raised",
+        "user-error",
+        "never",
+        r"^Caught \w+ in DataLoader worker process",
+        level="end",
+        is_fallback=True,
+        cause="The dataset or the collate function failed in a DataLoader worker.",
+        fix="Read the 'Original Traceback' that follows, or run with num_workers=0: it ends with the line of the dataset.",
+    ),
     _rule(
         "NET-refused",
         "startup-network",
@@ -5638,6 +5815,7 @@ _NOISE: Final = (
 )
 
 RULES: Final[tuple[LogRule, ...]] = (
+    *_PLACES,
     *_HARDWARE,
     *_MEMORY,
     *_DISK,

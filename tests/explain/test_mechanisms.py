@@ -1497,6 +1497,40 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("TypeError: unsupported operand type(s) for /: 'PngImageFile' and 'int'", "DATA-array", "pillow"),
     ("RuntimeError: [enforce fail at inline_container.cc:209] . file not found: archive/data/94852208", "CKPT-truncated", "torch"),
     ("google.api_core.exceptions.Forbidden: 403 GET https://storage.googleapis.com/: x does not have storage.objects.get access", "DATA-credentials", "google"),
+    ('  File "/usr/lib/python3.10/multiprocessing/connection.py", line 383, in _recv\n    raise EOFError\n  File "/usr/lib/python3.10/multiprocessing/connection.py", line 383, in _recv\n    raise EOFError\nEOFError\nEOFError', "MP-other-end", "python"),
+    ('  File "/home/philokey/.virtualenvs/py3/lib/python3.5/site-packages/torch/optim/sgd.py", line 94, in step\n    buf.mul_(momentum).add_(1 - dampening, d_p)\nRuntimeError: invalid argument 3: sizes do not match at /pytorch/torch/lib/THC/generated/../generic/THCTensorMathPointwise.cu:271', "CKPT-optimizer-sizes", "torch"),
+    ("E     File \"/mnt/home/sam/monorepo/.venv/lib/python3.11/site-packages/torch/optim/adamw.py\", line 97, in __setstate__\nE       if len(p_state) != 0 and not torch.is_tensor(p_state[\"step\"]):\nE                                                    ~~~~~~~^^^^^^^^\nE   KeyError: 'step'", "CKPT-optimizer-state", "torchtitan"),
+    ("    obj = StockUnpickler.load(self)\nTypeError: __init__() missing 2 required positional arguments: 'error_index' and 'error_pid'", "MP-exception-pickled", "torch"),
+    ("nvidia-container-cli: initialization error: load library failed: libcuda.so.1", "CUDA-driver-not-loaded", "nvidia"),
+    ("nvidia-container-cli: initialization error: cuda error: unknown error", "CUDA-driver-not-loaded", "nvidia"),
+    ("RuntimeError: One of the subprocesses has abruptly died during map operation.To debug the error, disable multiprocessing.", "MP-pool-broken", "datasets"),
+    ('Caught TypeError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File "D:\\Program\\Anaconda3\\envs\\Python3.7\\lib\\site-packages\\torch\\utils\\data\\_utils\\worker.py", ', "DATA-worker-raised", "torch"),
+    ("throws: Symbol not found: __ZN6caffe26detail36_typeMetaDataInstance_preallocated_0E", "ENV-extension", "macos"),
+    ("ERROR:root:Worker 2 failed: ValueError: cannot convert float NaN to integer", "USER-exception", "logging"),
+    ("  File \"/opt/conda/lib/python3.10/site-packages/torch/serialization.py\", line 1246, in _legacy_load\nUnicodeDecodeError: 'ascii' codec can't decode byte 0xd3 in position 1", "CKPT-python2", "torch"),
+    ('  File "/opt/conda/lib/python3.10/site-packages/torch/multiprocessing/reductions.py", line 568, in reduce_storage\nRuntimeError', "MP-handed-over", "torch"),
+    ('  File "/opt/conda/lib/python3.10/multiprocessing/synchronize.py", line 57, in __init__\nOSError: [Errno 28] No space left on device', "MEM-shm-semaphores", "python"),
+    ("ERROR    root:launch.py:88 FileNotFoundError: [Errno 2] No such file or directory: 'ninja'", "ENV-compiler", "pytest"),
+    ('  File "/opt/conda/lib/python3.10/site-packages/torch/utils/data/_utils/collate.py", line 155, in collate\n    clone.update({key: collate(...)})\nRuntimeError: Trying to resize storage', "DATA-collate-failed", "torch"),
+    ('  File "/opt/conda/lib/python3.10/site-packages/torch/utils/data/_utils/fetch.py", line 51, in <listcomp>\n    data = [self.dataset[idx] for idx in possibly_batched_index]\nKeyError: 1834', "DATA-no-sample", "torch"),
+    ('  File "/opt/conda/lib/python3.10/site-packages/torch/nn/parallel/distributed.py", line 674, in __init__\nAssertionError', "DDP-failed", "torch"),
+    ('  File "/opt/conda/lib/python3.10/site-packages/torch/nn/parallel/scatter_gather.py", line 77, in gather_map\nTypeError: dict_values is odd', "DDP-data-parallel", "torch"),
+    ('  File "/opt/conda/lib/python3.10/site-packages/torch/_weights_only_unpickler.py", line 385, in load\nKeyError: 101', "CKPT-no-pickle-codes", "torch"),
+    ('  File "/opt/conda/lib/python3.10/site-packages/torch/serialization.py", line 944, in _save\n    zip_file.write_record(name, storage, num_bytes)\nRuntimeError', "CKPT-unwritten", "torch"),
+    ("  File \"/opt/conda/lib/python3.10/site-packages/torch/distributed/checkpoint/default_planner.py\", line 471, in create_default_local_load_plan\nKeyError: 'optim.param_groups'", "CKPT-sharded-failed", "torch"),
+    ('  File "/opt/conda/lib/python3.10/multiprocessing/managers.py", line 824, in _callmethod\nConnectionResetError: [Errno 104] Connection reset by peer', "MP-other-end", "python"),
+    ('2025-10-31 03:11:02,478 - SimpleTuner - INFO - [rank0]:   File "/workspace/SimpleTuner/venv/lib/python3.11/site-packages/torch/distributed/checkpoint/state_dict_loader.py", line 250, in local_step\n2025-10-31 03:11:02,478 - SimpleTuner - INFO - [rank0]:     assert metadata is not None\n2025-10-31 03:11:02,478 - SimpleTuner - INFO - [rank0]: AssertionError', "CKPT-sharded-failed", "torch"),
+    ('  File "/opt/conda/lib/python3.10/site-packages/torch/utils/data/_utils/pin_memory.py", line 383, in pin_memory\nRuntimeError', "DATA-pin-memory", "torch"),
+    ('  File "/opt/conda/lib/python3.10/site-packages/torch/utils/data/sampler.py", line 383, in __iter__\nRuntimeError', "DATA-sampler-failed", "torch"),
+    ('  File "/opt/conda/lib/python3.10/site-packages/torch/multiprocessing/spawn.py", line 383, in join\nException', "MP-child-failed", "torch"),
+    ("  File \"/opt/conda/lib/python3.10/site-packages/torch/serialization.py\", line 383, in persistent_load\nKeyError: 'storages'", "CKPT-unreadable", "torch"),
+    ('  File "/opt/conda/lib/python3.10/site-packages/torch/optim/optimizer.py", line 383, in load_state_dict\nKeyError: 0', "CKPT-optimizer-state", "torch"),
+    ('  File "/opt/conda/lib/python3.10/site-packages/torch/distributed/rendezvous.py", line 383, in _create_c10d_store\nRuntimeError', "RDZV-failed", "torch"),
+    ('  File "/opt/conda/lib/python3.10/multiprocessing/spawn.py", line 383, in spawn_main\nEOFError: Ran out of input', "MP-parent-failed", "python"),
+    ('  File "/opt/conda/lib/python3.10/multiprocessing/synchronize.py", line 383, in __init__\nPermissionError: [Errno 13] Permission denied', "MP-semaphore-rights", "python"),
+    ("  File \"/opt/conda/lib/python3.10/site-packages/torch/utils/data/_utils/collate.py\", line 383, in <dictcomp>\nKeyError: 'mask'", "DATA-collate-keys", "torch"),
+    ('Traceback (most recent call last):\n  File "C:\\env\\lib\\multiprocessing\\connection.py", line 312, in _recv_bytes\nEOFError', "MP-other-end", "windows"),
+    ('Traceback (most recent call last):\n  File "/env/site-packages/torch/utils/data/_utils/fetch.py", line 54, in fetch\n  File "/w/data.py", line 8, in collate\nRuntimeError: odd sizes', "USER-exception", "torch"),
 )  # fmt: skip
 
 
@@ -1518,6 +1552,34 @@ def test_where_a_known_exception_was_raised_is_told() -> None:
         "    return boxes[0]\nIndexError: list index out of range"
     )
     assert cause.cause.endswith("Raised at /w/data.py:12 in __getitem__.")
+
+
+OTHER_END: Final = """\
+Traceback (most recent call last):
+  File "/env/multiprocessing/connection.py", line 383, in _recv
+EOFError
+"""
+SPAWNED: Final = """\
+Traceback (most recent call last):
+  File "/env/site-packages/torch/multiprocessing/spawn.py", line 118, in join
+Exception:
+
+-- Process 1 terminated with the following error:
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "others"), [(OTHER_END, ["DS-MP-other-end"]), (SPAWNED, ["DS-MP-child-failed"])]
+)
+def test_a_place_that_only_hands_on_a_failure_comes_after_the_failure(
+    log: str, others: list[str]
+) -> None:
+    """The end of a pipe, and the parent of what was spawned."""
+    raised = (
+        'Traceback (most recent call last):\n  File "/w/train.py", line 5, in f\nValueError: odd'
+    )
+    codes = [cause.code for cause in explain_text(log + raised)]
+    assert codes == ["DS-USER-exception", *others]
 
 
 def test_a_replica_that_failed_is_not_blamed_on_the_dataset() -> None:

@@ -165,6 +165,55 @@ def test_prefixes_of_launchers_do_not_hide_a_failure(prefix: str) -> None:
         assert causes[0].rank == 3
 
 
+DECORATIONS: Final = (
+    "`{}`",
+    "```{}```",
+    "    {}",
+    "ERROR: {}",
+    "ERROR:root:{}",
+    "[ERROR] {}",
+    "[2026-11-22 10:11:12,345][__main__][ERROR] - {}",
+    "2026-11-22 10:11:12,345 - {}",
+    "ERROR    root:train.py:12 {}",
+    "E       {}",
+    "> {}",
+    "  | {}",
+    "│ {} │",
+    "- {}",
+    "train.py:12: {}",
+    "Caught exception: {}",
+    "rank 1: {}",
+)
+"""What loggers, pytest, boxes and pastes add to an exception."""
+
+
+@pytest.mark.parametrize("decoration", DECORATIONS)
+@pytest.mark.parametrize(
+    ("exception", "code"),
+    [
+        ("quux.BarError: foo is not bar", "USER-exception"),
+        ("EOFError", "CKPT-empty"),
+        ("FileNotFoundError: [Errno 2] No such file or directory: 'ninja'", "ENV-compiler"),
+    ],
+)
+def test_what_stands_around_an_exception_does_not_hide_it(
+    decoration: str, exception: str, code: str
+) -> None:
+    """The line alone is enough, whatever it stands in."""
+    log = decoration.format(exception) + "\n"
+    assert [cause.code for cause in explain_text(log)] == [f"DS-{code}"]
+    if code == "USER-exception":
+        assert explain_text(log)[0].cause == f"The script raised {exception}."
+
+
+@pytest.mark.parametrize("logged", ["ERROR:root:{}", "2026-11-22 10:11:12,345 - ERROR - {}"])
+def test_an_exception_that_is_logged_is_nothing_where_steps_follow(logged: str) -> None:
+    """The program has gone on after it."""
+    log = logged.format("quux.BarError: foo is not bar") + "\n"
+    assert [cause.code for cause in explain_text(log)] == ["DS-USER-exception"]
+    assert explain_text(log + "epoch 3 step 20 loss 0.31\n") == []
+
+
 TRACEBACK: Final = """\
 [rank1]: Traceback (most recent call last):
 [rank1]:   File "/home/me/train.py", line 31, in train
