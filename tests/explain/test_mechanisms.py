@@ -1574,6 +1574,8 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("env: 'torchrun': No such file or directory", "ENV-program", "coreutils"),
     ("'torchrun' is not recognized as an internal or external command,\noperable program or batch file.", "ENV-program", "windows"),
     ("FileNotFoundError: [Errno 2] No such file or directory: 'torchrun'", "ENV-program", "python"),
+    ("ERROR:torch.distributed.elastic.multiprocessing.errors.error_handler:no error file defined for parent, to copy child error file (/tmp/torchelastic_zzyxq__8/159009_f51vopx0/attempt_0/0/error.json)", "PEER-childfailed", "torchrun"),
+    ("               CHILD PROCESS FAILED WITH NO ERROR_FILE                \n******************************************", "PEER-childfailed", "torchrun"),
 )  # fmt: skip
 
 
