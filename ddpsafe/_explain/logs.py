@@ -372,14 +372,16 @@ class LogReader:
             if decoration is not None:
                 said, is_logged = said[decoration.end() :].rstrip("`*│ "), True
                 raised = _EXCEPTION.match(said)
+        if raised is None and innermost is not None:
+            raised = _ANY_EXCEPTION.match(said)
+        if raised is None:
+            innermost = None
         best = self._find_best(number, line, said, innermost, grams)
         # Keep the rank that torchrun's summary names as the first to fail.
         if _ROOT_CAUSE.match(said):
             self._is_root_cause = True
         elif self._is_root_cause and (root := _RANK_OF_ROOT.match(said)):
             self._root_rank, self._is_root_cause = int(root[1]), False
-        if raised is None and innermost is not None:
-            raised = _ANY_EXCEPTION.match(said)
         if raised is not None and traceback is not None:
             del self._tracebacks[rank]
             self._in_traceback = bool(self._tracebacks)
@@ -392,7 +394,8 @@ class LogReader:
             best = self._find_best(number, line, " ".join((said, *rest)), innermost, None)
             if best is not None and best[1].start() >= len(said):  # it is the next line's alone
                 best = None
-        if best is None and raised is not None and innermost is not None:
+        is_wrapper = raised is not None and _CAUGHT_IN_WORKER.match(raised["text"] or "")
+        if best is None and raised is not None and not is_wrapper:
             found = (rule for rule in _OF_ANY_EXCEPTION if _is_raised_in(rule, innermost))
             best = next(((rule, raised) for rule in found), None)
         if best is not None:

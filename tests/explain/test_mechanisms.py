@@ -1576,6 +1576,20 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("FileNotFoundError: [Errno 2] No such file or directory: 'torchrun'", "ENV-program", "python"),
     ("ERROR:torch.distributed.elastic.multiprocessing.errors.error_handler:no error file defined for parent, to copy child error file (/tmp/torchelastic_zzyxq__8/159009_f51vopx0/attempt_0/0/error.json)", "PEER-childfailed", "torchrun"),
     ("               CHILD PROCESS FAILED WITH NO ERROR_FILE                \n******************************************", "PEER-childfailed", "torchrun"),
+    ('  File "/usr/local/lib/python3.8/dist-packages/torch/utils/data/dataloader.py", line 664, in __init__\n    assert self._timeout == 0\nAssertionError', "DATA-loader-failed", "torch"),
+    ("RuntimeError: Some elements marked as dirty during the forward method were not returned as output. The inputs that are modified inplace must all be outputs of the Function", "AUTOGRAD-dirty", "torch"),
+    ('  File "/home/b/.conda/envs/p/lib/python3.10/site-packages/torch/serialization.py", line 1486, in load\n    raise pickle.UnpicklingError(_get_wo_message(str(e))) from None', "CKPT-weights-only", "torch"),
+    ("  File \"/env/site-packages/torch/distributed/distributed_c10d.py\", line 2806, in all_gather_object\n    object_list[i] = _tensor_to_object(tensor, object_size_list[i])\n_pickle.UnpicklingError: invalid load key, '\\x00'.", "DDP-object", "torch"),
+    ('  File "/env/site-packages/torch/distributed/distributed_c10d.py", line 2450, in broadcast_object_list\nEOFError: Ran out of input', "DDP-object", "torch"),
+    ('  File "/env/site-packages/torch/cuda/__init__.py", line 314, in _lazy_init\n    torch._C._cuda_init()\nRuntimeError', "CUDA-start-failed", "torch"),
+    ('  File "/env/site-packages/huggingface_hub/utils/_http.py", line 409, in hf_raise_for_status\nHTTPError', "NET-request-failed", "torch"),
+    ('  File "/env/site-packages/PIL/Image.py", line 3305, in open\nOSError', "DATA-reader-failed", "torch"),
+    ('  File "/env/lib/python3.10/subprocess.py", line 1863, in _execute_child\nFileNotFoundError', "ENV-no-program", "torch"),
+    ('  File "/env/site-packages/torch/distributed/fsdp/_flat_param.py", line 1, in f\nAssertionError', "FSDP-failed", "torch"),
+    ('  File "/env/lib/python3.10/multiprocessing/queues.py", line 122, in get\n    return _ForkingPickler.loads(res)\n_pickle.UnpicklingError: pickle data was truncated', "MP-queue-cut-off", "torch"),
+    ("  File \"/env/site-packages/torch/serialization.py\", line 1166, in find_class\nModuleNotFoundError: No module named 'models'", "CKPT-pickled-class", "torch"),
+    ('  File "/env/site-packages/torch/nn/parallel/parallel_apply.py", line 86, in parallel_apply\n    output.reraise()\nRuntimeError: Caught RuntimeError in replica 0 on device 0.\nOriginal Traceback (most recent call last):\n  File "/env/site-packages/torch/nn/functional.py", line 1753, in linear\nRuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`', "CUDA-library", "torch"),
+    ("  File \"/env/lib/python3.11/multiprocessing/spawn.py\", line 130, in _main\n    self = reduction.pickle.load(from_parent)\nModuleNotFoundError: No module named '__config__'", "MP-child-import", "torch"),
 )  # fmt: skip
 
 
