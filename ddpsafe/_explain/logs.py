@@ -55,7 +55,7 @@ _PREFIX: Final = re.compile(
     r"|\[pod/\S+\] ?|> |[a-z][\w.-]*\d: (?=\S)|std(?:out|err) [FP] )+"
 )
 _DECORATION: Final = re.compile(
-    r"""(?:
+    r"""
         [^\w\[(]+                             # indentation, quotes, back-ticks, a box
       | [\[(][^\])]{1,60}[\])]:?\s*           # [ERROR], [2026-11-22 10:11:12], (pid=4711)
       | \d[\d:.,T-]{4,30}Z?\s+                # a date, a time
@@ -63,10 +63,14 @@ _DECORATION: Final = re.compile(
       | (?:E|(?i:error|critical|fatal|stderr|failed|traceback|(?:un)?caught|exception|original|was))
         (?:\s|:(?:[\w.]+:)?\s*)               # ERROR:root:, of pytest E
       | (?i:rank|worker|process)[ -]?\d+(?:\ failed)?:\s
-    )+(?=(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)(?::\ |:?[\s`'"*│]*$))""",
+    """,
     re.VERBOSE,
 )
-"""What loggers, pytest, boxes and pastes put before an exception."""
+"""One of what loggers, pytest, boxes and pastes put before an exception."""
+_DECORATIONS: Final = 12
+_DECORATED: Final = re.compile(
+    r"""(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)(?:: |:?[\s`'"*│]*$)"""
+)
 _HEDGE: Final = re.compile(r"There are some potential root causes.*")
 """Ray lists there what else may have happened, SIGKILL and SIGSEGV included."""
 _WARNING: Final = re.compile(
@@ -368,9 +372,9 @@ class LogReader:
         raised = _EXCEPTION.match(said)
         is_logged = "ERROR" in line
         if raised is None and ("rror" in said or "xception" in said):
-            decoration = _DECORATION.match(said)
-            if decoration is not None:
-                said, is_logged = said[decoration.end() :].rstrip("`*│ "), True
+            bare = _undecorated(said)
+            if bare is not None:
+                said, is_logged = bare, True
                 raised = _EXCEPTION.match(said)
         if raised is None and innermost is not None:
             raised = _ANY_EXCEPTION.match(said)
@@ -790,6 +794,19 @@ class _Sieve:
 
 _OF_ANY_EXCEPTION: Final = tuple(rule for rule in RULES if rule.raised_in and not rule.signs)
 """What the place alone tells of an exception whose own words no rule knows."""
+
+
+def _undecorated(said: str) -> str | None:
+    """Return the exception of a line that puts something before it; one by one, so in linear time."""
+    begin = 0
+    for _ in range(_DECORATIONS):
+        decoration = _DECORATION.match(said, begin)
+        if decoration is None:
+            return None
+        begin = decoration.end()
+        if _DECORATED.match(said, begin):
+            return said[begin:].rstrip("`*│ ")
+    return None
 
 
 def _is_raised_in(rule: LogRule, innermost: re.Match[str] | None) -> bool:

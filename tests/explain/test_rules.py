@@ -381,6 +381,15 @@ def test_a_large_log_is_read_as_a_small_one() -> None:
         ], log
 
 
+@pytest.mark.parametrize("rule", ["=" * 23, "- " * 12, "error: " * 24, "[x]" * 12])
+def test_what_stands_before_an_exception_is_read_in_linear_time(rule: str) -> None:
+    """A rule of a table, or a box: to try all ways to cut it would take for ever."""
+    reader, started_s = LogReader(), time.process_time()
+    reader.read_text(f"{rule} error summary\n")
+    assert time.process_time() - started_s < 1
+    assert reader.causes() == []
+
+
 BAD_LINE: Final = "2026-11-22 10:00:00 [rank3] error {} loader timeout {}\n"
 BAD_TRACEBACK: Final = """\
 [rank3]: Traceback (most recent call last):
