@@ -191,7 +191,7 @@ def _complete(worker: Worker, reading: RankReading) -> RankReading:
 def _question(asked: Sequence[Worker], states: Mapping[int, str]) -> dict[int, RankReading]:
     known = {worker.rank: worker.position for worker in asked}
     for worker in asked:
-        _ask(worker, is_stopped=states[worker.rank] == psutil.STATUS_STOPPED)
+        _ask(worker)
     _await_answers(asked, known, Deadline.after(_ANSWER))
     for worker in asked:
         if worker.was_stopped:
@@ -222,7 +222,7 @@ def _position_now(worker: Worker, known: Mapping[int, Position | None]) -> Posit
     return None if is_old else worker.position
 
 
-def _ask(worker: Worker, *, is_stopped: bool) -> None:
+def _ask(worker: Worker) -> None:
     # A live watch may have asked the rank, or its DataLoader workers, before: their stacks go.
     with contextlib.suppress(OSError):  # the run directory may have been removed
         os.close(open_log(worker.spec.logs.stacks, os.O_WRONLY | os.O_TRUNC))
@@ -230,7 +230,7 @@ def _ask(worker: Worker, *, is_stopped: bool) -> None:
     # Before it has our handler the signal would end it; without our file it would write elsewhere.
     if worker.phase != "starting" and _catches_stacks_signal(worker) and _holds_stacks(worker):
         _ask_stacks(worker)
-    if is_stopped:
+    if worker.was_stopped:
         worker.signal(signal.SIGCONT)
 
 

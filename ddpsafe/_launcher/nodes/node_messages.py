@@ -131,6 +131,10 @@ class RoundPlan:
         """Return the node of a rank."""
         return next(node for node in range(len(self.nodes)) if rank in self.ranks_of(node))
 
+    def name_of(self, node_rank: int) -> str:
+        """Name a node in a message."""
+        return f"node {node_rank} ({self.nodes[node_rank].hostname!r})"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderCheck:

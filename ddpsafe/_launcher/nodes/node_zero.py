@@ -152,7 +152,9 @@ class OtherNodes:
             for rank in plan.ranks_of(node)
         }
         self._offsets: dict[int, ClockOffset] = {}
-        self._silence = SilenceWatch({node: self.name(node) for node in range(1, len(plan.nodes))})
+        self._silence = SilenceWatch(
+            {node: plan.name_of(node) for node in range(1, len(plan.nodes))}
+        )
         self._next_beat_s = 0.0
         self.lost: dict[int, Lost] = {}
         self.failed: dict[int, NodeFailed] = {}
@@ -239,13 +241,9 @@ class OtherNodes:
     def silent_nodes(self) -> list[str]:
         """Say which launchers say nothing while their connection stands."""
         return [
-            f"{self.name(node)}: its launcher says nothing (stopped, starved of CPU?)"
+            f"{self._plan.name_of(node)}: its launcher says nothing (stopped, starved of CPU?)"
             for node in sorted(self._silence.silent)
         ]
-
-    def name(self, node: int) -> str:
-        """Name a node in a message."""
-        return f"node {node} ({self._plan.nodes[node].hostname!r})"
 
     def has_lost_node(self) -> bool:
         """Tell whether a node is gone, or has failed by itself."""
@@ -335,7 +333,7 @@ def coordinate(  # noqa: PLR0913 - the parts of one attempt
         Interrupted: A launcher has been told to go; all ranks have ended.
     """
     nodes = OtherNodes(channel, round_plan, inbox)
-    who = f"node 0 ({round_plan.nodes[0].hostname!r})"
+    who = round_plan.name_of(0)
     did = "could not start its ranks"
     phase: Literal["start", "attempt"] = "start"
     error: DDPSafeError | Interrupted | None = None
@@ -362,7 +360,7 @@ def coordinate(  # noqa: PLR0913 - the parts of one attempt
                 except (Exception, Interrupted) as exc:  # noqa: BLE001 - raised below
                     error = as_error(exc, who, "could not end the attempt", phase="attempt")
                     if isinstance(error, Interrupted):
-                        error.where = nodes.name(nodes.signalled.get(error.signum, 0))
+                        error.where = round_plan.name_of(nodes.signalled.get(error.signum, 0))
                     nodes.send(round_result_of(error))  # before the ranks end: all do so at once
                 end(workers)
                 # The ranks of the others need the store until they have ended.

@@ -128,7 +128,7 @@ class Participant:
         self._told_s = 0.0
         self._has_said_who_decides = False
         self._is_alone = False
-        self._node_0 = f"node 0 ({round_plan.nodes[0].hostname!r})"
+        self._node_0 = round_plan.name_of(0)
         self._silence = SilenceWatch({0: self._node_0})
         self._started = Deadline.after(None)
         self._oom_kills = evidence.count_oom_kills()
@@ -180,7 +180,7 @@ class Participant:
     def _fail(self, exc: Exception, did: str, phase: Literal["start", "attempt"]) -> None:
         """Tell node 0 that this node has failed: it has all nodes end with the same error."""
         node = self._plan.worlds[0].node_rank
-        who = f"node {node} ({self._round.nodes[node].hostname!r})"
+        who = self._round.name_of(node)
         error = as_error(exc, who, did, phase=phase)
         if error is exc:
             name_failed_node(error, who, did)
@@ -327,8 +327,7 @@ class Participant:
             # Node 0 has gone, or had ended the round before it heard of it.
             return NodeResult(values=None, error=self._failed, is_again=False)
         if result is None and self._is_alone and self._told[0] is not None:
-            here = self._plan.worlds[0].node_rank
-            where = f"node {here} ({self._round.nodes[here].hostname!r})"
+            where = self._round.name_of(self._plan.worlds[0].node_rank)
             return NodeResult(values=None, error=Interrupted(self._told[0], where), is_again=False)
         if result is None:
             return self._lost_node_0(ended)

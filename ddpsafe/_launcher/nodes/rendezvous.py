@@ -409,7 +409,6 @@ class NodeRendezvous:
         self.takes_signals = True
         self.address = ""
         self._unserved: list[str] = []
-        self._leads_to = ""
 
     @property
     def facts(self) -> NodeFacts:
@@ -473,21 +472,19 @@ class NodeRendezvous:
         # A host file may lead the host's own name to 127.0.1.1, as Debian's installer has it.
         addresses = [address for address in resolved if not is_loopback(address)]
         self.address = self._own_address(addresses)
-        own = {address: each for each in list_interfaces() for address in each.addresses}
-        node_rank, asked = self._config.node_rank, self._config.rendezvous.interface
+        interfaces = list_interfaces()
+        own = {address: each for each in interfaces for address in each.addresses}
+        node_rank, asked = self._config.node_rank, self._asked_interface
         here = [address for address in addresses if address in own]
         # A resolver may give all addresses of this host, of which the others know only one.
         here.sort(
             key=lambda each: (own[each].name != asked, not own[each].is_candidate, ":" in each)
         )
         self._unserved = here[1:]
-        self._leads_to = (
-            "" if resolved == [self._host] else f" ({self._host} is {_listed(resolved)} here)"
-        )
         if not addresses:
             self._require_own_name(resolved)
             here, self._host = [self.address], self.address
-            if sum(each.is_candidate and bool(each.addresses) for each in list_interfaces()) > 1:
+            if asked is None and sum(each.is_candidate for each in interfaces) > 1:
                 logger.warning(
                     "%s is %s here (/etc/hosts), so node 0 listens at %s; if the others know it by "
                     "another address, set rendezvous.interface (--interface) here",
@@ -508,7 +505,7 @@ class NodeRendezvous:
                 self._root.put(_HOST, self.facts)
                 self._come()
                 return
-        self._connect(deadline, here=bool(here))
+        self._connect(deadline, resolved, here=bool(here))
         self._require_same_job()
         self._come()
 
@@ -603,8 +600,8 @@ class NodeRendezvous:
         raise PreflightError(Explanation(what, cause=cause, fix=fix), kind="startup-network")
 
     def _own_address(self, endpoint: Sequence[str]) -> str:
-        asked = self._config.rendezvous.interface
-        if asked not in (None, "auto"):
+        asked = self._asked_interface
+        if asked is not None:
             chosen = next((each for each in list_interfaces() if each.name == asked), None)
             if chosen is None or not chosen.addresses:
                 existing = ", ".join(each.name for each in list_interfaces())
@@ -626,11 +623,15 @@ class NodeRendezvous:
         return found
 
     @property
+    def _asked_interface(self) -> str | None:
+        asked = self._config.rendezvous.interface
+        return None if asked == "auto" else asked
+
+    @property
     def interface(self) -> str | None:
         """Name of the interface for the ranks: the one asked for, else that of this node's address."""
-        asked = self._config.rendezvous.interface
-        if asked not in (None, "auto"):
-            return asked
+        if self._asked_interface is not None:
+            return self._asked_interface
         found = find_interface_of(self.address)
         return None if found is None else found.name
 
@@ -651,9 +652,11 @@ class NodeRendezvous:
         )
         return True
 
-    def _connect(self, deadline: Deadline, *, here: bool) -> None:
+    def _connect(self, deadline: Deadline, resolved: list[str], *, here: bool) -> None:
         host, port, why = self._host, self._endpoint.port, ""
         has_said = False
+        name = self._endpoint.host
+        leads_to = "" if resolved == [name] else f" ({name} is {_listed(resolved)} here)"
 
         def find() -> str:
             with socket.create_connection((host, port), _PROBE_S) as found:
@@ -665,11 +668,11 @@ class NodeRendezvous:
                 answers = self.call(find, None)
                 break
             except TimeoutError:
-                why = f"nothing answers: a firewall drops packets, or the host is down{self._leads_to}"
+                why = f"nothing answers: a firewall drops packets, or the host is down{leads_to}"
             except OSError as exc:
-                why = f"{exc.strerror or exc}{self._leads_to}"
+                why = f"{exc.strerror or exc}{leads_to}"
             if deadline.waited_s() > _SAY_NO_ANSWER_S and not has_said:
-                has_said, name, node_rank = True, socket.gethostname(), self._config.node_rank
+                has_said, own, node_rank = True, socket.gethostname(), self._config.node_rank
                 hint = ""
                 if here:
                     hint = (
@@ -678,12 +681,12 @@ class NodeRendezvous:
                     )
                 elif node_rank is None:
                     hint = (
-                        f". If {name} is the host of the endpoint, start it with --node-rank 0: that is not an "
+                        f". If {own} is the host of the endpoint, start it with --node-rank 0: that is not an "
                         "address of its own (NAT, or a wrong line in /etc/hosts)"
                     )
                 logger.warning(
                     "%s finds no launcher at %s yet: %s%s; it tries for %.0f s (rendezvous.join)",
-                    name,
+                    own,
                     self._endpoint,
                     why,
                     hint,
@@ -849,9 +852,7 @@ class NodeRendezvous:
         self._root.forget(_OBJECTION)
         if node.launcher not in self._refused:
             self._refused.add(node.launcher)
-            logger.warning(
-                "%s, which came to replace a node, is refused: %s", node, error.explanation
-            )
+            say_refused(node, error)
 
     def _note_members(self) -> None:
         members = self._members()
@@ -1148,6 +1149,11 @@ def find_secret(config: LaunchConfig) -> bytes:
         return hashlib.sha256(b"variable\0" + told.encode()).digest()
     known = (str(config.rendezvous.endpoint), config.rendezvous.id or "")
     return hashlib.sha256("\0".join(("derived", *known)).encode()).digest()
+
+
+def say_refused(node: NodeFacts, error: DDPSafeError) -> None:
+    """Warn that a new node takes no part, and why."""
+    logger.warning("%s, which came to replace a node, is refused: %s", node, error.explanation)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -47,6 +47,7 @@ from ddpsafe._launcher.nodes.rendezvous import (
     make_round_id,
     rank_store,
     require_same_settings,
+    say_refused,
 )
 from ddpsafe._launcher.plan import NodesPlace
 from ddpsafe._launcher.processes.launcher_store import reserved_port
@@ -322,9 +323,7 @@ class NodeLaunch:
         error: PreflightError,
     ) -> None:
         """End a new node with an error; the others come again, and wait for another one."""
-        logger.warning(
-            "%s, which came to replace a node, is refused: %s", nodes[unfit], error.explanation
-        )
+        say_refused(nodes[unfit], error)
         seat.board.put(_REFUSAL, round_result_of(error, is_final=False, failed_node=unfit))
         self._is_between_rounds = True
         deadline = Deadline.after(_REFUSAL_READ)
