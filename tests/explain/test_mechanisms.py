@@ -6,11 +6,15 @@ are short error lines of those programs, as their source and their users' report
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
+from runpy import run_path
 from typing import Final
 
 import pytest
 
 from ddpsafe._explain.logs import explain_text
+from ddpsafe._explain.rules import RULES
 
 ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     # The environment: modules, libraries, compilers.
@@ -368,8 +372,6 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("torch.distributed.DistBackendError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: Connection reset by peer", "PEER-lost", "torch"),
     ("/pytorch/aten/src/ATen/native/cuda/Loss.cu:250: nll_loss_forward_reduce_cuda_kernel_2d: block: [0,0,0], thread: [5,0,0] Assertion `t >= 0 && t < n_classes` failed.", "CUDA-label", "torch"),
     ("NVIDIA GeForce RTX 5090 with CUDA capability sm_120 is not compatible with the current PyTorch installation.\nRuntimeError: CUDA error: no kernel image is available for execution on the device", "CUDA-arch", "torch"),
-    ("RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn' start method", "CUDA-fork", "torch"),
-    ("RuntimeError: No backend type associated with device type cpu", "NCCL-tensor-on-cpu", "torch"),
     ("RuntimeError: Detected mismatch between collectives on ranks. Rank 0 is running collective: CollectiveFingerPrint(OpType=ALLREDUCE), but Rank 1 is running collective: CollectiveFingerPrint(OpType=BROADCAST).", "DDP-mismatch", "torch"),
     ("RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one. This error indicates that your module has parameters that were not used in producing loss.", "DDP-unused", "torch"),
     ("RuntimeError: one of the variables needed for gradient computation has been modified by an inplace operation: [torch.cuda.FloatTensor [64]] is at version 4; expected version 3 instead.", "DDP-buffers", "torch"),
@@ -386,7 +388,6 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("RuntimeError: [enforce fail at inline_container.cc:595] . unexpected pos 64 vs 0", "CKPT-disk-full", "torch"),
     ("RuntimeError: Error(s) in loading state_dict for GPT: size mismatch for lm_head.weight: copying a param with shape torch.Size([50257, 768])", "CKPT-vocabulary", "torch"),
     ("FileNotFoundError: Couldn't find any class folder in /data/train.", "DATA-path", "torch"),
-    ("ValueError: num_samples should be a positive integer value, but got num_samples=0", "DATA-empty", "torch"),
     ('Traceback (most recent call last):\n  File "x.py", line 1, in f\n    d[\'k\']\njson.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)', "DATA-json", "torch"),
     ("_pickle.PicklingError: Can't pickle <class '__main__.Foo'>: attribute lookup Foo on __main__ failed", "MP-unpicklable-local", "torch"),
     ("RuntimeError: An attempt has been made to start a new process before the current process has finished its bootstrapping phase.", "MP-main-guard", "torch"),
@@ -402,7 +403,6 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("/bin/bash: line 1:  4021 Killed                  python train.py", "END-sigkill", "torch"),
     ("RuntimeError: Attempting to use CUDA but torch.cuda.is_available() is False. If you are running on a CPU-only machine", "NCCL-no-gpu", "torch"),
     ("RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False. If you are running on a CPU-only machine, please use torch.load with map_location=torch.device('cpu')", "CKPT-device", "torch"),
-    ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "CUDA-oom", "torch"),
     ("RuntimeError: Unable to find a valid cuDNN algorithm to run convolution", "CUDA-oom", "torch"),
     ("RuntimeError: GET was unable to find an engine to execute this computation", "CUDA-oom", "torch"),
     ("NVRM: Xid (PCI:0000:17:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.", "HW-gpu-lost", "torch"),
@@ -412,7 +412,6 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("NCCL WARN Bootstrap : no socket interface found", "NCCL-interface", "torch"),
     ("NCCL INFO NET/Plugin: Could not find: libnccl-net.so. Using internal network plugin.\nNCCL WARN NET/OFI Failed to initialize sendrecv protocol", "NCCL-plugin", "torch"),
     ("OSError: [Errno 11] Resource temporarily unavailable", "ENV-threads", "torch"),
-    ("RuntimeError: can't start new thread", "ENV-threads", "torch"),
     ("FileExistsError: [Errno 17] File exists: 'checkpoints/run1'", "DATA-mkdir-race", "torch"),
     ("OSError: [Errno 28] No space left on device: '/tmp/pymp-abc'", "DISK-full", "torch"),
     ("sqlite3.OperationalError: database or disk is full", "DISK-full", "torch"),
@@ -510,7 +509,6 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("RuntimeError: CUDA error: misaligned address\n", "CUDA-illegal-access", "report"),
     ("RuntimeError: CUDA error: an illegal instruction was encountered", "CUDA-illegal-access", "report"),
     ("RuntimeError: CUDA error: operation not permitted when stream is capturing", "CUDA-graph", "report"),
-    ("RuntimeError: cuDNN error: CUDNN_STATUS_NOT_INITIALIZED", "CUDA-library-versions", "report"),
     ("RuntimeError: CUDA driver initialization failed, you might not have a CUDA gpu.", "CUDA-unknown", "report"),
     ("UserWarning: CUDA initialization: CUDA unknown error - this may be due to an incorrectly set up environment, e.g. changing env variable CUDA_VISIBLE_DEVICES after program start.", "CUDA-unknown", "report"),
     ("RuntimeError: Cannot access accelerator device when none is available.", "NCCL-no-gpu", "report"),
@@ -544,7 +542,6 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("AssertionError: Default process group is not initialized", "PG-not-initialized", "report"),
     ("RuntimeError: File my_out/checkpoints/checkpoint_0.pt cannot be opened.", "CKPT-directory", "report"),
     ('  File "/w/torch/serialization.py", line 1266, in _save\n    zip_file.write_record(name, storage, num_bytes)\nRuntimeError: [enforce fail at inline_container.cc:857] . PytorchStreamWriter failed writing file data/322: file write failed', "CKPT-disk-full", "report"),
-    ("OSError: [Errno 5] Input/output error", "HW-storage-io", "report"),
     ("[1843.3] NVRM: The NVIDIA GPU 0000:b3:00.0\n               NVRM: (PCI ID: 10de:26b5) installed in this system has\n               NVRM: fallen off the bus and is not responding to commands.", "HW-gpu-lost", "report"),
     ("NVRM: Xid (PCI:0000:cb:00): 109, pid=1797828, name=pt_main_thread, Ch 00000008, errorString CTX SWITCH TIMEOUT, Info 0x58005", "HW-other-xid", "report"),
     ("NVRM: Xid (PCI:0000:00:07): 31, pid=2512125, name=python3.10, Ch 00000008, intr 00000000. MMU Fault: ENGINE GRAPHICS GPCCLIENT_T1_8 faulted", "CUDA-illegal-access", "report"),
@@ -557,7 +554,6 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ('botocore.exceptions.EndpointConnectionError: Could not connect to the endpoint URL: "https://s3.amazonaws.com/x"', "DATA-download", "report"),
     ('torch.multiprocessing.spawn.ProcessRaisedException:\n\n-- Process 2 terminated with the following error:\nTraceback (most recent call last):\n  File "/w/torch/multiprocessing/spawn.py", line 69, in _wrap\n    fn(i, *args)\n  File "/w/train.py", line 88, in main_worker\n    dist.init_process_group(backend=\'nccl\', init_method=\'tcp://127.0.0.1:23456\')\nRuntimeError: Address already in use', "PORT-taken", "report"),
     ("RuntimeError: Connection refused", "NET-refused", "report"),
-    ("RuntimeError: connect() timed out. Original timeout was 1800000 ms.", "RDZV-unreachable", "report"),
     ("RuntimeError: Connection reset by peer", "PEER-lost", "report"),
     ("RuntimeError: store->get() got error: Connection reset by peer", "PEER-lost", "report"),
     ("[rank0]:[E1121 ProcessGroupNCCL.cpp:1537] [PG 0 (default_pg) Rank 0] Process group watchdog thread terminated with exception: NCCL error: unhandled cuda error, NCCL version 2.20.5\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'", "CUDA-oom", "report"),
@@ -569,7 +565,6 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ('Fatal Python error: Segmentation fault\n\nCurrent thread 0x00007f (most recent call first):\n  File "/w/torch/_ops.py", line 502 in __call__\n  File "/w/train.py", line 12 in main', "END-sigsegv", "report"),
     ("Fatal Python error: Bus error", "END-sigbus", "report"),
     ("*** stack smashing detected ***: terminated\nAborted (core dumped)", "END-heap", "report"),
-    ("double free or corruption (!prev)\nAborted (core dumped)", "END-heap", "report"),
     ("corrupted size vs. prev_size\nERROR:torch.distributed.elastic.multiprocessing.api:failed (exitcode: -6) local_rank: 0 (pid: 1)", "END-heap", "report"),
     ("free(): invalid pointer", "END-heap", "report"),
     ("Killed", "END-sigkill", "report"),
@@ -744,7 +739,6 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ('../aten/src/ATen/native/cuda/ScatterGatherKernel.cu:144: operator(): block: [1,0,0], thread: [5,0,0] Assertion `idx_dim >= 0 && idx_dim < index_size && "index out of bounds"` failed.', "CUDA-label", "torch"),
     ("Could not load library libcudnn_ops_infer.so.8. Error: libcudnn_ops_infer.so.8: cannot open shared object file: No such file or directory", "CUDA-library-missing", "cudnn"),
     ("ImportError: libnvJitLink.so.12: cannot open shared object file: No such file or directory", "CUDA-library-missing", "torch"),
-    ("ImportError: libcuda.so.1: cannot open shared object file: No such file or directory", "CUDA-driver-library", "torch"),
     ("    metadata = storage._share_cuda_()\nRuntimeError: CUDA error: operation not supported", "CUDA-share", "torch"),
     ("RuntimeError: CUDA error: invalid resource handle", "CUDA-launch", "torch"),
     ("[W CudaIPCTypes.cpp:15] Producer process has been terminated before all shared CUDA tensors released. See Note [Sharing CUDA tensors]", "CUDA-share-lost", "torch"),
@@ -768,7 +762,6 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("AttributeError: module 'torch.multiprocessing' has no attribute 'spawn'", "ENV-version", "torch"),
     ("TypeError: TrainingArguments.__init__() got an unexpected keyword argument 'evaluation_strategy'", "ENV-version", "transformers"),
     # What torch and its neighbours say of their own arguments, one row for each mechanism.
-    ("RuntimeError: CUDA error: out of memory", "CUDA-oom", "library"),
     ("RuntimeError: CUDA error: CUDA driver is a stub library", "CUDA-driver-library", "library"),
     ("RuntimeError: CUDA error: invalid device function", "CUDA-arch", "library"),
     ("RuntimeError: CUDA error: invalid kernel image", "CUDA-arch", "library"),
@@ -833,7 +826,6 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("RuntimeError: Tensors must be contiguous", "DDP-contiguous", "library"),
     ("RuntimeError: Tensors must be non-overlapping and dense", "DDP-contiguous", "library"),
     ("AssertionError: {'id': 0, 'status': 'INFLIGHT'}", "FSDP-state", "library"),
-    ("RuntimeError: GET was unable to find an engine to execute this computation", "CUDA-oom", "library"),
     ("ValueError: Expected a cuda device, but got: cpu", "DATA-devices", "library"),
     ("RuntimeError: module must have its parameters and buffers on device cuda:0 (device_ids[0]) but found one of them on device: cpu", "DP-module-elsewhere", "library"),
     ("OverflowError: cannot serialize a bytes object larger than 4 GiB", "MP-too-large", "library"),
@@ -844,12 +836,9 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("ValueError: prefetch_factor option could only be specified in multiprocessing.", "DATA-arguments", "library"),
     ("AssertionError: Size mismatch between tensors", "DATA-lengths", "library"),
     ("RuntimeError: generator raised StopIteration", "DATA-exhausted", "library"),
-    ('RuntimeError: "nll_loss_forward_reduce_cuda_kernel_2d_index" not implemented for \'Float\'', "DTYPE-labels", "library"),
-    ("ValueError: bad value(s) in fds_to_keep", "MEM-passed-twice", "library"),
     ('\tUnexpected key(s) in state_dict: "epoch", "state_dict", "optimizer".', "CKPT-whole-file", "library"),
     ("\tsize mismatch for roi_heads.box_predictor.cls_score.weight: copying a param with shape torch.Size([91, 1024]) from checkpoint, the shape in current model is torch.Size([3, 1024]).", "CKPT-head", "library"),
     ("\tsize mismatch for layer1.0.conv1.weight: copying a param with shape torch.Size([64, 64, 1, 1]) from checkpoint, the shape in current model is torch.Size([64, 64, 3, 3]).", "CKPT-shape", "library"),
-    ("UserWarning: None of the inputs have requires_grad=True. Gradients will be None", "GRAD-checkpoint-inputs", "library"),
     ("RuntimeError: Cannot use ``weights_only=True`` with TorchScript archives passed to ``torch.load``.", "CKPT-is-script", "library"),
     # Mechanisms that hide behind the words of another one.
     ('\tMissing key(s) in state_dict: "_model.module.field.aabb".\n\tUnexpected key(s) in state_dict: "_model.field.aabb".', "CKPT-prefix", "torch"),
@@ -891,7 +880,6 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("THCTensorScatterGather.cu:188: block: [1,0,0], thread: [5,0,0] Assertion `indexValue >= 0 && indexValue < tensor.sizes[dim]` failed.", "CUDA-label", "torch"),
     ("IndexError: Target 5 is out of bounds.", "DATA-label-range", "torch"),
     ("IndexError: list index out of range", "DATA-index-range", "python"),
-    ("AttributeError: 'NoneType' object has no attribute 'shape'", "DATA-none-image", "python"),
     ("AttributeError: 'NoneType' object has no attribute 'endswith'", "USER-none", "python"),
     ("AttributeError: '_MultiProcessingDataLoaderIter' object has no attribute 'next'", "DATA-iterator-next", "torch"),
     ("RuntimeError: could not unlink the shared memory file /torch_1_2 : No such file or directory (2)", "MEM-shm-removed", "torch"),
@@ -1248,7 +1236,6 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("\tsize mismatch for embed.weight: copying a param with shape torch.Size([32000, 4096]) from checkpoint, the shape in current model is torch.Size([32001, 4096]).", "CKPT-vocabulary", "torch"),
     ("ValueError: Size mismatch between saved torch.Size([257152, 2048]) and current: torch.Size([131661824]) for model.embed_tokens.weight", "CKPT-flat", "torch dcp"),
     ("\tsize mismatch for _flat_param: copying a param with shape torch.Size([1000]) from checkpoint, the shape in current model is torch.Size([500]).", "CKPT-flat", "torch fsdp"),
-    ("ValueError: loaded state dict contains a parameter group that doesn't match the size of optimizer's group", "CKPT-optimizer-order", "torch optim"),
     ("ValueError: loaded state dict has a different number of parameter groups", "CKPT-optimizer-order", "torch optim"),
     ("AssertionError: If capturable=False, state_steps should not be CUDA tensors.", "OPTIM-capturable", "torch optim"),
     ("FileNotFoundError: [Errno 2] No such file or directory: '/ckpt/step_10/__1_0.distcp'", "CKPT-incomplete", "torch dcp"),
@@ -1590,6 +1577,29 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("  File \"/env/site-packages/torch/serialization.py\", line 1166, in find_class\nModuleNotFoundError: No module named 'models'", "CKPT-pickled-class", "torch"),
     ('  File "/env/site-packages/torch/nn/parallel/parallel_apply.py", line 86, in parallel_apply\n    output.reraise()\nRuntimeError: Caught RuntimeError in replica 0 on device 0.\nOriginal Traceback (most recent call last):\n  File "/env/site-packages/torch/nn/functional.py", line 1753, in linear\nRuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`', "CUDA-library", "torch"),
     ("  File \"/env/lib/python3.11/multiprocessing/spawn.py\", line 130, in _main\n    self = reduction.pickle.load(from_parent)\nModuleNotFoundError: No module named '__config__'", "MP-child-import", "torch"),
+    ("ModuleNotFoundError: No module named 'torch._C._distributed_c10d'; 'torch._C' is not a package", "PG-no-distributed", "torch"),
+    ("/usr/bin/python: No module named 'train.py'", "ENV-module-file", "python"),
+    ("run.sh: line 3: $'\\r': command not found", "ENV-line-ends", "bash"),
+    ("run.sh: line 5: syntax error near unexpected token `$'do\\r''", "ENV-line-ends", "bash"),
+    ("pcieport 0000:3a:00.0: PCIe Bus Error: severity=Uncorrectable (Non-Fatal), type=Transaction Layer, (Requester ID)", "HW-pcie", "linux"),
+    ("OSError: [Errno 30] Read-only file system: '/outputs/last.ckpt'", "DISK-read-only", "python"),
+    ("RuntimeError: Your training graph has changed in this iteration, e.g., one parameter is used in first iteration, but then got unused in the second iteration. this is not compatible with static_graph set to True.", "DDP-static-graph", "torch"),
+    ("RuntimeError: Rank 1 exhausted all inputs.", "DDP-uneven", "torch"),
+    ("RuntimeError: Can't detach views in-place. Use detach() instead. If you are using DistributedDataParallel (DDP) for training, and gradient_as_bucket_view is set as True, gradients are views of DDP buckets, and hence detach_() cannot be called on these gradients.", "DDP-bucket-view", "torch"),
+    ("OMP: Error #15: Initializing libiomp5md.dll, but found libiomp5md.dll already initialized.", "ENV-openmp", "openmp"),
+    ("ValueError: Your setup doesn't support bf16/gpu. You need torch>=1.10, using Ampere GPU with cuda>=11.0", "ENV-bf16", "transformers"),
+    ("n1:91:95 [0] bootstrap.cc:412 NCCL WARN Mismatched NCCL version detected : rank 0 version 21805 rank 1 version 21903", "NCCL-versions-differ", "nccl"),
+    ("terminate called after throwing an instance of 'gloo::EnforceNotMet'", "GLOO-check", "gloo"),
+    ("RuntimeError: [enforce fail at ../third_party/gloo/gloo/transport/tcp/pair.cc:131] ss_family == self_ss.ss_family", "GLOO-families", "gloo"),
+    ("[E socket.cpp:922] [c10d] The server socket has failed to listen on any local network address.", "RDZV-listen", "torch"),
+    ("OSError: Can't load tokenizer for 'bert-base-uncased'. If you were trying to load it from 'https://huggingface.co/models', make sure you don't have a local directory with the same name.", "DATA-hub-name", "transformers"),
+    ("NVRM: Xid (PCI:0000:3b:00): 45, pid=4711, name=python, Ch 00000008", "NOISE-xid-cleanup", "nvidia"),
+    ("UserWarning: barrier(): using the device under current context. You can specify `device_id` in `init_process_group` to mute this warning.", "NOISE-guess-device", "torch"),
+    ("RuntimeError: Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling NumCudaDevices() that might have already set an error? Error 1: invalid argument", "CUDA-devices", "torch"),
+    ("terminate called after throwing an instance of 'std::out_of_range'\n  what():  vector::_M_range_check: __n (which is 7) >= this->size() (which is 7)", "END-native", "libstdc++"),
+    ("srun: error: _server_read: fd 18 error reading header: Unspecified error", "SLURM-error", "slurm"),
+    ("subprocess.CalledProcessError: Command '['/usr/bin/make', '-j', 'ext']' returned non-zero exit status 2.", "END-command", "python"),
+    ("RuntimeError: [enforce fail at operator.cc:273] op. Cannot create operator of type 'RoIAlign' on the device 'CPU'", "ENFORCE-failed", "torch"),
 )  # fmt: skip
 
 
@@ -1602,6 +1612,21 @@ def test_a_failure_of_another_program_is_known(log: str, code: str) -> None:
     assert [cause.code for cause in causes[:1]] == [f"DS-{code}"]
     assert causes[0].evidence
     assert causes[0].fix
+
+
+def test_every_rule_has_a_row_and_no_log_has_two() -> None:
+    """A rule without one may be dead: an earlier rule may take all its lines."""
+    here = Path(__file__)
+    rules, known = (
+        run_path(str(here.with_name(f"test_{name}.py"))) for name in ("rules", "known_failures")
+    )
+    rows = [row[:2] for row in (*ROWS, *rules["ROWS"])]
+    rows += [row[1:3] for row in known["FAILURES"]]
+    without_lines = {rule.code for rule in RULES if not (rule.signs or rule.raised_in)}
+    codes = {f"DS-{code}" for _, code in rows} | without_lines
+    assert [rule.code for rule in RULES if rule.code not in codes] == []
+    logs = Counter(log.strip() for log, _ in rows)
+    assert [log for log, times in logs.items() if times > 1] == []
 
 
 def test_where_a_known_exception_was_raised_is_told() -> None:

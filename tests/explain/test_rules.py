@@ -58,7 +58,6 @@ ROWS: Final[tuple[tuple[str, str], ...]] = (
     ("NET/IB : Got completion from peer 10.0.0.3<3333> with status=12 opcode=0 len=0 vendor err 129", "NCCL-ib-timeout"),
     ("x:1:1 [0] misc/cudawrap.cc:36 NCCL WARN Cuda failure 'CUDA driver version is insufficient for CUDA runtime version'", "NCCL-driver"),
     ("ImportError: /opt/torch/lib/libtorch_cuda.so: undefined symbol: ncclCommSplit", "NCCL-two-libraries"),
-    ("RuntimeError: Distributed package doesn't have NCCL built in", "NCCL-not-built"),
     ("RuntimeError: No CUDA GPUs are available", "NCCL-no-gpu"),
     ("AssertionError: Torch not compiled with CUDA enabled", "NCCL-no-gpu"),
     ("ValueError: Tensors must be CUDA and dense", "NCCL-tensor-on-cpu"),
