@@ -112,6 +112,24 @@ def _rule(  # noqa: PLR0913 - the columns of the table
     )
 
 
+_EXITED: Final = (
+    r"(?:(?i:exit(?:ed|s)?(?: with)?(?: an?)?(?: error| return| status| non-?zero)?(?: exit)?[ _-]?(?:code|status)(?: code)?)"
+    r"|(?i:return code|returned code|non-zero status)|terminated with code)['\"]?(?: of)? {0,4}[:=]? {0,8}"
+)
+"""What launchers, shells, containers and schedulers write before the code of a process that ended."""
+
+
+def _ended_by(number: int, name: str, described: str) -> str:
+    """Return a pattern of all of them for a process that a signal ended, by code, number and name."""
+    return (
+        rf"{_EXITED}(?:-{number}|{128 + number})(?!\d|\.\d)|ExitCode=0:{number}\b"
+        rf"|got sig(?:nal|val) ?: ?{number}\b|Received (?:{number}|Signals\.{name}) death signal"
+        rf"|\({name}\)|Signals\.{name}|{name}\(-{number}\)|SIGNAL: {number}\b"
+        rf"|(?i:(?:killed|terminated|exited|died|crashed|interrupted)[ :]{{1,2}}(?:(?:by|on|with|due to) )?)signal:? ?(?:{number}\b|{name}\b)"
+        rf"|(?:tasks? [\d,-]+:|line \d+: +\d+|Signal:|EXIT STRING:) +{described}\b"
+    )
+
+
 def _is_no_info(match: re.Match[str]) -> bool:
     """Tell whether the line is more than one of those that NCCL_DEBUG=INFO prints of a healthy start."""
     return "NCCL INFO" not in match.string
@@ -981,6 +999,16 @@ _ENVIRONMENT: Final = (
         over=("ENV-module", "ENV-shadowed"),
         cause="python -m (or torchrun -m) was given a file: it takes the name of a module, with dots and without .py.",
         fix="torchrun train.py, or torchrun -m package.train from the directory that holds the package; -m torch.distributed.run only stands before the launcher's own options.",
+    ),
+    _rule(
+        "ENV-relative-import",
+        "user-error",
+        "never",
+        r"attempted relative import|'__main__' is not a package|parent module '.{0,60}' not loaded, cannot perform relative",
+        cause="A file of a package is started by its path, so Python does not know its package: `from . import x` fails, and its folder, which comes first on the path, can hide modules of the same name (random.py, types.py).",
+        fix="Start it as a module from the folder above the package: torchrun --nproc-per-node N -m package.train (python -m package.train), or import by the full name.",
+        level="exception",
+        over=("USER-exception",),
     ),
     _rule(
         "ENV-shadowed",
@@ -1862,10 +1890,19 @@ _NCCL: Final = (
         fix="Update the driver (reboot after an update), or install a torch built for an older CUDA; `nvidia-smi` shows what the driver supports.",
     ),
     _rule(
+        "CUDA-stub",
+        "config",
+        "never",
+        r"is a stub library",
+        over=("NCCL-cuda-failure", "CUDA-error", "END-sigsegv"),
+        cause="A stub of the driver's library (libcuda.so or libnvidia-ml.so from the toolkit's folder stubs, made for linking only) is loaded instead of the driver's own.",
+        fix="Take .../cuda/lib64/stubs out of LD_LIBRARY_PATH and /etc/ld.so.conf.d (in an image: keep it for the build step only); `ldconfig -p | grep libcuda` has to show the driver's.",
+    ),
+    _rule(
         "CUDA-driver-library",
         "config",
         "never",
-        r"libcuda\.so\S* ?: cannot open|libcuda\.so cannot found|cannot find -lcuda\b|CUDA driver is a stub library|PTX JIT compiler library not found|libnvidia-ml\.so\S* ?: cannot open|(?i:unable|failed) to (?:find|load|open) (?:CUDA library )?libcuda",
+        r"libcuda\.so\S* ?: cannot open|libcuda\.so cannot found|cannot find -lcuda\b|PTX JIT compiler library not found|libnvidia-ml\.so\S* ?: cannot open|(?i:unable|failed) to (?:find|load|open) (?:CUDA library )?libcuda",
         check=_is_no_info,
         over=("NCCL-no-gpu", "ENV-library", "CUDA-library"),
         cause="The driver's library (libcuda.so) is not found: there is no driver in this container, or its folder is not on the library path (WSL: /usr/lib/wsl/lib).",
@@ -1910,7 +1947,7 @@ _NCCL: Final = (
         "NCCL-cuda-failure",
         "hardware",
         "once",
-        r"(?i)Cuda failure (?:999|46|719|700|101|3\b|1\b)?.{0,4}'(?!out of memory|peer access)|ncclUnhandledCudaError|unhandled cuda error",
+        r"(?i)Cuda failure (?:999|46|719|700|101|3\b|1\b)?.{0,4}'(?!out of memory|peer access|driver shutting)|ncclUnhandledCudaError|unhandled cuda error",
         cause="A CUDA call failed inside NCCL or torch; the driver, the container or an earlier kernel error is behind it, not the network.",
         fix="Look above for the first CUDA error; NCCL_DEBUG=WARN names the call. Then: nvidia-smi (is the memory full? does the driver fit torch.version.cuda and this GPU?), NCCL_P2P_DISABLE=1, CUDA_LAUNCH_BLOCKING=1, and dmesg for Xid.",
         level="likely",
@@ -2241,10 +2278,19 @@ _RENDEZVOUS: Final = (
         fix="Call dist.barrier() without device_ids where dist.get_backend() is not 'nccl'; on GPUs under Linux init_process_group('nccl').",
     ),
     _rule(
+        "PG-group-too-large",
+        "config",
+        "never",
+        r"new group's (?:rank should be within|world size should be less)",
+        over=("PG-group",),
+        cause="A group of more ranks, or of other ranks, than this job has was to be made: fewer processes were started than the sizes of its groups (tensor, pipeline or data parallel) ask for.",
+        fix="Start as many processes as they multiply to (torchrun --nproc-per-node, --nnodes), or lower those sizes; pass new_group() ranks below dist.get_world_size().",
+    ),
+    _rule(
         "PG-group",
         "user-error",
         "never",
-        r"is not registered, please create group|is not part of (?:the )?group|Invalid process group specified|(?:source|dst|src) .{0,20}is not in the group|new group's (?:rank|world size)|group rank .{0,20}not (?:in|part)|[Ii]nvalid root(?: rank:)? \d+|peer \d+ is not within valid range|Invalid peer rank|rank \d+ which does not belong to the given group|ranks list must not contain duplicate|is not part of the parent group|Group \S+ is not registered|Expect(?:ing a|ed) ProcessGroup, (?:but )?got|arg 'group_size' \(|arg 'ranks_per_subgroup_list'|has appeared in both subgroup|must be divisible by stride|split group(?:'s size| cannot)|rankset doesn't include|out of bounds for group size|ranks from process group|Rank \d+ is out of range\. Valid ranks are",
+        r"is not registered, please create group|is not part of (?:the )?group|Invalid process group specified|(?:source|dst|src) .{0,20}is not in the group|group rank .{0,20}not (?:in|part)|[Ii]nvalid root(?: rank:)? \d+|peer \d+ is not within valid range|Invalid peer rank|rank \d+ which does not belong to the given group|ranks list must not contain duplicate|is not part of the parent group|Group \S+ is not registered|Expect(?:ing a|ed) ProcessGroup, (?:but )?got|arg 'group_size' \(|arg 'ranks_per_subgroup_list'|has appeared in both subgroup|must be divisible by stride|split group(?:'s size| cannot)|rankset doesn't include|out of bounds for group size|ranks from process group|Rank \d+ is out of range\. Valid ranks are",
         cause="A collective is called with a group that this rank is not in or that was destroyed, or with a rank that is not in the group.",
         fix="Call dist.new_group() with the same arguments on every rank, call the collective only on members, and pass global ranks as src and dst.",
     ),
@@ -5012,7 +5058,8 @@ _ENDS: Final = (
         "END-sigfpe",
         "killed",
         "never",
-        r"SIGFPE|exitcode *: -8\b|Signal 8 \(|Floating point exception|(?i:exit ?code:?) +136\b|exit(?:ed with)? status 136\b",
+        _ended_by(8, "SIGFPE", "Floating point"),
+        r"SIGFPE|Signal 8 \(|Floating point exception",
         cause="A process ended itself in native code by a division by zero (SIGFPE): gloo's collectives do that with empty tensors.",
         fix="Look for tensors without elements on some rank; python -X faulthandler shows the call.",
         level="end",
@@ -5021,7 +5068,8 @@ _ENDS: Final = (
         "END-sighup",
         "preempted",
         "yes",
-        r"closing signal SIGHUP|got sig(?:nal|val) ?: ?1\b|Received (?:1|Signals\.SIGHUP) death signal|signal (?:1|SIGHUP)\b.{0,20}(?:received|Hangup)|\bHangup\b|terminated with signal SIGHUP|exitcode *: -1\b|Signal 1 \(SIGHUP",
+        _ended_by(1, "SIGHUP", "Hangup"),
+        r"closing signal SIGHUP|signal (?:1|SIGHUP)\b.{0,20}(?:received|Hangup)|\bHangup\b",
         cause="The terminal or the ssh session that started the job was closed (SIGHUP); torchrun installs its own handler, so nohup does not protect it.",
         fix="Start it in tmux or screen, with setsid, or under a scheduler.",
     ),
@@ -5029,7 +5077,9 @@ _ENDS: Final = (
         "END-sigusr",
         "preempted",
         "yes",
-        r"User defined signal [12]|got sig(?:nal|val) ?: ?1[02]\b|(?:signal|Signals\.)[ (]*SIGUSR[12]|Signal 1[02] \(SIGUSR|exitcode *: -1[02]\b|exits with return code = -1[02]\b",
+        _ended_by(10, "SIGUSR1", "User defined signal"),
+        _ended_by(12, "SIGUSR2", "User defined signal"),
+        r"User defined signal [12]|signal[ (]*SIGUSR[12]",
         cause="A process was ended by SIGUSR1 or SIGUSR2, for which it had no handler: the scheduler sends it some time before the job's limit or a preemption (Slurm: --signal).",
         fix="Handle it: save and leave (Lightning's SLURMEnvironment does), or take the option away (sbatch without --signal=USR1@…); with B: only the batch script gets it.",
         level="likely",
@@ -5038,7 +5088,8 @@ _ENDS: Final = (
         "END-cpu-time",
         "user-error",
         "never",
-        r"SIGXCPU|CPU time limit exceeded|exitcode *: -24\b",
+        _ended_by(24, "SIGXCPU", "CPU time limit"),
+        r"SIGXCPU|CPU time limit exceeded",
         cause="A process used more processor time than it may (ulimit -t), as login nodes of clusters set it.",
         fix="Start it in a job of the scheduler, not on the login node; ulimit -t shows the limit.",
     ),
@@ -5071,7 +5122,7 @@ _ENDS: Final = (
         "END-sigterm",
         "preempted",
         "yes",
-        r"got sig(?:nal|val) ?: ?15\b|Received (?:15|Signals\.SIGTERM) death signal|(?i:exit ?code) *:? +143\b|exits with return code = -15|died with <Signals\.SIGTERM|terminated with signal SIGTERM|exit(?:ed with)? status 143\b",
+        rf"got sig(?:nal|val) ?: ?15\b|Received (?:15|Signals\.SIGTERM) death signal|{_EXITED}143\b|exits with return code = -15|died with <Signals\.SIGTERM|terminated with signal SIGTERM",
         cause="The launcher was asked to stop with SIGTERM: by a scheduler, a container's stop, or because another rank had failed.",
         fix="Look for a rank that failed before; if there is none, see who stopped the job, and resume from the checkpoint.",
         level="likely",
@@ -5080,7 +5131,8 @@ _ENDS: Final = (
         "END-interrupted",
         "preempted",
         "yes",
-        r"^KeyboardInterrupt|is killed by signal: Interrupt|0xC000013A|[- ](?:1073741510|3221225786)\b|got sig(?:nal|val) ?: ?2\b|exitcode *: -2\b|Received 2 death signal|(?i:exit ?code:?) +130\b|SIGINT",
+        _ended_by(2, "SIGINT", "Interrupt"),
+        r"^KeyboardInterrupt|is killed by signal: Interrupt|0xC000013A|[- ](?:1073741510|3221225786)\b|SIGINT",
         cause="Ctrl-C, or the SIGINT of a notebook or a scheduler, ended the job.",
         fix="Nothing, if it was meant. If it was ended because it hung, look at where the ranks were: the tracebacks show it.",
         level="likely",
@@ -5106,7 +5158,8 @@ _ENDS: Final = (
         "END-sigsegv",
         "killed",
         "never",
-        r"SIGSEGV|Segmentation fault|0xC0000005|[- ](?:1073741819|3221225477)\b|access violation|exitcode *: -11|signal 11\b|Signal 11 \(|SIGNAL: 11\b|(?i:exit ?code) *:? +139\b|return code = -11\b|exit(?:ed with)? status 139\b|exit with status code 139\b|exit status -11\b",
+        _ended_by(11, "SIGSEGV", "Segmentation fault"),
+        r"SIGSEGV|Segmentation fault|0xC0000005|[- ](?:1073741819|3221225477)\b|access violation|[Ss]ignal 11\b",
         cause="A process crashed in native code (SIGSEGV): an extension, a driver, or mixed library versions.",
         fix="Run with python -X faulthandler for the Python stack; check versions of torch, CUDA and extensions.",
         level="end",
@@ -5115,7 +5168,8 @@ _ENDS: Final = (
         "END-sigbus",
         "killed",
         "never",
-        r"SIGBUS|SIGNAL: 7\b|exitcode *: -7\b|return code = -7\b|(?i:exit ?code) *:? +135\b|signal 7\b|Signal 7 \(|Bus error|exit(?:ed with)? status 135\b",
+        _ended_by(7, "SIGBUS", "Bus error"),
+        r"SIGBUS|[Ss]ignal 7\b|Bus error",
         cause="A process got SIGBUS: /dev/shm is full (64 MB in a container by default), or a mapped file was cut off or its disk is full.",
         fix="Enlarge /dev/shm (docker run --shm-size=8g), check the disk of mapped files.",
         level="end",
@@ -5124,7 +5178,8 @@ _ENDS: Final = (
         "END-sigkill",
         "killed",
         "once",
-        r"exitcode *: -9|signal SIGKILL|Signal 9\b|(?:^|: |\(|\d )Killed(?:\)|\s*$|\s{2,})|line \d+: +\d+ Killed\b|exit(?:ed with|ed| with| code|code)? (?:status code |code |status )?137|exit status -9\b|non-zero status of 137|killed by signal 9|KILLED BY SIGNAL: 9\b|\bby SIGKILL\b|return code = -9\b|Signals\.SIGKILL|exited on signal 9\b|(?i:exit ?code) *:? +137\b",
+        _ended_by(9, "SIGKILL", "Killed"),
+        r"signal SIGKILL|[Ss]ignal 9\b|(?:^|: |\(|\d )Killed(?:\)|\s*$|\s{2,})|exit(?:ed)?(?: with)? 137\b|\bby SIGKILL\b",
         cause="A process was killed with SIGKILL. It leaves no traceback; nearly always the kernel's out-of-memory killer or a container's memory limit did it.",
         fix="See dmesg or `journalctl -k | grep -i oom` on its host, and memory.events of the cgroup; lower num_workers or the batch, or raise the limit.",
         level="end",
@@ -5133,7 +5188,8 @@ _ENDS: Final = (
         "END-sigabrt",
         "killed",
         "once",
-        r"SIGABRT|SIGNAL: 6\b|(?i:exit ?code) *:? +134\b|return code = -6\b|exitcode *: -6\b|signal 6\b|Signal 6 \(|Aborted \(core dumped\)|(?:^|\s)Aborted\s*$|exit(?:ed with)? status 134\b|exit with status code 134\b|exit status -6\b",
+        _ended_by(6, "SIGABRT", "Aborted"),
+        r"SIGABRT|[Ss]ignal 6\b|Aborted \(core dumped\)|(?:^|\s)Aborted\s*$",
         cause="A process aborted itself (SIGABRT): a failed assertion in native code, NCCL's watchdog, or collectives of different sizes under gloo.",
         fix="Read the last lines that it wrote to stderr; they name the assertion.",
         level="exit",
@@ -5142,7 +5198,8 @@ _ENDS: Final = (
         "END-sigill",
         "killed",
         "never",
-        r"SIGILL|[Ii]llegal instruction|0xC000001D|[- ](?:1073741795|3221225501)\b|SIGNAL: 4\b|exitcode *: -4\b|return code = -4\b|(?i:exit ?code) *:? +132\b|signal 4\b|Signal 4 \(|exit(?:ed with)? status 132\b",
+        _ended_by(4, "SIGILL", "Illegal instruction"),
+        r"SIGILL|[Ii]llegal instruction|0xC000001D|[- ](?:1073741795|3221225501)\b|[Ss]ignal 4\b",
         over=("DATA-worker-exit",),
         cause="A library was built for another processor (illegal instruction).",
         fix="Install builds for this machine's processor, and compile extensions on it.",
@@ -5238,7 +5295,7 @@ _ENDS: Final = (
         "END-no-program",
         "config",
         "never",
-        r"(?:failed \(exitcode:?|exitcode *:|exited with (?:error )?(?:code|status)|exit status|Exited with exit code|exits with return code =|returned non-zero exit status|(?i:exit ?code:)) +12[67]\b",
+        rf"{_EXITED}12[67]\b",
         over=("END-exit-code",),
         cause="A shell did not find the program to start (exit code 127), or may not run it (126).",
         fix="Activate the environment in the job script or use absolute paths (/env/bin/python, /env/bin/torchrun); ls -l PROGRAM on that host, in that container; chmod +x a script (126), and look for CRLF ends of lines.",
@@ -5258,7 +5315,7 @@ _ENDS: Final = (
         "END-exit-code",
         "user-error",
         "never",
-        r"(?:terminated with exit code|(?:failed|FAILED) \(exitcode:?|failed with exitcode|exitcode *:|exited with (?:error )?(?:code|status)|exit status|ExitCode|Exited with exit code|exits with return code =|returned non-zero exit status|with non-zero status|terminated with code|(?i:exit ?code:)) +(?:of )?(?!(?:130|13[24579]|143)\b)(?P<code>[1-9]\d*)\b",
+        rf"{_EXITED}(?P<code>[1-9]\d*)\b",
         cause="A process ended with exit code {code}; the reason stands in its own output.",
         fix="Read its output above this line; of a rank, torchrun --log-dir D --tee 3 keeps one log for each.",
         level="exit",
@@ -5329,7 +5386,8 @@ _PEERS: Final = (
         "END-stopped",
         "peer-lost",
         "once",
-        r"closing signal SIGTERM|exitcode *: -15\b|exit(?:ed with)? code -15\b|Forcefully terminating all other processes|Signal 15 \(SIGTERM\) received|forcefully exitt?ing via|Job step aborted: Waiting up to",
+        _ended_by(15, "SIGTERM", "Terminated"),
+        r"closing signal SIGTERM|Forcefully terminating all other processes|forcefully exitt?ing via|Job step aborted: Waiting up to",
         cause="The launcher ended this rank, since another one had failed or the job was stopped.",
         fix="Look for the rank that failed first: its own output, or the launcher's summary (Root Cause).",
         level="peer",
@@ -5407,7 +5465,7 @@ _PEERS: Final = (
         "PEER-childfailed",
         "user-error",
         "once",
-        r"ChildFailedError|CHILD PROCESS FAILED WITH NO ERROR_FILE|to copy child error file|[Ww]orker group (?:FAILED|finished \((?:WorkerState\.)?FAILED)|ProcessRaisedException|ProcessExitedException(?!: process \d+ terminated with signal)|CalledProcessError|ActorDiedError|ActorUnavailableError|RayActorError|TrainingFailedError|worker process has died|A worker died or was killed|ExecuteUserScriptError|UnexpectedStatusException|Command '.{0,400} died with|Child process with PID \d+ terminated|CheckpointException ranks|Engine core initialization failed|[Ww]orker(?:Proc)? initialization failed|[Gg]ot fatal signal from worker processes|EngineDeadError|MPI_ABORT was invoked on rank (?P<rank>\d+)|Primary job\s+terminated normally, but|Per user-direction, the job has been aborted",
+        r"ChildFailedError|CHILD PROCESS FAILED WITH NO ERROR_FILE|to copy child error file|[Ww]orker group (?:FAILED|finished \((?:WorkerState\.)?FAILED)|ProcessRaisedException|ProcessExitedException(?!: process \d+ terminated with signal)|CalledProcessError|ActorDiedError|ActorUnavailableError|RayActorError|TrainingFailedError|worker process has died|A worker died or was killed|ExecuteUserScriptError|UnexpectedStatusException|Command '.{0,400} died with|Child process with PID \d+ terminated|CheckpointException ranks|Engine core initialization failed|[Ww]orker(?:Proc)? initialization failed|[Gg]ot fatal signal from worker processes|EngineDeadError|MPI_ABORT was invoked on rank (?P<rank>\d+)|Primary job\s+terminated normally, but|LAUNCH ERROR .{0,40}Container failed|^Container rank \d+ status failed|failed to run torchrun|BAD TERMINATION OF ONE OF YOUR|[Rr]ank \d+ crashed\b|\bRayTaskError\b|Per user-direction, the job has been aborted",
         cause="A rank failed; this is its launcher's summary.",
         fix="Read the log of the rank that it names as first.",
         level="peer",
@@ -5762,7 +5820,7 @@ _FALLBACKS: Final = (
         "END-signal",
         "killed",
         "once",
-        r"exitcode *: -(?P<number>\d+)\b|Signal (?P<number2>\d+) \(SIG\w+\) received|terminated (?:with|by) signal (?P<number3>SIG\w+)",
+        rf"{_EXITED}-(?P<number>\d+)\b|Signal (?P<number2>\d+) \(SIG\w+\) received|terminated (?:with|by) signal (?P<number3>SIG\w+)",
         cause="A process was ended by signal {number}{number2}{number3}.",
         fix="man 7 signal names it; see who sent it (dmesg, the scheduler), or run with python -X faulthandler if the process did it itself.",
         level="end",

@@ -762,7 +762,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("AttributeError: module 'torch.multiprocessing' has no attribute 'spawn'", "ENV-version", "torch"),
     ("TypeError: TrainingArguments.__init__() got an unexpected keyword argument 'evaluation_strategy'", "ENV-version", "transformers"),
     # What torch and its neighbours say of their own arguments, one row for each mechanism.
-    ("RuntimeError: CUDA error: CUDA driver is a stub library", "CUDA-driver-library", "library"),
+    ("RuntimeError: CUDA error: CUDA driver is a stub library", "CUDA-stub", "library"),
     ("RuntimeError: CUDA error: invalid device function", "CUDA-arch", "library"),
     ("RuntimeError: CUDA error: invalid kernel image", "CUDA-arch", "library"),
     ("RuntimeError: CUDA error: hardware stack error", "HW-peer-memory", "library"),
@@ -1600,6 +1600,12 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("srun: error: _server_read: fd 18 error reading header: Unspecified error", "SLURM-error", "slurm"),
     ("subprocess.CalledProcessError: Command '['/usr/bin/make', '-j', 'ext']' returned non-zero exit status 2.", "END-command", "python"),
     ("RuntimeError: [enforce fail at operator.cc:273] op. Cannot create operator of type 'RoIAlign' on the device 'CPU'", "ENFORCE-failed", "torch"),
+    ("[n1] misc/cudawrap.cc:182 NCCL WARN Cuda failure 'CUDA driver is a stub library'\n[n1:03131] Signal: Segmentation fault (11)", "CUDA-stub", "nccl"),
+    ("node2:24881:25569 [959657526] proxy.cc:1519 NCCL WARN [Proxy Service 3] Failed to execute operation Setup from rank 3, retcode 1\nnode2:24881:25569 [32707] include/alloc.h:243 NCCL WARN Cuda failure 'driver shutting down'", "CUDA-shutdown", "nccl"),
+    ("LAUNCH ERROR 2022-11-21 02:35:54,385 Container failed !!!\nContainer rank 0 status failed cmd ['/usr/bin/python3', '-u', 'train.py'] code 1 log log/workerlog.0", "PEER-childfailed", "paddle"),
+    ("Error: failed to run torchrun --nproc_per_node=4 train.py on 127.0.0.1, is localhost: True, exception: Encountered a bad command exit code!", "PEER-childfailed", "colossalai"),
+    ("RuntimeError: the new group's world size should be less or equal to the world size set by init_process_group", "PG-group-too-large", "torch"),
+    ('  File "train.py", line 5, in <module>\n    from .. import models\nImportError: attempted relative import with no known parent package', "ENV-relative-import", "python"),
 )  # fmt: skip
 
 

@@ -380,6 +380,46 @@ def test_a_large_log_is_read_as_a_small_one() -> None:
         ], log
 
 
+SIGNALS: Final[tuple[tuple[int, str, str, str], ...]] = (
+    (4, "SIGILL", "Illegal instruction", "DS-END-sigill"),
+    (6, "SIGABRT", "Aborted", "DS-END-sigabrt"),
+    (8, "SIGFPE", "Floating point exception", "DS-END-sigfpe"),
+    (9, "SIGKILL", "Killed", "DS-END-sigkill"),
+    (11, "SIGSEGV", "Segmentation fault", "DS-END-sigsegv"),
+)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "failed (exitcode: -{number}) local_rank: 0 (pid: 1) of binary: python",
+        "Signal {number} ({name}) received by PID 44",
+        "process 0 terminated with signal {name}",
+        "['python', 'train.py'] exits with return code = -{number}",
+        "Command '['python', 'x.py']' died with <Signals.{name}: {number}>.",
+        "Command '['python', 'x.py']' returned non-zero exit status {code}.",
+        "srun: error: n1: tasks 0-3: {described} (core dumped)",
+        "srun: error: n1: task 0: Exited with exit code {code}",
+        "JobState=FAILED Reason=NonZeroExitCode ExitCode=0:{number}",
+        "mpirun noticed that process rank 0 with PID 0 on node n1 exited on signal {number} ({described}).",
+        "=   KILLED BY SIGNAL: {number} ({described})",
+        "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: {described} (signal {number})",
+        "Global rank 0 (PID 12) exited with code -{number}",
+        "Process 1 exit with status code {code}.",
+        "command terminated with exit code {code}",
+        '"exitCode": {code}, "reason": "Error"',
+        "The exit codes of the workers are {{{name}(-{number})}}",
+        "run.sh: line 12:  4711 {described}        (core dumped) python train.py",
+        "[n1:03131] Signal: {described} ({number})",
+    ],
+)
+def test_every_launcher_s_way_to_tell_of_a_signal_is_known(line: str) -> None:
+    """torchrun, mp.spawn, DeepSpeed, Composer, Horovod, MPI, Slurm, Kubernetes, shells and joblib."""
+    for number, name, described, code in SIGNALS:
+        text = line.format(number=number, name=name, described=described, code=128 + number)
+        assert [cause.code for cause in explain_text(text)][:1] == [code], text
+
+
 @pytest.mark.parametrize("rule", ["=" * 23, "- " * 12, "error: " * 24, "[x]" * 12])
 def test_what_stands_before_an_exception_is_read_in_linear_time(rule: str) -> None:
     """A rule of a table, or a box: to try all ways to cut it would take for ever."""
