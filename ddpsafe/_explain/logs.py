@@ -69,8 +69,11 @@ _DECORATION: Final = re.compile(
 """One of what loggers, pytest, boxes and pastes put before an exception."""
 _DECORATIONS: Final = 12
 _DECORATED: Final = re.compile(
-    r"""(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)(?:: |:?[\s`'"*│]*$)"""
+    r"""(?:(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt|Timeout)|StopIteration)"""
+    r"""|_?queue\.(?:Empty|Full))(?:: |:?[\s`'"*│]*$)"""
 )
+_EXCEPTION_WORDS: Final = ("rror", "xception", "StopIteration", "queue.", "Interrupt", "Timeout")
+"""One of them stands in every line that `_DECORATED` is about."""
 _HEDGE: Final = re.compile(r"There are some potential root causes.*")
 """Ray lists there what else may have happened, SIGKILL and SIGSEGV included."""
 _WARNING: Final = re.compile(
@@ -177,20 +180,21 @@ class _Traceback:
 
     Attributes:
         frame: The last call so far that is not of a library.
-        innermost: The line of the last call so far; ``None`` before the first.
+        innermost: The line of the last call so far, with slashes; ``None`` before the first.
         is_ignored: Whether Python says that the exception is ignored.
         is_original: Whether it is what a worker or a replica raised, printed within the wrapper's.
     """
 
     frame: str | None = None
-    innermost: re.Match[str] | None = None
+    innermost: str | None = None
     is_ignored: bool = False
     is_original: bool = False
 
 
 _USER: Final = "DS-USER-exception"
 _FIX_OF_USER: Final = "Fix that line; ranks that complain of a lost peer failed because of it."
-_FIX_OF_WRAPPER: Final = "Read the 'Original Traceback' that follows, or run with num_workers=0: it ends with the line of the dataset."
+_WORKER_RAISED: Final = next(rule for rule in RULES if rule.code == "DS-DATA-worker-raised")
+_REPLICA_RAISED: Final = "The forward failed in a copy of DataParallel"
 _FIX_OF_REPLICA: Final = "Read the 'Original Traceback' that follows: it ends with the line of the model. Try it on one GPU; for several use DistributedDataParallel, with one process for each, as DataParallel copies the model in every step and splits only tensors."
 _WATCHDOG: Final = "DS-HANG-watchdog"
 _OWN: Final = ("exception", "end")
@@ -327,7 +331,8 @@ class LogReader:
             text = part[:_LONGEST_LINE].decode("utf-8", "replace")
             self._read_line(number, text, shape, grams)
         if self._ended:
-            self._ended_by_shape[shape] = tuple(self._ended)
+            if len(self._ended_by_shape) < _MOST_SHAPES:
+                self._ended_by_shape[shape] = tuple(self._ended)
             self._ended.clear()
 
     def _read_line(
@@ -343,7 +348,7 @@ class LogReader:
             self._in_traceback, self._since_frame = True, 0
             traceback = self._tracebacks.setdefault(rank, _Traceback())
             file, line_number, function = (each for each in frame.groups() if each is not None)
-            traceback.innermost = frame
+            traceback.innermost = frame[0].replace("\\", "/")
             if not _LIBRARY.search(file):
                 traceback.frame = f"{file}:{line_number} in {function}"
         elif said.lstrip(" ╭─").startswith(("Traceback (most recent", "Original Traceback (most")):
@@ -371,7 +376,7 @@ class LogReader:
         innermost = None if traceback is None else traceback.innermost
         raised = _EXCEPTION.match(said)
         is_logged = "ERROR" in line
-        if raised is None and ("rror" in said or "xception" in said):
+        if raised is None and any(word in said for word in _EXCEPTION_WORDS):
             bare = _undecorated(said)
             if bare is not None:
                 said, is_logged = bare, True
@@ -394,11 +399,14 @@ class LogReader:
         if best is None and raised is not None and self._following:
             # A paste is broken anywhere: a message with its next lines, if they go on with it.
             goes_on = itertools.takewhile(_GOES_ON.match, self._following)
-            rest = (line.decode("utf-8", "replace").strip() for line in goes_on)
-            best = self._find_best(number, line, " ".join((said, *rest)), innermost, None)
+            rest = [line.decode("utf-8", "replace").strip() for line in goes_on]
+            if rest:
+                best = self._find_best(number, line, " ".join((said, *rest)), innermost, None)
             if best is not None and best[1].start() >= len(said):  # it is the next line's alone
                 best = None
-        is_wrapper = raised is not None and _CAUGHT_IN_WORKER.match(raised["text"] or "")
+        is_wrapper = (
+            raised is not None and _CAUGHT_IN_WORKER.match(raised["text"] or "") is not None
+        )
         if best is None and raised is not None and not is_wrapper:
             found = (rule for rule in _OF_ANY_EXCEPTION if _is_raised_in(rule, innermost))
             best = next(((rule, raised) for rule in found), None)
@@ -415,7 +423,9 @@ class LogReader:
                 cause.cause += f" Raised at {traceback.frame}." if traceback.frame else ""
             return cause
         if raised is not None:
-            return self._note_exception(raised, traceback, number, line, said, is_logged=is_logged)
+            return self._note_exception(
+                raised, traceback, number, line, said, is_logged=is_logged, is_wrapper=is_wrapper
+            )
         return None
 
     def add(self, finding: RecordedFailure) -> None:
@@ -448,7 +458,7 @@ class LogReader:
         number: int,
         line: str,
         said: str,
-        innermost: re.Match[str] | None,
+        innermost: str | None,
         grams: Collection[str] | None,
     ) -> tuple[LogRule, re.Match[str]] | None:
         """Return the rule that a line proves the most of; rules in need of another line are noted.
@@ -467,20 +477,22 @@ class LogReader:
             if rule.until is not None and rule.until.search(said):
                 self._take_back(rule.code)
                 self._ended.append(rule.code)
+            # What waits for another line may say more, by `over`, than an earlier rule.
+            is_settled = best is not None and _strength(best[0]) == (False, 0)
+            if is_settled and rule.also is None:
+                continue
             match = next((found for sign in rule.signs if (found := sign.search(said))), None)
             if match is None or (rule.check is not None and not rule.check(match)):
                 continue
-            if _is_raised_in(rule, innermost):
+            if _is_raised_in(rule, innermost) and not is_settled:
                 return rule, match
             if rule.raised_in is not None and rule.also is None:
                 continue
-            if rule.also is not None and rule.code not in self._also:
+            if rule.also is not None and (is_settled or rule.code not in self._also):
                 # It stands only if the other line comes, so look on.
                 self._note(self._waiting, rule, match, number, line, said)
             elif best is None or _strength(rule) < _strength(best[0]):
                 best = (rule, match)
-                if _strength(rule) == (False, 0):
-                    break
         return best
 
     def _take_back(self, code: str) -> None:
@@ -531,6 +543,7 @@ class LogReader:
         said: str,
         *,
         is_logged: bool,
+        is_wrapper: bool,
     ) -> Cause | None:
         """Note the script's own exception; one without a traceback counts if there is no other.
 
@@ -549,8 +562,6 @@ class LogReader:
             at = f" at {frame}"
         said_text = raised["text"] or ""
         text = f": {said_text[:300]}" if said_text else ""
-        # The original stands below it, with the line of the dataset.
-        is_wrapper = _CAUGHT_IN_WORKER.match(said_text) is not None
         is_replica = is_wrapper and "replica" in said_text
         cause = Cause(
             code=_USER,
@@ -558,11 +569,15 @@ class LogReader:
             level="end" if traceback is None else "exception",
             retry="never",
             cause=(
-                f"{'The forward failed in a copy of DataParallel' if is_replica else 'The dataset or the collate function failed in a DataLoader worker'}{text.removesuffix('.')}{at}."
-                if is_wrapper
+                f"{_REPLICA_RAISED if is_replica else _WORKER_RAISED.cause.removesuffix('.')}{text.removesuffix('.')}{at}."
+                if is_wrapper  # the original stands below it, with the line of the dataset
                 else f"The script raised {raised['type']}{text}{at}."
             ),
-            fix=_FIX_OF_REPLICA if is_replica else _FIX_OF_WRAPPER if is_wrapper else _FIX_OF_USER,
+            fix=_FIX_OF_REPLICA
+            if is_replica
+            else _WORKER_RAISED.fix
+            if is_wrapper
+            else _FIX_OF_USER,
             page="docs/reference/failures.md#ds-user-exception",
             rank=_rank_of(line),
             evidence=[(number, said[:400])],
@@ -586,19 +601,13 @@ class LogReader:
 
     def causes(self) -> list[Cause]:
         """Return the causes, best first; noise only where there is nothing else."""
-        found = {
-            code: cause
-            for code, cause in self._found.items()
-            if not (cause.is_warning and cause.last < self._progress)
-            and not (cause.is_wrapper and self._knows_original)
-        }
-        lone = self._lone
-        is_outlived = lone is not None and lone.is_warning and lone.last < self._progress
-        if lone is not None and not is_outlived and not (lone.is_wrapper and self._knows_original):
-            found.setdefault(_USER, lone)
-        for code, cause in self._waiting.items():
-            if code in self._also:
-                found.setdefault(code, cause)
+        shown = [*self._found.values(), *([self._lone] if self._lone else [])]
+        shown += [cause for code, cause in self._waiting.items() if code in self._also]
+        found: dict[str, Cause] = {}
+        for cause in shown:
+            is_outlived = cause.is_warning and cause.last < self._progress
+            if not is_outlived and not (cause.is_wrapper and self._knows_original):
+                found.setdefault(cause.code, cause)
         if self._lowest is not None and self._lowest[1] is not None:
             found[_WATCHDOG].rank = self._lowest[1]
         ranked = sorted(found.values(), key=_order)
@@ -805,14 +814,16 @@ def _undecorated(said: str) -> str | None:
             return None
         begin = decoration.end()
         if _DECORATED.match(said, begin):
-            return said[begin:].rstrip("`*│ ")
+            quote = said[:begin].rstrip()[-1:]
+            bare = said[begin:].rstrip("`*│ ")
+            return bare.removesuffix(quote) if quote in ("'", '"') else bare
     return None
 
 
-def _is_raised_in(rule: LogRule, innermost: re.Match[str] | None) -> bool:
+def _is_raised_in(rule: LogRule, innermost: str | None) -> bool:
     if rule.raised_in is None or innermost is None:
         return False
-    return rule.raised_in.search(innermost[0].replace("\\", "/")) is not None
+    return rule.raised_in.search(innermost) is not None
 
 
 def _strength(rule: LogRule) -> tuple[bool, int]:

@@ -291,6 +291,7 @@ def test_what_a_healthy_program_prints_is_not_a_failure(name: str) -> None:
 
 
 WARNED: Final = "[W1122 socket.cpp:697] [c10d] The client socket has failed to connect to [node-0]:29500 (errno: 111 - Connection refused).\n"
+TORN: Final = "WARNING: not read: EOFError: Ran out of input\nin /tmp/torchinductor_me/fx.json\n"
 JOINING: Final = "Initializing distributed: GLOBAL_RANK: 1, MEMBER: 2/8\n"
 PROGRESS: Final = "epoch 0 step 10 loss 2.1\n"
 
@@ -304,6 +305,8 @@ PROGRESS: Final = "epoch 0 step 10 loss 2.1\n"
         (WARNED + PROGRESS + WARNED, ["DS-RDZV-refused"]),
         (WARNED.replace("[W", "[E") + PROGRESS, ["DS-RDZV-refused"]),
         (WARNED + "MemoryError\n" + PROGRESS, ["DS-MEM-alloc"]),
+        (TORN, ["DS-COMPILE-cache-torn"]),
+        (TORN + PROGRESS, []),
         (JOINING, ["DS-RDZV-members"]),
         (JOINING + "All distributed processes registered. Starting with 8 processes\n", []),
         (JOINING + "LOCAL_RANK: 1 - CUDA_VISIBLE_DEVICES: [0,1,2,3]\n", []),
@@ -315,6 +318,8 @@ PROGRESS: Final = "epoch 0 step 10 loss 2.1\n"
         "again",
         "an-error",
         "beside-an-error",
+        "of-two-lines",
+        "of-two-lines-goes-on",
         "joining",
         "joined",
         "joined-on-another-node",

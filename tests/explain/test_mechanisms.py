@@ -1606,6 +1606,8 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("Error: failed to run torchrun --nproc_per_node=4 train.py on 127.0.0.1, is localhost: True, exception: Encountered a bad command exit code!", "PEER-childfailed", "colossalai"),
     ("RuntimeError: the new group's world size should be less or equal to the world size set by init_process_group", "PG-group-too-large", "torch"),
     ('  File "train.py", line 5, in <module>\n    from .. import models\nImportError: attempted relative import with no known parent package', "ENV-relative-import", "python"),
+    ('  File "/usr/lib/python3.10/multiprocessing/synchronize.py", line 110, in __setstate__\nFileNotFoundError: [Errno 2] No such file or directory', "MP-lock-gone", "python"),
+    ('  File "/usr/lib/python3.10/multiprocessing/synchronize.py", line 57, in __init__\nFileNotFoundError: [Errno 2] No such file or directory', "MP-semaphore-rights", "python"),
 )  # fmt: skip
 
 

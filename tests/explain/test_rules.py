@@ -182,6 +182,8 @@ DECORATIONS: Final = (
     "train.py:12: {}",
     "Caught exception: {}",
     "rank 1: {}",
+    "'{}'",
+    '"{}"',
 )
 """What loggers, pytest, boxes and pastes add to an exception."""
 
@@ -192,6 +194,8 @@ DECORATIONS: Final = (
     [
         ("quux.BarError: foo is not bar", "USER-exception"),
         ("EOFError", "CKPT-empty"),
+        ("StopIteration", "DATA-exhausted"),
+        ("queue.Full", "MP-queue-timeout"),
         ("FileNotFoundError: [Errno 2] No such file or directory: 'ninja'", "ENV-compiler"),
     ],
 )
