@@ -74,6 +74,83 @@ _DECORATED: Final = re.compile(
 )
 _EXCEPTION_WORDS: Final = ("rror", "xception", "StopIteration", "queue.", "Interrupt", "Timeout")
 """One of them stands in every line that `_DECORATED` is about."""
+_ENGLISH: Final[dict[str, str]] = {
+    **dict.fromkeys(
+        (
+            *("Kommando nicht gefunden", "Befehl nicht gefunden", "commande introuvable"),
+            *("orden no encontrada", "no se encontró la orden", "comando non trovato"),
+            *("comando não encontrado", "команда не найдена", "未找到命令", "找不到指令"),
+            *("コマンドが見つかりません", "명령을 찾을 수 없습니다", "Command not found."),
+        ),
+        "command not found",
+    ),
+    **dict.fromkeys(
+        (
+            *("Datei oder Verzeichnis nicht gefunden", "Aucun fichier ou dossier de ce type"),
+            *("No existe el fichero o el directorio", "No existe el archivo o el directorio"),
+            *("File o directory non esistente", "Arquivo ou diretório inexistente"),
+            *("Нет такого файла или каталога", "没有那个文件或目录", "沒有此一檔案或目錄"),
+            *("そのようなファイルやディレクトリはありません", "그런 파일이나 디렉터리가 없습니다"),
+        ),
+        "No such file or directory",
+    ),
+    **dict.fromkeys(
+        (
+            *("Keine Berechtigung", "Permission non accordée", "Permiso denegado", "权限不够"),
+            *("Permesso negato", "Permissão negada", "Отказано в доступе", "許可がありません"),
+            "허가 거부",
+        ),
+        "Permission denied",
+    ),
+    **dict.fromkeys(
+        (
+            *("Auf dem Gerät ist kein Speicherplatz mehr verfügbar", "设备上没有空间"),
+            *("Aucun espace disponible sur le périphérique", "No queda espacio en el dispositivo"),
+        ),
+        "No space left on device",
+    ),
+    **dict.fromkeys(
+        (
+            *("Speicherzugriffsfehler", "Erreur de segmentation", "Violación de segmento"),
+            *("段错误", "記憶體區段錯誤", "Ошибка сегментирования", "セグメンテーション違反"),
+        ),
+        "Segmentation fault",
+    ),
+    **dict.fromkeys(
+        ("Getötet", "Processus arrêté", "Terminado (killed)", "已杀死", "已砍掉", "Убито"), "Killed"
+    ),
+    **dict.fromkeys(("已放弃", "Аварийный останов", "Abgebrochen"), "Aborted"),
+    **dict.fromkeys(("核心已转储", "吐核", "Speicherabzug geschrieben"), "core dumped"),
+    **dict.fromkeys(
+        ("拒绝连接", "Verbindungsaufbau abgelehnt", "Connexion refusée"), "Connection refused"
+    ),
+    **dict.fromkeys(
+        ("无法分配内存", "Nicht genügend Hauptspeicher verfügbar"), "Cannot allocate memory"
+    ),
+    **dict.fromkeys(
+        (
+            *("不是内部或外部命令", "ist entweder falsch geschrieben oder"),
+            *("n'est pas reconnu en tant que commande", "no se reconoce como un comando interno"),
+        ),
+        "is not recognized as an internal or external command",
+    ),
+    "总线错误": "Bus error",
+    "资源暂时不可用": "Resource temporarily unavailable",
+    "打开的文件过多": "Too many open files",
+}
+"""What shells and the C library say of errors and signals, in the languages that logs of users are in."""
+_ENGLISH_OF_ASCII: Final = {text: english for text, english in _ENGLISH.items() if text.isascii()}
+_ZSH: Final = re.compile(
+    r"^(?:zsh(?::\d+)?: |(?:\[\d+\] +[-+]? *)?\d+ )(?:(?P<what>command not found|permission denied|no such file or directory): (?P<name>.+)"
+    r"|(?P<signal>killed|segmentation fault|abort|bus error|terminated|illegal hardware instruction|floating point exception)(?P<core>(?: \(core dumped\))?) {2,}.+)"
+)
+_OF_ZSH: Final = {
+    "permission denied": "Permission denied",
+    "no such file or directory": "No such file or directory",
+    "abort": "Aborted",
+    "illegal hardware instruction": "Illegal instruction",
+}
+"""Its words where bash has others."""
 _HEDGE: Final = re.compile(r"There are some potential root causes.*")
 """Ray lists there what else may have happened, SIGKILL and SIGSEGV included."""
 _WARNING: Final = re.compile(
@@ -340,6 +417,9 @@ class LogReader:
     ) -> None:
         line = (line if line.isprintable() else _ANSI.sub("", line)).rstrip()
         said = _PREFIX.sub("", line)
+        as_bash_says = _as_bash_says(said)
+        if as_bash_says != said:
+            said, grams = as_bash_says, None
         if "root causes" in said:
             said = _HEDGE.sub("", said)
         rank = _rank_of(line)
@@ -690,6 +770,7 @@ _FREQUENT: Final = (
     " data time checkpoint, validation accuracy, in"
 )
 """What most lines of a healthy log hold, and of tracebacks."""
+_ZSH_SIGNS: Final = ("zsh: ", "zsh:1: ", "  killed  ", "  segmentation fault  ", "  abort  ")
 _TRACEBACK_SIGNS: Final = ('file "', "traceback (most", "ror: ", "xception", "root cause")
 """What lines hold that no rule is about, but that lead to the exception of a traceback."""
 
@@ -760,17 +841,14 @@ class _Sieve:
         import numpy as np
 
         self._np = np
-        grams = {*_BY_GRAM, *(sign[:_GRAM] for sign in _TRACEBACK_SIGNS)}
-        self._gram_of = {
-            int.from_bytes(gram.encode()[:_GRAM], "little"): gram
-            for gram in grams
-            if gram.isascii()
-        }
-        assert len(self._gram_of) == len(grams), "a rule needs a text that is not ASCII"  # noqa: S101
+        others = [sign.encode().lower() for sign in (*_TRACEBACK_SIGNS, *_ENGLISH, *_ZSH_SIGNS)]
+        grams = {*_BY_GRAM, *(sign[:_GRAM].decode("latin-1") for sign in others)}
+        self._gram_of = {int.from_bytes(gram.encode("latin-1"), "little"): gram for gram in grams}
         self._texts: dict[str, list[bytes]] = {gram: [] for gram in grams}
-        needed = [(gram, text) for gram, each in _BY_GRAM.items() for text, _ in each]
-        for gram, text in [*needed, *((sign[:_GRAM], sign) for sign in _TRACEBACK_SIGNS)]:
-            self._texts[gram].append(text.encode().translate(None, _CONTROL_BYTES))
+        for gram, each in _BY_GRAM.items():
+            self._texts[gram] += [text.encode().translate(None, _CONTROL_BYTES) for text, _ in each]
+        for sign in others:
+            self._texts[sign[:_GRAM].decode("latin-1")].append(sign)
         self._table = np.zeros(1 << self._BITS, dtype=bool)
         self._table[self._hash(np.array(list(self._gram_of), dtype="<u4"))] = True
 
@@ -818,6 +896,24 @@ def _undecorated(said: str) -> str | None:
             bare = said[begin:].rstrip("`*│ ")
             return bare.removesuffix(quote) if quote in ("'", '"') else bare
     return None
+
+
+def _as_bash_says(said: str) -> str:
+    """Return the message of another shell, or in another language, as bash prints it in English."""
+    for text, english in (_ENGLISH_OF_ASCII if said.isascii() else _ENGLISH).items():
+        if text in said:
+            said = (
+                said.replace(text, english)
+                .replace("\N{FULLWIDTH COLON}", ": ")
+                .replace(" : ", ": ")
+            )
+    if (said.startswith(("zsh:", "[")) or said[:1].isdigit()) and (zsh := _ZSH.match(said)):
+        what = zsh["what"] or zsh["signal"]
+        english = _OF_ZSH.get(what, what)
+        if zsh["what"]:
+            return f"zsh: {zsh['name']}: {english}"
+        return english.capitalize() + zsh["core"]
+    return said
 
 
 def _is_raised_in(rule: LogRule, innermost: str | None) -> bool:

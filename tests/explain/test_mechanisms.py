@@ -1608,6 +1608,28 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ('  File "train.py", line 5, in <module>\n    from .. import models\nImportError: attempted relative import with no known parent package', "ENV-relative-import", "python"),
     ('  File "/usr/lib/python3.10/multiprocessing/synchronize.py", line 110, in __setstate__\nFileNotFoundError: [Errno 2] No such file or directory', "MP-lock-gone", "python"),
     ('  File "/usr/lib/python3.10/multiprocessing/synchronize.py", line 57, in __init__\nFileNotFoundError: [Errno 2] No such file or directory', "MP-semaphore-rights", "python"),
+    ("zsh:1: command not found: mpirun", "ENV-launcher", "zsh"),
+    ("zsh: permission denied: ./run.sh", "ENV-script-rights", "zsh"),
+    ("zsh: no matches found: data[0]", "ENV-script", "zsh"),
+    ("zsh: killed     python train.py", "END-sigkill", "zsh"),
+    ("[1]    4711 segmentation fault (core dumped)  python train.py", "END-sigsegv", "zsh"),
+    ("fish: Unknown command: torchrun", "ENV-program", "fish"),
+    ("torchrun: Command not found.", "ENV-program", "tcsh"),
+    ("bash: conda : commande introuvable", "ENV-conda", "bash, French"),
+    ("train.sh: 行 12: mpirun：未找到命令", "ENV-launcher", "bash, Chinese"),  # noqa: RUF001
+    ("bash: deepspeed: команда не найдена", "ENV-program", "bash, Russian"),
+    ("bash: ./run.sh: Keine Berechtigung", "ENV-script-rights", "bash, German"),
+    ("run.sh: 第 7 行:  4711 已杀死               python train.py", "END-sigkill", "bash, Chinese"),
+    ("段错误 (核心已转储)", "END-sigsegv", "bash, Chinese"),
+    ("'nvcc' 不是内部或外部命令，也不是可运行的程序", "ENV-program", "cmd, Chinese"),  # noqa: RUF001
+    ("bash: ./run.sh: 没有那个文件或目录", "ENV-script-path", "bash, Chinese"),
+    ("/bin/sh: 0: Can't open run.sh", "ENV-script-path", "dash"),
+    ("run.sh: line 12: /env/bin/python: No such file or directory", "ENV-program", "bash"),
+    ("run.sh: 12: export: --master_port: bad variable name", "ENV-script", "dash"),
+    ("run.sh: line 9: --nnodes=2: command not found", "ENV-script", "bash"),
+    ("ksh: syntax error: `fi' unexpected", "ENV-script", "ksh"),
+    ("run.sh: line 7: 4711 Terminated              python train.py", "END-sigterm", "bash"),
+    ("/bin/bash: line 0: fork: Resource temporarily unavailable", "ENV-threads", "bash"),
 )  # fmt: skip
 
 

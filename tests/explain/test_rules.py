@@ -377,7 +377,8 @@ def test_a_large_log_is_read_as_a_small_one() -> None:
     """In a large one lines are found by numpy, of which a small one has no need: the same causes."""
     choose = random.Random(0)
     filler = "\n".join(f"error {choose.randbytes(24).hex()}" for _ in range(1500))
-    for log, _ in ROWS:
+    foreign = (("bash: torchrun: 未找到命令", ""), ("zsh: killed     python train.py", ""))
+    for log, _ in (*ROWS, *foreign):
         small, large = explain_text(log), explain_text(f"{filler}\n{log}\n{filler}\n")
         assert [(each.code, each.rank) for each in small] == [
             (each.code, each.rank) for each in large
