@@ -151,7 +151,9 @@ _OF_ZSH: Final = {
     "illegal hardware instruction": "Illegal instruction",
 }
 """Its words where bash has others."""
-_HEDGE: Final = re.compile(r"There are some potential root causes.*")
+_HEDGE: Final = re.compile(
+    r"There are some potential root causes.*|\bkilled by SIGKILL by OOM killer due to high|crashed unexpectedly due to SIGSEGV or"
+)
 """Ray lists there what else may have happened, SIGKILL and SIGSEGV included."""
 _WARNING: Final = re.compile(
     r"^.{0,60}?(?:\[W\d* |\[W \w|(?:^|[\]\s:])W\d{4} |(?<![=_\w])WARN(?:ING)?(?<!NCCL WARN)\b|Warning: |(?:^|[\]\s:])W (?=[\w.]+/)"
@@ -182,6 +184,11 @@ _FRAME: Final = re.compile(
     r"|^File (?P<file3>[^\s:]+\.py):(?P<line3>\d+), in (?P<function3>\w+)"
 )
 """As Python prints a call, rich (in a box), and IPython."""
+_UNFOLD: Final = re.compile(
+    r'\n|(?<=[\s:])(?=File "[^"]{1,300}", line \d+, in )'
+    r"|(?<=\s)(?=(?:[a-z_]\w{0,40}\.){0,6}[A-Z]\w{0,60}(?:Error|Exception|Interrupt): )"
+)
+"""Where a call and an exception begin that do not stand in a line of their own."""
 _LIBRARY: Final = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen|\\lib\\|/torch/")
 _ANY_EXCEPTION: Final = re.compile(
     r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w+)(?:: (?P<text>.*)|:?\s*)$"
@@ -407,6 +414,11 @@ class LogReader:
         for part in raw.split(b"\r"):
             text = part[:_LONGEST_LINE].decode("utf-8", "replace")
             self._read_line(number, text, shape, grams)
+            if len(part) > _LONGEST_LINE and "Traceback (most" in text:
+                # One in JSON, whose exception stands at the end.
+                end = part[_LONGEST_LINE:][-_LONGEST_LINE:].decode("utf-8", "replace")
+                prefix = _PREFIX.match(text)
+                self._read_line(number, f"{prefix[0] if prefix else ''}{end}", shape, grams)
         if self._ended:
             if len(self._ended_by_shape) < _MOST_SHAPES:
                 self._ended_by_shape[shape] = tuple(self._ended)
@@ -420,8 +432,15 @@ class LogReader:
         as_bash_says = _as_bash_says(said)
         if as_bash_says != said:
             said, grams = as_bash_says, None
-        if "root causes" in said:
+        if "root causes" in said or " due to " in said:
             said = _HEDGE.sub("", said)
+        if 'File "' in said or 'File \\"' in said:
+            parts = _unfolded(said)
+            if len(parts) > 1:
+                prefix = line.removesuffix(said)
+                for part in parts:
+                    self._read_line(number, prefix + part, shape, grams)
+                return
         rank = _rank_of(line)
         frame = _FRAME.match(said)
         if frame is not None:
@@ -881,6 +900,12 @@ class _Sieve:
 
 _OF_ANY_EXCEPTION: Final = tuple(rule for rule in RULES if rule.raised_in and not rule.signs)
 """What the place alone tells of an exception whose own words no rule knows."""
+
+
+def _unfolded(said: str) -> list[str]:
+    """Return the lines of a traceback that stands in one: a paste lost their ends, or it is JSON."""
+    text = said.replace("\\n", "\n").replace('\\"', '"')
+    return [part for part in _UNFOLD.split(text) if part.strip()]
 
 
 def _undecorated(said: str) -> str | None:

@@ -220,7 +220,6 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     # Rendezvous and the elastic agent.
     ("etcd.EtcdConnectionFailed: Connection to etcd failed due to MaxRetryError(\"HTTPConnectionPool(host='etcd', port=2379): Max retries exceeded\")", "RDZV-unreachable", "etcd"),
     ("[W] The node 'node-3_77_0' has failed to send a keep-alive heartbeat to the rendezvous 'job7' due to an error of type RendezvousConnectionError.", "RDZV-agent-lost", "torchrun"),
-    ("torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection to the C10d store has failed. See inner exception for details.", "RDZV-unreachable", "torchrun"),
     ("RuntimeError: Bootstrap Root : rank 3 of 8 ranks has already checked in", "ENV-same-rank", "nccl"),
     ("node1:7:9 [0] bootstrap.cc:117 NCCL WARN Bootstrap Root : mismatch in rank count from procs 8 : 4", "ENV-world-differs", "nccl"),
     # NCCL and its networks.
@@ -1630,6 +1629,21 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("ksh: syntax error: `fi' unexpected", "ENV-script", "ksh"),
     ("run.sh: line 7: 4711 Terminated              python train.py", "END-sigterm", "bash"),
     ("/bin/bash: line 0: fork: Resource temporarily unavailable", "ENV-threads", "bash"),
+    ("ModuleCmd_Load.c(213):ERROR:105: Unable to locate a modulefile for 'conda'", "ENV-modules", "modules"),
+    ('Lmod has detected the following error:  The following module(s) are unknown: "cuda/12.1"', "ENV-modules", "lmod"),
+    ("ERROR  : Failed to set securebits: Invalid argument", "CONTAINER-namespaces", "singularity"),
+    ("FATAL:   exec /.singularity.d/actions/exec failed: no such file or directory", "CONTAINER-error", "apptainer"),
+    ('Error response from daemon: Get "https://registry-1.docker.io/v2/": net/http: request canceled while waiting for connection', "K8S-image", "docker"),
+    ("write /var/lib/docker/tmp/x: no space left on device: unknown", "DISK-full", "docker"),
+    ("sbatch: error: invalid partition specified: gpu", "SLURM-names", "slurm"),
+    ('    f"You requested GPUs: {gpus}\\n But your machine only has: {all_available_gpus}"\npytorch_lightning.utilities.exceptions.MisconfigurationException: You requested GPUs: [0]\n But your machine only has: []', "NCCL-no-gpu", "lightning"),
+    ('RuntimeError: NCCL watchdog thread terminated with exception: traceMap[thisSeq][myRank].second == kEventStart INTERNAL ASSERT FAILED at "/opt/pytorch/torch/csrc/distributed/c10d/TraceUtils.h":237, please report a bug to PyTorch.', "HANG-timeout", "torch"),
+    ('RuntimeError: false INTERNAL ASSERT FAILED at "../c10/core/Foo.cpp":1000, please report a bug to PyTorch.', "TORCH-assert", "torch"),
+    ("terminate called after throwing an instance of 'std::runtime_error'\n  what():  Asynchronous allReduce not yet supported for Gloo backend", "PG-operation", "flashlight"),
+    ("torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection to the C10d store has failed. See inner exception for details.", "RDZV-store-lost", "torchrun"),
+    ("The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a connection\n error code 2. End of file. There are some potential root causes. (1) The process is killed by SIGKILL by OOM killer due to high memory usage. (2) ra\ny stop --force is called. (3) The worker is crashed unexpectedly due to SIGSEGV or other unexpected errors.", "PEER-ray-worker", "ray"),
+    ("3 16:02:17.0 socket.cpp:752] [c10d] The client socket has failed to connect to [kubernetes.docker.internal]:55980 (system error: 10049 - x).\nW0423 16:02:17.259000 31420 redirects.py:29] NOTE: Redirects are currently not supported in Windows or MacOs.", "NOISE-win-address", "torch"),
+    ("File \"/usr/lib/python3.10/multiprocessing/reduction.py\", line 164, in recvfds raise RuntimeError('received %d items of ancdata' % RuntimeError: received 0 items of ancdata", "MEM-descriptors", "python"),
 )  # fmt: skip
 
 

@@ -425,6 +425,25 @@ def test_every_launcher_s_way_to_tell_of_a_signal_is_known(line: str) -> None:
         assert [cause.code for cause in explain_text(text)][:1] == [code], text
 
 
+@pytest.mark.parametrize(
+    "log",
+    [
+        'Traceback (most recent call last): File "t.py", line 3, in <module> main() File "t.py", line 9, in main load(x) KeyError: 3',
+        r'{"py_callstack": "Traceback (most recent call last):\n  File \"t.py\", line 9, in main\n    load(x)\nKeyError: 3"}',
+        r'{"log": "Traceback (most recent call last):\n'
+        + 300 * r"  File \"/env/site-packages/x.py\", line 1, in f\n"
+        + r'  File \"t.py\", line 9, in main\n    load(x)\nKeyError: 3"}',
+    ],
+    ids=["pasted", "json", "long-json"],
+)
+def test_a_traceback_in_one_line_is_read(log: str) -> None:
+    """As a paste without ends of lines has it, and torchrun's error file."""
+    cause = explain_text(f"[rank3]: {log}")[0]
+    assert (cause.code, cause.rank) == ("DS-USER-exception", 3)
+    assert "KeyError: 3" in cause.cause
+    assert "t.py:9 in main" in cause.cause
+
+
 @pytest.mark.parametrize("rule", ["=" * 23, "- " * 12, "error: " * 24, "[x]" * 12])
 def test_what_stands_before_an_exception_is_read_in_linear_time(rule: str) -> None:
     """A rule of a table, or a box: to try all ways to cut it would take for ever."""
