@@ -203,7 +203,8 @@ def rebuild(
 def causes_of(error: BaseException) -> list[BaseException]:
     """Return an error and, one after the other, what they were raised from; it may be its own cause."""
     chain = [error]
-    while (cause := chain[-1].__cause__) is not None and cause not in chain:
+    # By identity: two exceptions that are dataclasses may be equal, and a user's __eq__ may raise.
+    while (cause := chain[-1].__cause__) is not None and all(cause is not each for each in chain):
         chain.append(cause)
     return chain
 

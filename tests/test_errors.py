@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import itertools
 import pickle
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
 from ddpsafe import _errors
 from ddpsafe._launcher.uncaught import presentable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 FACTS: Final = {
     "attempt": 2,
@@ -96,6 +101,42 @@ def test_message_answers_the_four_questions() -> None:
     assert cause.strip() == "Likely cause: why"
     assert fix.strip() == "What to do: do this"
     assert logs.strip() == "Logs: /runs/1"
+
+
+@dataclasses.dataclass
+class _EqualError(Exception):
+    """Equal to every other one of its code, as an exception that is a dataclass is."""
+
+    code: int
+
+
+class _IncomparableError(Exception):
+    """One whose class lets nobody compare it."""
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("not comparable")
+
+    __hash__ = Exception.__hash__
+
+
+@pytest.mark.parametrize(
+    "causes",
+    [
+        (_EqualError(1), _EqualError(1), ValueError("the root of it")),
+        (_IncomparableError(), ValueError("root")),
+    ],
+    ids=["equal ones", "one that raises when compared"],
+)
+def test_causes_are_told_apart_whatever_their_classes_call_equal(
+    causes: Sequence[BaseException],
+) -> None:
+    """None of them is taken for another one, nor for a circle; `retry` tells them apart by it, too."""
+    chain = [_errors.ConfigError("It is wrong."), *causes]
+    for error, cause in itertools.pairwise(chain):
+        error.__cause__ = cause
+    assert list(map(id, _errors.causes_of(chain[0]))) == list(map(id, chain))
+    again = pickle.loads(pickle.dumps(chain[0]))
+    assert type(again.__cause__) is type(causes[0])
 
 
 @pytest.mark.parametrize("others", [0, 1], ids=["its own", "its cause's"])

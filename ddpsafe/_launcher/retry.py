@@ -222,7 +222,7 @@ def _ask(change: Callable[[DDPSafeError], bool], failure: DDPSafeError) -> bool:
         return change(failure)
     except Exception as exc:
         first = causes_of(exc)[-1]
-        if first not in causes_of(failure):
+        if all(first is not each for each in causes_of(failure)):
             first.__cause__ = failure
         raise
 

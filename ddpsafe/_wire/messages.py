@@ -442,7 +442,9 @@ class Raised:
             kind=_kind_of(shown),
             setting=shown.setting if isinstance(shown, LaunchTimeoutError) else "",
             is_wrapped=reading.is_wrapped,
-            point_to_point=point_to_point_of((reading.hidden_by or shown).__traceback__),
+            point_to_point=point_to_point_of(
+                (shown if reading.hidden_by is None else reading.hidden_by).__traceback__
+            ),
             hidden_by="" if reading.hidden_by is None else in_a_line(reading.hidden_by),
             handled="" if handled is None else in_a_line(handled),
             dead_worker=dead_worker,
