@@ -18,8 +18,10 @@ from forked_ranks import by_hand, free_port
 
 import ddpsafe
 from ddpsafe._clock import Deadline
+from ddpsafe._worker.join import attached
 from ddpsafe._worker.join.launcher_address import StoreEndpoint, find_endpoint
 from ddpsafe._worker.join.store import agree_on_generation
+from ddpsafe._worker.store_sync import Control
 from ddpsafe._world import find_world
 
 if TYPE_CHECKING:
@@ -361,6 +363,24 @@ def test_error_inside_the_group_leaves_at_once(tmp_path: Path) -> None:
     assert isinstance(failed.error, ValueError)
     assert re.search("(closed|reset) by peer", str(waiting.error))
     assert max(waiting.took_s, failed.took_s) < 20
+
+
+@pytest.mark.parametrize(
+    ("code", "is_failure"),
+    [(None, False), (0, False), (False, False), (3, True), ("bad path", True), ([1], True)],
+    ids=repr,
+)
+def test_the_others_are_told_of_an_exit_whatever_its_code_is(
+    code: Any, *, is_failure: bool
+) -> None:
+    """``sys.exit()`` takes any object, also one that has no hash; a text is printed, and is a failure."""
+    from torch.distributed import HashStore
+
+    control = Control(HashStore(), rank=1, world_size=2)
+    attached._say_goodbye(control, SystemExit(code))
+    departure = control.departure()
+    assert departure is not None
+    assert departure.is_failure is is_failure
 
 
 def test_failure_of_rank_zero_reaches_ranks_that_follow_it(tmp_path: Path) -> None:

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Final
 from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._errors import TRY_AGAIN_EXIT_CODE, DDPSafeError, Explanation, PreemptedError
 from ddpsafe._logging import get_logger
-from ddpsafe._wire.exception_chain import clip, read_chain, text_of, type_name_of
+from ddpsafe._wire.exception_chain import (
+    clip,
+    exit_code_of,
+    read_chain,
+    text_of,
+    type_name_of,
+)
 from ddpsafe._worker import environment, session, stop_agreement
 from ddpsafe._worker import process_group as groups
 from ddpsafe._worker.context import barrier_timeout_error, peer_failed_error, peer_failure_line
@@ -187,7 +193,7 @@ def _say_goodbye(control: Control, exc: BaseException) -> Departure | None:
     if session.find_spec() is None:  # else the launcher knows, and tells the cause by itself
         reading = read_chain(exc)
         error = f"{type_name_of(reading.shown)}: {text_of(reading.shown)}"
-        is_failure = not (isinstance(exc, SystemExit) and exc.code in {None, 0})
+        is_failure = exit_code_of(exc) != 0
         with contextlib.suppress(RuntimeError):  # the store is gone, which says something too
             control.depart(clip(error, _MAX_REASON), reading.origin, is_failure=is_failure)
         if reading.origin != "own" and not isinstance(exc, DDPSafeError):  # ours have said it
