@@ -205,6 +205,7 @@ def find_world(env: Mapping[str, str]) -> World | None:
     Raises:
         ConfigError: The variables contradict each other or are incomplete.
     """
+    env = _trimmed(env)
     # A node's variables without a rank's are for a torchrun that did not start this process.
     by_rank = any(
         dialect.marker in env and not _is_shell_step(dialect, env)
@@ -230,6 +231,11 @@ def find_world(env: Mapping[str, str]) -> World | None:
     return None
 
 
+def _trimmed(env: Mapping[str, str]) -> Mapping[str, str]:
+    """Return variables without the blanks around them: a file or a manifest leaves ends of lines."""
+    return {name: text.strip() for name, text in env.items()}
+
+
 def read_nnodes(name: str, text: str) -> tuple[int, int]:
     """Read what torchrun calls nnodes, ``N`` or ``MIN:MAX``, as the fewest and the most nodes.
 
@@ -240,14 +246,16 @@ def read_nnodes(name: str, text: str) -> tuple[int, int]:
     Raises:
         ConfigError: It is neither.
     """
-    least, colon, most = text.partition(":")
-    most = most if colon else least
-    if not (least.isdecimal() and most.isdecimal() and 0 < int(least) <= int(most)):
+    found = _NNODES.fullmatch(text)
+    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 0 < least <= most:
         what = f"{name}={text} is not a number of nodes."
         fix = f"write {name}=2, or {name}=2:4 to start with two and take up to four."
         raise ConfigError(Explanation(what, fix=fix))
-    return int(least), int(most)
+    return least, most
 
+
+_NNODES: Final = re.compile(r"\s*([0-9]{1,9})\s*(?::\s*([0-9]{1,9})\s*)?")
 
 # torchrun takes its options from PET_<OPTION>. PyTorchJob, Kubeflow Trainer, Volcano and PAI set them
 # in each pod, some with a RANK and WORLD_SIZE that count pods: they describe a node, not a rank.
@@ -443,6 +451,7 @@ def find_node_place(env: Mapping[str, str]) -> NodePlace | None:
     Raises:
         ConfigError: The variables contradict each other or are incomplete.
     """
+    env = _trimmed(env)
     if "SLURM_STEP_ID" in env and not _is_shell_step(_SLURM, env):
         return _slurm_node(env)
     if env.get("PET_NNODES", "1") not in {"1", "1:1"}:

@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import string
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ddpsafe import ConfigError
-from ddpsafe._world import World, expand_hosts, find_node_place, find_world, require_int
+from ddpsafe._world import (
+    World,
+    expand_hosts,
+    find_node_place,
+    find_world,
+    read_nnodes,
+    require_int,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SLURM_JOB: Final = {
     "SLURM_JOB_ID": "4711",
@@ -542,6 +552,49 @@ def test_the_only_process_of_each_node_knows_the_nodes(
     place = find_node_place(env)
     assert place is not None
     assert (place.nnodes, place.min_nodes, place.node_rank, place.endpoint) == expected
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        *(env for _, env, _ in NODES),
+        torchrun(),
+        slurm_step(rank=1, world_size=4, local_rank=1, node=0, tasks="2(x2)"),
+        {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "8"},
+        {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1"},
+        {"JOB_COMPLETION_INDEX": "0", "WORLD_SIZE": "1"},
+    ],
+)
+def test_blanks_around_a_variable_change_nothing(env: dict[str, str]) -> None:
+    """A manifest in YAML and ``$(cat file)`` in quotes leave an end of line; torchrun reads past it."""
+    padded = {name: f" {text}\n" for name, text in env.items()}
+    for find in (find_world, find_node_place):
+        assert _answer(find, padded) == _answer(find, env)
+
+
+def _answer(find: Callable[[dict[str, str]], object], env: dict[str, str]) -> object:
+    """Return what is found, or which error says that nothing can be."""
+    try:
+        return find(env)
+    except ConfigError as error:
+        return type(error), error.explanation
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("2", (2, 2)), (" 2\n", (2, 2)), ("2:4", (2, 4)), ("2 : 4\n", (2, 4))]
+    + [(text, None) for text in ("", "0", "4:2", "2:", ":4", "2:4:6", "two", "-1", "9" * 5000)],
+    ids=lambda text: text[:9] if isinstance(text, str) else None,
+)
+def test_a_number_of_nodes_is_read_as_torchrun_does(
+    text: str, found: tuple[int, int] | None
+) -> None:
+    """One number, or the fewest and the most; whatever is neither is an error of the library's."""
+    if found is not None:
+        assert read_nnodes("PET_NNODES", text) == found
+        return
+    with pytest.raises(ConfigError, match="is not a number of nodes"):
+        read_nnodes("PET_NNODES", text)
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,8 @@ def use_threads(num_threads: int | None) -> None:
     torch reads OMP_NUM_THREADS when it is loaded, which the script or the forkserver may have done
     before the rank's variables were set.
     """
-    chosen = os.environ.get("OMP_NUM_THREADS", "") if num_threads is None else str(num_threads)
+    told = os.environ.get("OMP_NUM_THREADS", "").strip()
+    chosen = told if num_threads is None else str(num_threads)
     if not chosen.isdecimal() or int(chosen) < 1:
         return
     import torch

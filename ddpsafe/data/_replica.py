@@ -44,8 +44,8 @@ def resolve_replica(num_replicas: int | None, rank: int | None) -> Replica:
     """
     if num_replicas is None or rank is None:
         # Reading as a world of one here would feed every rank the same data, silently.
-        announced = os.environ.get("WORLD_SIZE", "1")
-        if not has_group() and announced.isdigit() and int(announced) > 1:
+        announced = os.environ.get("WORLD_SIZE", "1").strip()
+        if not has_group() and announced.isdecimal() and int(announced) > 1:
             raise DataConfigError(
                 Explanation(
                     f"WORLD_SIZE is {announced}, but this process has no process group yet.",
@@ -89,5 +89,5 @@ def chosen_seed() -> int | None:
 
 def local_world_size() -> int:
     """Return how many ranks the launcher says this machine has; 1 without a launcher."""
-    announced = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return int(announced) if announced.isdigit() else 1
+    announced = os.environ.get("LOCAL_WORLD_SIZE", "1").strip()
+    return int(announced) if announced.isdecimal() else 1

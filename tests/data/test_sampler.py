@@ -148,9 +148,12 @@ def test_dataset_that_changed_its_length_is_refused() -> None:
         list(sampler)
 
 
-def test_world_announced_but_not_born_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("announced", ["4", " 4\n"])
+def test_world_announced_but_not_born_is_refused(
+    announced: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under a launcher, before the process group exists, a world of one would be silently wrong."""
-    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("WORLD_SIZE", announced)
     with pytest.raises(DataConfigError, match="no process group yet"):
         DistributedSampler(10)
     assert len(DistributedSampler(10, 1, 0)) == 10
