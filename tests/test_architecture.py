@@ -18,7 +18,10 @@ from source_tree import (
     calls_of,
     imports_of,
     module_of,
+    nodes_of,
+    parse,
     python_files,
+    text_of,
 )
 
 import ddpsafe
@@ -168,15 +171,14 @@ def test_exceptions_of_imports_are_still_there() -> None:
 ORDERED: Final = [
     path.parent
     for path in MODULES
-    if path.name == "__init__.py"
-    and "imports only those before it::" in path.read_text(encoding="utf-8")
+    if path.name == "__init__.py" and "imports only those before it::" in text_of(path)
 ]
 
 
 @pytest.mark.parametrize("folder", ORDERED, ids=lambda folder: folder.name)
 def test_modules_of_a_folder_import_those_before_them(folder: Path) -> None:
     """The order in the docstring of the folder names all its modules, and holds."""
-    text = (folder / "__init__.py").read_text(encoding="utf-8")
+    text = text_of(folder / "__init__.py")
     order = re.findall(r"^    (\w+)  ", text.partition("those before it::")[2], re.MULTILINE)
     stems = [file.stem for file in folder.glob("*.py") if file.stem != "__init__"]
     assert sorted(order) == sorted(stems)
@@ -231,27 +233,27 @@ DOCUMENTED: Final = {"_exit", "_getframe", "_current_frames", "_current_exceptio
 """Names of the standard library that are public in spite of their underscore."""
 
 
-@pytest.mark.parametrize("file", MODULES, ids=module_of)
-def test_private_names_of_the_standard_library_are_in_one_module(file: Path) -> None:
+def test_private_names_of_the_standard_library_are_in_one_module() -> None:
     """`_cpython` uses them, guarded, and its test holds them against the Python that runs it."""
-    if module_of(file) == "ddpsafe._cpython":
-        return
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    roots = {
-        (name.asname or name.name).partition(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import)
-        for name in node.names
-        if name.name.partition(".")[0] in sys.stdlib_module_names
-    }
-    found = [
-        f"{ast.unparse(node)} (line {node.lineno})"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and re.match(r"_[a-z]", node.attr)
-        and node.attr not in DOCUMENTED
-        and ast.unparse(node).partition(".")[0] in roots
-    ]
+    found = []
+    for file in MODULES:
+        if module_of(file) == "ddpsafe._cpython":
+            continue
+        roots = {
+            (name.asname or name.name).partition(".")[0]
+            for node in nodes_of(file)
+            if isinstance(node, ast.Import)
+            for name in node.names
+            if name.name.partition(".")[0] in sys.stdlib_module_names
+        }
+        found += [
+            f"{file}:{node.lineno}: {ast.unparse(node)}"
+            for node in nodes_of(file)
+            if isinstance(node, ast.Attribute)
+            and re.match(r"_[a-z]", node.attr)
+            and node.attr not in DOCUMENTED
+            and ast.unparse(node).partition(".")[0] in roots
+        ]
     assert found == []
 
 
@@ -297,10 +299,9 @@ def test_source_read_here_is_the_package_that_is_tested() -> None:
     assert "py.typed" in names[PACKAGE]
 
 
-@pytest.mark.parametrize("file", MODULES, ids=module_of)
-def test_module_is_named_for_what_it_holds(file: Path) -> None:
+def test_module_is_named_for_what_it_holds() -> None:
     """No module is a drawer for everything."""
-    assert file.stem not in FORBIDDEN_MODULE_NAMES
+    assert [str(file) for file in MODULES if file.stem in FORBIDDEN_MODULE_NAMES] == []
 
 
 def test_a_stem_stands_once_per_package() -> None:
@@ -316,19 +317,20 @@ def test_a_stem_stands_once_per_package() -> None:
 def test_a_class_name_stands_once() -> None:
     """Who reads the name of a class knows which one is meant."""
     classes = Counter(
-        node.name
-        for file in MODULES
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ClassDef)
+        node.name for file in MODULES for node in nodes_of(file) if isinstance(node, ast.ClassDef)
     )
     assert [name for name, count in classes.items() if count > 1] == []
 
 
-@pytest.mark.parametrize("file", MODULES, ids=module_of)
-def test_only_the_console_prints(file: Path) -> None:
+def test_only_the_console_prints() -> None:
     """A library logs or returns; it does not print."""
-    if file.relative_to(PACKAGE).as_posix() not in MAY_PRINT:
-        assert calls_of(file, "print") == []
+    found = [
+        f"{file}:{call.lineno}: {ast.unparse(call)}"
+        for file in MODULES
+        if file.relative_to(PACKAGE).as_posix() not in MAY_PRINT
+        for call in calls_of(file, "print")
+    ]
+    assert found == []
 
 
 SLEEPERS: Final = [
@@ -338,17 +340,20 @@ SLEEPERS: Final = [
 ]
 
 
-@pytest.mark.parametrize("file", SLEEPERS, ids=lambda file: str(file.relative_to(CHECKOUT)))
-def test_nothing_sleeps_until_something_has_probably_happened(file: Path) -> None:
+def test_nothing_sleeps_until_something_has_probably_happened() -> None:
     """A sleep is not synchronisation.
 
     A literal of 60 seconds or more is a rank that hangs on purpose: its end is not waited for.
     ``FAULT_..._S`` is how long a fault lasts, or takes to show: there the duration is the test.
     """
-    if file.relative_to(CHECKOUT).as_posix() in MAY_POLL:
-        return
-    waits = [call for call in calls_of(file, "sleep") if not _is_a_hang(call)]
-    assert [f"{file}:{call.lineno}: {ast.unparse(call)}" for call in waits] == []
+    waits = [
+        f"{file}:{call.lineno}: {ast.unparse(call)}"
+        for file in SLEEPERS
+        if file.relative_to(CHECKOUT).as_posix() not in MAY_POLL and "sleep" in text_of(file)
+        for call in calls_of(file, "sleep")
+        if not _is_a_hang(call)
+    ]
+    assert waits == []
 
 
 def _is_a_hang(call: ast.Call) -> bool:
@@ -377,7 +382,7 @@ def test_every_option_is_read() -> None:
     reads = {
         (_last_name(node.value), node.attr)
         for file in python_files(PACKAGE)
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for node in nodes_of(file)
         if isinstance(node, ast.Attribute)
     }
     dead = [
@@ -423,7 +428,7 @@ def test_every_error_is_raised() -> None:
     """A public error is made somewhere, or is the base of one that is."""
     made = _Made()
     for file in python_files(PACKAGE):
-        made.visit(ast.parse(file.read_text(encoding="utf-8")))
+        made.visit(parse(file))
     errors = [
         value
         for module in (ddpsafe._errors, checkpoint_errors, data_errors)
@@ -473,27 +478,31 @@ WRITTEN: Final = [
 
 def test_no_metaphor_stands_for_a_thing() -> None:
     """The package and its pages say result, check, follow, other user, barrier and sign."""
-    found = [
-        f"{file.relative_to(CHECKOUT)}:{number}: {line.strip()}"
-        for file in WRITTEN
-        if "tests" not in file.relative_to(CHECKOUT).parts
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1)
-        if METAPHORS.search(line)
-    ]
-    assert found == []
+    texts = [file for file in WRITTEN if "tests" not in file.relative_to(CHECKOUT).parts]
+    assert [place for file in texts for place in places_of(METAPHORS, file)] == []
 
 
-@pytest.mark.parametrize("words", WORDS)
-def test_plain_english_is_written(words: str) -> None:
+def test_plain_english_is_written() -> None:
     """Messages, docstrings, comments and pages avoid what a reader has to translate."""
-    pattern = re.compile(words, re.IGNORECASE)
+    # Each of them begins at a boundary of words, which is found faster than the patterns are tried.
+    any_of_them = re.compile(rf"\b(?:{'|'.join(WORDS)})", re.IGNORECASE)
     found = [
-        f"{file.relative_to(CHECKOUT)}:{number}: {line.strip()}; write: {WORDS[words]}"
+        f"{place}; write: {instead}"
         for file in WRITTEN
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1)
-        if pattern.search(line)
+        if any_of_them.search(text_of(file))
+        for words, instead in WORDS.items()
+        for place in places_of(re.compile(words, re.IGNORECASE), file)
     ]
     assert found == []
+
+
+def places_of(pattern: re.Pattern[str], file: Path) -> list[str]:
+    """Return the lines of a file in which a pattern finds something."""
+    if not pattern.search(text_of(file)):  # most files, whose lines are not looked at one by one
+        return []
+    lines = enumerate(text_of(file).splitlines(), start=1)
+    name = file.relative_to(CHECKOUT)
+    return [f"{name}:{number}: {line.strip()}" for number, line in lines if pattern.search(line)]
 
 
 def _last_name(node: ast.AST) -> str:

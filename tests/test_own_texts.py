@@ -10,7 +10,7 @@ import ast
 import re
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from source_tree import PACKAGE, python_files
+from source_tree import PACKAGE, parse, python_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,7 +59,7 @@ class Match(NamedTuple):
 
 def test_no_text_of_ddpsafe_is_matched() -> None:
     """No pattern, prefix or comparison finds anything in a sentence that ddpsafe writes."""
-    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in python_files(PACKAGE)}
+    trees = {file: parse(file) for file in python_files(PACKAGE)}
     matches = [
         each
         for file, tree in trees.items()

@@ -51,11 +51,24 @@ def module_of(file: Path) -> str:
 
 
 @functools.cache
+def text_of(file: Path) -> str:
+    """Read a file once."""
+    return file.read_text(encoding="utf-8")
+
+
+@functools.cache
 def parse(file: Path) -> ast.Module:
     """Parse a file once."""
-    return ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
+    return ast.parse(text_of(file), filename=str(file))
 
 
+@functools.cache
+def nodes_of(file: Path) -> list[ast.AST]:
+    """Return all nodes of a file."""
+    return list(ast.walk(parse(file)))
+
+
+@functools.cache
 def imports_of(file: Path) -> list[Import]:
     """Return every import of a file, wherever it stands."""
     return [
@@ -74,14 +87,21 @@ def imports_of(file: Path) -> list[Import]:
 
 def calls_of(file: Path, function: str) -> list[ast.Call]:
     """Return the calls of a builtin, or of ``time.sleep`` for ``sleep``."""
-    spellings = {function, f"time.{function}", f"builtins.{function}"}
-    calls = [node for node in ast.walk(parse(file)) if isinstance(node, ast.Call)]
-    return [call for call in calls if ast.unparse(call.func) in spellings]
+    found = []
+    for node in nodes_of(file):
+        match node:
+            case ast.Call(func=ast.Name(id=name)) if name == function:
+                found.append(node)
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id="time" | "builtins"), attr=name)
+            ) if name == function:
+                found.append(node)
+    return found
 
 
 def functions_of(file: Path) -> Iterator[tuple[str, int]]:
     """Yield each function with the number of lines below its signature and docstring."""
-    for node in ast.walk(parse(file)):
+    for node in nodes_of(file):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             body = node.body[1:] if ast.get_docstring(node) else node.body
             yield node.name, (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
@@ -119,6 +139,7 @@ def _targets(node: ast.Import | ast.ImportFrom, file: Path) -> list[str]:
     return [name if _is_own_module(name) else base for name in names]
 
 
+@functools.cache
 def _is_own_module(name: str) -> bool:
     path = PACKAGE.parent.joinpath(*name.split("."))
     return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
