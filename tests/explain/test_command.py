@@ -1,4 +1,4 @@
-"""``ddpsafe explain`` as a user runs it."""
+"""``ddpsafe explain``: what it reads, what it prints, and its exit codes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Final
+
+from explained import explain
 
 from ddpsafe._explain.rules import as_page
 
@@ -17,15 +19,11 @@ KILLED: Final = (
 )
 
 
-def explain(*arguments: str, log: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the command with a log on its standard input."""
-    command = [sys.executable, "-m", "ddpsafe", "explain", *arguments]
-    return subprocess.run(command, input=log, capture_output=True, text=True, check=False)
-
-
 def test_json_of_standard_input() -> None:
-    """The findings, best first, with the keys that a program reads."""
-    run = explain("--json", "-", log=LOST + KILLED)
+    """The findings, best first, with the keys that a program reads; here as a user runs it."""
+    command = [sys.executable, "-m", "ddpsafe", "explain", "--json", "-"]
+    log = LOST + KILLED
+    run = subprocess.run(command, input=log, capture_output=True, text=True, check=False)
     findings = json.loads(run.stdout)["findings"]
     assert run.returncode == 1
     assert [each["code"] for each in findings] == ["DS-END-sigkill", "DS-PEER-lost"]
@@ -37,8 +35,8 @@ def test_json_of_standard_input() -> None:
 def test_a_log_without_a_failure_says_so() -> None:
     """Exit code 0, and a hint where to look."""
     run = explain(log="epoch 1 loss 0.3\n")
-    assert run.returncode == 0
-    assert "No failure is known in this line." in run.stdout
+    assert run.code == 0
+    assert "No failure is known in this line." in run.out
 
 
 def test_files_and_folders_are_read_together(tmp_path: Path) -> None:
@@ -46,8 +44,8 @@ def test_files_and_folders_are_read_together(tmp_path: Path) -> None:
     (tmp_path / "rank-0.err").write_text(LOST, encoding="utf-8")
     (tmp_path / "rank-1.err").write_text("MemoryError\n", encoding="utf-8")
     run = explain(str(tmp_path))
-    assert run.stdout.startswith("DS-MEM-alloc")
-    assert "DS-PEER-lost" in run.stdout
+    assert run.out.startswith("DS-MEM-alloc")
+    assert "DS-PEER-lost" in run.out
 
 
 REPORT: Final = {
@@ -72,7 +70,7 @@ def test_a_run_directory_is_explained_by_its_own_report(tmp_path: Path) -> None:
         (folder / "report.json").write_text(json.dumps(facts), encoding="utf-8")
         (folder / "report.txt").write_text("RankKilledError: rank 1\n", encoding="utf-8")
         (folder / "rank-0.err").write_text(LOST, encoding="utf-8")
-    first, second = json.loads(explain("--json", str(tmp_path)).stdout)["findings"]
+    first, second = json.loads(explain("--json", str(tmp_path)).out)["findings"]
     assert (first["code"], first["rank"], first["kind"]) == ("DS-RUN-report", 1, "killed")
     assert first["fix"] == "see dmesg on host."
     assert second["code"] == "DS-PEER-lost"
@@ -82,20 +80,20 @@ def test_a_report_that_is_none_is_read_as_a_log(tmp_path: Path) -> None:
     """Cut off, or of another program."""
     for text in ("{", "[1]", '{"kind": "x"}', '{"error": "MemoryError"}\nMemoryError\n'):
         (tmp_path / "report.json").write_text(text, encoding="utf-8")
-        assert explain(str(tmp_path)).returncode in (0, 1)
+        assert explain(str(tmp_path)).code in (0, 1)
 
 
 def test_a_summary_to_paste_is_a_table() -> None:
     """GitHub renders it."""
     run = explain("--markdown", log=KILLED)
-    assert run.stdout.startswith("| code | rank | cause | what to do |\n|---|---|---|---|\n")
+    assert run.out.startswith("| code | rank | cause | what to do |\n|---|---|---|---|\n")
 
 
 def test_a_missing_file_is_a_usage_error(tmp_path: Path) -> None:
     """Named, without a traceback."""
     run = explain(str(tmp_path / "none.log"))
-    assert run.returncode == 2
-    assert "none.log cannot be read: No such file or directory" in run.stderr
+    assert run.code == 2
+    assert "none.log cannot be read: No such file or directory" in run.err
 
 
 def test_binary_junk_and_a_line_without_end_are_read(tmp_path: Path) -> None:
@@ -107,7 +105,7 @@ def test_binary_junk_and_a_line_without_end_are_read(tmp_path: Path) -> None:
     )
     (tmp_path / "junk.log").write_bytes(junk)
     run = explain("--json", str(tmp_path / "junk.log"))
-    assert [each["code"] for each in json.loads(run.stdout)["findings"]] == ["DS-DISK-full"]
+    assert [each["code"] for each in json.loads(run.out)["findings"]] == ["DS-DISK-full"]
 
 
 def test_the_command_loads_no_torch() -> None:

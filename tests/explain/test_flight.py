@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
+from explained import explain
 
 from ddpsafe._explain.flight import FlightRecordings
 
@@ -95,11 +94,9 @@ ROWS: Final[dict[str, tuple[dict[int, dict[str, Any]], str, int | None, str]]] =
 }  # fmt: skip
 
 
-def explain(folder: Path) -> list[dict[str, Any]]:
+def findings_of(folder: Path) -> list[dict[str, Any]]:
     """Run the command on a folder."""
-    command = [sys.executable, "-m", "ddpsafe", "explain", "--json", str(folder)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    found: list[dict[str, Any]] = json.loads(run.stdout)["findings"]
+    found: list[dict[str, Any]] = json.loads(explain("--json", str(folder)).out)["findings"]
     return found
 
 
@@ -121,7 +118,7 @@ def test_the_dumps_show_who_keeps_the_others_waiting(
         "[rank0]:[E] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=2, OpType=ALLREDUCE)\n"
     )
     if form == "pickle":  # the whole command, once a row: the recording says more than the watchdog
-        first, *others = explain(tmp_path)
+        first, *others = findings_of(tmp_path)
         assert first["code"] == f"DS-{code}"
         assert text in first["cause"]
         assert "DS-HANG-watchdog" not in [each["code"] for each in others]
@@ -168,7 +165,7 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "dumps"
     folder.mkdir()
     (folder / "nccl_trace_rank_0").write_bytes(pickle.dumps({"entries": [Attack(written)]}))
-    assert explain(folder) == []
+    assert findings_of(folder) == []
     assert not written.exists()
 
 
@@ -189,4 +186,4 @@ def test_a_fifo_in_a_folder_is_left_alone(tmp_path: Path) -> None:
     """It would never end: there is no writer. The files beside it are read."""
     os.mkfifo(tmp_path / "pipe.log")
     (tmp_path / "rank-0.err").write_text("MemoryError\n")
-    assert [each["code"] for each in explain(tmp_path)] == ["DS-MEM-alloc"]
+    assert [each["code"] for each in findings_of(tmp_path)] == ["DS-MEM-alloc"]
