@@ -117,16 +117,16 @@ def _own_temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _ranks_share_the_import_of_dynamo() -> Iterator[None]:
-    """Let pytest's fork server load what optimizers and DistributedDataParallel import in each rank.
+def _ranks_share_imports() -> Iterator[None]:
+    """Let pytest's fork server load what most ranks import: hundreds of ranks need it.
 
-    It takes more than a second of a core, and hundreds of ranks need it.
+    Optimizers and DistributedDataParallel import dynamo, which takes more than a second of a core;
+    ddpsafe's functions import pydantic, a fifth of a second.
     """
     preload = forkserver.set_forkserver_preload
+    more = ["torch._dynamo", "ddpsafe._functions"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            forkserver, "set_forkserver_preload", lambda names: preload([*names, "torch._dynamo"])
-        )
+        patch.setattr(forkserver, "set_forkserver_preload", lambda names: preload([*names, *more]))
         yield
 
 

@@ -30,6 +30,7 @@ TESTS: Final = Path(__file__).parents[1]
 OF_LAUNCHES: Final = (
     "torch.distributed",
     "torch._dynamo",  # which DistributedDataParallel imports
+    "ddpsafe._functions",
     "ddpsafe._launcher.attempt",
     "ddpsafe._launcher.retry",
     "ddpsafe._worker.context",
