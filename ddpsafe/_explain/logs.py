@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe._explain.rules import LEVELS, RULES, Level, LogRule, Retry
+from ddpsafe._explain.rules import FIXES_OF_EXCEPTIONS, LEVELS, RULES, Level, LogRule, Retry
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -310,6 +310,8 @@ class LogReader:
         # Of each rank the last call of the traceback that is being printed: they may be mixed.
         self._tracebacks: dict[int | None, _Traceback] = {}
         self._lone: Cause | None = None
+        # Of each rank the last condition that was printed, as the source of a call.
+        self._asserted: dict[int | None, str] = {}
         self._knows_original = False
         self._report: Mapping[str, Any] | None = None
         self._root_rank: int | None = None
@@ -475,6 +477,8 @@ class LogReader:
         innermost = None if traceback is None else traceback.innermost
         raised = _EXCEPTION.match(said)
         is_logged = "ERROR" in line
+        if said.lstrip().startswith("assert"):
+            self._asserted[rank] = said.strip()
         if raised is None and any(word in said for word in _EXCEPTION_WORDS):
             bare = _undecorated(said)
             if bare is not None:
@@ -660,23 +664,23 @@ class LogReader:
         if frame is not None:
             at = f" at {frame}"
         said_text = raised["text"] or ""
-        text = f": {said_text[:300]}" if said_text else ""
+        if not said_text and raised["type"] == "AssertionError":
+            said_text = self._asserted.pop(_rank_of(line), "")
+        text = f": {said_text[:300].removesuffix('.')}" if said_text else ""
         is_replica = is_wrapper and "replica" in said_text
+        fix = _WORKER_RAISED.fix if is_wrapper else _fix_of(f"{raised['type']}{text}")
+        fix = _FIX_OF_REPLICA if is_replica else fix
         cause = Cause(
             code=_USER,
             kind="user-error",
             level="end" if traceback is None else "exception",
             retry="never",
             cause=(
-                f"{_REPLICA_RAISED if is_replica else _WORKER_RAISED.cause.removesuffix('.')}{text.removesuffix('.')}{at}."
+                f"{_REPLICA_RAISED if is_replica else _WORKER_RAISED.cause.removesuffix('.')}{text}{at}."
                 if is_wrapper  # the original stands below it, with the line of the dataset
                 else f"The script raised {raised['type']}{text}{at}."
             ),
-            fix=_FIX_OF_REPLICA
-            if is_replica
-            else _WORKER_RAISED.fix
-            if is_wrapper
-            else _FIX_OF_USER,
+            fix=fix,
             page="docs/reference/failures.md#ds-user-exception",
             rank=_rank_of(line),
             evidence=[(number, said[:400])],
@@ -786,7 +790,7 @@ _FREQUENT: Final = (
     " step epoch iteration train loss valid lr: rate time data rank world size batch error load worker"
     " saved checkpoint to validation optimizer backward forward warning received channel via module"
     " traceback (most recent call last) /lib/python3 _wrapped_call autograd forward(*args, **kwargs)"
-    " data time checkpoint, validation accuracy, in"
+    " data time checkpoint, validation accuracy, in main"
 )
 """What most lines of a healthy log hold, and of tracebacks."""
 _ZSH_SIGNS: Final = ("zsh: ", "zsh:1: ", "  killed  ", "  segmentation fault  ", "  abort  ")
@@ -921,6 +925,11 @@ def _undecorated(said: str) -> str | None:
             bare = said[begin:].rstrip("`*│ ")
             return bare.removesuffix(quote) if quote in ("'", '"') else bare
     return None
+
+
+def _fix_of(exception: str) -> str:
+    fixes = (fix for pattern, fix in FIXES_OF_EXCEPTIONS if pattern.search(exception))
+    return next(fixes, _FIX_OF_USER)
 
 
 def _as_bash_says(said: str) -> str:

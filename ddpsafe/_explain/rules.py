@@ -1357,6 +1357,15 @@ _ENVIRONMENT: Final = (
         fix="Start as many processes as they multiply to (nodes x --nproc-per-node = world size), or lower them until they do; heads, layers and the global batch have to be multiples of the sizes that divide them.",
     ),
     _rule(
+        "DATA-batch-split",
+        "config",
+        "never",
+        r"(?i)batch[ _]?size.{0,90}(?:divisible|(?<!not )(?:round )?multiple of|divided (?:evenly )?by)|assert [\w.]{0,30}batch_?size\w* % |batch_size % .{0,60}== 0",
+        over=("ENV-layout", "USER-exception"),
+        cause="The batch size has to be a multiple of the number of GPUs or ranks (times micro batch and accumulation), so that it cannot be shared out evenly.",
+        fix="Global batch = micro batch for each GPU x accumulation steps x ranks of data parallelism: choose the batch size (or the number of GPUs) so that it fits.",
+    ),
+    _rule(
         "ENV-layout",
         "config",
         "never",
@@ -1979,7 +1988,7 @@ _NCCL: Final = (
         "NCCL-no-gpu",
         "config",
         "never",
-        r"But your machine only has: \[\]|accelerator is not available|ProcessGroupNCCL is only supported with GPUs|No CUDA GPUs are available|Found no NVIDIA driver|Torch not compiled with CUDA enabled|no CUDA-capable device is detected|nvidia-container-cli: (?:initialization|mount) error|No supported gpu backend found|Failed to open libnvidia-ml|No devices were found|(?:Error|Exception): .{0,80}(?i:\b(?:cuda|gpus?)\b.{0,24}\b(?:not available|unavailable|not found|required|not accessible))|^\s+assert[ (]+torch\.cuda\.is_available\(\)|(?:Cuda|Xpu) is not available|PyTorch was compiled without CUDA|cuda driver can't be loaded|libcudart functions unavailable|Need to provide pin_memory allocator|can only be used on CUDA devices|type torch\.cuda\.\w+ (?:is )?not (?:enabled|available)|torch\.cuda\.\w+Tensor is not enabled|Cannot find NVIDIA GPU|there are no visible CUDA devices|could not find any GPU|No CUDA runtime is found|[Cc]annot access accelerator device|No GPUs? (?:found|detected|available)|Failed to get device count|torch\.cuda\.is_available\(\) should be True|requires a (?:GPU|CUDA)|torch\.cuda\.is_available\(\) is False|MisconfigurationException: No supported|HIP error: no ROCm-capable|No HIP GPUs|torch\._C' has no attribute '_cuda_\w+",
+        r"But your machine only has: \[\]|accelerator is not available|ProcessGroupNCCL is only supported with GPUs|No CUDA GPUs are available|Found no NVIDIA driver|Torch not compiled with CUDA enabled|no CUDA-capable device is detected|nvidia-container-cli: (?:initialization|mount) error|No supported gpu backend found|Failed to open libnvidia-ml|No devices were found|(?:Error|Exception): .{0,80}(?i:\b(?:cuda|gpus?)\b.{0,24}\b(?:not available|unavailable|not found|required|not accessible))|^\s+assert[ (]+torch\.cuda\.is_available\(\)|(?:Cuda|Xpu) is not available|PyTorch was compiled without CUDA|cuda driver can't be loaded|libcudart functions unavailable|Need to provide pin_memory allocator|can only be used on CUDA devices|type torch\.cuda\.\w+ (?:is )?not (?:enabled|available)|torch\.cuda\.\w+Tensor is not enabled|Cannot find NVIDIA GPU|there are no visible CUDA devices|could not find any GPU|No CUDA runtime is found|[Cc]annot access accelerator device|No GPUs? (?:found|detected|available)|Failed to get device count|torch\.cuda\.is_available\(\) should be True|requires a (?:GPU|CUDA)|torch\.cuda\.is_available\(\) is False|MisconfigurationException: No supported|HIP error: no ROCm-capable|No HIP GPUs|torch\._C' has no attribute '_cuda_\w+|Accelerator.? can ?not run on your system|Number of gpus or cpus must be specified|No GPU or .{1,12} found",
         cause="torch sees no GPU in this process: a CPU build, a container without --gpus, an empty CUDA_VISIBLE_DEVICES, or no driver.",
         fix="Check torch.version.cuda, `nvidia-smi` inside the container (docker run --gpus all) and CUDA_VISIBLE_DEVICES; use backend gloo on CPUs.",
     ),
@@ -2204,6 +2213,15 @@ _RENDEZVOUS: Final = (
         r"No rendezvous handler for (?P<scheme>(?!tcp:|env:)[\w.-]*)://",
         cause="init_method (dist_url) begins with '{scheme}://', which torch does not know: the address is empty, or misspelt.",
         fix="Give the whole address: env:// under torchrun, tcp://HOST:PORT with rank and world_size, or file:///PATH.",
+    ),
+    _rule(
+        "PG-old-torch",
+        "config",
+        "never",
+        r"torch/lib/THD/",
+        over=("USER-exception",),
+        cause="torch is 0.4 or older, and its distributed package (THD), which no version since has, failed: mostly it found no address to be reached at.",
+        fix="Update torch. Until then: MASTER_ADDR has to be an address of a network interface, not loopback, RANK and WORLD_SIZE right; a single GPU needs no launcher (python train.py).",
     ),
     _rule(
         "PG-rendezvous-old",
@@ -2731,7 +2749,7 @@ _CUDA: Final = (
         "CUDA-ordinal",
         "config",
         "never",
-        r"(?i)invalid device ordinal(?!.*StorageSharing)|cudaErrorInvalidDevice\b|(?:CUDA|HIP) error: invalid device(?! function| symbol| context| pointer)|device_id \S+ is out of range|device >= 0 && device < num_gpus|Invalid (?:peer )?device id|device \d+ is not visible \(|local_rank \d+ exceeds available|Invalid device \d+ \(totalnDev|But your machine only has: (?!\[\]|\{)|specified GPUs? .{0,40}not available",
+        r"(?i)invalid device ordinal(?!.*StorageSharing)|cudaErrorInvalidDevice\b|(?:CUDA|HIP) error: invalid device(?! function| symbol| context| pointer)|device_id \S+ is out of range|device >= 0 && device < num_gpus|Invalid (?:peer )?device id|device \d+ is not visible \(|local_rank \d+ exceeds available|Invalid device \d+ \(totalnDev|But your machine only has: (?!\[\]|\{)|specified GPUs? .{0,40}not available|assert .{0,60}<=? ?torch\.cuda\.device_count\(\)|requested to find .{1,12} devices but",
         cause="A rank asked for a GPU that it does not see: more ranks than visible GPUs, a global rank used as the device, or a number of nvidia-smi although CUDA_VISIBLE_DEVICES counts from 0 again.",
         fix="Start as many ranks as GPUs are visible (CUDA_VISIBLE_DEVICES), and use LOCAL_RANK, not RANK, for set_device.",
     ),
@@ -3182,6 +3200,24 @@ _DDP: Final = (
         fix="Wrap it in one place; tied weights belong to one unit: fully_shard([embedding, head]).",
     ),
     _rule(
+        "FSDP-not-on-gpu",
+        "user-error",
+        "never",
+        r"Expects tensor to be on the compute device|FSDP-managed module unexpectedly has parameters on|Expected the local shard to be on|Expects storage to be allocated|Expected tensor to be on the compute device",
+        over=("FSDP-failed", "USER-exception"),
+        cause="FSDP finds its parameters on another device than the one it computes on: the model was left on the CPU, or moved (.cpu(), .to(), .cuda()) after it was wrapped.",
+        fix="FSDP(model, device_id=torch.cuda.current_device()) after set_device(local_rank), or move the model before it is wrapped, and never afterwards; for offloading CPUOffload(offload_params=True) alone.",
+    ),
+    _rule(
+        "FSDP-unsharded-state",
+        "user-error",
+        "never",
+        r"_state_dict\W{1,4}can only be (?:used|called) when parameters|(?i:(?:local|sharded)_state_dict).{0,40}(?:does not support|not supported).{0,30}NO_SHARD",
+        over=("FSDP-failed", "USER-exception"),
+        cause="A state dict in shards is asked for where FSDP shards nothing: one process only (FSDP then takes NO_SHARD), NO_SHARD itself, or parameters that are not flattened.",
+        fix="Start it on several GPUs, or use StateDictType.FULL_STATE_DICT (fsdp_state_dict_type) for one; get_model_state_dict of torch.distributed.checkpoint.state_dict works for both.",
+    ),
+    _rule(
         "FSDP-cpu",
         "config",
         "never",
@@ -3272,12 +3308,30 @@ _DDP: Final = (
         fix="On all ranks: optimizer.consolidate_state_dict(to=0); then optimizer.state_dict() on rank 0 alone.",
     ),
     _rule(
+        "ENV-config-file",
+        "config",
+        "never",
+        r"Expected a string path to an existing deepspeed config|DeepSpeed configuration file: .{0,200} is not an existing file|[Cc]onfig(?:uration)? file (?:located )?(?:at )?.{1,200}(?:does not|doesn't) exist|Could not find (?:the )?config(?:uration)? file|[Cc]annot find config(?:uration)? file|config file .{1,160} not found",
+        over=("DATA-path", "USER-exception"),
+        cause="The configuration file that is named does not exist for this rank: its path is relative to another directory, misspelt, or not on this host.",
+        fix="Give its absolute path, and see it where the ranks run (ls -l FILE on each host, in the container).",
+    ),
+    _rule(
+        "ENV-one-process",
+        "config",
+        "never",
+        r"DeepSpeed is not compatible with MP|only works in distributed training|at least 2 processes to use|MMDataParallel only supports|not running single-GPU inference with NUM_GPUS|distributed type \S+ but only using 1 GPU",
+        over=("USER-exception",),
+        cause="The script runs as one process, while its options (DeepSpeed, FSDP, several GPUs) need one process for each GPU: it was started with python, or the launcher was told of one.",
+        fix="torchrun --nproc-per-node=GPUS train.py (accelerate launch --multi_gpu --num_processes GPUS, deepspeed --num_gpus GPUS, dist_train.sh CONFIG GPUS, NPROC_PER_NODE=GPUS); for one GPU export CUDA_VISIBLE_DEVICES=0 and turn those options off.",
+    ),
+    _rule(
         "ZERO-options",
         "config",
         "never",
-        r"bfloat16 and fp16 (?:modes )?cannot be (?:simultaneously )?enabled|DeepSpeed config values that mismatch TrainingArguments|(?:ZeRO|MoE|Amp and ZeRO|zero stage).{0,60}(?:not (?:currently )?(?:compatible|supported)|incompatible) (?:with|for)|Expected a string path to an existing deepspeed config",
+        r"bfloat16 and fp16 (?:modes )?cannot be (?:simultaneously )?enabled|DeepSpeed config values that mismatch|accelerate config variables will be ignored|in the config file and in the code at the same time|when .{1,60} is set in the DeepSpeed config|(?:ZeRO|MoE|Amp and ZeRO|zero stage).{0,60}(?:not (?:currently )?(?:compatible|supported)|incompatible) (?:with|for)",
         cause="Options of DeepSpeed's configuration contradict each other, or those of the trainer or the command line.",
-        fix='Use "auto" for values that the Trainer sets too (batch sizes, lr, fp16/bf16, clipping); enable either fp16 or bf16; pipeline parallelism goes with ZeRO 1 at most.',
+        fix='Use "auto" for values that the Trainer sets too (batch sizes, lr, fp16/bf16, clipping); give each setting in one place only (the file of DeepSpeed, not also that of accelerate, or the code); enable either fp16 or bf16; pipeline parallelism goes with ZeRO 1 at most.',
     ),
     _rule(
         "PEFT-targets",
@@ -3952,9 +4006,9 @@ _CHECKPOINT: Final = (
         "CKPT-layout",
         "user-error",
         "never",
-        r"not a valid checkpoint since|[Nn]o state_dict found in checkpoint|[Cc]heckpoint .{0,60}(?:has no|does not contain|doesn't contain) .{0,40}(?:key|state_dict|weights)|checkpoint contains only the model|KeyError: '(?:state_dict|model|model_state(?:_dict)?|optimizer(?:_states?|_state_dict)?|epoch|net|ema|lr_schedulers?|scheduler|global_step|pytorch-lightning_version|module|scaler)'",
+        r"not a valid checkpoint since|[Nn]o state_dict found in checkpoint|[Cc]heckpoint .{0,60}(?:has no|does not contain|doesn't contain) .{0,40}(?:key|state_dict|weights)|checkpoint contains only the model|KeyError: '(?:state_dict|model|model_state(?:_dict)?|optimizer(?:_states?|_state_dict)?|epoch|net|ema|lr_schedulers?|scheduler|global_step|pytorch-lightning_version|module|scaler)'|Unable to load (?:optimizer|random|rng|lr|opt\w*) .{0,80}checkpoint|Specify --no-load-(?:rng|optim)|Could not find \S*(?:optimizer|rng|scheduler)\S* in (?:the )?(?:checkpoint|state)",
         cause="The checkpoint is laid out otherwise than the code that reads it expects: weights only, or of another program or version.",
-        fix="print(torch.load(FILE, map_location='cpu').keys()), and take the weights from where they are (checkpoint['state_dict'], or the dictionary itself); resume only from checkpoints that hold the optimizer.",
+        fix="print(torch.load(FILE, map_location='cpu').keys()), and take the weights from where they are (checkpoint['state_dict'], or the dictionary itself); resume only from checkpoints that hold the optimizer, or load the weights alone (Megatron: --no-load-optim --no-load-rng, --finetune).",
     ),
     _rule(
         "CKPT-scheduler",
@@ -5737,6 +5791,17 @@ _PLACES: Final = (
         fix="Make model and optimizer as they were when it was saved, and load the model first; else leave the optimizer's state out and start it fresh.",
     ),
     _rule(
+        "CKPT-key",
+        "user-error",
+        "never",
+        r"^KeyError: (?P<name>.{1,80})",
+        raised_in=r"^(?!.*(?:optim|sched)).* in (?:_?load_(?:model_)?(?:state_dict|state|checkpoint|ckpt|weights|pretrained\w*|snapshot)\w*|resume\w*|restore\w*|_load_checkpoint|load_from_checkpoint|on_load_checkpoint)$",
+        level="exception",
+        over=("USER-exception",),
+        cause="The checkpoint has no {name}: it is of another model or program, of another version of it, or holds the weights alone.",
+        fix="print(torch.load(FILE, map_location='cpu').keys()), and compare with what the line above asks for; build the model with the options that it was saved with, or load only the part that is there.",
+    ),
+    _rule(
         "RDZV-failed",
         "config",
         "once",
@@ -6001,7 +6066,7 @@ _FALLBACKS: Final = (
         "ENV-configuration",
         "config",
         "never",
-        r"(?:^|[\s.])(?:Misconfiguration(?:Exception|Error)|DeepSpeedConfigError|ConfigurationError|Config(?:Key|Attribute|Type|Value)?Error|ConfigCompositionException|InvalidConfig\w*|MissingMandatoryValue|ValidationError): (?P<text>.{4,200})",
+        r"(?:^|[\s.])(?:Misconfiguration(?:Exception|Error)(?=: )|DeepSpeedConfigError|ConfigurationError|Config(?:Key|Attribute|Type|Value)?Error|ConfigCompositionException|InvalidConfig\w*|MissingMandatoryValue|ValidationError|MisconfigurationException(?=\())(?:: |\(.)(?P<text>.{4,200})",
         cause="The framework refuses its configuration: {text}.",
         fix="Change that option to what the message asks for; compare with the same option in the scheduler and the launcher (nodes, processes for each node, devices).",
         level="end",
@@ -6018,6 +6083,16 @@ _FALLBACKS: Final = (
         cause="A command that the script runs failed with exit status {status}: {command}.",
         fix="Run it by hand on that host; its own output stands above this line.",
         level="end",
+    ),
+    _rule(
+        "END-assertion",
+        "killed",
+        "never",
+        r"Assertion [`'](?P<text>.{3,200}?)' failed",
+        cause="A check of native code failed and ended the process: {text}.",
+        fix="The name of the source file and function before it say which library: compare its version with torch's and CUDA's, and look at what it was given (empty or odd sizes on one rank); python -X faulthandler shows the call.",
+        level="end",
+        is_fallback=True,
     ),
     _rule(
         "ENFORCE-failed",
@@ -6150,6 +6225,29 @@ RULES: Final[tuple[LogRule, ...]] = (
 """Every rule, the more specific one first within a level."""
 
 
+FIXES_OF_EXCEPTIONS: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
+    (re.compile(pattern), fix)
+    for pattern, fix in (
+        (
+            r"^AssertionError: assert\b",
+            "The condition after assert does not hold: print both its sides before it, on every rank. It mostly checks an option, a number of GPUs or processes, or a shape.",
+        ),
+        (
+            r"^KeyError: ",
+            "Print list(d) of the dictionary before that line: a batch, a configuration or a file of another version names it otherwise, or not on this rank.",
+        ),
+        (
+            r"(?i)pip3? install|(?:not|n't) (?:been )?installed|to be installed|not found on your system|version must be|too old (?:of a )?version|requires \S+ ?>=|only available in \S+ [\d.]+|please (?:update|upgrade|install|re-?install)|v?[\d.]+ or (?:later|newer|higher|above)|at least version|newer version",
+            "Install, update or pin the package that the message names, in the environment that the ranks run in (sys.executable), on every host and in the image.",
+        ),
+        (
+            r"(?i)\b(?:must|should|shouldn't|needs?|ha(?:s|ve) to|cannot|can ?not|can't|can only|only (?:support|work|be|one|pass|use)\w*|one of|not (?:yet |currently )?(?:supported|implemented|allowed|configured|enabled|valid|compatible|recognized|specified|provided|set)|unsupported|does ?n[o']t (?:support|match|have|exist|contain)|do not (?:support|match)|did not (?:match|expect)|not support|invalid|unknown|unrecogni[sz]ed|unexpected|expected|expects|requires?|required|please|mutually exclusive|instead|choose|make sure|ensure|specify|specified|incompatible|mismatch\w*|already\b|exceeds?|multiple|duplicate\w*|conflict\w*|missing|disagrees?|out of (?:bounds|range)|empty|(?:is|are|was|were) not\b|not (?:found|present|available|attached|initialized)|could not find|hint:|did you|forget|set the|selected|more than|less than|at least|at most|divisible|got)\b|[<>=]=|--\w|set `|remove `",
+            "The message says which option, argument or size does not fit, and what it has to be: change it in your configuration or in the last call of your own code above; print it on every rank. If it worked before, compare the versions (pip list).",
+        ),
+    )
+)
+"""What to do about an exception that no rule knows, by its type and text: the first that matches."""
+
 _PAGE_HEAD: Final = """\
 # Failures that `ddpsafe explain` knows
 
@@ -6167,7 +6265,7 @@ _PAGE_USER: Final = """
 ## DS-USER-exception
 
 - Cause: the script raised an exception that is none of the others.
-- What to do: fix the line that the finding names; ranks that complain of a lost peer failed because of it.
+- What to do: fix the line that the finding names, or what the exception's own words ask for; ranks that complain of a lost peer failed because of it.
 - Kind `user-error`, retry `never`.
 """
 

@@ -219,6 +219,31 @@ TRACEBACK: Final = """\
 [rank1]:     raise ValueError("bad batch")
 [rank1]: ValueError: bad batch
 """
+
+
+@pytest.mark.parametrize(
+    ("log", "cause", "fix"),
+    [
+        ("    assert a == b\nAssertionError\n", "AssertionError: assert a == b.", "The condition"),
+        ("[rank1]:   assert c\nAssertionError\n", "AssertionError.", "Fix that line"),
+        ("KeyError: 'pixels'\n", "KeyError: 'pixels'.", "Print list(d)"),
+        (
+            "ValueError: Install quux with pip install quux.\n",
+            "pip install quux.",
+            "Install, update",
+        ),
+        ("ValueError: `mode` must be one of 'a', 'b'.\n", "one of 'a', 'b'.", "The message says"),
+        ("ValueError: bad batch\n", "ValueError: bad batch.", "Fix that line"),
+    ],
+)
+def test_the_words_of_an_unknown_exception_say_what_to_do(log: str, cause: str, fix: str) -> None:
+    """A condition that failed, a key that is missing, a package, an option; else the line itself."""
+    [found] = explain_text(log)
+    assert found.code == "DS-USER-exception"
+    assert found.cause.endswith(cause)
+    assert found.fix.startswith(fix)
+
+
 PEER: Final = "[rank0]: RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:4711\n"
 SUMMARY: Final = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n"
 
