@@ -200,7 +200,10 @@ _IGNORED: Final = re.compile(r"^(?:Exception ignored in|Error in atexit|--- Logg
 _CAUGHT_IN_WORKER: Final = re.compile(r"^Caught \w+ in (?:DataLoader worker|replica|pin memory)")
 _ROOT_CAUSE: Final = re.compile(r"^Root Cause \(first observed failure\)")
 _RANK_OF_ROOT: Final = re.compile(r"^\s*rank\s*: (\d+) \(local_rank")
-_SEQUENCE: Final = re.compile(r"SeqNum=(\d+)")
+_SEQUENCE: Final = re.compile(r"SeqNum=(\d+)(?:, OpType=(\w+)(?:, NumelIn=(\d+))?)?")
+_GROUP: Final = re.compile(r"\[PG (?:ID )?(\d+)")
+_SAME_SIZES: Final = ("ALLREDUCE", "BROADCAST", "REDUCE", "_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE")
+"""Collectives that take as many elements of every rank."""
 _ALIKE: Final = 1_000
 """After so many lines that hold the same four letters of rules, and were all about something, the
 next ones are taken to be about the same and only counted."""
@@ -281,6 +284,7 @@ _WORKER_RAISED: Final = next(rule for rule in RULES if rule.code == "DS-DATA-wor
 _REPLICA_RAISED: Final = "The forward failed in a copy of DataParallel"
 _FIX_OF_REPLICA: Final = "Read the 'Original Traceback' that follows: it ends with the line of the model. Try it on one GPU; for several use DistributedDataParallel, with one process for each, as DataParallel copies the model in every step and splits only tensors."
 _WATCHDOG: Final = "DS-HANG-watchdog"
+_MISMATCH: Final = "DS-HANG-mismatch"
 _OWN: Final = ("exception", "end")
 _REPORT: Final = "DS-RUN-report"
 _RETRY_OF: Final[dict[str, Retry]] = {
@@ -324,6 +328,8 @@ class LogReader:
         self._following: list[bytes] = []
         self._sieve: _Sieve | None = None
         self._lowest: tuple[int, int | None] | None = None
+        # Of each collective that timed out who called it as what, first, by group and number.
+        self._timed_out: dict[tuple[str, str], tuple[str, int | None, tuple[int, str]]] = {}
         self._progress = 0
         self.lines = 0
 
@@ -404,7 +410,7 @@ class LogReader:
                 cause.last = number
                 if cause.code == _WATCHDOG:  # which differs in numbers, and those are what counts
                     line = raw[:_LONGEST_LINE].decode("utf-8", "replace")
-                    self._compare_sequence(line, _rank_of(line))
+                    self._compare_sequence(number, line, _rank_of(line))
                 return
             # It was over, and has come back.
         if len(self._shapes) < _MOST_SHAPES:
@@ -518,7 +524,7 @@ class LogReader:
             if _PASSED_TEST.search(said):
                 return None
             if rule.code == _WATCHDOG:
-                self._compare_sequence(said, rank)
+                self._compare_sequence(number, said, rank)
             cause = self._note(self._found, rule, match, number, line, said)
             if raised is not None and traceback is not None and traceback.is_original:
                 self._knows_original = True
@@ -696,11 +702,27 @@ class LogReader:
             self._skips_calls = self._skips_calls or not cause.is_wrapper
         return cause
 
-    def _compare_sequence(self, said: str, rank: int | None) -> None:
-        """Keep the rank that is behind: of the watchdog's lines the one of the lowest number."""
+    def _compare_sequence(self, number: int, said: str, rank: int | None) -> None:
+        """Keep the rank that is behind, and two that call one collective of a group differently."""
         match = _SEQUENCE.search(said)
-        if match is not None and (self._lowest is None or int(match[1]) < self._lowest[0]):
+        if match is None:
+            return
+        if self._lowest is None or int(match[1]) < self._lowest[0]:
             self._lowest = (int(match[1]), rank)
+        if match[2] is None or _MISMATCH in self._found or len(self._timed_out) >= _MOST_SHAPES:
+            return
+        has_size = match[3] is not None and match[2] in _SAME_SIZES
+        call = f"{match[2]} of {match[3]} elements" if has_size else match[2]
+        group = _GROUP.search(said)
+        key = (group[1] if group else "", match[1])
+        call2, rank2, line2 = self._timed_out.setdefault(key, (call, rank, (number, said[:400])))
+        if call2 == call or rank2 == rank or None in (rank, rank2):
+            return
+        rule = next(rule for rule in RULES if rule.code == _MISMATCH)
+        facts = {"number": match[1], "rank": str(rank), "call": call}
+        found = _cause_of(rule, {**facts, "rank2": str(rank2), "call2": call2})
+        found.evidence, found.count, found.last = [line2, (number, said[:400])], 2, number
+        self._found[_MISMATCH] = found
 
     def causes(self) -> list[Cause]:
         """Return the causes, best first; noise only where there is nothing else."""

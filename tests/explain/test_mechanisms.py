@@ -1680,6 +1680,8 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("[W tensorpipe_agent.cpp:641] RPC agent for Test0 encountered error when sending outgoing request #0 to Test1: ECONNREFUSED: connection refused\nRuntimeError: ECONNREFUSED: connection refused", "RPC-connection", "torch"),
     ('RuntimeError: In operator() at tensorpipe/common/ibv.h:172 "": Operation not supported', "RPC-transport", "torch"),
     ("  File \"/env/site-packages/deepspeed/utils/distributed.py\", line 82, in mpi_discovery\n    assert rank == 0\nNameError: name 'dist' is not defined", "ENV-library-bug", "deepspeed"),
+    ("2018-12-20 09:24:00.631948: E cuda_diagnostics.cc:157] no NVIDIA GPU device is present: /dev/nvidia0 does not exist", "NCCL-no-gpu", "tensorflow"),
+    ("srun: error: Unable to allocate resources: Node failure", "SLURM-node", "slurm"),
 )  # fmt: skip
 
 

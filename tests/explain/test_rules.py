@@ -285,6 +285,21 @@ def test_the_watchdog_names_the_rank_that_is_behind() -> None:
     assert (cause.code, cause.rank, cause.count) == ("DS-HANG-watchdog", 5, 3)
 
 
+def test_ranks_that_time_out_in_different_collectives_are_told_apart() -> None:
+    """The watchdog prints what each rank waits in: one validates, and the others train on."""
+    line = "[rank{0}]:[E x.cpp:563] [Rank {0}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=77, OpType={1}, NumelIn={2}, NumelOut=9, Timeout(ms)=600000) ran for 600057 milliseconds before timing out.\n"
+    same = "".join(line.format(rank, "ALLREDUCE", 4311252) for rank in range(8))
+    gathered = "".join(line.format(rank, "GATHER", rank) for rank in range(8))
+    for log in (same, gathered):
+        assert explain_text(log)[0].code == "DS-HANG-watchdog"
+    for other in (line.format(8, "ALLREDUCE", 1), line.format(8, "BROADCAST", 4311252)):
+        first, *others = explain_text(same + other)
+        assert (first.code, first.retry) == ("DS-HANG-mismatch", "never")
+        assert "rank 8 calls" in first.cause
+        assert "rank 0 ALLREDUCE of 4311252 elements" in first.cause
+        assert others == []
+
+
 def test_every_rank_counts_for_who_is_behind() -> None:
     """Lines that differ in numbers only are skipped after a few; the watchdog's numbers are read."""
     line = "[rank{0}]:[E] [Rank {0}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={1}, OpType=ALLREDUCE)\n"
