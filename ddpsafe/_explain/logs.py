@@ -175,9 +175,13 @@ _PASSED_TEST: Final = re.compile(
 )
 """A test whose name speaks of the failure that it provokes."""
 _EXCEPTION: Final = re.compile(
-    r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure|Fault|Timeout))"
+    r"^(?P<type>(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure|Fault|Timeout)|Exception))"
     r"(?:: (?P<text>.*)|:?\s*)$"
 )
+_QUOTED: Final = re.compile(
+    r"(?<![\w.])(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)): (?P<text>\S.{4,})$"
+)
+"""An exception that a sentence names, as titles and summaries do."""
 _FRAME: Final = re.compile(
     r'^(?:E|\|)?\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)'
     r"|^│ (?P<file2>[^│\s]+\.py):(?P<line2>\d+) in (?P<function2>\w+)"
@@ -314,6 +318,7 @@ class LogReader:
         # Of each rank the last call of the traceback that is being printed: they may be mixed.
         self._tracebacks: dict[int | None, _Traceback] = {}
         self._lone: Cause | None = None
+        self._quoted: Cause | None = None
         # Of each rank the last condition that was printed, as the source of a call.
         self._asserted: dict[int | None, str] = {}
         self._knows_original = False
@@ -535,6 +540,7 @@ class LogReader:
             return self._note_exception(
                 raised, traceback, number, line, said, is_logged=is_logged, is_wrapper=is_wrapper
             )
+        self._note_quoted(number, said, rank)
         return None
 
     def add(self, finding: RecordedFailure) -> None:
@@ -702,6 +708,27 @@ class LogReader:
             self._skips_calls = self._skips_calls or not cause.is_wrapper
         return cause
 
+    def _note_quoted(self, number: int, said: str, rank: int | None) -> None:
+        """Note an exception that a sentence names, for a log in which there is nothing else."""
+        match = None if self._quoted else _QUOTED.search(said)
+        if match is None:
+            return
+        quoted = match[0].removesuffix(".")
+        self._quoted = Cause(
+            code=_USER,
+            kind="user-error",
+            level="noise",
+            retry="never",
+            cause=f"The script raised {quoted}.",
+            fix=_fix_of(quoted),
+            page="docs/reference/failures.md#ds-user-exception",
+            rank=rank,
+            evidence=[(number, said[:400])],
+            count=1,
+            last=number,
+            is_warning=True,
+        )
+
     def _compare_sequence(self, number: int, said: str, rank: int | None) -> None:
         """Keep the rank that is behind, and two that call one collective of a group differently."""
         match = _SEQUENCE.search(said)
@@ -728,6 +755,7 @@ class LogReader:
         """Return the causes, best first; noise only where there is nothing else."""
         shown = [*self._found.values(), *([self._lone] if self._lone else [])]
         shown += [cause for code, cause in self._waiting.items() if code in self._also]
+        shown += [self._quoted] if self._quoted else []
         found: dict[str, Cause] = {}
         for cause in shown:
             is_outlived = cause.is_warning and cause.last < self._progress

@@ -244,6 +244,15 @@ def test_the_words_of_an_unknown_exception_say_what_to_do(log: str, cause: str, 
     assert found.fix.startswith(fix)
 
 
+def test_a_sentence_that_names_an_exception_counts_where_there_is_nothing_else() -> None:
+    """A title, or a summary; steps that follow show that it was over."""
+    title = "Training fails on 2 GPUs with quux.BarError: foo is not bar\n"
+    [found] = explain_text(title)
+    assert found.cause == "The script raised quux.BarError: foo is not bar."
+    assert explain_text(title + "epoch 3 step 20 loss 0.31\n") == []
+    assert [cause.code for cause in explain_text(title + "MemoryError\n")] == ["DS-MEM-alloc"]
+
+
 PEER: Final = "[rank0]: RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:4711\n"
 SUMMARY: Final = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n"
 
