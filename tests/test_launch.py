@@ -418,7 +418,9 @@ def _everything_of_the_caller() -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "start_method", [pytest.param("spawn", marks=pytest.mark.soak), "forkserver"]
+)
 def test_a_launch_leaves_the_caller_as_it_found_it(run_dir: Path, start_method: str) -> None:
     """Environment, directory, handlers, threads, descriptors, start method: also after a failure.
 

@@ -68,7 +68,7 @@ def test_examples_of_a_page_run_as_one_script(script: Script, tmp_path: Path) ->
     run = scripts.Script(
         [str(file)],
         folder=tmp_path,
-        env={} if is_readme else scripts.FORKING,
+        env=scripts.SPAWNING if is_readme else None,
         fresh=is_readme,
     ).end()
     assert run.code == 0, f"{script.page}:\n{script.text}\n{run.out}\n{run.err}"
@@ -108,7 +108,7 @@ def test_failure_in_readme_is_what_its_script_prints(tmp_path: Path) -> None:
     assert code.count("range(steps)") == 1
     script = tmp_path / "train.py"
     script.write_text(code.replace("range(steps)", change), encoding="utf-8")
-    environment = {**scripts.FORKING, "TMPDIR": str(tmp_path)}
+    environment = {"TMPDIR": str(tmp_path)}
     run = scripts.Script([str(script)], folder=tmp_path, env=environment).end()
     assert run.code == 1
     told = run.err.partition("RankLeftEarlyError: ")[2].splitlines()
@@ -300,7 +300,7 @@ def test_tutorial_shows_what_its_commands_print(tmp_path: Path) -> None:
     shutil.copytree(CHECKOUT / "examples" / "digits", folder, ignore=shutil.ignore_patterns("out"))
     script = folder / "train.py"
     arguments = [str(script), "--epochs", "1", "--nproc-per-node", "2"]
-    first = scripts.Script(arguments, folder=tmp_path, env=scripts.FORKING).end()
+    first = scripts.Script(arguments, folder=tmp_path).end()
     assert first.code == 0, first.err
     shown = re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0]
     numbers = re.compile(r"\d+(?:\.\d+)?")
@@ -313,7 +313,7 @@ def test_tutorial_shows_what_its_commands_print(tmp_path: Path) -> None:
     assert text.count(place) == 1
     script.write_text(text.replace(place, textwrap.indent(line, " " * 8) + place))
     arguments += ["--out", str(tmp_path / "out")]
-    broken = scripts.Script(arguments, folder=tmp_path, env=scripts.FORKING).end()
+    broken = scripts.Script(arguments, folder=tmp_path).end()
     assert broken.code == 1
     told = broken.err.partition("RankRaisedError: ")[2]
     assert told.startswith("rank 1 (world_size 2) raised ValueError ")

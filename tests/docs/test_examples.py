@@ -36,8 +36,8 @@ def start_python(
     arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str], fresh: bool = False
 ) -> scripts.Script:
     """Start the interpreter; its ranks are forked unless it is a new one."""
-    forking = {} if fresh else scripts.FORKING
-    return scripts.Script(arguments, folder=cwd, env={**forking, **env}, fresh=fresh)
+    starting = scripts.SPAWNING if fresh else {}
+    return scripts.Script(arguments, folder=cwd, env={**starting, **env}, fresh=fresh)
 
 
 def port(name: str) -> Path:

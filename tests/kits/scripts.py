@@ -1,7 +1,8 @@
 """Runs scripts as a user does: in files, with a main module of their own.
 
-They are forked from an interpreter that has imported torch (`warm_python`). What is about the start
-itself takes a new interpreter (``fresh=True``), and so does one real launch for each promise.
+They are forked from an interpreter that has imported torch (`warm_python`), and so are their ranks.
+What is about the start itself takes a new interpreter (``fresh=True``), or new ones for the ranks
+(`SPAWNING`), and so does one real launch for each promise.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ Not `ddpsafe._worker.preload`: it makes its process a fork server.
 """
 
 FORKING: Final = {"DDPSAFE_START_METHOD": "forkserver"}
-"""Variables of a script whose ranks are forked as well, where their start is not the point."""
+"""Variables of a script whose ranks are forked as well: each new interpreter costs seconds of a core."""
+
+SPAWNING: Final = {"DDPSAFE_START_METHOD": "spawn"}
+"""Variables of a script whose ranks start as they do by default."""
 
 IMPORTED: Final = (TESTS / "programs", TESTS / "kits")
 """Where rank functions are imported from, as ``pythonpath`` of pyproject.toml has it."""
@@ -88,12 +92,12 @@ class Script:
             arguments: A script and its arguments; or options of Python, which needs to be new then.
             folder: Its working directory.
             text: Its stdin; needs a new interpreter.
-            env: Variables beside those of this process.
+            env: Variables beside those of this process and `FORKING`.
             fresh: Whether a new interpreter runs it.
         """
         self._text = text
         self._process: subprocess.Popen[str] | Forked
-        environment = {**clean_environment(), **(env or {})}
+        environment = {**clean_environment(), **FORKING, **(env or {})}
         if fresh or text is not None or not can_be_forked(arguments, environment):
             self._process = subprocess.Popen(
                 [sys.executable, *arguments],
@@ -171,10 +175,16 @@ def write(folder: Path, name: str, source: str) -> Path:
     return path
 
 
-def run(folder: Path, source: str, *arguments: str, fresh: bool = False) -> Run:
+def run(
+    folder: Path,
+    source: str,
+    *arguments: str,
+    env: Mapping[str, str] | None = None,
+    fresh: bool = False,
+) -> Run:
     """Write and run one script in `folder`, to its end."""
     path = write(folder, "script.py", source)
-    return Script([str(path), *arguments], folder=folder, fresh=fresh).end()
+    return Script([str(path), *arguments], folder=folder, env=env, fresh=fresh).end()
 
 
 def clean_environment() -> dict[str, str]:

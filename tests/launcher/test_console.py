@@ -10,7 +10,6 @@ import os
 import pty
 import re
 import signal
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -215,7 +214,7 @@ def test_a_console_that_shows_nothing_is_silent_about_a_retry_too(
 ) -> None:
     """Where the program has set up no logging, `"none"` keeps warnings off stderr; others do not."""
     path = scripts.write(tmp_path, "script.py", RETRIED)
-    run = scripts.Script([str(path), console], folder=tmp_path, env=scripts.FORKING).end()
+    run = scripts.Script([str(path), console], folder=tmp_path).end()
     assert (run.code, "hello" in run.out) == (0, console != "none")
     assert ("trying again" in run.err) is (console != "none")
     assert console != "none" or run.err == ""
@@ -443,13 +442,11 @@ def test_no_colour_where_none_is_wanted(tmp_path: Path) -> None:
     found = {}
     for name in ("TERM", "NO_COLOR"):  # the first is set in any case
         reader, writer = pty.openpty()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "ddpsafe", "doctor", "--no-mesh", "--verbose"],
-            cwd=tmp_path,
-            env={**scripts.clean_environment(), "TERM": "xterm", name: "xterm"},
-            stdin=writer,
-            stdout=writer,
-            stderr=writer,
+        process = scripts.start(
+            ["-m", "ddpsafe", "doctor", "--no-mesh", "--verbose"],
+            folder=tmp_path,
+            environment={**scripts.clean_environment(), "TERM": "xterm", name: "xterm"},
+            streams=(writer, writer, writer),
         )
         os.close(writer)
         text = b""

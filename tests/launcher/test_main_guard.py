@@ -199,7 +199,11 @@ print(values, type(values[0]) is Report)
 
 @pytest.mark.parametrize(
     ("arguments", "method"),
-    [(["-"], "forkserver"), (["-c"], "spawn"), (["-i", "-q"], "forkserver")],
+    [
+        pytest.param(["-"], "forkserver", marks=pytest.mark.soak),
+        (["-c"], "spawn"),
+        (["-i", "-q"], "forkserver"),
+    ],
 )
 def test_functions_without_a_file_are_launched(
     tmp_path: Path, arguments: list[str], method: str

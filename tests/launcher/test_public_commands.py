@@ -170,7 +170,7 @@ def test_public_command_lines_run_unchanged(source: str, tmp_path: Path) -> None
     (tmp_path / path).parent.joinpath("__init__.py").touch()  # before the kit of that name
     (tmp_path / path).write_text(SCRIPT)
     command = ["-m", "ddpsafe", "run", *arguments]
-    done = scripts.Script(command, folder=tmp_path, env=scripts.FORKING).end()
+    done = scripts.Script(command, folder=tmp_path).end()
     assert done.code == 0, done.err
     said = repr([1, *theirs.training_script_args])
     found = {file.name: file.read_text() for file in tmp_path.glob("said-*")}

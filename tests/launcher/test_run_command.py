@@ -47,7 +47,7 @@ if __name__ == "__main__":
 def run(folder: Path, *arguments: str, fresh: bool = False) -> scripts.Run:
     """Run the command in `folder`; a fresh one starts its ranks as it does by default."""
     command = ["-m", "ddpsafe", "run", *arguments]
-    env = {} if fresh else scripts.FORKING
+    env = scripts.SPAWNING if fresh else {}
     return scripts.Script(command, folder=folder, env=env, fresh=fresh).end()
 
 
@@ -67,7 +67,7 @@ def test_a_console_script_without_a_main_guard_starts_ranks(tmp_path: Path) -> N
     scripts.write(tmp_path, "train.py", "import os; print(os.environ['RANK'], flush=True)")
     tool = scripts.write(tmp_path, "tool.py", "from ddpsafe.cli import main; main()")
     command = [str(tool), "run", "--nproc-per-node", "2", "train.py"]
-    run = scripts.Script(command, folder=tmp_path, env=scripts.FORKING).end()
+    run = scripts.Script(command, folder=tmp_path).end()
     assert (run.code, sorted(run.lines()), run.err) == (0, ["0", "1"], "")
 
 
@@ -418,9 +418,9 @@ def test_a_script_that_was_asked_to_stop_ends_the_command_with_75(tmp_path: Path
     """Not as a failure of a rank, though `launch` ends the script of each by an exception."""
     scripts.write(tmp_path, "train.py", STOPS)
     options = ("--nproc-per-node", "2", "--run-dir", str(tmp_path / "run"))
-    done = run(
-        tmp_path, *options, "train.py", fresh=True
-    )  # the parent of the ranks is the launcher
+    # The parent of the ranks has to be the launcher.
+    command = ["-m", "ddpsafe", "run", *options, "train.py"]
+    done = scripts.Script(command, folder=tmp_path, env=scripts.SPAWNING).end()
     assert done.code == PreemptedError.exit_code, done.err
     assert "ranks 0 and 1 (world_size 2) stopped on SIGUSR1 to the launcher" in done.err
     assert "RankRaisedError" not in done.err

@@ -130,7 +130,7 @@ def test_a_script_runs_unchanged_with_the_default_start_method(tmp_path: Path) -
     """
     with socket.create_server(("127.0.0.1", 0)) as other_program:
         port = str(other_program.getsockname()[1])
-        run = scripts.run(tmp_path, source, port)
+        run = scripts.run(tmp_path, source, port, env=scripts.SPAWNING)
     assert run.lines() == ["sum 2.0", "sum 2.0", "gradient True", "gradient True"]
     assert run.err == ""
 

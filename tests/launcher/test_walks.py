@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import pytest
-from scripts import FORKING, Script
+from scripts import SPAWNING, Script
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -49,7 +49,7 @@ def is_below(file: str, entries: Iterable[str]) -> bool:
 @pytest.mark.parametrize("walk", WALKS)
 def test_the_files_of_a_walk_are_those_that_take_part_in_it(walk: str, tmp_path: Path) -> None:
     """Each file on the list runs, and each file that runs is on it or left out for a stated reason."""
-    env = {"WALK_FOLDER": str(tmp_path)} | ({} if walk == "launch" else FORKING)
+    env = {"WALK_FOLDER": str(tmp_path)} | (SPAWNING if walk == "launch" else {})
     run = Script([str(PROGRAM), walk], folder=tmp_path, env=env).end()
     assert (run.code == 0) is (walk == "launch"), run.err
     assert {"launch": "", "exception": "RankRaisedError", "timeout": "CollectiveTimeoutError"}[walk] in run.err  # fmt: skip

@@ -92,32 +92,22 @@ def take_two_steps() -> object:
     return model
 
 
-def end_again_and_again(style: str, forked: int, spawned: int) -> None:
-    """Launch two ranks many times, in this one process; print how many ended with which code.
+def end_again_and_again(rounds: int) -> None:
+    """Launch both shapes with two ranks many times, in this one process; print their exit codes.
 
-    Args:
-        style: ``spawn`` for the tutorial's script, ``launch`` for one that calls nothing.
-        forked: How often with the start method ``forkserver``.
-        spawned: How often with ``spawn``, evenly spread among the others.
+    In every twentieth round the ranks are spawned, in the others forked.
     """
     _start_forkserver()
     exit_codes = _note_exit_codes()
-    turn = (forked + spawned) // max(1, spawned)
-    for number in range(forked + spawned):
-        _end_once(style, "spawn" if number % turn == turn - 1 else "forkserver")
-    print(json.dumps(exit_codes))
-
-
-def _end_once(style: str, start_method: str) -> None:
-    fields: dict[str, Any] = {
-        "start_method": start_method,
-        "timeouts": {"shutdown": 10, "grace": 2},
-        "console": "all",
-    }
-    if style == "spawn":
+    for number in range(1, rounds + 1):
+        fields: dict[str, Any] = {
+            "start_method": "forkserver" if number % 20 else "spawn",
+            "timeouts": {"shutdown": 10, "grace": 2},
+            "console": "all",
+        }
         ddpsafe.spawn(train_as_the_tutorial, args=(2,), nprocs=2, **fields)
-    else:
         ddpsafe.launch(train_and_call_nothing, nproc_per_node=2, backend="gloo", **fields)
+    print(json.dumps(exit_codes))
 
 
 def _start_forkserver() -> None:
