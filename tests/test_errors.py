@@ -111,7 +111,7 @@ class _EqualError(Exception):
 
 
 class _IncomparableError(Exception):
-    """One whose class lets nobody compare it."""
+    """One whose class refuses to be compared."""
 
     def __eq__(self, other: object) -> bool:
         raise TypeError("not comparable")
