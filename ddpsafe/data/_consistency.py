@@ -19,7 +19,7 @@ import torch
 
 from ddpsafe._errors import Explanation, ranks_text
 from ddpsafe.data._collective import gather_json
-from ddpsafe.data._loader.epochs import add_note, sample_path
+from ddpsafe.data._loader.epochs import add_note, describe_index
 from ddpsafe.data._loader.reachable import left_as_it_was
 from ddpsafe.data._loader.sampler_search import find_epoch_holder
 from ddpsafe.data.errors import DataConfigError, DatasetInconsistencyError
@@ -134,8 +134,7 @@ def _probe(dataset: Any) -> Callable[[int], str]:
             try:
                 sample = dataset[index]
             except Exception as error:
-                path = sample_path(dataset, index)
-                where = f"index {index}{f' ({path})' if path else ''}"
+                where = describe_index(dataset, index)
                 add_note(error, f"While reading {where} to compare the dataset over the ranks.")
                 raise
             return stable_text(sample)

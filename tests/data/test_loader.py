@@ -8,8 +8,10 @@ import multiprocessing
 import pickle
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any
+from multiprocessing import resource_sharer
+from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import pytest
 import torch
 from data_programs import Augmented, Numbers, Stream
@@ -26,6 +28,7 @@ from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from ddpsafe.data import DataLoader, DistributedSampler, ShardedIterable
 from ddpsafe.data._loader.build import build_loader
+from ddpsafe.data._loader.epochs import EpochBoard, FollowedDataset
 from ddpsafe.data.errors import DataConfigError, DataWarning, LateSetEpochError
 
 if TYPE_CHECKING:
@@ -615,17 +618,120 @@ def test_loop_that_was_left_holds_the_epoch_no_longer() -> None:
 
 
 class Broken(Numbers):
-    """Has a bug in one sample."""
+    """Has a bug in one sample, which it looks up under another number, as a shuffled view does."""
 
     def __getitem__(self, index: int) -> int:
-        return undefined_name if index == 13 else index  # type: ignore[name-defined] # noqa: F821
+        index = (index + 1) % self.n
+        return undefined_name if index == 14 else index  # type: ignore[name-defined] # noqa: F821
+
+
+class BrokenFiles(Broken):
+    """Lists files as well."""
+
+    paths: Final = [f"/data/{i}.png" for i in range(N)]
+
+
+class BrokenBatches(Broken):
+    """Reads a batch at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [self[index] for index in indices]
+
+
+class Lookup:
+    """What a tokenizer returns: read by name."""
+
+    def __getitem__(self, name: str) -> int:
+        return {"ids": 1}[name]
+
+
+class Tokenized(Numbers):
+    """Its samples are read by name."""
+
+    def __getitem__(self, index: int) -> Any:
+        return Lookup()
+
+
+def labels_of(samples: list[Lookup]) -> list[int]:
+    """Collate what the samples do not have."""
+    return [each["labels"] for each in samples]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes since Python 3.11")
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_error_of_a_sample_names_its_index(num_workers: int) -> None:
-    """With workers and without."""
-    with pytest.raises(NameError) as caught:
-        read(DataLoader(Broken(N), 8, num_workers=num_workers, seed=0))
+@pytest.mark.parametrize(
+    ("dataset", "batch_size", "named"),
+    [
+        (Broken(N), 8, "While reading index 13 in"),
+        (Broken(N), None, "While reading index 13 in"),
+        (BrokenFiles(N), 8, "While reading index 13 (paths[13] is /data/13.png) in"),
+        (BrokenBatches(N), 8, "While reading a batch of indices [8, 9, 10, …] in"),
+        (BrokenBatches(N), 3, "While reading a batch of indices [12, 13, 14] in"),
+        (Tokenized(N), 8, None),  # raised when it is collated, after all were read
+    ],
+    ids=["alone", "without batches", "with paths", "a long batch", "a short batch", "collating"],
+)
+def test_error_of_a_sample_names_its_index(
+    dataset: Numbers, batch_size: int | None, named: str | None, num_workers: int
+) -> None:
+    """With workers and without: the index that the sampler gave, and none where none is read."""
+    collate = labels_of if isinstance(dataset, Tokenized) else None
+    options = {"num_workers": num_workers, "seed": 0, "shuffle": False, "collate_fn": collate}
+    with pytest.raises((NameError, KeyError)) as caught:
+        list(DataLoader(dataset, batch_size, **options))
     told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
-    assert "While reading index 13" in told
+    assert ("While reading" in told) is (named is not None)
+    assert named is None or named in told
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    "batch", [np.array([3, 5]), torch.tensor([3, 5]), (3, 5), range(3, 6, 2)], ids=type
+)
+def test_a_batch_sampler_may_yield_whatever_torch_takes(batch: Any, num_workers: int) -> None:
+    """An array and a tensor are neither true nor false."""
+    loader = DataLoader(Numbers(N), batch_sampler=[batch], num_workers=num_workers)
+    assert [each.tolist() for each in loader] == [[3, 5]]
+    resource_sharer.stop()  # the thread that gave the worker the tensor
+
+
+def test_what_a_worker_reads_is_said_where_it_is_known() -> None:
+    """Its death may be long after, while it collates or waits; and it may read a batch at once."""
+    board, said = EpochBoard(1), []
+
+    class Told(Numbers):
+        """Asks what is known of it, as the error of a worker that dies there does."""
+
+        def __getitem__(self, index: Any) -> Any:
+            said.append((board.has_begun(0), board.reading(0), board.describe(0, self)))
+            return index
+
+    class ToldInBatches(Told):
+        """Reads a batch at once."""
+
+        def __getitems__(self, indices: list[Any]) -> list[Any]:
+            return [self[index] for index in indices]
+
+    for dataset, indices in (
+        (Told(N), [4, np.int64(5), torch.tensor(6), "key", -1]),
+        (ToldInBatches(N), [7, 8]),
+        (ToldInBatches(N), ["key"]),
+    ):
+        board.announce(0, 0)
+        assert not board.has_begun(0)
+        followed = FollowedDataset(dataset, None, board)
+        followed.enter_worker(0, lambda _: None, 0)
+        followed.__getitems__(indices)
+        assert (board.has_begun(0), board.reading(0), board.describe(0, dataset)) == (
+            True,
+            None,
+            "",
+        )
+    assert said == [
+        (True, 4, "index 4"),
+        (True, 5, "index 5"),
+        (True, 6, "index 6"),
+        *[(True, None, "")] * 2,
+        *[(True, None, "the batch that begins with index 7")] * 2,
+        (True, None, ""),
+    ]

@@ -41,7 +41,7 @@ def test_death_names_worker_rank_index_path_and_limit(how: str, text: str, limit
     assert text in message
     assert "worker 1" in message
     assert "of rank 0 (world_size 1)" in message
-    assert "index 13 (/data/00013.jpg)" in message
+    assert "index 13 (samples[13] is /data/00013.jpg)" in message
     assert limit in message
     assert (caught.value.worker, caught.value.rank, caught.value.index) == (1, 0, 13)
     assert isinstance(caught.value, RuntimeError)
@@ -82,7 +82,7 @@ def test_timeout_names_the_worker_that_owes_the_batch_and_what_it_reads(fifo: st
     message = str(caught.value)
     assert "No batch came within timeout=1 s in rank 0 (world_size 1)" in message
     assert "worker 1 (pid " in message
-    assert "reads index 13 (/data/00013.jpg)" in message
+    assert "reads index 13 (samples[13] is /data/00013.jpg)" in message
     assert "What to do" in message
     assert (caught.value.worker, caught.value.index, caught.value.timeout_s) == (1, 13, 1.0)
     assert isinstance(caught.value, RuntimeError)

@@ -7,8 +7,13 @@ memory do.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
+import operator
+import os
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -18,13 +23,18 @@ from ddpsafe.data._loader.replay import Skip
 from ddpsafe.data._replica import current_replica
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
     from ddpsafe.data._loader.replay import Tracker
 
 _EPOCH: Final = 0
 _OFFSET: Final = 1
 _FIRST_WORKER: Final = 2
+_NOTHING: Final = -1
+_UNKNOWN: Final = -2
+_BATCH: Final = -3  # less the first index of a batch that the dataset reads at once
+_LARGEST_INDEX: Final = 1 << 62
+_SHOWN_INDICES: Final = 3
 _NOTES_IN_EXCEPTIONS: Final = sys.version_info >= (3, 11)
 
 
@@ -32,7 +42,7 @@ class EpochBoard:
     """Shared integers: the epoch, the offset in it, and the index each worker reads."""
 
     def __init__(self, num_workers: int) -> None:
-        self._cells = torch.full((_FIRST_WORKER + num_workers,), -1, dtype=torch.int64)
+        self._cells = torch.full((_FIRST_WORKER + num_workers,), _NOTHING, dtype=torch.int64)
         self._cells.share_memory_()  # type: ignore[no-untyped-call]  # torch has no types here
         self._view: memoryview | None = None
 
@@ -47,7 +57,7 @@ class EpochBoard:
         self.cells()[_EPOCH] = epoch
         self.cells()[_OFFSET] = offset
         for worker in range(len(self._cells) - _FIRST_WORKER):
-            self.cells()[_FIRST_WORKER + worker] = -1
+            self.cells()[_FIRST_WORKER + worker] = _NOTHING
 
     def epoch(self) -> int | None:
         """Return the announced epoch; ``None`` before the first."""
@@ -59,9 +69,20 @@ class EpochBoard:
         return int(self.cells()[_OFFSET])
 
     def reading(self, worker: int) -> int | None:
-        """Return the index that a worker was reading last."""
+        """Return the index that a worker reads; ``None`` where it reads none, or that is not known."""
         value = int(self.cells()[_FIRST_WORKER + worker])
         return None if value < 0 else value
+
+    def describe(self, worker: int, dataset: object) -> str:
+        """Name what a worker reads; empty where that is not known."""
+        value = int(self.cells()[_FIRST_WORKER + worker])
+        if value <= _BATCH:  # which of its samples, only the dataset knows
+            return f"the batch that begins with index {_BATCH - value}"
+        return describe_index(dataset, value) if value >= 0 else ""
+
+    def has_begun(self, worker: int) -> bool:
+        """Tell whether a worker has read anything in this epoch."""
+        return int(self.cells()[_FIRST_WORKER + worker]) != _NOTHING
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the shared tensor only."""
@@ -100,7 +121,59 @@ def tell_epoch(*items: object, epoch: int, but: object) -> list[Any]:
     return told
 
 
-class FollowedDataset:
+class NamingDataset:
+    """Stands before the user's dataset where its samples are read, and names the one that fails.
+
+    Which it is only the reader knows: a frame's ``index`` may have another value by then, and since
+    Python 3.12 torch's own is gone with its comprehension.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return Skip if index is Skip else self._read([index])[0]
+
+    def __getitems__(self, indices: Any) -> Any:
+        # A batch sampler may yield arrays and tensors, which are neither true nor false.
+        if type(indices) is list and indices and indices[0] is Skip:
+            return [Skip]
+        many = getattr(self.dataset, "__getitems__", None)
+        if not many:
+            return self._read(indices)
+        try:
+            return self._read_batch(many, indices)
+        except Exception as error:
+            shown = list(itertools.islice(indices, _SHOWN_INDICES + 1))
+            more = ", …" * (len(shown) > _SHOWN_INDICES)
+            listed = ", ".join(map(str, shown[:_SHOWN_INDICES]))
+            self._annotate(error, f"a batch of indices [{listed}{more}]")
+            raise
+
+    def _read_batch(self, many: Callable[[Any], Any], indices: Any) -> Any:
+        return many(indices)
+
+    def _read(self, indices: Iterable[Any]) -> list[Any]:
+        dataset, items, index = self.dataset, [], None
+        try:
+            for index in self._reported(indices):
+                items.append(dataset[index])
+        except Exception as error:
+            self._annotate(error, describe_index(dataset, index))
+            raise
+        return items
+
+    def _reported(self, indices: Iterable[Any]) -> Iterable[Any]:
+        return indices
+
+    def _annotate(self, error: Exception, what: str) -> None:
+        add_note(error, f"While reading {what} in rank {current_replica().rank}.")
+
+
+class FollowedDataset(NamingDataset):
     """Stands before the user's dataset inside a worker, and follows the board."""
 
     def __init__(
@@ -110,18 +183,18 @@ class FollowedDataset:
         board: EpochBoard,
         tracker: Tracker | None = None,
     ) -> None:
-        self.dataset = dataset
+        super().__init__(dataset)
         self._tracker = tracker
         self._targets = epoch_targets(dataset, collate_fn)
         self._board = board
         self._epoch = board.epoch()
-        self._cell = -1
+        self._worker = -1
         self._rank = 0
         self._reseed: Callable[[int], None] | None = None
 
     def enter_worker(self, worker_id: int, reseed: Callable[[int], None], rank: int) -> None:
         """Learn which worker this is; runs in the worker."""
-        self._cell = _FIRST_WORKER + worker_id
+        self._worker = worker_id
         self._rank = rank
         self._reseed = reseed
         self._epoch = self._board.epoch()
@@ -140,101 +213,53 @@ class FollowedDataset:
 
     def __iter__(self) -> Iterator[Any]:
         self._follow()
+        self._board.cells()[_FIRST_WORKER + self._worker] = _UNKNOWN
         if hasattr(self.dataset, "seek_consumed"):
             self.dataset.seek_consumed(self._board.offset())
         return iter(self.dataset) if self._tracker is None else self._tracker.open(self.dataset)
 
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: Any) -> Any:
-        if index is Skip:
-            return Skip
-        return self._read([index])[0]
-
-    def __getitems__(self, indices: Sequence[Any]) -> Any:
-        if indices and indices[0] is Skip:
-            return [Skip]
-        many = getattr(self.dataset, "__getitems__", None)
-        if many is None:
-            return self._read(indices)
+    def _read_batch(self, many: Callable[[Any], Any], indices: Any) -> Any:
         self._follow()
-        first = indices[0] if indices else -1
-        self._board.cells()[self._cell] = first if type(first) is int else -1
-        try:
-            return many(indices)
-        except Exception as error:
-            self._annotate(error, f"{list(indices[:3])}...")
-            raise
+        cells, cell = self._board.cells(), _FIRST_WORKER + self._worker
+        first = _number_of(next(iter(indices), None)) if isinstance(indices, Sequence) else _UNKNOWN
+        cells[cell] = _BATCH - first if first >= 0 else _UNKNOWN
+        batch = many(indices)
+        cells[cell] = _UNKNOWN
+        return batch
 
-    def _read(self, indices: Sequence[Any]) -> list[Any]:
+    def _reported(self, indices: Iterable[Any]) -> Iterator[Any]:
         self._follow()
-        cells, cell, dataset = self._board.cells(), self._cell, self.dataset
-        items = []
-        index = None
-        try:
-            for index in indices:
-                cells[cell] = index if type(index) is int else -1
-                items.append(dataset[index])
-        except Exception as error:
-            self._annotate(error, index)
-            raise
-        return items
+        cells, cell = self._board.cells(), _FIRST_WORKER + self._worker
+        for index in indices:
+            cells[cell] = _number_of(index)
+            yield index
+        cells[cell] = _UNKNOWN  # it collates, or waits for indices
 
-    def _annotate(self, error: Exception, index: object) -> None:
-        path = sample_path(self.dataset, index)
-        where = f"index {index}" + (f" ({path})" if path else "")
-        note = (
-            f"While reading {where} in DataLoader worker {self._cell - _FIRST_WORKER} "
-            f"of rank {self._rank}."
-        )
+    def _annotate(self, error: Exception, what: str) -> None:
+        note = f"While reading {what} in DataLoader worker {self._worker} of rank {self._rank}."
         add_note(error, "\n".join([note, *limit_notes(error)]))
 
 
-def name_index(error: BaseException) -> None:
-    """Note which sample was read when an error was raised in this process.
-
-    From the frames of torch's fetcher, so that reading costs nothing more. Since Python 3.12 its
-    comprehension has no frame of its own that would keep the index; the dataset's has.
-    """
-    trace, index, dataset = error.__traceback__, None, None
-    while trace is not None:
-        frame = trace.tb_frame
-        if frame.f_code.co_filename.endswith("torch/utils/data/_utils/fetch.py"):
-            known = frame.f_locals
-            index = known.get("idx", index)
-            dataset = getattr(known.get("self"), "dataset", dataset)
-            if index is None and frame.f_code.co_name == "fetch":
-                many = known.get("possibly_batched_index")
-                index = many if isinstance(many, int) else None
-        elif index is None and dataset is not None and frame.f_code.co_name == "__getitem__":
-            names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-            index = frame.f_locals.get(names[-1]) if len(names) == len(("self", "index")) else None
-            break
-        trace = trace.tb_next
-    if index is not None:
-        path = sample_path(dataset, index)
-        rank = current_replica().rank
-        add_note(
-            error, f"While reading index {index}{f' ({path})' if path else ''} in rank {rank}."
-        )
+def _number_of(index: object) -> int:
+    """Return an index as a number from 0, if it is one: samplers draw numpy's and torch's, too."""
+    try:
+        number = operator.index(index)  # type: ignore[arg-type]  # what is tried
+    except (TypeError, ValueError, RuntimeError):
+        return _UNKNOWN
+    return number if 0 <= number <= _LARGEST_INDEX else _UNKNOWN
 
 
-def sample_path(dataset: object, index: object) -> str | None:
-    """Return the path of a sample where the dataset lists paths, as torchvision's do."""
-    if not isinstance(index, int):
-        return None
-    for name in ("samples", "imgs", "files", "paths"):
-        listed = getattr(dataset, name, None)
-        try:
-            entry = listed[index] if listed is not None else None
-        except Exception:  # noqa: BLE001, S112 - describing a failure must not fail
-            continue
-        if isinstance(entry, tuple | list) and entry:
-            entry = entry[0]
-        if entry is not None:
-            return str(entry)
-    return None
+def describe_index(dataset: object, index: object) -> str:
+    """Name an index, and what the dataset lists there where it lists paths, as torchvision's do."""
+    number = _number_of(index)
+    for name in ("samples", "imgs", "files", "paths") if number >= 0 else ():
+        with contextlib.suppress(Exception):  # describing a failure must not fail
+            entry = getattr(dataset, name)[number]
+            if isinstance(entry, tuple | list) and entry:
+                entry = entry[0]
+            if isinstance(entry, str | os.PathLike):
+                return f"index {index} ({name}[{index}] is {entry})"
+    return f"index {index}"
 
 
 def limit_notes(error: Exception) -> list[str]:

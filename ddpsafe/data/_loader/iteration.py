@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from ddpsafe._errors import Explanation
-from ddpsafe.data._loader.epochs import name_index
 from ddpsafe.data._loader.worker_death import explained, watch_workers
 from ddpsafe.data.errors import DataWarning, LateSetEpochError
 
@@ -133,7 +132,6 @@ class EpochIterator(Generic[T_co]):
         except Exception as error:
             explanation = self.explain(error)
             if explanation is None:
-                name_index(error)
                 raise
             self.is_told = True
             raise explanation from (explanation.__cause__ or error)

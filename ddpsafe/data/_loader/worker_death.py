@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import Explanation, signal_name
 from ddpsafe._host import read_limits
-from ddpsafe.data._loader.epochs import add_note, sample_path
+from ddpsafe.data._loader.epochs import add_note
 from ddpsafe.data._loader.limits import SHARED_MEMORY, describe_open_files, shared_memory_bytes
 from ddpsafe.data._replica import current_replica
 from ddpsafe.data.errors import WorkerDiedError, WorkerTimeoutError
@@ -99,9 +99,11 @@ def _explain(
         if process.exitcode not in {None, 0}:
             replica = current_replica()
             index = None if board is None else board.reading(worker)
-            path = sample_path(dataset, index)
             exitcode = process.exitcode or 0
-            reading = "before it read anything" if index is None else f"while it read index {index}"
+            sample = "" if board is None else board.describe(worker, dataset)
+            reading = f" while it read {sample}" if sample else ""
+            if board is not None and not board.has_begun(worker):
+                reading = " before it read anything in this epoch"
             how = f"exited with code {exitcode}"
             if exitcode < 0:
                 how = f"was killed by {signal_name(-exitcode)}"
@@ -109,8 +111,7 @@ def _explain(
             return WorkerDiedError(
                 Explanation(
                     f"DataLoader worker {worker} (pid {process.pid}) of rank {replica.rank} "
-                    f"(world_size {replica.num_replicas}) {how} {reading}"
-                    f"{f' ({path})' if path else ''}.",
+                    f"(world_size {replica.num_replicas}) {how}{reading}.",
                     cause=cause,
                     fix=fix,
                     details=details,
@@ -132,10 +133,10 @@ def _timed_out(iterator: Any, board: EpochBoard | None, dataset: object) -> Work
     owed = getattr(iterator, "_task_info", {}).get(getattr(iterator, "_rcvd_idx", None))
     worker = None if owed is None else int(owed[0])
     index = None if board is None or worker is None else board.reading(worker)
-    path = sample_path(dataset, index)
     waited_s = float(getattr(iterator, "_timeout", 0))
     owing = "a worker" if worker is None else f"worker {worker} (pid {_pid(iterator, worker)})"
-    reading = "" if index is None else f", which reads index {index}{f' ({path})' if path else ''}"
+    sample = "" if board is None or worker is None else board.describe(worker, dataset)
+    reading = f", which reads {sample}" if sample else ""
     return WorkerTimeoutError(
         Explanation(
             f"No batch came within timeout={waited_s:g} s in rank {replica.rank} "

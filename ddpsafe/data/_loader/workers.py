@@ -8,9 +8,15 @@ import warnings
 from typing import TYPE_CHECKING, TypeVar
 
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterDataPipe, MapDataPipe
+from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 
-from ddpsafe.data._loader.epochs import EpochBoard, FollowedDataset, add_note, limit_notes
+from ddpsafe.data._loader.epochs import (
+    EpochBoard,
+    FollowedDataset,
+    NamingDataset,
+    add_note,
+    limit_notes,
+)
 from ddpsafe.data._loader.replay import ParcelCollate, Replay, TrackedStream
 from ddpsafe.data._loader.worker_safety import WorkerSafety, explain_pickling, refuse_unsafe_workers
 from ddpsafe.data._seeding import WorkerInit
@@ -36,7 +42,7 @@ class WorkerLoader(TorchDataLoader[T_co]):
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         if self.num_workers == 0:
-            with self._tracked():
+            with self._read_here():
                 return super()._get_iterator()
         init = self.worker_init_fn
         parts: dict[str, object] = {
@@ -84,18 +90,19 @@ class WorkerLoader(TorchDataLoader[T_co]):
             self.worker_init_fn.board = None
 
     @contextlib.contextmanager
-    def _tracked(self) -> Iterator[None]:
-        """Let a dataset that is read without workers begin where its state says."""
+    def _read_here(self) -> Iterator[None]:
+        """Let torch read the dataset here: from where its state says, and naming a sample that fails."""
         tracker = None if self._replay is None else self._replay.tracker
         dataset = self.dataset
-        if tracker is None or tracker.is_pipe or not (tracker.is_stream or tracker.is_stateful):
+        if isinstance(dataset, IterDataPipe | MapDataPipe):
             yield
             return
-        if not tracker.is_stream:
-            tracker.enter(dataset)
-            yield
-            return
-        self.__dict__["dataset"] = TrackedStream(dataset, tracker)
+        if not isinstance(dataset, IterableDataset):
+            if tracker is not None and tracker.is_stateful:
+                tracker.enter(dataset)
+            self.__dict__["dataset"] = NamingDataset(dataset)
+        elif tracker is not None:
+            self.__dict__["dataset"] = TrackedStream(dataset, tracker)
         try:
             yield
         finally:
