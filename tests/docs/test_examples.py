@@ -80,12 +80,19 @@ def test_digits_readme_shows_the_diff_of_the_files() -> None:
     )
 
 
-def test_two_jobs_of_the_ported_mp_spawn_script_find_the_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "method", [pytest.param("spawn", marks=pytest.mark.soak), "forkserver"]
+)  # torch's default for mp.spawn takes a new interpreter for each rank
+def test_two_jobs_of_the_ported_mp_spawn_script_find_the_line(method: str, tmp_path: Path) -> None:
     """The points lie on y = 3 x + 2.
 
     Started together, the hand-written ones meet at port 12355; these do not know of each other.
     """
-    jobs = [start_python([str(port("mp_spawn"))], cwd=tmp_path, env={}) for _ in range(2)]
+    text = port("mp_spawn").read_text(encoding="utf-8")
+    assert text.count("nprocs=world_size") == 1
+    started = text.replace("nprocs=world_size", f"nprocs=world_size, start_method={method!r}")
+    script = scripts.write(tmp_path, "train.py", started)
+    jobs = [start_python([str(script)], cwd=tmp_path, env={}) for _ in range(2)]
     runs = [job.end() for job in jobs]
     assert [run.code for run in runs] == [0, 0], runs
     for run in runs:
@@ -97,7 +104,8 @@ def test_two_jobs_of_the_ported_mp_spawn_script_find_the_line(tmp_path: Path) ->
 def test_ported_torchrun_script_goes_on_from_its_snapshot_without_torchrun(tmp_path: Path) -> None:
     """Two ranks under torchrun train three epochs; `python` alone trains the other two."""
     options = (port("torchrun_snapshot"), "--snapshot", tmp_path / "run.pt")
-    first = run_python(*TORCHRUN, *options, "--epochs", 3, cwd=tmp_path)
+    forking = ("--run-path", "--start-method", "fork")  # torchrun's own way without interpreters
+    first = run_python(*TORCHRUN, *forking, *options, "--epochs", 3, cwd=tmp_path)
     assert re.findall(r"^epoch (\d)", first, re.MULTILINE) == ["0", "1", "2"]
     second = run_python(*options, cwd=tmp_path)
     assert re.findall(r"^epoch (\d) \(started with 3\)", second, re.MULTILINE) == ["3", "4"]
@@ -141,8 +149,11 @@ def test_ported_gradient_accumulation_learns(launcher: tuple[str, ...], tmp_path
 )
 def test_digits_are_read_and_pictures_drawn(launcher: tuple[str, ...], tmp_path: Path) -> None:
     """More than 97 percent of the test images, the same images under either launcher."""
-    options = ("--out", tmp_path / "out", "--data", tmp_path / "data", "--nproc-per-node", 2)
-    output = run_python(*launcher, DIGITS / "train.py", *options, cwd=tmp_path, fresh=True)
+    options = (
+        *("--out", tmp_path / "out", "--data", tmp_path / "data", "--nproc-per-node", 2),
+        *("--epochs", 6),
+    )
+    output = run_python(*launcher, DIGITS / "train.py", *options, cwd=tmp_path)
     found = re.search(r"^test accuracy (\S+) \(world_size 2\)$", output, re.MULTILINE)
     assert found, output
     assert float(found[1]) > 0.97
