@@ -211,7 +211,13 @@ def test_slow_reader_of_a_failure_gets_everything(tmp_path: Path) -> None:
     assert UNREAD not in script.errors()
 
 
-@pytest.mark.parametrize(("unbuffered", "code"), [(False, 120), (True, 1)], ids=["buffered", "-u"])
+@pytest.mark.parametrize(
+    ("unbuffered", "code"),
+    [
+        pytest.param(False, 120, id="buffered"),
+        pytest.param(True, 1, id="-u", marks=pytest.mark.soak),
+    ],
+)
 def test_reader_that_goes_away_does_not_end_the_ranks(
     tmp_path: Path, code: int, *, unbuffered: bool
 ) -> None:

@@ -63,7 +63,9 @@ def test_a_crash_in_native_code_shows_the_python_line_that_led_there(
     assert "Fatal Python error" in error.log_path.read_text()
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "start_method", [pytest.param("spawn", marks=pytest.mark.soak), "forkserver"]
+)
 def test_before_its_function_runs(tmp_path: Path, start_method: str) -> None:
     """A rank that died while it loaded its arguments is not waited for."""
     world = World(folder=tmp_path, start_method=start_method)

@@ -46,7 +46,10 @@ FAULTS: Final = [
 
 
 @pytest.mark.recorder
-@pytest.mark.parametrize(("nproc", "culprit"), [((2, 2), 3), ((2, 2), 1), ((1, 3), 0)])
+@pytest.mark.parametrize(
+    ("nproc", "culprit"),
+    [((2, 2), 3), pytest.param((2, 2), 1, marks=pytest.mark.soak), ((1, 3), 0)],
+)
 def test_every_node_names_the_rank_that_broke(
     network: Network, tmp_path: Path, nproc: tuple[int, ...], culprit: int
 ) -> None:
@@ -84,7 +87,7 @@ def test_every_node_names_the_rank_that_broke(
     assert causes[1 - node] != "ValueError"
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_the_kernels_killer_is_named_with_its_node(
     network: Network, tmp_path: Path, victim: int
 ) -> None:

@@ -340,7 +340,7 @@ int clock_gettime(clockid_t clock, struct timespec *now) {
 
 
 @needs_hosts
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_clocks_may_be_an_hour_apart(network: Network, tmp_path: Path, ahead: int) -> None:
     """The nodes meet, in one round after the other: torch alone would take one for dead."""
     require(None if shutil.which("gcc") else "a C compiler is needed to shift a clock")

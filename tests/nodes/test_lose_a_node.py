@@ -33,6 +33,7 @@ def command_of_the_page(folder: Path) -> list[str]:
     return ["-m", "ddpsafe", *words, "--out", str(folder), "--data", f"{folder}/d"]
 
 
+@pytest.mark.soak  # what it rests on is in test_replacement.py, and the training in tests/docs
 @pytest.mark.timeout(480)  # two trainings to their end
 def test_the_curve_goes_on_after_the_loss_of_a_host(own_network: Network, tmp_path: Path) -> None:
     """One of two hosts loses power in mid-epoch; a third takes its place with the same command."""

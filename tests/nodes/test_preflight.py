@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.root
 
 
-@pytest.mark.parametrize("closed", [0, 1])
+@pytest.mark.parametrize("closed", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_a_closed_port_range_is_named_on_both_nodes_with_the_lines_to_paste(
     network: Network, tmp_path: Path, closed: int
 ) -> None:

@@ -26,7 +26,7 @@ RETRY: Final[dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("what", "culprit", "start_method", "good"),
     [
-        ("kill", 0, "forkserver", 11),
+        pytest.param("kill", 0, "forkserver", 11, marks=pytest.mark.soak),
         pytest.param("kill", 1, "forkserver", 11, marks=pytest.mark.soak),
         ("raise", 1, "forkserver", 11),
         pytest.param("kill", 1, "spawn", 4, marks=pytest.mark.soak),

@@ -91,7 +91,7 @@ def require_all_ranks(launchers: list[Launcher], ranks: int) -> None:
     assert sorted(map(int, found)) == list(range(ranks)), said
 
 
-@pytest.mark.parametrize("source", ["template", "page"])
+@pytest.mark.parametrize("source", ["template", pytest.param("page", marks=pytest.mark.soak)])
 def test_pods_of_an_indexed_job_meet_whichever_comes_first(
     pods: Network, tmp_path: Path, source: str
 ) -> None:
