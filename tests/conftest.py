@@ -121,10 +121,10 @@ def _ranks_share_imports() -> Iterator[None]:
     """Let pytest's fork server load what most ranks import: hundreds of ranks need it.
 
     Optimizers and DistributedDataParallel import dynamo, which takes more than a second of a core;
-    ddpsafe's functions import pydantic, a fifth of a second.
+    ddpsafe's functions import pydantic, a fifth of a second, and the rest a tenth each.
     """
     preload = forkserver.set_forkserver_preload
-    more = ["torch._dynamo", "ddpsafe._functions"]
+    more = ["torch._dynamo", "ddpsafe._functions", "ddpsafe.checkpoint", "ddpsafe.data"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forkserver, "set_forkserver_preload", lambda names: preload([*names, *more]))
         yield

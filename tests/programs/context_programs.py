@@ -1,4 +1,4 @@
-"""What ranks do with their context; run by test_context.py, each in worlds of one and of three."""
+"""What ranks do with their context; run by test_context.py, in worlds of one and of three."""
 
 from __future__ import annotations
 
@@ -171,8 +171,21 @@ def reduce_nonsense(ctx: RankContext) -> dict[str, Any]:
     }
 
 
-def pass_what_cannot_travel(ctx: RankContext, folder: Path, what: str) -> float:
-    """Pass on rank 1 what cannot be reduced, gathered or broadcast."""
+def pass_what_cannot_travel(ctx: RankContext, folder: Path) -> float:
+    """Pass on rank 1 what cannot be pickled, while another rank is in the collective."""
+    (folder / f"called-{ctx.rank}").touch()
+    if ctx.rank == 1:
+        scripts.wait_until((folder / "called-0").exists)
+    ctx.all_gather({"loss": 1.0, "schedule": (lambda: 0) if ctx.rank == 1 else None})
+    return ctx.reduce_mean(1.0)
+
+
+def survive_what_cannot_travel(ctx: RankContext) -> dict[str, str]:
+    """Pass on rank 1 what cannot be reduced, gathered or broadcast, catch that, and go on.
+
+    Returns:
+        On rank 1 what was raised, by what was passed.
+    """
     import torch
 
     wrong: dict[str, Callable[[], object]] = {
@@ -189,11 +202,12 @@ def pass_what_cannot_travel(ctx: RankContext, folder: Path, what: str) -> float:
         "rank": lambda: ctx.broadcast(1, src=0),
         "broadcast": lambda: ctx.broadcast(1, src=1),
     }
-    (folder / f"called-{ctx.rank}").touch()
-    while ctx.rank == 1 and not (folder / "called-0").exists():
-        time.sleep(0.01)
-    (wrong if ctx.rank == 1 else right)[what]()
-    return ctx.reduce_mean(1.0)
+    found = {}
+    for what, call in right.items():
+        if ctx.rank == 1:
+            found[what] = str(caught(wrong[what]))
+        call()
+    return found
 
 
 def exchange(ctx: RankContext, door: str) -> dict[str, Any]:
@@ -320,11 +334,12 @@ def keep_them_waiting(ctx: RankContext) -> BaseException | None:
     return None if ctx.is_main else caught(lambda: ctx.rank_zero_first(str))
 
 
-def speak(ctx: RankContext, door: str) -> None:
+def speak(ctx: RankContext) -> None:
     """Print on every rank; rank 0 alone is heard."""
-    api: Any = ctx if door == "method" else ddpsafe
-    api.print("hello", "from", ctx.rank, sep="-", end="!\n")
-    api.print()
+    for api in (ctx, ddpsafe):
+        api.print("hello", "from", ctx.rank, sep="-", end="!\n")
+        api.print()
+    wait_for_late_rank(ctx, 1.2)
 
 
 def ask_to_stop(ctx: RankContext, door: str) -> int:
@@ -376,3 +391,37 @@ def act_before_setup() -> dict[str, BaseException]:
         "stop_requested": ddpsafe.stop_requested,
     }
     return {name: caught(call) for name, call in calls.items()}
+
+
+def show_everything(ctx: RankContext, folder: Path) -> dict[str, Any]:
+    """Run every program here that ends well; return what each found, by name and door."""
+    found: dict[str, Any] = {
+        "facts": facts(ctx),
+        "live loss": reduce_a_live_loss(ctx),
+        "nonsense": reduce_nonsense(ctx) if ctx.world_size > 1 else None,
+        "not all are there": look_whether_all_are_there(ctx),
+        "rank zero fails": survive_failure_of_rank_zero(ctx) if ctx.world_size > 1 else None,
+        "cannot travel": survive_what_cannot_travel(ctx) if ctx.world_size > 1 else None,
+        "seed": seed(ctx),
+    }
+    for door in ("method", "function"):
+        own = folder / door
+        own.mkdir(exist_ok=True)
+        found["wrap", door] = wrap_and_unwrap(ctx, door)
+        found["reduce", door] = reduce_everything(ctx, door)
+        found["exchange", door] = exchange(ctx, door)
+        found["meet", door] = meet(ctx, own, door)
+        for form in ("context", "local", "call"):
+            (own / form).mkdir(exist_ok=True)
+            found["first", door, form] = follow_rank_zero(ctx, own / form, form, door)
+    return found
+
+
+def miss_each_other(ctx: RankContext) -> dict[str, Any]:
+    """Run every program here in which a rank is missed; between them, all meet."""
+    found: dict[str, Any] = {}
+    for program in (miss_a_barrier, meet_under_other_names, keep_them_waiting):
+        found[program.__name__] = program(ctx)
+        ctx.all_gather(None)
+    found["seed"] = seed(ctx)
+    return found

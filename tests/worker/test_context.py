@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,23 +36,64 @@ def launch(
     return ddpsafe.launch(program, args, nproc_per_node=nproc, **(defaults | fields)).values
 
 
-both_worlds = pytest.mark.parametrize("nproc", [1, 3])
+@dataclass(frozen=True, slots=True)
+class World:
+    """A launch whose ranks have done everything that ends well.
+
+    Attributes:
+        size: How many ranks there are.
+        values: What they found, by rank, and by the name of what they did.
+    """
+
+    size: int
+    values: dict[int, dict[Any, Any]]
+
+    def found(self, *name: str) -> dict[int, Any]:
+        """Return what one program found, by rank."""
+        key = name[0] if len(name) == 1 else name
+        return {rank: found[key] for rank, found in self.values.items()}
+
+
+def launch_world(size: int, folders: pytest.TempPathFactory) -> World:
+    """Launch that many ranks, which do everything that ends well."""
+    folder, timeouts = folders.mktemp("world"), {"barrier": 60}
+    values = launch(programs.show_everything, folder, nproc=size, timeouts=timeouts)
+    return World(size, values)
+
+
+@pytest.fixture(scope="module", params=[1, 3], ids=str)
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Return a world of one, and the world of three."""
+    if request.param == 1:
+        return launch_world(1, tmp_path_factory)
+    three: World = request.getfixturevalue("three")
+    return three
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Return a world of three."""
+    return launch_world(3, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def missing() -> dict[int, dict[str, Any]]:
+    """Return what each of three ranks found that missed each other."""
+    return launch(programs.miss_each_other, timeouts={"barrier": 1})
+
+
 both_doors = pytest.mark.parametrize("door", ["method", "function"])
-worlds_and_doors = pytest.mark.parametrize(
-    ("nproc", "door"), [(1, "method"), (3, "method"), (3, "function")]
-)
 
 
 # Who am I.
 
 
-@both_worlds
-def test_context_describes_the_rank(nproc: int) -> None:
+def test_context_describes_the_rank(world: World) -> None:
     """Ranks, sizes, device, backend, attempt and run directory; `current` finds it everywhere."""
-    assert launch(programs.facts, nproc=nproc) == {
+    assert world.found("facts") == {
         rank: {
             "place": (rank, rank, 0),
-            "sizes": (nproc, nproc, 1),
+            "sizes": (world.size, world.size, 1),
             "device": "cpu",
             "backend": "gloo",
             "attempt": 1,
@@ -59,38 +101,36 @@ def test_context_describes_the_rank(nproc: int) -> None:
             "is_main": (rank == 0,) * 3,
             "current": [True, True],
         }
-        for rank in range(nproc)
+        for rank in range(world.size)
     }
 
 
 # Models.
 
 
-@pytest.mark.parametrize(("nproc", "door"), [(1, "function"), (3, "method")])
-def test_model_is_wrapped_and_comes_back(nproc: int, door: str) -> None:
+@both_doors
+def test_model_is_wrapped_and_comes_back(world: World, door: str) -> None:
     """DDP with the given options and averaged gradients; what cannot train stays as it is.
 
     BatchNorm stays itself on the CPU, and unwrap looks through DDP and torch.compile.
     """
-    values = launch(programs.wrap_and_unwrap, door, nproc=nproc)
-    for found in values.values():
+    for found in world.found("wrap", door).values():
         assert (found["type"], found["option"]) == ("DistributedDataParallel", True)
-        assert found["gradient"] == [[MEAN[nproc]] * 2]
+        assert found["gradient"] == [[MEAN[world.size]] * 2]
         assert found["frozen_as_is"]
         assert found["norm"] == "BatchNorm1d"
         assert all(found["unwrapped"])
-        assert found["weights"] == [found["weights"][0]] * nproc
+        assert found["weights"] == [found["weights"][0]] * world.size
 
 
 # Means.
 
 
-@worlds_and_doors
-def test_mean_has_the_type_of_what_was_given(nproc: int, door: str) -> None:
+@both_doors
+def test_mean_has_the_type_of_what_was_given(world: World, door: str) -> None:
     """Numbers, dicts, and tensors of every floating dtype and shape, the same on every rank."""
-    values = launch(programs.reduce_everything, door, nproc=nproc)
-    mean = MEAN[nproc]
-    for found in values.values():
+    mean = MEAN[world.size]
+    for found in world.found("reduce", door).values():
         assert (found["float"], found["int"]) == (mean, mean)
         assert found["dict"].keys() == {"a", "b"}
         assert found["dict"]["a"] == mean
@@ -104,14 +144,14 @@ def test_mean_has_the_type_of_what_was_given(nproc: int, door: str) -> None:
                 ), (dtype, shape)
 
 
-@worlds_and_doors
-def test_all_reduce_keeps_type_and_dtype(nproc: int, door: str) -> None:
+@both_doors
+def test_all_reduce_keeps_type_and_dtype(world: World, door: str) -> None:
     """Integers stay integers, exactly; dicts keep their keys, tensors their dtype."""
-    ranks = range(nproc)
+    nproc, ranks = world.size, range(world.size)
     expected: dict[str, Callable[[list[Any]], Any]] = {
         "sum": sum, "mean": lambda x: sum(x) / nproc, "min": min, "max": max, "product": math.prod,
     }  # fmt: skip
-    for found in launch(programs.reduce_everything, door, nproc=nproc).values():
+    for found in world.found("reduce", door).values():
         for op, reduce in expected.items():
             whole, half, table = found["reduced"][op]
             assert whole == reduce([rank + 1 for rank in ranks])
@@ -128,9 +168,10 @@ def test_all_reduce_keeps_type_and_dtype(nproc: int, door: str) -> None:
         assert math.isnan(nan)
 
 
-def test_weights_make_the_mean_of_samples() -> None:
+@both_doors
+def test_weights_make_the_mean_of_samples(three: World, door: str) -> None:
     """1, 2 and 3 samples; a rank without samples counts for nothing; counts are not rounded."""
-    for found in launch(programs.reduce_everything, "method").values():
+    for found in three.found("reduce", door).values():
         assert found["weighted"] == pytest.approx((0 * 1 + 1 * 2 + 2 * 3) / 6)
         assert found["weight_beside_nan"] == 1.5
         assert found["many_samples"] == pytest.approx((1 + 2) / 100_005, rel=0.01)
@@ -138,24 +179,23 @@ def test_weights_make_the_mean_of_samples() -> None:
         assert found["bool_tensor"].tolist() == pytest.approx([2 / 3])
 
 
-@both_worlds
-def test_mean_of_a_loss_leaves_the_loss_alone(nproc: int) -> None:
+def test_mean_of_a_loss_leaves_the_loss_alone(world: World) -> None:
     """Never in place: the loss keeps its value and its graph, and backward gives its own gradient."""
-    mean = sum(range(1, nproc + 1)) / nproc
-    assert launch(programs.reduce_a_live_loss, nproc=nproc) == {
+    mean = sum(range(1, world.size + 1)) / world.size
+    assert world.found("live loss") == {
         rank: {
             "mean": mean,
             "loss": rank + 1.0,
             "gradient": rank + 1.0,
             "dict_untouched": True,
         }
-        for rank in range(nproc)
+        for rank in range(world.size)
     }
 
 
-def test_ranks_that_disagree_about_a_mean_are_told_at_once() -> None:
+def test_ranks_that_disagree_about_a_mean_are_told_at_once(three: World) -> None:
     """Other keys on one rank, and weights of zero: a ValueError on every rank, no hang, go on."""
-    for rank, found in launch(programs.reduce_nonsense).items():
+    for rank, found in three.found("nonsense").items():
         keys, zero, operation, unknown = found["errors"]
         assert operation.startswith("MismatchError: all_reduce: the ranks passed different")
         assert "did you mean 'mean'? Write one of 'sum', 'mean'" in unknown
@@ -170,9 +210,10 @@ def test_ranks_that_disagree_about_a_mean_are_told_at_once() -> None:
 # Objects.
 
 
-@worlds_and_doors
-def test_objects_are_gathered_by_rank_and_broadcast_from_any(nproc: int, door: str) -> None:
+@both_doors
+def test_objects_are_gathered_by_rank_and_broadcast_from_any(world: World, door: str) -> None:
     """Every rank gets all objects, in the order of ranks, of any length; broadcast takes a source."""
+    nproc = world.size
     expected = {
         "gathered": [(rank, [rank, rank]) for rank in range(nproc)],
         "by_length": list(range(nproc)),
@@ -180,31 +221,28 @@ def test_objects_are_gathered_by_rank_and_broadcast_from_any(nproc: int, door: s
         "broadcast_src": f"from {nproc - 1}",
         "broadcast_none": None,
     }
-    values = launch(programs.exchange, door, nproc=nproc)
-    assert values == dict.fromkeys(range(nproc), expected)
+    assert world.found("exchange", door) == dict.fromkeys(range(nproc), expected)
 
 
 # Barriers.
 
 
-@worlds_and_doors
-def test_nobody_passes_a_barrier_before_all_have_come(
-    nproc: int, door: str, tmp_path: Path
-) -> None:
+@both_doors
+def test_nobody_passes_a_barrier_before_all_have_come(world: World, door: str) -> None:
     """Not even where its name has been used before: each use is a new meeting."""
-    values = launch(programs.meet, tmp_path, door, nproc=nproc)
-    assert values == {rank: [list(range(nproc))] * 5 for rank in range(nproc)}
+    ranks = range(world.size)
+    assert world.found("meet", door) == {rank: [list(ranks)] * 5 for rank in ranks}
 
 
-def test_missing_rank_is_named_on_every_rank_that_waited() -> None:
+def test_missing_rank_is_named_on_every_rank_that_waited(missing: dict[int, Any]) -> None:
     """Rank 2 does not come: ranks 0 and 1 both say so, with the barrier's name, within the limit."""
-    values = launch(programs.miss_a_barrier)
     for rank in (0, 1):
-        error = values[rank]["error"]
+        found = missing[rank]["miss_a_barrier"]
+        error = found["error"]
         assert isinstance(error, ddpsafe.BarrierTimeoutError)
         assert error.missing_ranks == (2,)
         assert error.waited_s == pytest.approx(1, abs=2)
-        assert values[rank]["took_s"] < 1 + 10
+        assert found["took_s"] < 1 + 10
         assert f"rank {rank} (world_size 3)" in str(error)
         assert "at the barrier 'save the model'" in str(error)
         assert "rank 2 did not come" in str(error)
@@ -212,17 +250,16 @@ def test_missing_rank_is_named_on_every_rank_that_waited() -> None:
         assert "What to do:" in str(error)
 
 
-def test_timeout_of_zero_does_not_wait() -> None:
+def test_timeout_of_zero_does_not_wait(three: World) -> None:
     """It is a deadline like any other, not the default."""
-    values = launch(programs.look_whether_all_are_there, timeouts={"barrier": 60})
-    assert max(values.values()) < 20
+    assert max(three.found("not all are there").values()) < 20
 
 
-def test_ranks_at_different_barriers_do_not_meet() -> None:
+def test_ranks_at_different_barriers_do_not_meet(missing: dict[int, Any]) -> None:
     """Rank 0 is at "evaluate", the others are at "train": each side misses the other."""
-    values = launch(programs.meet_under_other_names)
-    missing = {rank: error.missing_ranks for rank, error in values.items()}
-    assert missing == {0: (1, 2), 1: (0,), 2: (0,)}
+    errors = {rank: found["meet_under_other_names"] for rank, found in missing.items()}
+    missed = {rank: error.missing_ranks for rank, error in errors.items()}
+    assert missed == {0: (1, 2), 1: (0,), 2: (0,)}
 
 
 def test_rank_that_took_another_branch_is_blamed(run_dir: Path) -> None:
@@ -230,12 +267,6 @@ def test_rank_that_took_another_branch_is_blamed(run_dir: Path) -> None:
     with pytest.raises(ddpsafe.RankLeftEarlyError, match="still waiting for it") as caught:
         launch(programs.take_another_branch, timeouts={"barrier": 1}, run_dir=run_dir)
     assert caught.value.rank == 0
-
-
-def test_waiting_for_a_slow_rank_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
-    """Nothing is written while ranks wait for each other, torch's own warnings included."""
-    launch(programs.wait_for_late_rank, 1.2, console="all")
-    assert capfd.readouterr() == ("", "")
 
 
 # Rank 0 first.
@@ -317,29 +348,30 @@ def test_a_rank_that_is_not_there_cannot_broadcast(src: Any) -> None:
         ("broadcast", "broadcast: obj[0] cannot be pickled"),
     ],
 )
+def test_what_cannot_travel_is_refused_before_the_collective(
+    what: str, said: str, three: World
+) -> None:
+    """Rank 1 can catch it and pass something else: the others have not noticed."""
+    assert said in three.found("cannot travel")[1][what]
+
+
 def test_the_rank_that_passes_what_cannot_travel_is_told_at_once(
-    what: str, said: str, tmp_path: Path, run_dir: Path
+    tmp_path: Path, run_dir: Path
 ) -> None:
     """It raises before it joins the collective, and the launch names it, not the ranks that wait."""
     with pytest.raises(ddpsafe.RankRaisedError) as caught:
-        launch(programs.pass_what_cannot_travel, tmp_path, what, run_dir=run_dir)
+        launch(programs.pass_what_cannot_travel, tmp_path, run_dir=run_dir)
     assert caught.value.rank == 1
-    assert said in str(caught.value)
+    assert "all_gather: obj['schedule'] cannot be pickled" in str(caught.value)
     assert (tmp_path / "called-0").exists()
 
 
 @both_doors
 @pytest.mark.parametrize("form", ["context", "local", "call"])
-def test_rank_zero_goes_first(form: str, door: str, tmp_path: Path) -> None:
+def test_rank_zero_goes_first(form: str, door: str, world: World) -> None:
     """All forms: rank 0 has finished before any other rank begins, and each gets its own result."""
-    values = launch(programs.follow_rank_zero, tmp_path, form, door)
-    assert values == {rank: [(0, "train"), (0, "test")] for rank in range(3)}
-
-
-def test_rank_zero_first_is_nothing_special_alone(tmp_path: Path) -> None:
-    """In a world of one the only rank goes ahead."""
-    values = launch(programs.follow_rank_zero, tmp_path, "context", "method", nproc=1)
-    assert values == {0: [(0, "train"), (0, "test")]}
+    done = [(0, "train"), (0, "test")]
+    assert world.found("first", door, form) == dict.fromkeys(range(world.size), done)
 
 
 @pytest.mark.parametrize("form", ["context", "call"])
@@ -351,9 +383,9 @@ def test_failure_of_rank_zero_is_the_error_of_the_launch(form: str, run_dir: Pat
     assert isinstance(caught.value.__cause__, ConnectionRefusedError)
 
 
-def test_failure_of_rank_zero_is_raised_on_all_ranks_at_once() -> None:
+def test_failure_of_rank_zero_is_raised_on_all_ranks_at_once(three: World) -> None:
     """Rank 0 gets its own error, the others one that quotes it; none hangs, and all can go on."""
-    values = launch(programs.survive_failure_of_rank_zero)
+    values = three.found("rank zero fails")
     assert isinstance(values[0]["error"], ConnectionRefusedError)
     for rank in (1, 2):
         error = values[rank]["error"]
@@ -367,25 +399,29 @@ def test_failure_of_rank_zero_is_raised_on_all_ranks_at_once() -> None:
         assert found["second"] == "well"
 
 
-def test_rank_zero_that_does_not_come_is_named() -> None:
+def test_rank_zero_that_does_not_come_is_named(missing: dict[int, Any]) -> None:
     """The ranks that follow wait no longer than timeouts.barrier, and say for whom."""
-    values = launch(programs.keep_them_waiting, timeouts={"barrier": 1})
     for rank in (1, 2):
-        assert isinstance(values[rank], ddpsafe.BarrierTimeoutError)
-        assert values[rank].missing_ranks == (0,)
+        error = missing[rank]["keep_them_waiting"]
+        assert isinstance(error, ddpsafe.BarrierTimeoutError)
+        assert error.missing_ranks == (0,)
+        assert error.waited_s < 1 + 10
 
 
 # The rest.
 
 
-@worlds_and_doors
-def test_only_rank_zero_prints(nproc: int, door: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """One line for the job, not one for each rank; separator and end are print's own."""
-    launch(programs.speak, door, nproc=nproc, console="all")
-    assert capfd.readouterr().out == "hello-from-0!\n\n"
+@pytest.mark.parametrize("nproc", [1, 3])
+def test_only_rank_zero_prints(nproc: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """One line for the job, not one for each rank; separator and end are print's own.
+
+    Nothing else is written while ranks wait for a slow one, torch's own warnings included.
+    """
+    launch(programs.speak, nproc=nproc, console="all")
+    assert capfd.readouterr() == ("hello-from-0!\n\n" * 2, "")
 
 
-@both_doors
+@pytest.mark.parametrize("door", ["function", pytest.param("method", marks=pytest.mark.soak)])
 def test_all_ranks_agree_to_stop(door: str) -> None:
     """One rank is sent SIGUSR1; all of them, at different speeds, say yes at the same call.
 
@@ -400,10 +436,12 @@ def test_all_ranks_agree_to_stop(door: str) -> None:
     assert (caught.value.kind, caught.value.exit_code) == ("preempted", 75)
 
 
-def test_seeds_agree_for_models_and_differ_for_data() -> None:
+def test_seeds_agree_for_models_and_differ_for_data(
+    three: World, missing: dict[int, dict[str, Any]]
+) -> None:
     """Models agree, torch being the same on every rank; random and numpy are each rank's own."""
-    first, second = launch(programs.seed), launch(programs.seed)
-    assert first == second
+    first = three.found("seed")
+    assert first == {rank: found["seed"] for rank, found in missing.items()}
     assert first[0]["torch"] == first[1]["torch"] == first[2]["torch"]
     assert len({found["random"] for found in first.values()}) == 3
     assert len({found["numpy"] for found in first.values()}) == 3
