@@ -16,7 +16,7 @@ import scripts
 import ddpsafe
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 PATIENT = {"rendezvous": 30, "collective": 30, "barrier": 30}
 """Timeouts of ranks that shall meet, on a busy machine too."""
@@ -38,6 +38,27 @@ def join(timeouts: Mapping[str, float] = PATIENT) -> dict[str, Any]:
             "is_current": ddpsafe.current() is ctx,
         }
     return found | {"group_is_gone": not dist.is_initialized()}
+
+
+def run_elastically(function: Callable[[], object], *, max_restarts: int = 0) -> None:
+    """Be torchrun's agent of two ranks, which runs a function where torchrun runs a script.
+
+    Its ranks are forked from a server, and so need no second import of torch.
+    """
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",  # as --standalone has it
+        run_id=str(os.getpid()),
+        max_restarts=max_restarts,
+        monitor_interval=0.1,
+        start_method="forkserver",
+    )
+    elastic_launch(config, function)()
 
 
 def join_until_another_is_refused(folder: Path) -> int:

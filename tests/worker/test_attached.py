@@ -67,7 +67,7 @@ def openmpi(rank: int) -> dict[str, str]:
     }
 
 
-def torchrun(folder: Path, *arguments: str) -> scripts.Run:
+def torchrun(folder: Path, script: Path) -> scripts.Run:
     """Run torchrun with two ranks, which are told a number of threads; see `ONE_THREAD`."""
     source = f"""
         import os
@@ -77,7 +77,7 @@ def torchrun(folder: Path, *arguments: str) -> scripts.Run:
         main()
     """
     program = scripts.write(folder, "torchrun.py", source)
-    command = [str(program), "--standalone", "--nproc-per-node", "2", *arguments]
+    command = [str(program), "--standalone", "--nproc-per-node", "2", str(script)]
     return scripts.Script(command, folder=folder).end()
 
 
@@ -101,7 +101,7 @@ BOTH: Final = [(0, 2, 0, 2, 0, 1), (1, 2, 1, 2, 0, 1)]
 def test_script_runs_under_torchrun(tmp_path: Path) -> None:
     """Context manager, pair of calls and launch() all join torchrun's ranks, one after another.
 
-    Nothing is spawned, each rank gets its own value, torchrun ends well, and nothing is complained of.
+    Real interpreters, to their very end: nothing is spawned, each rank gets its own value, torchrun ends well, and nothing is complained of.
     """
     script = scripts.write(
         tmp_path,
@@ -123,7 +123,7 @@ def test_script_runs_under_torchrun(tmp_path: Path) -> None:
             pathlib.Path(f"rank-{rank}.json").write_text(json.dumps(found))
         """,
     )
-    run = torchrun(tmp_path, str(script))
+    run = torchrun(tmp_path, script)
     assert (run.code, run.err) == (0, "")
     found = reports(tmp_path)
     assert places(found) == BOTH
@@ -137,11 +137,8 @@ def test_script_runs_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_restart_by_torchrun_is_the_next_attempt(tmp_path: Path) -> None:
-    """Rank 1 fails once: torchrun starts both again, and they meet with `ctx.attempt` 2."""
-    script = scripts.write(
-        tmp_path,
-        "train.py",
-        """
+    """Rank 1 fails once: torchrun's agent starts both again, and they meet with `ctx.attempt` 2."""
+    source = """
         import json, pathlib
         import attached_programs as programs
         import ddpsafe
@@ -152,11 +149,13 @@ def test_restart_by_torchrun_is_the_next_attempt(tmp_path: Path) -> None:
             found = {"attempt": ctx.attempt, "attempts": ctx.all_gather(ctx.attempt)}
             pathlib.Path(f"rank-{ctx.rank}.json").write_text(json.dumps(found))
 
-        if __name__ == "__main__":
+        def be_rank():
             ddpsafe.launch(train, timeouts=programs.PATIENT)
-        """,
-    )
-    run = torchrun(tmp_path, "--max-restarts", "1", str(script))
+
+        if __name__ == "__main__":
+            programs.run_elastically(be_rank, max_restarts=1)
+    """
+    run = scripts.run(tmp_path, source)
     assert run.code == 0, run.err
     assert "ValueError: the first attempt fails" in run.err
     assert reports(tmp_path) == [{"attempt": 2, "attempts": [2, 2]}] * 2
@@ -227,7 +226,7 @@ def test_tasks_meet_where_their_launcher_says_nothing(
 def test_variables_set_by_hand_make_a_group(tmp_path: Path) -> None:
     """Two shells with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are two ranks.
 
-    Real interpreters, to their very end: exit code 0, nothing on stderr.
+    They end with exit code 0 and nothing on stderr.
     """
     script = scripts.write(
         tmp_path,
@@ -245,7 +244,7 @@ def test_variables_set_by_hand_make_a_group(tmp_path: Path) -> None:
     )
     port = free_port()
     running = [
-        scripts.Script([str(script)], folder=tmp_path, env=by_hand(rank, 2, port) | ONE_THREAD)
+        scripts.Script([str(script)], folder=tmp_path, env=by_hand(rank, 2, port))
         for rank in range(2)
     ]
     runs = [script.end() for script in running]
@@ -280,7 +279,7 @@ def test_setup_and_cleanup_of_ddpsafe_replace_those_of_a_script(tmp_path: Path) 
             mp.spawn(demo, args=(2,), nprocs=2, join=True)
         """,
     )
-    run = scripts.Script([str(script)], folder=tmp_path, env=ONE_THREAD).end()
+    run = scripts.Script([str(script)], folder=tmp_path).end()
     assert (run.code, run.err) == (0, "")
     assert reports(tmp_path) == [3.0, 3.0]
 
@@ -304,9 +303,10 @@ def test_ranks_of_one_node_listen_on_loopback_only(tmp_path: Path) -> None:
 # Groups, one after another and inside of each other.
 
 
-def test_setup_and_cleanup_may_be_called_in_a_loop(tmp_path: Path) -> None:
-    """Twenty groups on one MASTER_PORT, one after another: no rank meets a group of the past."""
-    port, cycles = free_port(), 20
+@pytest.mark.parametrize("cycles", [5, pytest.param(50, marks=pytest.mark.soak)])
+def test_setup_and_cleanup_may_be_called_in_a_loop(cycles: int, tmp_path: Path) -> None:
+    """Groups on one MASTER_PORT, one after another: no rank meets a group of the past."""
+    port = free_port()
     envs = [by_hand(rank, 2, port) for rank in range(2)]
     ranks = forked_ranks.run(programs.join_again_and_again, envs, cycles, folder=tmp_path)
     assert forked_ranks.values(ranks) == [[2.0 * cycle + 1 for cycle in range(cycles)]] * 2
@@ -607,14 +607,15 @@ RUN_JOBS: Final = (
 REFUSED: Final = {"PreflightError", "ConfigError"}
 
 
-def test_two_jobs_on_one_port_never_join_each_other(tmp_path: Path) -> None:
-    """Ten times, two mp.spawn jobs start together on one hard-coded port: no sum is ever mixed.
+@pytest.mark.parametrize("rounds", [2, pytest.param(10, marks=pytest.mark.soak)])
+def test_two_jobs_on_one_port_never_join_each_other(rounds: int, tmp_path: Path) -> None:
+    """Again and again, two jobs start together on one hard-coded port: no sum is ever mixed.
 
     One of them works; the other is told, on both ranks, that the port is another job's, unless it
     came when the first had ended.
     """
     refused = 0
-    for found in run_two_jobs("setup", rounds=10, folder=tmp_path):
+    for found in run_two_jobs("setup", rounds=rounds, folder=tmp_path):
         works = [value for value, results in found.items() if results == [2.0 * value] * 2]
         assert works
         for value in set(found) - set(works):
@@ -626,9 +627,10 @@ def test_two_jobs_on_one_port_never_join_each_other(tmp_path: Path) -> None:
     assert refused
 
 
-def test_two_jobs_of_spawn_on_one_port_both_work(tmp_path: Path) -> None:
-    """Five times, the same two jobs under ddpsafe.spawn: both get their own sum, on every rank."""
-    for found in run_two_jobs("spawn", rounds=5, folder=tmp_path):
+@pytest.mark.parametrize("rounds", [1, pytest.param(5, marks=pytest.mark.soak)])
+def test_two_jobs_of_spawn_on_one_port_both_work(rounds: int, tmp_path: Path) -> None:
+    """The same two jobs under ddpsafe.spawn: both get their own sum, on every rank."""
+    for found in run_two_jobs("spawn", rounds=rounds, folder=tmp_path):
         assert found == {1: [2.0, 2.0], 100: [200.0, 200.0]}
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import attached_stop_programs as programs
 import forked_ranks
-import psutil
 import pytest
 import scripts
 from forked_ranks import by_hand, free_port
@@ -33,8 +32,8 @@ def hand_started(ranks: int) -> list[Env]:
 @pytest.mark.parametrize(
     ("ranks", "signalled", "signum"),
     [
-        (3, 0, signal.SIGTERM),
         (3, 2, signal.SIGUSR1),
+        pytest.param(3, 0, signal.SIGTERM, marks=pytest.mark.soak),
         (1, 0, signal.SIGTERM),
     ],
 )
@@ -142,24 +141,22 @@ def test_forgotten_srun_is_no_silent_world_of_one(tmp_path: Path) -> None:
 
 def test_torchrun_that_is_told_to_go_lets_the_ranks_save(tmp_path: Path) -> None:
     """Its agent passes SIGTERM on to the ranks, and waits for them."""
-    script = scripts.write(
-        tmp_path,
-        "train.py",
-        """
+    source = """
         import pathlib
         import ddpsafe
+        import attached_programs
         import stop_programs
 
-        if __name__ == "__main__":
+        def be_rank():
             ddpsafe.launch(stop_programs.train_in_step, (pathlib.Path.cwd(),))
             print("the code after launch has run")
-        """,
-    )
-    options = ["--standalone", "--nproc-per-node", "2"]
-    command = ["-m", "torch.distributed.run", *options, str(script)]
-    agent = scripts.Script(command, folder=tmp_path, env={"OMP_NUM_THREADS": "1"})
+
+        if __name__ == "__main__":
+            attached_programs.run_elastically(be_rank)
+    """
+    script = scripts.write(tmp_path, "train.py", source)
+    agent = scripts.Script([str(script)], folder=tmp_path)
     scripts.wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, within_s=60)
-    assert len(psutil.Process(agent.pid).children()) >= 2
     os.kill(agent.pid, signal.SIGTERM)
     run = agent.end()
     saved = [path.read_text() for path in tmp_path.glob("saved-*")]
