@@ -510,14 +510,11 @@ class LogReader:
             self._in_traceback = bool(self._tracebacks)
             if traceback.is_ignored:
                 return None
-        if best is None and raised is not None and self._following:
+        if raised is not None and self._following and (best is None or best[0].is_fallback):
             # A paste is broken anywhere: a message with its next lines, if they go on with it.
             goes_on = itertools.takewhile(_GOES_ON.match, self._following)
             rest = [line.decode("utf-8", "replace").strip() for line in goes_on]
-            if rest:
-                best = self._find_best(number, line, " ".join((said, *rest)), innermost, None)
-            if best is not None and best[1].start() >= len(said):  # it is the next line's alone
-                best = None
+            best = self._find_broken(number, line, (said, *rest), innermost) or best
         is_wrapper = (
             raised is not None and _CAUGHT_IN_WORKER.match(raised["text"] or "") is not None
         )
@@ -609,6 +606,18 @@ class LogReader:
             elif best is None or _strength(rule) < _strength(best[0]):
                 best = (rule, match)
         return best
+
+    def _find_broken(
+        self, number: int, line: str, parts: tuple[str, ...], innermost: str | None
+    ) -> tuple[LogRule, re.Match[str]] | None:
+        """Return the rule of a message that is broken over lines, between its words or within one."""
+        found = []
+        for joint in (" ", "") if len(parts) > 1 else ():
+            best = self._find_best(number, line, joint.join(parts), innermost, None)
+            # Neither what the next line says alone, nor what this one does.
+            if best is not None and best[1].start() < len(parts[0]) < best[1].end():
+                found.append(best)
+        return min(found, key=lambda each: _strength(each[0]), default=None)
 
     def _take_back(self, code: str) -> None:
         """Forget a cause; should its lines come again, they are looked at as if for the first time."""
