@@ -144,6 +144,12 @@ _ZSH: Final = re.compile(
     r"^(?:zsh(?::\d+)?: |(?:\[\d+\] +[-+]? *)?\d+ )(?:(?P<what>command not found|permission denied|no such file or directory): (?P<name>.+)"
     r"|(?P<signal>killed|segmentation fault|abort|bus error|terminated|illegal hardware instruction|floating point exception)(?P<core>(?: \(core dumped\))?) {2,}.+)"
 )
+_OS_ERROR: Final = re.compile(
+    r"(?:(?P<windows>(?:Access is denied|The )[^():]{0,90}|[^\x00-\x7f:]{2,60})|(?P<text>[A-Za-z][\w '/-]{0,60}))"
+    r" ?\(os error (?P<number>\d+)\)"
+)
+"""As safetensors, tokenizers and whatever else is written in Rust prints an error of the system."""
+_ERRNO_DIGITS: Final = 3
 _OF_ZSH: Final = {
     "permission denied": "Permission denied",
     "no such file or directory": "No such file or directory",
@@ -182,6 +188,10 @@ _QUOTED: Final = re.compile(
     r"(?<![\w.])(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)): (?P<text>\S.{4,})$"
 )
 """An exception that a sentence names, as titles and summaries do."""
+_LOGGED: Final = re.compile(
+    r"(?:^|[\s\[|])(?:ERROR|FATAL|CRITICAL)(?![\w=])(?:[\]:|\s-]|[\w./]{1,60}:\d{1,6}:?\s){0,6}(?P<text>[A-Za-z`'\"].{11,300})"
+)
+"""What a logger marks as an error."""
 _FRAME: Final = re.compile(
     r'^(?:E|\|)?\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)'
     r"|^│ (?P<file2>[^│\s]+\.py):(?P<line2>\d+) in (?P<function2>\w+)"
@@ -442,9 +452,9 @@ class LogReader:
     ) -> None:
         line = (line if line.isprintable() else _ANSI.sub("", line)).rstrip()
         said = _PREFIX.sub("", line)
-        as_bash_says = _as_bash_says(said)
-        if as_bash_says != said:
-            said, grams = as_bash_says, None
+        usual = _in_usual_form(said)
+        if usual != said:
+            said, grams = usual, None
         if "root causes" in said or " due to " in said:
             said = _HEDGE.sub("", said)
         if 'File "' in said or 'File \\"' in said:
@@ -718,17 +728,21 @@ class LogReader:
         return cause
 
     def _note_quoted(self, number: int, said: str, rank: int | None) -> None:
-        """Note an exception that a sentence names, for a log in which there is nothing else."""
-        match = None if self._quoted else _QUOTED.search(said)
-        if match is None:
+        """Note what a sentence or a logger calls an error, for a log in which there is nothing else."""
+        if self._quoted is not None:
             return
-        quoted = match[0].removesuffix(".")
+        if (match := _QUOTED.search(said)) is not None:
+            quoted, who = match[0].removesuffix("."), "The script raised"
+        elif (match := _LOGGED.search(said)) is not None:
+            quoted, who = match["text"].removesuffix("."), "A program reported an error:"
+        else:
+            return
         self._quoted = Cause(
             code=_USER,
             kind="user-error",
             level="noise",
             retry="never",
-            cause=f"The script raised {quoted}.",
+            cause=f"{who} {quoted}.",
             fix=_fix_of(quoted),
             page="docs/reference/failures.md#ds-user-exception",
             rank=rank,
@@ -852,7 +866,14 @@ _FREQUENT: Final = (
     " data time checkpoint, validation accuracy, in main"
 )
 """What most lines of a healthy log hold, and of tracebacks."""
-_ZSH_SIGNS: Final = ("zsh: ", "zsh:1: ", "  killed  ", "  segmentation fault  ", "  abort  ")
+_ZSH_SIGNS: Final = (
+    "zsh: ",
+    "zsh:1: ",
+    "  killed  ",
+    "  segmentation fault  ",
+    "  abort  ",
+    "(os error ",
+)
 _TRACEBACK_SIGNS: Final = ('file "', "traceback (most", "ror: ", "xception", "root cause")
 """What lines hold that no rule is about, but that lead to the exception of a traceback."""
 
@@ -991,8 +1012,8 @@ def _fix_of(exception: str) -> str:
     return next(fixes, _FIX_OF_USER)
 
 
-def _as_bash_says(said: str) -> str:
-    """Return the message of another shell, or in another language, as bash prints it in English."""
+def _in_usual_form(said: str) -> str:
+    """Return what other shells, languages and Rust say as bash and Python print it in English."""
     for text, english in (_ENGLISH_OF_ASCII if said.isascii() else _ENGLISH).items():
         if text in said:
             said = (
@@ -1006,7 +1027,14 @@ def _as_bash_says(said: str) -> str:
         if zsh["what"]:
             return f"zsh: {zsh['name']}: {english}"
         return english.capitalize() + zsh["core"]
+    if "(os error " in said:
+        said = _OS_ERROR.sub(_as_errno, said)
     return said
+
+
+def _as_errno(error: re.Match[str]) -> str:
+    kind = "WinError" if error["windows"] or len(error["number"]) > _ERRNO_DIGITS else "Errno"
+    return f"[{kind} {error['number']}] {error['windows'] or error['text']}"
 
 
 def _is_raised_in(rule: LogRule, innermost: str | None) -> bool:

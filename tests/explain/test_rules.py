@@ -244,6 +244,15 @@ def test_the_words_of_an_unknown_exception_say_what_to_do(log: str, cause: str, 
     assert found.fix.startswith(fix)
 
 
+def test_what_a_logger_calls_an_error_counts_where_there_is_nothing_else() -> None:
+    """Its words are all that there is to say."""
+    logged = "2026-11-22 10:11:12 ERROR trainer.py:12: the quux of rank 3 has no bar\n"
+    [found] = explain_text(logged)
+    assert found.cause == "A program reported an error: the quux of rank 3 has no bar."
+    assert explain_text(logged + "epoch 3 step 20 loss 0.31\n") == []
+    assert [cause.code for cause in explain_text(logged + "MemoryError\n")] == ["DS-MEM-alloc"]
+
+
 def test_a_sentence_that_names_an_exception_counts_where_there_is_nothing_else() -> None:
     """A title, or a summary; steps that follow show that it was over."""
     title = "Training fails on 2 GPUs with quux.BarError: foo is not bar\n"
