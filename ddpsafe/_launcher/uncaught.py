@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ddpsafe._errors import DDPSafeError, PreemptedError, causes_of
 from ddpsafe._launcher.watch.streams import say, write_line
 from ddpsafe._logging import json_of_error, json_scope
-from ddpsafe._wire.exception_chain import is_library
+from ddpsafe._wire.exception_chain import is_internal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +22,7 @@ def presentable(error: DDPSafeError) -> DDPSafeError:
     """Prepare an error for the user: the last thing before it leaves the library.
 
     Frames of ddpsafe and tenacity would push the message off the screen, and add nothing to it; nor
-    do those of a cause that no line of the user's led to.
+    do those of a cause where there are no others.
 
     Args:
         error: The error that is about to be raised.
@@ -34,7 +34,7 @@ def presentable(error: DDPSafeError) -> DDPSafeError:
         _hook().sets_status = True
     for cause in causes_of(error)[1:]:
         frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(cause.__traceback__)]
-        if all(map(is_library, frames)):
+        if all(map(is_internal, frames)):
             cause.__traceback__ = None
     return error.with_traceback(None)
 

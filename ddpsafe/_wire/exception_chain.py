@@ -13,6 +13,8 @@ import ast
 import builtins
 import contextlib
 import linecache
+import os
+import re
 import signal
 import sysconfig
 import traceback
@@ -162,12 +164,35 @@ def is_point_to_point(function: str) -> bool:
 
 def is_library(filename: str) -> bool:
     """Tell whether a file belongs to Python, to an installed package or to ddpsafe."""
-    internal = ("<frozen", "<string>", _PACKAGE, _STDLIB)  # the fork server is a "<string>"
-    return filename.startswith(internal) or "site-packages" in filename
+    # The fork server is a "<string>".
+    return filename.startswith(("<string>", *_OWN)) or bool(package_of(filename))
 
 
-_PACKAGE: Final = str(Path(__file__).parents[1])
-_STDLIB: Final = sysconfig.get_path("stdlib")
+def is_internal(filename: str) -> bool:
+    """Tell whether a file is Python's, ddpsafe's, or of a package that ddpsafe calls through.
+
+    Of the other packages that are installed one may be the user's project.
+    """
+    package = package_of(filename)
+    return package in _CALLED_THROUGH if package else filename.startswith(_OWN)
+
+
+def package_of(filename: str) -> str:
+    """Return the name of the installed package that a file belongs to; empty where it is none's."""
+    found = _INSTALLED.search(filename)
+    return found[1] if found else ""
+
+
+# Debian's Python, and so NVIDIA's containers, install into dist-packages.
+_INSTALLED: Final = re.compile(r"/(?:site|dist)-packages/([^/.]+)")
+_CALLED_THROUGH: Final = frozenset(
+    ("cloudpickle", "ddpsafe", "psutil", "pydantic", "pydantic_settings", "tenacity", "torch")
+)
+_OWN: Final = (
+    "<frozen",
+    os.path.join(Path(__file__).parents[1], ""),  # noqa: PTH118 - with the separator at its end
+    os.path.join(sysconfig.get_path("stdlib"), ""),  # noqa: PTH118 - as above
+)
 
 
 def type_name_of(exc: BaseException) -> str:

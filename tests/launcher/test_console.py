@@ -601,6 +601,21 @@ def test_a_launch_that_ends_leaves_the_form_of_those_that_are_open(
     assert capfd.readouterr().err == ""
 
 
+def test_a_traceback_that_is_logged_is_shown_as_python_shows_it(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the program has set up no logging, the message without it would point at nothing."""
+    log = logging.getLogger("ddpsafe")
+    monkeypatch.setattr(log, "propagate", False)  # pytest's handlers are at the root
+    with pytest.raises(OSError, match="no port") as caught:
+        raise OSError("no port")
+    with shown_log("rank-zero"):
+        log.error("could not open the round", exc_info=caught.value)
+    first, second, *_, last = capfd.readouterr().err.splitlines()
+    assert (first, last) == ("could not open the round", "OSError: no port")
+    assert second == "Traceback (most recent call last):"
+
+
 def test_no_line_is_lost_that_is_said_as_the_console_closes(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

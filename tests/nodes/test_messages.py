@@ -43,6 +43,13 @@ def test_arrivals_at_collectives_are_shown_on_this_hosts_clock() -> None:
     assert answer.position.arrivals == ((1, 1500), (2, 2500))
 
 
+class Unreadable(Exception):  # noqa: N818 - what it is
+    """One of a user's whose text cannot be made."""
+
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
 @pytest.mark.parametrize(
     ("exc", "phase", "kind", "words"),
     [
@@ -54,13 +61,21 @@ def test_arrivals_at_collectives_are_shown_on_this_hosts_clock() -> None:
         (ValueError("bad"), "start", "user-error", "a bug in ddpsafe"),
         (CheckpointError("no disk"), "retry", "user-error", "on_retry"),
         (SystemExit(3), "retry", "user-error", "on_retry"),
+        (Unreadable(), "retry", "user-error", "its __str__ raised"),
     ],
 )
 def test_whatever_ends_a_launcher_can_be_told_to_the_other_nodes(
-    exc: BaseException, phase: Any, kind: str, words: str
+    exc: BaseException, phase: Any, kind: str, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only what was raised before the ranks ran is of a kind that is tried again by default."""
+    """Only what was raised before the ranks ran is of a kind that is tried again by default.
+
+    The log of the launcher has the traceback, which the message points at.
+    """
+    with pytest.raises(type(exc)):
+        raise exc
     error = node_messages.as_error(exc, "node 1 ('h1')", "could not go on", phase=phase)
+    assert "node 1 ('h1') could not go on\nTraceback (most recent call last):" in caplog.text
+    assert "raise exc" in caplog.text
     result = node_messages.round_result_of(error, is_final=True, failed_node=1)
     text = json.dumps(node_messages.to_json(result))
     told = node_messages.error_of(

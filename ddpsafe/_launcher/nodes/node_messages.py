@@ -35,6 +35,8 @@ from ddpsafe._errors import (
     rebuild,
 )
 from ddpsafe._launcher.watch.signals import Interrupted
+from ddpsafe._logging import get_logger
+from ddpsafe._wire.exception_chain import text_of
 from ddpsafe._wire.messages import (
     AcceptsStop,
     AskedToStop,
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from ddpsafe._wire.messages import Message
 
 T = TypeVar("T")
+logger = get_logger(__name__)
 
 
 class GarbledError(ValueError):
@@ -404,7 +407,9 @@ def as_error(
     """
     if isinstance(exc, Interrupted) or any(cls.__name__ in _ERRORS for cls in type(exc).__mro__):
         return exc  # type: ignore[return-value]
-    what = f"{node} {did}: {type(exc).__name__}: {str(exc).rstrip('.')}."
+    # On the other nodes there is no traceback, and an error that is shown to a user drops this one.
+    logger.error("%s %s", node, did, exc_info=exc)
+    what = f"{node} {did}: {type(exc).__name__}: {text_of(exc).rstrip('.')}."
     kind: FailureKind = "user-error"
     cause = f"{_LIMIT}, or a bug in ddpsafe."
     if phase == "retry":

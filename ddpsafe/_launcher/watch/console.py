@@ -413,7 +413,7 @@ class _Warnings(logging.Handler):
             elif show == "none" or logging.lastResort is None or is_handled:
                 return
             else:
-                text = record.getMessage()
+                text = logging.lastResort.format(record)  # a traceback as well, where it has one
             if _open_consoles:
                 _open_consoles[-1].say(text)
             else:

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import numpy as np
 import torch
 
+from ddpsafe._wire.exception_chain import package_of
 from ddpsafe.data._per_process import PerProcess, closing_what_opens
 
 T = TypeVar("T")
@@ -307,8 +308,7 @@ def is_user_file(filename: str) -> bool:
     """Tell whether code is the user's: no library's, torch's or ddpsafe's. A notebook's is."""
     if filename.startswith("<frozen"):
         return False
-    installed = f"{os.sep}site-packages{os.sep}" in filename
-    return not installed and not filename.startswith(_library_folders())
+    return not package_of(filename) and not filename.startswith(_library_folders())
 
 
 @_remembered

@@ -1,0 +1,59 @@
+"""Whose a line of a traceback is: the user's, or one that only stands between two of them."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+import ddpsafe
+from ddpsafe import PreflightError
+from ddpsafe._launcher.uncaught import presentable
+from ddpsafe._wire.exception_chain import is_library
+
+OURS: Final = str(Path(ddpsafe.__file__).parent)
+STDLIB: Final = sysconfig.get_path("stdlib")
+VENV: Final = "/venv/lib/python3.11/site-packages"
+DEBIAN: Final = "/usr/local/lib/python3.12/dist-packages"
+
+FILES: Final = [
+    # the file, whether a library's or Python's, whether a user is spared it
+    (f"{OURS}/_launch.py", True, True),
+    (f"{STDLIB}/socket.py", True, True),
+    ("<frozen importlib._bootstrap>", True, True),
+    (f"{VENV}/ddpsafe/_launch.py", True, True),
+    (f"{VENV}/tenacity/__init__.py", True, True),
+    (f"{VENV}/torch/distributed/rendezvous.py", True, True),
+    (f"{DEBIAN}/torch/distributed/rendezvous.py", True, True),
+    (f"{STDLIB}/site-packages/torch/serialization.py", True, True),
+    (f"{VENV}/numpy/core/multiarray.py", True, False),
+    (f"{VENV}/torch_project/train.py", True, False),
+    (f"{VENV}/train.py", True, False),
+    (f"{DEBIAN}/project/train.py", True, False),
+    (f"{STDLIB}/site-packages/project/train.py", True, False),
+    ("<string>", True, False),  # the fork server's first line, or all of `python -c`
+    ("/home/me/train.py", False, False),
+    (f"{OURS}_project/train.py", False, False),
+    (f"{STDLIB}-project/train.py", False, False),
+]
+
+
+@pytest.mark.parametrize(("file", "is_of_library"), [row[:2] for row in FILES])
+def test_lines_of_libraries_are_not_the_users(file: str, *, is_of_library: bool) -> None:
+    """Wherever a Python installs them: NVIDIA's containers have Debian's dist-packages."""
+    assert is_library(file) is is_of_library
+
+
+@pytest.mark.parametrize(("file", "is_spared"), [(row[0], row[2]) for row in FILES])
+def test_a_cause_keeps_its_traceback_where_a_line_may_be_the_users(
+    file: str, *, is_spared: bool
+) -> None:
+    """A project may be installed, as libraries are: its line is the one to look at."""
+    error = PreflightError("It cannot be sent.")
+    with pytest.raises(KeyError) as caught:
+        exec(compile("raise KeyError", file, "exec"))
+    error.__cause__ = caught.value.with_traceback(caught.value.__traceback__.tb_next)  # type: ignore[union-attr] # this file's line
+    presentable(error)
+    assert (caught.value.__traceback__ is None) is is_spared
