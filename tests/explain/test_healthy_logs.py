@@ -32,6 +32,7 @@ n1:101:101 [0] NCCL INFO Bootstrap : Using eth0:10.0.0.1<0>
 n1:101:101 [0] NCCL INFO NET/Plugin: No plugin found (libnccl-net.so)
 n1:101:101 [0] NCCL INFO NET/Plugin: Plugin load returned 2 : libnccl-net.so: cannot open shared object file: No such file or directory : when loading libnccl-net.so
 n1:101:101 [0] NCCL INFO Failed to open libibverbs.so[.1]
+n1:101:210 [0] NCCL INFO NET/IB : mlx5_0:1 Got non-fatal async event: GID table change(18)
 n1:101:101 [0] NCCL INFO NET/Plugin: Using internal network plugin.
 n1:101:101 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.1<0>
 n1:101:101 [0] NCCL INFO NET/IB : No device found.

@@ -576,7 +576,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 4", "GLOO-sizes", "report"),
     ("RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one.", "DDP-unused", "report"),
     ("slurmstepd: error: Detected 4 oom_kill events in StepId=1.0. Some of the step tasks have been OOM Killed.\nsrun: error: n2: task 3: Out Of Memory", "MEM-host-oom", "report"),
-    ("srun: error: Unable to create step for job 55: Invalid generic resource (gres) specification", "SLURM-allocation", "report"),
+    ("srun: error: Unable to create step for job 55: Invalid generic resource (gres) specification", "SLURM-gres", "report"),
     ("srun: Force Terminated StepId=1.0\nsrun: error: n1: task 0: Exited with exit code 1", "END-exit-code", "report"),
     ("/usr/bin/env: 'python': No such file or directory", "ENV-program", "report"),
     ("bash: line 1: accelerate: command not found", "ENV-program", "report"),
@@ -1112,7 +1112,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("sbatch: error: Parameter --gres=gpu:1 no longer acceptable, please switch to --gpus=1", "SLURM-site", "slurm"),
     ("sbatch: error: Cannot find GPU specification, you may not submit a job not requesting GPUs in a GPU partition, partition: a\nsbatch: error: Batch job submission failed: Unspecified error", "SLURM-site", "slurm"),
     ("sbatch: error: Batch job submission failed: Requested GRES option unsupported by configured SelectType plugin", "SLURM-site", "slurm"),
-    ("sbatch: error: Batch job submission failed: Invalid generic resource (gres) specification", "SLURM-allocation", "slurm"),
+    ("sbatch: error: Batch job submission failed: Invalid generic resource (gres) specification", "SLURM-gres", "slurm"),
     ('Initializing distributed: GLOBAL_RANK: 0, MEMBER: 1/8\nTraceback (most recent call last):\n  File "/e/site-packages/pytorch_lightning/strategies/parallel.py", line 45, in root_device\n    return self.parallel_devices[self.local_rank]\nIndexError: list index out of range', "ENV-device-list", "lightning"),
     ('Traceback (most recent call last):\n  File "/w/train.py", line 5, in main\n    device = gpus[args.local_rank]\nIndexError: list index out of range', "ENV-device-list", "python"),
     ("Traceback (most recent call last):\n  File \"/w/train.py\", line 5, in main\n    device = gpus[args.local_rank]\nKeyError: 'lr'", "USER-exception", "python"),
@@ -1730,6 +1730,12 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("bind.sh: 15: set: Illegal option -o pipefail", "ENV-dash", "dash"),
     ("[W socket.cpp:601] [c10d] The client socket has failed to connect to [ip6-localhost]:24355 (errno: 99 - Cannot assign requested address).", "NOISE-ipv6", "torch"),
     ("OpenBLAS blas_thread_init: pthread_create: Resource temporarily unavailable", "ENV-threads", "openblas"),
+    ("sbatch: error: !!! slurm_job_submit ERROR: 302732 submitted a job to a gpu32 partition, without specifying a GPU32 Account.\nsbatch: error: Batch job submission failed: Unspecified error", "SLURM-site", "swaruplab/operon#8"),
+    ("sbatch: error: Invalid generic resource (gres) specification", "SLURM-gres", "awslabs/awsome-distributed-ai#196"),
+    ("TypeError: allreduce(): incompatible function arguments. The following argument types are supported:\n1. (self: torch.distributed.ProcessGroup, arg0: List[at::Tensor], arg1: torch.distributed.AllreduceOptions) -> c10d::ProcessGroup::Work", "PG-tensor-argument", "pytorch/pytorch#13574"),
+    ("srun: error: JobId=125452 failed to distribute tasks (bind_type:threads,mask_cpu,one_thread) - this should never happen\nsrun: error: Task launch for StepId=125452.4 failed on node [NODENAME]: Unable to layout tasks on given cpus\nsrun: error: Application launch failed: Unable to layout tasks on given cpus\nsrun: Job step aborted", "ENV-affinity", "snakemake/snakemake-executor-plugin-slurm#225"),
+    ("Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.\nError executing job with overrides: ['data.data_directory=/lus/grand/projects/Polaris/CosmicTagger/data/', 'run.minibatch_size=1536', 'run.id=at-2022-05-05_384nodes', 'run.iterations=10', 'data.downsample=0']\nTraceback (most recent call last):\n  File \"/home/ranand/bare_metal_Cosmic_tagger/CosmicTagger/bin/exec.py\", line 254, in main\n    s = exec(cfg)\n  File \"/home/ranand/bare_metal_Cosmic_tagger/CosmicTagger/src/utils/torch/distributed_trainer.py\", line 139, in __init__\n    torch.distributed.init_process_group(\n  File \"//home/ranand/bare_metal_Cosmic_tagger/pytorch/torch/distributed/distributed_c10d.py\", line 595, in init_process_group\n    store, rank, world_size = next(rendezvous_iterator)\n  File \"//home/ranand/bare_metal_Cosmic_tagger/pytorch/torch/distributed/rendezvous.py\", line 257, in _env_rendezvous_handler\n    store = _create_c10d_store(master_addr, master_port, rank, world_size, timeout)\n  File \"//home/ranand/bare_metal_Cosmic_tagger/pytorch/torch/distributed/rendezvous.py\", line 188, in _create_c10d_store\n    return TCPStore(\nRuntimeError: Connection reset by peer", "PG-store-crowded", "pytorch/pytorch#76913"),
+    ("datasets-server-prod-datasets-worker-776b774978-g7mpk   1/1     Evicted   0             73m\ndatasets-server-prod-datasets-worker-776b774978-cdb4b   0/1     OutOfmemory   0             1s", "K8S-evicted", "huggingface/dataset-viewer#388"),
 )  # fmt: skip
 
 
