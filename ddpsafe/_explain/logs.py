@@ -181,7 +181,7 @@ _PASSED_TEST: Final = re.compile(
 )
 """A test whose name speaks of the failure that it provokes."""
 _EXCEPTION: Final = re.compile(
-    r"^(?P<type>(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure|Fault|Timeout)|Exception))"
+    r"^(?P<type>(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure|Fault|Timeout)|Exception|(?<=\.)Error))"
     r"(?:: (?P<text>.*)|:?\s*)$"
 )
 _QUOTED: Final = re.compile(

@@ -151,6 +151,12 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ('  File "/env/lib/python3.10/dist-packages/transformer_engine/pytorch/__init__.py", line 52, in _load_library\n    so_path = next(so_dir.glob(f"{module_name}.*.{extension}"))\nStopIteration', "ENV-transformer-engine", "transformer engine"),
     ("ERROR: Fused kernels configured but not installed. Please run `python /gpt-neox/megatron/fused_kernels/setup.py install` to install them", "ENV-extension-unbuilt", "gpt-neox"),
     ("> compiling and loading fused kernels ...", "COMPILE-lock", "megatron"),
+    ('KeyError: "Dataset \'m\' is not registered! Available datasets are: coco_2014_train, coco_2014_val"', "DATA-not-registered", "detectron2"),
+    ('  File "/home/me/detectron2/detectron2/data/catalog.py", line 52, in get\n    f = DatasetCatalog._REGISTERED[name]\nKeyError: \'car\'', "DATA-not-registered", "detectron2"),
+    ("WARNING:detectron2.data.build:The following dataset names are not registered in the DatasetCatalog: {'D'}. Available datasets are KeysView(", "DATA-not-registered", "detectron2"),
+    ("RuntimeError: Unsloth currently does not support multi GPU setups - but we are working on it!", "ENV-single-gpu", "unsloth"),
+    ("wandb.errors.Error: You must call wandb.init() before wandb.log()", "LOG-not-started", "wandb"),
+    ("ValueError: The requested device for vllm (cuda:1) is not available. You are likely using vLLM without restricting the number of GPUs for training.", "CUDA-ordinal", "trl"),
     # What a backend cannot send.
     ("RuntimeError: Invalid scalar type", "PG-dtype", "gloo"),
     ("    dist.all_gather(out, mask)\nTypeError: Input tensor data type is not supported for NCCL process group: Short", "PG-dtype", "torch"),
