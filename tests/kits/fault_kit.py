@@ -53,14 +53,14 @@ BY_TIMEOUT: Final[dict[str, Any]] = {
 """How `World.launch_fails` is called for such a hang."""
 
 WORLDS: Final = [
-    pytest.param(2, "forkserver", id="2-forkserver"),
-    pytest.param(4, "forkserver", id="4-forkserver"),
+    pytest.param(2, "forkserver", id="2-forkserver", marks=pytest.mark.soak),
+    pytest.param(3, "forkserver", id="3-forkserver"),
     pytest.param(2, "spawn", id="2-spawn", marks=pytest.mark.soak),
 ]
 """Numbers of ranks and start methods for faults where either may matter."""
 
-SIZES: Final = [pytest.param(2, marks=pytest.mark.soak), 4]
-"""Numbers of ranks for faults where no case depends on it: four have one to blame among several."""
+SIZES: Final = [pytest.param(2, marks=pytest.mark.soak), 3]
+"""Numbers of ranks for faults where no case depends on it: three have one to blame among several."""
 
 _SCREEN_LINES: Final = 40
 _PLACE: Final = re.compile(r"(?P<file>\S+):(?P<line>\d+) in (?P<name>[^\s,]+)")
