@@ -124,7 +124,7 @@ def _ended_by(number: int, name: str, described: str) -> str:
     return (
         rf"{_EXITED}(?:-{number}|{128 + number})(?!\d|\.\d)|ExitCode=0:{number}\b"
         rf"|got sig(?:nal|val) ?: ?{number}\b|Received (?:{number}|Signals\.{name}) death signal"
-        rf"|\({name}\)|Signals\.{name}|{name}\(-{number}\)|SIGNAL: {number}\b"
+        rf"|\*\*\* {name} received (?:by|at) |\({name}\)|Signals\.{name}|{name}\(-{number}\)|SIGNAL: {number}\b"
         rf"|(?i:(?:killed|terminated|exited|died|crashed|interrupted)[ :]{{1,2}}(?:(?:by|on|with|due to) )?)signal:? ?(?:{number}\b|{name}\b)"
         rf"|(?:tasks? [\d,-]+:|line \d+: +\d+|Signal:|EXIT STRING:) +{described}\b"
     )
@@ -654,8 +654,8 @@ _ENVIRONMENT: Final = (
         "CONTAINER-namespaces",
         "config",
         "never",
-        r"(?:[Ff]ailed to create|[Cc]ould not create|creating) user namespace|user namespaces? (?:is |are )?(?:disabled|not enabled)|newuidmap .{0,60}failed|no loop devices available|[Ff]ailed to set securebits",
-        over=("CONTAINER-start",),
+        r"(?:[Ff]ailed to create|[Cc]ould not create|creating) user namespace|user namespaces? (?:is |are )?(?:disabled|not enabled)|unprivileged installation requires user namespaces|newuidmap .{0,60}failed|no loop devices available|[Ff]ailed to set securebits",
+        over=("CONTAINER-start", "CONTAINER-error"),
         cause="This host does not let the user make what the container needs: user namespaces are off or used up, or no loop device is free.",
         fix="As root: sysctl user.max_user_namespaces=28633 kernel.unprivileged_userns_clone=1, entries in /etc/subuid and /etc/subgid; apptainer with setuid, or a sandbox folder for the image (apptainer build --sandbox) where loop devices lack.",
     ),
@@ -731,6 +731,15 @@ _ENVIRONMENT: Final = (
         over=("ENV-program", "CONTAINER-pyxis"),
         cause="A part of enroot, or a program that it calls, is not installed on this host.",
         fix="Install enroot and enroot+caps of one version, squashfs-tools, parallel, jq, curl and fuse-overlayfs on all nodes (nvidia-container-toolkit for GPUs).",
+    ),
+    _rule(
+        "CONTAINER-image-damaged",
+        "config",
+        "never",
+        r"failed to mount squashfs|can't mount image|bad superblock for squashfs|(?i:find a squashfs superblock)|image (?:type|format) not recognized|[Ff]ailed to mount squashfs|root filesystem extraction failed|unsquashfs.{0,80}(?:fail|error)",
+        over=("CONTAINER-start", "CONTAINER-error", "USER-exception"),
+        cause="The image's file cannot be read on this host: it was copied or pulled in part, or its compression (lz4, zstd) is one that the kernel or unsquashfs does not know; where it has to be unpacked, the disk may be full or the unsquashfs in PATH (of conda) be the wrong one.",
+        fix="Compare sha256sum IMAGE with the original and fetch it again; pack it with gzip (mksquashfs … -comp gzip, or apptainer build from the source on this cluster); or unpack it once: APPTAINER_TMPDIR=/scratch apptainer build --sandbox DIR IMAGE, and run DIR.",
     ),
     _rule(
         "CONTAINER-image",
@@ -1537,7 +1546,7 @@ _ENVIRONMENT: Final = (
         "SLURM-site",
         "config",
         "never",
-        r"s(?:batch|run|alloc): error: (?P<text>.*(?:must (?:always )?(?:specify|request) .{0,60}(?i:gpu|gres|type|account)|no longer acceptable|not submit a job not requesting|job setup is not valid|is not valid for this job|without specifying an? |job_submit(?:\.lua|_plugin)?\b|option unsupported by).*)",
+        r"s(?:batch|run|alloc): error: (?P<text>.*(?:must (?:always )?(?:specify|request) .{0,60}(?i:gpu|gres|type|account)|no longer acceptable|not submit a job not requesting|job setup is not valid|is not valid for this job|without specifying an? |job_submit(?:\.lua|_plugin)?\b|[Jj]ob rejected|option unsupported by).*?)\.?\s*$",
         over=("SLURM-allocation", "SLURM-error"),
         cause="This cluster's own rules refuse the form of the request: {text}.",
         fix="Ask in the form that the message names: --gres=gpu:TYPE:N, --gpus-per-node=N or --gpus=N (sinfo -o '%P %G' lists types; --gpus… needs select/cons_tres), with account, partition and time that belong together.",
@@ -1594,6 +1603,42 @@ _ENVIRONMENT: Final = (
         over=("SLURM-allocation", "SLURM-error"),
         cause="The request is above a limit of this account, QOS or project (GPUs, time, jobs), not above what the cluster has.",
         fix="Ask for less, or wait for your other jobs: sacctmgr show qos format=name,maxtrespu,maxwall and squeue -u $USER; Kubernetes: kubectl describe quota; in a cloud ask for a higher quota.",
+    ),
+    _rule(
+        "SLURM-controller",
+        "network",
+        "once",
+        r"Batch job submission failed: (?:Socket timed out|I/O error|Zero Bytes|Unable to contact)|Unable to allocate resources: (?:Socket timed out|I/O error|Unable to contact)|I/O error writing script/environment|Unable to contact slurm controller",
+        over=("SLURM-allocation", "SLURM-launch", "SLURM-error"),
+        cause="Slurm's controller did not take the request: it is overloaded (hundreds of jobs or queries at once), restarts, or (I/O error) its disk is full. The request itself may be right.",
+        fix="scontrol ping and sdiag show its state. Wait a minute and submit again, after a look at squeue --me (a job may be there although sbatch timed out); submit job arrays in place of loops; tell the administrators of an I/O error.",
+    ),
+    _rule(
+        "SLURM-constraint",
+        "config",
+        "never",
+        r"Invalid feature specification",
+        over=("SLURM-allocation", "SLURM-error"),
+        cause="--constraint (-C) names a feature that no node of this cluster or partition has.",
+        fix="sinfo -o '%P %f %G' lists the features: correct or remove --constraint (also in #SBATCH lines and SBATCH_CONSTRAINT).",
+    ),
+    _rule(
+        "SLURM-array",
+        "config",
+        "never",
+        r"Invalid job array specification",
+        over=("SLURM-allocation", "SLURM-error"),
+        cause="The job array is written wrongly, or its highest index is above what the cluster allows (MaxArraySize, often 1001).",
+        fix="scontrol show config | grep -i maxarraysize; split the array (--array=0-999, then an offset in the script), and --array=0-999%50 limits how many run at once.",
+    ),
+    _rule(
+        "SLURM-job-over",
+        "config",
+        "never",
+        r"Unable to create step for job \S+: (?:Job/step already complet|Invalid job id)|Unable to confirm allocation for job \S+: Invalid job id|Invalid job id specified",
+        over=("SLURM-allocation", "SLURM-launch", "SLURM-error"),
+        cause="srun belongs to a job that has ended or is ending: its time was over, it was cancelled, or SLURM_JOB_ID in the environment is that of an older job (a shell in tmux, a container).",
+        fix="sacct -j $SLURM_JOB_ID --format=State,End,Reason; start a new job; where the variable is stale, put env -u SLURM_JOB_ID -u SLURM_JOBID before srun.",
     ),
     _rule(
         "SLURM-gres",
@@ -1883,7 +1928,7 @@ _NCCL: Final = (
         "NCCL-p2p",
         "config",
         "never",
-        r"transport/p2p\.cc:\d+ NCCL WARN (?:Cuda|CUDA|Failed)|mapping of buffer object failed|(?:cuda|hip)Ipc(?:Open|Get)MemHandle.{0,60}(?:fail|invalid)|failed to peer with device|^(?!.*transport/shm).*peer access is not supported|doesn't support faster communication|P2P is disabled between connected|peer access .{0,20}already enabled|peer access has not been enabled",
+        r"transport/p2p\.cc:\d+ NCCL WARN (?:Cuda|CUDA|HIP|Failed)|mapping of buffer object failed|(?:cuda|hip)Ipc(?:Open|Get)MemHandle.{0,60}(?:fail|invalid)|failed to peer with device|^(?!.*transport/shm).*peer access is not supported|doesn't support faster communication|P2P is disabled between connected|peer access .{0,20}already enabled|peer access has not been enabled",
         over=("NCCL-cuda-failure",),
         cause="Direct access from GPU to GPU (P2P) does not work between these GPUs: consumer cards, a virtual machine, two PCIe roots, or containers that do not share their processes (--ipc=host, --pid=host).",
         fix="export NCCL_P2P_DISABLE=1 (and NCCL_IB_DISABLE=1 without InfiniBand); `nvidia-smi topo -m` shows how they are connected.",
@@ -2145,6 +2190,16 @@ _NCCL: Final = (
         r"(?P<name>NCCL|nccl) backend .{0,20}not (?:built|available)",
         cause="This torch is built without {name}: builds for CPUs, macOS and Windows have no NCCL, and MPI is only in those made from source on a host with MPI.",
         fix="Use backend gloo on CPUs; for nccl install a CUDA build of torch (pip list | grep torch); in place of mpi use gloo or nccl, and start with torchrun.",
+    ),
+    _rule(
+        "NCCL-shared-buffers",
+        "config",
+        "never",
+        r"transport/net\.cc:\d+ NCCL WARN (?:Cuda|CUDA|HIP) failure (?:1 )?'invalid (?:argument|resource handle)'",
+        over=("NCCL-cuda-failure",),
+        cause="NCCL could not open the buffers that the GPUs of one host share for the network: a bug of old versions (reported for 2.12), with point-to-point calls and several adapters.",
+        fix="Take a newer NCCL (pip install -U nvidia-nccl-cu12, or a newer torch); until then export NCCL_NET_SHARED_BUFFERS=0, or NCCL_P2P_PXN_LEVEL=0.",
+        level="likely",
     ),
     _rule(
         "NCCL-cuda-failure",
