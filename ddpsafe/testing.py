@@ -346,9 +346,10 @@ class _Server:
             except DDPSafeError as error:
                 outcome.error = error
             run_dir = Path(str(fields["run_dir"]))
-            # Where nothing could be started there are no files, however many ranks were asked for.
-            written = sum(1 for folder in (files, run_dir) for _ in folder.rglob("rank-*"))
-            started = range(min(call.nproc, written))
+            # Of the ranks that have left a file: where nothing could be started, none has.
+            left = (*files.glob("rank-*.json"), *run_dir.glob("*/rank-*.out"))
+            numbers = {path.stem.removeprefix("rank-") for path in left}
+            started = sorted(int(n) for n in numbers if n.isdecimal() and int(n) < call.nproc)
             for rank in started:
                 with contextlib.suppress(FileNotFoundError):
                     outcome.told[rank] = json.loads(job.report_of(rank).read_text(encoding="utf-8"))
