@@ -173,6 +173,15 @@ def is_loopback(address: str) -> bool:
         return False
 
 
+def look_up_name(address: str) -> str:
+    """Return the name that an address has, as torch's store looks it up for every client.
+
+    Raises:
+        OSError: It has none, or there is no such family of addresses.
+    """
+    return socket.gethostbyaddr(address)[0]  # getnameinfo would hold the GIL of Python 3.10
+
+
 def plain_host(text: str) -> str:
     """Return a host as sockets take it: without the brackets that endpoints put an IPv6 address in."""
     inner = text[1:-1]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import BoundedCall
 from ddpsafe._config.endpoint import find_address
-from ddpsafe._host import list_interfaces
+from ddpsafe._host import list_interfaces, look_up_name
 from ddpsafe.doctor._report import Finding, failed, ok, to_copy, warning
 from ddpsafe.doctor._system.tcp import addresses_of
 
@@ -128,8 +128,7 @@ def check_name_server(subject: Subject) -> Iterator[Finding]:
         outside = [each for each in list_interfaces() if each.is_candidate]
         address = outside[0].addresses[0] if outside and subject.nnodes > 1 else "127.0.0.1"
     began_s = time.monotonic()
-    # getnameinfo would hold the GIL of Python 3.10 meanwhile.
-    call = BoundedCall(lambda: socket.gethostbyaddr(address), name="ddpsafe-reverse")
+    call = BoundedCall(lambda: look_up_name(address), name="ddpsafe-reverse")
     answered = call.wait(_PATIENCE_S)
     took_s = time.monotonic() - began_s
     if answered and took_s < _SLOW_S:

@@ -23,6 +23,7 @@ from ddpsafe._host import (
     find_address_towards,
     is_loopback,
     list_interfaces,
+    look_up_name,
     port_range,
     source_address,
 )
@@ -382,11 +383,7 @@ async def _wait_for_resolver(address: str) -> float:
     mapped = address if ":" in address else f"::ffff:{address}"
     deadline = Deadline.after(_RESOLVE)
     try:
-        await bounded(
-            lambda: socket.gethostbyaddr(mapped),  # getnameinfo would hold the GIL of Python 3.10
-            deadline=deadline,
-            name="ddpsafe-reverse",
-        )
+        await bounded(lambda: look_up_name(mapped), deadline=deadline, name="ddpsafe-reverse")
     except TimeoutError:
         return deadline.waited_s()
     except OSError:  # no such family, or the server says that there is no name: an answer too
