@@ -6,13 +6,14 @@ import dataclasses
 import inspect
 import itertools
 import pickle
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import pytest
 
 from ddpsafe import _errors
-from ddpsafe._launcher.uncaught import presentable
+from ddpsafe._launcher.uncaught import presentable, without_frames
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -137,6 +138,14 @@ def test_causes_are_told_apart_whatever_their_classes_call_equal(
     assert list(map(id, _errors.causes_of(chain[0]))) == list(map(id, chain))
     again = pickle.loads(pickle.dumps(chain[0]))
     assert type(again.__cause__) is type(causes[0])
+
+
+def test_an_error_that_is_only_shown_leaves_the_exit_status_to_who_shows_it() -> None:
+    """One that leaves the library sets it, with a hook that stays for that."""
+    hook = sys.excepthook
+    error = build(_errors.RankExitedError)
+    assert (error.exit_code, without_frames(error)) == (137, error)
+    assert sys.excepthook is hook
 
 
 @pytest.mark.parametrize("others", [0, 1], ids=["its own", "its cause's"])

@@ -28,7 +28,7 @@ from ddpsafe._errors import (
 )
 from ddpsafe._host import is_directory_gone, plain_host, show_endpoint
 from ddpsafe._launch import run_processes
-from ddpsafe._launcher.uncaught import presentable
+from ddpsafe._launcher.uncaught import without_frames
 from ddpsafe._logging import current_fields, json_line, json_of_error
 from ddpsafe._wire.exception_chain import where_of
 from ddpsafe._wire.messages import ScriptExit
@@ -61,8 +61,6 @@ def run_ranks(options: Namespace) -> int:
     except ConfigError as error:
         complain(str(error))
         return USAGE
-    if options.backend is not None:  # read by launch(), setup() and process_group() in the script
-        os.environ["DDPSAFE_BACKEND"] = options.backend
     is_json = config.console == "json"
     if options.quiet:
         logging.getLogger("ddpsafe").setLevel(logging.ERROR)
@@ -75,7 +73,7 @@ def run_ranks(options: Namespace) -> int:
             complain(json_of_error(error))
         else:
             # As Python would print it, the rank's own exception first; ddpsafe's frames say nothing.
-            complain("".join(traceback.format_exception(presentable(error))).rstrip())
+            complain("".join(traceback.format_exception(without_frames(error))).rstrip())
         return error.exit_code
     return HEALTHY
 

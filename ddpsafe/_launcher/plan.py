@@ -355,6 +355,8 @@ def rank_env(plan: LaunchPlan, world: World, master_port: int, logs: LogFiles) -
     }
     if plan.num_threads is not None:
         given["OMP_NUM_THREADS"] = str(plan.num_threads)
+    if plan.style == "run" and plan.config.backend != "auto":
+        given["DDPSAFE_BACKEND"] = plan.config.backend  # for launch() and setup() in the script
     kept = set(interfaces)
     if plan.style == "spawn":
         kept |= set(given)

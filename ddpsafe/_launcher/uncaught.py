@@ -21,9 +21,6 @@ _LIVE: Final[set[Callable[[], object]]] = set()
 def presentable(error: DDPSafeError) -> DDPSafeError:
     """Prepare an error for the user: the last thing before it leaves the library.
 
-    Frames of ddpsafe and tenacity would push the message off the screen, and add nothing to it; nor
-    do those of a cause where there are no others.
-
     Args:
         error: The error that is about to be raised.
 
@@ -32,6 +29,20 @@ def presentable(error: DDPSafeError) -> DDPSafeError:
     """
     if error.exit_code != 1 or error.shown_as_json:
         _hook().sets_status = True
+    return without_frames(error)
+
+
+def without_frames(error: DDPSafeError) -> DDPSafeError:
+    """Take its frames from an error, and from its causes where none of them can be the user's.
+
+    Those of ddpsafe and tenacity would push the message off the screen, and add nothing to it.
+
+    Args:
+        error: The error that is about to be shown.
+
+    Returns:
+        The same error.
+    """
     for cause in causes_of(error)[1:]:
         frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(cause.__traceback__)]
         if all(map(is_internal, frames)):

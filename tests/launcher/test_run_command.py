@@ -13,10 +13,14 @@ from ddpsafe._commands.run import read_options
 from ddpsafe._config import LaunchConfig, RetryPolicy, Timeouts
 from ddpsafe._config.policies import DETERMINISTIC
 from ddpsafe._errors import FAILURE_KINDS, PreemptedError
+from ddpsafe._launcher.plan import make_plan, rank_env
+from ddpsafe._wire.spec import LogFiles
 from ddpsafe.cli import PARTS, main, make_parser
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from ddpsafe._wire.spec import CallStyle
 
 PLAIN = """
 import os, sys
@@ -258,6 +262,19 @@ def test_torchruns_command_lines_are_taken(line: str, fields: dict[str, Any], no
     assert len(said) == notes
     assert options.script not in ("1", "3")
     assert line.endswith(" ".join([options.script, *options.arguments]))
+
+
+@pytest.mark.parametrize(
+    ("style", "backend", "told"),
+    [("run", "gloo", "gloo"), ("run", "auto", None), ("launch", "gloo", None)],
+)
+def test_the_backend_of_the_command_is_told_to_its_ranks_alone(
+    style: CallStyle, backend: str, told: str | None
+) -> None:
+    """`launch` in the script reads it; a program that calls the command line keeps its variables."""
+    plan = make_plan(LaunchConfig(nproc_per_node=1, backend=backend), style=style)
+    logs = LogFiles(stdout="", stderr="", stacks="", nccl="", owner_uid=0)
+    assert rank_env(plan, plan.worlds[0], 1, logs).get("DDPSAFE_BACKEND") == told
 
 
 REFUSED: list[Any] = [
