@@ -211,7 +211,7 @@ def test_a_node_can_be_ended_while_the_launcher_of_node_0_is_stopped(
         os.kill(other.pid, signal.SIGINT)
         assert other.end(60) == -signal.SIGINT
         require_in_time(time.time() - sent_s, 10, "the node has ended")
-        assert "SIGINT on node 1 ('h1'); no rank is left running" in other.err
+        assert "SIGINT on node 1 ('h1'); no rank of this node is left running" in other.err
     finally:
         os.kill(stopped.pid, signal.SIGCONT)
     code = stopped.end()
@@ -292,6 +292,29 @@ def test_a_signal_to_one_launcher_ends_all_of_them_alike(
     for launcher in launchers:
         name = signal.Signals(signum).name
         assert f"{name} on node 1 ('h1'); no rank is left running" in launcher.err
+    require_nothing_left(network)
+
+
+def test_a_signal_that_comes_while_ranks_end_counts_on_all_nodes(
+    network: Network, tmp_path: Path
+) -> None:
+    """As on one node: a rank that has returned and hangs at exit is ended, and what it returned is dropped.
+
+    Node 0 waits for it meanwhile: that it says nothing to the signal does not make the other go alone.
+    """
+    fields = {"timeouts": {"shutdown": 5, "grace": 4}}
+    launchers = start_job(
+        network, [Case(name="job", what="linger", rank=0, fields=fields)], tmp_path, nproc=[1, 1]
+    )
+    scripts.wait_until(
+        lambda: "did not end within 5 s (timeouts.shutdown)" in launchers[0].err,
+        otherwise=lambda: [(launcher.err, launcher.lines) for launcher in launchers],
+        within_s=30,
+    )
+    os.kill(launchers[1].pid, signal.SIGINT)
+    assert [launcher.end() for launcher in launchers] == [-signal.SIGINT, -signal.SIGINT]
+    for launcher in launchers:
+        assert "SIGINT on node 1 ('h1'); no rank is left running" in launcher.err
     require_nothing_left(network)
 
 

@@ -1,22 +1,42 @@
-"""What launchers of several nodes tell each other is read and written as plain JSON."""
+"""What launchers of several nodes tell each other: plain JSON, that they run, and their signals."""
 
 from __future__ import annotations
 
 import dataclasses
 import errno
 import json
+import signal
 from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pytest
 from pydantic import TypeAdapter
+from scripts import wait_until
 
-from ddpsafe._errors import STARTUP_KINDS, PreflightError
-from ddpsafe._launcher.nodes import node_messages
+from ddpsafe._clock import Deadline
+from ddpsafe._config import LaunchConfig
+from ddpsafe._errors import STARTUP_KINDS, NodeLostError, PreflightError
+from ddpsafe._launcher.nodes import node_messages, node_zero, other_node
+from ddpsafe._launcher.nodes.control_channel import _MOST_UNANSWERED, Channel, Lost
+from ddpsafe._launcher.nodes.node_messages import (
+    Alive,
+    Hello,
+    Leave,
+    NodeFacts,
+    RoundPlan,
+    SignalReceived,
+)
+from ddpsafe._launcher.nodes.node_zero import OtherNodes
+from ddpsafe._launcher.nodes.other_node import Participant
 from ddpsafe._launcher.nodes.rendezvous import _LocalTimes
+from ddpsafe._launcher.plan import make_plan
+from ddpsafe._launcher.watch.signals import Interrupted, SignalInbox, open_inbox
 from ddpsafe._wire.messages import Position, Whereabouts
 from ddpsafe.checkpoint.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 CLASSES = [
     value
@@ -112,3 +132,210 @@ def test_a_node_that_comes_back_under_its_old_name_and_pid_is_heard_again() -> N
     assert not shown(2)
     assert shown(3)
     assert shown(3)
+
+
+HERE: Final = "127.0.0.1"
+ROUND: Final = RoundPlan(
+    round_id="round",
+    attempt=1,
+    nodes=tuple(
+        NodeFacts(hostname=f"h{node}", pid=1, address=HERE, nproc=1, settings={})
+        for node in range(3)
+    ),
+    store_port=0,
+    channel_port=0,
+    master_port=0,
+)
+CONFIG: Final = LaunchConfig(
+    nnodes=3, nproc_per_node=1, backend="gloo", rendezvous={"endpoint": "h0:29400"}
+)
+LOST: Final = Lost(why="its launcher has ended", is_silent=False, seen_ns=1)
+
+
+@pytest.fixture
+def channel() -> Iterator[Channel]:
+    """Open node 0's end, without any other node."""
+    listening = Channel.listen(HERE, secret=b"secret", round_id="round", nnodes=3)
+    yield listening
+    listening.close()
+
+
+@pytest.fixture
+def inbox() -> Iterator[SignalInbox]:
+    """Open an inbox."""
+    with open_inbox() as opened:
+        yield opened
+
+
+@pytest.fixture
+def node(channel: Channel) -> Iterator[Channel]:
+    """Be node 1."""
+    dialled = Channel.dial(
+        (HERE, channel.port),
+        secret=b"secret",
+        round_id="round",
+        node=1,
+        hello=Hello(mono_ns=1, wall_ns=1),
+        deadline=Deadline.after(timedelta(seconds=10)),
+    )
+    yield dialled
+    dialled.close()
+
+
+def test_a_launcher_says_that_it_runs_whatever_it_waits_for(
+    channel: Channel, node: Channel
+) -> None:
+    """Both ends do: one that waits for the ends of its ranks, or for a decision, is not stopped."""
+    for end in (channel, node):
+        wait_until(lambda end=end: any(each == Alive() for _, each in end.events()))
+
+
+def test_a_launcher_that_is_stopped_is_not_told_so_for_ever(
+    channel: Channel, node: Channel
+) -> None:
+    """The buffer of its host would fill, and it would pass for lost."""
+    for _ in range(10 * _MOST_UNANSWERED):
+        channel._say_alive()
+    channel.send(Leave())
+    heard: list[object] = []
+
+    def has_all() -> bool:
+        heard.extend(each for _, each in node.events())
+        return Leave() in heard
+
+    wait_until(has_all)
+    assert _MOST_UNANSWERED <= len(heard) <= 2 * _MOST_UNANSWERED + 1
+
+
+def test_the_end_of_a_silent_launcher_is_no_answer(
+    channel: Channel, inbox: SignalInbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It does not respond again: it is lost."""
+    others, node = OtherNodes(channel, ROUND, inbox), participant(channel, inbox)
+    others._silence.silent.add(1)
+    channel._tell(1, LOST)
+    others.take_news()
+    assert others.lost == {1: LOST}
+    node._silence.silent.add(0)
+    channel._tell(0, LOST)
+    node._hear(())
+    assert node._lost == LOST
+    assert caplog.text == ""
+
+
+def test_a_signal_to_another_launcher_counts_as_its_sender_meant_it(
+    channel: Channel, inbox: SignalInbox
+) -> None:
+    """Two SIGTERM in one look, as after node 0 was starved, are not one that came twice."""
+    others = OtherNodes(channel, ROUND, inbox)
+    for insists in (False, True):
+        channel._tell(2, SignalReceived(number=signal.SIGTERM, insists=insists))
+    others.take_news()
+    assert (inbox.received, inbox.insists, inbox.where) == (signal.SIGTERM, True, "node 2 ('h2')")
+
+
+@pytest.mark.parametrize(
+    ("gone", "lost", "named"),
+    [
+        ({1: signal.SIGINT}, [1], None),
+        ({1: signal.SIGTERM, 2: signal.SIGINT}, [1, 2], None),
+        ({1: signal.SIGINT}, [1, 2], 2),
+        ({}, [2], 2),
+    ],
+)
+def test_a_node_that_was_told_to_go_alone_is_not_the_one_that_was_lost(
+    channel: Channel,
+    inbox: SignalInbox,
+    gone: dict[int, signal.Signals],
+    lost: list[int],
+    named: int | None,
+) -> None:
+    """While node 0 was stopped; what comes is the signal, unless another one is gone, too."""
+    others = OtherNodes(channel, ROUND, inbox)
+    for node, number in gone.items():
+        channel._tell(node, SignalReceived(number=number, insists=True))
+    for node in lost:
+        channel._tell(node, LOST)
+    others.take_news()
+    ended: Any = SimpleNamespace(
+        outcomes={}, when=lambda _: "attempt 1", attempt=1, retry=CONFIG.retry, run_dir=None
+    )
+    unused: Any = SimpleNamespace()
+    with pytest.raises((NodeLostError, Interrupted)) as raised:
+        node_zero._conclude(ended, others, [], unused, inbox, unused, ROUND)
+    if named is None:
+        assert isinstance(raised.value, Interrupted)
+        assert raised.value.signum == inbox.received
+    else:
+        assert isinstance(raised.value, NodeLostError)
+        assert raised.value.node_rank == named
+
+
+def participant(channel: Channel, inbox: SignalInbox) -> Participant:
+    """Return a node of the round that has no ranks."""
+    directory: Any = SimpleNamespace(path=None, report=lambda *_: None)
+    return Participant(
+        1,
+        plan=make_plan(CONFIG, style="launch"),
+        round_plan=ROUND,
+        channel=channel,
+        inbox=inbox,
+        directory=directory,
+    )
+
+
+@pytest.fixture
+def silent_node_0(monkeypatch: pytest.MonkeyPatch, channel: Channel) -> Channel:
+    """Return a channel through which nothing comes, which counts as silence soon."""
+    monkeypatch.setattr(other_node, "_ANSWER_S", 0.5)
+    return channel
+
+
+def test_each_signal_to_a_node_is_told_to_node_0_and_answered_by_itself(
+    silent_node_0: Channel, inbox: SignalInbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says of each who decides; a Ctrl-C long after a SIGTERM waits for an answer of its own."""
+    node = participant(silent_node_0, inbox)
+    for signum in (signal.SIGUSR1, signal.SIGTERM):
+        inbox.put(signum, None)
+        said = f"{signum.name}: waiting for node 0 ('h0')"
+
+        def is_said(said: str = said) -> bool:
+            node._wait((), 0.1)
+            return said in caplog.text
+
+        wait_until(is_said)
+    inbox.put(signal.SIGINT, None)
+    node._wait((), 0)
+    assert node._gone_by is None
+    node._await_decision()
+    assert node._gone_by == signal.SIGINT
+    error = node._conclude((), {}).error
+    assert isinstance(error, Interrupted)
+    assert error.is_alone
+
+
+def test_a_node_need_not_wait_for_the_decision_of_a_stopped_node_0(
+    silent_node_0: Channel, inbox: SignalInbox
+) -> None:
+    """It was stopped after it had said how the attempt ended: Ctrl-C ends the node with that."""
+    result = node_messages.round_result_of(PreflightError(node_messages.Explanation("no disk")))
+    node = participant(silent_node_0, inbox)
+    silent_node_0._tell(0, result)
+    inbox.put(signal.SIGINT, None)
+    node._await_decision()
+    ended = node._conclude((), {})
+    assert isinstance(ended.error, PreflightError)
+    assert not ended.is_again
+
+
+def test_a_ctrl_c_is_bounded_where_the_launcher_of_node_0_runs_and_does_nothing(
+    channel: Channel, node: Channel, inbox: SignalInbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that hangs may hold it: the thread that says that it runs goes on."""
+    monkeypatch.setattr(other_node, "_DECISION", timedelta(seconds=2))
+    waiting = participant(node, inbox)
+    inbox.put(signal.SIGINT, None)
+    wait_until(lambda: waiting._wait((), 1) or waiting._is_over())
+    assert waiting._gone_by == signal.SIGINT
+    assert channel.connected() == {1}

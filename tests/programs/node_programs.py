@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,9 @@ def train(ctx: RankContext, folder: Path, name: str, what: str, culprit: int) ->
             if what == "lose-data" and ctx.attempt == 1:
                 (folder / "there" / "data" / "numbers").unlink()
                 os.kill(os.getpid(), signal.SIGKILL)
+            if what == "linger":
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                threading.Thread(target=time.sleep, args=[600]).start()
             if what == "unloadable":
                 result = Unloadable()
             break_down(what, ctx)

@@ -5,6 +5,8 @@ vanished. Here the kernel tells: the end of a connection within milliseconds, a 
 or network after three keep-alives, without any clock or heartbeat that a busy processor delays.
 
 A thread reads and writes, so that neither waits for a peer; `Channel.events` hands over what came.
+It also says each second that this launcher runs, which is then silent only where it is stopped or
+starved: not while it waits for the ends of ranks, say.
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
+from ddpsafe._clock import Deadline
 from ddpsafe._launcher.nodes.node_messages import (
     Alive,
     GarbledError,
@@ -38,8 +42,6 @@ from ddpsafe._logging import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
-
-    from ddpsafe._clock import Deadline
 
 logger = get_logger(__name__)
 
@@ -55,7 +57,11 @@ _MAX_GREETING: Final = 4096
 _GREETING_S: Final = 5.0
 _MOST_UNKNOWN: Final = 128
 _CHUNK: Final = 1 << 16
-_LONGEST_PAUSE_S: Final = 1.0
+BEAT_S: Final = 1.0
+_BEAT: Final = timedelta(seconds=BEAT_S)
+_MOST_UNANSWERED: Final = 100
+"""More beats than that would fill the buffer of a launcher that is stopped: its host would pass for lost."""
+
 _FLUSH_S: Final = 1.0
 _VERSION: Final = "ddpsafe-nodes-1"
 _TCP_INFO_BYTES: Final = 60
@@ -133,11 +139,15 @@ class Lost:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Connection:
-    """One connection: what is left to read and to write; `node` is ``None`` as long as the sender is unknown."""
+    """One connection: what is left to read and to write; `node` is ``None`` as long as the sender is unknown.
+
+    `unanswered` counts the beats since something came from it.
+    """
 
     socket: socket.socket
     node: int | None = None
     challenge: str = ""
+    unanswered: int = 0
     since_s: float = field(default_factory=time.monotonic)
     received: bytearray = field(default_factory=bytearray)
     to_send: bytearray = field(default_factory=bytearray)
@@ -290,8 +300,9 @@ class Channel:
             os.write(self._news_write, b"!")
 
     def _serve(self) -> None:
+        next_beat = Deadline.after(_BEAT)
         while not self._is_closing:
-            for key, ready in self._selector.select(_LONGEST_PAUSE_S):
+            for key, ready in self._selector.select(next_beat.remaining_s()):
                 if key.fd == self._wake_read:
                     with contextlib.suppress(BlockingIOError):
                         os.read(self._wake_read, _CHUNK)
@@ -299,6 +310,9 @@ class Channel:
                     self._accept()
                 elif ready & selectors.EVENT_READ:
                     self._read(key.data)
+            if next_beat.expired():
+                next_beat = Deadline.after(_BEAT)
+                self._say_alive()
             with self._lock:
                 waiting = [each for each in self._nodes.values() if each.to_send]
             for connection in waiting:
@@ -309,6 +323,14 @@ class Channel:
             for number, connection in enumerate(list(self._unknown)):
                 if number < surplus or connection.since_s < latest_s:
                     self._forget(connection)
+
+    def _say_alive(self) -> None:
+        alive = pack(Alive())
+        with self._lock:
+            for connection in self._nodes.values():
+                if connection.unanswered < _MOST_UNANSWERED:
+                    connection.unanswered += 1
+                    connection.to_send += alive
 
     def _accept(self) -> None:
         assert self._listening is not None  # noqa: S101 - registered with it
@@ -341,6 +363,7 @@ class Channel:
         if not data:
             self._lose(connection, None)
             return
+        connection.unanswered = 0
         connection.received += data
         try:
             self._take_lines(connection)

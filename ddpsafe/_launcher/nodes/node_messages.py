@@ -230,7 +230,7 @@ class RankComplaint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeProgress:
-    """How far the ranks of a node are; also says that its launcher runs.
+    """How far the ranks of a node are.
 
     Attributes:
         ranks: The progress of each, by rank.
@@ -289,7 +289,7 @@ class RankWord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alive:
-    """The coordinator runs."""
+    """The launcher runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

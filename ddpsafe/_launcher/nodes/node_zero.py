@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -26,9 +25,8 @@ from ddpsafe._errors import (
 from ddpsafe._launcher import attempt
 from ddpsafe._launcher.diagnosis import errors, evidence
 from ddpsafe._launcher.diagnosis.root_cause import is_own_fault
-from ddpsafe._launcher.nodes.control_channel import LOSS_S, Lost, SilenceWatch
+from ddpsafe._launcher.nodes.control_channel import BEAT_S, LOSS_S, Lost, SilenceWatch
 from ddpsafe._launcher.nodes.node_messages import (
-    Alive,
     ClockOffset,
     Collect,
     GarbledError,
@@ -77,8 +75,7 @@ _EVIDENCE: Final = timedelta(seconds=3)
 _LATE_EVIDENCE: Final = timedelta(seconds=12)
 """Together as long as a launcher may be silent before it is named."""
 
-_BEAT_S: Final = 1.0
-_OTHER_LOSSES: Final = timedelta(seconds=2 * _BEAT_S)
+_OTHER_LOSSES: Final = timedelta(seconds=2 * BEAT_S)
 """Connections that end with one network end up to a beat apart: as soon as something unanswered is sent."""
 
 _AFTER_GRACE: Final = timedelta(seconds=10)
@@ -155,15 +152,13 @@ class OtherNodes:
         self._silence = SilenceWatch(
             {node: plan.name_of(node) for node in range(1, len(plan.nodes))}
         )
-        self._next_beat_s = 0.0
         self.lost: dict[int, Lost] = {}
         self.failed: dict[int, NodeFailed] = {}
         self.outcomes: dict[int, NodeOutcomes] = {}
         self.oom_kills: dict[int, int] = {}
         self.ended: set[int] = set()
         self.retried: set[int] = set()
-        self.signalled: dict[int, int] = {}
-        self.insisted: dict[int, int] = {}
+        self.insisted: set[int] = set()
 
     @property
     def ranks(self) -> Sequence[RemoteRank]:
@@ -181,17 +176,14 @@ class OtherNodes:
         return say
 
     def take_news(self) -> None:
-        """Read what the nodes have said, and say that this one is alive."""
+        """Read what the nodes have said."""
         for node, event in self._channel.events():
-            self._silence.heard(node)
             if isinstance(event, Lost):
                 self.lost.setdefault(node, event)
             else:
+                self._silence.heard(node)
                 self._take(node, event)
         self._silence.look(self._channel.connected())
-        if (now_s := time.monotonic()) >= self._next_beat_s:
-            self._next_beat_s = now_s + _BEAT_S
-            self._channel.send(Alive())
 
     def _take(self, node: int, message: NodeMessage) -> None:
         offset = self._offsets.get(node, ClockOffset())
@@ -219,12 +211,11 @@ class OtherNodes:
         elif isinstance(message, RanksEnded):
             self.ended.add(node)
         elif isinstance(message, SignalReceived):
-            if message.insists:
-                self.insisted[node] = message.number
             if message.insists or not is_order(self._inbox.received):
-                if self._inbox.received != message.number:
-                    self.signalled[message.number] = node
-                self._inbox.put(message.number, None)
+                self._inbox.put(message.number, None, self._plan.name_of(node))
+            if message.insists:
+                self.insisted.add(node)
+                self._inbox.insists = True
 
     @staticmethod
     def _take_of_rank(
@@ -254,7 +245,7 @@ class OtherNodes:
 
         Something comes from every node each second, and it is lost after `LOSS_S` seconds.
         """
-        return not connected or self._channel.has_heard(within_s=LOSS_S - _BEAT_S)
+        return not connected or self._channel.has_heard(within_s=LOSS_S - BEAT_S)
 
     def let_leave(self) -> None:
         """Tell the nodes that all ranks have returned."""
@@ -266,11 +257,12 @@ class OtherNodes:
 
     def wait_until(self, condition: Callable[[set[int]], bool], deadline: Deadline) -> bool:
         """Take news until a condition holds for the nodes whose connection stands."""
+        self.take_news()
         while not condition(self._channel.connected()):
             if deadline.expired():
                 return False
             handles = [self._channel.fileno(), self._inbox.fileno()]
-            if self._inbox.fileno() in wait(handles, min(deadline.remaining_s(), _BEAT_S)):
+            if self._inbox.fileno() in wait(handles, min(deadline.remaining_s(), BEAT_S)):
                 os.read(self._inbox.fileno(), 1)
             self.take_news()
         return True
@@ -360,7 +352,7 @@ def coordinate(  # noqa: PLR0913 - the parts of one attempt
                 except (Exception, Interrupted) as exc:  # noqa: BLE001 - raised below
                     error = as_error(exc, who, "could not end the attempt", phase="attempt")
                     if isinstance(error, Interrupted):
-                        error.where = round_plan.name_of(nodes.signalled.get(error.signum, 0))
+                        error.where = inbox.where or who
                     nodes.send(round_result_of(error))  # before the ranks end: all do so at once
                 end(workers)
                 # The ranks of the others need the store until they have ended.
@@ -372,6 +364,10 @@ def coordinate(  # noqa: PLR0913 - the parts of one attempt
                     # What a rank returned cannot be loaded there.
                     directory.holds_failure = True
                     error = _first_failed(nodes, ended)
+                    nodes.send(round_result_of(error))
+                if error is None and is_order(inbox.received):
+                    # It came while the ranks ended, where it counts on one node, too.
+                    error = Interrupted(inbox.received, inbox.where or who)
                     nodes.send(round_result_of(error))
                 if error is not None:
                     raise error  # noqa: TRY301 - the ranks have ended by then
@@ -450,11 +446,12 @@ def _conclude(
     if nodes.failed:
         raise _first_failed(nodes, ended)
     if nodes.lost and not any(map(_broke_by_itself, ended.outcomes.values())):
-        if nodes.lost.keys() <= nodes.insisted.keys():
-            # Told to go while this launcher was stopped, they did without it.
-            raise Interrupted(signal.Signals(nodes.insisted[next(iter(nodes.lost))]))
+        # Those that were told to go while this launcher was stopped did without it.
+        lost = {node: why for node, why in nodes.lost.items() if node not in nodes.insisted}
+        if not lost and is_order(inbox.received):
+            raise Interrupted(inbox.received)
         directory.holds_failure = True
-        error: DDPSafeError = node_lost(ended, round_plan, nodes.lost)
+        error: DDPSafeError = node_lost(ended, round_plan, lost)
         raise error
     try:
         return attempt.conclude(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -49,7 +50,6 @@ from ddpsafe._launcher.watch.supervisor import Ending, has_failed, let_ranks_lea
 from ddpsafe._logging import get_logger
 
 if TYPE_CHECKING:
-    import signal
     from collections.abc import Sequence
 
     from ddpsafe._config import RetryPolicy
@@ -66,7 +66,7 @@ logger = get_logger(__name__)
 
 _PROGRESS_S: Final = 1.0
 _ANSWER_S: Final = 3.0
-"""Node 0 says something each second or two: after so long this node may go without it."""
+"""A launcher that runs says so each second: after so long this node may go without node 0."""
 
 _MOST_SAID: Final = 64 << 10
 _MOST_TRACEBACK: Final = 8 << 10
@@ -75,7 +75,10 @@ _OWN_NETWORK: Final = (
 )
 _PREEMPTED: Final = PreemptedError.__name__
 _DECISION: Final = timedelta(minutes=2)
-"""From the end of the ranks to node 0's decision on another attempt; its retry policy takes no time."""
+"""From the end of the ranks to node 0's decision on another attempt; its retry policy takes no time.
+
+So long it may also take with a Ctrl-C while it runs, whatever holds it.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,10 +127,10 @@ class Participant:
         self._lost: Lost | None = None
         self._may_leave = False
         self._wants_evidence = False
-        self._told: tuple[signal.Signals | None, bool] = (None, False)
+        self._told: SignalReceived | None = None
         self._told_s = 0.0
         self._has_said_who_decides = False
-        self._is_alone = False
+        self._gone_by: signal.Signals | None = None  # without node 0
         self._node_0 = round_plan.name_of(0)
         self._silence = SilenceWatch({0: self._node_0})
         self._started = Deadline.after(None)
@@ -195,7 +198,6 @@ class Participant:
         while not self._is_over() and not self._may_leave:
             self._wait(workers, min(_PROGRESS_S, stderr.interval_s()))
             stderr.look()
-            self._silence.look(self._channel.connected())
             if self._silence.silent:
                 failed = [each for each in workers if has_failed(each) and each.rank not in named]
                 named |= {each.rank for each in failed}
@@ -259,19 +261,21 @@ class Participant:
         self._hear(workers)
 
     def _tell_signal(self) -> None:
-        received, insists = self._inbox.received, self._inbox.insists
-        if received is not None and (received, insists) != self._told:
-            self._told_s = self._told_s or time.monotonic()
-            self._told = (received, insists)
-            self._channel.send(SignalReceived(number=int(received), insists=insists))
+        if self._inbox.received is None:
+            return
+        message = SignalReceived(number=int(self._inbox.received), insists=self._inbox.insists)
+        if message != self._told:
+            self._told, self._told_s, self._has_said_who_decides = message, time.monotonic(), False
+            self._channel.send(message)
 
     def _hear(self, workers: Sequence[Worker]) -> None:
         by_rank = {worker.rank: worker for worker in workers}
         for _, event in self._channel.events():
-            self._silence.heard(0)
             if isinstance(event, Lost):
                 self._lost = event
-            elif isinstance(event, RankWord) and event.rank in by_rank:
+                continue
+            self._silence.heard(0)
+            if isinstance(event, RankWord) and event.rank in by_rank:
                 with contextlib.suppress(ValueError, OSError):
                     by_rank[event.rank].say(bytes.fromhex(event.word))
             elif isinstance(event, Collect):
@@ -280,23 +284,24 @@ class Participant:
                 self._may_leave = True
             elif isinstance(event, RoundResult):
                 self._result = event
+        self._silence.look(self._channel.connected())
         self._look_for_answer()
 
     def _look_for_answer(self) -> None:
         """Go alone where a signal insists and node 0, which decides for all nodes, says nothing to it."""
-        received, insists = self._told
-        if received is None or self._result is not None:
-            return  # once it has decided, node 0 ends its own ranks, and says nothing meanwhile
-        if self._silence.unanswered_s(0, self._told_s) < _ANSWER_S:
+        told = self._told
+        if told is None or self._gone_by is not None:
             return
-        if insists and not self._is_alone:
-            self._is_alone = True
+        is_running = self._silence.unanswered_s(0, self._told_s) < _ANSWER_S
+        if is_running and time.monotonic() - self._told_s < _DECISION.total_seconds():
+            return
+        received = signal.Signals(told.number)
+        if told.insists:
+            self._gone_by = received
             logger.warning(
-                "%s: %s does not answer, so the ranks of this node are ended without it",
-                received.name,
-                self._node_0,
+                "%s: %s does not answer, so this node ends without it", received.name, self._node_0
             )
-        elif not insists and not self._has_said_who_decides:
+        elif not is_running and not self._has_said_who_decides:
             self._has_said_who_decides = True
             logger.warning(
                 "%s: waiting for %s, which decides for all nodes and does not answer (stopped, starved "
@@ -307,13 +312,13 @@ class Participant:
 
     def _is_over(self) -> bool:
         """Tell whether node 0 has ended the attempt, or this node goes without it."""
-        return self._result is not None or self._lost is not None or self._is_alone
+        return self._result is not None or self._lost is not None or self._gone_by is not None
 
     def _await_decision(self) -> None:
         """Wait until node 0 has said whether there is another attempt; its end is an answer, too."""
         deadline = Deadline.after(_DECISION)
         while self._lost is None and (self._result is None or self._result.is_final is None):
-            if deadline.expired() or self._is_alone:
+            if deadline.expired() or self._gone_by is not None:
                 return
             wait([self._channel.fileno()], min(1.0, deadline.remaining_s()))
             self._tell_signal()
@@ -326,9 +331,10 @@ class Participant:
         if self._failed is not None and (result is None or is_good):
             # Node 0 has gone, or had ended the round before it heard of it.
             return NodeResult(values=None, error=self._failed, is_again=False)
-        if result is None and self._is_alone and self._told[0] is not None:
+        if result is None and self._gone_by is not None:
             where = self._round.name_of(self._plan.worlds[0].node_rank)
-            return NodeResult(values=None, error=Interrupted(self._told[0], where), is_again=False)
+            gone = Interrupted(self._gone_by, where, is_alone=True)
+            return NodeResult(values=None, error=gone, is_again=False)
         if result is None:
             return self._lost_node_0(ended)
         if is_good:

@@ -15,6 +15,7 @@ from ddpsafe._launcher.watch.streams import say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from typing import TypeGuard
 
 _TAKEN: Final = {
     signal.SIGINT: signal.default_int_handler,
@@ -35,6 +36,7 @@ class SignalInbox:
             SIGUSR1, which is a warning; ``None`` until one arrives.
         insists: Whether the ranks are not to be waited for: Ctrl-C, or a second SIGTERM.
             Slurm sends two by itself, so inside a Slurm job the second one says nothing.
+        where: The node whose launcher `received` came to; empty for this one.
         closed: Set when the ranks have ended.
     """
 
@@ -45,6 +47,7 @@ class SignalInbox:
         self.closed = threading.Event()
         self.received: signal.Signals | None = None
         self.insists = False
+        self.where = ""
         self._told_to_go_s: float | None = None
 
     def fileno(self) -> int:
@@ -56,9 +59,10 @@ class SignalInbox:
         self.put(signal.SIGINT, None)
         self.closed.wait(_LONGEST_END_S)
 
-    def put(self, signum: int, frame: object) -> None:
-        """Be the handler."""
+    def put(self, signum: int, frame: object, where: str = "") -> None:
+        """Be the handler; or take what came to another launcher."""
         del frame
+        before = self.received
         if signum == signal.SIGINT:
             self.received, self.insists = signal.SIGINT, True
         elif signum == signal.SIGUSR1:
@@ -71,11 +75,13 @@ class SignalInbox:
                 self.insists = True
             if not is_order(self.received):
                 self.received = signal.Signals(signum)
+        if self.received != before:
+            self.where = where
         with contextlib.suppress(BlockingIOError):
             os.write(self._write_fd, b"!")
 
 
-def is_order(received: signal.Signals | None) -> bool:
+def is_order(received: signal.Signals | None) -> TypeGuard[signal.Signals]:
     """Tell whether a signal wants the process to go; SIGUSR1 only warns that one may come."""
     return received not in (None, signal.SIGUSR1)
 
@@ -128,7 +134,7 @@ def interrupts_kept() -> Iterator[None]:
     with open_inbox() as inbox:
         yield
     if inbox.received is not None:
-        pass_on(inbox.received)
+        pass_on(Interrupted(inbox.received))
 
 
 class Interrupted(BaseException):
@@ -137,28 +143,27 @@ class Interrupted(BaseException):
     Attributes:
         signum: The signal.
         where: The node whose launcher received it; empty where that is not told.
+        is_alone: Whether this node has ended without the others, whose ranks may go on.
     """
 
-    def __init__(self, signum: signal.Signals, where: str = "") -> None:
+    def __init__(self, signum: signal.Signals, where: str = "", *, is_alone: bool = False) -> None:
         """Keep the signal."""
         super().__init__(signum)
-        self.signum, self.where = signum, where
+        self.signum, self.where, self.is_alone = signum, where, is_alone
 
 
-def pass_on(received: signal.Signals, where: str = "") -> None:
-    """Do what the signal would have done without us, now that nothing of the launch is left.
-
-    Args:
-        received: The signal.
-        where: See `Interrupted`.
+def pass_on(interrupted: Interrupted) -> None:
+    """Do what the signal would have done without us, now that nothing of the launch is left here.
 
     Raises:
         KeyboardInterrupt: For SIGINT; any other signal ends the process.
     """
+    signum = interrupted.signum
     if threading.current_thread() is threading.main_thread():
-        on = f" on {where}" if where else ""
-        say(f"{received.name}{on}; no rank is left running")
-    if received == signal.SIGINT:
+        on = f" on {interrupted.where}" if interrupted.where else ""
+        rank = "rank of this node" if interrupted.is_alone else "rank"
+        say(f"{signum.name}{on}; no {rank} is left running")
+    if signum == signal.SIGINT:
         raise KeyboardInterrupt from None
     remove_helpers_folder()
-    signal.raise_signal(received)
+    signal.raise_signal(signum)
