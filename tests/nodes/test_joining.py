@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -22,11 +26,17 @@ from nodes_kit import (
     start_node,
 )
 
-from ddpsafe._errors import ConfigError
+from ddpsafe import _host
+from ddpsafe._clock import Deadline
+from ddpsafe._config import LaunchConfig
+from ddpsafe._errors import ConfigError, PreflightError, RendezvousTimeoutError
+from ddpsafe._launcher.nodes import rendezvous
 from ddpsafe._launcher.nodes.node_messages import NodeFacts
-from ddpsafe._launcher.nodes.rendezvous import label_of, require_same_settings
+from ddpsafe._launcher.nodes.rendezvous import NodeRendezvous, label_of, require_same_settings
+from ddpsafe._launcher.watch.signals import open_inbox
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 needs_hosts = pytest.mark.root
@@ -411,3 +421,106 @@ def test_a_container_that_starts_again_is_not_taken_for_a_member_of_the_last_rou
     labels = [label_of(facts(node_rank=rank, launcher=each)) for rank in (1, 2) for each in "ab"]
     assert len(set(labels)) == len(labels)
     assert labels == sorted(labels)  # the nodes keep their order
+
+
+LOCAL: Final = "127.0.0.1"
+
+
+@pytest.fixture
+def held_port() -> Iterator[socket.socket]:
+    """Hold a port without listening there: who connects is refused, and who serves, too."""
+    with socket.socket() as held:
+        held.bind((LOCAL, 0))
+        yield held
+
+
+@pytest.fixture
+def endpoint(held_port: socket.socket, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeRendezvous]:
+    """Make the rendezvous of a node whose endpoint has that port, of this host."""
+    port = held_port.getsockname()[1]
+    config = LaunchConfig(
+        nnodes=2, nproc_per_node=1, backend="gloo", rendezvous={"endpoint": f"h0:{port}"}
+    )
+    monkeypatch.setattr(rendezvous, "_PROBE_S", 0.5)
+    with open_inbox() as inbox:
+        node = NodeRendezvous(config, inbox)
+        node._host = node.address = LOCAL
+        yield node
+    node.close()
+
+
+def serve_or_find(node: NodeRendezvous, limit_s: float, *, bound: str | None = LOCAL) -> str | None:
+    """Serve the endpoint, or find who does."""
+    return node._serve_or_find(Deadline.after(timedelta(seconds=limit_s)), [LOCAL], bound, [LOCAL])
+
+
+def test_a_program_that_holds_the_port_of_the_endpoint_is_named(endpoint: NodeRendezvous) -> None:
+    """On the host of the endpoint, where it does not even listen: no other node is missing."""
+    with pytest.raises(PreflightError, match="another program has the port") as raised:
+        serve_or_find(endpoint, 0.1)
+    assert raised.value.kind == "port"
+
+
+def test_the_endpoint_is_served_as_soon_as_its_port_is_free(
+    endpoint: NodeRendezvous, held_port: socket.socket
+) -> None:
+    """The program that held it has ended meanwhile."""
+    threading.Timer(0.3, held_port.close).start()
+    assert serve_or_find(endpoint, 20) is None
+    assert endpoint._store is not None
+
+
+def test_a_program_on_loopback_is_not_what_the_name_of_another_host_leads_to(
+    endpoint: NodeRendezvous, held_port: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host file has that name for loopback as well as for its address, where nothing answers."""
+    held_port.listen()
+    monkeypatch.setattr(rendezvous, "is_loopback", lambda address: address == LOCAL)
+    monkeypatch.setattr(endpoint, "_look_up", lambda: [LOCAL, "127.0.0.2"])
+    with pytest.raises(RendezvousTimeoutError, match="Connection refused"):
+        serve_or_find(endpoint, 0.1, bound=None)
+
+
+def test_a_name_server_that_does_not_answer_is_waited_for_as_long_as_asked(
+    endpoint: NodeRendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look for the endpoint asks it again."""
+    stopped = threading.Event()
+    monkeypatch.setattr(endpoint, "_look_up", lambda: stopped.wait(30))
+    with pytest.raises(RendezvousTimeoutError, match="neither the name server nor the host"):
+        serve_or_find(endpoint, 0.1, bound=None)
+    stopped.set()
+
+
+@pytest.mark.parametrize("node_rank", [0, 1])
+def test_only_who_serves_the_endpoint_says_where_node_0_listens(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, node_rank: int
+) -> None:
+    """Its name leads to loopback on a host with two networks, which node 1 may be on, too."""
+    ways = [
+        _host.Interface(
+            name=f"eth{number}",
+            networks=(ipaddress.ip_interface(f"10.{number}.0.1/24"),),
+            mtu_bytes=1500,
+            is_running=True,
+        )
+        for number in (0, 1)
+    ]
+    monkeypatch.setattr(rendezvous, "list_interfaces", lambda: ways)
+    monkeypatch.setattr(socket, "gethostname", lambda: "h0")
+    config = LaunchConfig(
+        nnodes=2,
+        nproc_per_node=1,
+        node_rank=node_rank,
+        backend="gloo",
+        rendezvous={"endpoint": "h0:29400"},
+    )
+    with open_inbox() as inbox:
+        node = NodeRendezvous(config, inbox)
+        monkeypatch.setattr(node, "_resolve", lambda _: ["127.0.1.1"])
+        monkeypatch.setattr(node, "_own_address", lambda *_: "10.0.0.1")
+        monkeypatch.setattr(node, "_serve_or_find", lambda *_: "10.0.0.1" if node_rank else None)
+        monkeypatch.setattr(node, "_connect", lambda *_: None)
+        with pytest.raises(AssertionError, match="open"):  # there is no store
+            node.open()
+    assert ("so node 0 listens at 10.0.0.1" in caplog.text) is (node_rank == 0)

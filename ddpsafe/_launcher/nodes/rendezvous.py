@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
 
     from ddpsafe._config import LaunchConfig
+    from ddpsafe._host import Interface
     from ddpsafe._launcher.watch.signals import SignalInbox
 
 T = TypeVar("T")
@@ -96,7 +97,6 @@ _FORGET_S: Final = 2.5
 """Nodes that wait to join look once a second; so long the store stays for them to read its end."""
 
 _LOOK_AROUND_S: Final = 0.5
-_AS_NUMBERS: Final = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
 _SAY_WHO_CAME_S: Final = 10.0
 _SAY_AGAIN_S: Final = 60.0
 _SAY_NO_ANSWER_S: Final = 5.0
@@ -470,9 +470,9 @@ class NodeRendezvous:
         deadline = Deadline.after(self._config.rendezvous.join)
         resolved = self._resolve(deadline)
         # A host file may lead the host's own name to 127.0.1.1, as Debian's installer has it.
-        addresses = [address for address in resolved if not is_loopback(address)]
-        self.address = self._own_address(addresses)
+        addresses = _without_loopback(resolved)
         interfaces = list_interfaces()
+        self.address = self._own_address(addresses, interfaces)
         own = {address: each for each in interfaces for address in each.addresses}
         node_rank, asked = self._config.node_rank, self._asked_interface
         here = [address for address in addresses if address in own]
@@ -484,7 +484,25 @@ class NodeRendezvous:
         if not addresses:
             self._require_own_name(resolved)
             here, self._host = [self.address], self.address
-            if asked is None and sum(each.is_candidate for each in interfaces) > 1:
+        may_serve = node_rank == 0 or (node_rank is None and bool(here))
+        bound = here[0] if here else self.address
+        answers = self._serve_or_find(deadline, resolved, bound if may_serve else None, here)
+        if answers is not None:
+            self._connect(answers, here)
+            self._require_same_job()
+        else:
+            self.address, self.serves, self._is_elsewhere = bound, True, not here
+            if has_derived_secret(self._config):
+                logger.warning(
+                    "the secret of this job is derived from its endpoint and id: whoever knows "
+                    "them can join. Set %s or rendezvous.secret_file to keep others out.",
+                    JOB_SECRET,
+                )
+            if (
+                not addresses
+                and asked is None
+                and sum(each.is_candidate for each in interfaces) > 1
+            ):
                 logger.warning(
                     "%s is %s here (/etc/hosts), so node 0 listens at %s; if the others know it by "
                     "another address, set rendezvous.interface (--interface) here",
@@ -492,21 +510,7 @@ class NodeRendezvous:
                     resolved[0],
                     self.address,
                 )
-        if node_rank == 0 or (node_rank is None and here):
-            bound = here[0] if here else self.address
-            if self._serve(bound):
-                self.address, self.serves, self._is_elsewhere = bound, True, not here
-                if has_derived_secret(self._config):
-                    logger.warning(
-                        "the secret of this job is derived from its endpoint and id: whoever knows "
-                        "them can join. Set %s or rendezvous.secret_file to keep others out.",
-                        JOB_SECRET,
-                    )
-                self._root.put(_HOST, self.facts)
-                self._come()
-                return
-        self._connect(deadline, resolved, here=bool(here))
-        self._require_same_job()
+            self._root.put(_HOST, self.facts)
         self._come()
 
     def _come(self) -> None:
@@ -554,8 +558,6 @@ class NodeRendezvous:
         return PreflightError(Explanation(what, cause=cause, fix=fix), kind="config")
 
     def _resolve(self, deadline: Deadline) -> list[str]:
-        endpoint = self._endpoint
-
         def look_up() -> list[str]:
             retrying = tenacity.Retrying(  # a pod's name may appear in DNS later than the pod
                 stop=lambda _: deadline.expired() or deadline.waited_s() > _NAME_WAIT_S,
@@ -563,21 +565,23 @@ class NodeRendezvous:
                 retry=tenacity.retry_if_exception_type(OSError),
                 reraise=True,
             )
-            found = retrying(
-                socket.getaddrinfo, endpoint.host, endpoint.port, type=socket.SOCK_STREAM
-            )
-            return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+            return retrying(self._look_up)
 
         try:
             return self.call(look_up, timedelta(seconds=2 * _NAME_WAIT_S))
         except (OSError, UnicodeError) as exc:
-            here = socket.gethostname()
-            what = f"{here} cannot resolve {endpoint.host}, the host of the endpoint: {exc}."
+            here, host = socket.gethostname(), self._endpoint.host
+            what = f"{here} cannot resolve {host}, the host of the endpoint: {exc}."
             cause = "the name is misspelled, or this host's DNS and /etc/hosts do not know it."
-            fix = f"check with  getent hosts {endpoint.host}  on {here}; an IP address works, too."
+            fix = f"check with  getent hosts {host}  on {here}; an IP address works, too."
             raise PreflightError(
                 Explanation(what, cause=cause, fix=fix), kind="startup-network"
             ) from exc
+
+    def _look_up(self) -> list[str]:
+        host, port = self._host, self._endpoint.port
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
     def _require_own_name(self, addresses: Sequence[str]) -> None:
         """Let a name lead to loopback only on the host that has it: elsewhere the host file is wrong.
@@ -599,12 +603,12 @@ class NodeRendezvous:
         )
         raise PreflightError(Explanation(what, cause=cause, fix=fix), kind="startup-network")
 
-    def _own_address(self, endpoint: Sequence[str]) -> str:
+    def _own_address(self, endpoint: Sequence[str], interfaces: Sequence[Interface]) -> str:
         asked = self._asked_interface
         if asked is not None:
-            chosen = next((each for each in list_interfaces() if each.name == asked), None)
+            chosen = next((each for each in interfaces if each.name == asked), None)
             if chosen is None or not chosen.addresses:
-                existing = ", ".join(each.name for each in list_interfaces())
+                existing = ", ".join(each.name for each in interfaces)
                 what = (
                     f"rendezvous.interface={asked!r}: {socket.gethostname()} has no such interface "
                     "with an address."
@@ -652,21 +656,46 @@ class NodeRendezvous:
         )
         return True
 
-    def _connect(self, deadline: Deadline, resolved: list[str], *, here: bool) -> None:
-        host, port, why = self._host, self._endpoint.port, ""
+    def _serve_or_find(
+        self, deadline: Deadline, resolved: list[str], bound: str | None, here: Sequence[str]
+    ) -> str | None:
+        """Serve the endpoint once its port is free, or wait for the launcher that does.
+
+        Args:
+            deadline: When to give up.
+            resolved: Where the name of the endpoint led.
+            bound: The address to serve it at, where this node may.
+            here: The addresses of the endpoint that are this host's.
+
+        Returns:
+            The address that answers; ``None`` if this node serves.
+        """
+        port, why = self._endpoint.port, ""
         has_said = False
         name = self._endpoint.host
         leads_to = "" if resolved == [name] else f" ({name} is {_listed(resolved)} here)"
 
         def find() -> str:
-            with socket.create_connection((host, port), _PROBE_S) as found:
-                return socket.getnameinfo(found.getpeername(), _AS_NUMBERS)[0]
+            # Of several addresses behind a name, the one that answers: torch stays at the first. What
+            # listens on loopback is not what the other nodes reach.
+            failed = OSError(errno.EADDRNOTAVAIL, "it has no address")
+            for address in _without_loopback(self._look_up()) or [self.address]:
+                try:
+                    socket.create_connection((address, port), _PROBE_S).close()
+                except OSError as exc:  # noqa: PERF203 - each is tried
+                    failed = exc
+                else:
+                    return address
+            raise failed
 
         for pause_s in deadline.pauses_s():
+            if bound is not None and self._serve(bound):
+                return None
+            limit_s = max(_PROBE_S, deadline.remaining_s())
             try:
-                # Of several addresses behind a name, the one that answers: torch stays at the first.
-                answers = self.call(find, None)
-                break
+                return self.call(find, timedelta(seconds=limit_s))
+            except RendezvousTimeoutError:
+                why = why or f"neither the name server nor the host answers{leads_to}"
             except TimeoutError:
                 why = f"nothing answers: a firewall drops packets, or the host is down{leads_to}"
             except OSError as exc:
@@ -674,7 +703,9 @@ class NodeRendezvous:
             if deadline.waited_s() > _SAY_NO_ANSWER_S and not has_said:
                 has_said, own, node_rank = True, socket.gethostname(), self._config.node_rank
                 hint = ""
-                if here:
+                if bound is not None:
+                    hint = f". Another program holds port {port} of this host: ss -tanp 'sport = :{port}'"
+                elif here:
                     hint = (
                         f". The address is this host's, and its node rank is {node_rank}: node rank 0 "
                         "has to be here"
@@ -693,13 +724,20 @@ class NodeRendezvous:
                     deadline.remaining_s(),
                 )
             time.sleep(pause_s)
-        else:
-            raise self.lost(why, deadline)
+        if bound is not None:
+            what = f"{socket.gethostname()} cannot serve the endpoint {self._endpoint}: {why}."
+            cause, fix = _CANNOT_SERVE[errno.EADDRINUSE]
+            raise PreflightError(Explanation(what, cause=cause, fix=fix), kind="port")
+        raise self.lost(why, deadline)
+
+    def _connect(self, address: str, here: Sequence[str]) -> None:
+        port = self._endpoint.port
         try:
-            self._store = self.call(lambda: open_tcp_store(answers, port), _HANDSHAKE)
+            self._store = self.call(lambda: open_tcp_store(address, port), _HANDSHAKE)
         except RendezvousTimeoutError as exc:
-            holder = "this host" if here else self._endpoint.host
-            what = f"what answers {socket.gethostname()} at {self._endpoint} is not a launcher."
+            at = f"{self._endpoint}" + (f" ({address})" if address != self._endpoint.host else "")
+            what = f"what answers {socket.gethostname()} at {at} is not a launcher."
+            holder = "this host" if address in here else self._endpoint.host
             cause = f"another program has port {port} on {holder}."
             fix = f"choose another port for this job, or end what holds it; there:  ss -ltnp 'sport = :{port}'"
             raise PreflightError(Explanation(what, cause=cause, fix=fix), kind="port") from exc
@@ -1154,6 +1192,10 @@ def find_secret(config: LaunchConfig) -> bytes:
 def say_refused(node: NodeFacts, error: DDPSafeError) -> None:
     """Warn that a new node takes no part, and why."""
     logger.warning("%s, which came to replace a node, is refused: %s", node, error.explanation)
+
+
+def _without_loopback(addresses: Sequence[str]) -> list[str]:
+    return [address for address in addresses if not is_loopback(address)]
 
 
 def _listed(names: Sequence[str]) -> str:
