@@ -6,6 +6,8 @@ import dataclasses
 import errno
 import json
 import signal
+import subprocess
+import sys
 from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -105,6 +107,31 @@ def test_whatever_ends_a_launcher_can_be_told_to_the_other_nodes(
     assert told.kind == kind
     assert words in str(told)
     assert (told.kind in STARTUP_KINDS) is (phase == "start" and not isinstance(exc, ValueError))
+
+
+WITHOUT_FILES: Final = """
+import errno, resource, signal
+from ddpsafe._config import LaunchConfig
+from ddpsafe._launcher.nodes import node_messages, rendezvous
+from ddpsafe._launcher.watch.signals import open_inbox
+
+rendezvous_of = dict(endpoint="h0:29400")
+config = LaunchConfig(nnodes=2, nproc_per_node=1, backend="gloo", rendezvous=rendezvous_of)
+with open_inbox() as inbox:
+    rendezvous.NodeRendezvous(config, inbox)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+    error = node_messages.as_error(OSError(errno.EMFILE, "x"), "h0", "could not", phase="start")
+    print(node_messages.pack(node_messages.round_result_of(error)).decode())
+"""
+
+
+def test_a_launcher_that_can_open_no_file_any_more_can_tell_the_others() -> None:
+    """What writes a message is made before: it takes files that are imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_FILES], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "could not: OSError" in done.stdout
 
 
 class NamedNode(NamedTuple):

@@ -555,6 +555,13 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
     return _adapters[cls]
 
 
+def prepare() -> None:
+    """Make all adapters now: pydantic imports files for them, and an error may be that none can be opened."""
+    nodes = (NodeFacts, RoundPlan, Objection, FolderCheck, FoldersSeen)
+    for cls in (*_NODE_MESSAGES.values(), *_RANK_MESSAGES.values(), *nodes):
+        _adapter(cls)
+
+
 def to_json(value: object) -> Any:
     """Return a dataclass as plain JSON values."""
     return _adapter(type(value)).dump_python(value, mode="json")

@@ -49,6 +49,7 @@ from ddpsafe._launcher.nodes.node_messages import (
     RoundResult,
     error_of,
     from_json,
+    prepare,
     round_result_of,
     to_json,
 )
@@ -387,6 +388,7 @@ class NodeRendezvous:
         nproc: int = 1,
     ) -> None:
         """Read where and as whom; nothing is opened yet."""
+        prepare()
         endpoint = config.rendezvous.parsed()
         assert endpoint is not None, "the config requires one with more than one node"  # noqa: S101
         self._config, self.inbox, self._endpoint = config, inbox, endpoint
