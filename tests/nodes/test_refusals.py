@@ -26,7 +26,7 @@ from ddpsafe._launcher.nodes.node_messages import (
     RoundResult,
     round_result_of,
 )
-from ddpsafe._launcher.nodes.rendezvous import Board, NodeRendezvous, Seat
+from ddpsafe._launcher.nodes.rendezvous import _OBJECTION, _OVER, Board, NodeRendezvous, Seat
 from ddpsafe._launcher.nodes.rounds import _FAILED, _REFUSAL, NodeLaunch
 from ddpsafe._launcher.plan import make_plan
 from ddpsafe._launcher.watch.signals import Interrupted, SignalInbox, open_inbox
@@ -213,6 +213,45 @@ def test_a_signal_to_a_node_that_is_to_come_again_ends_it(
     assert opened.rendezvous.takes_signals
 
 
+def test_a_signal_to_a_node_of_the_last_round_that_is_to_come_again_ends_all(opened: Round) -> None:
+    """Node 0 waits for it: it hears of the signal, and tells it to the others."""
+    opened.board.put(_REFUSAL, round_result_of(UNFIT, is_final=False, failed_node=2))
+    opened.launch._is_member = True
+    opened.inbox.put(signal.SIGTERM, None)
+    raised: list[BaseException] = []
+
+    def be_node_0() -> None:
+        wait_until(lambda: opened.rendezvous._root.has(_OBJECTION))
+        try:
+            opened.rendezvous._look_around(0)
+        except Interrupted as exc:
+            raised.append(exc)
+
+    waiting = threading.Thread(target=be_node_0)
+    waiting.start()
+    with pytest.raises(Interrupted):
+        opened.launch._failed_to_begin(opened.rendezvous, opened.seat(1), UNFIT)
+    waiting.join()
+    assert isinstance(raised[0], Interrupted)
+    assert raised[0].signum == signal.SIGTERM
+
+
+def test_an_error_after_a_refusal_is_told_to_those_that_come_again(opened: Round) -> None:
+    """They wait for the next round, and not for what is said on the channel of this one."""
+    opened.launch._channel = Channel.listen(HERE, secret=b"x", round_id="round", nnodes=3)
+    opened.board.put(_FAILED, round_result_of(UNFIT, is_final=True, failed_node=2))
+    opened.board.put(f"{_REFUSAL}/1", RoundResult())
+    opened.launch._attempt_as_node_0 = lambda rendezvous, _: opened.launch._await_nodes(
+        rendezvous, opened.seat(), opened.plan(), OLD
+    )
+    with pytest.raises(NodeLostError):
+        opened.launch._lead(opened.rendezvous)
+    opened.launch._channel.close()
+    over = opened.rendezvous._root.find(_OVER, RoundResult)
+    assert over is not None
+    assert over.name == "NodeLostError"
+
+
 def test_a_signal_to_node_0_while_it_refuses_a_node_is_told_to_those_that_come_again(
     opened: Round,
 ) -> None:
@@ -223,6 +262,6 @@ def test_a_signal_to_node_0_while_it_refuses_a_node_is_told_to_those_that_come_a
     for node in (1, 2):
         opened.board.put(f"{_REFUSAL}/{node}", RoundResult())
     assert opened.launch._refuse(opened.rendezvous, opened.seat(), raised.value) is raised.value
-    over = opened.rendezvous._root.find("ddpsafe/over", RoundResult)
+    over = opened.rendezvous._root.find(_OVER, RoundResult)
     assert over is not None
     assert over.signal == signal.SIGTERM

@@ -779,8 +779,6 @@ class NodeRendezvous:
         deadline = Deadline.after(self._config.rendezvous.join)
         if self._handler is None:
             self._handler = self._make_handler()
-        if self.serves and self._joined:
-            self._root.forget(_OBJECTION)  # of a node that came while the others trained
         call = BoundedCall(self._next_round, name="ddpsafe-rendezvous")
         self._await_round(call, deadline)
         try:
@@ -1006,7 +1004,7 @@ class NodeRendezvous:
         deadline = Deadline.after(limit)
         with contextlib.suppress(DDPSafeError):  # node 0 has ended, for whatever reason
             while self._root.find(_OVER, RoundResult) is None and not deadline.expired():
-                # Again, since node 0 drops what came before it waits for the nodes.
+                # Again, since that of a new node may have taken its place.
                 self._root.put(_OBJECTION, self._objection(error))
                 time.sleep(_LOOK_AROUND_S)
             self._root.count(_HEARD, 1)

@@ -116,6 +116,7 @@ class NodeLaunch:
         self._directory, self._cancelled = directory, cancelled
         self._channel: Channel | None = None
         self._is_between_rounds = False
+        self._is_member = False
         self._checkpoint_folders: set[str] = set()
         self.attempts = 0
 
@@ -168,10 +169,9 @@ class NodeLaunch:
             raise exc.error from exc.error.__cause__
         except BaseException as exc:
             error = as_error(exc, self._here(0), "could not begin another attempt", phase="retry")
-            if self._is_between_rounds:  # the others wait for the next one
+            self._tell(round_result_of(error, is_final=True))
+            if self._is_between_rounds:  # others wait for the next one
                 rendezvous.dismiss(error)
-            else:
-                self._tell(round_result_of(error, is_final=True))
             raise
 
     def _tell(self, result: RoundResult) -> None:
@@ -481,6 +481,7 @@ class NodeLaunch:
                 if late == again:
                     break
             time.sleep(pause_s)
+        self._is_between_rounds = bool(again)
         for each in missing - again:
             rendezvous.forget(plan.nodes[each])
         node = min(missing) if refused is None else refused
@@ -514,7 +515,11 @@ class NodeLaunch:
                     # The others wait for this node, unless it only came to replace another.
                     rendezvous.object(exc, None if self.attempts else _REFUSAL_READ)
                     raise
-                seat = rendezvous.join()
+                try:
+                    seat = rendezvous.join()
+                except Interrupted:
+                    self._withdraw(rendezvous)
+                    raise
                 if seat is None:
                     return {}
                 try:
@@ -547,6 +552,7 @@ class NodeLaunch:
                     ended.error.previous_attempts = tuple(earlier)
                 raise ended.error
             earlier.append(ended.error)
+            self._is_member = True
             logger.warning("attempt %d failed: %s", self.attempts, ended.error.explanation.what)
             try:
                 self._calls.change(ended.error)
@@ -581,6 +587,8 @@ class NodeLaunch:
             if refusal is not None:
                 seat.board.put(f"{_REFUSAL}/{seat.node_rank}", refusal)
                 if _is_of_another(refusal, seat):
+                    if rendezvous.inbox.received is not None:
+                        self._withdraw(rendezvous)
                     rendezvous.takes_signals = True
                     rendezvous.require_no_signal()  # the next round has an inbox of its own
                     return None
@@ -589,6 +597,13 @@ class NodeLaunch:
                     said.__cause__ = error.__cause__
                 return said
         return error
+
+    def _withdraw(self, rendezvous: NodeRendezvous) -> None:
+        """Tell node 0 of a signal here while it waits for this node, which was in the last round."""
+        if self._is_member and rendezvous.inbox.received is not None:
+            rendezvous.takes_signals = False
+            told = Interrupted(rendezvous.inbox.received, socket.gethostname())
+            rendezvous.object(told, _REFUSAL_READ)
 
     def _read_plan(self, rendezvous: NodeRendezvous, seat: Seat) -> RoundPlan:
         # Node 0 gives up first, and says why: it knows who is missing.
