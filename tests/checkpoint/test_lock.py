@@ -7,47 +7,39 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
+import checkpoint_programs as programs
+import forked_ranks
 import pytest
+import scripts
 
 from ddpsafe.checkpoint import Checkpointer, _lock, errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from multiprocessing.process import BaseProcess
     from pathlib import Path
-
-HOLD = """
-import sys
-from pathlib import Path
-from ddpsafe.checkpoint._lock import DirectoryLock, Owner
-lock = DirectoryLock(Path(sys.argv[1]), Owner.myself({"SLURM_JOB_ID": "4711"}))
-print("held", flush=True)
-sys.stdin.read()
-"""
 
 
 @pytest.fixture
-def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def holder(tmp_path: Path) -> Iterator[BaseProcess]:
     """Return another process, which has locked the directory."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
+    context = forked_ranks.server()
+    held = context.Event()
+    process = context.Process(target=programs.hold_lock, args=(tmp_path, held))
+    process.start()
+    assert held.wait(forked_ranks.LIMIT_S)
     yield process
     process.kill()
-    process.communicate()
+    process.join()
+    process.close()
 
 
 def test_second_job_is_told_who_the_first_is(
-    tmp_path: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, holder: BaseProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Host, process, the scheduler's job and since when."""
     monkeypatch.setattr(_lock, "DYING_S", 0.2)
@@ -59,18 +51,14 @@ def test_second_job_is_told_who_the_first_is(
     assert f"process {holder.pid} of SLURM_JOB_ID=4711 on {owner['host']}" in str(caught.value)
 
 
-def test_lock_of_a_killed_job_is_free_at_once(
-    tmp_path: Path, holder: subprocess.Popen[str]
-) -> None:
+def test_lock_of_a_killed_job_is_free_at_once(tmp_path: Path, holder: BaseProcess) -> None:
     """The kernel ends it with the process, so a retry waits for nothing."""
-    holder.send_signal(signal.SIGKILL)
+    holder.kill()
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save({"x": 1}, 1)
 
 
-def test_next_job_waits_for_one_that_is_on_its_way_out(
-    tmp_path: Path, holder: subprocess.Popen[str]
-) -> None:
+def test_next_job_waits_for_one_that_is_on_its_way_out(tmp_path: Path, holder: BaseProcess) -> None:
     """As when a scheduler starts the next while the last one still ends."""
     threading.Timer(0.3, holder.kill).start()
     Checkpointer(tmp_path).close()
@@ -138,20 +126,17 @@ def test_forgotten_checkpointer_lets_the_next_one_in(tmp_path: Path) -> None:
 
 def second_job(directory: Path) -> str:
     """Return what another process meets that opens the directory."""
-    program = """
-import sys
-from ddpsafe.checkpoint import Checkpointer, _lock, errors
-_lock.DYING_S = 0.2
-try:
-    Checkpointer(sys.argv[1]).close()
-except errors.CheckpointError as exc:
-    print(type(exc).__name__)
-else:
-    print("got in")
-"""
-    command = [sys.executable, "-c", program, str(directory)]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    return run.stdout.strip()
+    program = f"""
+        from ddpsafe.checkpoint import Checkpointer, _lock, errors
+        _lock.DYING_S = 0.2
+        try:
+            Checkpointer({str(directory)!r}).close()
+        except errors.CheckpointError as exc:
+            print(type(exc).__name__)
+        else:
+            print("got in")
+    """
+    return scripts.run(directory.parent, program).lines()[0]
 
 
 def test_lock_survives_whatever_its_own_process_does_with_the_files(tmp_path: Path) -> None:
@@ -174,22 +159,19 @@ def test_lock_survives_whatever_its_own_process_does_with_the_files(tmp_path: Pa
 def test_child_that_outlives_its_owner_does_not_keep_the_lock(tmp_path: Path) -> None:
     """A worker of a DataLoader, forked while the lock was held, has no part in it."""
     program = f"""
-import os, signal
-from ddpsafe.checkpoint import Checkpointer
-checkpointer = Checkpointer({str(tmp_path)!r})
-child = os.fork()
-if child == 0:
-    os.closerange(1, 3)
-    signal.pause()
-print(child, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
-    )
-    child = int(run.stdout)
+        import os, signal
+        from ddpsafe.checkpoint import Checkpointer
+        checkpointer = Checkpointer({str(tmp_path / "c")!r})
+        child = os.fork()
+        if child == 0:
+            os.closerange(1, 3)
+            signal.pause()
+        print(child, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    child = int(scripts.run(tmp_path, program).out)
     try:
-        Checkpointer(tmp_path).close()
+        Checkpointer(tmp_path / "c").close()
     finally:
         os.kill(child, signal.SIGKILL)
 

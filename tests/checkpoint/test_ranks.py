@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import re
 import shutil
 import socket
@@ -12,6 +11,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 import checkpoint_programs as programs
+import forked_ranks
 import pytest
 import torch
 from torch.torch_version import TorchVersion
@@ -278,7 +278,7 @@ def test_rank_that_died_ends_the_save_at_once_where_no_launcher_supervises(
     tmp_path: Path, victim: int, how: str, kind: str, says: str
 ) -> None:
     """The others do not wait for the timeout of 30 minutes; the message says that it is gone."""
-    context = multiprocessing.get_context("spawn")
+    context = forked_ranks.server()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from multiprocessing.connection import Connection
+    from multiprocessing.context import ForkServerContext
     from multiprocessing.process import BaseProcess
     from pathlib import Path
 
@@ -99,13 +100,19 @@ def values(ranks: Sequence[Ended]) -> list[Any]:
     return [rank.value for rank in ranks]
 
 
+def server() -> ForkServerContext:
+    """Return what starts processes in forks of the server that launches use, too."""
+    context = multiprocessing.get_context("forkserver")
+    # As launches preload it: the first to start the server starts it for all.
+    context.set_forkserver_preload(["torch", "ddpsafe._worker.preload"])
+    return context
+
+
 @contextlib.contextmanager
 def _started(
     program: Callable[..., object], env: Env, args: tuple[object, ...], log: Path
 ) -> Iterator[tuple[BaseProcess, Connection, Path]]:
-    context = multiprocessing.get_context("forkserver")
-    # As launches preload it: the first to start the server starts it for all.
-    context.set_forkserver_preload(["torch", "ddpsafe._worker.preload"])
+    context = server()
     reports, sender = context.Pipe(duplex=False)
     process = context.Process(target=_be, args=(sender, _environment(env), program, args, str(log)))
     process.start()

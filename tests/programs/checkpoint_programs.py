@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import signal
+import threading
 import time
 import warnings
 from datetime import timedelta
@@ -17,6 +18,7 @@ from torch.utils.data import Dataset
 import ddpsafe
 from ddpsafe import data
 from ddpsafe.checkpoint import Checkpointer, PerRank, errors
+from ddpsafe.checkpoint._lock import DirectoryLock, Owner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -368,6 +370,14 @@ def refuse_shards(ctx: ddpsafe.RankContext, directory: Path) -> Any:
     with Checkpointer(directory, access="read") as checkpointer:
         found = caught(checkpointer.restore, {"epoch": first, "model": model})
     return found["class"], first.tolist()
+
+
+def hold_lock(directory: Path, held: Any) -> None:
+    """Hold the lock of a directory as a job of Slurm does, until this process is killed."""
+    lock = DirectoryLock(directory, Owner.myself({"SLURM_JOB_ID": "4711"}))
+    held.set()
+    threading.Event().wait()
+    del lock
 
 
 def die_before_the_save(
