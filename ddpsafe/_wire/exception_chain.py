@@ -28,7 +28,7 @@ from ddpsafe._errors import DDPSafeError, signal_name
 from ddpsafe._wire.foreign_texts import find_peer_text, is_of_a_backend
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
     from multiprocessing.process import BaseProcess
     from types import FrameType, TracebackType
 
@@ -60,8 +60,8 @@ def where_of(tb: TracebackType | None) -> str:
         ``path:line in function``, or nothing where every frame is a library's.
     """
     frames = traceback.extract_tb(tb)
-    own = [frame for frame in frames if not is_library(frame.filename)]
-    frame = own[-1] if own else None
+    own = find_own(frame.filename for frame in frames)
+    frame = next((each for each in reversed(frames) if each.filename in own), None)
     return f"{frame.filename}:{frame.lineno} in {frame.name}" if frame else ""
 
 
@@ -166,6 +166,27 @@ def is_library(filename: str) -> bool:
     """Tell whether a file belongs to Python, to an installed package or to ddpsafe."""
     # The fork server is a "<string>".
     return filename.startswith(("<string>", *_OWN)) or bool(package_of(filename))
+
+
+def find_own(files: Iterable[str]) -> frozenset[str]:
+    """Return which files of a stack are the user's.
+
+    A project that is installed lies among the libraries: where no file lies elsewhere, it is the
+    package that was called first.
+
+    Args:
+        files: The file of each call, the outermost first.
+    """
+    known = list(files)
+    own = frozenset(each for each in known if not is_library(each))
+    first = next((name for each in known if (name := _package_of_others(each))), "")
+    if own or not first:
+        return own
+    return frozenset(each for each in known if package_of(each) == first)
+
+
+def _package_of_others(filename: str) -> str:
+    return "" if is_internal(filename) else package_of(filename)
 
 
 def is_internal(filename: str) -> bool:

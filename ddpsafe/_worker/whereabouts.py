@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 import threading
+import traceback
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._wire.exception_chain import is_library, point_to_point_in
+from ddpsafe._wire.exception_chain import find_own, is_library, package_of, point_to_point_in
 from ddpsafe._wire.messages import Collective, Frame, Position, ThreadStack, Whereabouts
 from ddpsafe._worker.torch_hooks import read_groups, read_recorders
 
@@ -70,9 +71,15 @@ def read_whereabouts() -> Whereabouts:
     )
     newest = position.newest()
     # Another thread may yet call a collective, or let the main thread go on in another way.
+    own = {package_of(file) for file in find_own(at.file for at in reversed(stack.frames))} - {""}
     alone = not any(
         isinstance(thread, threading.Timer)
-        or any(not is_library(at.file) or "/torch/distributed/" in at.file for at in each.frames)
+        or any(
+            not is_library(at.file)
+            or package_of(at.file) in own  # the user's project, which is installed
+            or "/torch/distributed/" in at.file
+            for at in each.frames
+        )
         for thread, each in others
     )
     done = [(each.name, each.sizes) for each in position.collectives if each.done]
@@ -118,12 +125,13 @@ def _find_wait(stack: ThreadStack, position: Position, thread_id: int) -> Collec
 def _is_evaluating(frame: FrameType | None) -> bool:
     """Tell whether the innermost function of the user's with a module has it in ``eval()`` mode."""
     torch = sys.modules.get("torch")
-    while frame is not None and torch is not None:
-        if not is_library(frame.f_code.co_filename):
-            modules = [
-                each for each in frame.f_locals.values() if isinstance(each, torch.nn.Module)
-            ]
+    if frame is None or torch is None:
+        return False
+    frames = [each for each, _ in traceback.walk_stack(frame)]
+    own = find_own(each.f_code.co_filename for each in reversed(frames))
+    for each in frames:
+        if each.f_code.co_filename in own:
+            modules = [one for one in each.f_locals.values() if isinstance(one, torch.nn.Module)]
             if modules:
-                return not all(each.training for each in modules)
-        frame = frame.f_back
+                return not all(one.training for one in modules)
     return False

@@ -2079,6 +2079,16 @@ def test_where_a_call_of_another_rank_is_executed() -> None:
     assert read_rpc(SERVES_RPC.replace("rpc/api.py", "nn.py")) is None
 
 
+@pytest.mark.parametrize("place", ["/home/me", "/x/site-packages/project", "/x/dist-packages"])
+def test_a_project_that_is_installed_has_lines_of_its_own(place: str) -> None:
+    """They lie among the libraries, whose lines are inside of them and not shown."""
+    dump = CRASHED_IN_GLOO.partition("error:")[2].replace("/home/me", place)
+    assert read_stack(dump).stack == f"{place}/train.py:31 in train"
+    found = read_rpc(SERVES_RPC.replace("/home/me", place))
+    assert found is not None
+    assert found.stack == f"{place}/train.py:9 in slow_call"
+
+
 def test_endless_recursion_is_told_from_a_crash_of_native_code() -> None:
     """It ends in SIGSEGV as well, and its hundred frames are of one function or of a few."""
     frame = '  File "/home/me/train.py", line 3 in again\n'

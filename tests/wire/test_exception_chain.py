@@ -11,7 +11,7 @@ import pytest
 import ddpsafe
 from ddpsafe import PreflightError
 from ddpsafe._launcher.uncaught import presentable
-from ddpsafe._wire.exception_chain import is_library
+from ddpsafe._wire.exception_chain import find_own, is_library
 
 OURS: Final = str(Path(ddpsafe.__file__).parent)
 STDLIB: Final = sysconfig.get_path("stdlib")
@@ -57,3 +57,25 @@ def test_a_cause_keeps_its_traceback_where_a_line_may_be_the_users(
     error.__cause__ = caught.value.with_traceback(caught.value.__traceback__.tb_next)  # type: ignore[union-attr] # this file's line
     presentable(error)
     assert (caught.value.__traceback__ is None) is is_spared
+
+
+@pytest.mark.parametrize(
+    ("files", "own"),
+    [
+        ((f"{OURS}/x.py", "/me/a.py", f"{VENV}/numpy/n.py", "/me/b.py"), ("/me/a.py", "/me/b.py")),
+        (
+            (f"{OURS}/x.py", f"{VENV}/torch/t.py", f"{VENV}/project/a.py", f"{VENV}/numpy/n.py"),
+            (f"{VENV}/project/a.py",),
+        ),
+        (
+            ("<string>", f"{VENV}/project/a.py", f"{VENV}/numpy/n.py", f"{VENV}/project/b.py"),
+            (f"{VENV}/project/a.py", f"{VENV}/project/b.py"),
+        ),
+        ((f"{VENV}/project/a.py", "/me/b.py"), ("/me/b.py",)),
+        ((f"{STDLIB}/threading.py", f"{VENV}/torch/autograd/graph.py"), ()),
+        ((), ()),
+    ],
+)
+def test_lines_of_the_user_in_a_stack(files: tuple[str, ...], own: tuple[str, ...]) -> None:
+    """Those outside of the libraries; where there are none, the package that was called first."""
+    assert find_own(files) == set(own)

@@ -40,7 +40,7 @@ from ddpsafe._launcher.diagnosis.root_cause import (
     newest_collective,
 )
 from ddpsafe._wire import payload
-from ddpsafe._wire.exception_chain import clip, is_library
+from ddpsafe._wire.exception_chain import clip, find_own
 from ddpsafe._wire.foreign_texts import without_source
 from ddpsafe._wire.messages import is_peer_origin
 from ddpsafe._wire.spec import unreported_mark
@@ -764,10 +764,11 @@ def last_output(outcome: RankOutcome) -> list[str]:
         return []
     said, _, stacks = outcome.error_text().partition(CRASH)
     lines = said.splitlines()[-_LAST_LINES:]
-    for line in stacks.splitlines():
-        frame = _FRAME.match(line)
-        if frame and frame["file"] != "<string>" and not is_library(frame["file"]):
-            lines.append(line)
+    frames = [
+        (found["file"], line) for line in stacks.splitlines() if (found := _FRAME.match(line))
+    ]
+    own = find_own(file for file, _ in reversed(frames))
+    lines += [line for file, line in frames if file in own]
     if not lines:
         return []
     return ["last lines of its stderr:", *(f"| {line.rstrip()[:160]}" for line in lines)]

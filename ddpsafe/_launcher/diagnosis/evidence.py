@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import psutil
 
 from ddpsafe._clock import Deadline
-from ddpsafe._wire.exception_chain import is_library, is_point_to_point
+from ddpsafe._wire.exception_chain import find_own, is_point_to_point
 from ddpsafe._wire.foreign_texts import find_native_text, read_places
 from ddpsafe._wire.messages import (
     UNKNOWN_COLLECTIVE,
@@ -306,8 +306,7 @@ class LoaderWorker(NamedTuple):
 
     def __str__(self) -> str:
         """Name it with the innermost line that is the user's."""
-        own = (each for each in self.frames if not is_library(each.file))
-        return f"{self.name} (pid {self.pid}) at {next(own, self.frames[0])}"
+        return f"{self.name} (pid {self.pid}) at {_line_of(self.frames)}"
 
 
 def find_busy_loader_workers(worker: Worker) -> list[LoaderWorker]:
@@ -401,8 +400,7 @@ def read_rpc(dump: str) -> StackReading | None:
     serving = [
         frames
         for frames in threads
-        if any(_RPC_CALLEE in frame.file for frame in frames)
-        and any(not is_library(frame.file) for frame in frames)
+        if any(_RPC_CALLEE in frame.file for frame in frames) and _own_frames(frames)
     ]
     return (
         StackReading(stack=_line_of(serving[-1]), in_collective=False, in_rpc=True)
@@ -413,8 +411,13 @@ def read_rpc(dump: str) -> StackReading | None:
 
 def _line_of(frames: Sequence[Frame]) -> str:
     """Name the innermost line that is the user's, else the innermost one."""
-    shown = next((frame for frame in frames if not is_library(frame.file)), frames[0])
-    return str(shown)
+    return str((_own_frames(frames) or frames)[0])
+
+
+def _own_frames(frames: Sequence[Frame]) -> list[Frame]:
+    """Return the user's of a thread's calls, the innermost first as those are."""
+    own = find_own(frame.file for frame in reversed(frames))
+    return [frame for frame in frames if frame.file in own]
 
 
 def read_crash(text: str) -> StackReading:
