@@ -21,6 +21,7 @@ import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, get_worker_info
 
@@ -232,6 +233,11 @@ def _content(value: Any, start: int) -> int:
         head = f"{value.dtype}{tuple(value.shape)}".encode()
         raw = rows.view(torch.uint8).numpy().data if rows.numel() else b""
         return zlib.crc32(raw, zlib.crc32(head, start))
+    if isinstance(value, np.ndarray):  # its repr() leaves out what is in the middle
+        start = zlib.crc32(f"{value.dtype}{value.shape}".encode(), start)
+        if value.dtype != object:
+            return zlib.crc32(value.tobytes(), start)
+        value = value.ravel().tolist()
     if isinstance(value, collections.abc.Mapping):
         value = [part for pair in value.items() for part in pair]
     if isinstance(value, list | tuple):
