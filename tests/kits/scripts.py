@@ -199,9 +199,17 @@ def wait_until(
     *,
     otherwise: Callable[[], object] = str,
     within_s: float = LIMIT_S,
+    every_s: float = 0.01,
 ) -> None:
-    """Look again and again until `condition` holds; fail with `otherwise` when it never does."""
+    """Look again and again until `condition` holds; fail with `otherwise` when it never does.
+
+    Args:
+        condition: What to wait for.
+        otherwise: What to say of it when the time is over.
+        within_s: How long to wait.
+        every_s: How long not to look, more where a look is a command of its own.
+    """
     ends_s = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < ends_s, f"it did not happen: {otherwise()!r:.4000}"
-        time.sleep(0.01)
+        time.sleep(every_s)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _TOOLS: Final = ("slurmctld", "slurmd", "srun", "sbatch", "scancel", "scontrol", "munged", "ip")
 _SEARCHED: Final = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 _LIMIT_S: Final = 60.0
+_ASKED_EVERY_S: Final = 0.2
 _SUBNET: Final = "10.79.0"
 
 _CONFIG: Final = """
@@ -216,7 +217,7 @@ class Cluster:
         return {**kept, "PATH": _SEARCHED, "SLURM_CONF": conf, "OMP_NUM_THREADS": "1"}
 
     def _await(self, condition: Callable[[], bool]) -> None:
-        scripts.wait_until(condition, otherwise=self.logs)
+        scripts.wait_until(condition, otherwise=self.logs, every_s=_ASKED_EVERY_S)
 
     def _reap(self) -> None:
         for daemon in self._daemons:
@@ -267,19 +268,29 @@ class Cluster:
         pairs = (word.partition("=") for word in text.split())
         return {name: value for name, _, value in pairs}
 
+    def await_state(self, number: int, *states: str) -> dict[str, str]:
+        """Wait until a job is in one of these states."""
+        self._await(lambda: self.job(number)["JobState"] in states)
+        return self.job(number)
+
     def await_end(self, number: int, state: str) -> dict[str, str]:
         """Wait until a job has ended; it must be in that state then."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL")
-        scripts.wait_until(lambda: self.job(number)["JobState"] in ended, within_s=_LIMIT_S)
-        facts = self.job(number)
+        facts = self.await_state(number, *ended)
         assert facts["JobState"] == state, facts
         return facts
 
     def clear(self) -> None:
         """End all jobs, however they were."""
-        while self.run("squeue", "-h"):
+
+        def is_clear() -> bool:
+            if not self.run("squeue", "-h"):
+                return True
             self.run("scancel", "--user=root", "--signal=KILL", "--full")
             self.run("scancel", "--user=root")
+            return False
+
+        self._await(is_clear)
 
     def power_off(self, number: int) -> None:
         """Let a node vanish: no packet leaves it any more, then every process is gone."""

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from ddpsafe import RankContext
 
 
+STEP_S: Final = 0.01
+"""How long a step takes, or ranks that wait to be asked would take all cores meanwhile."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """Signals to a launcher.
@@ -76,6 +80,7 @@ def train_in_step(ctx: RankContext, folder: Path) -> int:
     """Do the same with a collective in every step, as DistributedDataParallel does."""
     step = 0
     while not ctx.stop_requested():
+        time.sleep(STEP_S)
         step = round(ctx.reduce_mean(float(step + 1)))
         if step == 3:
             (folder / f"ready-{ctx.rank}").touch()
@@ -208,6 +213,7 @@ def train_and_resume(ctx: RankContext, folder: Path, steps: int) -> None:
             break
         if first > 0 and step >= first + steps:
             break
+        time.sleep(STEP_S)
         state["parameter"] = ctx.reduce_mean(state["parameter"] * 0.75 + step + ctx.rank)
         state["step"] = step + 1
     if ctx.is_main:
@@ -220,10 +226,10 @@ def train_and_resume(ctx: RankContext, folder: Path, steps: int) -> None:
 
 
 def lose_a_rank(ctx: RankContext, folder: Path) -> None:
-    """Lose rank 3 of four while rank 1 waits for it at a barrier, 2 and 0 in a collective."""
+    """Lose rank 2 of three while rank 1 waits for it at a barrier, rank 0 in a collective."""
     ctx.reduce_mean(1.0)
     (folder / f"ready-{ctx.rank}").touch()
-    if ctx.rank == 3:
+    if ctx.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if ctx.rank == 1:
         ctx.barrier("all have evaluated")

@@ -145,17 +145,17 @@ def test_shells_of_a_job_are_no_ranks(slurm: Cluster, tmp_path: Path) -> None:
 
 
 def test_tasks_that_are_warned_save_at_the_same_step(slurm: Cluster, tmp_path: Path) -> None:
-    """``scancel --signal=USR1`` reaches every task; four of them, on two nodes, stop as one.
+    """``scancel --signal=USR1`` reaches every task; two of them, on two nodes, stop as one.
 
     srun ends with the code that asks for another start.
     """
     command = train(tmp_path, "train_in_step", "(folder,)")
-    step = slurm.start_command("srun", "--job-name=warned", "-N2", "--ntasks-per-node=2", *command)
-    await_ranks(tmp_path, 4)
+    step = slurm.start_command("srun", "--job-name=warned", "-N2", "-n2", *command)
+    await_ranks(tmp_path, 2)
     slurm.run("scancel", "--name=warned", "--signal=USR1")
     code, output = slurm.end(step)
     assert code == AGAIN, output
-    require_saved(tmp_path, 4)
+    require_saved(tmp_path, 2)
     assert "the code after launch has run" not in output
     assert "Traceback" not in output
 
@@ -177,23 +177,18 @@ def test_launcher_in_a_step_is_told_and_its_ranks_save(slurm: Cluster, tmp_path:
 def test_preempted_job_is_requeued_and_goes_on(slurm: Cluster, tmp_path: Path) -> None:
     """A job of a higher partition takes the nodes; the first one saves, waits, and continues.
 
-    Its parameter is that of a training that was not interrupted.
+    It ends with 75, and ``RequeueExit=75`` in slurm.conf is enough: no line of the job script has to
+    know of it. Its parameter is that of a training that was not interrupted.
     """
     command = train(tmp_path, "train_and_resume", "(folder, 50)")
     options = ["-N2", "--ntasks-per-node=1", "--exclusive", "--requeue", "--partition=low"]
-    script = f"""
-        srun {shlex.join(command)}
-        code=$?
-        if [ $code -eq 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
-        exit $code
-    """
-    job = slurm.submit(tmp_path, script, *options)
+    job = slurm.submit(tmp_path, f"exec srun {shlex.join(command)}", *options)
     await_ranks(tmp_path, 2)
     slurm.run("srun", "--partition=high", "-N3", "--exclusive", "true")
-    scripts.wait_until(lambda: slurm.job(job)["JobState"] == "PENDING", otherwise=slurm.logs)
+    slurm.await_state(job, "PENDING")
     # Slurm itself would wait for two minutes, until all credentials of the first run are void.
     slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+2")
-    slurm.await_end(job, "COMPLETED")
+    assert slurm.await_end(job, "COMPLETED")["Restarts"] == "1"
     first, second = (reports(tmp_path, run) for run in (0, 1))
     assert len(first) == len(second) == 2
     assert {each["first"] for each in first} == {0}
@@ -211,67 +206,20 @@ def test_ranks_end_by_themselves_when_a_task_dies(slurm: Cluster, tmp_path: Path
     """Plain srun lets the other tasks run on; they notice, name the missing rank, and fail."""
     fields = "(folder,), timeouts={'collective': 4, 'barrier': 30}"
     command = train(tmp_path, "lose_a_rank", fields)
-    step = slurm.start_command("srun", "-l", "-N2", "--ntasks-per-node=2", *command)
+    step = slurm.start_command("srun", "-l", "-N2", "-n3", *command)
     code, output = slurm.end(step)
     assert code == 128 + 9, output
     by_rank = {
-        rank: "\n".join(re.findall(rf"^{rank}: (.*)$", output, re.MULTILINE)) for rank in range(3)
+        rank: "\n".join(re.findall(rf"^{rank}: (.*)$", output, re.MULTILINE)) for rank in range(2)
     }
-    assert "peer" in by_rank[2]
-    # Rank 3 was killed, so the first to tell of a failure is one of those that lost it.
-    assert re.search("rank [02] did not come", by_rank[1])
+    assert "peer" in by_rank[0]
+    # Rank 2 was killed, so the first to tell of a failure is the other one that lost it.
+    assert "rank 0 did not come" in by_rank[1]
     assert "at the barrier 'all have evaluated'" in by_rank[1]
-    assert re.search("rank [02] has failed as well, since it lost another rank", by_rank[1])
+    assert "rank 0 has failed as well, since it lost another rank" in by_rank[1]
     assert "find the rank whose output ends without such an error" in by_rank[1]
     (waited_s,) = re.findall(r"waited (\d+\.\d) s at the barrier", by_rank[1])
     assert float(waited_s) < 20, "it waited for the barrier's timeout"
-
-
-def several_nodes(folder: Path) -> list[str]:
-    """Write a script that fails on rank 3; return the ``ddpsafe run`` of it for each node."""
-    source = """
-        import torch
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        for step in range(8):
-            total = torch.ones(1)
-            dist.all_reduce(total)
-            if step == 3:
-                print("rank", dist.get_rank(), "of", int(total.item()), flush=True)
-            if step == 4 and dist.get_rank() == 3:
-                raise ValueError("bad batch")
-    """
-    script = scripts.write(folder, "script.py", source)
-    return [
-        sys.executable,
-        "-m",
-        "ddpsafe",
-        "run",
-        "--nproc-per-node=2",
-        "--start-method=forkserver",
-        "--console=all",
-        f"--run-dir={folder}/run",
-        str(script),
-    ]
-
-
-def test_one_task_on_each_node_is_a_launcher_and_each_tells_a_failure(
-    slurm: Cluster, tmp_path: Path
-) -> None:
-    """``ddpsafe run`` finds number and order of the nodes, and where they meet, by itself.
-
-    Both tasks say the same sentence of the failure, and the step has their exit code.
-    """
-    srun = ["srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
-    code, output = slurm.end(slurm.start_command(*srun, *several_nodes(tmp_path)))
-    assert code == 1
-    assert sorted(re.findall(r"rank (\d) of 4", output)) == ["0", "1", "2", "3"]
-    assert "Slurm says: this is node 1 of 2" in output
-    told = re.findall(
-        r"rank 3 \(node 1 '\w+', local rank 1, world_size 4\) raised ValueError", output
-    )
-    assert len(told) == 2
 
 
 # The job file that ddpsafe prints.
@@ -314,11 +262,7 @@ def test_the_template_requeues_a_job_that_was_asked_to_stop(slurm: Cluster, tmp_
     job = int(found.strip())
     await_ranks(tmp_path, 2)
     slurm.run("scancel", "--signal=USR1", str(job))  # as --signal=USR1@600 does
-    scripts.wait_until(
-        lambda: slurm.job(job)["JobState"] == "PENDING",
-        within_s=50,
-        otherwise=(tmp_path / "job.out").read_text,
-    )
+    slurm.await_state(job, "PENDING")
     slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+2")
     slurm.await_end(job, "COMPLETED")
     first, second = (reports(tmp_path, run) for run in (0, 1))
@@ -347,6 +291,7 @@ def launchers(folder: Path, call: str, *options: str) -> list[str]:
 STEP: Final = ("srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=0")
 
 
+@pytest.mark.soak  # also in tests/nodes/test_loss.py, and by a warning in the test of the template
 def test_a_job_of_launchers_that_is_cancelled_saves_on_every_node(
     slurm: Cluster, tmp_path: Path
 ) -> None:
@@ -359,31 +304,17 @@ def test_a_job_of_launchers_that_is_cancelled_saves_on_every_node(
     require_saved(tmp_path, 2)
 
 
-def test_the_scheduler_itself_requeues_a_job_that_ends_with_75(
-    slurm: Cluster, tmp_path: Path
-) -> None:
-    """``RequeueExit=75`` in slurm.conf: no line of the job script has to know of it."""
-    command = ["srun", *launchers(tmp_path, "train_and_resume, (folder, 50)")]
-    job = slurm.submit(tmp_path, f"exec {shlex.join(command)}", "-n1", "--requeue")
-    await_ranks(tmp_path, 1)
-    slurm.run("scancel", "--signal=USR1", str(job))
-    scripts.wait_until(
-        lambda: slurm.job(job)["JobState"] == "PENDING",
-        within_s=50,
-        otherwise=(tmp_path / "job.out").read_text,
-    )
-    slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+2")
-    facts = slurm.await_end(job, "COMPLETED")
-    assert facts["Restarts"] == "1"
-    first, second = (reports(tmp_path, run) for run in (0, 1))
-    assert len(first) == len(second) == 1
-    assert {each["last"] for each in first} == {each["first"] for each in second}
-
-
 def test_two_jobs_on_the_same_nodes_do_not_meet(slurm: Cluster, tmp_path: Path) -> None:
-    """Each has its own endpoint, world and exit code while both train."""
+    """Each has its own endpoint, world and exit code while both train.
+
+    One task on each node is a launcher: ``ddpsafe run`` finds number and order of the nodes, and where
+    they meet, by itself. Both tasks of a job say the same sentence of its failure.
+    """
     jobs: dict[str, int] = {}
-    for name in ("good", "bad"):
+    for name, options in {
+        "good": ["--nproc-per-node=1"],
+        "bad": ["--nproc-per-node=2", "--start-method=forkserver"],
+    }.items():
         folder = tmp_path / name
         folder.mkdir()
         source = f"""
@@ -395,29 +326,33 @@ def test_two_jobs_on_the_same_nodes_do_not_meet(slurm: Cluster, tmp_path: Path) 
             dist.init_process_group("gloo")
             name, both = {name!r}, Path({str(tmp_path)!r})
             (both / f"training-{{name}}-{{dist.get_rank()}}").touch()
-            while len(list(both.glob("training-*"))) < 4:
+            while len(list(both.glob("training-*"))) < 2 + 4:
                 time.sleep(0.02)
             total = torch.ones(1)
             dist.all_reduce(total)
-            if name == "bad" and dist.get_rank() == 1:
+            if name == "bad" and dist.get_rank() == 3:
                 raise ValueError("bad batch")
             print("rank", dist.get_rank(), "of", int(total.item()), flush=True)
             dist.destroy_process_group()
         """
         script = scripts.write(folder, "script.py", source)
-        run = [sys.executable, "-m", "ddpsafe", "run", "--nproc-per-node=1"]
+        run = [sys.executable, "-m", "ddpsafe", "run", "--console=all", *options]
         command = [*STEP, *run, f"--run-dir={folder}/run", str(script)]
-        options = ["--nodelist=n0,n1", "-N2", "--ntasks-per-node=1"]
-        jobs[name] = slurm.submit(folder, f"exec {shlex.join(command)}", *options)
+        nodes = ["--nodelist=n0,n1", "-N2", "--ntasks-per-node=1"]
+        jobs[name] = slurm.submit(folder, f"exec {shlex.join(command)}", *nodes)
     assert slurm.await_end(jobs["good"], "COMPLETED")["ExitCode"] == "0:0"
     assert slurm.await_end(jobs["bad"], "FAILED")["ExitCode"] == "1:0"
     output = (tmp_path / "good" / "job.out").read_text()
     assert sorted(re.findall(r"rank (\d) of 2", output)) == ["0", "1"]
     output = (tmp_path / "bad" / "job.out").read_text()
-    told = re.findall(r"rank 1 \(node 1 'n1', local rank 0, world_size 2\) raised", output)
+    assert "Slurm says: this is node 1 of 2" in output
+    told = re.findall(
+        r"rank 3 \(node 1 'n1', local rank 1, world_size 4\) raised ValueError", output
+    )
     assert len(told) == 2
 
 
+@pytest.mark.soak  # tests/nodes/test_loss.py has the loss of a node; this is about Slurm beside it
 def test_a_node_without_power_is_named_long_before_slurm_knows(tmp_path: Path) -> None:
     """The launcher of the other node names it in seconds; Slurm waits for its ``SlurmdTimeout``."""
     require_slurm()
