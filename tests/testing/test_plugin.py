@@ -7,9 +7,8 @@ import os
 import pty
 import re
 import select
-import subprocess
-import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import pytest
@@ -20,7 +19,6 @@ from ddpsafe._launcher.plan import make_plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
 _LIMIT_S: Final = 150
 
@@ -215,26 +213,38 @@ _ROWS = (
 )
 
 
+_PYTEST: Final = (
+    *("-m", "pytest", "-p", "ddpsafe.testing", "-p", "no:cacheprovider"),
+    # What it is forked from has imported ddpsafe, before pytest could rewrite its asserts.
+    *("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"),
+)
+
+
 def _environment() -> dict[str, str]:
     """Return this environment without what belongs to the pytest that runs this test."""
     kept = {
-        name: text for name, text in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))
+        name: text
+        for name, text in scripts.clean_environment().items()
+        if not name.startswith(("PYTEST_", "COV_"))
     }
     return {**kept, "COLUMNS": "300"}
 
 
-def _pytest(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run pytest in a folder, as a user does."""
-    command = [sys.executable, "-m", "pytest", "-p", "ddpsafe.testing", "-p", "no:cacheprovider"]
-    return subprocess.run(
-        [*command, *options],
-        cwd=folder,
-        env=_environment(),
-        capture_output=True,
-        text=True,
-        timeout=_LIMIT_S,
-        check=False,
-    )
+def _pytest(folder: Path, *options: str) -> str:
+    """Run pytest in a folder, as a user does, and return what it prints; it is forked."""
+    printed = folder.with_name(f"{folder.name}-printed")
+    with printed.open("wb") as file, Path(os.devnull).open("rb") as nothing:
+        streams = (nothing.fileno(), file.fileno(), file.fileno())
+        arguments = [*_PYTEST, *options]
+        pytest = scripts.start(
+            arguments, folder=folder, streams=streams, environment=_environment()
+        )
+    try:
+        pytest.wait(_LIMIT_S)
+    finally:
+        pytest.kill()
+        pytest.wait()
+    return printed.read_text()
 
 
 def _project(folder: Path, **files: str) -> Path:
@@ -256,7 +266,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> str:
     with printed.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not printed.exists():
-            printed.write_text(_pytest(_project(folder, test_many=_MANY), "-rA").stdout)
+            printed.write_text(_pytest(_project(folder, test_many=_MANY), "-rA"))
         return printed.read_text()
 
 
@@ -310,12 +320,12 @@ def test_xdist_coverage_and_stop_at_the_first_failure(tmp_path: Path) -> None:
     """
     folder = _project(tmp_path, library=library, test_cov=tests.replace("\n        ", "\n"))
     ran = _pytest(folder, "-n1", "--cov=library", "--cov-report=term-missing")
-    assert "2 passed" in ran.stdout, ran.stdout + ran.stderr
-    assert re.search(r"library\.py +4 +0 +100%", ran.stdout), ran.stdout
+    assert "2 passed" in ran, ran
+    assert re.search(r"library\.py +4 +0 +100%", ran), ran
 
     failing = "import pytest\n\n@pytest.mark.ddp\ndef test_1(): assert 0\n\ndef test_2(): pass\n"
     (folder / "test_cov.py").write_text(failing)
-    assert "1 failed in" in _pytest(folder, "-x").stdout
+    assert "1 failed in" in _pytest(folder, "-x")
 
 
 def test_each_test_says_why_the_fork_server_has_not_started(tmp_path: Path) -> None:
@@ -325,7 +335,7 @@ def pytest_collection_finish(session):
     (session.config._tmp_path_factory.getbasetemp() / "ddpsafe-collection").mkdir()
 """
     tests = "import pytest\n\n@pytest.mark.ddp\n@pytest.mark.parametrize('i', range(2))\ndef test(i): pass\n"
-    printed = _pytest(_project(tmp_path, conftest=conftest, test_two=tests), "-rf").stdout
+    printed = _pytest(_project(tmp_path, conftest=conftest, test_two=tests), "-rf")
     failed = re.findall(r"^FAILED .*IsADirectoryError.*collection", printed, re.MULTILINE)
     assert len(failed) == 2, printed
 
@@ -369,17 +379,24 @@ def test_slow(ddp_context):
 def test_nothing_outlives_a_killed_pytest(tmp_path: Path, *, slow_import: bool) -> None:
     """Neither ranks nor the fork server, which may still be importing the tests."""
     folder = _project(tmp_path, test_slow=_SLOW.format(slow_import=slow_import))
-    command = [sys.executable, "-m", "pytest", "-p", "ddpsafe.testing", "-p", "no:cacheprovider"]
-    with subprocess.Popen(
-        command, cwd=folder, env=_environment(), stdout=subprocess.DEVNULL
-    ) as killed:
-        names = ("server",) if slow_import else ("rank0", "rank1")
+    with Path(os.devnull).open("r+b") as nothing:
+        killed = scripts.start(
+            _PYTEST,
+            folder=folder,
+            streams=[nothing.fileno()] * 3,
+            environment=_environment(),
+            fresh=slow_import,
+        )
+    names = ("server",) if slow_import else ("rank0", "rank1")
+    try:
         scripts.wait_until(lambda: all((folder / name).exists() for name in names))
         watches = [os.pidfd_open(int((folder / name).read_text())) for name in names]
+    finally:
         killed.kill()
-        for watch in watches:
-            assert select.select([watch], [], [], 30)[0]
-            os.close(watch)
+        killed.wait()
+    for watch in watches:
+        assert select.select([watch], [], [], 30)[0]
+        os.close(watch)
 
 
 def test_debugger_opens_in_rank_0(tmp_path: Path) -> None:
@@ -395,11 +412,8 @@ def test_value(ddp_context):
     ddp_context.barrier()
 """
     folder = _project(tmp_path, test_debugged=tests)
-    screen = _typed(
-        ["-m", "pytest", "-p", "ddpsafe.testing", "--pdb", "-p", "no:cacheprovider"],
-        folder,
-        answers=(("(Pdb)", "p value * 100\n"), ("4000", "c\n")),
-    )
+    answers = (("(Pdb)", "p value * 100\n"), ("4000", "c\n"))
+    screen = _typed([*_PYTEST, "--pdb"], folder, answers=answers)
     assert "4000" in screen
     assert "1 failed" in screen
     assert "PDB post_mortem" not in screen  # a second one, of the launcher
@@ -407,10 +421,16 @@ def test_value(ddp_context):
 
 def _typed(arguments: Sequence[str], folder: Path, *, answers: Sequence[tuple[str, str]]) -> str:
     """Run Python on a terminal, typing each answer when its question is on the screen."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(folder)
-        os.execve(sys.executable, [sys.executable, *arguments], _environment())
+    terminal, other_end = pty.openpty()
+    process = scripts.warm_python().start(
+        arguments,
+        environment=_environment(),
+        streams=[other_end] * 3,
+        folder=folder,
+        session=True,
+        terminal=os.ttyname(other_end),
+    )
+    os.close(other_end)
     screen, waiting, end = "", list(answers), time.monotonic() + _LIMIT_S
     while time.monotonic() < end:
         if not select.select([terminal], [], [], 1)[0]:
@@ -423,5 +443,6 @@ def _typed(arguments: Sequence[str], folder: Path, *, answers: Sequence[tuple[st
         if waiting and waiting[0][0] in screen:
             os.write(terminal, waiting.pop(0)[1].encode())
     os.close(terminal)
-    os.waitpid(pid, 0)
+    process.kill()
+    process.wait()
     return screen
