@@ -41,7 +41,7 @@ def test_outside_is_an_index_error_and_other_keys_are_refused() -> None:
         packed["a"]  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_workers_read_it(method: str) -> None:
     """Inherited or sent."""
     loader = DataLoader(Named(10), 5, num_workers=1, multiprocessing_context=method)

@@ -17,7 +17,8 @@ from ddpsafe.data.errors import DataConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-METHODS = ["fork", "spawn", "forkserver"]
+METHODS = ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.soak)]
+"""How workers start: as copies, or with what was pickled, in two ways."""
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),

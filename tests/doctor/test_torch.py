@@ -125,12 +125,13 @@ def test_backend_that_the_build_lacks_fails(tmp_path: Path) -> None:
     assert "was built without nccl" in found.of("DS-VER-005")["fact"]
 
 
-def test_backend_that_torch_does_not_know_is_a_warning() -> None:
+def test_backend_that_torch_does_not_know_is_a_warning(tmp_path: Path) -> None:
     """A package that the script imports may register it, so the doctor cannot be sure."""
-    found = examine("VER", backend="foo")
+    env = other_torch(tmp_path)
+    found = examine("VER", env=env, backend="foo")
     assert found.severity("DS-VER-005") == "warning"
     assert "no backend called 'foo'" in found.of("DS-VER-005")["fact"]
-    assert examine("VER", backend="cpu:gloo").severity("DS-VER-005") == "ok"
+    assert examine("VER", env=env, backend="cpu:gloo").severity("DS-VER-005") == "ok"
 
 
 # GPUs, as a driver would show them.

@@ -173,7 +173,8 @@ def write_torch(folder: Path, **facts: Any) -> None:
         "from torch import FACTS\n"
         "is_available = lambda: True\n"
         "is_gloo_available = lambda: FACTS.get('gloo', True)\n"
-        "is_nccl_available = lambda: False\n",
+        "is_nccl_available = lambda: False\n"
+        "class Backend: backend_list = ['undefined', 'gloo', 'nccl', 'ucc', 'mpi']\n",
         encoding="utf-8",
     )
     (folder / "torch" / "__init__.py").write_text(

@@ -102,6 +102,7 @@ def train() -> None:
     assert bool((values == dist.get_world_size()).all())
     print("TRAINED", flush=True)
     dist.destroy_process_group()
+    os._exit(0)  # clearing torch away would take a quarter of a second
 
 
 def launch_fully_examined() -> None:
