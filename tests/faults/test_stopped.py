@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import signal
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import hang_programs as programs
 import pytest
@@ -10,6 +12,7 @@ from fault_kit import BY_TIMEOUT, COLLECTIVE_S, HANG_S, WORLDS, World, require_h
 from training_programs import train, train_by_hand
 
 import ddpsafe
+from ddpsafe._launcher.processes.rank_process import Worker
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,3 +49,30 @@ def test_in_an_unported_script(tmp_path: Path) -> None:
         within_s=COLLECTIVE_S + HANG_S,
     )
     require_hang(error, 1)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "told_to_end", "status"),
+    [
+        (-signal.SIGKILL, False, "killed"),
+        (-signal.SIGKILL, True, "stopped"),
+        (-signal.SIGSEGV, False, "stopped"),
+        (1, False, "stopped"),
+        (None, False, "stopped"),
+    ],
+)
+def test_a_suspended_rank_that_is_killed_was_killed(
+    *, exit_code: int | None, told_to_end: bool, status: str
+) -> None:
+    """As by the kernel, for memory; what else it does once it is continued to be asked is ddpsafe's doing."""
+    state: Any = SimpleNamespace(
+        returned=None,
+        raised=None,
+        failed=False,
+        alive=exit_code is None,
+        crashed=exit_code == -signal.SIGSEGV,
+        exitcode=exit_code,
+        told_to_end=told_to_end,
+        was_stopped=True,
+    )
+    assert Worker._status(state) == status

@@ -150,10 +150,9 @@ def _await_stopped(workers: Sequence[Worker]) -> None:
 
 def continue_suspended(workers: Sequence[Worker]) -> None:
     """Continue the ranks that `collect` has left suspended, but not those that were so before."""
-    if any(worker.was_stopped for worker in workers):
-        for worker in workers:
-            if not worker.was_stopped:
-                worker.signal(signal.SIGCONT)
+    for worker in workers:
+        if not worker.was_stopped:
+            worker.signal(signal.SIGCONT)
 
 
 def _complete(worker: Worker, reading: RankReading) -> RankReading:

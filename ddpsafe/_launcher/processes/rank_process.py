@@ -417,7 +417,8 @@ class Worker(RankState):
         was_killed = by_a_signal and not self.failed and not self.told_to_end
         if self.raised is not None and not was_killed:
             return "raised"
-        if self.told_to_end or self.was_stopped:
+        # Of what ends a process, SIGKILL alone does so while it is suspended.
+        if self.told_to_end or (self.was_stopped and self.exitcode != -signal.SIGKILL):
             return "stopped"
         if self.alive:
             return "running"
