@@ -347,7 +347,7 @@ class Board:
 _CANNOT_SERVE: Final = {
     errno.EADDRINUSE: (
         "another program has the port.",
-        "choose another port for this job, or end what holds it: ss -ltnp.",
+        "choose another port for this job, or end what holds it: ss -tanp.",
     ),
     errno.EADDRNOTAVAIL: (
         "the address is not one of this host.",
@@ -650,9 +650,7 @@ class NodeRendezvous:
         except OSError as exc:
             if exc.errno == errno.EADDRINUSE and self._config.node_rank != 0:
                 return False  # by another launcher of this job on this host; else it is found out
-            what = f"{socket.gethostname()} cannot serve the endpoint {self._endpoint}: {exc.strerror}."
-            cause, fix = _CANNOT_SERVE.get(exc.errno or 0, _CANNOT_SERVE[0])
-            raise PreflightError(Explanation(what, cause=cause, fix=fix), kind="port") from exc
+            raise self._not_served(exc.errno or 0) from exc
         self._store = self.call(
             lambda: open_tcp_store(address, port, listening=listening), timedelta(seconds=30)
         )
@@ -727,10 +725,14 @@ class NodeRendezvous:
                 )
             time.sleep(pause_s)
         if bound is not None:
-            what = f"{socket.gethostname()} cannot serve the endpoint {self._endpoint}: {why}."
-            cause, fix = _CANNOT_SERVE[errno.EADDRINUSE]
-            raise PreflightError(Explanation(what, cause=cause, fix=fix), kind="port")
+            raise self._not_served(errno.EADDRINUSE)
         raise self.lost(why, deadline)
+
+    def _not_served(self, number: int) -> PreflightError:
+        here, why = socket.gethostname(), os.strerror(number)
+        cause, fix = _CANNOT_SERVE.get(number, _CANNOT_SERVE[0])
+        what = f"{here} cannot serve the endpoint {self._endpoint}: {why}."
+        return PreflightError(Explanation(what, cause=cause, fix=fix), kind="port")
 
     def _connect(self, address: str, here: Sequence[str]) -> None:
         port = self._endpoint.port
