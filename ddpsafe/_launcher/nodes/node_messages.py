@@ -92,6 +92,10 @@ class NodeFacts:
         """Name it in a message."""
         return f"{self.hostname} ({self.address})"
 
+    def named(self, node_rank: int, *details: str) -> str:
+        """Name it in a message, as the node of that rank."""
+        return f"node {node_rank} ({', '.join((repr(self.hostname), *details))})"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundPlan:
@@ -134,9 +138,9 @@ class RoundPlan:
         """Return the node of a rank."""
         return next(node for node in range(len(self.nodes)) if rank in self.ranks_of(node))
 
-    def name_of(self, node_rank: int) -> str:
+    def name_of(self, node_rank: int, *details: str) -> str:
         """Name a node in a message."""
-        return f"node {node_rank} ({self.nodes[node_rank].hostname!r})"
+        return self.nodes[node_rank].named(node_rank, *details)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -490,8 +490,7 @@ def node_lost(ended: errors.EndedAttempt, plan: RoundPlan, lost: dict[int, Lost]
     node, first = min(lost.items(), key=lambda item: item[1].seen_ns)
     others = [each for each in lost if each != node]
     details = [
-        f"node {each} ({plan.nodes[each].hostname!r}, {ranks_text(plan.ranks_of(each))}) was lost, "
-        f"too: {lost[each].why}"
+        f"{plan.name_of(each, ranks_text(plan.ranks_of(each)))} was lost, too: {lost[each].why}"
         for each in others
     ]
     if others and len(lost) == len(plan.nodes) - 1:
@@ -541,10 +540,8 @@ def lost_node_error(
     else:
         cause = "its launcher was killed (SIGKILL, out of memory?), or its job step was ended."
         fix = f"see dmesg and the launcher's log on {who.hostname}; its ranks have ended with it."
-    what = (
-        f"node {node} ({who.hostname!r}, {ranks_text(ranks)} of world_size {plan.world_size}) was "
-        f"lost, {when}: {why}."
-    )
+    name = plan.name_of(node, f"{ranks_text(ranks)} of world_size {plan.world_size}")
+    what = f"{name} was lost, {when}: {why}."
     return NodeLostError(
         Explanation(what, cause=cause, fix=fix, details=tuple(details)),
         node_rank=node,

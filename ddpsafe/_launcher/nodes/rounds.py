@@ -168,7 +168,9 @@ class NodeLaunch:
                 exc.error.previous_attempts = tuple(earlier)
             raise exc.error from exc.error.__cause__
         except BaseException as exc:
-            error = as_error(exc, self._here(0), "could not begin another attempt", phase="retry")
+            error = as_error(
+                exc, rendezvous.facts.named(0), "could not begin another attempt", phase="retry"
+            )
             self._tell(round_result_of(error, is_final=True))
             if self._is_between_rounds:  # others wait for the next one
                 rendezvous.dismiss(error)
@@ -177,10 +179,6 @@ class NodeLaunch:
     def _tell(self, result: RoundResult) -> None:
         if self._channel is not None:
             self._channel.send(result)
-
-    @staticmethod
-    def _here(node_rank: int) -> str:
-        return f"node {node_rank} ({socket.gethostname()!r})"
 
     def _attempt_as_node_0(self, rendezvous: NodeRendezvous, number: int) -> dict[int, object]:
         self.attempts = number
@@ -294,8 +292,7 @@ class NodeLaunch:
         if not blind:
             return None
         unfit, seen = blind[0]
-        name = nodes[unfit].hostname
-        who = f"node {unfit} ({name!r})"
+        name, who = nodes[unfit].hostname, nodes[unfit].named(unfit)
         if seen is None:
             what = (
                 f"{who} has not said within {limit.total_seconds():g} s whether it sees the checkpoints "
@@ -400,7 +397,9 @@ class NodeLaunch:
         self, rendezvous: NodeRendezvous, seat: Seat, exc: BaseException
     ) -> DDPSafeError | Interrupted:
         """Tell the nodes of a round why it does not begin; return the error that all end with."""
-        error = as_error(exc, self._here(seat.node_rank), "could not open the round", phase="start")
+        error = as_error(
+            exc, rendezvous.facts.named(seat.node_rank), "could not open the round", phase="start"
+        )
         rendezvous.takes_signals = False  # the others are told of the signal, too
         with contextlib.suppress(RendezvousTimeoutError):  # the store is this node's own
             failed = seat.board.find(_FAILED, RoundResult)
@@ -557,7 +556,7 @@ class NodeLaunch:
             try:
                 self._calls.change(ended.error)
             except BaseException as exc:
-                here = self._here(seat.node_rank)
+                here = rendezvous.facts.named(seat.node_rank)
                 error = as_error(exc, here, "could not begin another attempt", phase="retry")
                 rendezvous.object(error, None)
                 raise
@@ -573,7 +572,7 @@ class NodeLaunch:
             Interrupted: They come again, and this launcher has been told to go.
         """
         error = as_error(
-            exc, self._here(seat.node_rank), "could not begin the round", phase="start"
+            exc, rendezvous.facts.named(seat.node_rank), "could not begin the round", phase="start"
         )
         if isinstance(error, RendezvousTimeoutError):
             return error  # node 0 is gone, or says nothing
