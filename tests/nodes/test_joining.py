@@ -492,11 +492,20 @@ def test_a_name_server_that_does_not_answer_is_waited_for_as_long_as_asked(
     stopped.set()
 
 
-@pytest.mark.parametrize("node_rank", [0, 1])
-def test_only_who_serves_the_endpoint_says_where_node_0_listens(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, node_rank: int
+@pytest.mark.parametrize(
+    ("name", "networks", "node_rank", "says"),
+    [("h0", 2, 0, True), ("h0", 2, 1, False), ("h0", 1, 0, False), ("h1", 1, 0, True)],
+)
+def test_who_serves_an_endpoint_on_loopback_says_where_if_that_is_in_doubt(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    *,
+    name: str,
+    networks: int,
+    node_rank: int,
+    says: bool,
 ) -> None:
-    """Its name leads to loopback on a host with two networks, which node 1 may be on, too."""
+    """The host has two networks, or another name. Node 1 may be on that host, too, and says nothing."""
     ways = [
         _host.Interface(
             name=f"eth{number}",
@@ -504,10 +513,10 @@ def test_only_who_serves_the_endpoint_says_where_node_0_listens(
             mtu_bytes=1500,
             is_running=True,
         )
-        for number in (0, 1)
+        for number in range(networks)
     ]
     monkeypatch.setattr(rendezvous, "list_interfaces", lambda: ways)
-    monkeypatch.setattr(socket, "gethostname", lambda: "h0")
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
     config = LaunchConfig(
         nnodes=2,
         nproc_per_node=1,
@@ -523,4 +532,4 @@ def test_only_who_serves_the_endpoint_says_where_node_0_listens(
         monkeypatch.setattr(node, "_connect", lambda *_: None)
         with pytest.raises(AssertionError, match="open"):  # there is no store
             node.open()
-    assert ("so node 0 listens at 10.0.0.1" in caplog.text) is (node_rank == 0)
+    assert ("so node 0 listens at 10.0.0.1" in caplog.text) is says

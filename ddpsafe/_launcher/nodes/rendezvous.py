@@ -500,11 +500,8 @@ class NodeRendezvous:
                     "them can join. Set %s or rendezvous.secret_file to keep others out.",
                     JOB_SECRET,
                 )
-            if (
-                not addresses
-                and asked is None
-                and sum(each.is_candidate for each in interfaces) > 1
-            ):
+            is_unsure = sum(each.is_candidate for each in interfaces) > 1 or not self._has_own_name
+            if not addresses and asked is None and is_unsure:
                 logger.warning(
                     "%s is %s here (/etc/hosts), so node 0 listens at %s; if the others know it by "
                     "another address, set rendezvous.interface (--interface) here",
@@ -585,16 +582,21 @@ class NodeRendezvous:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
+    @property
+    def _has_own_name(self) -> bool:
+        """Whether the endpoint is named as this host is."""
+        names = (self._endpoint.host, socket.gethostname())
+        return len({name.partition(".")[0].casefold() for name in names}) == 1
+
     def _require_own_name(self, addresses: Sequence[str]) -> None:
         """Let a name lead to loopback only on the host that has it: elsewhere the host file is wrong.
 
         Raises:
             PreflightError: It is another host's.
         """
-        here, host = socket.gethostname(), self._endpoint.host
-        is_own = host.partition(".")[0].casefold() == here.partition(".")[0].casefold()
-        if is_own or self._config.node_rank == 0:
+        if self._has_own_name or self._config.node_rank == 0:
             return
+        here, host = socket.gethostname(), self._endpoint.host
         what = (
             f"{host}, the host of the endpoint, is {addresses[0]} on {here}: that is {here} itself."
         )
