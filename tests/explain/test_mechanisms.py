@@ -1809,6 +1809,13 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("2020-06-10 13:18:20,846 ERROR scripts.py:447 -- Ray processes died unexpectedly:\n2020-06-10 13:18:20,848 ERROR scripts.py:450 --         raylet died with exit code -6\n2020-06-10 13:18:20,848 ERROR scripts.py:452 -- Killing remaining processes and exiting...", "RAY-raylet", "ray-project/ray#8883"),
     ("[2022-09-16 13:13:46,502 C 2116 2116] (raylet) node_manager.cc:999: [Timeout] Exiting because this node manager has mistakenly been marked as dead by the GCS: GCS didn't receive heartbeats from this node for 30000 ms. This is likely because the machine or raylet has become overloaded.", "RAY-raylet", "ray-project/ray#28562"),
     ("[2024-05-26 11:26:16,798 E 177479 178526] gcs_rpc_client.h:554: Failed to connect to GCS within 60 seconds. GCS may have been killed. It's either GCS is terminated by `ray stop` or is killed unexpectedly.", "RAY-raylet", "ray-project/ray#45570"),
+    ("docker: Error response from daemon: Unknown runtime specified nvidia.\nSee 'docker run --help'.", "CONTAINER-gpu-runtime", "rapidsai/node#324"),
+    ("ERROR: for nada  Cannot create container for service nada: Unknown runtime specified nvidia\nERROR: Encountered errors while bringing up the project.", "CONTAINER-gpu-runtime", "rinongal/StyleGAN-nada#62"),
+    ("Error response from daemon: failed to create task for container: failed to create shim task: OCI runtime create failed: could not apply required modification to OCI specification: error modifying OCI spec: failed to inject CDI devices: unresolvable CDI devices runtime.nvidia.com/gpu=all", "CONTAINER-cdi", "VERT-sh/vertd#39"),
+    ('Error: setting up CDI devices: failed to inject devices: failed to stat CDI host device "/dev/dri/renderD129": no such file or directory', "CONTAINER-cdi", "NVIDIA/nvidia-container-toolkit#885"),
+    ('docker: Error response from daemon: could not select device driver "cdi" with capabilities: [].\nERRO[0000] error waiting for container: context canceled', "CONTAINER-cdi", "NVIDIA/nvidia-container-toolkit#434"),
+    ('docker: Error response from daemon: OCI runtime create failed: container_linux.go:346: starting container process caused "process_linux.go:449: container init caused \\"process_linux.go:432: running prestart hook 0 caused \\\\\\"error running\nhook: exit status 1, stdout: , stderr: nvidia-container-cli: mount error: open failed: /sys/fs/cgroup/devices/user.slice/devices.allow: permission denied\\\\\\\\n\\\\\\"\\"": unknown.', "CONTAINER-gpu-hook", "NVIDIA/nvidia-docker#1155"),
+    ("nvidia-docker | 2017/06/02 17:35:05 Error: nvml: Insufficient Permissions", "CUDA-device-rights", "NVIDIA/nvidia-docker#393"),
 )  # fmt: skip
 
 
