@@ -54,6 +54,23 @@ def test_contents_are_compared_to_the_last_number(change: Callable[[int], object
     assert _content(change(2500), 0) != _content(change(2501), 0)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: torch.eye(n).to_sparse(),
+        lambda n: torch.nested.nested_tensor([torch.ones(n), torch.ones(1)]),
+        lambda n: torch.empty(n, device="meta"),
+        lambda n: torch.ones(n, dtype=torch.complex64).conj(),
+    ],
+    ids=["sparse", "nested", "meta", "conjugated"],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own: nested tensors are a prototype
+def test_a_tensor_that_is_no_row_of_bytes_has_a_content_too(make: Callable[[int], object]) -> None:
+    """A pass over a stream ended with torch's error about its storage."""
+    assert _content(make(3), 0) == _content(make(3), 0)
+    assert _content(make(3), 0) != _content(make(4), 0)
+
+
 def own_part(n: int) -> range:
     """Return the numbers of this worker, as a stream divides itself."""
     info = get_worker_info()

@@ -229,10 +229,13 @@ class EqualWorkers:
 
 def _content(value: Any, start: int) -> int:
     if isinstance(value, torch.Tensor):
-        rows = value.detach().cpu().contiguous().reshape(-1)
-        head = f"{value.dtype}{tuple(value.shape)}".encode()
-        raw = rows.view(torch.uint8).numpy().data if rows.numel() else b""
-        return zlib.crc32(raw, zlib.crc32(head, start))
+        head = f"{value.dtype}{value.layout}".encode()
+        # Sparse, nested and quantized ones, and those without data, cannot be seen as bytes.
+        with contextlib.suppress(RuntimeError):
+            rows = value.detach().cpu().contiguous().reshape(-1)
+            raw = rows.view(torch.uint8).numpy().data if rows.numel() else b""
+            return zlib.crc32(raw, zlib.crc32(head + str(tuple(value.shape)).encode(), start))
+        return zlib.crc32(repr(value).encode(), zlib.crc32(head, start))
     if isinstance(value, np.ndarray):  # its repr() leaves out what is in the middle
         start = zlib.crc32(f"{value.dtype}{value.shape}".encode(), start)
         if value.dtype != object:
