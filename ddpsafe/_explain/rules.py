@@ -897,6 +897,15 @@ _ENVIRONMENT: Final = (
         fix="Name the places (mpirun --map-by slot -H node1:8,node2:8, or slots=8 in the hostfile), leave the binding to the script (--bind-to none), and see who sets another: env | grep -E 'OMPI_MCA|PRTE'.",
     ),
     _rule(
+        "MPI-ucx",
+        "config",
+        "never",
+        r"UCX +ERROR +no [\w ]+ transport to|Failed to create UCP worker|No components were able to be opened in the pml|no supported sockaddr auxiliary transports",
+        over=("MPI-error", "MPI-init"),
+        cause="UCX, which carries the messages of MPI, has no transport left for these two processes: UCX_TLS or pml_ucx_tls leaves out what is needed (sm, tcp, cuda_copy), or this build knows no CUDA.",
+        fix="ucx_info -d lists what there is. unset UCX_TLS, or export UCX_TLS=tcp,sm,cuda_copy,cuda_ipc; mpirun --mca pml_ucx_tls any --mca pml_ucx_devices any; --mca pml ob1 goes without UCX.",
+    ),
+    _rule(
         "MPI-init",
         "config",
         "never",
