@@ -18,7 +18,6 @@ import importlib
 import io
 import json
 import multiprocessing.process
-import multiprocessing.util
 import os
 import resource
 import runpy
@@ -230,8 +229,9 @@ class StandIn:
             self.wait(theirs, script)
         theirs.close()
         os.close(script)
-        self._start = multiprocessing.util.spawnv_passfds
-        multiprocessing.util.spawnv_passfds = self.start
+        util = sys.modules["multiprocessing.util"]
+        self._start = util.spawnv_passfds
+        util.spawnv_passfds = self.start  # type: ignore[attr-defined]
 
     def start(self, path: Any, arguments: Sequence[Any], fds: Sequence[int]) -> int:
         """Start a process of `multiprocessing`; the first fork server is there already."""
@@ -316,9 +316,51 @@ def put_at(fds: Sequence[int], numbers: Sequence[int]) -> None:
         os.close(beyond + offset)
 
 
+class LastAtExit:
+    """What runs after all other functions of `atexit`, and ends the process there.
+
+    To free what torch has imported takes a third of a second of each fork. What the script itself
+    holds is freed.
+    """
+
+    ended_by: BaseException | None = None
+
+    def __call__(self) -> None:
+        """End with the status that the interpreter would end with."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            self.end()
+        # The interpreter has something to say: of a stream that is closed, or has no reader. Builds of
+        # torch for CUDA come with triton, which calls what no collection finds at the end a leak.
+        gc.unfreeze()
+
+    def end(self) -> None:
+        """End the process, unless it is not known how; raise where a stream cannot be written."""
+        match self.ended_by:
+            case None:
+                return
+            case SystemExit(code=None):
+                status = 0
+            case SystemExit(code=int() as code):
+                status = code & 0xFF
+            case _:
+                status = 1  # of a text, which the interpreter has printed
+        if threading.active_count() == 1:  # none that still looks at it
+            vars(sys.modules["__main__"]).clear()
+            gc.collect()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        if isinstance(self.ended_by, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        os._exit(status)
+
+
 def main() -> None:
     """Import, serve, and in each fork run a script."""
+    last = LastAtExit()
+    atexit.register(last)  # before what the imports register, which therefore runs earlier
     asking = socket.socket(fileno=int(sys.argv[1]))
+    importlib.import_module("multiprocessing.util")
     for name in sys.argv[2:]:
         importlib.import_module(name)
     assert threading.active_count() == 1, "a fork would lose a thread"
@@ -327,13 +369,17 @@ def main() -> None:
     gc.freeze()  # or the first collection in each fork would copy every page
     asking.send(b"{}")
     asked, streams = serve(asking)
-    if "triton" in sys.modules:
-        # It comes with builds for CUDA, and calls what no collection finds at the end a leak.
-        atexit.register(gc.unfreeze)
-    be_new(asked, streams)
-    if asked["launches"]:
-        StandIn()
-    run(asked["argv"])
+    try:
+        be_new(asked, streams)
+        if asked["launches"]:
+            StandIn()
+        run(asked["argv"])
+    except (SystemExit, KeyboardInterrupt) as error:
+        # Without the frames of its traceback, which hold what the script has made.
+        is_exit = isinstance(error, SystemExit)
+        last.ended_by = SystemExit(error.code) if is_exit else KeyboardInterrupt()
+        raise
+    last.ended_by = SystemExit()
 
 
 if __name__ == "__main__":
