@@ -783,8 +783,9 @@ class NodeRendezvous:
         deadline = Deadline.after(self._config.rendezvous.join)
         if self._handler is None:
             self._handler = self._make_handler()
-        call = BoundedCall(self._next_round, name="ddpsafe-rendezvous")
-        self._await_round(call, deadline)
+        with _own_store_for_ranks():
+            call = BoundedCall(self._handler.next_rendezvous, name="ddpsafe-rendezvous")
+            self._await_round(call, deadline)
         try:
             info = call.result()
         except RendezvousGracefulExitError:
@@ -1062,10 +1063,6 @@ class NodeRendezvous:
             **options,
         )
 
-    def _next_round(self) -> Any:
-        with _own_store_for_ranks():
-            return self._handler.next_rendezvous()
-
     def _not_joined(self, exc: Exception, deadline: Deadline) -> Exception:
         from torch.distributed.elastic.rendezvous import (
             RendezvousClosedError,
@@ -1131,9 +1128,10 @@ _unshared_users: list[str | None] = []
 
 @contextlib.contextmanager
 def _own_store_for_ranks() -> Iterator[None]:
-    """Set the variable of `_UNSHARED` while any thread is in torch's rendezvous.
+    """Set the variable of `_UNSHARED` while any launch waits for torch's rendezvous.
 
-    A wait that was given up may end while the next launch is in its own.
+    In the thread of the launch: the one that is in the rendezvous may go on when the wait was given
+    up, and would change the environment while others read it.
     """
     with _unshared_lock:
         if not _unshared_users:
