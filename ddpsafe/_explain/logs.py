@@ -457,7 +457,9 @@ class LogReader:
             said, grams = usual, None
         if "root causes" in said or " due to " in said:
             said = _HEDGE.sub("", said)
-        if 'File "' in said or 'File \\"' in said:
+        frame = _FRAME.match(said)
+        is_whole = frame is not None and frame.end() == len(said)
+        if ('File "' in said or 'File \\"' in said) and not is_whole:
             parts = _unfolded(said)
             if len(parts) > 1:
                 prefix = line.removesuffix(said)
@@ -465,7 +467,6 @@ class LogReader:
                     self._read_line(number, prefix + part, shape, grams)
                 return
         rank = _rank_of(line)
-        frame = _FRAME.match(said)
         if frame is not None:
             self._in_traceback, self._since_frame = True, 0
             traceback = self._tracebacks.setdefault(rank, _Traceback())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import random
 import re
 import time
@@ -525,20 +524,20 @@ BAD_TRACEBACK: Final = """\
     ids=["errors", "a-known-exception", "an-exception-of-the-script"],
 )
 def test_a_log_whose_lines_all_differ_and_look_bad_is_read_in_time(record: str, what: str) -> None:
-    """Below a minute per GB of processor time; it was up to 1,000 s before lines were sieved."""
+    """A fence: below three minutes per GB of processor time; it was 1,000 s before lines were sieved.
+
+    On an idle core it is below one, which a busy machine doubles.
+    """
     choose = random.Random(1)
     count = 60_000 // record.count("\n")
     log = "".join(
         record.format(choose.randbytes(20).hex(), what or number) for number in range(count)
     )
-    limit_s, took_s = 60 * len(log) / 1e9 + _NUMPY_S, [math.inf]
-    # Other programs on the host slow a run down by half, so the best of five counts.
-    while min(took_s) > limit_s and len(took_s) <= 5:
-        reader, started_s = LogReader(), time.process_time()
-        reader.read(io.BytesIO(log.encode()))
-        took_s.append(time.process_time() - started_s)
-        assert reader.lines == 60_000
-    assert min(took_s) < limit_s, f"{took_s} s for {len(log) / 1e6:.1f} MB"
+    reader, started_s = LogReader(), time.process_time()
+    reader.read(io.BytesIO(log.encode()))
+    took_s = time.process_time() - started_s
+    assert reader.lines == 60_000
+    assert took_s < 180 * len(log) / 1e9 + _NUMPY_S, f"{took_s} s for {len(log) / 1e6:.1f} MB"
 
 
 @pytest.mark.parametrize(
