@@ -70,7 +70,7 @@ def _pytest(session: nox.Session, command: str, *options: str) -> None:
         arguments.append(str(ROOT / "tests"))
     if not any(argument.startswith(("-n", "--numprocesses")) for argument in arguments):
         # Most tests wait for processes of theirs, so more run at a time than there are cores.
-        arguments += ["-n", "6", "--dist", "worksteal"]
+        arguments += ["-n", "8", "--dist", "worksteal"]
     # Each worker compiles all tests with their asserts, and each process they start the programs and
     # kits: half of the time to collect, unless what was compiled once is kept.
     session.env["PYTHONDONTWRITEBYTECODE"] = ""
