@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import shutil
 import signal
@@ -53,12 +54,12 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(msg)
 
 
-LONG: Final = {"nodes", "smoke", "slurm", "docs"}
-"""Folders of the tests that take longest."""
+TOGETHER: Final = 5
+"""How many tests of several nodes follow one another: they share hosts, and wait more than others."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what ``nox -s soak`` runs, unless ``-m`` asks for it; begin with the longest.
+    """Leave out what ``nox -s soak`` runs, unless ``-m`` asks for it; mix what waits with what computes.
 
     An ``-m`` in pytest's own options would be replaced by the user's, as in ``-m "not slow"``.
     """
@@ -73,8 +74,42 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item.get_closest_marker("soak") is None]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-    # One that takes minutes, begun last, would be waited for alone.
-    items.sort(key=lambda item: not LONG.intersection(item.path.parts))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        items[:] = _mixed(items, workers)
+
+
+def _mixed(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Give each worker its share of the tests of several nodes, between the files of the others.
+
+    A worker begins with as long a part of the list as each other one. Slurm's tests share a cluster
+    and take minutes, so they come first.
+    """
+    nodes = [item for item in items if "nodes" in item.path.parts]
+    by_file = [[*group] for _, group in itertools.groupby(nodes, key=lambda item: item.path)]
+    groups = [
+        file[start : start + TOGETHER]
+        for file in by_file
+        for start in range(0, len(file), TOGETHER)
+    ]
+    others = sorted(
+        (item for item in items if "nodes" not in item.path.parts),
+        key=lambda item: "slurm" not in item.path.parts,
+    )
+    mixed: list[pytest.Item] = []
+    for worker in range(workers):
+        part = others[len(others) * worker // workers : len(others) * (worker + 1) // workers]
+        own = groups[worker::workers]
+        every = len(part) / max(1, len(own))
+        due = 0.0
+        for number, item in enumerate(part):
+            is_first_of_file = number == 0 or item.path != part[number - 1].path
+            while own and is_first_of_file and number >= due:
+                mixed += own.pop(0)
+                due += every
+            mixed.append(item)
+        mixed += itertools.chain.from_iterable(own)
+    return mixed
 
 
 def pytest_collection_finish() -> None:

@@ -35,7 +35,7 @@ FILES: Final = [
     (f"{STDLIB}/site-packages/project/train.py", True, False),
     ("<string>", True, False),  # the fork server's first line, or all of `python -c`
     ("/home/me/train.py", False, False),
-    (f"{OURS}_project/train.py", False, False),
+    (f"{OURS}_project/train.py", "-packages" in OURS, False),
     (f"{STDLIB}-project/train.py", False, False),
 ]
 

@@ -517,8 +517,9 @@ def test_tasks_of_another_step_on_the_same_port_are_refused(tmp_path: Path) -> N
     theirs = slurm(1, step="1") | by_hand(1, 2, port)
     for env in (*ours, theirs):
         del env["RANK"], env["WORLD_SIZE"]
-    *joined, refused = forked_ranks.run(programs.join, [*ours, theirs], folder=tmp_path)
-    assert [rank["total"] for rank in forked_ranks.values(joined)] == [3.0, 3.0]
+    program = programs.join_until_another_is_refused
+    *joined, refused = forked_ranks.run(program, [*ours, theirs], tmp_path, folder=tmp_path)
+    assert forked_ranks.values(joined) == [0, 1]
     assert isinstance(refused.error, ddpsafe.ConfigError)
     assert "another job" in str(refused.error)
     assert "SLURM_STEP_ID" in str(refused.error)
