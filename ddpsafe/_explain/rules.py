@@ -1778,7 +1778,7 @@ _ENVIRONMENT: Final = (
         "BATCH-request",
         "config",
         "never",
-        r"(?P<text>[^.]+?)\.? *Job not submitted\.",
+        r"(?P<text>[^.]{1,300}?)\.? *Job not submitted\.",
         r"qsub: (?P<text>.*(?:Illegal|exceed|rejected|Unknown queue|Unauthorized|[Ii]nvalid|submit (?:error|filter)|not allowed).*?)\.?$",
         r"(?:Unable to run job: |DeniedByDrmException: (?:code \d+: )?)(?P<text>.+?)\.?$",
         over=("USER-exception", "END-command"),
