@@ -314,6 +314,7 @@ class LiveWatch:
         self._next_look_s = 0.0
         self._pause_s = self._settings.quiet_s
         self._next_warning_s = 0.0
+        self._entered_ns = 0
         self.proof: Deadlock | None = None
         self.longest_s = 0.0
         self._rates = Rates(clock)
@@ -535,16 +536,22 @@ class LiveWatch:
             )
             for worker in self._workers
         }
-        # When a rank has last entered a collective, on the monotonic clock.
-        entered_ns = [
-            each.entered_ns
-            for outcome in outcomes.values()
-            if outcome.position is not None
-            for each in outcome.position.collectives
-        ]
-        entered_s = now_s - max(0.0, time.time_ns() - max(entered_ns, default=0)) / 1e9
-        if entered_s > self._moved_s:  # collectives show progress where steps are not counted
-            self._move(entered_s)
+        # Collectives show progress where steps are not counted. Only one that is new does: on the
+        # clock of this launcher the same one is entered at another time at each look.
+        last_ns = max(
+            (
+                each.entered_ns
+                for outcome in outcomes.values()
+                if outcome.position is not None
+                for each in outcome.position.collectives
+            ),
+            default=0,
+        )
+        if last_ns > self._entered_ns:
+            self._entered_ns = last_ns
+            entered_s = now_s - max(0.0, time.time_ns() - last_ns) / 1e9
+            if entered_s > self._moved_s:
+                self._move(entered_s)
         cause = find_root_cause(outcomes)
         waiting, goal = cause.evidence.find_who_waited(cause.root)
         culprits = [cause.root.rank] if goal is not None else list(frames)
