@@ -327,9 +327,11 @@ class LiveWatch:
         return [] if self._socket is None else self._socket.handles()
 
     def close(self) -> None:
-        """Answer no process any more."""
+        """Answer no process any more; one that has asked meanwhile sees the end of its connection."""
         if self._socket is not None:
             self._socket.close()
+        for connection in self._asked_by:
+            connection.close()
 
     def interval_s(self) -> float:
         """Return how often to look, in seconds."""

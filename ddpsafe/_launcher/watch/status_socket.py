@@ -71,7 +71,8 @@ class StatusSocket:
                 said = connection.getsockopt(socket.SOL_SOCKET, option, _CREDENTIALS.size)
                 _, uid, _ = _CREDENTIALS.unpack(said)
             if uid in (0, os.geteuid()):
-                return connection, connection.recv(len(WITH_STACKS)) == WITH_STACKS
+                with contextlib.suppress(OSError):
+                    return connection, connection.recv(len(WITH_STACKS)) == WITH_STACKS
             connection.close()
         return None
 
