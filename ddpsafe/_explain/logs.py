@@ -785,7 +785,7 @@ class LogReader:
             is_outlived = cause.is_warning and cause.last < self._progress
             if not is_outlived and not (cause.is_wrapper and self._knows_original):
                 found.setdefault(cause.code, cause)
-        if self._lowest is not None and self._lowest[1] is not None:
+        if _WATCHDOG in found and self._lowest is not None and self._lowest[1] is not None:
             found[_WATCHDOG].rank = self._lowest[1]
         ranked = sorted(found.values(), key=_order)
         general = {code for rule in RULES if rule.code in found for code in rule.over}

@@ -298,6 +298,7 @@ def test_what_healthy_programs_print_is_not_a_failure() -> None:
 WARNED: Final = "[W1122 socket.cpp:697] [c10d] The client socket has failed to connect to [node-0]:29500 (errno: 111 - Connection refused).\n"
 TORN: Final = "WARNING: not read: EOFError: Ran out of input\nin /tmp/torchinductor_me/fx.json\n"
 JOINING: Final = "Initializing distributed: GLOBAL_RANK: 1, MEMBER: 2/8\n"
+LATE: Final = "[W ProcessGroupNCCL.cpp:600] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=10, OpType=ALLREDUCE, NumelIn=5) ran for 1805457 milliseconds before timing out.\n"
 PROGRESS: Final = "epoch 0 step 10 loss 2.1\n"
 
 
@@ -312,6 +313,8 @@ PROGRESS: Final = "epoch 0 step 10 loss 2.1\n"
         (WARNED + "MemoryError\n" + PROGRESS, ["DS-MEM-alloc"]),
         (TORN, ["DS-COMPILE-cache-torn"]),
         (TORN + PROGRESS, []),
+        (LATE, ["DS-HANG-watchdog"]),
+        (LATE + PROGRESS, []),
         (JOINING, ["DS-RDZV-members"]),
         (JOINING + "All distributed processes registered. Starting with 8 processes\n", []),
         (JOINING + "LOCAL_RANK: 1 - CUDA_VISIBLE_DEVICES: [0,1,2,3]\n", []),
@@ -325,6 +328,8 @@ PROGRESS: Final = "epoch 0 step 10 loss 2.1\n"
         "beside-an-error",
         "of-two-lines",
         "of-two-lines-goes-on",
+        "of-the-watchdog",
+        "of-the-watchdog-goes-on",
         "joining",
         "joined",
         "joined-on-another-node",
