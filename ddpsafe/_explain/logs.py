@@ -294,7 +294,8 @@ class _Traceback:
 
 _USER: Final = "DS-USER-exception"
 _FIX_OF_USER: Final = "Fix that line; ranks that complain of a lost peer failed because of it."
-_WORKER_RAISED: Final = next(rule for rule in RULES if rule.code == "DS-DATA-worker-raised")
+_RULE_OF: Final = {rule.code: rule for rule in RULES}
+_WORKER_RAISED: Final = _RULE_OF["DS-DATA-worker-raised"]
 _REPLICA_RAISED: Final = "The forward failed in a copy of DataParallel"
 _FIX_OF_REPLICA: Final = "Read the 'Original Traceback' that follows: it ends with the line of the model. Try it on one GPU; for several use DistributedDataParallel, with one process for each, as DataParallel copies the model in every step and splits only tensors."
 _WATCHDOG: Final = "DS-HANG-watchdog"
@@ -553,21 +554,27 @@ class LogReader:
 
     def add(self, finding: RecordedFailure) -> None:
         """Take what flight recordings show beside what the logs say."""
-        rule = next(rule for rule in RULES if rule.code == f"DS-{finding.code}")
-        if rule.code not in self._found:  # the first group that stopped; others wait because of it
-            self._found[rule.code] = _cause_of(rule, finding.facts)
-            self._found[rule.code].rank = finding.rank
-            self._found[rule.code].evidence = finding.evidence
-            self._found[rule.code].count = len(finding.evidence)
+        self._note_proved(f"DS-{finding.code}", finding.facts, finding.evidence, finding.rank)
+
+    def _note_proved(
+        self,
+        code: str,
+        facts: dict[str, str],
+        evidence: list[tuple[int, str]],
+        rank: int | None = None,
+    ) -> None:
+        """Note what several records or lines show together."""
+        if code not in self._found:  # the first group that stopped; others wait because of it
+            cause = self._found[code] = _cause_of(_RULE_OF[code], facts)
+            cause.rank, cause.evidence, cause.count = rank, evidence, len(evidence)
 
     def add_report(self, report: Mapping[str, Any]) -> None:
         """Take the report of a launch of ddpsafe: of the newest attempt, if there are several."""
         if self._report is not None and self._report["attempt"] > report["attempt"]:
             return
         self._report = report
-        rule = next(rule for rule in RULES if rule.code == _REPORT)
-        facts = {name: str(report[name]) for name in ("what", "cause", "fix")}
-        found = _cause_of(rule, {name: text.removesuffix(".") for name, text in facts.items()})
+        facts = {name: str(report[name]).removesuffix(".") for name in ("what", "cause", "fix")}
+        found = _cause_of(_RULE_OF[_REPORT], facts)
         found.kind = report["kind"]
         found.retry = _RETRY_OF.get(found.kind, "once")
         ranks = report.get("missing_ranks") or [None]
@@ -702,25 +709,12 @@ class LogReader:
         is_replica = is_wrapper and "replica" in said_text
         fix = _WORKER_RAISED.fix if is_wrapper else _fix_of(f"{raised['type']}{text}")
         fix = _FIX_OF_REPLICA if is_replica else fix
-        cause = Cause(
-            code=_USER,
-            kind="user-error",
-            level="end" if traceback is None else "exception",
-            retry="never",
-            cause=(
-                f"{_REPLICA_RAISED if is_replica else _WORKER_RAISED.cause.removesuffix('.')}{text}{at}."
-                if is_wrapper  # the original stands below it, with the line of the dataset
-                else f"The script raised {raised['type']}{text}{at}."
-            ),
-            fix=fix,
-            page="docs/reference/failures.md#ds-user-exception",
-            rank=_rank_of(line),
-            evidence=[(number, said[:400])],
-            count=1,
-            last=number,
-            is_warning=is_logged and traceback is None,
-            is_wrapper=is_wrapper,
-        )
+        what = f"The script raised {raised['type']}"
+        if is_wrapper:  # the original stands below it, with the line of the dataset
+            what = _REPLICA_RAISED if is_replica else _WORKER_RAISED.cause.removesuffix(".")
+        cause = _user_error(f"{what}{text}{at}.", fix, _rank_of(line), number, said)
+        cause.level = "end" if traceback is None else "exception"
+        cause.is_warning, cause.is_wrapper = is_logged and traceback is None, is_wrapper
         if traceback is None:
             self._lone = cause
         else:
@@ -738,20 +732,8 @@ class LogReader:
             quoted, who = match["text"].removesuffix("."), "A program reported an error:"
         else:
             return
-        self._quoted = Cause(
-            code=_USER,
-            kind="user-error",
-            level="noise",
-            retry="never",
-            cause=f"{who} {quoted}.",
-            fix=_fix_of(quoted),
-            page="docs/reference/failures.md#ds-user-exception",
-            rank=rank,
-            evidence=[(number, said[:400])],
-            count=1,
-            last=number,
-            is_warning=True,
-        )
+        self._quoted = _user_error(f"{who} {quoted}.", _fix_of(quoted), rank, number, said)
+        self._quoted.is_warning = True
 
     def _compare_sequence(self, number: int, said: str, rank: int | None) -> None:
         """Keep the rank that is behind, and two that call one collective of a group differently."""
@@ -769,11 +751,9 @@ class LogReader:
         call2, rank2, line2 = self._timed_out.setdefault(key, (call, rank, (number, said[:400])))
         if call2 == call or rank2 == rank or None in (rank, rank2):
             return
-        rule = next(rule for rule in RULES if rule.code == _MISMATCH)
         facts = {"number": match[1], "rank": str(rank), "call": call}
-        found = _cause_of(rule, {**facts, "rank2": str(rank2), "call2": call2})
-        found.evidence, found.count, found.last = [line2, (number, said[:400])], 2, number
-        self._found[_MISMATCH] = found
+        facts |= {"rank2": str(rank2), "call2": call2}
+        self._note_proved(_MISMATCH, facts, [line2, (number, said[:400])])
 
     def causes(self) -> list[Cause]:
         """Return the causes, best first; noise only where there is nothing else."""
@@ -1006,6 +986,23 @@ def _undecorated(said: str) -> str | None:
             bare = said[begin:].rstrip("`*│ ")
             return bare.removesuffix(quote) if quote in ("'", '"') else bare
     return None
+
+
+def _user_error(cause: str, fix: str, rank: int | None, number: int, said: str) -> Cause:
+    """Make the cause of a line that no rule knows; what says nothing else of it is noise."""
+    return Cause(
+        code=_USER,
+        kind="user-error",
+        level="noise",
+        retry="never",
+        cause=cause,
+        fix=fix,
+        page="docs/reference/failures.md#ds-user-exception",
+        rank=rank,
+        evidence=[(number, said[:400])],
+        count=1,
+        last=number,
+    )
 
 
 def _fix_of(exception: str) -> str:
