@@ -216,7 +216,7 @@ def test_a_signal_to_a_node_that_is_to_come_again_ends_it(
 def test_a_signal_to_a_node_of_the_last_round_that_is_to_come_again_ends_all(opened: Round) -> None:
     """Node 0 waits for it: it hears of the signal, and tells it to the others."""
     opened.board.put(_REFUSAL, round_result_of(UNFIT, is_final=False, failed_node=2))
-    opened.launch._is_member = True
+    opened.launch._earlier.append(UNFIT)
     opened.inbox.put(signal.SIGTERM, None)
     raised: list[BaseException] = []
 

@@ -116,7 +116,7 @@ class NodeLaunch:
         self._directory, self._cancelled = directory, cancelled
         self._channel: Channel | None = None
         self._is_between_rounds = False
-        self._is_member = False
+        self._earlier: list[DDPSafeError] = []
         self._checkpoint_folders: set[str] = set()
         self.attempts = 0
 
@@ -148,10 +148,9 @@ class NodeLaunch:
     def _lead(self, rendezvous: NodeRendezvous) -> dict[int, object]:
         """Be node 0, whose retry policy decides for all."""
         policy = self._plan.config.retry
-        earlier: list[DDPSafeError] = []
 
         def announce(error: DDPSafeError) -> bool:
-            earlier.append(error)
+            self._earlier.append(error)
             self._tell(round_result_of(error, is_final=False))
             self._is_between_rounds = True
             return self._calls.change(error)
@@ -165,7 +164,7 @@ class NodeLaunch:
             )
         except _NoRound as exc:
             if isinstance(exc.error, DDPSafeError):
-                exc.error.previous_attempts = tuple(earlier)
+                exc.error.previous_attempts = tuple(self._earlier)
             raise exc.error from exc.error.__cause__
         except BaseException as exc:
             error = as_error(
@@ -503,7 +502,6 @@ class NodeLaunch:
 
     def _follow(self, rendezvous: NodeRendezvous) -> dict[int, object]:
         """Be another node, round by round, as long as node 0 says so."""
-        earlier: list[DDPSafeError] = []
         while True:
             self._close_channel()
             with open_inbox() as inbox:
@@ -548,10 +546,9 @@ class NodeLaunch:
                 return ended.values
             if not ended.is_again or isinstance(ended.error, Interrupted):
                 if isinstance(ended.error, DDPSafeError):
-                    ended.error.previous_attempts = tuple(earlier)
+                    ended.error.previous_attempts = tuple(self._earlier)
                 raise ended.error
-            earlier.append(ended.error)
-            self._is_member = True
+            self._earlier.append(ended.error)
             logger.warning("attempt %d failed: %s", self.attempts, ended.error.explanation.what)
             try:
                 self._calls.change(ended.error)
@@ -586,8 +583,7 @@ class NodeLaunch:
             if refusal is not None:
                 seat.board.put(f"{_REFUSAL}/{seat.node_rank}", refusal)
                 if _is_of_another(refusal, seat):
-                    if rendezvous.inbox.received is not None:
-                        self._withdraw(rendezvous)
+                    self._withdraw(rendezvous)
                     rendezvous.takes_signals = True
                     rendezvous.require_no_signal()  # the next round has an inbox of its own
                     return None
@@ -599,7 +595,7 @@ class NodeLaunch:
 
     def _withdraw(self, rendezvous: NodeRendezvous) -> None:
         """Tell node 0 of a signal here while it waits for this node, which was in the last round."""
-        if self._is_member and rendezvous.inbox.received is not None:
+        if self._earlier and rendezvous.inbox.received is not None:
             rendezvous.takes_signals = False
             told = Interrupted(rendezvous.inbox.received, socket.gethostname())
             rendezvous.object(told, _REFUSAL_READ)
