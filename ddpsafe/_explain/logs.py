@@ -298,7 +298,7 @@ _RULE_OF: Final = {rule.code: rule for rule in RULES}
 _WORKER_RAISED: Final = _RULE_OF["DS-DATA-worker-raised"]
 _REPLICA_RAISED: Final = "The forward failed in a copy of DataParallel"
 _FIX_OF_REPLICA: Final = "Read the 'Original Traceback' that follows: it ends with the line of the model. Try it on one GPU; for several use DistributedDataParallel, with one process for each, as DataParallel copies the model in every step and splits only tensors."
-_WATCHDOG: Final = "DS-HANG-watchdog"
+_TIMED_OUT: Final = frozenset(code for code in _RULE_OF if code.startswith("DS-HANG-"))
 _MISMATCH: Final = "DS-HANG-mismatch"
 _OWN: Final = ("exception", "end")
 _REPORT: Final = "DS-RUN-report"
@@ -424,7 +424,7 @@ class LogReader:
             if not cause.is_taken_back:
                 cause.count += 1
                 cause.last = number
-                if cause.code == _WATCHDOG:  # which differs in numbers, and those are what counts
+                if cause.code in _TIMED_OUT:  # which differs in numbers, and those are what counts
                     line = raw[:_LONGEST_LINE].decode("utf-8", "replace")
                     self._compare_sequence(number, line, _rank_of(line))
                 return
@@ -537,7 +537,7 @@ class LogReader:
             rule, match = best
             if _PASSED_TEST.search(said):
                 return None
-            if rule.code == _WATCHDOG:
+            if rule.code in _TIMED_OUT:
                 self._compare_sequence(number, said, rank)
             cause = self._note(self._found, rule, match, number, line, said)
             if raised is not None and traceback is not None and traceback.is_original:
@@ -765,8 +765,9 @@ class LogReader:
             is_outlived = cause.is_warning and cause.last < self._progress
             if not is_outlived and not (cause.is_wrapper and self._knows_original):
                 found.setdefault(cause.code, cause)
-        if _WATCHDOG in found and self._lowest is not None and self._lowest[1] is not None:
-            found[_WATCHDOG].rank = self._lowest[1]
+        if self._lowest is not None and self._lowest[1] is not None:
+            for code in _TIMED_OUT & found.keys() - {_MISMATCH}:
+                found[code].rank = self._lowest[1]
         ranked = sorted(found.values(), key=_order)
         general = {code for rule in RULES if rule.code in found for code in rule.over}
         kept = [cause for cause in ranked if cause.code not in general]

@@ -588,10 +588,10 @@ _ENVIRONMENT: Final = (
         "CONTAINER-driver-too-old",
         "config",
         "never",
-        r"unsatisfied condition: ",
+        r"unsatisfied condition: |requirement error: invalid expression",
         over=("CONTAINER-start", "NCCL-no-gpu"),
-        cause="The image needs a newer NVIDIA driver (a newer CUDA) than this host has, so its container is not started.",
-        fix="Update the host's driver (nvidia-smi shows the newest CUDA that it can run), or take an image for an older CUDA; NVIDIA_DISABLE_REQUIRE=1 skips the check, at your risk.",
+        cause="The image needs a newer NVIDIA driver (a newer CUDA) than this host has, or says so in a form that this old NVIDIA container toolkit cannot read, so its container is not started.",
+        fix="Update the host's driver (nvidia-smi shows the newest CUDA that it can run) and nvidia-container-toolkit, or take an image for an older CUDA; NVIDIA_DISABLE_REQUIRE=1 skips the check, at your risk.",
     ),
     _rule(
         "CUDA-driver-not-loaded",
@@ -2468,7 +2468,7 @@ _GLOO: Final = (
         "GLOO-refused",
         "startup-network",
         "once",
-        r"pair\.(?:cc|h):\d+\].{0,40}\bconnect(?: \[|: ).*(?:refused|No route to|timed out|unreachable)|(?:pair\.cc.{0,8}|gloo.{0,80})Connect timeout \[|failed to connect, willRetry=.*SO_ERROR",
+        r"pair\.(?:cc|h):\d+\].{0,40}(?:\bconnect(?: \[|: ).*(?:refused|No route to|timed out|unreachable)|\bSO_ERROR: )|(?:pair\.cc.{0,8}|gloo.{0,80})Connect timeout \[|failed to connect, willRetry=.*SO_ERROR",
         cause="A peer's gloo port does not answer: the peer has ended or does not listen yet, or a firewall rejects the connection.",
         fix="Look at the peer's log first; then open all TCP ports between the hosts. Of several hosts one that announces 127.* or ::1: export GLOO_SOCKET_IFNAME=eth0 on it.",
     ),
@@ -2822,7 +2822,7 @@ _RENDEZVOUS: Final = (
         "NAME-unresolved",
         "startup-network",
         "once",
-        r"(?i)gai error|network addresses of \(.{1,120}\) cannot be retrieved|could not resolve host|NameResolutionError|\[Errno 1100[1-4]\]|Name or service not known|Temporary failure in name resolution|nodename nor servname|getaddrinfo failed|host not found|No address associated with hostname",
+        r"(?i)gai error|network addresses of \(.{1,120}\) cannot be retrieved|could not resolve host|NameResolutionError|\[Errno 1100[1-4]\]|Name or service not known|Temporary failure in name resolution|nodename nor servname|getaddrinfo failed|host not found|No address associated with hostname|Name does not resolve|can't resolve '|server can't find|\bNXDOMAIN\b|^ping: (?:unknown host|bad address)",
         cause="A host name (MASTER_ADDR, or the host's own) cannot be resolved here; that the text speaks of IPv6 does not matter.",
         fix="Check `getent hosts NAME` on every host; use an address or /etc/hosts. On Kubernetes wait for the Service: the record may come later than the pod.",
     ),
@@ -2934,9 +2934,9 @@ _RENDEZVOUS: Final = (
         "RDZV-closed",
         "config",
         "once",
-        r"RendezvousClosedError|RendezvousGracefulExitError|RendezvousStateError|rendezvous .{0,30}(?:is|was|already) closed",
-        cause="The rendezvous had been closed: an agent of this job failed or finished before, or an earlier run used the same id; a closed one takes no agent in.",
-        fix="Look at the log of the agent that ended first; then start all hosts again with a new --rdzv-id (one for each job and each restart).",
+        r"RendezvousClosedError|RendezvousGracefulExitError|RendezvousStateError|[Rr]endezvous (?:.{0,30}(?:is|was|already) closed|gracefully exited)|'NoneType' object has no attribute 'is_failed'",
+        cause="The rendezvous had been closed: an agent of this job failed or finished before, this one is more than --nnodes takes (a spare), or an earlier run used the same id; a closed one takes no agent in.",
+        fix="Look at the log of the agent that ended first (a spare that was not needed may end so); then start all hosts again with a new --rdzv-id (one for each job and each restart).",
     ),
     _rule(
         "RDZV-loopback",
@@ -6025,12 +6025,78 @@ _ENDS: Final = (
     ),
 )
 
+_WATCHDOG_SAYS: Final = r"Watchdog caught collective operation timeout|collective operation timeout: WorkNCCL|flight recorder dump signal from another rank|dump signal due to a collective timeout(?: from rank (?P<rank>\d+))?|Some NCCL operations have failed or timed out|taking the entire process down|Timeout at (?:NCCL|collective)|failure detected by watchdog|detected by watchdog at work"
+"""What NCCL's watchdog and those of others print of a collective that took too long."""
+
+_WAIT_TIMED_OUT: Final = r"Timed out waiting \d+ms for (?:recv|send)|(?:Read|Write|Send) timeout \[|[Tt]imeout waiting for key|Application timeout caused pair closure|monitoredBarrier|wait timeout(?: after \d|\s*$)|Socket Timeout|timed out in blocking wait|c10d/TraceUtils\.h|submitted to be reduced, gathered or broadcasted by subset of ranks|Stalled ranks:|RPC ran for more than set timeout|(?i:CollectiveTimeoutError|BarrierTimeoutError)|waitForInput|EI000[26]|Getting socket times out|timeout when waiting for nonblocking call|barrier timeout after \d+ ?ms|waiting for keys in EtcdStore|Remote Rank did not send|(?i:stream sync(?:hronize)? timeout)|reason=\[task timeout\]"
+"""What gloo, the store and other libraries say of a wait for another rank that took too long."""
+
 _SIGNS: Final = (
+    _rule(
+        "HANG-data-prepared",
+        "hang",
+        "once",
+        _WATCHDOG_SAYS,
+        _WAIT_TIMED_OUT,
+        also=r"(?:main_process_first|main_local_process_first|zero_first|load_dataset|build_\w{0,30}datasets?|get_datasets?|get_train_dataset|prepare_data\w{0,20}|preprocess\w{0,20}|build_train_valid_test_\w{1,40}|setup_datasets?|dataset\.map|datasets\.map)\(",
+        over=("HANG-watchdog", "HANG-timeout", "HANG-watchdog-stuck", "HANG-first-collective"),
+        cause="The others waited for a rank that prepares, downloads or indexes the dataset: that took longer than the timeout, or it failed there.",
+        fix="Prepare the dataset once before the launch, on a disk that all ranks read, or raise the timeout: init_process_group(timeout=timedelta(hours=2)), ddp_timeout=7200, InitProcessGroupKwargs(timeout=...). Look at that rank's own log for an error.",
+        level="likely",
+    ),
+    _rule(
+        "HANG-weights-loaded",
+        "hang",
+        "once",
+        _WATCHDOG_SAYS,
+        _WAIT_TIMED_OUT,
+        also=r"(?:from_pretrained|load_checkpoint|load_model\w{0,30}|load_weights|load_pretrained\w{0,30}|load_state_dict|dcp\.load)\(",
+        over=("HANG-watchdog", "HANG-timeout", "HANG-watchdog-stuck", "HANG-first-collective"),
+        cause="The ranks waited for each other while they load the weights or a checkpoint: one reads them longer than the timeout (slow storage, or it reads for all), failed there, or did not take part.",
+        fix="Raise the timeout: init_process_group(timeout=timedelta(hours=2)), ddp_timeout=7200; copy the weights to a local disk first; load on every rank (FSDP and ZeRO load in collectives). Look at the log of the rank that is missing for an error.",
+        level="likely",
+    ),
+    _rule(
+        "HANG-first-collective",
+        "hang",
+        "once",
+        _WATCHDOG_SAYS,
+        _WAIT_TIMED_OUT,
+        also=r"SeqNum=[1-9],|= DDP\(|(?:DistributedDataParallel|_verify_params?_\w{1,40}|_sync_module_states|_sync_params_and_buffers|_?broadcast_model|deepspeed\.initialize|fully_shard|initialize_model_parallel)\(",
+        over=("HANG-watchdog", "HANG-timeout", "HANG-watchdog-stuck"),
+        cause="One of the first collectives (the model is wrapped, its parameters are compared) did not end: a rank is not there yet (it loads data or weights, or has failed), two ranks use one GPU, or the links between the GPUs or hosts hang.",
+        fix="Look for a rank that does not report it: its log has the reason; if it only loads longer, raise init_process_group(timeout=...). If all of them wait: torch.cuda.set_device(local_rank) before the group, then NCCL_P2P_DISABLE=1 (virtual machines, IOMMU or ACS turned on), NCCL_IB_DISABLE=1 and NCCL_SOCKET_IFNAME tell which link hangs.",
+        level="likely",
+    ),
+    _rule(
+        "HANG-checkpoint-saved",
+        "hang",
+        "once",
+        _WATCHDOG_SAYS,
+        _WAIT_TIMED_OUT,
+        also=r"(?:save_checkpoint|save_pretrained|\._save|save_model\w{0,20}|save_state|save_sharded\w{0,30}|dcp\.(?:async_)?save|get_(?:model_|optimizer_)?state_dict|consolidate_state_dict|gather_state_dict)\(",
+        over=("HANG-watchdog", "HANG-timeout", "HANG-watchdog-stuck", "HANG-evaluation"),
+        cause="The ranks waited for each other while a checkpoint is saved: gathering or writing it took longer than the timeout (its size, slow storage), or not all ranks called the save.",
+        fix="Call the save on every rank (FSDP and ZeRO save in collectives), and only write under `if rank == 0`; save in shards, asynchronously (dcp.async_save) or to a faster disk; raise init_process_group(timeout=timedelta(hours=2)), ddp_timeout=7200.",
+        level="likely",
+    ),
+    _rule(
+        "HANG-evaluation",
+        "hang",
+        "once",
+        _WATCHDOG_SAYS,
+        _WAIT_TIMED_OUT,
+        also=r"(?:(?<!log_save_)evaluate|evaluation_loop|validate|validation_step|run_val\w{0,20}|run_eval\w{0,20}|compute_metrics|gather_for_metrics|prediction_step)\(",
+        over=("HANG-watchdog", "HANG-timeout", "HANG-watchdog-stuck"),
+        cause="The ranks waited for each other in the evaluation: one of them evaluates alone or longer (rank 0 only, generation, metrics), or they have different numbers of batches.",
+        fix="Evaluate on all ranks with as many batches on each (drop_last, DistributedSampler), without a collective under `if rank == 0`; on one rank use model.module instead of the wrapper. If it is only long: init_process_group(timeout=timedelta(hours=2)), ddp_timeout=7200.",
+        level="likely",
+    ),
     _rule(
         "HANG-watchdog",
         "hang",
         "once",
-        r"Watchdog caught collective operation timeout|collective operation timeout: WorkNCCL|flight recorder dump signal from another rank|dump signal due to a collective timeout(?: from rank (?P<rank>\d+))?|Some NCCL operations have failed or timed out|taking the entire process down|Timeout at (?:NCCL|collective)|failure detected by watchdog|detected by watchdog at work",
+        _WATCHDOG_SAYS,
         cause="A collective did not end within the timeout: a rank did not take part in it (other control flow, other batch counts, long work, a crash) or took part in another one.",
         fix="Find the rank with the lowest SeqNum, or the one that is missing here, and see what it did; give all ranks the same number of batches (drop_last, DistributedSampler, Join). Long work on one rank: init_process_group(timeout=timedelta(hours=2)). All ranks in it, and on the first collective: NCCL_P2P_DISABLE=1 tells whether the GPUs' links hang.",
         level="likely",
@@ -6067,7 +6133,7 @@ _SIGNS: Final = (
         "HANG-timeout",
         "hang",
         "once",
-        r"Timed out waiting \d+ms for (?:recv|send)|(?:Read|Write|Send) timeout \[|[Tt]imeout waiting for key|Application timeout caused pair closure|monitoredBarrier|wait timeout(?: after \d|\s*$)|Socket Timeout|timed out in blocking wait|c10d/TraceUtils\.h|submitted to be reduced, gathered or broadcasted by subset of ranks|Stalled ranks:|RPC ran for more than set timeout|(?i:CollectiveTimeoutError|BarrierTimeoutError)|waitForInput|EI000[26]|Getting socket times out|timeout when waiting for nonblocking call|barrier timeout after \d+ ?ms|waiting for keys in EtcdStore|Remote Rank did not send|(?i:stream sync(?:hronize)? timeout)|reason=\[task timeout\]",
+        _WAIT_TIMED_OUT,
         cause="A rank waited for another one that did not come: it is slower, hangs, took another branch, or has ended.",
         fix="Compare where the ranks were (py-spy dump --pid PID, or ddpsafe's own report); let all ranks call the same collectives in the same order; do long work of one rank (data preparation, evaluation) before the launch, or raise init_process_group(timeout=...).",
         level="likely",
@@ -6466,7 +6532,11 @@ _RUN_ERROR: Final = _rule(
 )
 """The error of a launch in a log of its script: it names the cause itself, in the lines that follow."""
 
-_TIMED_OUT: Final = ("HANG-watchdog", "HANG-timeout", "HANG-watchdog-stuck", "NCCL-error")
+_TIMED_OUT: Final = (
+    *("HANG-watchdog", "HANG-timeout", "HANG-watchdog-stuck", "NCCL-error"),
+    *("HANG-data-prepared", "HANG-weights-loaded", "HANG-first-collective"),
+    *("HANG-checkpoint-saved", "HANG-evaluation"),
+)
 """What a log says when a collective took too long, and recordings say better."""
 
 _FLIGHT: Final = (
