@@ -203,6 +203,8 @@ _UNFOLD: Final = re.compile(
     r"|(?<=\s)(?=(?:[a-z_]\w{0,40}\.){0,6}[A-Z]\w{0,60}(?:Error|Exception|Interrupt): )"
 )
 """Where a call and an exception begin that do not stand in a line of their own."""
+_ESCAPED_END: Final = re.compile(r'\\n(?![^"]{0,300}", line \d)')
+"""An end of a line as JSON and Python write it, but not in the path of a call, as of C:\\nets."""
 _LIBRARY: Final = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen|\\lib\\|/torch/")
 _ANY_EXCEPTION: Final = re.compile(
     r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w+)(?:: (?P<text>.*)|:?\s*)$"
@@ -453,20 +455,23 @@ class LogReader:
     ) -> None:
         line = (line if line.isprintable() else _ANSI.sub("", line)).rstrip()
         said = _PREFIX.sub("", line)
+        prefix = line.removesuffix(said)
         usual = _in_usual_form(said)
         if usual != said:
             said, grams = usual, None
         if "root causes" in said or " due to " in said:
             said = _HEDGE.sub("", said)
+        if ('File "' in said or 'File \\"' in said) and not _is_call(said):
+            for part in _unfolded(said):
+                self._read_said(number, prefix + part, _PREFIX.sub("", part), shape, grams)
+        else:
+            self._read_said(number, line, said, shape, grams)
+
+    def _read_said(
+        self, number: int, line: str, said: str, shape: bytes, grams: Collection[str] | None
+    ) -> None:
+        """Read what stands in a line, which may be a part of the log's."""
         frame = _FRAME.match(said)
-        is_whole = frame is not None and frame.end() == len(said)
-        if ('File "' in said or 'File \\"' in said) and not is_whole:
-            parts = _unfolded(said)
-            if len(parts) > 1:
-                prefix = line.removesuffix(said)
-                for part in parts:
-                    self._read_line(number, prefix + part, shape, grams)
-                return
         rank = _rank_of(line)
         if frame is not None:
             self._in_traceback, self._since_frame = True, 0
@@ -968,9 +973,14 @@ _OF_ANY_EXCEPTION: Final = tuple(rule for rule in RULES if rule.raised_in and no
 """What the place alone tells of an exception whose own words no rule knows."""
 
 
+def _is_call(said: str) -> bool:
+    frame = _FRAME.match(said)
+    return frame is not None and frame.end() == len(said)
+
+
 def _unfolded(said: str) -> list[str]:
     """Return the lines of a traceback that stands in one: a paste lost their ends, or it is JSON."""
-    text = said.replace("\\n", "\n").replace('\\"', '"')
+    text = _ESCAPED_END.sub("\n", said).replace('\\"', '"')
     return [part for part in _UNFOLD.split(text) if part.strip()]
 
 

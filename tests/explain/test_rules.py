@@ -487,8 +487,9 @@ def test_every_launcher_s_way_to_tell_of_a_signal_is_known(line: str) -> None:
         r'{"log": "Traceback (most recent call last):\n'
         + 300 * r"  File \"/env/site-packages/x.py\", line 1, in f\n"
         + r'  File \"t.py\", line 9, in main\n    load(x)\nKeyError: 3"}',
+        r'Traceback (most recent call last): File "C:\nets\t.py", line 9, in main KeyError: 3',
     ],
-    ids=["pasted", "json", "long-json"],
+    ids=["pasted", "json", "long-json", "windows"],
 )
 def test_a_traceback_in_one_line_is_read(log: str) -> None:
     """As a paste without ends of lines has it, and torchrun's error file."""
@@ -496,6 +497,21 @@ def test_a_traceback_in_one_line_is_read(log: str) -> None:
     assert (cause.code, cause.rank) == ("DS-USER-exception", 3)
     assert "KeyError: 3" in cause.cause
     assert "t.py:9 in main" in cause.cause
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        ("FileNotFoundError: [Errno 2] Datei oder Verzeichnis nicht gefunden: 'x'", "DATA-path"),
+        ("SafetensorError: No such file or directory (os error 2)", "DATA-path"),
+        ("MyError: it ended. There are some potential root causes. (1) OOM", "USER-exception"),
+    ],
+)
+def test_a_traceback_in_one_line_may_say_it_in_other_words(error: str, code: str) -> None:
+    """What is said in usual words is no longer the end of its line."""
+    log = f'[rank3]: Traceback (most recent call last): File "t.py", line 9, in main {error}'
+    cause = explain_text(log)[0]
+    assert (cause.code, cause.rank) == (f"DS-{code}", 3)
 
 
 @pytest.mark.parametrize("rule", ["=" * 23, "- " * 12, "error: " * 24, "[x]" * 12])
