@@ -523,6 +523,15 @@ def test_what_stands_before_an_exception_is_read_in_linear_time(rule: str) -> No
     assert reader.causes() == []
 
 
+@pytest.mark.parametrize("filler", [":", ": ", "::x ", "- ", "error: ", "\\n", 'File "'])
+def test_what_stands_behind_an_exception_is_read_in_linear_time(filler: str) -> None:
+    """Names of tests, tables and what a dump of bytes may hold."""
+    reader, started_s = LogReader(), time.process_time()
+    reader.read_text(f"RuntimeError: CUDA error: out of memory {filler * 4000}\n")
+    assert time.process_time() - started_s < 1
+    assert reader.causes()
+
+
 BAD_LINE: Final = "2026-11-22 10:00:00 [rank3] error {} loader timeout {}\n"
 BAD_TRACEBACK: Final = """\
 [rank3]: Traceback (most recent call last):
