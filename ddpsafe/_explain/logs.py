@@ -620,9 +620,9 @@ class LogReader:
             match = next((found for sign in rule.signs if (found := sign.search(said))), None)
             if match is None or (rule.check is not None and not rule.check(match)):
                 continue
-            if _is_raised_in(rule, innermost) and not is_settled:
+            if not rule.is_fallback and _is_raised_in(rule, innermost) and not is_settled:
                 return rule, match
-            if rule.raised_in is not None and rule.also is None:
+            if rule.raised_in is not None and rule.also is None and not rule.is_fallback:
                 continue
             if rule.also is not None and (is_settled or rule.code not in self._also):
                 # It stands only if the other line comes, so look on.
@@ -660,6 +660,8 @@ class LogReader:
         said: str,
     ) -> Cause:
         facts = {name: value or "" for name, value in match.groupdict().items()}
+        if rule.raised_in is not None:
+            facts["said"] = self._said_of(said, _rank_of(line))
         cause = where.get(rule.code)
         level = rule.level
         warning = _WARNING.search(line)
@@ -681,6 +683,13 @@ class LogReader:
         if len(cause.evidence) < _EVIDENCE:
             cause.evidence.append((number, said[:400]))
         return cause
+
+    def _said_of(self, exception: str, rank: int | None) -> str:
+        """Return an exception's own words; of an assertion without any, its condition."""
+        bare = exception.strip().rstrip(":")
+        if bare == "AssertionError" and rank in self._asserted:
+            bare = f"{bare}: {self._asserted.pop(rank)}"
+        return bare[:300].removesuffix(".")
 
     def _note_exception(
         self,
@@ -970,7 +979,9 @@ class _Sieve:
         return found
 
 
-_OF_ANY_EXCEPTION: Final = tuple(rule for rule in RULES if rule.raised_in and not rule.signs)
+_OF_ANY_EXCEPTION: Final = tuple(
+    rule for rule in RULES if rule.raised_in and (rule.is_fallback or not rule.signs)
+)
 """What the place alone tells of an exception whose own words no rule knows."""
 
 

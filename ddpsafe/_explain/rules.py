@@ -48,8 +48,8 @@ class LogRule:
             and `fix`.
         also: A pattern that another line of the log has to match; ``None`` where there is none.
         raised_in: A pattern of the innermost call of the exception, ``File "x.py", line 5, in f``,
-            which has to match if `also` does not; ``None`` where it may be any. Without `signs` the place alone
-            is evidence, of exceptions whose own words no rule knows.
+            which has to match if `also` does not; ``None`` where it may be any. Without `signs`, and of a fallback,
+            the place alone is evidence, of exceptions whose own words no rule knows. `cause` may name those as ``{said}``.
         until: A pattern of a later line that takes back what was found before it; ``None`` where none does.
         check: What has to hold of the match; ``None`` where that is nothing more.
         over: Codes of more general rules that say nothing more where this one holds.
@@ -128,6 +128,11 @@ def _ended_by(number: int, name: str, described: str) -> str:
         rf"|(?i:(?:killed|terminated|exited|died|crashed|interrupted)[ :]{{1,2}}(?:(?:by|on|with|due to) )?)signal:? ?(?:{number}\b|{name}\b)"
         rf"|(?:tasks? [\d,-]+:|line \d+: +\d+|Signal:|EXIT STRING:) +{described}\b"
     )
+
+
+def _is_exception(match: re.Match[str]) -> bool:
+    """Tell whether the line is the last one of an exception."""
+    return re.match(r"[\w.]+(?:Error|Exception): ", match.string) is not None
 
 
 def _is_no_info(match: re.Match[str]) -> bool:
@@ -3044,9 +3049,18 @@ _RENDEZVOUS: Final = (
         "PG-not-initialized",
         "user-error",
         "never",
-        r"Default process group (?:has not been|is not) initialized|Process group .{0,40}is not initialized|process group (?:has|had) (?:already )?been destroyed|NCCL WARN comm \S+ has already been destroyed|corrupted comm object|AssertionError: Process group cannot be None|Could not resolve the process group registered|model.parallel group is not initialized|initialize your accelerator via|please initialize it using init_process_group|(?:AcceleratorState|PartialState).{0,40}(?:no attribute|not (?:been )?initialized)|is not initialized in the world group map",
+        r"Default process group (?:has not been|is not) initialized|Process group .{0,40}is not initialized|process group (?:has|had) (?:already )?been destroyed|NCCL WARN comm \S+ has already been destroyed|corrupted comm object|AssertionError: Process group cannot be None|Could not resolve the process group registered|initialize your accelerator via|please initialize it using init_process_group|(?:AcceleratorState|PartialState).{0,40}(?:no attribute|not (?:been )?initialized)|is not initialized in the world group map",
         cause="A function of torch.distributed was called before init_process_group(), or after the group was destroyed.",
         fix="Call init_process_group() first on every rank, or guard the call with dist.is_initialized().",
+    ),
+    _rule(
+        "PG-parallel-groups",
+        "user-error",
+        "never",
+        r"(?:parallel|partition\w*|replica) (?:\w+ ){0,2}(?:group|state) is (?P<how>not|already) initialized",
+        over=("PG-not-initialized", "USER-exception"),
+        cause="The groups of model, data or partition parallelism are {how} initialized: their initialisation is missing or came later, was done twice, or two copies of the module (imported by two paths) each have their own.",
+        fix="Once in each process, after init_process_group and before the model: Megatron's initialize_model_parallel(...) (initialize_megatron), DeepSpeed's initialize or zero.Init for one model with zero_hpz_partition_size; import that module by one path only.",
     ),
     _rule(
         "PG-twice",
@@ -3519,9 +3533,28 @@ _DDP: Final = (
         "ZERO-reduced-twice",
         "user-error",
         "never",
-        r"has already been reduced|Gradient computed twice for this partition|Multiple gradient reduction is currently not supported",
+        r"has already been reduced|Gradient computed twice for this partition|Multiple gradient reduction is currently not supported|assert len\(set\(p\.ds_id for p in \S*params_in_",
         cause="DeepSpeed ZeRO got a second gradient for one parameter in one step: reentrant activation checkpointing, a module that is used twice, or several losses or forwards for one backward.",
         fix="gradient_checkpointing_kwargs={'use_reentrant': False}; add the losses up and call engine.backward once; or ZeRO stage 0 or 1.",
+    ),
+    _rule(
+        "ZERO-ranks-differ",
+        "user-error",
+        "never",
+        r"disagreement between rank ?\d+ and rank ?\d+|disagreement error: rank",
+        over=("USER-exception",),
+        cause="ZeRO-3 compares what the ranks fetch, and they fetch weights of different modules: a branch that depends on the data (a batch without images, experts), generation of different lengths, or a rank with fewer batches.",
+        fix="Let every rank run the same modules as often: synced_gpus=True in generate, a dummy input through modules that a batch does not use, equal numbers of batches (drop_last=True); deepspeed.utils.set_z3_leaf_modules for experts.",
+    ),
+    _rule(
+        "FSDP-state-type",
+        "config",
+        "never",
+        r"_state_dict_type_to_config\[state_dict_type\]",
+        also=r"^KeyError: None",
+        over=("FSDP-failed", "USER-exception"),
+        cause="FSDP is asked for a state dict of no type: the checkpoint is loaded before the model is wrapped, or fsdp_state_dict_type is not set.",
+        fix="Load after accelerator.prepare (newer transformers and accelerate do), and set fsdp_state_dict_type: FULL_STATE_DICT or SHARDED_STATE_DICT, as it was saved with.",
     ),
     _rule(
         "FSDP-state",
@@ -4863,7 +4896,7 @@ _CHECKPOINT: Final = (
         "user-error",
         "never",
         r"Attempting to deserialize object on|don't know how to (?:restore|determine) data location|device module is not registered|SafetensorError: device \S+ is invalid",
-        cause="The checkpoint was saved on a GPU that does not exist here.",
+        cause="The checkpoint was saved on a device that does not exist here (a GPU, or another kind such as MPS, XPU or NPU).",
         fix="torch.load(..., map_location='cpu'), then load_state_dict.",
     ),
     _rule(
@@ -6275,6 +6308,16 @@ _PLACES: Final = (
         fix="Read the parent's error, which stands beside this one; keep lambdas, open files and modules out of the dataset and the arguments.",
     ),
     _rule(
+        "MP-pipe-windows",
+        "user-error",
+        "never",
+        r"^OSError: \[WinError (?:87|1450)\]",
+        raised_in=r"multiprocessing/connection\.py.{0,30} in _send_bytes",
+        over=("USER-exception", "MP-parent-ended"),
+        cause="Windows did not take what is written to a process's pipe: an object of more than some GiB (a dataset in memory, a batch), or the process at its other end has gone.",
+        fix="num_workers=0 shows the worker's own error; keep large data out of what is handed over (memory-map it, load it in the worker), with smaller batches and fewer workers.",
+    ),
+    _rule(
         "MP-semaphore-rights",
         "config",
         "never",
@@ -6332,7 +6375,7 @@ _PLACES: Final = (
         "never",
         raised_in=r"_utils/collate\.py",
         level="exception",
-        cause="The samples of one batch could not be put together ({type}): they differ in shape, type or keys, hold an object that the default collate function does not know, or are views whose storage cannot be resized.",
+        cause="The samples of one batch could not be put together ({said}): they differ in shape, type or keys, hold an object that the default collate function does not know, or are views whose storage cannot be resized.",
         fix="Return arrays or tensors of one shape and type from __getitem__ (x.clone() of a view), or pass a collate_fn; num_workers=0 shows the sample.",
     ),
     _rule(
@@ -6341,7 +6384,7 @@ _PLACES: Final = (
         "never",
         raised_in=r"_utils/pin_memory\.py|in pin_memory\b",
         level="exception",
-        cause="Copying a batch into pinned memory failed ({type}): no memory left on the GPU or the host, another GPU's context, an earlier error of CUDA, or a class in the batch that cannot be made again from its parts.",
+        cause="Copying a batch into pinned memory failed ({said}): no memory left on the GPU or the host, another GPU's context, an earlier error of CUDA, or a class in the batch that cannot be made again from its parts.",
         fix="pin_memory=False proves that it is this; torch.cuda.set_device(local_rank) before the loader is used, a smaller batch or prefetch_factor; give classes of a batch a pin_memory() method.",
     ),
     _rule(
@@ -6360,7 +6403,7 @@ _PLACES: Final = (
         "never",
         raised_in=r"torch/utils/data/(?:sampler|distributed)\.py",
         level="exception",
-        cause="The sampler failed ({type}): the dataset is empty or has no length, or what it was given (indices, weights, batch size, rank and world size) does not fit.",
+        cause="The sampler failed ({said}): the dataset is empty or has no length, or what it was given (indices, weights, batch size, rank and world size) does not fit.",
         fix="print(len(dataset)) on each rank; batch_sampler yields lists of indices, sampler single ones; DistributedSampler after init_process_group, or with num_replicas and rank.",
     ),
     _rule(
@@ -6369,7 +6412,7 @@ _PLACES: Final = (
         "never",
         raised_in=r"torch/utils/data/dataloader\.py",
         level="exception",
-        cause="The DataLoader itself failed ({type}): its arguments contradict each other (timeout or prefetch_factor with num_workers=0, a sampler with shuffle, an IterableDataset with a sampler), or a worker has ended.",
+        cause="The DataLoader itself failed ({said}): its arguments contradict each other (timeout or prefetch_factor with num_workers=0, a sampler with shuffle, an IterableDataset with a sampler), or a worker has ended.",
         fix="Compare the arguments with the documentation of this version of torch; num_workers=0 and timeout=0 show whether it is a worker.",
     ),
     _rule(
@@ -6378,7 +6421,7 @@ _PLACES: Final = (
         "never",
         raised_in=r"/(?:PIL|h5py|lmdb|cv2|soundfile|librosa|torchaudio|decord|av|zarr|pyarrow|webdataset|torchvision/io)/|/(?:soundfile|tarfile|gzip|lzma|bz2)\.py",
         level="exception",
-        cause="A file of the dataset could not be read ({type}): it is damaged, cut off, missing or of another kind than its name says, or a handle to it is shared by forked workers.",
+        cause="A file of the dataset could not be read ({said}): it is damaged, cut off, missing or of another kind than its name says, or a handle to it is shared by forked workers.",
         fix="num_workers=0 and print the path in __getitem__ show which; open files, databases and archives in the worker, not in __init__; leave the sample out or copy it again.",
     ),
     _rule(
@@ -6387,7 +6430,7 @@ _PLACES: Final = (
         "once",
         raised_in=r"/(?:huggingface_hub|requests|urllib3|urllib|botocore|gcsfs|s3fs|http|aiohttp|httpx)/|/ssl\.py",
         level="exception",
-        cause="A request over the network failed ({type}): the host has no way to the server (a proxy, no internet on compute nodes), the server refused it (a token, a limit), or the connection broke.",
+        cause="A request over the network failed ({said}): the host has no way to the server (a proxy, no internet on compute nodes), the server refused it (a token, a limit), or the connection broke.",
         fix="curl -I URL from that host; download once before the job and set HF_HUB_OFFLINE=1; export HTTPS_PROXY or HF_TOKEN where one is needed; try again for a limit.",
     ),
     _rule(
@@ -6396,7 +6439,7 @@ _PLACES: Final = (
         "once",
         raised_in=r"torch/multiprocessing/reductions\.py|multiprocessing/(?:reduction|resource_sharer|shared_memory|heap)\.py",
         level="exception",
-        cause="An object could not be handed to another process ({type}): shared memory (/dev/shm) or file descriptors ran out, the process at the other end has ended, or it is of a kind that cannot be shared (a non-leaf tensor, CUDA after a fork).",
+        cause="An object could not be handed to another process ({said}): shared memory (/dev/shm) or file descriptors ran out, the process at the other end has ended, or it is of a kind that cannot be shared (a non-leaf tensor, CUDA after a fork).",
         fix="df -h /dev/shm (docker run --shm-size=8g); ulimit -n 65536 or torch.multiprocessing.set_sharing_strategy('file_system'); send tensor.detach().cpu(); look for what ended the other process.",
     ),
     _rule(
@@ -6405,7 +6448,7 @@ _PLACES: Final = (
         "never",
         raised_in=r"multiprocessing/(?:spawn|forkserver|popen_\w+|process|context)\.py",
         level="peer",
-        cause="A new process could not be started, or one that was started failed ({type}).",
+        cause="A new process could not be started, or one that was started failed ({said}).",
         fix="Read the child's own error above; the start under  if __name__ == '__main__':, arguments that can be pickled, enough memory and processes (ulimit -u), and no processes started by daemons.",
     ),
     _rule(
@@ -6414,7 +6457,7 @@ _PLACES: Final = (
         "once",
         raised_in=r"torch/serialization\.py.{0,40} in (?:_?save|_legacy_save|__exit__|persistent_id|write\w*)\b",
         level="exception",
-        cause="The checkpoint could not be written ({type}): no space or quota left, no right to write there, or an object in it that cannot be pickled.",
+        cause="The checkpoint could not be written ({said}): no space or quota left, no right to write there, or an object in it that cannot be pickled.",
         fix="df -h and quota -s for that path; save state_dict()s and plain values, by rank 0, to a temporary name that is renamed (ddpsafe.checkpoint does).",
     ),
     _rule(
@@ -6423,7 +6466,7 @@ _PLACES: Final = (
         "never",
         raised_in=r"torch/(?:serialization|_weights_only_unpickler|storage)\.py|torch/_utils\.py.{0,20} in _rebuild|/pickle\.py|/zipfile(?:/__init__)?\.py|safetensors/\w+\.py",
         level="exception",
-        cause="The checkpoint could not be read ({type}): it is damaged or cut off, another kind of file, or written by another version of torch or of the code.",
+        cause="The checkpoint could not be read ({said}): it is damaged or cut off, another kind of file, or written by another version of torch or of the code.",
         fix="ls -l and file FILE; use the checkpoint before it or download it again; load it with the version that wrote it, weights only: torch.load(FILE, map_location='cpu', weights_only=True).",
     ),
     _rule(
@@ -6432,7 +6475,7 @@ _PLACES: Final = (
         "never",
         raised_in=r"torch/distributed/checkpoint/",
         level="exception",
-        cause="torch.distributed.checkpoint could not save or load ({type}): files of the folder are missing or incomplete on this host, or the state dict names other tensors, ranks or shards than were saved.",
+        cause="torch.distributed.checkpoint could not save or load ({said}): files of the folder are missing or incomplete on this host, or the state dict names other tensors, ranks or shards than were saved.",
         fix="All ranks see one folder, with .metadata and all files; load into the same model and wrapper that saved it (get_state_dict of torch.distributed.checkpoint.state_dict); use the checkpoint before it.",
     ),
     _rule(
@@ -6441,7 +6484,7 @@ _PLACES: Final = (
         "never",
         raised_in=r"torch/optim/.{0,60} in (?:load_state_dict|__setstate__|_process_value\w*|update_group|cast|_cast)\b",
         level="exception",
-        cause="The optimizer's state in the checkpoint does not fit this optimizer ({type}): another kind, other parameter groups, another order or version, or not an optimizer's state at all.",
+        cause="The optimizer's state in the checkpoint does not fit this optimizer ({said}): another kind, other parameter groups, another order or version, or not an optimizer's state at all.",
         fix="Make model and optimizer as they were when it was saved, and load the model first; else leave the optimizer's state out and start it fresh.",
     ),
     _rule(
@@ -6457,7 +6500,7 @@ _PLACES: Final = (
         "CKPT-key",
         "user-error",
         "never",
-        r"^KeyError: (?P<name>.{1,80})",
+        r"^KeyError: (?P<name>'[^' ]{1,80}'|\"[^\" ]{1,80}\"|[^'\" ]{1,80})$",
         raised_in=r"^(?!.*(?:optim|sched)).* in (?:_?load_(?:model_)?(?:state_dict|state|checkpoint|ckpt|weights|pretrained\w*|snapshot)\w*|resume\w*|restore\w*|_load_checkpoint|load_from_checkpoint|on_load_checkpoint)$",
         level="exception",
         over=("USER-exception",),
@@ -6470,16 +6513,16 @@ _PLACES: Final = (
         "once",
         raised_in=r"torch/distributed/(?:rendezvous|elastic/rendezvous/\w+|elastic/agent/\S+)\.py",
         level="exception",
-        cause="The ranks could not meet ({type}): MASTER_ADDR, MASTER_PORT, RANK or WORLD_SIZE is missing or wrong, the port is taken, or rank 0 cannot be reached.",
+        cause="The ranks could not meet ({said}): MASTER_ADDR, MASTER_PORT, RANK or WORLD_SIZE is missing or wrong, the port is taken, or rank 0 cannot be reached.",
         fix="Start with torchrun (it sets all four), one --rdzv-endpoint HOST:PORT on all nodes; getent hosts HOST and nc -zv HOST PORT from each node.",
     ),
     _rule(
         "FSDP-failed",
         "user-error",
         "never",
-        raised_in=r"torch/distributed/(?:fsdp|_composable|tensor|_tensor)/",
+        raised_in=r"torch/distributed/(?:fsdp|_composable|tensor|_tensor)/|/fairscale/",
         level="exception",
-        cause="FSDP or DTensor itself failed ({type}): parameters were changed, shared, frozen or moved after the model was wrapped, a part of it was called past its wrapper, or the ranks built different models.",
+        cause="FSDP or DTensor itself failed ({said}): parameters were changed, shared, frozen or moved after the model was wrapped, a part of it was called past its wrapper, or the ranks built different models.",
         fix="Build, load and freeze the model before it is wrapped, wrap tied modules together, call the wrapper only, and make the optimizer afterwards; use_orig_params=True for frozen parameters.",
     ),
     _rule(
@@ -6488,7 +6531,7 @@ _PLACES: Final = (
         "once",
         raised_in=r"torch/cuda/__init__\.py",
         level="exception",
-        cause="CUDA could not be started in this process ({type}): no GPU visible (CUDA_VISIBLE_DEVICES, a container without --gpus), a driver that does not fit, a GPU in an error state, or a fork after CUDA was used.",
+        cause="CUDA could not be started in this process ({said}): no GPU visible (CUDA_VISIBLE_DEVICES, a container without --gpus), a driver that does not fit, a GPU in an error state, or a fork after CUDA was used.",
         fix="nvidia-smi and python -c 'import torch; print(torch.cuda.device_count())' in the same container and job; start method spawn for processes that use CUDA.",
     ),
     _rule(
@@ -6497,7 +6540,7 @@ _PLACES: Final = (
         "never",
         raised_in=r"torch/nn/parallel/distributed\.py|torch/distributed/(?:utils|algorithms/\S+)\.py",
         level="exception",
-        cause="DistributedDataParallel itself failed ({type}), in its constructor or around the forward: the model differs between ranks, lies on several devices or has no parameters that need gradients, or no process group was made.",
+        cause="DistributedDataParallel itself failed ({said}), in its constructor or around the forward: the model differs between ranks, lies on several devices or has no parameters that need gradients, or no process group was made.",
         fix="init_process_group and torch.cuda.set_device(local_rank) first, then DDP(model.to(local_rank), device_ids=[local_rank]), with the same model on all ranks; TORCH_DISTRIBUTED_DEBUG=DETAIL names the parameter.",
     ),
     _rule(
@@ -6506,8 +6549,131 @@ _PLACES: Final = (
         "never",
         raised_in=r"torch/nn/parallel/(?:data_parallel|parallel_apply|replicate|scatter_gather|comm|_functions)\.py",
         level="exception",
-        cause="DataParallel failed ({type}) while it split the batch, copied the model or gathered the outputs: inputs or outputs that are not tensors of one batch, parameters on another device than device_ids[0], or too few samples for the GPUs.",
+        cause="DataParallel failed ({said}) while it split the batch, copied the model or gathered the outputs: inputs or outputs that are not tensors of one batch, parameters on another device than device_ids[0], or too few samples for the GPUs.",
         fix="model.to('cuda:0'), tensors with the batch in dimension 0 as inputs and outputs; or DistributedDataParallel, one process for each GPU.",
+    ),
+    _rule(
+        "CKPT-deepspeed-failed",
+        "user-error",
+        "never",
+        raised_in=r"deepspeed/(?:checkpoint|runtime/checkpoint_engine)/|deepspeed/.{0,80} in \w*(?:load|save|restore)\w*(?:checkpoint|state|module|zero)\w*",
+        level="exception",
+        cause="DeepSpeed could not load or save the checkpoint ({said}): it was saved by another number of ranks, another ZeRO stage or without the optimizer, or its folder is incomplete on this host.",
+        fix="ls the folder and its file 'latest' on every host; resume with as many ranks and the ZeRO stage that saved it; else zero_to_fp32.py makes plain weights of it, and the optimizer starts fresh.",
+    ),
+    _rule(
+        "ZERO-failed",
+        "user-error",
+        "never",
+        r"\bZeRO\b|\bzero[_ ]stage|\bds_(?:status|tensor|shape|numel)\b",
+        check=_is_exception,
+        raised_in=r"deepspeed/runtime/(?:zero|swap_tensor|fp16|bf16_optimizer)|deepspeed/(?:moe|utils/groups|sequence)",
+        level="exception",
+        is_fallback=True,
+        cause="DeepSpeed's ZeRO failed ({said}): weights are used outside of their module's forward, get a gradient twice or not on every rank, the model was initialised twice, or its options do not go together.",
+        fix="The same modules in the same order on all ranks and steps; gradient_checkpointing_kwargs={{'use_reentrant': False}}; deepspeed.zero.GatheredParameters around direct use of weights; one deepspeed.initialize (or prepare) for each model. ZeRO 2 tells whether it is stage 3.",
+    ),
+    _rule(
+        "ENV-deepspeed",
+        "config",
+        "never",
+        r"(?i)\bdeepspeed\b",
+        check=_is_exception,
+        raised_in=r"/deepspeed/|in _prepare_deepspeed|integrations/deepspeed\.py|plugins/deepspeed\.py|strategies/deepspeed\.py",
+        level="exception",
+        is_fallback=True,
+        cause="DeepSpeed refuses what it was given, or does not get on with the installed versions: {said}.",
+        fix="Compare the DeepSpeed configuration (optimizer, scheduler, batch sizes, precision, offload) with what the script and `accelerate config` pass: each in one place, 'auto' for the rest; then the versions of deepspeed, accelerate, transformers and torch (ds_report, pip list).",
+    ),
+    _rule(
+        "CKPT-megatron-failed",
+        "user-error",
+        "never",
+        raised_in=r"(?:megatron|nemo)\S{0,80}/(?:dist_)?checkpoint\w*(?:/|\.py)",
+        level="exception",
+        cause="Megatron could not load or save the checkpoint ({said}): its arguments, parallel sizes or format differ from what was saved, its folder is incomplete, or not all hosts see it.",
+        fix="Start with the arguments and parallel sizes it was saved with (or convert it with tools/checkpoint); check latest_checkpointed_iteration.txt and the folder on every host; --no-load-optim --no-load-rng loads the weights alone.",
+    ),
+    _rule(
+        "ENV-megatron",
+        "config",
+        "never",
+        raised_in=r"/(?:megatron|nemo|mindspeed|fastgen)[\w-]*/",
+        level="exception",
+        cause="Megatron refuses its arguments or the state it is in: {said}.",
+        fix="Check the arguments that this names against each other: world size = tensor x pipeline x context x data parallel; heads, layers, vocabulary and batches are multiples of what divides them; --data-path and --tokenizer-type as the data was made with. The printed list of arguments shows what was taken.",
+    ),
+    _rule(
+        "CKPT-framework-failed",
+        "user-error",
+        "never",
+        raised_in=r"(?:lightning\w*|transformers|accelerate|peft|mmengine|mmcv|mmdet\w*|detectron2|fvcore|ultralytics|timm|fairseq|composer|torchtune|torchtitan|verl|swift|trl|diffusers|nemo)/.{0,200} in \w*(?:checkpoint|state_dict|load_state|save_state|resume|restore|pretrained|load_adapter|load_model|save_model|rng_state|load_weights)\w*$",
+        level="exception",
+        cause="The framework could not load or save a checkpoint or its states ({said}): parts of it are missing, or were saved by another version, strategy, number of ranks or model.",
+        fix="ls -la the folder on every host and compare it with what the call above that line looks for; resume with the strategy, the number of ranks and the versions that saved it, or load the weights alone and start the optimizer fresh.",
+    ),
+    _rule(
+        "ENV-accelerate",
+        "config",
+        "never",
+        raised_in=r"/accelerate/",
+        level="exception",
+        cause="Accelerate refuses what it was given, or does not fit the other packages: {said}.",
+        fix="Compare `accelerate env` (the file of `accelerate config`, its number of processes, its plugins) with what the script passes to Accelerator() and prepare(): model, optimizer and loaders in one prepare, one Accelerator in a process; then its version with those of transformers and torch.",
+    ),
+    _rule(
+        "ENV-lightning",
+        "config",
+        "never",
+        raised_in=r"/(?:pytorch_lightning|lightning_fabric|lightning_lite|lightning)/",
+        level="exception",
+        cause="Lightning refuses what the Trainer or the module was given: {said}.",
+        fix="Change the argument of Trainer(...) or the hook of the module that this names (devices, num_nodes, strategy, precision, loaders, what training_step and configure_optimizers return); where it names none, compare the version with the one that the code was written for.",
+    ),
+    _rule(
+        "ENV-transformers",
+        "config",
+        "never",
+        raised_in=r"/(?:transformers|trl|peft|optimum|diffusers|sentence_transformers|swift|llamafactory)/",
+        level="exception",
+        cause="A library of Hugging Face's family refuses what it was given, or does not fit the others: {said}.",
+        fix="Change the argument, the model's configuration or the column of the data that this names; if the same script ran before, pin transformers, accelerate, peft and trl to the versions it was written for (pip list).",
+    ),
+    _rule(
+        "ENV-openmmlab",
+        "config",
+        "never",
+        raised_in=r"/(?:mmengine|mmcv)/|-packages/mm(?:det|seg|pretrain|cls|action|pose|ocr)\w*/",
+        level="exception",
+        cause="OpenMMLab's runner or a part that it builds failed: {said}.",
+        fix="Look at that part of the printed config (type, keys, paths, custom_imports): it has to fit the installed versions of mmengine, mmcv and the package (mim list); one process without --launcher shows the same error alone.",
+    ),
+    _rule(
+        "ENV-framework",
+        "config",
+        "never",
+        raised_in=r"/(?:detectron2|ultralytics|yolov\d+|timm|fairseq|composer|colossalai|ignite|catalyst|torchtune|torchtitan|verl|espnet\d*|speechbrain|monai|hydra|omegaconf|yacs|fvcore|ray)/",
+        level="exception",
+        cause="The training framework refuses what it was given, or does not fit the installed versions: {said}.",
+        fix="The last call of your own code above that line shows what was passed: correct the option, path or entry of the data that this names (print it on every rank); else install the version that the recipe was written for.",
+    ),
+    _rule(
+        "COMPILE-failed-at",
+        "user-error",
+        "never",
+        raised_in=r"torch/(?:_dynamo|_inductor|_functorch|fx|jit)/|/triton/",
+        level="exception",
+        cause="torch.compile, tracing or Triton failed in its own code ({said}).",
+        fix="TORCHDYNAMO_DISABLE=1 (or without torch.compile, torch.jit) shows that the rest works; then another torch with the Triton that belongs to it, and an empty cache (rm -rf ~/.triton/cache /tmp/torchinductor_$USER).",
+    ),
+    _rule(
+        "PG-call-failed",
+        "user-error",
+        "never",
+        raised_in=r"torch/distributed/(?:distributed_c10d|device_mesh|_functional_collectives|c10d_logger|nn/functional|pipelining/\w+|rpc/\w+)\.py",
+        level="exception",
+        cause="A call of torch.distributed failed ({said}): what it was given (tensor, list, group, rank, device or sizes) does not fit, differs between ranks, or the group does not exist.",
+        fix="Print shape, dtype, device and the group's ranks before that line on every rank; tensors contiguous and on the backend's device (nccl: this rank's GPU); every rank of the group makes the same call. TORCH_DISTRIBUTED_DEBUG=DETAIL names the difference.",
     ),
 )
 
@@ -6916,6 +7082,34 @@ FIXES_OF_EXCEPTIONS: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
         (
             r"(?i)pip3? install|(?:not|n't) (?:been )?installed|to be installed|not found on your system|version must be|too old (?:of a )?version|requires \S+ ?>=|only available in \S+ [\d.]+|please (?:update|upgrade|install|re-?install)|v?[\d.]+ or (?:later|newer|higher|above)|at least version|newer version",
             "Install, update or pin the package that the message names, in the environment that the ranks run in (sys.executable), on every host and in the image.",
+        ),
+        (
+            r"(?i)already (?:been )?(?:initiali[sz]ed|registered|set|started|called|wrapped|running|in use|defined|prepared|added|done)|(?:called|initiali[sz]ed|registered|wrapped|defined|prepared|created|set) (?:twice|again|more than once|multiple times)|only (?:be )?(?:called|created|initiali[sz]ed|set) once",
+            "Something that is to happen once in a process happens twice: look for the second call (a cell of a notebook that is run again, a trainer or accelerator that is made twice, a module imported by two paths), remove or guard it, and start in a fresh process.",
+        ),
+        (
+            r"(?i)(?:not|n't) (?:yet |been |properly |correctly )*(?:initiali[sz]ed|set up|configured|prepared|started|registered|called|wrapped|ready|built|setup)\b|\b(?:call|run|invoke|use|execute) .{1,80}\b(?:first|before)\b|before (?:calling|using|accessing|running)|must be called|did you (?:forget|call)|forgot to",
+            "An earlier step is missing in this process: make the call that the message names before that line, on every rank (a process that is spawned starts from nothing, and a branch for rank 0 leaves the others out).",
+        ),
+        (
+            r"(?i)(?:across|between|among|(?:on|by|for) all|every|all) (?:the )?(?:\w+ )?(?:ranks|processes|workers|nodes)\b|ranks? .{0,60}(?:differ|disagree|inconsisten|mismatch)",
+            "The ranks do not have the same: print what the message names on every rank before that line (seed, files that each host sees, versions, number of batches, a branch that depends on the rank), and make it equal.",
+        ),
+        (
+            r"(?i)\bcheckpoints?\b|state[_ ]?dict|\bresum(?:e|ing)\b|\.ckpt\b|\.safetensors\b|\.pth?\b",
+            "Compare the checkpoint with what it is loaded into: ls -la its folder on every host, print its keys and shapes beside those of the model; load it with the strategy, number of ranks and versions that saved it, or the weights alone.",
+        ),
+        (
+            r"(?i)(?:not|n't) (?:yet |currently |be )*(?:support\w*|implemented|allowed|compatible|permitted|combined|work)\b|unsupported|incompatible|only (?:supports?|works?|supported|available|compatible)|NotImplementedError|mutually exclusive|cannot be used",
+            "Two things that the message names do not go together here: leave one of them out (strategy, precision, offload, compile, kind of layer or device), or use a version of the library that has both.",
+        ),
+        (
+            r"(?i)divisible|multiple of|\b(?:number|num|count|amount) (?:of )?\w+|\bnum_\w+|world[_ ]?size|mismatch|(?:must|should|does not|doesn't|do not|did not) (?:be )?(?:match|equal|the same)|\bsizes?\b|\bshapes?\b|\bdimensions?\b|\blengths?\b|[<>=!]=",
+            "Print both numbers that the message compares, on every rank: they come from the launcher (nodes, processes, GPUs that are visible), the configuration (batch, parallel sizes) or the data, and have to fit each other.",
+        ),
+        (
+            r"(?i)(?:not|n't|unable to|fail(?:ed|s)? to) (?:be )?(?:find|found|locate\w*|exist|resolve|open|read|parse|import)|no such|missing|unknown|unrecogni[sz]ed|not (?:defined|registered|available|in list)|is not in\b",
+            "That name or path is not known to this process: check how it is spelt, the directory it is relative to, that every host sees it, and that the module which registers it is imported on every rank; compare the version of the package.",
         ),
         (
             r"(?i)\b(?:must|should|shouldn't|needs?|ha(?:s|ve) to|cannot|can ?not|can't|can only|only (?:support|work|be|one|pass|use)\w*|one of|not (?:yet |currently )?(?:supported|implemented|allowed|configured|enabled|valid|compatible|recognized|specified|provided|set)|unsupported|does ?n[o']t (?:support|match|have|exist|contain)|do not (?:support|match)|did not (?:match|expect)|not support|invalid|unknown|unrecogni[sz]ed|unexpected|expected|expects|requires?|required|please|mutually exclusive|instead|choose|make sure|ensure|specify|specified|incompatible|mismatch\w*|already\b|exceeds?|multiple|duplicate\w*|conflict\w*|missing|disagrees?|out of (?:bounds|range)|empty|(?:is|are|was|were) not\b|not (?:found|present|available|attached|initialized)|could not find|hint:|did you|forget|set the|selected|more than|less than|at least|at most|divisible|got)\b|[<>=]=|--\w|set `|remove `",
