@@ -213,6 +213,8 @@ _ANY_EXCEPTION: Final = re.compile(
 """What ends a traceback, whatever the class is called."""
 _GOES_ON: Final = re.compile(rb"(?![\w.]+: )[a-z`(][^=]* ")
 """How the next line of a message begins that was broken where the terminal or the paste ended."""
+_GOES_ON_BELOW: Final = re.compile(r"\d+ validation errors? for [\w.]+$")
+"""An exception whose reason stands in the two lines after it, as pydantic prints."""
 _IGNORED: Final = re.compile(r"^(?:Exception ignored in|Error in atexit|--- Logging error ---)")
 _CAUGHT_IN_WORKER: Final = re.compile(r"^Caught \w+ in (?:DataLoader worker|replica|pin memory)")
 _ROOT_CAUSE: Final = re.compile(r"^Root Cause \(first observed failure\)")
@@ -517,6 +519,10 @@ class LogReader:
             raised = _ANY_EXCEPTION.match(said)
         if raised is None:
             innermost = None
+        elif _GOES_ON_BELOW.search(said):
+            below = [each.decode("utf-8", "replace").strip() for each in self._following[:2]]
+            said = " ".join([said, *below])
+            raised = _EXCEPTION.match(said) or raised
         best = self._find_best(number, line, said, innermost, grams)
         # Keep the rank that torchrun's summary names as the first to fail.
         if _ROOT_CAUSE.match(said):
@@ -536,9 +542,10 @@ class LogReader:
         is_wrapper = (
             raised is not None and _CAUGHT_IN_WORKER.match(raised["text"] or "") is not None
         )
-        if best is None and raised is not None and not is_wrapper:
+        is_by_words = best is not None and best[0].is_fallback and best[0].raised_in is not None
+        if (best is None or is_by_words) and raised is not None and not is_wrapper:
             found = (rule for rule in _OF_ANY_EXCEPTION if _is_raised_in(rule, innermost))
-            best = next(((rule, raised) for rule in found), None)
+            best = next(((rule, raised) for rule in found), best)
         if best is not None:
             rule, match = best
             if _PASSED_TEST.search(said):

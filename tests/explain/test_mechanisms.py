@@ -708,7 +708,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("Process finished with exit code -1073741795 (0xC000001D)", "END-sigill", "report"),
     ("Process finished with exit code -1073741819 (0xC0000005)", "END-sigsegv", "report"),
     ('Traceback (most recent call last):\n  File "accelerate_config.yaml", line 1, in <module>\n    compute_environment: LOCAL_MACHINE\nNameError: name \'LOCAL_MACHINE\' is not defined\nKilling subprocess 125118\nKilling subprocess 125119', "USER-exception", "report"),
-    ("ValueError: Less than two GPU ids were configured and tried to run on on multiple GPUs. Please ensure at least two are specified for `--gpu_ids`, or use `--gpu_ids='all'`.", "ENV-layout", "report"),
+    ("ValueError: Less than two GPU ids were configured and tried to run on on multiple GPUs. Please ensure at least two are specified for `--gpu_ids`, or use `--gpu_ids='all'`.", "ENV-gpu-ids", "report"),
     ('ValueError: expected to be in states [<TrainingState.FORWARD_BACKWARD: 2>] but current state is TrainingState.IDLE\n  File "/w/torch/distributed/fsdp/_runtime_utils.py", line 700, in _post_backward_hook', "FSDP-state", "report"),
     ('[rank2]:   File "/x/lib/python3.10/site-packages/torch/distributed/fsdp/_flat_param.py", line 1, in _x\n[rank2]: AssertionError: FSDP assumes model.parameters() are used in the backward: Non-root FSDP instance\'s `_is_root` should not have been set yet or should have been set to `False`', "FSDP-state", "report"),
     ("Operator aten.view.dtype does not have a sharding strategy registered.", "FSDP-dtensor", "report"),
@@ -1859,6 +1859,13 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ('  File "/env/torch/distributed/fsdp/fully_sharded_data_parallel.py", line 608, in set_state_dict_type\n    state_dict_config_type = _state_dict_type_to_config[state_dict_type]\nKeyError: None', "FSDP-state-type", "huggingface/transformers#26159"),
     ("    assert len(set(p.ds_id for p in self.params_in_ipg_bucket)) == len(self.params_in_ipg_bucket)\nAssertionError", "ZERO-reduced-twice", "Oryx-mllm/Oryx#18"),
     ('  File "D:\\Lib\\multiprocessing\\connection.py", line 289, in _send_bytes\nOSError: [WinError 87] The parameter is incorrect', "MP-pipe-windows", "open-mmlab/mmengine#1631"),
+    ("AssertionError: num_elems 513024> buffer 513000.", "ZERO-swap-buffer", "deepspeedai/DeepSpeed#1033"),
+    ("AttributeError: 'NoneType' object has no attribute 'test_step'", "LIGHTNING-no-model", "Lightning-AI/pytorch-lightning#745"),
+    ("    zip_file.get_storage_from_record(name, numel, torch.UntypedStorage)\nRuntimeError: PytorchStreamReader failed reading file data/3: file read", "CKPT-truncated", "chengtan9907/OpenSTL#190"),
+    ("pydantic.error_wrappers.ValidationError: 1 validation error for DeepSpeedZeroConfig\noffload_optimizer\n  value is not a valid dict (type=type_error.dict)", "ENV-deepspeed", "Lightning-AI/pytorch-lightning#17790"),
+    ("AssertionError: tensor model parallel size is odd today", "ENV-megatron", "megatron"),
+    ("ValueError: Accelerator was left without its device", "ENV-accelerate", "accelerate"),
+    ("TypeError: Expected a DTensor here", "FSDP-failed", "torch"),
 )  # fmt: skip
 
 
