@@ -9,11 +9,19 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe._explain.rules import FIXES_OF_EXCEPTIONS, LEVELS, RULES, Level, LogRule, Retry
+from ddpsafe._explain.rules import (
+    FIXES_OF_EXCEPTIONS,
+    LEVELS,
+    RULES,
+    STAGES_OF_EXCEPTIONS,
+    Level,
+    LogRule,
+    Retry,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -33,6 +41,8 @@ _SMALL_BYTES: Final = 1 << 16
 _MOST_CALLS: Final = 20_000
 """So many calls are looked at, and none after the script's own exception is known: they only tell
 where it was raised."""
+_MOST_CALLS_OF_ONE: Final = 50
+"""So many of a traceback's last calls tell what the script was doing."""
 _LONGEST_TRACEBACK: Final = 200
 """So many lines after its last call the exception of a traceback is not awaited any more."""
 
@@ -287,12 +297,14 @@ class _Traceback:
     Attributes:
         frame: The last call so far that is not of a library.
         innermost: The line of the last call so far, with slashes; ``None`` before the first.
+        calls: The last calls so far, as `innermost` has them.
         is_ignored: Whether Python says that the exception is ignored.
         is_original: Whether it is what a worker or a replica raised, printed within the wrapper's.
     """
 
     frame: str | None = None
     innermost: str | None = None
+    calls: deque[str] = field(default_factory=lambda: deque(maxlen=_MOST_CALLS_OF_ONE))
     is_ignored: bool = False
     is_original: bool = False
 
@@ -481,6 +493,7 @@ class LogReader:
             traceback = self._tracebacks.setdefault(rank, _Traceback())
             file, line_number, function = (each for each in frame.groups() if each is not None)
             traceback.innermost = frame[0].replace("\\", "/")
+            traceback.calls.append(traceback.innermost)
             if not _LIBRARY.search(file):
                 traceback.frame = f"{file}:{line_number} in {function}"
         elif said.lstrip(" ╭─").startswith(("Traceback (most recent", "Original Traceback (most")):
@@ -729,11 +742,12 @@ class LogReader:
             said_text = self._asserted.pop(_rank_of(line), "")
         text = f": {said_text[:300].removesuffix('.')}" if said_text else ""
         is_replica = is_wrapper and "replica" in said_text
-        fix = _WORKER_RAISED.fix if is_wrapper else _fix_of(f"{raised['type']}{text}")
-        fix = _FIX_OF_REPLICA if is_replica else fix
-        what = f"The script raised {raised['type']}"
+        calls = () if traceback is None else tuple(traceback.calls)
+        who, fix = _who_and_fix(f"{raised['type']}{text}", calls)
+        what = f"{who} {raised['type']}"
         if is_wrapper:  # the original stands below it, with the line of the dataset
             what = _REPLICA_RAISED if is_replica else _WORKER_RAISED.cause.removesuffix(".")
+            fix = _FIX_OF_REPLICA if is_replica else _WORKER_RAISED.fix
         cause = _user_error(f"{what}{text}{at}.", fix, _rank_of(line), number, said)
         cause.level = "end" if traceback is None else "exception"
         cause.is_warning, cause.is_wrapper = is_logged and traceback is None, is_wrapper
@@ -749,12 +763,14 @@ class LogReader:
         if self._quoted is not None:
             return
         if (match := _QUOTED.search(said)) is not None:
-            quoted, who = match[0].removesuffix("."), "The script raised"
+            quoted = match[0].removesuffix(".")
+            who, fix = _who_and_fix(quoted, (said,))
         elif (match := _LOGGED.search(said)) is not None:
             quoted, who = match["text"].removesuffix("."), "A program reported an error:"
+            _, fix = _who_and_fix(quoted, ())
         else:
             return
-        self._quoted = _user_error(f"{who} {quoted}.", _fix_of(quoted), rank, number, said)
+        self._quoted = _user_error(f"{who} {quoted}.", fix, rank, number, said)
         self._quoted.is_warning = True
 
     def _compare_sequence(self, number: int, said: str, rank: int | None) -> None:
@@ -1035,9 +1051,24 @@ def _user_error(cause: str, fix: str, rank: int | None, number: int, said: str) 
     )
 
 
-def _fix_of(exception: str) -> str:
-    fixes = (fix for pattern, fix in FIXES_OF_EXCEPTIONS if pattern.search(exception))
-    return next(fixes, _FIX_OF_USER)
+def _who_and_fix(exception: str, calls: tuple[str, ...]) -> tuple[str, str]:
+    """Return what raised an exception that no rule knows, and what to do.
+
+    Args:
+        exception: Its type and text.
+        calls: Those of its traceback, the innermost last.
+    """
+    stages = (
+        (what, fix)
+        for call in reversed(calls)
+        for pattern, what, fix in STAGES_OF_EXCEPTIONS
+        if pattern.search(call)
+    )
+    who, fix_of_stage = next(stages, ("The script raised", None))
+    *specific, (asks, fix_of_asked) = FIXES_OF_EXCEPTIONS
+    otherwise = fix_of_asked if asks.search(exception) else _FIX_OF_USER
+    fixes = (fix for pattern, fix in specific if pattern.search(exception))
+    return who, next(fixes, fix_of_stage or otherwise)
 
 
 def _in_usual_form(said: str) -> str:

@@ -1479,7 +1479,7 @@ _ENVIRONMENT: Final = (
         "ENV-launcher",
         "config",
         "never",
-        r"launcher '\w+' not installed|No such file or directory: '(?:\S*/)?(?:pdsh|mpirun|mpiexec|srun|ssh)'|\b(?:pdsh|mpirun|mpiexec|srun|ssh): (?:command )?not found|\"(?:pdsh|mpirun|mpiexec|srun|ssh)\": executable file not found",
+        r"launcher '\w+' not installed|(?i:\bslurm does not appear to be installed)|No such file or directory: '(?:\S*/)?(?:pdsh|mpirun|mpiexec|srun|ssh)'|\b(?:pdsh|mpirun|mpiexec|srun|ssh): (?:command )?not found|\"(?:pdsh|mpirun|mpiexec|srun|ssh)\": executable file not found",
         over=(
             "ENV-program",
             "CONTAINER-entrypoint",
@@ -1487,7 +1487,7 @@ _ENVIRONMENT: Final = (
             "DATA-path",
             "USER-exception",
         ),
-        cause="The program that starts the ranks (pdsh, mpirun, srun, ssh) is not installed in this container, or not in the PATH of this shell.",
+        cause="The program that starts the ranks (pdsh, mpirun, srun, scontrol, ssh) is not installed on this host or in this container, or not in the PATH of this shell.",
         fix="Install it in the image: apt-get install pdsh openssh-client, openmpi-bin; or go without: deepspeed --launcher openmpi|slurm|mpich, or torchrun on each host. Inside a container srun is not there: call it outside, around the container.",
     ),
     _rule(
@@ -2176,6 +2176,15 @@ _NCCL: Final = (
         fix="env | grep NCCL_NET: unset it, or name one that is there. Use the plugin version of the cloud's NCCL image, pass the devices (vpc.amazonaws.com/efa), or NCCL_NET=Socket to prove that it is this.",
     ),
     _rule(
+        "NCCL-rings-differ",
+        "config",
+        "never",
+        r"ring \d+ does not (?:loop back to start|contain rank)",
+        over=("NCCL-topology",),
+        cause="The ranks worked out different rings: their NCCL_* variables (NCCL_HOSTID, NCCL_TOPO_FILE, NCCL_IB_HCA) or versions of NCCL differ, or they see different GPUs and adapters.",
+        fix="The same image, NCCL (torch.cuda.nccl.version()) and NCCL_* variables on every host; unset NCCL_HOSTID, NCCL_TOPO_FILE and NCCL_GRAPH_FILE.",
+    ),
+    _rule(
         "NCCL-topology",
         "config",
         "never",
@@ -2442,6 +2451,15 @@ _NCCL: Final = (
 )
 
 _GLOO: Final = (
+    _rule(
+        "GLOO-interface-pattern",
+        "config",
+        "never",
+        r"Unable to find (?:address|interface) for: \[?(?P<name>[\^=]\S{0,60})",
+        over=("GLOO-interface", "USER-exception"),
+        cause="GLOO_SOCKET_IFNAME holds '{name}', as NCCL_SOCKET_IFNAME may (^ excludes, = is exact); gloo knows names of interfaces only.",
+        fix="export GLOO_SOCKET_IFNAME=eth0: the interface that leads to the other hosts (`ip route get ADDRESS_OF_RANK_0` shows it), several with commas.",
+    ),
     _rule(
         "GLOO-interface",
         "startup-network",
@@ -3460,6 +3478,15 @@ _DDP: Final = (
         over=("DDP-different-model",),
         cause="The first collective of the group brought no result, and the number of parameters of another rank reads as nothing: a rank was late or had failed, or data do not get from GPU to GPU (peer access over PCIe, the network).",
         fix="Look for a rank that failed before, or that loads for longer than the timeout. If all had come: NCCL_P2P_DISABLE=1 (PCIe with an IOMMU or ACS), and `ddpsafe doctor`, which tests the GPUs and the network in pairs.",
+    ),
+    _rule(
+        "DDP-strides",
+        "user-error",
+        "never",
+        r"appears not to match strides of the same param",
+        over=("DDP-different-model",),
+        cause="A parameter lies in memory otherwise than on rank 0 (channels_last, transposed, not contiguous), though its shape is the same: it was converted or loaded otherwise on this rank, or another version of torch runs there.",
+        fix="Before DDP, on every rank: for p in model.parameters(): p.data = p.data.contiguous(), or model.to(memory_format=...) for all; the same torch on all hosts (a convolution of 1x1 can differ under torch 2.2).",
     ),
     _rule(
         "DDP-different-model",
@@ -7168,6 +7195,38 @@ FIXES_OF_EXCEPTIONS: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
     )
 )
 """What to do about an exception that no rule knows, by its type and text: the first that matches."""
+
+STAGES_OF_EXCEPTIONS: Final[tuple[tuple[re.Pattern[str], str, str], ...]] = tuple(
+    (re.compile(pattern), what, fix)
+    for pattern, what, fix in (
+        (
+            r"torch/utils/data/_utils/|torch/utils/data/dataloader\.py.{0,20} in _worker_loop| in (?:__getitem__|__getitems__|\w{0,30}collate\w{0,30})\b",
+            "The dataset or the collate function raised",
+            "Run with num_workers=0 and print what that line gets (dataset[i], the batch): the parts of every sample, their types and shapes have to be those that the code takes; repair or leave out the samples that differ.",
+        ),
+        (
+            r"torch/(?:autograd/(?:__init__|graph)|_tensor|tensor)\.py.{0,20} in (?:backward|_engine_run_backward)\b",
+            "The backward raised",
+            "torch.autograd.set_detect_anomaly(True) names the line of the forward that it belongs to; compare the parameters, shapes and devices there with those of a rank that works.",
+        ),
+        (
+            r" in (?:load_state_dict|load_checkpoint|_load_checkpoint|load_pretrained\w{0,20}|resume\w{0,20}|from_pretrained|load_weights|load_model)\b",
+            "Loading the weights or a checkpoint raised",
+            "Compare the file with what that line asks for: print(torch.load(FILE, map_location='cpu').keys()); build the model with the options and the version of the library that it was saved with, or load only the part that fits.",
+        ),
+        (
+            r" in (?:save_checkpoint|_save_checkpoint|save_pretrained|save_model|save_state)\b",
+            "Saving a checkpoint raised",
+            "Look at what is saved there and where: plain values and state_dict()s, on all ranks that take part in gathering it, to a path that exists and has room (df -h).",
+        ),
+        (
+            r"torch/nn/modules/module\.py.{0,20} in (?:_?call_impl|_call_impl|_wrapped_call_impl|__call__)\b| in forward\b",
+            "The model's forward raised",
+            "Print shape, dtype and device of what that line gets, on this rank and on one that works: the batch, the model's sizes and options, and the installed versions have to fit together.",
+        ),
+    )
+)
+"""What the script was doing, by the calls of a traceback, the innermost first, and what to look at there."""
 
 _PAGE_HEAD: Final = """\
 # Failures that `ddpsafe explain` knows

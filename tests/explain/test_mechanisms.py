@@ -42,6 +42,10 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  [enforce fail at gloo/transport/tcp/pair.cc:498] optval == 0. 111 vs 0. SO_ERROR: Connection refused", "GLOO-refused", "gloo"),
     ("nvidia-container-cli: requirement error: invalid expression: unknown", "CONTAINER-driver-too-old", "libnvidia-container"),
     ("AttributeError: 'NoneType' object has no attribute 'is_failed'", "RDZV-closed", "torchrun"),
+    ("RuntimeError: params[182] in this process with sizes [256, 256, 1, 1] appears not to match strides of the same param in process 0.", "DDP-strides", "torch"),
+    ("w:22789:28201 [0] graph/rings.cc:38 NCCL WARN Error : ring 0 does not loop back to start (14 != 0)", "NCCL-rings-differ", "nccl"),
+    ("RuntimeError: [enforce fail at gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find address for: ^lo", "GLOO-interface-pattern", "gloo"),
+    ("RUNTIME ERROR: SLURM does not appear to be installed.\nsrun: error: n0: tasks 1-7: Exited with exit code 1", "ENV-launcher", "parlai"),
     # What starts the ranks, and what a container lacks.
     ("Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?", "CONTAINER-docker", "docker"),
     ('docker: Error response from daemon: Conflict. The container name "/train" is already in use by container "1a".', "CONTAINER-taken", "docker"),

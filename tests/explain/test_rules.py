@@ -244,6 +244,45 @@ def test_the_words_of_an_unknown_exception_say_what_to_do(log: str, cause: str, 
     assert found.fix.startswith(fix)
 
 
+@pytest.mark.parametrize(
+    ("calls", "who"),
+    [
+        (
+            ("train.py:9 main", "/env/torch/utils/data/_utils/fetch.py:54 fetch", "data.py:9 pad"),
+            "The dataset",
+        ),
+        (("train.py:9 main", "data.py:12 collate_fn"), "The dataset"),
+        (
+            ("/env/torch/nn/modules/module.py:1553 _wrapped_call_impl", "model.py:40 encode"),
+            "The model's forward",
+        ),
+        (
+            ("data.py:9 __getitem__", "/env/torch/nn/modules/module.py:15 _call_impl", "m.py:4 f"),
+            "The model's forward",
+        ),
+        (
+            (
+                "/env/torch/_tensor.py:581 backward",
+                "/env/torch/autograd/graph.py:825 _engine_run_backward",
+            ),
+            "The backward",
+        ),
+        (("/w/trainer.py:77 load_checkpoint", "/w/io.py:3 parse"), "Loading the weights"),
+        (("train.py:9 main", "loop.py:3 step"), "The script raised"),
+    ],
+)
+def test_the_calls_of_a_traceback_tell_what_the_script_was_doing(
+    calls: tuple[str, ...], who: str
+) -> None:
+    """The innermost one that says so."""
+    lines = (re.sub(r"(.+):(\d+) (\w+)", r'  File "\1", line \2, in \3', call) for call in calls)
+    [found] = explain_text(
+        "\n".join(["Traceback (most recent call last):", *lines, "ValueError: odd"])
+    )
+    assert found.cause.startswith(who)
+    assert found.cause.count("ValueError: odd") == 1
+
+
 def test_what_a_logger_calls_an_error_counts_where_there_is_nothing_else() -> None:
     """Its words are all that there is to say."""
     logged = "2026-11-22 10:11:12 ERROR trainer.py:12: the quux of rank 3 has no bar\n"
