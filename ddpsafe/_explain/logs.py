@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._explain.rules import (
-    FIXES_OF_EXCEPTIONS,
+    KINDS_OF_EXCEPTIONS,
     LEVELS,
     RULES,
     STAGES_OF_EXCEPTIONS,
@@ -310,7 +310,9 @@ class _Traceback:
 
 
 _USER: Final = "DS-USER-exception"
-_FIX_OF_USER: Final = "Fix that line; ranks that complain of a lost peer failed because of it."
+_FIX_OF_USER: Final = "Fix that line: print what goes into it, on this rank and on one that works, in one process and with num_workers=0 if it comes from data; ranks that complain of a lost peer failed because of it."
+_SAYS_LITTLE: Final = (_FIX_OF_USER, KINDS_OF_EXCEPTIONS[-1][2])
+"""Fixes that what the script was doing is better than."""
 _RULE_OF: Final = {rule.code: rule for rule in RULES}
 _WORKER_RAISED: Final = _RULE_OF["DS-DATA-worker-raised"]
 _REPLICA_RAISED: Final = "The forward failed in a copy of DataParallel"
@@ -743,12 +745,12 @@ class LogReader:
         text = f": {said_text[:300].removesuffix('.')}" if said_text else ""
         is_replica = is_wrapper and "replica" in said_text
         calls = () if traceback is None else tuple(traceback.calls)
-        who, fix = _who_and_fix(f"{raised['type']}{text}", calls)
+        who, meaning, fix = _read_exception(f"{raised['type']}{text}", calls)
         what = f"{who} {raised['type']}"
         if is_wrapper:  # the original stands below it, with the line of the dataset
             what = _REPLICA_RAISED if is_replica else _WORKER_RAISED.cause.removesuffix(".")
-            fix = _FIX_OF_REPLICA if is_replica else _WORKER_RAISED.fix
-        cause = _user_error(f"{what}{text}{at}.", fix, _rank_of(line), number, said)
+            meaning, fix = "", _FIX_OF_REPLICA if is_replica else _WORKER_RAISED.fix
+        cause = _user_error(f"{what}{text}{at}.{meaning}", fix, _rank_of(line), number, said)
         cause.level = "end" if traceback is None else "exception"
         cause.is_warning, cause.is_wrapper = is_logged and traceback is None, is_wrapper
         if traceback is None:
@@ -764,13 +766,13 @@ class LogReader:
             return
         if (match := _QUOTED.search(said)) is not None:
             quoted = match[0].removesuffix(".")
-            who, fix = _who_and_fix(quoted, (said,))
+            who, meaning, fix = _read_exception(quoted, (said,))
         elif (match := _LOGGED.search(said)) is not None:
             quoted, who = match["text"].removesuffix("."), "A program reported an error:"
-            _, fix = _who_and_fix(quoted, ())
+            _, meaning, fix = _read_exception(quoted, ())
         else:
             return
-        self._quoted = _user_error(f"{who} {quoted}.", fix, rank, number, said)
+        self._quoted = _user_error(f"{who} {quoted}.{meaning}", fix, rank, number, said)
         self._quoted.is_warning = True
 
     def _compare_sequence(self, number: int, said: str, rank: int | None) -> None:
@@ -1051,8 +1053,8 @@ def _user_error(cause: str, fix: str, rank: int | None, number: int, said: str) 
     )
 
 
-def _who_and_fix(exception: str, calls: tuple[str, ...]) -> tuple[str, str]:
-    """Return what raised an exception that no rule knows, and what to do.
+def _read_exception(exception: str, calls: tuple[str, ...]) -> tuple[str, str, str]:
+    """Return what raised an exception that no rule knows, what its words say, and what to do.
 
     Args:
         exception: Its type and text.
@@ -1065,10 +1067,11 @@ def _who_and_fix(exception: str, calls: tuple[str, ...]) -> tuple[str, str]:
         if pattern.search(call)
     )
     who, fix_of_stage = next(stages, ("The script raised", None))
-    *specific, (asks, fix_of_asked) = FIXES_OF_EXCEPTIONS
-    otherwise = fix_of_asked if asks.search(exception) else _FIX_OF_USER
-    fixes = (fix for pattern, fix in specific if pattern.search(exception))
-    return who, next(fixes, fix_of_stage or otherwise)
+    kinds = ((cause, fix) for each, cause, fix in KINDS_OF_EXCEPTIONS if each.search(exception))
+    cause, fix = next(kinds, ("", _FIX_OF_USER))
+    if not cause and fix_of_stage is not None and fix in _SAYS_LITTLE:
+        fix = fix_of_stage
+    return who, f" {cause}".rstrip(), fix
 
 
 def _in_usual_form(said: str) -> str:

@@ -3233,7 +3233,7 @@ _CUDA: Final = (
         "CUDA-fork",
         "user-error",
         "never",
-        r"Cannot re-initialize CUDA in forked subprocess|^Cuda failure (?:3 )?'initialization error|CUDA error: initialization error|runtime error \(3\)|error=3 : initialization|Error 3: initialization|cudaErrorInitializationError|if CUDA is already initialized|should only be initialized inside your training function|CUDA has been initialized before|instruction using .torch\.cuda. in any cell|CUDA .{0,20}before .{0,20}fork",
+        r"Cannot re-initialize CUDA in forked subprocess|^Cuda failure (?:3 )?'initialization error|CUDA error: initialization error|runtime error \(3\)|error=3 : initialization|Error 3: initialization|cudaErrorInitializationError|if CUDA is already initialized|CUDA: initialization error|should only be initialized inside your training function|CUDA has been initialized before|instruction using .torch\.cuda. in any cell|CUDA .{0,20}before .{0,20}fork",
         cause="CUDA was used before processes were forked: in the parent of a DataLoader worker, or in a notebook before its launcher starts the ranks.",
         fix="Touch CUDA only inside the training function; keep datasets and collate functions on the CPU; or multiprocessing_context='spawn'. In a notebook: restart the kernel first.",
     ),
@@ -3286,7 +3286,7 @@ _CUDA: Final = (
         "never",
         r"(?i)illegal memory access|misaligned address|global/shared address space|unspecified launch failure|cudaErrorIllegalAddress|cuda runtime error \((?:77|700)\)|Xid .*: (?:13|31|43)\b|Memory access fault by GPU|amdgpu: .{0,60}page fault",
         cause="A kernel accessed memory that is not its own: a bug in a custom kernel or an index, seldom the hardware.",
-        fix="Run with CUDA_LAUNCH_BLOCKING=1, or under compute-sanitizer, to find the kernel; check dmesg for Xid 13, 31 or hardware ones.",
+        fix="Run with CUDA_LAUNCH_BLOCKING=1, or under compute-sanitizer, to find the kernel; try it without torch.compile, custom kernels or fused attention, or with newer ones, and torch.cuda.set_device(local_rank) first; check dmesg for Xid 13, 31 or hardware ones.",
     ),
     _rule(
         "ENV-flash-attention",
@@ -3322,6 +3322,16 @@ _CUDA: Final = (
         over=("ENV-library", "CUDA-library", "CUDA-driver-library"),
         cause="A library of CUDA (cuDNN, cuBLAS, NVRTC, …) is not found, or one of another version stands before it in LD_LIBRARY_PATH.",
         fix="unset LD_LIBRARY_PATH first: torch brings its own copies. Reinstall torch with its nvidia-* packages (pip install --force-reinstall torch); for a package of another CUDA version, install its cuDNN (nvidia-cudnn-cu12) and add that folder to LD_LIBRARY_PATH.",
+    ),
+    _rule(
+        "CUDA-cudnn-input",
+        "user-error",
+        "never",
+        r"CUDNN_STATUS_(?:NOT_SUPPORTED|BAD_PARAM)|non-contiguous input",
+        over=("CUDA-library",),
+        cause="cuDNN cannot take this input: it is not contiguous, empty, of another dtype or device than the weights, or too large (more than 2**31 elements); or this cuDNN has no kernel for the GPU.",
+        fix="Print shape, dtype, device and is_contiguous() before that layer: x.contiguous(), a smaller batch or crop, one dtype (autocast). For a try: torch.backends.cudnn.enabled = False; if that runs with good shapes, a newer torch.",
+        level="likely",
     ),
     _rule(
         "CUDA-library-versions",
@@ -5600,6 +5610,34 @@ _DATA: Final = (
         fix="Make a new DataLoader with the new value; frameworks that rescale the batch size take it before they make the loader.",
     ),
     _rule(
+        "DATA-sampler-interface",
+        "user-error",
+        "never",
+        r"'\w*Sampler\w*' object has no attribute '(?:drop_last|batch_size|sampler|num_samples|dataset|data_source|generator|epoch|total_size|shuffle)'|__init__\(\) got an unexpected keyword argument '(?:drop_last|sampler|batch_sampler|num_replicas)'",
+        over=("ENV-attribute", "ENV-version", "USER-exception"),
+        cause="A sampler of your own is used as if it were torch's: a framework (Lightning, Accelerate) makes it again with sampler, batch_size and drop_last, or torch asks it for them.",
+        fix="def __init__(self, sampler, batch_size, drop_last), keep all three as attributes, and give it __len__; or keep yours as it is: Trainer(use_distributed_sampler=False), and let it divide the samples by rank itself.",
+    ),
+    _rule(
+        "DATA-sample-keys",
+        "user-error",
+        "never",
+        r"didn't find \[.{1,300}\] in \[|duplicate file name in tar file|[Mm]issing key '?\w+'? in sample",
+        over=("USER-exception",),
+        cause="A sample of a shard lacks a part that the pipeline asks for: its files do not stand side by side in the tar or have other extensions, or the last sample is cut off, as the writer was not closed.",
+        fix="tar tf SHARD | head (and tail): one key with all extensions in a row; write shards with 'with ShardWriter(...) as sink', so that it is closed; leave incomplete samples out: handler=wds.warn_and_continue.",
+    ),
+    _rule(
+        "DATA-shards-split",
+        "user-error",
+        "never",
+        r"^IndexError: list index out of range$|^AssertionError$|^ZeroDivisionError",
+        raised_in=r"datasets/(?:utils/sharding|iterable_dataset)\.py",
+        over=("DATA-index-range", "USER-exception"),
+        cause="A dataset is to be divided into more parts (ranks, workers, shard(n)) than it has shards, so that one of them gets none.",
+        fix="print(dataset.num_shards): at least ranks x num_workers, and a multiple of the ranks; dataset.to_iterable_dataset(num_shards=N), more and smaller files, or fewer workers.",
+    ),
+    _rule(
         "DATA-node-splitter",
         "user-error",
         "never",
@@ -5746,7 +5784,7 @@ _DATA: Final = (
         "DATA-corrupt",
         "user-error",
         "never",
-        r"cannot identify image file|image file is truncated|Corrupt JPEG|tarfile\.ReadError|broken data stream|ended before the end-of-stream marker|ArrowInvalid|magic bytes not found|Not a gzipped file|incorrect data check|DatasetGenerationError|incorrect header check|Failed to interpret file .{0,200} as a pickle|mmap length is greater than file size|cannot reshape array of size 0|BadZipFile: File is not a zip|Invalid data found when processing input|moov atom not found|No data left in file|LibsndfileError|File contains data in an unknown format|DecompressionBombError|buffer is smaller than requested size|Compressed file ended before|DECORDError|cannot find video stream|EmptyDataError|Error tokenizing data|ParseError: (?:no element|not well-formed|syntax error)|broken PNG file|DataLossError|corrupted record|AudioLoadingError|diverged from the one obtained when loading",
+        r"cannot identify image file|image file is truncated|Corrupt JPEG|tarfile\.ReadError|broken data stream|ended before the end-of-stream marker|[Uu]nrecognized image format|ArrowInvalid|magic bytes not found|Not a gzipped file|incorrect data check|DatasetGenerationError|incorrect header check|Failed to interpret file .{0,200} as a pickle|mmap length is greater than file size|cannot reshape array of size 0|BadZipFile: File is not a zip|Invalid data found when processing input|moov atom not found|No data left in file|LibsndfileError|File contains data in an unknown format|DecompressionBombError|buffer is smaller than requested size|Compressed file ended before|DECORDError|cannot find video stream|EmptyDataError|Error tokenizing data|ParseError: (?:no element|not well-formed|syntax error)|broken PNG file|DataLossError|corrupted record|AudioLoadingError|diverged from the one obtained when loading",
         cause="A file of the dataset is damaged or cut off.",
         fix="Find it (num_workers=0 shows the sample), and fetch it again or skip it.",
     ),
@@ -5994,7 +6032,7 @@ _ENDS: Final = (
         r"^\s*s\.connect\(address\)|^\s*fd = df\.detach\(\)|^\s*with _resource_sharer\.get_connection",
         over=("DATA-path", "RDZV-unreachable", "NET-refused"),
         cause="A tensor was to be taken over from a process that had ended: a DataLoader worker, or the process that sent it, is gone.",
-        fix="Look for what ended that process (its own error, dmesg for the out-of-memory killer); num_workers=0 shows an error of the dataset.",
+        fix="Look for what ended that process (its own error, dmesg for the out-of-memory killer); num_workers=0 shows an error of the dataset. A process that sends tensors has to live until they are taken: join it after queue.get(), or send .numpy().",
         level="exit",
     ),
     _rule(
@@ -6471,6 +6509,24 @@ _PLACES: Final = (
         fix="num_workers=0 and print the path in __getitem__ show which; open files, databases and archives in the worker, not in __init__; leave the sample out or copy it again.",
     ),
     _rule(
+        "DATA-dali-failed",
+        "user-error",
+        "never",
+        raised_in=r"nvidia/dali/",
+        level="exception",
+        cause="A pipeline of DALI failed ({said}), in the operator that the message names: a file that it cannot decode, samples of different shapes, an argument of another version, no GPU memory, or CUDA after a fork.",
+        fix="Read the lines below the first: they name the operator and its file. Run it on the CPU (device='cpu') with batch_size=1 to find the sample; build one pipeline in each rank, with device_id=local_rank.",
+    ),
+    _rule(
+        "DATA-library-failed",
+        "user-error",
+        "never",
+        raised_in=r"-packages/(?:datasets|webdataset|wids|streaming|litdata|torchdata|petastorm|ffcv|deeplake|fiftyone|lhotse|tfrecord|energon)/",
+        level="exception",
+        cause="The library that reads the dataset failed ({said}): a column, split or file that is asked for is not there, there are fewer shards than ranks and workers, or its cache is of another version, cut off, or written by several ranks at once.",
+        fix="Try it in one process (num_workers=0, num_proc=1, one rank) and print the dataset and its first sample; let rank 0 alone prepare it, before a barrier; delete its cache; the same version of the library everywhere.",
+    ),
+    _rule(
         "NET-request-failed",
         "network",
         "once",
@@ -6835,7 +6891,7 @@ _FALLBACKS: Final = (
         "DATA-worker-raised",
         "user-error",
         "never",
-        r"^Caught \w+ in DataLoader worker process",
+        r"^Caught \w+ in DataLoader worker process|DataLoader reader (?:thread|process).{0,40}raised an exception|because the data reader raises",
         level="end",
         is_fallback=True,
         cause="The dataset or the collate function failed in a DataLoader worker.",
@@ -7039,6 +7095,16 @@ _NOISE: Final = (
         level="noise",
     ),
     _rule(
+        "NOISE-video",
+        "user-error",
+        "never",
+        r"error while decoding MB|mmco: unref short|Reference \d+ >= \d|co located POCs unavailable|Invalid NAL unit size|non-existing PPS|Missing reference picture|ac-tex damaged|Last message repeated",
+        over=("NOISE-omp",),
+        cause="A video of the dataset is damaged, or a reader sought in it where no frame begins: FFmpeg goes on, and some frames come out wrong.",
+        fix="ffmpeg -v error -i FILE -f null - for each file names the damaged ones: leave them out or encode them again; compare with another reader (PyAV, torchcodec, cv2).",
+        level="noise",
+    ),
+    _rule(
         "NOISE-reverse-name",
         "startup-network",
         "never",
@@ -7145,56 +7211,103 @@ RULES: Final[tuple[LogRule, ...]] = (
 """Every rule, the more specific one first within a level."""
 
 
-FIXES_OF_EXCEPTIONS: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
-    (re.compile(pattern), fix)
-    for pattern, fix in (
+KINDS_OF_EXCEPTIONS: Final[tuple[tuple[re.Pattern[str], str, str], ...]] = tuple(
+    (re.compile(pattern), cause, fix)
+    for pattern, cause, fix in (
         (
             r"^AssertionError: assert\b",
+            "",
             "The condition after assert does not hold: print both its sides before it, on every rank. It mostly checks an option, a number of GPUs or processes, or a shape.",
         ),
         (
             r"^KeyError: ",
+            "",
             "Print list(d) of the dictionary before that line: a batch, a configuration or a file of another version names it otherwise, or not on this rank.",
         ),
         (
             r"(?i)pip3? install|(?:not|n't) (?:been )?installed|to be installed|not found on your system|version must be|too old (?:of a )?version|requires \S+ ?>=|only available in \S+ [\d.]+|please (?:update|upgrade|install|re-?install)|v?[\d.]+ or (?:later|newer|higher|above)|at least version|newer version",
+            "A package is missing, or is of another version than this code needs.",
             "Install, update or pin the package that the message names, in the environment that the ranks run in (sys.executable), on every host and in the image.",
         ),
         (
-            r"(?i)already (?:been )?(?:initiali[sz]ed|registered|set|started|called|wrapped|running|in use|defined|prepared|added|done)|(?:called|initiali[sz]ed|registered|wrapped|defined|prepared|created|set) (?:twice|again|more than once|multiple times)|only (?:be )?(?:called|created|initiali[sz]ed|set) once",
-            "Something that is to happen once in a process happens twice: look for the second call (a cell of a notebook that is run again, a trainer or accelerator that is made twice, a module imported by two paths), remove or guard it, and start in a fresh process.",
+            r"(?i)already (?:been )?(?:initiali[sz]ed|registered|set|started|called|wrapped|running|defined|prepared|added|done)|(?:called|initiali[sz]ed|registered|wrapped|defined|prepared|created|set) (?:twice|again|more than once|multiple times)|only (?:be )?(?:called|created|initiali[sz]ed|set) once",
+            "Something that is to happen once in a process happens twice.",
+            "Look for the second call (a cell of a notebook that is run again, a trainer or accelerator that is made twice, a module imported by two paths), remove or guard it, and start in a fresh process.",
         ),
         (
             r"(?i)(?:not|n't) (?:yet |been |properly |correctly )*(?:initiali[sz]ed|set up|configured|prepared|started|registered|called|wrapped|ready|built|setup)\b|\b(?:call|run|invoke|use|execute) .{1,80}\b(?:first|before)\b|before (?:calling|using|accessing|running)|must be called|did you (?:forget|call)|forgot to",
-            "An earlier step is missing in this process: make the call that the message names before that line, on every rank (a process that is spawned starts from nothing, and a branch for rank 0 leaves the others out).",
+            "An earlier step is missing in this process.",
+            "Make the call that the message names before that line, on every rank (a process that is spawned starts from nothing, and a branch for rank 0 leaves the others out).",
         ),
         (
             r"(?i)(?:across|between|among|(?:on|by|for) all|every|all) (?:the )?(?:\w+ )?(?:ranks|processes|workers|nodes)\b|ranks? .{0,60}(?:differ|disagree|inconsisten|mismatch)",
-            "The ranks do not have the same: print what the message names on every rank before that line (seed, files that each host sees, versions, number of batches, a branch that depends on the rank), and make it equal.",
+            "The ranks do not have the same.",
+            "Print what the message names on every rank before that line (seed, files that each host sees, versions, number of batches, a branch that depends on the rank), and make it equal.",
+        ),
+        (
+            r"\bNoneType\b|(?i:\b(?:got|is|are|was|be|return(?:ed|s)?) None\b)",
+            "A value is None where an object is needed: a file that could not be read (cv2.imread gives None for a path that is not there), a function that ends without return, or an option that is not set.",
+            "Print it where it is made, and the path or the option it comes from, on every rank; repair or leave out the sample that cannot be read.",
+        ),
+        (
+            r"(?i)\b(?:corrupt\w*|truncated|damaged|malformed|decod(?:e|ing)|pars(?:e|ing)|unrecogni[sz]ed|unsupported|unknown|bad|invalid)\b.{0,40}\b(?:image|file|format|header|record|archive|json|audio|video|jpe?g|png|tar|zip|magic|stream|frame|chunk|data)\b|\b(?:file|image|video|audio|archive|data|header|checkpoint|chunk|index)\b.{0,40}\b(?:corrupt\w*|truncated|damaged|malformed)\b|unexpected end of|unexpected EOF|(?:could|can) ?not (?:decode|parse)|fail\w* to (?:decode|parse)",
+            "A file is not what its reader takes it for: it is damaged, cut off, empty, or of another format or version.",
+            "Print the path before it is read (num_workers=0); ls -l and file PATH; copy or make it again, or leave it out, and compare the versions of what wrote and what reads it.",
         ),
         (
             r"(?i)\bcheckpoints?\b|state[_ ]?dict|\bresum(?:e|ing)\b|\.ckpt\b|\.safetensors\b|\.pth?\b",
+            "What a checkpoint holds, and what it is loaded into or read by, do not fit.",
             "Compare the checkpoint with what it is loaded into: ls -la its folder on every host, print its keys and shapes beside those of the model; load it with the strategy, number of ranks and versions that saved it, or the weights alone.",
         ),
         (
+            r"(?i)\balready\b.{0,40}\b(?:exist\w*|in use|used|registered|locked|open\w*|running|taken|created|defined|initiali[sz]ed|set|called)\b|\b(?:exists|not empty|stale|left ?over)\b|should have been (?:deleted|removed|closed|released)|duplicate",
+            "Something of that name is there already: from an earlier run that was ended or an earlier call, or made by another rank or process at the same time.",
+            "Remove what earlier runs left (the output folder, a cache, a lock, /dev/shm), a name of its own for each run; make it once, on rank 0 alone with a barrier after it where ranks share it.",
+        ),
+        (
             r"(?i)(?:not|n't) (?:yet |currently |be )*(?:support\w*|implemented|allowed|compatible|permitted|combined|work)\b|unsupported|incompatible|only (?:supports?|works?|supported|available|compatible)|NotImplementedError|mutually exclusive|cannot be used",
-            "Two things that the message names do not go together here: leave one of them out (strategy, precision, offload, compile, kind of layer or device), or use a version of the library that has both.",
+            "What the message names does not go together in this version, or not on this device.",
+            "Change the option that it names or leave one of them out (strategy, precision, offload, compile, kind of layer or device), on all ranks, or use a version of the library that has both.",
+        ),
+        (
+            r"(?i)\b(?:dtype|scalar type|half|bfloat16|float16|float32)\b|same device|on (?:the )?(?:same|different) devices?|expected (?:a )?(?:cuda|cpu)|device type",
+            "A tensor has another dtype or lies on another device than the operation takes.",
+            "Print dtype and device of all that goes into that line: .to(x.device) and .to(x.dtype), one dtype for model and inputs (torch.autocast), and what is made in forward made on the input's device.",
+        ),
+        (
+            r"(?i)\b(?:size|sizes|shape|shapes|dimensions?|dims?|length|lengths|number of (?:elements|channels|classes|features|dimensions)|elements|ndim|batch)\b.{0,80}\b(?:match\w*|mismatch\w*|equal\w*|same|expected|must|should|invalid|differ\w*|incompatible|divisible|but got|got|than|inconsistent)\b|(?:mismatch\w*|inconsistent|unequal|incompatible|different).{0,40}\b(?:size|shape|dimension|length|number)s?\b|broadcast|not enough values to unpack|too many values to unpack",
+            "Two sizes that have to fit do not: of tensors, of lists, or of a configuration and what it is used with.",
+            "Print the shapes or lengths of all that goes into that line, on every rank; compare the configuration (classes, channels, sequence length, batch size, number of ranks) with the data and the checkpoint.",
         ),
         (
             r"(?i)divisible|multiple of|\b(?:number|num|count|amount) (?:of )?\w+|\bnum_\w+|world[_ ]?size|mismatch|(?:must|should|does not|doesn't|do not|did not) (?:be )?(?:match|equal|the same)|\bsizes?\b|\bshapes?\b|\bdimensions?\b|\blengths?\b|[<>=!]=",
+            "Two numbers that the message compares do not fit each other.",
             "Print both numbers that the message compares, on every rank: they come from the launcher (nodes, processes, GPUs that are visible), the configuration (batch, parallel sizes) or the data, and have to fit each other.",
         ),
         (
-            r"(?i)(?:not|n't|unable to|fail(?:ed|s)? to) (?:be )?(?:find|found|locate\w*|exist|resolve|open|read|parse|import)|no such|missing|unknown|unrecogni[sz]ed|not (?:defined|registered|available|in list)|is not in\b",
-            "That name or path is not known to this process: check how it is spelt, the directory it is relative to, that every host sees it, and that the module which registers it is imported on every rank; compare the version of the package.",
+            r"(?i)\bno such\b|\bmissing\b|\b(?:not|n't|cannot|can't|could not|unable to|fail\w* to|no) (?:be )?(?:found|find|exist|locate\w*|resolve|open|read|parse|import|contain|defined|registered|available|in the|in list|match\w*|any|present)\b|\b(?:unknown|unrecogni[sz]ed)\b|is not in\b|not in \[",
+            "Something that is asked for by its name is not there: a file, a column, a class, a layer, a device or a server.",
+            "Print what is there (ls, list(x), dir(module)), and check how it is spelt, the directory it is relative to, that every host sees it, and that the module which registers it is imported on every rank; compare the version of the package.",
+        ),
+        (
+            r"(?i)timed? ?out|deadline|no response|not respond",
+            "Something that it waited for did not come in time.",
+            "See what the other side did then (its log, its host, its load), on all ranks; a longer timeout only where it is slow and not gone.",
+        ),
+        (
+            r"(?i)\bexceed\w*|\blimit\b|too (?:many|large|long|big|small|few|short)|maximum|out of (?:bounds|range)|overflow|(?:more|less|fewer|greater|larger|smaller) than|at (?:least|most)|insufficient|not enough",
+            "A number is beyond what is allowed: an index, a size, a length, or a count of samples, ranks or devices.",
+            "Print the number that the message names and where it comes from, on every rank: the data (an empty or too long sample), the configuration, or the number of ranks; clip, filter or change it.",
         ),
         (
             r"(?i)\b(?:must|should|shouldn't|needs?|ha(?:s|ve) to|cannot|can ?not|can't|can only|only (?:support|work|be|one|pass|use)\w*|one of|not (?:yet |currently )?(?:supported|implemented|allowed|configured|enabled|valid|compatible|recognized|specified|provided|set)|unsupported|does ?n[o']t (?:support|match|have|exist|contain)|do not (?:support|match)|did not (?:match|expect)|not support|invalid|unknown|unrecogni[sz]ed|unexpected|expected|expects|requires?|required|please|mutually exclusive|instead|choose|make sure|ensure|specify|specified|incompatible|mismatch\w*|already\b|exceeds?|multiple|duplicate\w*|conflict\w*|missing|disagrees?|out of (?:bounds|range)|empty|(?:is|are|was|were) not\b|not (?:found|present|available|attached|initialized)|could not find|hint:|did you|forget|set the|selected|more than|less than|at least|at most|divisible|got)\b|[<>=]=|--\w|set `|remove `",
+            "",
             "The message says which option, argument or size does not fit, and what it has to be: change it in your configuration or in the last call of your own code above; print it on every rank. If it worked before, compare the versions (pip list).",
         ),
     )
 )
-"""What to do about an exception that no rule knows, by its type and text: the first that matches."""
+"""What an exception that no rule knows says of its cause, by its type and its words, and what to do
+about it: the first that matches. The last says no more than that the words ask for something."""
 
 STAGES_OF_EXCEPTIONS: Final[tuple[tuple[re.Pattern[str], str, str], ...]] = tuple(
     (re.compile(pattern), what, fix)
@@ -7218,6 +7331,16 @@ STAGES_OF_EXCEPTIONS: Final[tuple[tuple[re.Pattern[str], str, str], ...]] = tupl
             r" in (?:save_checkpoint|_save_checkpoint|save_pretrained|save_model|save_state)\b",
             "Saving a checkpoint raised",
             "Look at what is saved there and where: plain values and state_dict()s, on all ranks that take part in gathering it, to a path that exists and has room (df -h).",
+        ),
+        (
+            r"torch/optim/.{1,60} in (?:step|_\w{0,20}adam\w{0,20})\b",
+            "The optimizer's step raised",
+            "Compare the optimizer's parameters with the model's: made after model.to(device) and after wrapping, gradients and state of one device, dtype and shape, and a state that was loaded for the same model.",
+        ),
+        (
+            r"-packages/datasets/arrow_dataset\.py.{1,40} in (?:_map_single|apply_function\w{0,20}|filter|map)\b",
+            "The function that a dataset is mapped with raised",
+            "dataset.map(function, num_proc=1) on dataset.select(range(100)) shows the example: print its keys and types, and return lists of one length for batched=True.",
         ),
         (
             r"torch/nn/modules/module\.py.{0,20} in (?:_?call_impl|_call_impl|_wrapped_call_impl|__call__)\b| in forward\b",

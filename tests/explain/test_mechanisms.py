@@ -1870,6 +1870,18 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("AssertionError: tensor model parallel size is odd today", "ENV-megatron", "megatron"),
     ("ValueError: Accelerator was left without its device", "ENV-accelerate", "accelerate"),
     ("TypeError: Expected a DTensor here", "FSDP-failed", "torch"),
+    # Libraries that read data sets, samplers of one's own, and what cuDNN does not take.
+    ("ValueError: didn't find ['y.txt'] in ['__key__', 'x.pyd']", "DATA-sample-keys", "webdataset"),
+    ('Traceback (most recent call last):\n  File "/env/lib/python3.10/site-packages/datasets/utils/sharding.py", line 5, in f\n    g()\nIndexError: list index out of range', "DATA-shards-split", "datasets"),
+    ('Traceback (most recent call last):\n  File "/env/lib/python3.10/site-packages/litdata/processing/data_processor.py", line 5, in f\n    g()\nRuntimeError: quux', "DATA-library-failed", "litdata"),
+    ('Traceback (most recent call last):\n  File "/env/lib/python3.7/site-packages/nvidia/dali/pipeline.py", line 5, in f\n    g()\nRuntimeError: Critical error in pipeline:', "DATA-dali-failed", "dali"),
+    ("AttributeError: 'GroupedBatchSampler' object has no attribute 'drop_last'", "DATA-sampler-interface", "detectron2"),
+    ("TypeError: __init__() got an unexpected keyword argument 'drop_last'", "DATA-sampler-interface", "lightning"),
+    ("RuntimeError: cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.", "CUDA-cudnn-input", "torch"),
+    ("Check failed: e == cudaSuccess || e == cudaErrorCudartUnloading CUDA: initialization error at line: 20", "CUDA-fork", "decord"),
+    ("ERROR:root:DataLoader reader thread raised an exception!", "DATA-worker-raised", "paddle"),
+    ("[/opt/dali/dali/image/image_factory.cc:89] Unrecognized image format. Supported formats are: JPEG, PNG", "DATA-corrupt", "dali"),
+    ("[h264 @ 0x5] error while decoding MB 30 0, bytestream 26548", "NOISE-video", "ffmpeg"),
 )  # fmt: skip
 
 
