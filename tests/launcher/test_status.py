@@ -15,7 +15,8 @@ from fault_kit import World
 
 from ddpsafe._commands import status
 from ddpsafe._gpus import GpuReading
-from ddpsafe._launcher.watch.status_socket import SOCKET, StatusSocket, answer
+from ddpsafe._launcher.watch import status_socket
+from ddpsafe._launcher.watch.status_socket import SOCKET, StatusSocket, ask
 from ddpsafe.cli import main
 
 if TYPE_CHECKING:
@@ -136,9 +137,8 @@ def test_watching_shows_it_again_until_the_launch_ends(
     def be_the_launcher() -> None:
         for _ in range(2):
             select.select(listener.handles(), [], [], 30)
-            request = listener.accept()
-            assert request is not None
-            answer(request[0], facts() | {"run_dir": str(tmp_path)})
+            assert listener.accept() is False
+            listener.answer(facts() | {"run_dir": str(tmp_path)})
         listener.close()
 
     launcher = threading.Thread(target=be_the_launcher)
@@ -149,6 +149,46 @@ def test_watching_shows_it_again_until_the_launch_ends(
     assert said.count("train.py:11 in train") == 2
     assert said.count("all others waited for rank 3 14 % of the time\n") == 2
     assert said.endswith(f"no launch is running in {tmp_path}\n")
+
+
+def test_a_path_that_is_not_utf_8_can_be_told(tmp_path: Path) -> None:
+    """Of a script, say, or of a dataset; the launch goes on."""
+    listener = StatusSocket(tmp_path)
+    path = os.fsdecode(b"/data/caf\xe9.py")
+
+    def be_the_launcher() -> None:
+        select.select(listener.handles(), [], [], 30)
+        listener.accept()
+        listener.answer({"where": path})
+
+    launcher = threading.Thread(target=be_the_launcher)
+    launcher.start()
+    assert ask(tmp_path)["where"] == path
+    launcher.join()
+    listener.close()
+
+
+def test_a_process_that_gets_no_answer_sees_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launch ends before it has answered, or the process has not said what it asks."""
+    monkeypatch.setattr(status_socket, "_SEND_S", 0.01)
+    listener = StatusSocket(tmp_path)
+    with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as asking:
+        for client, asked, taken in ((silent, b"", None), (asking, b"stacks\n", True)):
+            client.settimeout(30)
+            client.connect(str(tmp_path / SOCKET))
+            client.sendall(asked)
+            assert listener.accept() is taken
+        assert silent.recv(1) == b""
+        assert listener.is_asked
+        listener.close()
+        assert asking.recv(1) == b""
+
+
+def test_a_folder_without_sockets_has_nothing_to_wait_for(tmp_path: Path) -> None:
+    """A socket that does not listen is always readable: the launcher would never sleep."""
+    assert StatusSocket(tmp_path / "none").handles() == []
 
 
 HOT: Final = {"sm_mhz": 1200, "max_sm_mhz": 1980, "slowdowns": 0x48, "celsius": 91}

@@ -31,12 +31,11 @@ from ddpsafe._launcher.diagnosis.evidence import (
 from ddpsafe._launcher.diagnosis.root_cause import find_root_cause
 from ddpsafe._launcher.diagnosis.stragglers import find_stragglers
 from ddpsafe._launcher.diagnosis.wait_graph import Deadlock, RankView, find_deadlock, unchanged
-from ddpsafe._launcher.watch.status_socket import Rates, StatusSocket, answer
+from ddpsafe._launcher.watch.status_socket import Rates, StatusSocket
 from ddpsafe._logging import get_logger
 from ddpsafe._wire.messages import Whereabouts
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable, Sequence
 
     from ddpsafe._launcher.processes.rank_process import RankState, Worker
@@ -319,7 +318,6 @@ class LiveWatch:
         self.longest_s = 0.0
         self._rates = Rates(clock)
         self._socket = StatusSocket(Path(workers[0].spec.run_dir)) if workers else None
-        self._asked_by: list[socket.socket] = []
         self._wants_stacks = False
 
     def handles(self) -> list[int]:
@@ -327,11 +325,9 @@ class LiveWatch:
         return [] if self._socket is None else self._socket.handles()
 
     def close(self) -> None:
-        """Answer no process any more; one that has asked meanwhile sees the end of its connection."""
+        """Answer no process any more."""
         if self._socket is not None:
             self._socket.close()
-        for connection in self._asked_by:
-            connection.close()
 
     def interval_s(self) -> float:
         """Return how often to look, in seconds."""
@@ -347,10 +343,8 @@ class LiveWatch:
         if not self._workers:
             return False
         # Who asks for the status has the ranks asked; more than one get the same answer.
-        found = None if self._socket is None else self._socket.accept()
-        if found is not None:
-            connection, wants_stacks = found
-            self._asked_by.append(connection)
+        wants_stacks = None if self._socket is None else self._socket.accept()
+        if wants_stacks is not None:
             self._wants_stacks |= wants_stacks
             if self._inquiry is None:
                 self._is_to_warn = False
@@ -431,12 +425,15 @@ class LiveWatch:
             each.rank: read_new_stack(each, (self._signalled or {}).get(each.rank, 0))
             for each in silent
         }
-        if self._asked_by:
-            self._answer(answers, stacks)
+        if self._socket is not None and self._socket.is_asked:
+            self._socket.answer(self._facts(answers, stacks))
+            self._wants_stacks = False
         if self._is_to_warn:
             self._warn(answers, stacks, now_s)
 
-    def _answer(self, answers: dict[int, Whereabouts], stacks: dict[int, list[Frame]]) -> None:
+    def _facts(
+        self, answers: dict[int, Whereabouts], stacks: dict[int, list[Frame]]
+    ) -> dict[str, Any]:
         spec = self._workers[0].spec
         facts: dict[str, Any] = {
             "schema": 1,
@@ -468,9 +465,7 @@ class LiveWatch:
             )
             facts["ranks"].append(self._shared_facts(other, outcome, at))
         facts["ranks"].sort(key=lambda each: each["rank"])
-        for connection in self._asked_by:
-            answer(connection, facts)
-        self._asked_by, self._wants_stacks = [], False
+        return facts
 
     def _facts_of(
         self, worker: Worker, at: Whereabouts | None, stack: list[Frame] | None

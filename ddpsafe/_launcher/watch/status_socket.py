@@ -43,22 +43,30 @@ class StatusSocket:
         """Listen, if the file system has sockets; else no launch fails for it."""
         self._path = run_dir / SOCKET
         self._listener: socket.socket | None = None
-        with contextlib.suppress(OSError):
+        self._asked_by: list[socket.socket] = []
+        with contextlib.suppress(OSError), contextlib.ExitStack() as failing:
             self._path.unlink(missing_ok=True)  # of an attempt before, or of a launcher that died
-            listener = socket.socket(socket.AF_UNIX)
-            self._listener = listener
+            # One that does not listen is always readable, so it is closed.
+            listener = failing.enter_context(socket.socket(socket.AF_UNIX))
             with _short(self._path) as path:
                 listener.bind(path)
             self._path.chmod(0o600)
             listener.listen(_QUEUED)
             listener.settimeout(0)
+            failing.pop_all()
+            self._listener = listener
 
     def handles(self) -> list[int]:
         """Return what becomes readable when another process asks."""
         return [] if self._listener is None else [self._listener.fileno()]
 
-    def accept(self) -> tuple[socket.socket, bool] | None:
-        """Return the next connection of this user, and whether it asks for stacks."""
+    @property
+    def is_asked(self) -> bool:
+        """Whether a process waits for an answer."""
+        return bool(self._asked_by)
+
+    def accept(self) -> bool | None:
+        """Take the next question of this user, if there is one; tell whether it asks for stacks."""
         if self._listener is None:
             return None
         with contextlib.suppress(OSError):
@@ -72,23 +80,31 @@ class StatusSocket:
                 _, uid, _ = _CREDENTIALS.unpack(said)
             if uid in (0, os.geteuid()):
                 with contextlib.suppress(OSError):
-                    return connection, connection.recv(len(WITH_STACKS)) == WITH_STACKS
+                    asked = connection.recv(len(WITH_STACKS))
+                    self._asked_by.append(connection)
+                    return asked == WITH_STACKS
             connection.close()
         return None
 
+    def answer(self, facts: Facts) -> None:
+        """Send the facts to all that have asked; one that does not read them is left."""
+        # In ASCII: a path need not be UTF-8, nor what the user names a thread.
+        line = json.dumps(facts).encode() + b"\n"
+        for connection in self._asked_by:
+            with contextlib.suppress(OSError), connection:
+                connection.sendall(line)
+        self._asked_by.clear()
+
     def close(self) -> None:
-        """Listen no longer."""
+        """Listen no longer; who has asked meanwhile sees the end of its connection."""
+        for connection in self._asked_by:
+            connection.close()
+        self._asked_by.clear()
         if self._listener is not None:
             self._listener.close()
             self._listener = None
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)
-
-
-def answer(connection: socket.socket, facts: Facts) -> None:
-    """Send the facts and end the connection; one that does not read them is left."""
-    with contextlib.suppress(OSError), connection:
-        connection.sendall(json.dumps(facts, ensure_ascii=False).encode() + b"\n")
 
 
 def ask(run_dir: Path, *, stacks: bool = False) -> Facts:
