@@ -72,6 +72,7 @@ _DECORATION: Final = re.compile(
       | [\w.:/-]+:\d+:?\s+                    # main.py:12:
       | (?:E|(?i:error|critical|fatal|stderr|failed|traceback|(?:un)?caught|exception|original|was))
         (?:\s|:(?:[\w.]+:)?\s*)               # ERROR:root:, of pytest E
+      | __main__\s?
       | (?i:rank|worker|process)[ -]?\d+(?:\ failed)?:\s
     """,
     re.VERBOSE,
@@ -160,6 +161,10 @@ _OS_ERROR: Final = re.compile(
 )
 """As safetensors, tokenizers and whatever else is written in Rust prints an error of the system."""
 _ERRNO_DIGITS: Final = 3
+_CLASS: Final = re.compile(
+    r"(?<!pickle )<class '([\w.]{1,120}(?:Error|Exception))'>(?:: | --> |, | - | )(?=\S)"
+)
+"""The class of an exception, as Python prints it, before the exception's text."""
 _OF_ZSH: Final = {
     "permission denied": "Permission denied",
     "no such file or directory": "No such file or directory",
@@ -1089,6 +1094,8 @@ def _in_usual_form(said: str) -> str:
         if zsh["what"]:
             return f"zsh: {zsh['name']}: {english}"
         return english.capitalize() + zsh["core"]
+    if "<class '" in said:
+        said = _CLASS.sub(r"\1: ", said)
     if "(os error " in said:
         said = _OS_ERROR.sub(_as_errno, said)
     return said

@@ -194,7 +194,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ('AssertionError: Caught AssertionError in replica 1 on device 1.\nOriginal Traceback (most recent call last):\n  File "/opt/conda/lib/python3.8/site-packages/deepspeed/utils/timer.py", line 38, in start\n    assert not self.started_, \'timer has already been started\'\nAssertionError: timer has already been started', "DP-deepspeed", "DeepSpeed#745"),
     ("The srun command is available on your system but is not used. HINT: If your intention is to run Lightning on SLURM, prepend your python command with srun", "SLURM-no-srun", "experimaestro#104"),
     ("python: /e/deepspeed/ops/csrc/aio/common/deepspeed_aio_common.cpp:125: int _do_io_complete(long long int, long long int, std::unique_ptr<aio_context>&): Assertion `n_completes >= min_completes' failed.", "DISK-aio", "DeepSpeed#4888"),
-    ("FileNotFoundError: [Errno 2] No such file or directory: 'output_model/checkpoint-10/random_states_1.pkl'", "CKPT-incomplete", "diffusers#2091"),
+    ("FileNotFoundError: [Errno 2] No such file or directory: 'output_model/checkpoint-10/random_states_1.pkl'", "CKPT-rank-file", "diffusers#2091"),
     ("ValueError: sampler should be an instance of torch.utils.data.Sampler, but got sampler=<torch_geometric.data.sampler.RandomNodeSampler object at 0x7fa8>", "DATA-arguments", "pytorch_geometric#1790"),
     ('Traceback (most recent call last):\n  File "/home/t/lib/python3.11/site-packages/safetensors/torch.py", line 17, in storage_ptr\n    return tensor.storage().data_ptr()\nRuntimeError: Attempted to access the data pointer on an invalid python storage.', "FSDP-sharded", "fms-acceleration#119"),
     ("RuntimeError: Error(s) in loading state_dict for PeftModelForCausalLM:\n\tsize mismatch for base_model.model.gpt_neox.layers.0.attention.query_key_value.lora_A.default.weight: copying a param with shape torch.Size([16, 4096]) from checkpoint, the shape in current model is torch.Size([8, 2560]).", "CKPT-adapter-shape", "peft#460"),
@@ -294,7 +294,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("AssertionError: Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size 256 != 4 * 8 * 1", "ZERO-batch-sizes", "deepspeed"),
     ("AssertionError: world size (8) is not divisible by tensor_model_parallel_size (3)", "ENV-parallel-sizes", "megatron"),
     ("NotImplementedError: Using RTX 4000 series doesn't support faster communication broadband via P2P or IB. Please set `NCCL_P2P_DISABLE=\"1\"` and `NCCL_IB_DISABLE=\"1\"`", "NCCL-p2p", "accelerate"),
-    ("torchrun: error: argument --nproc-per-node/--nproc_per_node: expected one argument", "ENV-arguments", "torchrun"),
+    ("torchrun: error: argument --nproc-per-node/--nproc_per_node: expected one argument", "ENV-argument-type", "torchrun"),
     ("ValueError: Unsupported nproc_per_node value: eight", "ENV-arguments", "torchrun"),
     ("usage: train.py [-h] [--lr LR]\ntrain.py: error: unrecognized arguments: --master_port 29501\nfailed (exitcode: 2) local_rank: 0 (pid: 77)", "ENV-arguments", "argparse"),
     ("RuntimeError: use_libuv was requested but PyTorch was built without libuv support, run with USE_LIBUV=0 to disable it.", "RDZV-libuv", "torch"),
@@ -1882,6 +1882,14 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("ERROR:root:DataLoader reader thread raised an exception!", "DATA-worker-raised", "paddle"),
     ("[/opt/dali/dali/image/image_factory.cc:89] Unrecognized image format. Supported formats are: JPEG, PNG", "DATA-corrupt", "dali"),
     ("[h264 @ 0x5] error while decoding MB 30 0, bytestream 26548", "NOISE-video", "ffmpeg"),
+    ("Resuming training from a saved checkpoint fails with the Prodigy optimizer:\nRuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:1 and cpu!", "CKPT-optimizer-device", "kozistr/pytorch_optimizer#266"),
+    ('  File "/opt/lib/python3.7/site-packages/torch/optim/sgd.py", line 101, in step\n    buf.mul_(momentum).add_(1 - dampening, d_p)\nRuntimeError: expected type torch.FloatTensor but got torch.cuda.FloatTensor', "CKPT-optimizer-device", "ultralytics/yolov3#138"),
+    ("OSError: /workspace/model does not appear to have a file named generation_config.json.", "CKPT-incomplete", "verl-project/verl#2658"),
+    ("AttributeError: 'HybridAdam' object has no attribute 'backward'", "OPTIM-not-wrapped", "hpcaitech/ColossalAI#4879"),
+    ("size mismatch for model.layers.0.mlp.gate_proj.lora_B.default.weight: copying a param with shape torch.Size([0]) from checkpoint, the shape in current model is torch.Size([14336, 16])", "CKPT-placeholders", "huggingface/peft#1443"),
+    ("train.py: error: argument --deepspeed: invalid dict value: '/mnt/zero3.json'", "ENV-argument-type", "huggingface/transformers#39673"),
+    ("[ERROR] - __main__ : Uncaught exception: <class 'lightning_lite.utilities.exceptions.MisconfigurationException'> --> The provided lr scheduler `LambdaLR` doesn't follow PyTorch's LRScheduler API.", "LIGHTNING-too-old", "LinWeizheDragon/Retrieval-Augmented-Visual-Question-Answering#14"),
+    ("[ERROR] - __main__ : Uncaught exception: <class 'RuntimeError'> --> the widget is odd", "USER-exception", "logging"),
 )  # fmt: skip
 
 
