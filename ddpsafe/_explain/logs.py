@@ -211,9 +211,10 @@ _LOGGED: Final = re.compile(
 _FRAME: Final = re.compile(
     r'^(?:E|\|)?\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)'
     r"|^│ (?P<file2>[^│\s]+\.py):(?P<line2>\d+) in (?P<function2>\w+)"
-    r"|^File (?P<file3>[^\s:]+\.py):(?P<line3>\d+), in (?P<function3>\w+)"
+    r"|^File (?P<file3>(?:[A-Za-z]:)?[^\s:]+\.py):(?P<line3>\d+), in (?P<function3>\w+)"
+    r"|^(?P<file4>(?:~|/|[A-Za-z]:\\)[^\s:]+\.pyc?)(?P<line4>) in (?P<function4>\w+)\("
 )
-"""As Python prints a call, rich (in a box), and IPython."""
+"""As Python prints a call, rich (in a box), and IPython, of which old ones have the number below."""
 _UNFOLD: Final = re.compile(
     r'\n|(?<=[\s:])(?=File "[^"]{1,300}", line \d+, in )'
     r"|(?<=\s)(?=(?:[a-z_]\w{0,40}\.){0,6}[A-Z]\w{0,60}(?:Error|Exception|Interrupt): )"
@@ -502,7 +503,8 @@ class LogReader:
             traceback.innermost = frame[0].replace("\\", "/")
             traceback.calls.append(traceback.innermost)
             if not _LIBRARY.search(file):
-                traceback.frame = f"{file}:{line_number} in {function}"
+                at = f"{file}:{line_number}" if line_number else file
+                traceback.frame = f"{at} in {function}"
         elif said.lstrip(" ╭─").startswith(("Traceback (most recent", "Original Traceback (most")):
             before = self._tracebacks.get(rank)
             is_ignored = before is not None and before.is_ignored and before.innermost is None
