@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
 import odd_end_programs as programs
 from fault_kit import World
 
+from ddpsafe._launcher.watch import supervisor
+
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     import pytest
@@ -30,6 +34,21 @@ def test_the_launcher_says_which_rank_and_which_thread_it_waits_for(
         assert "in _work_on" in line
         assert "timeouts.shutdown" in line
     assert "so it is ended now" in ends
+
+
+def test_the_launcher_sleeps_until_the_ranks_have_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it looked for while they ran is due again and again, and would keep a core busy."""
+    limits_s: list[float] = []
+
+    def counted(handles: Iterable[int], timeout: float) -> list[object]:
+        limits_s.append(timeout)
+        return list(wait(handles, timeout))
+
+    monkeypatch.setattr(supervisor, "wait", counted)
+    World(folder=tmp_path).launch(programs.leave_a_thread, timeouts={"shutdown": 3, "grace": 1})
+    assert len(limits_s) < 100
 
 
 def test_an_exit_handler_that_takes_long_is_told_as_one(

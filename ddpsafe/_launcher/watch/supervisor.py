@@ -145,12 +145,14 @@ class Watch:
 
         Ranks may still run when it returns; ending them is the caller's.
         """
+        watches = (self._sequence, self._flight, self._progress, self._stderr, self._live)
         try:
             while (reason := self._find_reason()) is None:
                 deadlines = [self._attempt, self.stop_request.deadline]
                 if not self._have_all_joined():
                     deadlines.append(self._rendezvous)
-                self._wait(min(each.remaining_s() for each in deadlines if each is not None))
+                limits_s = [each.remaining_s() for each in deadlines if each is not None]
+                self._wait(min(*limits_s, *(watch.interval_s() for watch in watches)))
         finally:
             self._live.close()
         if reason == "failed":
@@ -163,7 +165,7 @@ class Watch:
                 if deadline.expired():
                     break
                 self._stderr.look()
-                self._wait(deadline.remaining_s())
+                self._wait(min(deadline.remaining_s(), self._stderr.interval_s()))
         elif reason == "done":
             if self._peers is not None:
                 self._peers.let_leave()
@@ -210,8 +212,7 @@ class Watch:
         handles += self._live.handles()
         handles += [worker.receiver.fileno() for worker in alive if not worker.receiver.closed]
         handles += [] if self._peers is None else [self._peers.fileno()]
-        watches = (self._sequence, self._flight, self._progress, self._stderr, self._live)
-        limit_s = min(limit_s, _IDLE_S, *(watch.interval_s() for watch in watches))
+        limit_s = min(limit_s, _IDLE_S)
         ready = wait(handles, limit_s)
         if self._clock.note_wait(limit_s):
             self._progress.restart()
