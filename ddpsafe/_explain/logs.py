@@ -564,7 +564,12 @@ class LogReader:
         is_wrapper = (
             raised is not None and _CAUGHT_IN_WORKER.match(raised["text"] or "") is not None
         )
-        is_by_words = best is not None and best[0].is_fallback and best[0].raised_in is not None
+        # The place says more than words that any script's exception may have.
+        is_by_words = (
+            best is not None
+            and best[0].is_fallback
+            and (best[0].raised_in is not None or best[0].level == "exception")
+        )
         if (best is None or is_by_words) and raised is not None and not is_wrapper:
             found = (rule for rule in _OF_ANY_EXCEPTION if _is_raised_in(rule, innermost))
             best = next(((rule, raised) for rule in found), best)
@@ -892,7 +897,7 @@ _FREQUENT: Final = (
     " step epoch iteration train loss valid lr: rate time data rank world size batch error load worker"
     " saved checkpoint to validation optimizer backward forward warning received channel via module"
     " traceback (most recent call last) /lib/python3 _wrapped_call autograd forward(*args, **kwargs)"
-    " data time checkpoint, validation accuracy, in main"
+    " data time checkpoint, validation accuracy, in main, self"
 )
 """What most lines of a healthy log hold, and of tracebacks."""
 _ZSH_SIGNS: Final = (
