@@ -208,6 +208,12 @@ _LOGGED: Final = re.compile(
     r"(?:^|[\s\[|])(?:ERROR|FATAL|CRITICAL)(?![\w=])(?:[\]:|\s-]|[\w./]{1,60}:\d{1,6}:?\s){0,6}(?P<text>[A-Za-z`'\"].{11,300})"
 )
 """What a logger marks as an error."""
+_ASSERTION: Final = re.compile(r"^[\s`*]*(assert (?=.*[<>=(\[%.])[\w(\[].{5,300}?)[`*]*$")
+"""A check that failed, quoted without the exception."""
+_QUOTED_AT_MOST: Final = 3
+"""So many lines of a log may quote source: further down it is the output of a program."""
+_NO_ATTRIBUTE: Final = re.compile(r"^[\s`*\"]*(?='\w{1,80}' object has no attribute '\w)")
+"""Where an error is quoted without its class, as titles do."""
 _FRAME: Final = re.compile(
     r'^(?:E|\|)?\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)'
     r"|^│ (?P<file2>[^│\s]+\.py):(?P<line2>\d+) in (?P<function2>\w+)"
@@ -782,6 +788,9 @@ class LogReader:
         elif (match := _LOGGED.search(said)) is not None:
             quoted, who = match["text"].removesuffix("."), "A program reported an error:"
             _, meaning, fix = _read_exception(quoted, ())
+        elif number <= _QUOTED_AT_MOST and (match := _ASSERTION.match(said)) is not None:
+            quoted, who = f"AssertionError: {match[1]}", "The script raised"
+            _, meaning, fix = _read_exception(quoted, ())
         else:
             return
         self._quoted = _user_error(f"{who} {quoted}.{meaning}", fix, rank, number, said)
@@ -1103,6 +1112,8 @@ def _in_usual_form(said: str) -> str:
         return english.capitalize() + zsh["core"]
     if "<class '" in said:
         said = _CLASS.sub(r"\1: ", said)
+    if "object has no attribute" in said:
+        said = _NO_ATTRIBUTE.sub("AttributeError: ", said)
     if "(os error " in said:
         said = _OS_ERROR.sub(_as_errno, said)
     return said

@@ -698,7 +698,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ('  File "/w/torch/cuda/comm.py", line 39, in broadcast_coalesced\n    return torch._C._broadcast_coalesced(tensors, devices, buffer_size)\nRuntimeError: all tensors must be on devices[0]', "USER-exception", "report"),
     ("AssertionError: DistributedDataParallel device_ids and output_device arguments only work\nwith single-device CUDA modules, but got device_ids [0], output_device 0, and\nmodule parameters {device(type='cuda', index=0), device(type='cpu')}.", "DDP-device-ids", "report"),
     ("AttributeError: SyncBatchNorm is only supported within torch.nn.parallel.DistributedDataParallel", "DDP-sync-batchnorm-alone", "report"),
-    ("RuntimeError: Function SyncBatchNormBackward returned an invalid gradient at index 1 - got [16] but expected shape compatible with [128]", "USER-exception", "report"),
+    ("RuntimeError: Function SyncBatchNormBackward returned an invalid gradient at index 1 - got [16] but expected shape compatible with [128]", "GRAD-invalid", "report"),
     ("AssertionError: Default process group is not initialized", "PG-not-initialized", "report"),
     ("RuntimeError: File my_out/checkpoints/checkpoint_0.pt cannot be opened.", "CKPT-directory", "report"),
     ('  File "/w/torch/serialization.py", line 1266, in _save\n    zip_file.write_record(name, storage, num_bytes)\nRuntimeError: [enforce fail at inline_container.cc:857] . PytorchStreamWriter failed writing file data/322: file write failed', "CKPT-disk-full", "report"),
@@ -1933,6 +1933,18 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("train.py: error: argument --deepspeed: invalid dict value: '/mnt/zero3.json'", "ENV-argument-type", "huggingface/transformers#39673"),
     ("[ERROR] - __main__ : Uncaught exception: <class 'lightning_lite.utilities.exceptions.MisconfigurationException'> --> The provided lr scheduler `LambdaLR` doesn't follow PyTorch's LRScheduler API.", "LIGHTNING-too-old", "LinWeizheDragon/Retrieval-Augmented-Visual-Question-Answering#14"),
     ("[ERROR] - __main__ : Uncaught exception: <class 'RuntimeError'> --> the widget is odd", "USER-exception", "logging"),
+    ("    model = resnet50().load_from_checkpoint(path)\n**TypeError: __init__() missing 1 required positional argument: 'layers'**", "CKPT-hyperparameters", "Lightning-AI/pytorch-lightning#4600"),
+    ("model: LightningModel = LightningModel.load_from_checkpoint(path)\nRuntimeError: Trying to resize storage that is not resizable", "CKPT-storage", "declare-lab/flan-alpaca#4"),
+    ("Error: torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate more than 1EB memory", "CUDA-oom-garbage", "Lightning-AI/pytorch-lightning#20558"),
+    (": [Errno 2] No such file or directory: 'saves/lora/tmp-checkpoint-1000' -> 'saves/lo\nra/checkpoint-1000'", "CKPT-race", "hiyouga/LlamaFactory#1860"),
+    ("int deepspeed_io_handle_t::wait(): Assertion `_num_pending_ops > 0' failed.", "DISK-aio", "deepspeedai/DeepSpeed#7703"),
+    ("'DPOPeftTrainer' object has no attribute 'accelerator'", "ENV-attribute", "hiyouga/LlamaFactory#495"),
+    ("NameError: name 'git_info' is not defined", "USER-name", "hkchengrex/XMem#53"),
+    ("AttributeError: 'DistributedDataParallel' object has no attribute '_module_copies'", "DDP-not-built", "pytorch/examples#253"),
+    ("assert forward_num_iterations % self.num_ranks_in_next_stage == 0", "USER-exception", "msr-fiddle/pipedream#43"),
+    ("RuntimeError: replicas_[0].size() >= 1 ASSERT FAILED at /pytorch/torch/csrc/distributed/c10d/reducer.cpp:53, please report a bug to PyTorch. Expected at least one parameter.", "DDP-no-grad", "XPixelGroup/RankSRGAN#14"),
+    ("RuntimeError: Function ConvolutionBackward0 returned an invalid gradient at index 1", "GRAD-invalid", "Lightning-AI/pytorch-lightning#20218"),
+    ("FileNotFoundError: [Errno 2] No such file or directory: '/work/dataset/index-cache/43d5_doc_idx.npy'", "DATA-index-cache", "deepspeedai/Megatron-DeepSpeed#356"),
 )  # fmt: skip
 
 
