@@ -26,6 +26,7 @@ import spawn_programs
 
 import ddpsafe
 from ddpsafe import LaunchConfig
+from ddpsafe._config.backends import KNOWN_TO_EVERY_TORCH
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,6 +101,13 @@ def test_a_backend_that_nobody_registered_is_refused_before_any_rank_starts() ->
     with pytest.raises(ddpsafe.ConfigError, match="no backend called 'foo'") as caught:
         ddpsafe.launch(programs.describe, nproc_per_node=1, backend="foo")
     assert "gloo" in str(caught.value)
+
+
+def test_backends_that_torch_is_not_asked_about_are_its_own() -> None:
+    """So a launcher need not import it for them."""
+    from torch.distributed import Backend
+
+    assert set(KNOWN_TO_EVERY_TORCH) <= set(Backend.backend_list)
 
 
 def test_backends_that_packages_have_registered_are_let_be(tmp_path: Path) -> None:

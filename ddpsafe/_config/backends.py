@@ -1,11 +1,16 @@
-"""Which backends torch knows, once it is imported: its own and those that packages registered."""
+"""Which backends torch knows: its own, and once it is imported those that packages registered."""
 
 from __future__ import annotations
+
+from typing import Final
 
 from ddpsafe._config.problems import find_near, raise_config_error, show
 from ddpsafe._errors import ConfigProblem
 
-_NO_BACKEND = "undefined"
+KNOWN_TO_EVERY_TORCH: Final = ("nccl", "gloo", "mpi", "ucc")
+"""Whether it was built with them or not."""
+
+_NO_BACKEND: Final = "undefined"
 """What torch lists for a group that has none."""
 
 
@@ -31,6 +36,8 @@ def require_backend(backend: str) -> None:
     Raises:
         ConfigError: Nothing that was imported so far has registered it.
     """
+    if not find_unknown(backend, list(KNOWN_TO_EVERY_TORCH)):
+        return
     import torch.distributed as dist
 
     known = list(dist.Backend.backend_list) if dist.is_available() else []

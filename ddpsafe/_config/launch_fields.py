@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
+from ddpsafe._config.backends import KNOWN_TO_EVERY_TORCH
 from ddpsafe._config.interfaces import GLOO, NCCL, find_shape_problem
 from ddpsafe._config.problems import Problem, find_near, require_none, show, wrong
 
@@ -16,7 +17,7 @@ MOST_RANKS_PER_NODE: Final = 4096
 """More than any machine has cores; a slip of the finger must not start 80000 processes."""
 
 _BACKEND: Final = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)
-_COMMON_BACKENDS: Final = ("nccl", "gloo", "mpi", "ucc", "auto")
+_COMMON_BACKENDS: Final = (*KNOWN_TO_EVERY_TORCH, "auto")
 _VENDOR_BACKENDS: Final = re.compile(r"[a-z]?ccl|cncl", re.ASCII)
 """Vendors name their libraries one letter off nccl: xccl, hccl, rccl, mccl, cncl. They are not slips."""
 
