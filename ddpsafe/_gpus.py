@@ -8,12 +8,17 @@ launcher tell each other what they see, because each may be shown other GPUs: al
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import importlib.util
 import os
 import re
 import socket
+import sys
 import time
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ddpsafe._clock import BoundedCall
@@ -29,6 +34,9 @@ VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 
 SHARING: Final = "_DDPSAFE_TEST_RANKS_SHARE_GPUS"
 """For ddpsafe's own tests: ranks may share a GPU, which NCCL takes only from different "hosts"."""
+
+_HIDES_ALL: Final = ("", "-1", "NoDevFiles")
+"""Values that show no GPU; Slurm sets the last."""
 
 _DRIVER: Final = Path("/proc/driver/nvidia")
 _DRIVER_ANSWER_S: Final = 5.0
@@ -180,9 +188,13 @@ def count_visible(env: Mapping[str, str]) -> int:
     Args:
         env: Variables that the rank gets on top of those of this process.
     """
+    named = env.get(VISIBLE)
+    if "torch" not in sys.modules:
+        visible = os.environ.get(VISIBLE) if named is None else named
+        if sees_none(read_build(), visible, has_driver=may_have_driver()):
+            return 0
     import torch
 
-    named = env.get(VISIBLE)
     seen = torch.cuda.device_count()
     if named is not None and named != os.environ.get(VISIBLE):
         has_cuda = torch.version.cuda is not None or torch.version.hip is not None
@@ -190,6 +202,53 @@ def count_visible(env: Mapping[str, str]) -> int:
     elif named is None:
         named = os.environ.get(VISIBLE)
     return min(seen, 1) if is_split(named) else seen
+
+
+def sees_none(build: Mapping[str, Any], visible: str | None, *, has_driver: bool) -> bool:
+    """Tell whether a torch would surely see no GPU, without the second or more that its import takes.
+
+    Args:
+        build: What it says of itself, see `read_build`.
+        visible: ``CUDA_VISIBLE_DEVICES``, where it is set.
+        has_driver: Whether there may be a driver of NVIDIA.
+    """
+    if not {"__version__", "cuda", "hip"} <= build.keys():
+        return False
+    made_for = [name for name in ("cuda", "hip", "rocm", "xpu") if build.get(name) is not None]
+    if not made_for:
+        return True
+    # Other makers of GPUs build torch with a CUDA of their own, with its own driver and variables.
+    # PyTorch's wheels, which are for NVIDIA's, have a version such as 2.13.0+cu130.
+    if made_for != ["cuda"] or not re.search(r"\+cu\d+$", build["__version__"]):
+        return False
+    return not has_driver or (visible is not None and visible.strip() in _HIDES_ALL)
+
+
+def read_build() -> dict[str, Any]:
+    """Return what the torch that would be imported says of its build; nothing where it does not."""
+    with contextlib.suppress(Exception):
+        found = importlib.util.find_spec("torch")
+        if found is not None and found.submodule_search_locations:
+            path = Path(found.submodule_search_locations[0], "version.py")
+            module = ModuleType("torch.version")
+            SourceFileLoader(module.__name__, str(path)).exec_module(module)
+            return vars(module)
+    return {}
+
+
+def may_have_driver() -> bool:
+    """Tell whether there is something of NVIDIA's driver: a device, its module or its library.
+
+    Devices may be made only once a library asks for them, and the library may lie where only torch
+    finds it.
+    """
+    if any(Path("/dev").glob("nvidia*")) or Path("/dev/dxg").exists() or _DRIVER.exists():
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def count_named(text: str, *, present: int | None) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import forked_ranks
 import gpu_fault_programs as programs
 import pytest
+import scripts
 import torch
 from forked_ranks import by_hand, free_port
 
@@ -22,6 +23,28 @@ pytestmark = [
         not torch.cuda.is_available(), reason="needs at least one CUDA device; torch sees none"
     ),
 ]
+
+
+HIDDEN = """
+import os, torch
+from ddpsafe import _gpus
+
+build, has_driver = _gpus.read_build(), _gpus.may_have_driver()
+for visible in (None, "", " ", "-1", " -1", "NoDevFiles", "0", "-0", "0,0", "x", "GPU-0", "MIG-0"):
+    os.environ.pop(_gpus.VISIBLE, None)
+    if visible is not None:
+        os.environ[_gpus.VISIBLE] = visible
+    if _gpus.sees_none(build, visible, has_driver=has_driver):
+        print(repr(visible), torch.cuda.device_count())
+"""
+
+
+def test_where_a_launcher_knows_of_no_gpu_torch_sees_none(tmp_path: Path) -> None:
+    """It is not asked there."""
+    done = scripts.run(tmp_path, HIDDEN)
+    assert done.code == 0, done.err
+    assert {line.rsplit(" ", 1)[1] for line in done.lines()} <= {"0"}
+    assert not any(line.startswith("None ") for line in done.lines())
 
 
 def test_spawn_leaves_cuda_to_the_script(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import pytest
 import scripts
 
+from ddpsafe import _gpus
 from ddpsafe._commands.run import read_options
 from ddpsafe._config import LaunchConfig, RetryPolicy, Timeouts
 from ddpsafe._config.policies import DETERMINISTIC
@@ -56,14 +57,21 @@ def run(folder: Path, *arguments: str, fresh: bool = False) -> scripts.Run:
 
 
 def test_plain_script_meets_its_ranks_and_sees_its_own_arguments(tmp_path: Path) -> None:
-    """It imports what lies beside it, and ``sys.exit(0)`` is a good end."""
+    """It imports what lies beside it, and ``sys.exit(0)`` is a good end.
+
+    The launcher has torch only where it had to ask it for GPUs.
+    """
     scripts.write(tmp_path, "sub/train.py", PLAIN)
-    scripts.write(tmp_path, "sub/beside.py", "SCALE = 3")
+    look = "import os; LAUNCHER = open(f'/proc/{os.getppid()}/maps').read()"
+    note = "open('launcher', 'w').write(str('libtorch' in LAUNCHER))"
+    scripts.write(tmp_path, "sub/beside.py", f"SCALE = 3\n{look}\n{note}")
     options = ("--nproc-per-node", "2")
     done = run(tmp_path, *options, "sub/train.py", "--lr", "1", "--help", fresh=True)
     assert done.code == 0, done.err
     said = [(tmp_path / f"said-{rank}").read_text(encoding="utf-8") for rank in range(2)]
     assert said == ["6.0 --lr 1 --help 2\n"] * 2
+    asks = not _gpus.sees_none(_gpus.read_build(), None, has_driver=_gpus.may_have_driver())
+    assert (tmp_path / "launcher").read_text(encoding="utf-8") == str(asks)
 
 
 def test_a_console_script_without_a_main_guard_starts_ranks(tmp_path: Path) -> None:
@@ -381,9 +389,14 @@ def test_every_field_of_timeouts_and_retry_has_an_option() -> None:
 
 INTERRUPTED: Final = """
     import os, pathlib, runpy, signal, sys
-    # torch's import takes a second or two; this is what a Ctrl-C in the middle of it meets.
+    # torch's import takes a second or two; this is what a Ctrl-C in the middle of it meets. It is
+    # imported for its GPUs where it cannot be found out how it was built.
     class Interrupts:
+        is_first = True
         def find_spec(self, name, *_):
+            if name == "torch" and self.is_first:
+                self.is_first = False
+                raise ImportError
             if name == "torch._C" and os.environ.get("INTERRUPT") == "torch":
                 pathlib.Path("interrupted").touch()
                 signal.raise_signal(signal.SIGINT)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import forked_ranks
 import nccl_programs as programs
 import pytest
+import scripts
 import torch
 from forked_ranks import by_hand, free_port
 
@@ -124,6 +125,71 @@ def test_visible_devices_are_counted_as_cuda_counts_them(
 ) -> None:
     """The first entry that is wrong ends the list; one that stands there twice empties it."""
     assert _gpus.count_named(text, present=present) == count
+
+
+CPU = {"__version__": "2.13.0+cpu", "cuda": None, "hip": None, "rocm": None, "xpu": None}
+NVIDIA = {**CPU, "__version__": "2.13.0+cu130", "cuda": "13.0"}
+AMD = {**CPU, "__version__": "2.13.0+rocm7.2", "hip": "7.2.26015", "rocm": "7.2.0"}
+
+
+@pytest.mark.parametrize(
+    ("build", "visible", "has_driver", "expected"),
+    [
+        (CPU, None, True, True),
+        (CPU, "0,1", True, True),
+        ({"__version__": "2.6.0", "cuda": None, "hip": None}, None, True, True),  # conda, macOS
+        (NVIDIA, None, False, True),
+        (NVIDIA, "0,1", False, True),
+        (NVIDIA, None, True, False),
+        (NVIDIA, "0", True, False),
+        (NVIDIA, "", True, True),
+        (NVIDIA, " -1", True, True),
+        (NVIDIA, "NoDevFiles", True, True),
+        (NVIDIA, "-0", True, False),  # torch takes it for 0
+        (NVIDIA, "0,0", True, False),  # none, which torch knows
+        (NVIDIA, "MIG-1/2/0", True, False),
+        ({**NVIDIA, "__version__": "2.13.0"}, None, False, False),  # conda, from source
+        ({**NVIDIA, "__version__": "2.6.0+metax3.2"}, None, False, False),
+        ({**NVIDIA, "__version__": "2.6.0+metax3.2"}, "", True, False),
+        (AMD, None, False, False),
+        (AMD, "", True, False),  # HIP_VISIBLE_DEVICES wins
+        ({**CPU, "hip": None, "rocm": "8.0.0"}, None, False, False),
+        ({**CPU, "xpu": "20250301"}, None, False, False),
+        ({"__version__": "2.13.0+cpu"}, None, False, False),
+        ({}, "", False, False),
+    ],
+)  # fmt: skip
+def test_torch_is_not_asked_only_where_it_could_see_no_gpu(
+    build: dict[str, str | None], visible: str | None, *, has_driver: bool, expected: bool
+) -> None:
+    """A build for the CPU, no driver, or a variable that hides all of NVIDIA's; else it is asked."""
+    assert _gpus.sees_none(build, visible, has_driver=has_driver) is expected
+
+
+def test_what_a_build_says_of_itself_is_what_torch_says() -> None:
+    """It is read without importing it."""
+    build = _gpus.read_build()
+    assert (build["__version__"], build["cuda"]) == (torch.__version__, torch.version.cuda)
+    assert build["hip"] == torch.version.hip
+
+
+WITHOUT_TORCH = """
+import sys
+from ddpsafe._config import LaunchConfig
+from ddpsafe._launcher.plan import make_plan
+
+for style in ("launch", "spawn", "run"):
+    print(make_plan(LaunchConfig(), style=style).backend, "torch" in sys.modules)
+"""
+
+
+@pytest.mark.skipif(
+    not _gpus.sees_none(_gpus.read_build(), None, has_driver=_gpus.may_have_driver()),
+    reason="this build of torch has to be asked",
+)
+def test_ranks_on_the_cpu_are_planned_without_torch(tmp_path: Path) -> None:
+    """Its import takes longer than everything else that a launcher does before its ranks start."""
+    assert scripts.run(tmp_path, WITHOUT_TORCH, fresh=True).lines() == ["gloo False"] * 3
 
 
 def plan(monkeypatch: pytest.MonkeyPatch, gpus: int, style: Any = "launch", **fields: Any) -> Any:
