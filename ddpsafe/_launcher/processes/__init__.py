@@ -7,6 +7,7 @@ Each module imports only those before it::
     rank_process    one rank: its process, its pipe, what is said about stopping
     shutdown        SIGTERM, grace, SIGKILL, and what ranks leave behind
     reaper          a small process that outlives the launcher, and ends what a killed one leaves
+    reaper_program  what that process runs
     start           all ranks or none
 
 Nothing here knows why a rank has failed.

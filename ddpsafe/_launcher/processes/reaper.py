@@ -11,28 +11,21 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import threading
-import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import Explanation, PreflightError
 from ddpsafe._launcher.processes.descendants import ProcessIdentity, RankIdentity, kill_members
+from ddpsafe._launcher.processes.shutdown import unlink_semaphores
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Iterator, Sequence
 
-_PROGRAM: Final = (
-    "import json, sys; first = json.loads(sys.stdin.readline()); sys.path[:] = first['path']; "
-    "from ddpsafe._launcher.processes.reaper import watch; watch(*first['launch'])"
-)
-_GOODBYE: Final = "goodbye"
+_PROGRAM: Final = Path(__file__).with_name("reaper_program.py")
 _CLEAN_UP_S: Final = 5.0
-_LOOK_EVERY_S: Final = 0.25
 
 
 class Guard:
@@ -48,7 +41,8 @@ class Guard:
             sys.path
         )  # a Path among them is common; Python ignores it, too
         path = [entry for entry in entries if isinstance(entry, str)]
-        self._say(json.dumps({"path": path, "launch": [launch_id, os.getpid()]}))
+        self._say(json.dumps({"path": path}))
+        self._say(json.dumps({"launch": launch_id}))
 
     def protect(self, rank: RankIdentity) -> None:
         """End this process and its session too, should the launcher vanish.
@@ -63,7 +57,7 @@ class Guard:
 
     def dismiss(self) -> None:
         """End the guard: the launcher has cleaned up itself."""
-        self._say(_GOODBYE)
+        self._say("goodbye")
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None  # noqa: S101 - opened with a pipe
@@ -86,7 +80,7 @@ def posted_guard(launch_id: str) -> Iterator[Guard]:
     """
     try:
         process = subprocess.Popen(  # noqa: S603 - our own interpreter and program
-            [sys.executable, "-I", "-S", "-c", _PROGRAM],
+            [sys.executable, "-I", "-S", str(_PROGRAM), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -106,46 +100,28 @@ def posted_guard(launch_id: str) -> Iterator[Guard]:
         guard.dismiss()
 
 
-def watch(launch_id: str, launcher_pid: int) -> None:
-    """Be the guard: read pids and folders until the launcher ends the guard, or is gone itself."""
-    # What is sent to all processes of a job must not end the one that cleans up after them.
-    for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
-        signal.signal(signum, signal.SIG_IGN)
-    ranks: dict[int, RankIdentity] = {}
-    folders: list[str] = []
+def clean_up(said: Sequence[str]) -> None:
+    """End the ranks of a launcher that is gone, and remove what it left.
 
-    def await_end() -> None:
-        while os.getppid() == launcher_pid:  # it may have ended before this process looked first
-            time.sleep(_LOOK_EVERY_S)
-        _clean_up(ranks, folders, launch_id)
-        os._exit(0)
-
-    # A process that the launcher has forked off holds the pipe open beyond the launcher's death.
-    threading.Thread(target=await_end, daemon=True).start()
-    for line in sys.stdin:
-        if line.strip() == _GOODBYE:
-            return
-        if not line.endswith("\n"):  # killed in the middle of it
-            break
-        known = json.loads(line)
-        if "folder" in known:
-            folders.append(known["folder"])
-        else:
-            rank = _rank_of(**known["rank"])
-            ranks[rank.pid] = rank
-    _clean_up(ranks, folders, launch_id)
+    Args:
+        said: The lines that it has sent, without the one of the path.
+    """
+    known: dict[str, list[Any]] = {"launch": [], "rank": [], "folder": []}
+    for line in said:
+        for what, told in json.loads(line).items():
+            known[what].append(told)
+    if not known["launch"]:
+        return
+    launch_id: str = known["launch"][0]
+    # The last that was said of a process holds: its number may be another one's by now.
+    ranks = {rank["pid"]: _rank_of(**rank) for rank in known["rank"]}
+    kill_members(list(ranks.values()), launch_id, within_s=_CLEAN_UP_S)
+    # Whoever killed the launcher's process group has killed Python's resource tracker with it.
+    unlink_semaphores(launch_id)
+    for folder in known["folder"]:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _rank_of(pid: int, created_s: float, left: list[dict[str, Any]] | None) -> RankIdentity:
     members = None if left is None else tuple(ProcessIdentity(**each) for each in left)
     return RankIdentity(pid, created_s, members)
-
-
-def _clean_up(ranks: dict[int, RankIdentity], folders: list[str], launch_id: str) -> None:
-    from ddpsafe._launcher.processes.shutdown import unlink_semaphores
-
-    kill_members(list(ranks.values()), launch_id, within_s=_CLEAN_UP_S)
-    # Whoever killed the launcher's process group has killed Python's resource tracker with it.
-    unlink_semaphores(launch_id)
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
