@@ -329,6 +329,7 @@ def _specs(
             store_dir=str(store.folder),
             store_place=None if plan.place is None else plan.place.store,
             backend=plan.backend,
+            asked_backend=config.backend,
             device=plan.devices[world.local_rank],
             timeouts=plan.timeouts,
             style=plan.style,

@@ -355,8 +355,10 @@ def rank_env(plan: LaunchPlan, world: World, master_port: int, logs: LogFiles) -
     }
     if plan.num_threads is not None:
         given["OMP_NUM_THREADS"] = str(plan.num_threads)
-    if plan.style == "run" and plan.config.backend != "auto":
-        given["DDPSAFE_BACKEND"] = plan.config.backend  # for launch() and setup() in the script
+    if plan.style == "run" and "backend" in plan.config.model_fields_set:
+        given["DDPSAFE_BACKEND"] = (
+            plan.config.backend
+        )  # for launch() in the script, and what it starts
     kept = set(interfaces)
     if plan.style == "spawn":
         kept |= set(given)

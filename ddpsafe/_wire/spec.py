@@ -173,6 +173,7 @@ class RankSpec:
         store_dir: The private folder in which the ranks of this attempt meet.
         store_place: Where they meet in its place, if they are on several nodes.
         backend: Backend of the process group, e.g. ``gloo`` or ``cpu:gloo,cuda:nccl``.
+        asked_backend: What the launch was asked for: ``auto``, or a backend for scripts that name none.
         device: The rank's device, e.g. ``cuda:0``.
         timeouts: See `RankTimeouts`.
         style: How the user's function is called.
@@ -193,6 +194,7 @@ class RankSpec:
     launcher_pid: int
     store_dir: str
     backend: str
+    asked_backend: str
     device: str
     timeouts: RankTimeouts
     style: CallStyle

@@ -42,10 +42,13 @@ OURS = """
 import ddpsafe
 
 def train(ctx):
-    return ctx.reduce_mean(float(ctx.rank))
+    return ctx.reduce_mean(float(ctx.rank)), ctx.backend
 
 if __name__ == "__main__":
     print(ddpsafe.launch(train).values)
+    print(ddpsafe.launch(train, backend="gloo").values)
+    with ddpsafe.process_group() as ctx:
+        print(ctx.backend)
 """
 
 
@@ -104,10 +107,12 @@ def test_a_script_that_exits_with_0_too_early_is_named_with_the_line(tmp_path: P
 
 
 def test_module_with_launch_inside_attaches(tmp_path: Path) -> None:
-    """``launch()`` in a rank starts nothing, and takes the backend of the command."""
-    scripts.write(tmp_path, "package/train.py", OURS + "    print(ddpsafe.LaunchConfig().backend)")
-    done = run(tmp_path, "--nproc-per-node", "1", "--backend", "gloo", "-m", "package.train")
-    assert done.lines() == ["{0: 0.0}", "gloo"], done.err
+    """``launch()`` in a rank starts nothing, and takes the command's backend unless it names one."""
+    scripts.write(tmp_path, "package/train.py", OURS)
+    options = ("--nproc-per-node", "1", "--backend", "cpu:gloo", "-m", "package.train")
+    done = run(tmp_path, *options)
+    said = ["{0: (0.0, 'cpu:gloo')}", "{0: (0.0, 'gloo')}", "cpu:gloo"]
+    assert done.lines() == said, done.err
 
 
 def test_exit_code_of_a_rank_is_that_of_the_command(tmp_path: Path) -> None:
@@ -274,13 +279,18 @@ def test_torchruns_command_lines_are_taken(line: str, fields: dict[str, Any], no
 
 @pytest.mark.parametrize(
     ("style", "backend", "told"),
-    [("run", "gloo", "gloo"), ("run", "auto", None), ("launch", "gloo", None)],
+    [
+        ("run", {"backend": "gloo"}, "gloo"),
+        ("run", {"backend": "auto"}, "auto"),
+        ("run", {}, None),
+        ("launch", {"backend": "gloo"}, None),
+    ],
 )
 def test_the_backend_of_the_command_is_told_to_its_ranks_alone(
-    style: CallStyle, backend: str, told: str | None
+    style: CallStyle, backend: dict[str, Any], told: str | None
 ) -> None:
     """`launch` in the script reads it; a program that calls the command line keeps its variables."""
-    plan = make_plan(LaunchConfig(nproc_per_node=1, backend=backend), style=style)
+    plan = make_plan(LaunchConfig(nproc_per_node=1, **backend), style=style)
     logs = LogFiles(stdout="", stderr="", stacks="", nccl="", owner_uid=0)
     assert rank_env(plan, plan.worlds[0], 1, logs).get("DDPSAFE_BACKEND") == told
 

@@ -53,6 +53,12 @@ def notes(folder: Path) -> dict[int, list[Any]]:
 # The call.
 
 
+def test_the_backend_of_the_call_is_that_of_setup(tmp_path: Path) -> None:
+    """Where the script names none itself."""
+    spawn(programs.note_backends, (tmp_path,), 1, backend="cpu:gloo", **METHOD)
+    assert notes(tmp_path) == {0: [("cpu:gloo", "gloo", "gloo")]}
+
+
 def test_the_signature_is_that_of_torch() -> None:
     """Names, order and defaults; what is ours besides can be given by keyword only."""
     import torch.multiprocessing as mp

@@ -118,6 +118,16 @@ def note_environment(rank: int, folder: Path, *names: str) -> None:
     note(rank, folder, [os.environ.get(name) for name in names])
 
 
+def note_backends(rank: int, folder: Path) -> None:
+    """Note the backend of groups that ask for none, by name and by a config."""
+    found = []
+    config = ddpsafe.LaunchConfig(backend="gloo")
+    for asked in ({}, {"backend": "gloo"}, {"config": config}):
+        found.append(ddpsafe.setup(**asked).backend)  # type: ignore[arg-type]  # a row
+        ddpsafe.cleanup()
+    note(rank, folder, tuple(found))
+
+
 def wait_for_gate(rank: int, folder: Path) -> None:
     """Run until the test opens the gate."""
     note(rank, folder, os.getpid())

@@ -221,6 +221,8 @@ def _enter(
     if not fields and is_joined:
         return current or adopt_group(), False
     if not fields and current is not None and in_launch:
+        if backend == "auto" and config is not None:
+            backend = config.backend
         return join_launch(current, backend), True
     from ddpsafe._config import GroupFields, LaunchConfig, refuse_fields, require_data_paths
 
@@ -238,7 +240,7 @@ def _enter(
         return current or adopt_group(), False
     if current is not None and in_launch:
         _warn_of_late(fields, "the launch that started this rank has decided it")
-        return join_launch(current, backend), True
+        return join_launch(current, resolved.backend), True
     require_data_paths(resolved.data_paths)
     member = join_job(place_of(rank, world_size), resolved)
     _joined_with = resolved

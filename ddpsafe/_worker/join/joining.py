@@ -95,12 +95,18 @@ def adopt_group() -> RankContext:
 
 
 def join_launch(current: RankContext, backend: str) -> RankContext:
-    """Make the group of a rank that `spawn` started, at the launcher's store."""
+    """Make the group of a rank that `spawn` started, at the launcher's store.
+
+    Args:
+        current: This rank.
+        backend: The backend; ``auto`` for the one that the launch was asked for.
+    """
     global _joined  # noqa: PLW0603 - one process is one rank
     spec = session.find_spec()
     assert spec is not None  # noqa: S101 - checked by the caller
     deadline = session.rendezvous_deadline(spec)
-    chosen, device = agree_on_devices(backend, current.world, current.control, deadline=deadline)
+    asked = spec.asked_backend if backend == "auto" else backend
+    chosen, device = agree_on_devices(asked, current.world, current.control, deadline=deadline)
     session.open_group(spec, current.control, backend=chosen, device=device)
     _joined = member = replace(current, backend=chosen, device=device)
     enter(member)
