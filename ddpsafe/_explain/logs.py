@@ -151,6 +151,79 @@ _ENGLISH: Final[dict[str, str]] = {
 }
 """What shells and the C library say of errors and signals, in the languages that logs of users are in."""
 _ENGLISH_OF_ASCII: Final = {text: english for text, english in _ENGLISH.items() if text.isascii()}
+_CUDA_ERRORS: Final[dict[str, str]] = {
+    name: message
+    for message, names in (
+        ("invalid argument", "invalidvalue 1"),
+        ("out of memory", "memoryallocation outofmemory 2"),
+        ("initialization error", "initializationerror notinitialized 3"),
+        ("driver shutting down", "cudartunloading deinitialized"),
+        ("invalid configuration argument", "invalidconfiguration"),
+        ("CUDA driver is a stub library", "stublibrary 34"),
+        (
+            "CUDA driver version is insufficient for CUDA runtime version",
+            "insufficientdriver callrequiresnewerdriver 35",
+        ),
+        (
+            "all CUDA-capable devices are busy or unavailable",
+            "devicesunavailable deviceunavailable devicealreadyinuse 46",
+        ),
+        ("invalid device function", "invaliddevicefunction 98"),
+        ("no CUDA-capable device is detected", "nodevice 100"),
+        ("invalid device ordinal", "invaliddevice 101"),
+        ("device kernel image is invalid", "invalidkernelimage invalidimage 200"),
+        ("invalid device symbol", "invalidsymbol"),
+        (
+            "no kernel image is available for execution on the device",
+            "nokernelimagefordevice nobinaryforgpu 209",
+        ),
+        ("uncorrectable ECC error encountered", "eccuncorrectable 214"),
+        (
+            "peer access is not supported between these two devices",
+            "peeraccessunsupported mapbufferobjectfailed mapfailed",
+        ),
+        ("a PTX JIT compilation failed", "invalidptx 218"),
+        ("uncorrectable NVLink error detected during the execution", "nvlinkuncorrectable 220"),
+        ("PTX JIT compiler library not found", "jitcompilernotfound"),
+        (
+            "the provided PTX was compiled with an unsupported toolchain",
+            "unsupportedptxversion jitcompilationdisabled 222",
+        ),
+        ("shared object initialization failed", "sharedobjectinitfailed"),
+        ("OS call failed or operation not supported on this OS", "operatingsystem 304"),
+        ("invalid resource handle", "invalidresourcehandle invalidhandle 400"),
+        ("an illegal memory access was encountered", "illegaladdress 700 77"),
+        ("too many resources requested for launch", "launchoutofresources 701"),
+        ("the launch timed out and was terminated", "launchtimeout 702"),
+        ("peer access is already enabled", "peeraccessalreadyenabled 704"),
+        ("context is destroyed", "contextisdestroyed"),
+        ("device-side assert triggered", "assert 710 59"),
+        ("hardware stack error", "hardwarestackerror 714"),
+        ("an illegal instruction was encountered", "illegalinstruction invalidpc 715"),
+        ("misaligned address", "misalignedaddress invalidaddressspace 716"),
+        ("unspecified launch failure", "launchfailure launchfailed 719"),
+        ("too many blocks in cooperative launch", "cooperativelaunchtoolarge"),
+        ("operation not permitted", "notpermitted 800"),
+        ("operation not supported", "notsupported 801"),
+        ("system not yet initialized", "systemnotready 802"),
+        (
+            "system has unsupported display driver / cuda driver combination",
+            "systemdrivermismatch 803",
+        ),
+        (
+            "forward compatibility was attempted on non supported HW",
+            "compatnotsupportedondevice 804",
+        ),
+        ("unknown error", "unknown 999 30"),
+    )
+    for name in names.split()
+}
+"""What CUDA says of an error, by its name in the runtime and the driver, without underscores, and by its number."""
+_CUDA_NAME: Final = re.compile(
+    r"(?<![=!(|&] )(?<![=!(|&])\b(?:cudaError_?|hipError_?|CUDA_ERROR_)(?P<name>[A-Z]\w{2,40})\b(?!\s*[|&)]{2})"
+    r"|\b(?i:cuda(?: ?(?:driver|runtime))?(?: api)?) ?(?i:error|failure)(?: code)?[:= ]{0,3}\(?(?P<number>\d{1,3})\)?(?=$|[\s.,;)])"
+)
+"""Where a program names an error of CUDA: not where its source compares one with it."""
 _ZSH: Final = re.compile(
     r"^(?:zsh(?::\d+)?: |(?:\[\d+\] +[-+]? *)?\d+ )(?:(?P<what>command not found|permission denied|no such file or directory): (?P<name>.+)"
     r"|(?P<signal>killed|segmentation fault|abort|bus error|terminated|illegal hardware instruction|floating point exception)(?P<core>(?: \(core dumped\))?) {2,}.+)"
@@ -323,7 +396,7 @@ class _Traceback:
 
 _USER: Final = "DS-USER-exception"
 _FIX_OF_USER: Final = "Fix that line: print what goes into it, on this rank and on one that works, in one process and with num_workers=0 if it comes from data; ranks that complain of a lost peer failed because of it."
-_SAYS_LITTLE: Final = (_FIX_OF_USER, KINDS_OF_EXCEPTIONS[-1][2])
+_SAYS_LITTLE: Final = (_FIX_OF_USER, *(fix for _, _, fix in KINDS_OF_EXCEPTIONS[-2:]))
 """Fixes that what the script was doing is better than."""
 _RULE_OF: Final = {rule.code: rule for rule in RULES}
 _WORKER_RAISED: Final = _RULE_OF["DS-DATA-worker-raised"]
@@ -916,6 +989,11 @@ _ZSH_SIGNS: Final = (
     "  segmentation fault  ",
     "  abort  ",
     "(os error ",
+    "cudaerror",
+    "hiperror",
+    "cuda_error_",
+    "cuda error",
+    "cuda failure",
 )
 _TRACEBACK_SIGNS: Final = ('file "', "traceback (most", "ror: ", "xception", "root cause")
 """What lines hold that no rule is about, but that lead to the exception of a traceback."""
@@ -1114,6 +1192,13 @@ def _in_usual_form(said: str) -> str:
         said = _CLASS.sub(r"\1: ", said)
     if "object has no attribute" in said:
         said = _NO_ATTRIBUTE.sub("AttributeError: ", said)
+    # Of what NCCL asks of CUDA rules of its own tell more.
+    if ("rror" in said or "ERROR" in said or "failure" in said) and "NCCL" not in said:
+        name = _CUDA_NAME.search(said)
+        key = "" if name is None else (name["number"] or name["name"].replace("_", "").lower())
+        message = _CUDA_ERRORS.get(key)
+        if name is not None and message is not None and message not in said:
+            said = f"{said[: name.start()]}CUDA error: {message} ({name[0]}){said[name.end() :]}"
     if "(os error " in said:
         said = _OS_ERROR.sub(_as_errno, said)
     return said

@@ -63,6 +63,13 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("[TRT] [E] 6: CUDA initialization failure with error: 500. Please check your CUDA installation", "CUDA-init-driver", "tensorrt"),
     ("Attempting to use wgmma.fence without CUTE_ARCH_MMA_SM90A_ENABLED", "CUDA-arch", "cutlass"),
     ("OSError: [WinError 6] The handle is invalid", "MP-handle-windows", "python"),
+    ("RuntimeError: Couldn't open shared file mapping: <torch_13684_4004974554>, error code: <1455>", "MEM-shm-windows", "torch"),
+    ("RuntimeError: did not receive acknowledgement of fd", "MEM-descriptors", "python"),
+    ("AssertionError: Number of subsampled indices (2) does not match num_samples (3)", "DATA-sampler-small", "torch 2.13"),
+    ("AssertionError: datasets should not be an empty iterable", "DATA-empty", "torch 2.13"),
+    ("ValueError: process object is closed", "MP-used-after-close", "python"),
+    ("math_functions.cu:394] Check failed: status == CURAND_STATUS_SUCCESS (201 vs. 0)  CURAND_STATUS_LAUNCH_FAILURE", "CUDA-library", "BVLC/caffe#2417"),
+    ("RuntimeError: cuDNN Frontend error: [cudnn_frontend] Error: No execution plans support the graph.", "CUDA-cudnn-input", "torch"),
     # Exceptions of numpy and Python that a dataset or a loop provokes, whatever the program.
     ("ValueError: need at least one array to stack", "DATA-nothing-there", "numpy"),
     ("ValueError: max() arg is an empty sequence", "DATA-nothing-there", "python"),

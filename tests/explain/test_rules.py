@@ -225,7 +225,7 @@ TRACEBACK: Final = """\
     ("log", "cause", "fix"),
     [
         ("    assert a == b\nAssertionError\n", "AssertionError: assert a == b.", "The condition"),
-        ("[rank1]:   assert c\nAssertionError\n", "AssertionError.", "Fix that line"),
+        ("[rank1]:   assert c\nAssertionError\n", "AssertionError.", "It says no more"),
         ("KeyError: 'pixels'\n", "KeyError: 'pixels'.", "Print list(d)"),
         (
             "ValueError: Install quux with pip install quux.\n",
@@ -256,6 +256,23 @@ def test_the_words_of_an_unknown_exception_say_what_to_do(log: str, cause: str, 
     assert found.code == "DS-USER-exception"
     assert found.cause.endswith(cause)
     assert found.fix.startswith(fix)
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("CUDA_ERROR_LAUNCH_FAILED", "CUDA-illegal-access"),
+        ("RuntimeError: cudaErrorNoKernelImageForDevice", "CUDA-arch"),
+        ("hipErrorNoBinaryForGpu", "CUDA-arch"),
+        ("RuntimeError: CUDA failure 700", "CUDA-illegal-access"),
+        ("ValueError: CUDA driver error code: 999", "CUDA-unknown"),
+        ("    if (e == cudaErrorNoKernelImageForDevice) return;", None),
+        ("step 3 of 9: 12 values of cudaError_t", None),
+    ],
+)
+def test_an_error_of_cuda_is_known_by_its_name_and_number(line: str, code: str | None) -> None:
+    """As programs print it that do not ask CUDA what it means."""
+    assert [cause.code for cause in explain_text(line)] == ([f"DS-{code}"] if code else [])
 
 
 @pytest.mark.parametrize(
