@@ -28,7 +28,7 @@ from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from ddpsafe.data import DataLoader, DistributedSampler, ShardedIterable
 from ddpsafe.data._loader.build import build_loader
-from ddpsafe.data._loader.epochs import EpochBoard, FollowedDataset
+from ddpsafe.data._loader.epochs import EpochBoard, FollowedDataset, NamingDataset
 from ddpsafe.data.errors import DataConfigError, DataWarning, LateSetEpochError
 
 if TYPE_CHECKING:
@@ -667,10 +667,13 @@ def labels_of(samples: list[Lookup]) -> list[int]:
         (BrokenFiles(N), 8, "While reading index 13 (paths[13] is /data/13.png) in"),
         (BrokenBatches(N), 8, "While reading a batch of indices [8, 9, 10, …] in"),
         (BrokenBatches(N), 3, "While reading a batch of indices [12, 13, 14] in"),
+        (Subset(BrokenFiles(N), range(6, N)), 8, "While reading index 7 of a Subset, which is index 13 (paths[13] is /data/13.png) in"),
+        (Subset(Subset(Broken(N), range(6, N)), [7]), 1, "While reading index 0 of a Subset, which is index 7 of a Subset, which is index 13 in"),
+        (Subset(BrokenBatches(N), range(12, N)), 3, "While reading a batch of indices [0, 1, 2] in"),
         (Tokenized(N), 8, None),  # raised when it is collated, after all were read
     ],
-    ids=["alone", "without batches", "with paths", "a long batch", "a short batch", "collating"],
-)
+    ids=["alone", "without batches", "with paths", "a long batch", "a short batch", "a part", "of a part", "a part in batches", "collating"],
+)  # fmt: skip
 def test_error_of_a_sample_names_its_index(
     dataset: Numbers, batch_size: int | None, named: str | None, num_workers: int
 ) -> None:
@@ -682,6 +685,33 @@ def test_error_of_a_sample_names_its_index(
     told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
     assert ("While reading" in told) is (named is not None)
     assert named is None or named in told
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "note"),
+    [
+        (slice(13, 14), NameError, "While reading a batch in rank 0."),
+        (iter([12, 13, 15]), NameError, "While reading a batch in rank 0."),
+        (13, TypeError, ""),
+    ],
+    ids=["a slice", "an iterator", "an index"],
+)
+def test_a_batch_whose_indices_cannot_be_told_keeps_its_error(
+    batch: Any, error: type[Exception], note: str
+) -> None:
+    """A slice has none, an iterator no longer, and an index is no batch."""
+
+    class Sliced(Broken):
+        """Reads a batch at once, of files with slices, say."""
+
+        def __getitems__(self, indices: Any) -> list[int]:
+            return [self[i] for i in (range(N)[indices] if isinstance(indices, slice) else indices)]
+
+    with pytest.raises(error) as caught:
+        NamingDataset(Broken(N) if batch == 13 else Sliced(N)).__getitems__(batch)
+    told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert told.endswith(note)
+    assert ("While reading" in told) is bool(note)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.utils.data import Subset
 
 from ddpsafe.data._loader.limits import describe_open_files
 from ddpsafe.data._loader.replay import Skip
@@ -33,6 +34,7 @@ _FIRST_WORKER: Final = 2
 _NOTHING: Final = -1
 _UNKNOWN: Final = -2
 _BATCH: Final = -3  # less the first index of a batch that the dataset reads at once
+_UNREAD: Final = object()
 _LARGEST_INDEX: Final = 1 << 62
 _SHOWN_INDICES: Final = 3
 _NOTES_IN_EXCEPTIONS: Final = sys.version_info >= (3, 11)
@@ -142,27 +144,25 @@ class NamingDataset:
         if type(indices) is list and indices and indices[0] is Skip:
             return [Skip]
         many = getattr(self.dataset, "__getitems__", None)
-        if not many:
+        if not many or _is_read_singly(self.dataset):
             return self._read(indices)
         try:
             return self._read_batch(many, indices)
         except Exception as error:
-            shown = list(itertools.islice(indices, _SHOWN_INDICES + 1))
-            more = ", …" * (len(shown) > _SHOWN_INDICES)
-            listed = ", ".join(map(str, shown[:_SHOWN_INDICES]))
-            self._annotate(error, f"a batch of indices [{listed}{more}]")
+            self._annotate(error, _describe_batch(indices))
             raise
 
     def _read_batch(self, many: Callable[[Any], Any], indices: Any) -> Any:
         return many(indices)
 
     def _read(self, indices: Iterable[Any]) -> list[Any]:
-        dataset, items, index = self.dataset, [], None
+        dataset, items, index = self.dataset, [], _UNREAD
         try:
             for index in self._reported(indices):
                 items.append(dataset[index])
         except Exception as error:
-            self._annotate(error, describe_index(dataset, index))
+            if index is not _UNREAD:  # else the sampler yields what is no batch
+                self._annotate(error, describe_index(dataset, index))
             raise
         return items
 
@@ -249,9 +249,32 @@ def _number_of(index: object) -> int:
     return number if 0 <= number <= _LARGEST_INDEX else _UNKNOWN
 
 
+def _is_read_singly(dataset: object) -> bool:
+    """Tell whether all that a batch is read by is torch's `Subset`, which reads sample by sample."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+        if not callable(getattr(dataset, "__getitems__", None)):
+            return True
+    return False
+
+
+def _describe_batch(indices: Any) -> str:
+    """Name a batch by its first indices, where it has such and they can be read a second time."""
+    try:
+        more = ", …" * (len(indices) > _SHOWN_INDICES)
+        listed = ", ".join(map(str, itertools.islice(indices, _SHOWN_INDICES)))
+    except Exception:  # noqa: BLE001 - as below
+        return "a batch"
+    return f"a batch of indices [{listed}{more}]"
+
+
 def describe_index(dataset: object, index: object) -> str:
     """Name an index, and what the dataset lists there where it lists paths, as torchvision's do."""
     number = _number_of(index)
+    if isinstance(dataset, Subset) and number >= 0:
+        with contextlib.suppress(Exception):
+            inner = describe_index(dataset.dataset, dataset.indices[number])
+            return f"index {index} of a Subset, which is {inner}"
     for name in ("samples", "imgs", "files", "paths") if number >= 0 else ():
         with contextlib.suppress(Exception):  # describing a failure must not fail
             entry = getattr(dataset, name)[number]
