@@ -310,6 +310,21 @@ _GOES_ON: Final = re.compile(rb"(?![\w.]+: )[a-z`(][^=]* ")
 """How the next line of a message begins that was broken where the terminal or the paste ended."""
 _GOES_ON_BELOW: Final = re.compile(r"\d+ validation errors? for [\w.]+$")
 """An exception whose reason stands in the two lines after it, as pydantic prints."""
+_WIDEST_PASTE: Final = 240
+_NARROWEST_PASTE: Final = 50
+"""Terminals and forums fold lines at a width between these."""
+_LONGEST_WORD: Final = 15
+_FEW_FULL: Final = 2
+"""More lines than that, which lack less than a word to the width, have been folded."""
+_BEGINS: Final = re.compile(
+    rb"""
+    \s*(?: Traceback\ \( | File\ " | \[\ ?(?:rank|default|[EWIF]\d*\b|[\d.]+[,\]]) | \(\w+\ pid= | \S+:\d+:\d+\ \[\d
+          | \d{4}-\d\d-\d\d | [EWIF]\d+\  | (?:\w+\.)*[A-Z]\w*(?:Error|Exception)\b | [=*-]{3} | Last\ error
+          | (?:ERROR|WARNING|WARN|INFO|CRITICAL)\b | frame\ \# | srun: | slurmstepd | terminate\ called | During\ handling )
+    """,
+    re.VERBOSE,
+)
+"""How a line begins that is not the rest of the one before it."""
 _IGNORED: Final = re.compile(r"^(?:Exception ignored in|Error in atexit|--- Logging error ---)")
 _CAUGHT_IN_WORKER: Final = re.compile(r"^Caught \w+ in (?:DataLoader worker|replica|pin memory)")
 _ROOT_CAUSE: Final = re.compile(r"^Root Cause \(first observed failure\)")
@@ -446,6 +461,9 @@ class LogReader:
         self._in_traceback = False
         self._since_frame = 0
         self._following: list[bytes] = []
+        # The rest of the line that is being read, if a terminal or a paste has folded it.
+        self._folded: list[str] = []
+        self._skipped = 0
         self._sieve: _Sieve | None = None
         self._lowest: tuple[int, int | None] | None = None
         # Of each collective that timed out who called it as what, first, by group and number.
@@ -487,10 +505,19 @@ class LogReader:
         self.lines += chunk.count(b"\n") + (not chunk.endswith(b"\n") and chunk != b"")
         lines = chunk.split(b"\n")
         if len(chunk) < _SMALL_BYTES or _ALWAYS:
+            width = max(map(len, lines))
+            full = sum(len(each) > width - _LONGEST_WORD for each in lines)
             for at, raw in enumerate(lines):
+                if self._skipped:
+                    self._skipped -= 1
+                    continue
                 self._following = lines[at + 1 : at + 4]
+                if width <= _WIDEST_PASTE:
+                    self._folded = _folded_rest(
+                        lines[at : at + 4], width, is_paste=full > _FEW_FULL
+                    )
                 self._read_raw(first + at, raw, None)
-            self._following = []
+            self._following, self._folded = [], []
             return
         self._sieve = self._sieve or _Sieve()
         found = self._sieve.find(chunk)
@@ -625,6 +652,8 @@ class LogReader:
             said = " ".join([said, *below])
             raised = _EXCEPTION.match(said) or raised
         best = self._find_best(number, line, said, innermost, grams)
+        if self._folded:
+            best = self._find_folded(number, line, said, innermost, best)
         # Keep the rank that torchrun's summary names as the first to fail.
         if _ROOT_CAUSE.match(said):
             self._is_root_cause = True
@@ -665,6 +694,7 @@ class LogReader:
                 cause.cause += f" Raised at {traceback.frame}." if traceback.frame else ""
             return cause
         if raised is not None:
+            raised = _EXCEPTION.match(" ".join((said, *self._folded))) or raised
             return self._note_exception(
                 raised, traceback, number, line, said, is_logged=is_logged, is_wrapper=is_wrapper
             )
@@ -750,11 +780,29 @@ class LogReader:
         """Return the rule of a message that is broken over lines, between its words or within one."""
         found = []
         for joint in (" ", "") if len(parts) > 1 else ():
-            best = self._find_best(number, line, joint.join(parts), innermost, None)
-            # Neither what the next line says alone, nor what this one does.
-            if best is not None and best[1].start() < len(parts[0]) < best[1].end():
+            text = joint.join(parts)
+            text = _HEDGE.sub("", text) if self._folded else text
+            best = self._find_best(number, line, text, innermost, None)
+            # Not what the next line says alone, unless it is of the same message, nor what this one does.
+            end = len(parts[0])
+            if best is not None and best[1].end() > end and (self._folded or best[1].start() < end):
                 found.append(best)
         return min(found, key=lambda each: _strength(each[0]), default=None)
+
+    def _find_folded(
+        self,
+        number: int,
+        line: str,
+        said: str,
+        innermost: str | None,
+        best: tuple[LogRule, re.Match[str]] | None,
+    ) -> tuple[LogRule, re.Match[str]] | None:
+        """Return what a line says with its rest, which then is not read by itself, or else what it says alone."""
+        whole = self._find_broken(number, line, (said, *self._folded), innermost)
+        if whole is None or (best is not None and _place(best[0]) <= _place(whole[0])):
+            return best
+        self._skipped = len(self._folded)
+        return whole
 
     def _take_back(self, code: str) -> None:
         """Forget a cause; should its lines come again, they are looked at as if for the first time."""
@@ -1103,6 +1151,31 @@ class _Sieve:
         return found
 
 
+def _folded_rest(lines: list[bytes], width: int, *, is_paste: bool) -> list[str]:
+    """Return the rest of the first of some lines, if it ends where the next word would have been too wide.
+
+    Args:
+        lines: The one that is read, and those that follow it.
+        width: Of the longest line of the log.
+        is_paste: Whether several lines are about as long, as those are that something has folded.
+    """
+    rest: list[str] = []
+    is_message = lines[0].rstrip().endswith(b":")
+    for line, following in itertools.pairwise(lines):
+        text = following.decode("utf-8", "replace").strip()
+        word = following.lstrip().split(b" ", 1)[0]
+        is_full = len(line) >= _NARROWEST_PASTE or is_message
+        # A word by itself that begins with a capital may be anything.
+        is_sentence = is_paste or is_message or (b"Error: " in lines[0] and " " in text)
+        goes_on = is_sentence or not text[:1].isupper()
+        if not (text and is_full and goes_on and len(line) + 1 + len(word) > width):
+            break
+        if _BEGINS.match(following):
+            break
+        rest.append(_PREFIX.sub("", text))
+    return rest
+
+
 _OF_ANY_EXCEPTION: Final = tuple(
     rule for rule in RULES if rule.raised_in and (rule.is_fallback or not rule.signs)
 )
@@ -1213,6 +1286,11 @@ def _is_raised_in(rule: LogRule, innermost: str | None) -> bool:
     if rule.raised_in is None or innermost is None:
         return False
     return rule.raised_in.search(innermost) is not None
+
+
+def _place(rule: LogRule) -> tuple[bool, int, int]:
+    """Return what orders the rules that match one line, in full: then the more specific one."""
+    return *_strength(rule), RULES.index(rule)
 
 
 def _strength(rule: LogRule) -> tuple[bool, int]:

@@ -7,7 +7,10 @@ the cause and the fix that its report ended with.
 
 from __future__ import annotations
 
+import textwrap
 from typing import Final
+
+import pytest
 
 from ddpsafe._explain.logs import explain_text
 
@@ -28,7 +31,7 @@ FAILURES: Final[tuple[tuple[str, str, str, int | None, str], ...]] = (
     ("gloo-ifname-ib0", "RuntimeError: [enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/device.cc:83] ifa != nullptr. Unable to find address for: ib0", "GLOO-interface", None, "no"),
     ("gloo-ifname-eth0-absent", "RuntimeError: Unable to find address for: eth0", "GLOO-interface", None, "no"),
     ("gloo-hostname-unresolvable", "RuntimeError: [enforce fail at ../third_party/gloo/gloo/transport/tcp/device.cc:127] rp != nullptr. Unable to find address for: node1.example", "GLOO-hostname", None, "no"),
-    ("gloo-loopback-fallback", "[rank8] Gloo connectFullMesh failed ... timed out connecting: SO_ERROR: Connection refused,\n        remote=[127.0.0.1]:14215", "GLOO-loopback", None, "no"),
+    ("gloo-loopback-fallback", "[rank8] Gloo connectFullMesh failed ... timed out connecting: SO_ERROR: Connection refused,\n        remote=[127.0.0.1]:14215", "GLOO-loopback", 8, "no"),
     ("gloo-fullmesh-ec2-sg", "RuntimeError: Gloo connectFullMesh failed with [...] no error", "GLOO-ports-closed", None, "no"),
     ("gloo-connect-refused-old", "RuntimeError: [/opt/conda/conda-bld/pytorch_1682343967769/work/third_party/gloo/gloo/transport/tcp/pair.cc:799] connect [172.31.71.170]:13195: Connection refused", "GLOO-refused", None, "maybe"),
     ("nccl-no-socket-iface-eth0", "Last error:\nBootstrap : no socket interface found", "NCCL-interface", None, "no"),
@@ -220,3 +223,16 @@ def test_a_reported_death_of_a_peer_is_no_network_failure() -> None:
     for name, log, *_ in rows:
         codes = {cause.code.removeprefix("DS-") for cause in explain_text(log)[:2]}
         assert codes.isdisjoint(_NETWORK), name
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_a_terminal_that_folds_lines_hides_hardly_any_failure(width: int) -> None:
+    """Of 160 it was one in seven at 80 columns, when each line was read by itself."""
+    folded = [
+        ["\n".join(textwrap.wrap(line, width, break_on_hyphens=False)) for line in log.split("\n")]
+        for _, log, _, _, _ in FAILURES
+    ]
+    found = [next(iter(explain_text("\n".join(lines))), None) for lines in folded]
+    codes = [None if first is None else first.code.removeprefix("DS-") for first in found]
+    wrong = [row[0] for row, code in zip(FAILURES, codes, strict=True) if code != row[2]]
+    assert len(wrong) <= len(FAILURES) // 50, wrong
