@@ -31,7 +31,10 @@ TESTS: Final = Path(__file__).parents[1]
 OF_LAUNCHES: Final = (
     "torch.distributed",
     "torch._dynamo",  # which DistributedDataParallel imports
+    "jinja2",  # which draws the report of a failure
+    "encodings.idna",  # which looking up a host's name imports
     "ddpsafe._functions",
+    "ddpsafe._launch",
     "ddpsafe._launcher.attempt",
     "ddpsafe._launcher.retry",
     "ddpsafe._worker.context",
