@@ -234,6 +234,8 @@ _OS_ERROR: Final = re.compile(
 )
 """As safetensors, tokenizers and whatever else is written in Rust prints an error of the system."""
 _ERRNO_DIGITS: Final = 3
+_OS_OF_RUST: Final = re.compile(r'Os \{ code: (\d+), kind: \w+, message: "([^"]{1,120})" \}')
+"""The same, as Rust prints it for a programmer."""
 _CLASS: Final = re.compile(
     r"(?<!pickle )<class '([\w.]{1,120}(?:Error|Exception))'>(?:: | --> |, | - | )(?=\S)"
 )
@@ -1042,6 +1044,7 @@ _ZSH_SIGNS: Final = (
     "cuda_error_",
     "cuda error",
     "cuda failure",
+    "os { code: ",
 )
 _TRACEBACK_SIGNS: Final = ('file "', "traceback (most", "ror: ", "xception", "root cause")
 """What lines hold that no rule is about, but that lead to the exception of a traceback."""
@@ -1272,6 +1275,8 @@ def _in_usual_form(said: str) -> str:
         message = _CUDA_ERRORS.get(key)
         if name is not None and message is not None and message not in said:
             said = f"{said[: name.start()]}CUDA error: {message} ({name[0]}){said[name.end() :]}"
+    if "Os { code: " in said:
+        said = _OS_OF_RUST.sub(r"\2 (os error \1)", said)
     if "(os error " in said:
         said = _OS_ERROR.sub(_as_errno, said)
     return said

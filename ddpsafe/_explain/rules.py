@@ -175,7 +175,7 @@ def _is_beyond_the_gpu(match: re.Match[str]) -> bool:
 def _is_sharded_otherwise(match: re.Match[str]) -> bool:
     """Tell whether one size is a multiple of the other, but for what fills up the last shard."""
     small, large = sorted((int(match["a"]), int(match["b"])))
-    times = round(large / small)
+    times = round(large / max(small, 1))
     return times > 1 and abs(large - times * small) < _MOST_PADDING
 
 
@@ -1298,6 +1298,15 @@ _ENVIRONMENT: Final = (
         over=("USER-exception",),
         cause="A logger (wandb, MLflow) is used on a rank where it was not started: only rank 0 started it, or it was finished already.",
         fix="Log on rank 0 alone (if rank == 0:, the framework's self.log or accelerator.log), or call wandb.init(group=…) on every rank.",
+    ),
+    _rule(
+        "LIGHTNING-accelerator",
+        "config",
+        "never",
+        r"invalid accelerator name",
+        over=("ENV-lightning-twice", "ENV-configuration", "USER-exception"),
+        cause="The code was written for an older Lightning: since 1.7 accelerator names the hardware only, and 'ddp' and the like are a strategy.",
+        fix="Trainer(accelerator='gpu', devices=N, strategy='ddp') in place of accelerator='ddp', gpus=N; or the version that it was written for (pip install 'pytorch-lightning<1.7').",
     ),
     _rule(
         "ENV-lightning-twice",
@@ -4886,6 +4895,44 @@ _CHECKPOINT: Final = (
         fix="Save the full state dict, on all ranks (FSDP.state_dict_type(FULL_STATE_DICT), StateDictOptions(full_state_dict=True), Lightning: FSDPStrategy(state_dict_type='full')); of this one use the checkpoint before it or the shards' own loader.",
     ),
     _rule(
+        "CKPT-zero-shards",
+        "user-error",
+        "never",
+        r"unknown zero stage|Expected \d+ of '\*_optim_states\.pt'|consumed \d+ numels out of \d+|No ZeRO files found",
+        over=("CKPT-incomplete", "CKPT-deepspeed-failed", "USER-exception"),
+        cause="zero_to_fp32.py (or a converter) does not find the shards of ZeRO as it knows them: another version of DeepSpeed wrote them, the folder lacks ranks or holds files of another run, or the stage has no shards (0; bf16 of Megatron).",
+        fix="The zero_to_fp32.py that lies beside the checkpoint, or the one of a newer DeepSpeed; ls global_step*/*_optim_states.pt: one for each rank of one run. At stage 0 the whole weights are in mp_rank_00_model_states.pt under 'module'.",
+    ),
+    _rule(
+        "CKPT-arguments",
+        "config",
+        "never",
+        r"(?P<name>\w{1,80}) value from checkpoint \((?P<was>[^)]{1,60})\) is not equal to the (?:input )?argument value \((?P<now>[^)]{1,60})\)",
+        over=("ENV-parallel-sizes", "CKPT-megatron-failed", "USER-exception"),
+        cause="The checkpoint was saved with {name} {was}, and is loaded with {now}.",
+        fix="Start with the value of the checkpoint (--use-checkpoint-args takes them all from it); for other parallel sizes convert it first: tools/checkpoint/convert.py --target-tensor-parallel-size N --target-pipeline-parallel-size M, or a distributed checkpoint.",
+    ),
+    _rule(
+        "CKPT-one-part",
+        "config",
+        "never",
+        r"size of tensor a \((?P<a>\d+)\) must match the size of tensor b \((?P<b>\d+)\) at non-singleton dimension",
+        also=r"[Mm]egatron|\bto tp\d|tensor[-_ ]?(?:model[-_ ]?)?parallel|checkpoint/(?:convert|saver|loader)|Loader exited",
+        check=_is_sharded_otherwise,
+        over=("MODEL-shapes", "USER-exception"),
+        cause="One part of a weight meets the whole: the checkpoint (or the model that a converter builds) is cut for another tensor-parallel size.",
+        fix="The same tensor-parallel size on both sides: convert to 1 first, or with the converter of a newer version of the framework, --target-tensor-parallel-size N.",
+    ),
+    _rule(
+        "CKPT-mapped",
+        "user-error",
+        "never",
+        r"\[WinError 1224\]|user-mapped section",
+        over=("USER-exception",),
+        cause="Windows does not let a file be overwritten that a process still has mapped: safetensors maps the file that a model was loaded from, and it is saved to the same place.",
+        fix="Save into another folder; or load with torch.load or copies (model.state_dict() cloned), and delete the model before the save.",
+    ),
+    _rule(
         "CKPT-async-backend",
         "config",
         "never",
@@ -5114,7 +5161,7 @@ _CHECKPOINT: Final = (
         "CKPT-tiny",
         "user-error",
         "never",
-        r"OSError: \[Errno 22\] Invalid argument",
+        r"(?:OSError|I/O error): \[Errno 22\] Invalid argument|SafetensorError.{0,60}\[Errno 22\]",
         cause="The system refuses a path or a file: the name holds what it does not take (':' or '?' of a date on Windows, a backslash that Python read as a tab), the file is cut off or empty (torch reads a checkpoint of a few bytes so), or the file system lacks the call.",
         fix="Print the path with repr() and save under a plain name on a local disk; for a file that is read, ls -l FILE, and use the checkpoint before it.",
     ),
@@ -6729,6 +6776,15 @@ _PLACES: Final = (
         over=("DATA-permission", "DATA-path", "USER-exception"),
         cause="A lock, queue or event of multiprocessing cannot be made: no /dev/shm, no right to write there, or no space.",
         fix="df -h /dev/shm and ls -ld /dev/shm: mount it writable (chmod 1777, docker run --shm-size=8g), and remove what ended runs left (sem.*).",
+    ),
+    _rule(
+        "MP-exception-unsent",
+        "user-error",
+        "never",
+        r"Can't pickle <class '(?P<name>(?!Memory)[\w.]*(?:Error|Exception))'>",
+        over=("MP-unpicklable-local", "MP-redefined", "USER-exception"),
+        cause="A process failed with {name}, which cannot be sent to the one that waits for it, so that its text is lost.",
+        fix="Run in one process (num_workers=0, num_proc=None, no pool) to read it. A SafetensorError: a file of weights is cut off, missing or being written by another rank; look at its size and download it again.",
     ),
     _rule(
         "MP-exception-pickled",

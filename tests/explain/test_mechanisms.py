@@ -1952,6 +1952,14 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("RuntimeError: replicas_[0].size() >= 1 ASSERT FAILED at /pytorch/torch/csrc/distributed/c10d/reducer.cpp:53, please report a bug to PyTorch. Expected at least one parameter.", "DDP-no-grad", "XPixelGroup/RankSRGAN#14"),
     ("RuntimeError: Function ConvolutionBackward0 returned an invalid gradient at index 1", "GRAD-invalid", "Lightning-AI/pytorch-lightning#20218"),
     ("FileNotFoundError: [Errno 2] No such file or directory: '/work/dataset/index-cache/43d5_doc_idx.npy'", "DATA-index-cache", "deepspeedai/Megatron-DeepSpeed#356"),
+    ("Safetensors Saving I/O error: Invalid argument (os error 22)", "CKPT-tiny", "modelscope/ms-swift#6493"),
+    ('safetensors_rust.SafetensorError: Error while serializing: IoError(Os { code: 5, kind: Uncategorized, message: "Input/output error" })', "HW-storage-io", "huggingface/transformers#35895"),
+    ("_pickle.PicklingError: Can't pickle <class 'safetensors_rust.SafetensorError'>: import of module 'safetensors_rust' failed", "MP-exception-unsent", "safetensors#684"),
+    ("SafetensorError: Error while serializing: I/O error: The requested operation cannot be performed on a file with a user-mapped section open. (os error 1224)", "CKPT-mapped", "sd_dreambooth_extension#1262"),
+    ("ValueError: consumed 255381772 numels out of 255381776 - something is wrong", "CKPT-zero-shards", "deepspeedai/DeepSpeed#1317"),
+    ("ValueError: You selected an invalid accelerator name: `accelerator='ddp'`. Available names are: cpu, cuda, hpu, ipu, mps, tpu.", "LIGHTNING-accelerator", "mk-minchul/AdaFace#70"),
+    ("Converting Mamba to tp4: RuntimeError: The size of tensor a (18560) must match the size of tensor b (4640) at non-singleton dimension 0", "CKPT-one-part", "NVIDIA-NeMo/Speech#10966"),
+    ("AssertionError: tensor_model_parallel_size value from checkpoint (1) is not equal to the input argument value (2).", "CKPT-arguments", "NVIDIA/Megatron-LM#296"),
 )  # fmt: skip
 
 
