@@ -68,17 +68,21 @@ def _pytest(session: nox.Session, command: str, *options: str) -> None:
     arguments = [_absolute(option) for option in options]
     if not any(argument.startswith(str(ROOT)) for argument in arguments):
         arguments.append(str(ROOT / "tests"))
+    workers: list[str] = []
     if not any(argument.startswith(("-n", "--numprocesses")) for argument in arguments):
         # Most tests wait for processes of theirs, so more run at a time than there are cores.
-        arguments += ["-n", "8", "--dist", "worksteal"]
-    # Each worker compiles all tests with their asserts, and each process they start the programs and
-    # kits: half of the time to collect, unless what was compiled once is kept.
+        workers = ["-n", "8", "--dist", "worksteal"]
     session.env["PYTHONDONTWRITEBYTECODE"] = ""
     # From an empty folder, neither the tests nor a process they start can import the checkout;
     # --installed makes pytest refuse to run if they could.
     session.chdir(_folder(session, "empty"))
     configured = [command, "-c", str(ROOT / "pyproject.toml"), "--installed"]
-    session.run(*configured, *arguments, external=command != "pytest")
+    is_external = command != "pytest"
+    if workers:
+        # Compile the tests with their asserts once: all workers would, at the same time.
+        collect = [*arguments, "--collect-only", "-qq"]
+        session.run(*configured, *collect, external=is_external, silent=True)
+    session.run(*configured, *arguments, *workers, external=is_external)
 
 
 CELLS = {
