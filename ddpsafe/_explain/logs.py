@@ -221,7 +221,7 @@ _CUDA_ERRORS: Final[dict[str, str]] = {
 """What CUDA says of an error, by its name in the runtime and the driver, without underscores, and by its number."""
 _CUDA_NAME: Final = re.compile(
     r"(?<![=!(|&] )(?<![=!(|&])\b(?:cudaError_?|hipError_?|CUDA_ERROR_)(?P<name>[A-Z]\w{2,40})\b(?!\s*[|&)]{2})"
-    r"|\b(?i:cuda(?: ?(?:driver|runtime))?(?: api)?) ?(?i:error|failure)(?: code)?[:= ]{0,3}\(?(?P<number>\d{1,3})\)?(?=$|[\s.,;)])"
+    r"|\b(?i:cuda(?: ?(?:driver|runtime|execution))?(?: api)?(?: failed with)?) ?(?i:error|failure)(?: code)?[:= ]{0,3}\(?(?P<number>\d{1,3})\)?(?=$|[\s.,;)])"
 )
 """Where a program names an error of CUDA: not where its source compares one with it."""
 _ZSH: Final = re.compile(
