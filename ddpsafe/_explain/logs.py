@@ -8,6 +8,7 @@ part of them occurs. Where those are in a large log is found with numpy, without
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -62,6 +63,7 @@ _PREFIX: Final = re.compile(
     r"^(?:\[(?:rank|default)\d+\]:?\s*|\[1,mpirank:\d+,algo-\d+\]<std\w+>:\s?|(?:[\w.]+ )?- (?:[\w.]+ - )?(?:ERROR|INFO|WARNING) - |\[1,\d+\]<std\w+>:\s?|\d{1,5}: |[\w.-]+\s+[|│] ?"
     r"|\(\w+ pid=\d+(?:, ip=[\d.]+)?\)\s*|\[[\d\-T:., ]+\]\s*|\d{4}-\d\d-\d\d[T ][\d:.,]+Z?\s*(?:- (?!(?:ERROR|INFO|WARNING) - ))?"
     r"|[IWEF]\d{4} [\d:.]+ +\d+ \S+:\d+\] ?|\[(?:ERROR|WARNING|INFO|DEBUG)\]\s*"
+    r"|(?:ERROR|WARNING|INFO|DEBUG|CRITICAL)\s+(?:\d\d-\d\d [\d:]{8} \[?[\w./-]+:\d+\]|[\w./-]+:\d+ --) ?"
     r"|\[pod/\S+\] ?|> |[a-z][\w.-]*\d: (?=\S)|std(?:out|err) [FP] )+"
 )
 _DECORATION: Final = re.compile(
@@ -289,6 +291,11 @@ _QUOTED_AT_MOST: Final = 3
 """So many lines of a log may quote source: further down it is the output of a program."""
 _NO_ATTRIBUTE: Final = re.compile(r"^[\s`*\"]*(?='\w{1,80}' object has no attribute '\w)")
 """Where an error is quoted without its class, as titles do."""
+_RECORD: Final = re.compile(
+    r"""^\{(?:"(?:stream|time|timestamp|ts|level|severity|logger|name)": ?"[^"]{0,80}", ?){0,8}"""
+    r"""(?:"(?:log|message|msg|textPayload)": ?")(?P<text>(?:[^"\\]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*)\""""
+)
+"""A line as Docker, Kubernetes and structured loggers keep it."""
 _FRAME: Final = re.compile(
     r'^(?:E|\|)?\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)'
     r"|^│ (?P<file2>[^│\s]+\.py):(?P<line2>\d+) in (?P<function2>\w+)"
@@ -298,7 +305,7 @@ _FRAME: Final = re.compile(
 """As Python prints a call, rich (in a box), and IPython, of which old ones have the number below."""
 _UNFOLD: Final = re.compile(
     r'\n|(?<=[\s:])(?=File "[^"]{1,300}", line \d+, in )'
-    r"|(?<=\s)(?=(?:[a-z_]\w{0,40}\.){0,6}[A-Z]\w{0,60}(?:Error|Exception|Interrupt): )"
+    r"|(?<=\s)(?=(?:[a-z_]\w{0,40}\.){0,6}[A-Z]\w{0,60}(?:Error|Exception|Interrupt)(?:: |\s*$))"
 )
 """Where a call and an exception begin that do not stand in a line of their own."""
 _ESCAPED_END: Final = re.compile(r'\\n(?![^"]{0,300}", line \d)')
@@ -308,7 +315,7 @@ _ANY_EXCEPTION: Final = re.compile(
     r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w+)(?:: (?P<text>.*)|:?\s*)$"
 )
 """What ends a traceback, whatever the class is called."""
-_GOES_ON: Final = re.compile(rb"(?![\w.]+: )[a-z`(][^=]* ")
+_GOES_ON: Final = re.compile(r"(?![\w.]+: )[a-z`(][^=]* ")
 """How the next line of a message begins that was broken where the terminal or the paste ended."""
 _GOES_ON_BELOW: Final = re.compile(r"\d+ validation errors? for [\w.]+$")
 """An exception whose reason stands in the two lines after it, as pydantic prints."""
@@ -585,6 +592,10 @@ class LogReader:
         self, number: int, line: str, shape: bytes, grams: Collection[str] | None
     ) -> None:
         line = (line if line.isprintable() else _ANSI.sub("", line)).rstrip()
+        if (record := _RECORD.match(line)) is not None:
+            for part in json.loads(f'"{record["text"]}"', strict=False).splitlines():
+                self._read_line(number, part, shape, None)
+            return
         said = _PREFIX.sub("", line)
         prefix = line.removesuffix(said)
         usual = _in_usual_form(said)
@@ -613,6 +624,9 @@ class LogReader:
             if not _LIBRARY.search(file):
                 at = f"{file}:{line_number}" if line_number else file
                 traceback.frame = f"{at} in {function}"
+            rest = said[frame.end() :].strip()
+            if rest and not rest.startswith("("):  # the end of its line was lost
+                self._match(number, line, rest, rank, None)
         elif said.lstrip(" ╭─").startswith(("Traceback (most recent", "Original Traceback (most")):
             before = self._tracebacks.get(rank)
             is_ignored = before is not None and before.is_ignored and before.innermost is None
@@ -668,8 +682,9 @@ class LogReader:
                 return None
         if raised is not None and self._following and (best is None or best[0].is_fallback):
             # A paste is broken anywhere: a message with its next lines, if they go on with it.
-            goes_on = itertools.takewhile(_GOES_ON.match, self._following)
-            rest = [line.decode("utf-8", "replace").strip() for line in goes_on]
+            following = (each.decode("utf-8", "replace").rstrip() for each in self._following)
+            texts = (_PREFIX.sub("", text) for text in following)
+            rest = list(itertools.takewhile(_GOES_ON.match, texts))
             best = self._find_broken(number, line, (said, *rest), innermost) or best
         is_wrapper = (
             raised is not None and _CAUGHT_IN_WORKER.match(raised["text"] or "") is not None

@@ -7,12 +7,16 @@ the cause and the fix that its report ended with.
 
 from __future__ import annotations
 
+import json
 import textwrap
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
 from ddpsafe._explain.logs import explain_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 FAILURES: Final[tuple[tuple[str, str, str, int | None, str], ...]] = (
     ("eaddrinuse-29500-two-torchrun", "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. The server socket has failed to bind to [::]:29500 (errno: 98 - A", "PORT-taken", None, "maybe"),
@@ -236,3 +240,31 @@ def test_a_terminal_that_folds_lines_hides_hardly_any_failure(width: int) -> Non
     codes = [None if first is None else first.code.removeprefix("DS-") for first in found]
     wrong = [row[0] for row, code in zip(FAILURES, codes, strict=True) if code != row[2]]
     assert len(wrong) <= len(FAILURES) // 50, wrong
+
+
+def _in_docker(line: str) -> str:
+    return json.dumps({"log": f"{line}\n", "stream": "stderr", "time": "2026-11-22T10:11:12.3Z"})
+
+
+@pytest.mark.parametrize(
+    "prefixed",
+    [
+        "[rank3]: {}".format,
+        "(TrainWorker pid=812, ip=10.0.0.3) {}".format,
+        "2026-11-22 10:11:12,345 ERROR worker.py:12 -- {}".format,
+        "(Worker_TP0 pid=812) ERROR 11-22 10:11:12 [multiproc_executor.py:932] {}".format,
+        "2026-11-22T10:11:12.345678901Z stderr F {}".format,
+        _in_docker,
+    ],
+    ids=["torch", "ray", "ray-logger", "vllm", "kubernetes", "docker"],
+)
+def test_what_stands_before_each_line_hides_hardly_any_failure(
+    prefixed: Callable[[str], str],
+) -> None:
+    """Ranks, loggers and container runtimes, also before the lines of one message."""
+    wrong = []
+    for name, log, code, _, _ in FAILURES:
+        first = next(iter(explain_text("\n".join(map(prefixed, log.split("\n"))))), None)
+        if first is None or first.code != f"DS-{code}":
+            wrong.append((name, first))
+    assert len(wrong) <= 1, wrong

@@ -149,6 +149,8 @@ LAUNCHERS: Final = {
     "compose": "trainer-1  | {}",
     "ray": "(RayTrainWorker pid=4711, ip=10.0.0.3) {}",
     "time": "2026-11-22 10:11:12,345 {}",
+    "ray-logger": "2026-11-22 10:11:12,345\tERROR tune.py:12 -- {}",
+    "vllm": "ERROR 11-22 10:11:12 [worker.py:12] {}",
     "colour": "\x1b[31m{}\x1b[0m",
 }
 
@@ -572,6 +574,12 @@ def test_a_traceback_in_one_line_is_read(log: str) -> None:
     assert (cause.code, cause.rank) == ("DS-USER-exception", 3)
     assert "KeyError: 3" in cause.cause
     assert "t.py:9 in main" in cause.cause
+
+
+def test_an_exception_without_words_at_the_end_of_a_line_is_found() -> None:
+    """A paste without ends of lines has the call, its source and the exception in one."""
+    log = 'Traceback (most recent call last): File "/env/torch/distributed/run.py", line 634, in run raise RendezvousClosedError() torch.distributed.elastic.rendezvous.api.RendezvousClosedError'
+    assert [cause.code for cause in explain_text(log)] == ["DS-RDZV-closed"]
 
 
 @pytest.mark.parametrize(
