@@ -205,7 +205,7 @@ def find_world(env: Mapping[str, str]) -> World | None:
     Raises:
         ConfigError: The variables contradict each other or are incomplete.
     """
-    env = _trimmed(env)
+    env = trimmed(env)
     # A node's variables without a rank's are for a torchrun that did not start this process.
     by_rank = any(
         dialect.marker in env and not _is_shell_step(dialect, env)
@@ -231,7 +231,7 @@ def find_world(env: Mapping[str, str]) -> World | None:
     return None
 
 
-def _trimmed(env: Mapping[str, str]) -> Mapping[str, str]:
+def trimmed(env: Mapping[str, str]) -> Mapping[str, str]:
     """Return variables without the blanks around them: a file or a manifest leaves ends of lines."""
     return {name: text.strip() for name, text in env.items()}
 
@@ -451,7 +451,7 @@ def find_node_place(env: Mapping[str, str]) -> NodePlace | None:
     Raises:
         ConfigError: The variables contradict each other or are incomplete.
     """
-    env = _trimmed(env)
+    env = trimmed(env)
     if "SLURM_STEP_ID" in env and not _is_shell_step(_SLURM, env):
         return _slurm_node(env)
     if env.get("PET_NNODES", "1") not in {"1", "1:1"}:

@@ -663,6 +663,12 @@ def test_master_addr_may_be_an_ipv6_address_in_brackets(host: str) -> None:
     assert str(endpoint) == "[::1]:29500"
 
 
+def test_blanks_around_the_address_are_read_past() -> None:
+    """A manifest in YAML leaves the end of a line; it is looked up, and there is no such name."""
+    given = by_hand(0, 2, 29500) | {"MASTER_ADDR": "127.0.0.1\n", "MASTER_PORT": " 29500\n"}
+    assert str(require_endpoint(given)) == "127.0.0.1:29500"
+
+
 def test_steps_of_slurm_have_ports_of_their_own() -> None:
     """All tasks of a step agree on the port; another step and another job have another one."""
     ports = [require_endpoint(env).port for env in (slurm(0), slurm(1))]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._host import plain_host, show_endpoint
 from ddpsafe._secrets import JOB_SECRET, find_own
-from ddpsafe._world import expand_hosts, job_variables, require_int
+from ddpsafe._world import expand_hosts, job_variables, require_int, trimmed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -162,6 +162,7 @@ def find_endpoint(world: World, env: Mapping[str, str]) -> StoreEndpoint:
     Raises:
         ConfigError: Nothing says where.
     """
+    env = trimmed(env)
     is_served = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     # A pod with one rank may have torchrun's own variables only.
     env = {
