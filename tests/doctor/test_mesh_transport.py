@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import socket
 from datetime import timedelta
@@ -113,6 +114,21 @@ def test_strangers_at_the_port_change_nothing(said: bytes) -> None:
         await asyncio.gather(node.close(), coordinator.close())
 
     asyncio.run(talk())
+
+
+def test_a_proof_that_is_no_text_is_a_wrong_one() -> None:
+    """JSON can hold half a character, which no encoding has: it is answered as any other secret."""
+
+    async def talk() -> bytes:
+        coordinator, port = await opened()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(encode({**dataclasses.asdict(greeting(1)), "proof": "\udce9"}))
+        answer = await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+        await coordinator.close()
+        return answer
+
+    assert json.loads(asyncio.run(talk()))["refusal"] == "secret"
 
 
 def test_who_listens_without_knowing_the_language_is_a_stranger() -> None:

@@ -386,12 +386,13 @@ class Channel:
     def _is_node(self, connection: _Connection, line: bytes) -> bool:
         """Check a greeting; make the sender a node if it knows the secret."""
         try:
-            said = json.loads(line)
-            node, challenge, proof = int(said["node"]), str(said["challenge"]), str(said["proof"])
-        except (ValueError, TypeError, KeyError, RecursionError):
+            said = json.loads(line)  # of anybody: a number may be infinite, a text no Unicode
+            node, challenge = int(said["node"]), str(said["challenge"])
+            proof = str(said["proof"]).encode()
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return False
         wanted = prove(self._secret, "participant", self._round_id, node, connection.challenge)
-        if not hmac.compare_digest(proof.encode(), wanted.encode()):
+        if not hmac.compare_digest(proof, wanted.encode()):
             return False
         with self._lock:
             if not 0 < node < self._nnodes or node in self._nodes:
