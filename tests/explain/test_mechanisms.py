@@ -602,7 +602,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("Warning  NodeNotReady  pod/train-0  Node is not ready", "END-preempted", "torch"),
     ("Exception: Could not find the file .../pidfd_open syscall for pid: 77: Operation not permitted", "ENV-forbidden", "torch"),
     ("torch.distributed.DistBackendError: [4]: Timeout waiting for key: default_pg/0/1/cuda/0 after 600000 ms", "HANG-timeout", "torch"),
-    ("hydra.errors.ConfigCompositionException: In 'config': Could not override 'trainer.gpus'.", "ENV-configuration", "torch"),
+    ("hydra.errors.ConfigCompositionException: In 'config': Could not override 'trainer.gpus'.", "ENV-config-key", "torch"),
     # Reports of users of launchers, frameworks and containers.
     ("WARNING:torch.distributed.elastic.multiprocessing.api:Sending process 4041 closing signal SIGTERM\nERROR:torch.distributed.elastic.multiprocessing.api:failed (exitcode: -9) local_rank: 2 (pid: 4043) of binary: /usr/bin/python\ntorch.distributed.elastic.multiprocessing.errors.ChildFailedError:", "END-sigkill", "report"),
     ("│ ❱ 245 │   │   │   raise ChildFailedError(                                                        │\n│   246 │   │   │   │   name=entrypoint_name,                                                      │\n╰──────────╯\nChildFailedError:\n====\ntrain_network.py FAILED\nRoot Cause (first observed failure):\n[0]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : 1 (pid: 5)\n", "END-exit-code", "report"),
@@ -1967,6 +1967,15 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("ValueError: You selected an invalid accelerator name: `accelerator='ddp'`. Available names are: cpu, cuda, hpu, ipu, mps, tpu.", "LIGHTNING-accelerator", "mk-minchul/AdaFace#70"),
     ("Converting Mamba to tp4: RuntimeError: The size of tensor a (18560) must match the size of tensor b (4640) at non-singleton dimension 0", "CKPT-one-part", "NVIDIA-NeMo/Speech#10966"),
     ("AssertionError: tensor_model_parallel_size value from checkpoint (1) is not equal to the input argument value (2).", "CKPT-arguments", "NVIDIA/Megatron-LM#296"),
+    ("main.py: error: 'Configuration check failed :: No action for destination key \"trainer.process_position\" to check its value.'", "ENV-config-key", "dasayan05/chirodiff#1"),
+    ("KeyError: 'Non-existent config key: TRN'", "ENV-config-key", "hli2020/feature_intertwiner#3"),
+    ("omegaconf.errors.ConfigAttributeError: Key 'lr' is not in struct", "ENV-config-key", "omegaconf"),
+    ("    self._notify_manager(lambda: self._io.write(b))\nOSError: [Errno 14] Bad address", "DISK-bad-address", "facebookresearch/metaseq#497"),
+    ("megatron.core.dist_checkpointing.core.CheckpointingException:\nShardedTensor.flattened_range is not supported.", "CKPT-flattened", "areal-project/AReaL#1468"),
+    ("  File \"/usr/local/lib/python3.10/dist-packages/schedulefree/adamw_schedulefree.py\", line 91, in train\n    p.data.lerp_(end=state['z'], weight=1-beta1)\nRuntimeError: The size of tensor a (384) must match the size of tensor b (1344) at non-singleton dimension 0", "CKPT-optimizer-sizes", "facebookresearch/schedule_free#32"),
+    ("RuntimeError: Missing key in checkpoint state_dict: optimizer.state.0.step.", "CKPT-dcp-optimizer", "huggingface/accelerate#3971"),
+    ("  File \"/x/site-packages/accelerate/accelerator.py\", line 3156, in load_state\n    self.step = override_attributes[\"step\"]\nKeyError: 'step'", "CKPT-random-state", "huggingface/accelerate#3067"),
+    ("    assert result.hostname is not None\nAssertionError", "PG-rendezvous-host", "baaivision/EVA#39"),
 )  # fmt: skip
 
 
