@@ -67,6 +67,17 @@ n:7:7 [0] NCCL INFO NET/OFI NIC group 0 device #0 0000:10:1b.0
 n:7:7 [0] NCCL INFO NET/OFI Could not disable CUDA API usage for HMEM, disabling GDR
 n:7:7 [0] NCCL INFO Using non-device net plugin version 0
 """,
+    "decoders": """\
+Epoch: [3][ 40/5005] Time 0.31 Data 0.02 Loss 2.31
+Corrupt JPEG data: 4 extraneous bytes before marker 0xd9
+libpng warning: iCCP: known incorrect sRGB profile
+[h264 @ 0x5581] mmco: unref short failure
+[h264 @ 0x5581] error while decoding MB 30 0, bytestream -5
+Error: could not read image /data/a.jpg, skipping it
+WARNING: failed to load video 33.mp4, another one is taken
+/usr/lib/python3.10/multiprocessing/resource_tracker.py:237: UserWarning: resource_tracker: '/mp-1': [Errno 2] No such file or directory
+Epoch: [3][ 50/5005] Time 0.30 Data 0.02 Loss 2.30
+""",
     "pip": """\
 Collecting torch==2.4.0 (from -r requirements.txt (line 1))
   Downloading torch-2.4.0-cp310-cp310-manylinux1_x86_64.whl (797.2 MB)

@@ -1943,7 +1943,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("Check failed: e == cudaSuccess || e == cudaErrorCudartUnloading CUDA: initialization error at line: 20", "CUDA-fork", "decord"),
     ("ERROR:root:DataLoader reader thread raised an exception!", "DATA-worker-raised", "paddle"),
     ("[/opt/dali/dali/image/image_factory.cc:89] Unrecognized image format. Supported formats are: JPEG, PNG", "DATA-corrupt", "dali"),
-    ("[h264 @ 0x5] error while decoding MB 30 0, bytestream 26548", "NOISE-video", "ffmpeg"),
+    ("[h264 @ 0x5] error while decoding MB 30 0, bytestream 26548", "NOISE-decoder", "ffmpeg"),
     ("Resuming training from a saved checkpoint fails with the Prodigy optimizer:\nRuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:1 and cpu!", "CKPT-optimizer-device", "kozistr/pytorch_optimizer#266"),
     ('  File "/opt/lib/python3.7/site-packages/torch/optim/sgd.py", line 101, in step\n    buf.mul_(momentum).add_(1 - dampening, d_p)\nRuntimeError: expected type torch.FloatTensor but got torch.cuda.FloatTensor', "CKPT-optimizer-device", "ultralytics/yolov3#138"),
     ("OSError: /workspace/model does not appear to have a file named generation_config.json.", "CKPT-incomplete", "verl-project/verl#2658"),
