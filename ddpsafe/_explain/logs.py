@@ -305,7 +305,7 @@ _FRAME: Final = re.compile(
 """As Python prints a call, rich (in a box), and IPython, of which old ones have the number below."""
 _UNFOLD: Final = re.compile(
     r'\n|(?<=[\s:])(?=File "[^"]{1,300}", line \d+, in )'
-    r"|(?<=\s)(?=(?:[a-z_]\w{0,40}\.){0,6}[A-Z]\w{0,60}(?:Error|Exception|Interrupt)(?:: |\s*$))"
+    r"|(?<=\s)(?=(?:[a-z_]\w{0,40}\.){0,6}(?:StopIteration|[A-Z]\w{0,60}(?:Error|Exception|Interrupt))(?:: |\s*$))"
 )
 """Where a call and an exception begin that do not stand in a line of their own."""
 _ESCAPED_END: Final = re.compile(r'\\n(?![^"]{0,300}", line \d)')
