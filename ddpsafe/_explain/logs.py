@@ -289,7 +289,9 @@ _ASSERTION: Final = re.compile(r"^[\s`*]*(assert (?=.*[<>=(\[%.])[\w(\[].{5,300}
 """A check that failed, quoted without the exception."""
 _QUOTED_AT_MOST: Final = 3
 """So many lines of a log may quote source: further down it is the output of a program."""
-_NO_ATTRIBUTE: Final = re.compile(r"^[\s`*\"]*(?='\w{1,80}' object has no attribute '\w)")
+_NO_ATTRIBUTE: Final = re.compile(
+    r"^(?:[\s`*\"]*|AttributeError [\w .]{1,60}: *)(?='\w{1,80}' object has no attribute '\w)"
+)
 """Where an error is quoted without its class, as titles do."""
 _RECORD: Final = re.compile(
     r"""^\{(?:"(?:stream|time|timestamp|ts|level|severity|logger|name)": ?"[^"]{0,80}", ?){0,8}"""

@@ -1992,6 +1992,15 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("RuntimeError: Missing key in checkpoint state_dict: optimizer.state.0.step.", "CKPT-dcp-optimizer", "huggingface/accelerate#3971"),
     ("  File \"/x/site-packages/accelerate/accelerator.py\", line 3156, in load_state\n    self.step = override_attributes[\"step\"]\nKeyError: 'step'", "CKPT-random-state", "huggingface/accelerate#3067"),
     ("    assert result.hostname is not None\nAssertionError", "PG-rendezvous-host", "baaivision/EVA#39"),
+    ("  File \"/x/dist-packages/accelerate/commands/launch.py\", line 280, in simple_launcher\n    mixed_precision = PrecisionType(args.mixed_precision.lower())\nAttributeError: 'NoneType' object has no attribute 'lower'", "ENV-accelerate-unconfigured", "huggingface/diffusers#125"),
+    ("AttributeError when running MedSegDiff code: 'Accelerator' object has no attribute 'trackers'", "ENV-attribute", "lucidrains/med-seg-diff-pytorch#19"),
+    ("RuntimeError: The model and loaded state dict do not match exactly\n\nunexpected key in source state_dict: data_preprocessor.mean, data_preprocessor.std", "CKPT-strict-mm", "open-mmlab/mmengine#607"),
+    ("        assert torch.cuda.device_count() > opt.local_rank\nAssertionError", "CUDA-ordinal", "WongKinYiu/yolov7#1463"),
+    (" PID  STAT WCHAN                    ELAPSED      COMMAND\n1533  DNl  nfs_start_io_read      1-22:05:5", "HW-stuck-mount", "NVIDIA-NeMo/RL#3504"),
+    ("RuntimeError: Error(s) in loading state_dict for EmbeddingPipe: size mismatch for word_embeddings.weight: copying a param with shape torch.Size([25216, 6144]) from checkpoint, the shape in current model is torch.Size([50304, 6144]).", "CKPT-vocabulary-parts", "EleutherAI/gpt-neox#645"),
+    ("AssertionError: Some of models are not wrapped in DistributedDataParallel. Make sure you are running DDP", "DDP-expected", "TIGER-AI-Lab/VLM2Vec#54"),
+    ("AssertionError: Loading a checkpoint for MP=0 but world size is 1", "CKPT-no-parts", "OpenGVLab/LLaMA-Adapter#140"),
+    ("        size mismatch for embed.W_E: copying a param with shape torch.Size([61221, 4096]) from checkpoint, the shape in current model is torch.Size([32000, 4096]).", "CKPT-vocabulary", "TransformerLensOrg/TransformerLens#514"),
 )  # fmt: skip
 
 
