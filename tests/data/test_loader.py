@@ -699,7 +699,7 @@ def test_error_of_a_sample_names_its_index(
 def test_a_batch_whose_indices_cannot_be_told_keeps_its_error(
     batch: Any, error: type[Exception], note: str
 ) -> None:
-    """A slice has none, an iterator no longer, and an index is no batch."""
+    """A slice has none, an iterator no longer, and an index is not a batch."""
 
     class Sliced(Broken):
         """Reads a batch at once, of files with slices, say."""

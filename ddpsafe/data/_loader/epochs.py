@@ -161,7 +161,7 @@ class NamingDataset:
             for index in self._reported(indices):
                 items.append(dataset[index])
         except Exception as error:
-            if index is not _UNREAD:  # else the sampler yields what is no batch
+            if index is not _UNREAD:  # else the sampler yields something other than a batch
                 self._annotate(error, describe_index(dataset, index))
             raise
         return items
