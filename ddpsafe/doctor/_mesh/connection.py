@@ -162,7 +162,7 @@ class Link:
         except ValueError as exc:
             raise NotADoctorError("what it sent is not what a doctor of this version says") from exc
         expected = self._proof_of(table, context).encode()
-        # What is not Unicode is replaced: JSON cannot hold it.
+        # JSON can hold what is not Unicode, which cannot be encoded: it is replaced.
         if not isinstance(proof, str) or not hmac.compare_digest(
             proof.encode(errors="replace"), expected
         ):
