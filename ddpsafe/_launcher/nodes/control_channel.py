@@ -386,7 +386,7 @@ class Channel:
     def _is_node(self, connection: _Connection, line: bytes) -> bool:
         """Check a greeting; make the sender a node if it knows the secret."""
         try:
-            said = json.loads(line)  # from a stranger: numbers may be infinite, texts not Unicode
+            said = json.loads(line)  # not checked yet: numbers may be infinite, texts not Unicode
             node, challenge = int(said["node"]), str(said["challenge"])
             proof = str(said["proof"]).encode()
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
