@@ -337,6 +337,11 @@ _BEGINS: Final = re.compile(
 )
 """How a line begins that is not the rest of the one before it."""
 _IGNORED: Final = re.compile(r"^(?:Exception ignored in|Error in atexit|--- Logging error ---)")
+_TRACEBACK_STARTS: Final = ("Traceback (most recent", "Original Traceback (most")
+# The DataLoader of torch 1.1 and before raises a worker's exception with its traceback as the text.
+_HANDED_ON: Final = re.compile(
+    r"^(?:\w+\.)*\w*(?:Error|Exception): Traceback \(most recent call last\):$"
+)
 _CAUGHT_IN_WORKER: Final = re.compile(r"^Caught \w+ in (?:DataLoader worker|replica|pin memory)")
 _ROOT_CAUSE: Final = re.compile(r"^Root Cause \(first observed failure\)")
 _RANK_OF_ROOT: Final = re.compile(r"^\s*rank\s*: (\d+) \(local_rank")
@@ -629,11 +634,14 @@ class LogReader:
             rest = said[frame.end() :].strip()
             if rest and not rest.startswith("("):  # the end of its line was lost
                 self._match(number, line, rest, rank, None)
-        elif said.lstrip(" ╭─").startswith(("Traceback (most recent", "Original Traceback (most")):
+        elif said.lstrip(" ╭─").startswith(_TRACEBACK_STARTS) or (
+            self._following and _HANDED_ON.match(said)
+        ):
             before = self._tracebacks.get(rank)
             is_ignored = before is not None and before.is_ignored and before.innermost is None
             self._tracebacks[rank] = _Traceback(
-                is_ignored=is_ignored, is_original="Original Traceback" in said
+                is_ignored=is_ignored,
+                is_original="Original Traceback" in said or ": Traceback" in said,
             )
             self._in_traceback, self._since_frame = True, 0
         else:

@@ -3345,7 +3345,7 @@ _CUDA: Final = (
         "never",
         r"Cannot re-initialize CUDA in forked subprocess|^Cuda failure (?:3 )?'initialization error|CUDA error: initialization error|runtime error \(3\)|error=3 : initialization|Error 3: initialization|cudaErrorInitializationError|if CUDA is already initialized|CUDA: initialization error|should only be initialized inside your training function|CUDA has been initialized before|instruction using .torch\.cuda. in any cell|CUDA .{0,20}before .{0,20}fork",
         cause="CUDA was used before processes were forked: in the parent of a DataLoader worker, or in a notebook before its launcher starts the ranks.",
-        fix="Touch CUDA only inside the training function; keep datasets and collate functions on the CPU; or multiprocessing_context='spawn'. In a notebook: restart the kernel first.",
+        fix="Touch CUDA only inside the training function; keep datasets and collate functions on the CPU; or multiprocessing_context='spawn' (vLLM: VLLM_WORKER_MULTIPROC_METHOD=spawn). In a notebook: restart the kernel first.",
     ),
     _rule(
         "CUDA-busy",
