@@ -695,7 +695,7 @@ class LogReader:
             following = (each.decode("utf-8", "replace").rstrip() for each in self._following)
             texts = (_PREFIX.sub("", text) for text in following)
             rest = list(itertools.takewhile(_GOES_ON.match, texts))
-            best = self._find_broken(number, line, (said, *rest), innermost) or best
+            best = self._find_broken(number, line, (said, *rest), innermost, own=best) or best
         is_wrapper = (
             raised is not None and _CAUGHT_IN_WORKER.match(raised["text"] or "") is not None
         )
@@ -802,9 +802,19 @@ class LogReader:
         return best
 
     def _find_broken(
-        self, number: int, line: str, parts: tuple[str, ...], innermost: str | None
+        self,
+        number: int,
+        line: str,
+        parts: tuple[str, ...],
+        innermost: str | None,
+        *,
+        own: tuple[LogRule, re.Match[str]] | None,
     ) -> tuple[LogRule, re.Match[str]] | None:
-        """Return the rule of a message that is broken over lines, between its words or within one."""
+        """Return the rule of a message that is broken over lines, between its words or within one.
+
+        `own` is what the first line says by itself: the rest that says something then does so, too.
+        """
+        is_message = bool(self._folded) and own is None
         found = []
         for joint in (" ", "") if len(parts) > 1 else ():
             text = joint.join(parts)
@@ -812,7 +822,7 @@ class LogReader:
             best = self._find_best(number, line, text, innermost, None)
             # Not what the next line says alone, unless it is of the same message, nor what this one does.
             end = len(parts[0])
-            if best is not None and best[1].end() > end and (self._folded or best[1].start() < end):
+            if best is not None and best[1].end() > end and (is_message or best[1].start() < end):
                 found.append(best)
         return min(found, key=lambda each: _strength(each[0]), default=None)
 
@@ -825,7 +835,7 @@ class LogReader:
         best: tuple[LogRule, re.Match[str]] | None,
     ) -> tuple[LogRule, re.Match[str]] | None:
         """Return what a line says with its rest, which then is not read by itself, or else what it says alone."""
-        whole = self._find_broken(number, line, (said, *self._folded), innermost)
+        whole = self._find_broken(number, line, (said, *self._folded), innermost, own=best)
         if whole is None or (best is not None and _place(best[0]) <= _place(whole[0])):
             return best
         self._skipped = len(self._folded)

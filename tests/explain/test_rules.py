@@ -597,6 +597,30 @@ def test_a_traceback_in_one_line_may_say_it_in_other_words(error: str, code: str
     assert (cause.code, cause.rank) == (f"DS-{code}", 3)
 
 
+@pytest.mark.parametrize(
+    ("lines", "codes"),
+    [
+        (
+            ["sbatch: error: Batch job submission failed: Invalid generic resource (gres) specification",
+             "/fsx/me/miniconda3/envs/trl/lib/python3.12/site-packages/torch/utils/checkpoint.py:85: UserWarning: None of the inputs have requires_grad=True. Gradients will be None"],
+            ["SLURM-gres", "GRAD-checkpoint-inputs"],
+        ),
+        (
+            ["FileNotFoundError: [Errno 2] No such file or directory: '/data/imagenet/train'",
+             "nvidia-container-cli: device error: 4: unknown device: unknown"],
+            ["DATA-path", "CONTAINER-gpu-name"],
+        ),
+    ],
+    ids=["the next is longer", "the next is shorter"],
+)  # fmt: skip
+def test_two_lines_that_say_something_each_are_not_taken_for_one(
+    lines: list[str], codes: list[str]
+) -> None:
+    """The longest line of a log looks as if it were folded, whatever comes next."""
+    found = [cause.code.removeprefix("DS-") for cause in explain_text("\n".join(lines))]
+    assert sorted(found) == sorted(codes)
+
+
 @pytest.mark.parametrize("rule", ["=" * 23, "- " * 12, "error: " * 24, "[x]" * 12])
 def test_what_stands_before_an_exception_is_read_in_linear_time(rule: str) -> None:
     """A rule of a table, or a box: to try all ways to cut it would take for ever."""
