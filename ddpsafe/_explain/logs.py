@@ -416,6 +416,7 @@ class _Traceback:
         calls: The last calls so far, as `innermost` has them.
         is_ignored: Whether Python says that the exception is ignored.
         is_original: Whether it is what a worker or a replica raised, printed within the wrapper's.
+        is_stack: Whether it is the stack of a message, and no exception follows.
     """
 
     frame: str | None = None
@@ -423,10 +424,14 @@ class _Traceback:
     calls: deque[str] = field(default_factory=lambda: deque(maxlen=_MOST_CALLS_OF_ONE))
     is_ignored: bool = False
     is_original: bool = False
+    is_stack: bool = False
 
 
 _USER: Final = "DS-USER-exception"
 _FIX_OF_USER: Final = "Fix that line: print what goes into it, on this rank and on one that works, in one process and with num_workers=0 if it comes from data; ranks that complain of a lost peer failed because of it."
+_FIX_OF_CUT_OFF: Final = "Look for the line after those calls (…Error: …), in the rank's own log (torchrun --log-dir D --tee 3 keeps one for each) or further up in that of another rank."
+_SOURCE_OF_CALL: Final = 2
+_CALLS_OF_CUT_OFF: Final = 2
 _SAYS_LITTLE: Final = (_FIX_OF_USER, *(fix for _, _, fix in KINDS_OF_EXCEPTIONS[-2:]))
 """Fixes that what the script was doing is better than."""
 _RULE_OF: Final = {rule.code: rule for rule in RULES}
@@ -644,6 +649,8 @@ class LogReader:
                 is_original="Original Traceback" in said or ": Traceback" in said,
             )
             self._in_traceback, self._since_frame = True, 0
+        elif said.startswith("Stack (most recent"):
+            self._tracebacks[rank] = _Traceback(is_stack=True)
         else:
             if _IGNORED.match(said):
                 self._tracebacks[rank] = _Traceback(is_ignored=True)
@@ -990,13 +997,32 @@ class LogReader:
         ranked = sorted(found.values(), key=_order)
         general = {code for rule in RULES if rule.code in found for code in rule.over}
         kept = [cause for cause in ranked if cause.code not in general]
-        real = [cause for cause in kept if cause.level != "noise"] or kept
+        real = [cause for cause in kept if cause.level != "noise"] or kept or self._cut_off()
         is_known = (
             self._root_rank is not None and real and real[0].level in ("cause", *_OWN, "exit")
         )
         if is_known and (real[0].rank is None or real[0].has_local_rank):
             real[0].rank = self._root_rank
         return real
+
+    def _cut_off(self) -> list[Cause]:
+        """Tell of the traceback that a log ends in: its exception is not there, but its calls are."""
+        if not self._in_traceback or self._since_frame > _SOURCE_OF_CALL:
+            return []
+        for rank, traceback in self._tracebacks.items():
+            calls = tuple(traceback.calls)
+            if len(calls) < _CALLS_OF_CUT_OFF or traceback.is_ignored or traceback.is_stack:
+                continue
+            who, _, fix = _read_exception("", calls)
+            at = f" at {traceback.frame}" if traceback.frame else ""
+            said = (
+                f"{who} an exception that this log does not show, as it ends in the traceback{at}."
+            )
+            fix = _FIX_OF_CUT_OFF if fix == _FIX_OF_USER else f"{_FIX_OF_CUT_OFF} {fix}"
+            cause = _user_error(said, fix, rank, self.lines, calls[-1])
+            cause.level = "exception"
+            return [cause]
+        return []
 
 
 _OPENING: Final = re.compile(r"\(\?(?:[a-zA-Z]*:|P<\w+>)|\((?!\?)")

@@ -1799,6 +1799,15 @@ _ENVIRONMENT: Final = (
         fix="kubectl describe pod POD lists the reason for each node; kubectl describe node | grep -A8 Allocated: is nvidia.com/gpu there (the device plugin runs) and free? Ask for less, wait, add the toleration, or remove pods that hold GPUs.",
     ),
     _rule(
+        "RAY-report",
+        "user-error",
+        "never",
+        r"Some workers returned results while others didn't",
+        over=("USER-exception",),
+        cause="The workers of Ray Train did not call report (or save_checkpoint) equally often: a branch for rank 0, unequal numbers of batches, or one of them failed or returned early.",
+        fix="Call ray.train.report on every worker in each epoch (checkpoint=None on those that save nothing), outside of `if rank == 0`; look in the workers' own logs for an error before this one.",
+    ),
+    _rule(
         "RAY-versions",
         "config",
         "never",
@@ -2470,6 +2479,15 @@ _NCCL: Final = (
         over=("NCCL-no-gpu", "CUDA-error"),
         cause="The driver answers with an unknown error: its modules are in a bad state (after a suspend, after an update without a reboot, nvidia_uvm not loaded), or CUDA_VISIBLE_DEVICES was changed after torch had asked for the GPUs.",
         fix="sudo rmmod nvidia_uvm && sudo modprobe nvidia_uvm, or reboot; start the container again; set CUDA_VISIBLE_DEVICES before python starts, not in the script.",
+    ),
+    _rule(
+        "LIGHTNING-cpu",
+        "config",
+        "never",
+        r"requires a GPU accelerator|but received `?accelerator='cpu'",
+        over=("NCCL-no-gpu", "ENV-configuration", "USER-exception"),
+        cause="This strategy of Lightning (FSDP, DeepSpeed) works on GPUs only, and the Trainer has the CPU: it was asked for, or accelerator='auto' finds no GPU in this process.",
+        fix="python -c 'import torch; print(torch.cuda.device_count())' where the job runs; then accelerator='gpu', devices=N, or strategy='ddp' (with process_group_backend='gloo') on CPUs.",
     ),
     _rule(
         "NCCL-no-gpu",
@@ -4929,6 +4947,15 @@ _CHECKPOINT: Final = (
         fix="Give the folder that the same strategy saved; to load a single file of weights under DeepSpeed: DeepSpeedStrategy(load_full_weights=True), or load_state_dict before the wrapper; zero_to_fp32.py makes one file of a folder.",
     ),
     _rule(
+        "CKPT-weights-alone",
+        "user-error",
+        "never",
+        r"Can't find a valid checkpoint at",
+        over=("CKPT-incomplete", "CKPT-framework-failed", "USER-exception"),
+        cause="There is no DeepSpeed checkpoint (a global_step folder, named in the file 'latest') at that path: the weights alone were saved (save_only_model), it was saved without DeepSpeed, or this host does not see all of it.",
+        fix="ls of that folder on every host. Save with save_only_model=False and DeepSpeed to be able to resume; what is there: load it as the model to start from (model_name_or_path, adapters), without resume_from_checkpoint.",
+    ),
+    _rule(
         "CKPT-incomplete",
         "user-error",
         "never",
@@ -4956,6 +4983,17 @@ _CHECKPOINT: Final = (
         over=("USER-arguments", "USER-exception"),
         cause="The checkpoint does not hold the arguments of the LightningModule's constructor: it was trained without self.save_hyperparameters(), or by a version of the class without them.",
         fix="Model.load_from_checkpoint(FILE, name=value, …) with the missing ones; for the next run self.save_hyperparameters() in __init__; or build the model and load_state_dict(torch.load(FILE)['state_dict']).",
+    ),
+    _rule(
+        "CKPT-safetensors-damaged",
+        "user-error",
+        "never",
+        r"shape '\[[\d, ]+\]' is invalid for input of size \d+",
+        raised_in=r"safetensors/\w+\.py\b",
+        level="exception",
+        over=("MODEL-shapes", "USER-exception"),
+        cause="The file holds less of a tensor than its header says: it was written by an old safetensors from tensors that share memory or are not contiguous, or was cut off or written by several ranks at once.",
+        fix="Compare its size with that of the source (ls -l) and download or save it again, on rank 0 alone, each tensor .contiguous(), with a newer safetensors (pip install -U safetensors).",
     ),
     _rule(
         "CKPT-storage",
@@ -7959,6 +7997,11 @@ STAGES_OF_EXCEPTIONS: Final[tuple[tuple[re.Pattern[str], str, str], ...]] = tupl
             r"torch/(?:autograd/(?:__init__|graph)|_tensor|tensor)\.py.{0,20} in (?:backward|_engine_run_backward)\b",
             "The backward raised",
             "torch.autograd.set_detect_anomaly(True) names the line of the forward that it belongs to; compare the parameters, shapes and devices there with those of a rank that works.",
+        ),
+        (
+            r"torch/serialization\.py.{0,20} in (?:_open_file(?:_like)?|_open_zipfile_\w+|__init__)$",
+            "Opening the file of a checkpoint raised",
+            "ls -ld of its folder and ls -l of the file on this host: it exists for this rank, is a file, and may be read (or the folder written); rank 0 makes the folder, dist.barrier() after it, and each rank has a file name of its own.",
         ),
         (
             r" in (?:load_state_dict|load_checkpoint|_load_checkpoint|load_pretrained\w{0,20}|resume\w{0,20}|from_pretrained|load_weights|load_model)\b",

@@ -1004,7 +1004,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("RuntimeError: Attempted to read a PyTorch file with version 3, but the maximum supported version for reading is 2.", "CKPT-newer-format", "library"),
     ("RuntimeError: model.pth is a zip archive (did you mean to use torch.jit.load()?)", "CKPT-newer-format", "library"),
     ("RuntimeError: PytorchStreamReader failed locating file constants.pkl: file not found", "CKPT-not-script", "library"),
-    ("ValueError: Can't find a valid checkpoint at out/checkpoint-500", "CKPT-incomplete", "library"),
+    ("ValueError: Can't find a valid checkpoint at out/checkpoint-500", "CKPT-weights-alone", "library"),
     ("OSError: Error no file named pytorch_model.bin, model.safetensors, tf_model.h5 found in directory out", "CKPT-incomplete", "library"),
     ("RuntimeError: don't know how to restore data location of torch.FloatStorage (tagged with npu:0)", "CKPT-device", "library"),
     ("AssertionError: FSDP does not support changing the parameters between forward and backward", "FSDP-state", "library"),
@@ -2003,6 +2003,11 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("AssertionError: Some of models are not wrapped in DistributedDataParallel. Make sure you are running DDP", "DDP-expected", "TIGER-AI-Lab/VLM2Vec#54"),
     ("AssertionError: Loading a checkpoint for MP=0 but world size is 1", "CKPT-no-parts", "OpenGVLab/LLaMA-Adapter#140"),
     ("        size mismatch for embed.W_E: copying a param with shape torch.Size([61221, 4096]) from checkpoint, the shape in current model is torch.Size([32000, 4096]).", "CKPT-vocabulary", "TransformerLensOrg/TransformerLens#514"),
+    ("ValueError: Can't find a valid checkpoint at output/checkpoint-480", "CKPT-weights-alone", "modelscope/ms-swift#574"),
+    ("  File \"venv\\lib\\site-packages\\safetensors\\torch.py\", line 99, in load_file\n    result[k] = f.get_tensor(k)\nRuntimeError: shape '[1280, 1280, 3, 3]' is invalid for input of size 7290352", "CKPT-safetensors-damaged", "safetensors#95"),
+    ("    ValueError: The strategy `fsdp` requires a GPU accelerator, but received `accelerator='cpu'`.", "LIGHTNING-cpu", "Lightning-AI/pytorch-lightning#21812"),
+    ("> RuntimeError: Some workers returned results while others didn't. Make sure that `session.report()` (legacy API:`train.report()` and `train.save_checkpoint()`) are called the same number of times on all workers.", "RAY-report", "ray-project/ray#27922"),
+    ("  File \"/x/lib/python3.8/site-packages/torch/serialization.py\", line 771, in load\n    with _open_file_like(f, 'rb') as opened_file:\n  File \"/x/lib/python3.8/site-packages/torch/serialization.py\", line 270, in _open_file_like\n    return _open_file(name_or_buffer, mode)", "USER-exception", "mosaicml/llm-foundry#100"),
 )  # fmt: skip
 
 
