@@ -256,6 +256,7 @@ _HEDGE: Final = re.compile(
 _WARNING: Final = re.compile(
     r"^.{0,60}?(?:\[W\d* |\[W \w|(?:^|[\]\s:])W\d{4} |(?<![=_\w])WARN(?:ING)?(?<!NCCL WARN)\b|Warning: |(?:^|[\]\s:])W (?=[\w.]+/)"
     r"|\S{1,300}\.py:\d+: \w*Warning: "
+    r"|.{0,120}cuda_(?:driver|executor)\.cc:\d+\] failed to allocate "  # it tries again with less
     r"|(?P<info>\[I\d* |\[I \w|(?:^|[\]\s:])I\d{4} |(?<![=_\w])(?:INFO|DEBUG)\b))"
 )
 """A line that its own program takes for less than an error: it proves less than one."""
@@ -1334,7 +1335,10 @@ def _in_usual_form(said: str) -> str:
         name = _CUDA_NAME.search(said)
         key = "" if name is None else (name["number"] or name["name"].replace("_", "").lower())
         message = _CUDA_ERRORS.get(key)
-        if name is not None and message is not None and message not in said:
+        is_said = message is not None and message in said
+        if name is not None and is_said and said.startswith(f": {message}", name.end()):
+            is_said = False  # as the driver, XLA and TensorFlow print it: NAME: message
+        if name is not None and message is not None and not is_said:
             said = f"{said[: name.start()]}CUDA error: {message} ({name[0]}){said[name.end() :]}"
     if "Os { code: " in said:
         said = _OS_OF_RUST.sub(r"\2 (os error \1)", said)

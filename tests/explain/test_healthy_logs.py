@@ -70,6 +70,7 @@ n:7:7 [0] NCCL INFO Using non-device net plugin version 0
     "decoders": """\
 Epoch: [3][ 40/5005] Time 0.31 Data 0.02 Loss 2.31
 Corrupt JPEG data: 4 extraneous bytes before marker 0xd9
+2026-04-05 18:59:27.749865: E tensorflow/stream_executor/cuda/cuda_driver.cc:806] failed to allocate 28.82G (30950542336 bytes) from device: CUDA_ERROR_OUT_OF_MEMORY: out of memory
 libpng warning: iCCP: known incorrect sRGB profile
 [h264 @ 0x5581] mmco: unref short failure
 [h264 @ 0x5581] error while decoding MB 30 0, bytestream -5

@@ -63,6 +63,8 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("[TRT] [E] 6: CUDA initialization failure with error: 500. Please check your CUDA installation", "CUDA-init-driver", "tensorrt"),
     ("Attempting to use wgmma.fence without CUTE_ARCH_MMA_SM90A_ENABLED", "CUDA-arch", "cutlass"),
     ("OSError: [WinError 6] The handle is invalid", "MP-handle-windows", "python"),
+    ("2026-04-05 18:59:27.749865: E tensorflow/stream_executor/cuda/cuda_driver.cc:806] failed to allocate 28.82G (30950542336 bytes) from device: CUDA_ERROR_OUT_OF_MEMORY: out of memory", "CUDA-oom", "tensorflow"),
+    ("XlaRuntimeError: INTERNAL: failed to query event: CUDA_ERROR_INVALID_DEVICE: invalid device ordinal", "CUDA-ordinal", "xla"),
     ('  File "/x/torch/utils/data/dataloader.py", line 201, in __next__\n    return self._process_next_batch(batch)\nZeroDivisionError: Traceback (most recent call last):\n  File "/x/torch/utils/data/dataloader.py", line 40, in _worker_loop\n  File "/x/python2.7/site-packages/PIL/Image.py", line 2506, in open\n    im = _open_core(fp, filename, prefix)\nZeroDivisionError: float division by zero', "DATA-reader-failed", "torch 0.3, pillow"),
     ('  File "/x/torch/utils/data/dataloader.py", line 608, in _process_next_batch\n    raise batch.exc_type(batch.exc_msg)\nRuntimeError: Traceback (most recent call last):\n  File "/x/torch/utils/data/_utils/worker.py", line 99, in _worker_loop\n  File "/x/data/cells.py", line 71, in __getitem__\n    return self.rows[idx]\nRuntimeError: Cannot re-initialize CUDA in forked subprocess', "CUDA-fork", "torch 1.1"),
     ('  File "/root/lit-llama/lit_llama/packed_dataset.py", line 188, in _load_n_chunks\n    raise StopIteration\nStopIteration', "DATA-chunks", "Lightning-AI/lit-llama#465"),
