@@ -2016,6 +2016,11 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("    ValueError: The strategy `fsdp` requires a GPU accelerator, but received `accelerator='cpu'`.", "LIGHTNING-cpu", "Lightning-AI/pytorch-lightning#21812"),
     ("> RuntimeError: Some workers returned results while others didn't. Make sure that `session.report()` (legacy API:`train.report()` and `train.save_checkpoint()`) are called the same number of times on all workers.", "RAY-report", "ray-project/ray#27922"),
     ("  File \"/x/lib/python3.8/site-packages/torch/serialization.py\", line 771, in load\n    with _open_file_like(f, 'rb') as opened_file:\n  File \"/x/lib/python3.8/site-packages/torch/serialization.py\", line 270, in _open_file_like\n    return _open_file(name_or_buffer, mode)", "USER-exception", "mosaicml/llm-foundry#100"),
+    ("  File \"/x/torch_ema/ema.py\", line 257, in load_state_dict\n    self.decay = state_dict[\"decay\"]\nTypeError: 'ExponentialMovingAverage' object is not subscriptable", "CKPT-whole-object", "marcoamonteiro/pi-GAN#29"),
+    ("  File \"/x/torch/nn/modules/module.py\", line 12, in load_state_dict\n    state_dict = state_dict.copy()\nAttributeError: 'Net' object has no attribute 'copy'", "CKPT-whole-object", "torch"),
+    ("_pickle.PicklingError: Cannot pickle a prepared model with automatic mixed precision, please unwrap the model with `Accelerator.unwrap_model(model)` before pickling it.", "MP-wrapped-model", "huggingface/diffusers#1799"),
+    ("TypeError: can't pickle torch.distributed.ProcessGroupNCCL objects", "MP-wrapped-model", "ultralytics/yolov5#279"),
+    (">           assert set(range(len(wstates))) == set(wstates.keys()), (len(wstates), wstates.keys())\nE           AssertionError: (2, dict_keys([3, 0]))", "DATA-loader-state", "meta-pytorch/data#1251"),
 )  # fmt: skip
 
 
