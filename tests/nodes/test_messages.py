@@ -8,6 +8,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -366,3 +367,23 @@ def test_a_ctrl_c_is_bounded_where_the_launcher_of_node_0_runs_and_does_nothing(
     wait_until(lambda: waiting._wait((), 1) or waiting._is_over())
     assert waiting._gone_by == signal.SIGINT
     assert channel.connected() == {1}
+
+
+def test_a_node_0_that_has_answered_may_take_its_time(
+    channel: Channel, node: Channel, inbox: SignalInbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own ranks end within their grace, which may be longer than a decision takes."""
+    monkeypatch.setattr(other_node, "_DECISION", timedelta(seconds=1))
+    waiting = participant(node, inbox)
+    inbox.put(signal.SIGINT, None)
+    waiting._wait((), 0)
+    failed = PreflightError(node_messages.Explanation("no disk"))
+    channel.send(node_messages.round_result_of(failed))
+    wait_until(lambda: waiting._wait((), 1) or waiting._is_over())
+    final = node_messages.round_result_of(failed, is_final=False)
+    timer = threading.Timer(2, lambda: channel.send(final))
+    timer.start()
+    waiting._await_decision()
+    timer.join()
+    assert waiting._gone_by is None
+    assert waiting._conclude((), {}).is_again

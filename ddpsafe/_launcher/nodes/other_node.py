@@ -75,7 +75,7 @@ _OWN_NETWORK: Final = (
 )
 _PREEMPTED: Final = PreemptedError.__name__
 _DECISION: Final = timedelta(minutes=2)
-"""From the end of the ranks to node 0's decision on another attempt; its retry policy takes no time.
+"""From the end of all ranks to node 0's decision on another attempt; its retry policy takes no time.
 
 So long it may also take with a Ctrl-C while it runs, whatever holds it.
 """
@@ -293,8 +293,9 @@ class Participant:
         if told is None or self._gone_by is not None:
             return
         is_running = self._silence.unanswered_s(0, self._told_s) < _ANSWER_S
-        if is_running and time.monotonic() - self._told_s < _DECISION.total_seconds():
-            return
+        is_in_time = time.monotonic() - self._told_s < _DECISION.total_seconds()
+        if is_running and (is_in_time or self._result is not None):
+            return  # once it has answered, its ranks have their grace to end
         received = signal.Signals(told.number)
         if told.insists:
             self._gone_by = received
@@ -316,7 +317,8 @@ class Participant:
 
     def _await_decision(self) -> None:
         """Wait until node 0 has said whether there is another attempt; its end is an answer, too."""
-        deadline = Deadline.after(_DECISION)
+        timeouts = self._plan.config.timeouts  # its own ranks may be given all of that to end
+        deadline = Deadline.after(_DECISION + timeouts.grace + timeouts.shutdown)
         while self._lost is None and (self._result is None or self._result.is_final is None):
             if deadline.expired() or self._gone_by is not None:
                 return
