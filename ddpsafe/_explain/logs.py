@@ -441,6 +441,7 @@ _REPLICA_RAISED: Final = "The forward failed in a copy of DataParallel"
 _FIX_OF_REPLICA: Final = "Read the 'Original Traceback' that follows: it ends with the line of the model. Try it on one GPU; for several use DistributedDataParallel, with one process for each, as DataParallel copies the model in every step and splits only tensors."
 _TIMED_OUT: Final = frozenset(code for code in _RULE_OF if code.startswith("DS-HANG-"))
 _MISMATCH: Final = "DS-HANG-mismatch"
+_WATCHDOG: Final = "DS-HANG-watchdog"
 _OWN: Final = ("exception", "end")
 _REPORT: Final = "DS-RUN-report"
 _RETRY_OF: Final[dict[str, Retry]] = {
@@ -488,6 +489,7 @@ class LogReader:
         self._skipped = 0
         self._sieve: _Sieve | None = None
         self._lowest: tuple[int, int | None] | None = None
+        self._reached: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {}
         # Of each collective that timed out who called it as what, first, by group and number.
         self._timed_out: dict[tuple[str, str], tuple[str, int | None, tuple[int, str]]] = {}
         self._progress = 0
@@ -969,12 +971,17 @@ class LogReader:
             return
         if self._lowest is None or int(match[1]) < self._lowest[0]:
             self._lowest = (int(match[1]), rank)
+        group = _GROUP.search(said)
+        name = group[1] if group else ""
+        if rank is not None and (name in self._reached or len(self._reached) < _MOST_SHAPES):
+            here = (int(match[1]), rank)
+            low, high = self._reached.get(name, (here, here))
+            self._reached[name] = (min(low, here), max(high, here))
         if match[2] is None or _MISMATCH in self._found or len(self._timed_out) >= _MOST_SHAPES:
             return
         has_size = match[3] is not None and match[2] in _SAME_SIZES
         call = f"{match[2]} of {match[3]} elements" if has_size else match[2]
-        group = _GROUP.search(said)
-        key = (group[1] if group else "", match[1])
+        key = (name, match[1])
         call2, rank2, line2 = self._timed_out.setdefault(key, (call, rank, (number, said[:400])))
         if call2 == call or rank2 == rank or None in (rank, rank2):
             return
@@ -995,6 +1002,8 @@ class LogReader:
         if self._lowest is not None and self._lowest[1] is not None:
             for code in _TIMED_OUT & found.keys() - {_MISMATCH}:
                 found[code].rank = self._lowest[1]
+        if _WATCHDOG in found:
+            found[_WATCHDOG].cause += self._skew()
         ranked = sorted(found.values(), key=_order)
         general = {code for rule in RULES if rule.code in found for code in rule.over}
         kept = [cause for cause in ranked if cause.code not in general]
@@ -1005,6 +1014,19 @@ class LogReader:
         if is_known and (real[0].rank is None or real[0].has_local_rank):
             real[0].rank = self._root_rank
         return real
+
+    def _skew(self) -> str:
+        """Tell of ranks that waited in different collectives of one group; nothing where none did.
+
+        One more or less is how a lost connection looks, too.
+        """
+        for (low, rank), (high, rank2) in self._reached.values():
+            if high - low > 1:
+                return (
+                    f" Rank {rank} waited in number {low}, and rank {rank2} in {high}: they have made"
+                    " different numbers of collectives (uneven batches, or a branch of one rank)."
+                )
+        return ""
 
     def _cut_off(self) -> list[Cause]:
         """Tell of the traceback that a log ends in: its exception is not there, but its calls are."""

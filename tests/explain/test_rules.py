@@ -378,6 +378,12 @@ def test_the_watchdog_names_the_rank_that_is_behind() -> None:
     log = "".join(line.format(rank, number) for rank, number in ((0, 96), (5, 64), (7, 96)))
     (cause,) = explain_text(log)
     assert (cause.code, cause.rank, cause.count) == ("DS-HANG-watchdog", 5, 3)
+    assert "Rank 5 waited in number 64, and rank 7 in 96" in cause.cause
+    (cause,) = explain_text("".join(line.format(rank, 96 - rank) for rank in (0, 1)))
+    assert "waited in number" not in cause.cause
+    groups = (line.replace("[E]", f"[PG {n}]").format(n, 96 - 20 * n) for n in (0, 1))
+    (cause,) = explain_text("".join(groups))
+    assert "waited in number" not in cause.cause
 
 
 def test_ranks_that_time_out_in_different_collectives_are_told_apart() -> None:
