@@ -2031,6 +2031,8 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("_pickle.PicklingError: Cannot pickle a prepared model with automatic mixed precision, please unwrap the model with `Accelerator.unwrap_model(model)` before pickling it.", "MP-wrapped-model", "huggingface/diffusers#1799"),
     ("TypeError: can't pickle torch.distributed.ProcessGroupNCCL objects", "MP-wrapped-model", "ultralytics/yolov5#279"),
     (">           assert set(range(len(wstates))) == set(wstates.keys()), (len(wstates), wstates.keys())\nE           AssertionError: (2, dict_keys([3, 0]))", "DATA-loader-state", "meta-pytorch/data#1251"),
+    ("TypeError: Trainer.__init__() got an unexpected keyword argument 'gpus'", "LIGHTNING-arguments", "strath-ai/satellite-cloud-removal-dip#3"),
+    ("AssertionError: loss log variables are different across GPUs!\nrank 1 len(log_vars): 5 keys: loss_cls", "MODEL-losses-differ", "open-mmlab/mmdetection#8590"),
 )  # fmt: skip
 
 
