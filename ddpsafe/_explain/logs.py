@@ -442,6 +442,11 @@ _FIX_OF_REPLICA: Final = "Read the 'Original Traceback' that follows: it ends wi
 _TIMED_OUT: Final = frozenset(code for code in _RULE_OF if code.startswith("DS-HANG-"))
 _MISMATCH: Final = "DS-HANG-mismatch"
 _WATCHDOG: Final = "DS-HANG-watchdog"
+_UNUSED: Final = ("DS-DDP-unused", "DS-DDP-outputs-unused")
+_UNUSED_ARE: Final = re.compile(
+    r"Parameter(?P<of> indices|s) which did not receive grad for rank \d+: "
+    r"(?P<first>[\w.]+(?:,? [\w.]+){0,3})(?P<more>,? [\w.]+)?"
+)
 _OWN: Final = ("exception", "end")
 _REPORT: Final = "DS-RUN-report"
 _RETRY_OF: Final[dict[str, Retry]] = {
@@ -489,6 +494,7 @@ class LogReader:
         self._skipped = 0
         self._sieve: _Sieve | None = None
         self._lowest: tuple[int, int | None] | None = None
+        self._unused = ""
         self._reached: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {}
         # Of each collective that timed out who called it as what, first, by group and number.
         self._timed_out: dict[tuple[str, str], tuple[str, int | None, tuple[int, str]]] = {}
@@ -724,6 +730,7 @@ class LogReader:
                 return None
             if rule.code in _TIMED_OUT:
                 self._compare_sequence(number, said, rank)
+            self._name_unused(said)
             cause = self._note(self._found, rule, match, number, line, said)
             if raised is not None and traceback is not None and traceback.is_original:
                 self._knows_original = True
@@ -1004,6 +1011,8 @@ class LogReader:
                 found[code].rank = self._lowest[1]
         if _WATCHDOG in found:
             found[_WATCHDOG].cause += self._skew()
+        for code in found.keys() & set(_UNUSED):
+            found[code].cause += self._unused
         ranked = sorted(found.values(), key=_order)
         general = {code for rule in RULES if rule.code in found for code in rule.over}
         kept = [cause for cause in ranked if cause.code not in general]
@@ -1014,6 +1023,13 @@ class LogReader:
         if is_known and (real[0].rank is None or real[0].has_local_rank):
             real[0].rank = self._root_rank
         return real
+
+    def _name_unused(self, said: str) -> None:
+        """Keep which parameters got no gradient, as DDP names them first."""
+        match = None if self._unused else _UNUSED_ARE.search(said)
+        if match is not None:
+            are = "They are" if match["of"] == "s" else "Their numbers are"
+            self._unused = f" {are} {match['first']}{' and more' if match['more'] else ''}."
 
     def _skew(self) -> str:
         """Tell of ranks that waited in different collectives of one group; nothing where none did.

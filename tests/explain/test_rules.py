@@ -386,6 +386,32 @@ def test_the_watchdog_names_the_rank_that_is_behind() -> None:
     assert "waited in number" not in cause.cause
 
 
+@pytest.mark.parametrize(
+    ("named", "told"),
+    [
+        (
+            "Parameter indices which did not receive grad for rank 1: 12 13 88",
+            "numbers are 12 13 88.",
+        ),
+        (
+            "Parameters which did not receive grad for rank 0: a.bias, a.weight",
+            "are a.bias, a.weight.",
+        ),
+        (
+            "Parameter indices which did not receive grad for rank 0: 0 1 2 3 4 5",
+            "0 1 2 3 and more.",
+        ),
+    ],
+)
+def test_unused_parameters_are_named(named: str, told: str) -> None:
+    """DDP says which they are, in a line of its own or at the end of its message."""
+    message = "RuntimeError: Expected to have finished reduction in the prior iteration."
+    for joint in ("\n", " "):
+        (cause,) = explain_text(f"{message}{joint}{named}\n")
+        assert cause.code == "DS-DDP-unused"
+        assert cause.cause.endswith(told)
+
+
 def test_ranks_that_time_out_in_different_collectives_are_told_apart() -> None:
     """The watchdog prints what each rank waits in: one validates, and the others train on."""
     line = "[rank{0}]:[E x.cpp:563] [Rank {0}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=77, OpType={1}, NumelIn={2}, NumelOut=9, Timeout(ms)=600000) ran for 600057 milliseconds before timing out.\n"
