@@ -7,6 +7,7 @@ import os
 import pickle
 import socket
 import struct
+import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -166,6 +167,44 @@ def test_a_flood_of_connections_keeps_no_node_out(channel: Channel) -> None:
         sender.close()
     for node in (first, second):
         node.close()
+
+
+OUT_OF_DESCRIPTORS: Final = """
+import os, resource, socket, time
+from ddpsafe._launcher.nodes import node_messages
+from ddpsafe._launcher.nodes.control_channel import Channel
+
+node_messages.prepare()
+channel, client = Channel.listen("127.0.0.1", secret=b"x", round_id="x", nnodes=2), socket.socket()
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+taken = []
+try:
+    while True:
+        taken.append(os.dup(0))
+except OSError:
+    client.connect(("127.0.0.1", channel.port))
+began_s = time.process_time()
+time.sleep(2)
+print(time.process_time() - began_s)
+for fd in taken:
+    os.close(fd)
+print(client.recv(64).split()[0].decode())
+channel.close()
+"""
+
+
+def test_a_launcher_without_descriptors_waits_for_one_and_computes_nothing() -> None:
+    """Who comes meanwhile is heard once there is one; until then the port would be looked at for ever."""
+    done = subprocess.run(
+        [sys.executable, "-c", OUT_OF_DESCRIPTORS],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    spent_s, said = done.stdout.split()
+    assert float(spent_s) < 1, done.stderr
+    assert said == "ddpsafe-nodes-1"
 
 
 @pytest.mark.parametrize(

@@ -313,6 +313,8 @@ class Channel:
             if next_beat.expired():
                 next_beat = Deadline.after(_BEAT)
                 self._say_alive()
+                if self._listening is not None and self._listening not in self._selector.get_map():
+                    self._selector.register(self._listening, selectors.EVENT_READ)
             with self._lock:
                 waiting = [each for each in self._nodes.values() if each.to_send]
             for connection in waiting:
@@ -334,8 +336,16 @@ class Channel:
 
     def _accept(self) -> None:
         assert self._listening is not None  # noqa: S101 - registered with it
-        with contextlib.suppress(OSError):
+        try:
             accepted, _ = self._listening.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        except (
+            OSError
+        ):  # out of descriptors: it stays readable, and is looked at again with the next beat
+            self._selector.unregister(self._listening)
+            return
+        with contextlib.suppress(OSError):
             accepted.settimeout(0)
             challenge = secrets.token_hex(16)
             connection = _Connection(socket=accepted, challenge=challenge)
