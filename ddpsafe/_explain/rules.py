@@ -431,8 +431,8 @@ _MEMORY: Final = (
         r"out of memory\. Tried to allocate .{0,20}\(GPU \d.*; [\d.]+ [KM]iB free",
         # In a container the process finds itself under a number that it does not know as its own.
         check=lambda match: (_own_share(match) or 0.0) < _MOSTLY_OWN,
-        cause="The GPU is out of memory, and another process holds memory on it.",
-        fix="See `nvidia-smi`: end left-over processes, and give each rank its own GPU (torch.cuda.set_device(local_rank), map_location in torch.load).",
+        cause="The GPU is out of memory, and another process holds memory on it: one that is left over, another rank, or another job on a GPU that was not meant (CUDA_VISIBLE_DEVICES unset or overwritten).",
+        fix="See `nvidia-smi`: end left-over processes, take a free GPU (CUDA_VISIBLE_DEVICES in the same command, before Python starts), and give each rank its own (torch.cuda.set_device(local_rank), map_location in torch.load).",
     ),
     _rule(
         "CUDA-oom-own",
@@ -3023,7 +3023,7 @@ _RENDEZVOUS: Final = (
         "config",
         "never",
         r"connect to 0\.\d+\.\d+\.\d+|address(?:es)? of \(\d+, ?\d+\)",
-        cause="The host's name is all digits, and the resolver reads it as an IPv4 number.",
+        cause="The host's name, which torchrun --standalone uses, is all digits, and the resolver reads it as an IPv4 number.",
         fix="Pass an address: --master-addr / --rdzv-endpoint=127.0.0.1:PORT for one host; give the host another name.",
     ),
     _rule(
