@@ -35,6 +35,10 @@ OF_LAUNCHES: Final = (
     "encodings.idna",  # which looking up a host's name imports
     "ddpsafe._functions",
     "ddpsafe._launch",
+    "ddpsafe._launcher.nodes.rounds",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+    "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
+    "ddpsafe.doctor._run",
     "ddpsafe._launcher.attempt",
     "ddpsafe._launcher.retry",
     "ddpsafe._worker.context",
