@@ -60,7 +60,7 @@ def test_node_that_dies_during_the_check_is_named(make_hosts: MakeHosts) -> None
 
 
 def test_host_that_loses_power_during_the_check_is_named(make_hosts: MakeHosts) -> None:
-    """It has stopped sending: the kernel's probes notice within 3 s."""
+    """It has stopped sending: the kernel's probes notice within 6 s."""
     network = make_hosts(3)
     started = [start_one(network[index], network) for index in (0, 1)]
     vanishing = start_one(network[2], network, hang_at="trying")
@@ -71,7 +71,7 @@ def test_host_that_loses_power_during_the_check_is_named(make_hosts: MakeHosts) 
     assert report.codes() == ["DS-MESH-010"]
     assert report.one("DS-MESH-010")["hosts"] == ["h2"]
     assert report.ways("open") == {(0, 1), (1, 0)}
-    require_in_time(told, 6)
+    require_in_time(told, 9)
 
 
 @pytest.mark.parametrize("end", ["killed", "power"])
@@ -89,7 +89,7 @@ def test_others_end_in_time_when_node_rank_zero_is_lost(make_hosts: MakeHosts, e
     for report in told:
         assert report.codes() == ["DS-MESH-011"]
         assert report.one("DS-MESH-011")["hosts"] == ["h0"]
-    require_in_time(told, 6)
+    require_in_time(told, 9)
 
 
 REFUSED = {

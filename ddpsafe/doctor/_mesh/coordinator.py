@@ -119,7 +119,7 @@ def owner_of(port: int) -> str:
 T = TypeVar("T")
 
 MESH: Final = timedelta(seconds=CONNECT_S + ANSWER_S + 8.0)
-"""For nodes whose connection stands and who are merely slow; a lost one is noticed in 3 s."""
+"""For nodes whose connection stands and who are merely slow; a lost one is noticed in 6 s."""
 
 _TICK_S: Final = 0.5
 _PATIENCE_S: Final = 2.0
