@@ -624,8 +624,10 @@ class LogReader:
             said, grams = usual, None
         if "root causes" in said or " due to " in said:
             said = _HEDGE.sub("", said)
-        if ('File "' in said or 'File \\"' in said) and not _is_call(said):
-            for part in _unfolded(said):
+        if ('File "' in said or 'File \\"' in said) and not _FRAME.fullmatch(said):
+            # A traceback that stands in one line: a paste lost their ends, or it is JSON.
+            text = _ESCAPED_END.sub("\n", said).replace('\\"', '"')
+            for part in filter(str.strip, _UNFOLD.split(text)):
                 self._read_said(number, prefix + part, _PREFIX.sub("", part), shape, grams)
         else:
             self._read_said(number, line, said, shape, grams)
@@ -1283,17 +1285,6 @@ _OF_ANY_EXCEPTION: Final = tuple(
     rule for rule in RULES if rule.raised_in and (rule.is_fallback or not rule.signs)
 )
 """What the place alone tells of an exception whose own words no rule knows."""
-
-
-def _is_call(said: str) -> bool:
-    frame = _FRAME.match(said)
-    return frame is not None and frame.end() == len(said)
-
-
-def _unfolded(said: str) -> list[str]:
-    """Return the lines of a traceback that stands in one: a paste lost their ends, or it is JSON."""
-    text = _ESCAPED_END.sub("\n", said).replace('\\"', '"')
-    return [part for part in _UNFOLD.split(text) if part.strip()]
 
 
 def _undecorated(said: str) -> str | None:

@@ -179,14 +179,11 @@ def find_own(files: Iterable[str]) -> frozenset[str]:
     """
     known = list(files)
     own = frozenset(each for each in known if not is_library(each))
-    first = next((name for each in known if (name := _package_of_others(each))), "")
+    packages = (package_of(each) for each in known if not is_internal(each))
+    first = next(filter(None, packages), "")
     if own or not first:
         return own
     return frozenset(each for each in known if package_of(each) == first)
-
-
-def _package_of_others(filename: str) -> str:
-    return "" if is_internal(filename) else package_of(filename)
 
 
 def is_internal(filename: str) -> bool:

@@ -114,14 +114,13 @@ def clean_up(said: Sequence[str]) -> None:
         return
     launch_id: str = known["launch"][0]
     # The last that was said of a process holds: its number may be another one's by now.
-    ranks = {rank["pid"]: _rank_of(**rank) for rank in known["rank"]}
+    ranks: dict[int, RankIdentity] = {}
+    for rank in known["rank"]:
+        left = rank["left"]
+        members = None if left is None else tuple(ProcessIdentity(**each) for each in left)
+        ranks[rank["pid"]] = RankIdentity(rank["pid"], rank["created_s"], members)
     kill_members(list(ranks.values()), launch_id, within_s=_CLEAN_UP_S)
     # Whoever killed the launcher's process group has killed Python's resource tracker with it.
     unlink_semaphores(launch_id)
     for folder in known["folder"]:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _rank_of(pid: int, created_s: float, left: list[dict[str, Any]] | None) -> RankIdentity:
-    members = None if left is None else tuple(ProcessIdentity(**each) for each in left)
-    return RankIdentity(pid, created_s, members)

@@ -96,7 +96,7 @@ class SequenceWatch:
         if not self._questions.are_due():
             return False
         ends = [
-            _number(worker.returned.position)
+            0 if (last := last_in_main(worker.returned.position)) is None else last.number
             for worker in self._workers
             if worker.returned is not None
         ]
@@ -121,11 +121,6 @@ class SequenceWatch:
     def _is_needed(self) -> bool:
         returned = [worker.returned is not None for worker in self._workers]
         return any(returned) and not all(returned)
-
-
-def _number(position: Position) -> int:
-    last = last_in_main(position)
-    return 0 if last is None else last.number
 
 
 class FlightWatch:
