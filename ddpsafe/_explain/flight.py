@@ -62,8 +62,7 @@ class _Recorded:
         """Tell whether two ranks' calls may be of the same collective."""
         if self.name != other.name or self.dtypes != other.dtypes:
             return False
-        plain = re.sub(r"[^a-z]|base|coalesced|tensor", "", self.name.lower())
-        return plain not in _SAME_SIZES or self.sizes == other.sizes
+        return _plain(self.name) not in _SAME_SIZES or self.sizes == other.sizes
 
 
 class _PlainUnpickler(pickle.Unpickler):
