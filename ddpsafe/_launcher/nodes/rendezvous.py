@@ -800,6 +800,8 @@ class NodeRendezvous:
             raise error from exc
         self._joined += 1
         self._note_members()
+        if self.serves:  # it may have come since the last look
+            self._name_unknown()
         board = Board(info.store, self._seal, self)
         return Seat(node_rank=info.rank, nnodes=info.world_size, board=board)
 
@@ -861,17 +863,7 @@ class NodeRendezvous:
             objection = self._root.find(_OBJECTION, Objection)
             if objection is not None:
                 self._take_objection(objection)
-            # A host that has come without knowing the secret is named once, as it calls itself.
-            name = self._root.find_plain(_UNKNOWN, 64)
-            if name is not None and name not in self._unknown:
-                if len(self._unknown) < _MOST_UNKNOWN:
-                    self._unknown.add(name)
-                    logger.warning(
-                        "a launcher that calls its host %s was refused: it has another secret or id of "
-                        "the job",
-                        name,
-                    )
-                self._root.forget(_UNKNOWN)
+            self._name_unknown()
             if self._is_elsewhere:
                 self._require_only_node_0(waited_s)
         else:
@@ -880,6 +872,19 @@ class NodeRendezvous:
                 self._root.count(_HEARD, 1)
                 raise error_of(over)
         self._note_members()
+
+    def _name_unknown(self) -> None:
+        """Name a host that has come without knowing the secret, once, as it calls itself."""
+        name = self._root.find_plain(_UNKNOWN, 64)
+        if name is not None and name not in self._unknown:
+            if len(self._unknown) < _MOST_UNKNOWN:
+                self._unknown.add(name)
+                logger.warning(
+                    "a launcher that calls its host %s was refused: it has another secret or id of "
+                    "the job",
+                    name,
+                )
+            self._root.forget(_UNKNOWN)
 
     def _take_objection(self, objection: Objection) -> None:
         """End the job where one of its nodes cannot go on; do without a new one, and wait for the next.
