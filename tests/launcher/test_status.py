@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import select
 import socket
 import threading
@@ -189,6 +190,23 @@ def test_a_process_that_gets_no_answer_sees_the_end(
 def test_a_folder_without_sockets_has_nothing_to_wait_for(tmp_path: Path) -> None:
     """A socket that does not listen is always readable: the launcher would never sleep."""
     assert StatusSocket(tmp_path / "none").handles() == []
+
+
+def test_a_launcher_without_a_descriptor_is_not_woken_again(tmp_path: Path) -> None:
+    """Nobody can be answered, and what asks would keep a core busy."""
+    listener = StatusSocket(tmp_path)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(tmp_path / SOCKET))
+        assert select.select(listener.handles(), [], [], 30)[0]
+        free = os.dup(client.fileno())
+        os.close(free)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+        try:
+            assert listener.accept() is None
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert listener.handles() == []
 
 
 HOT: Final = {"sm_mhz": 1200, "max_sm_mhz": 1980, "slowdowns": 0x48, "celsius": 91}

@@ -340,9 +340,7 @@ class Channel:
             accepted, _ = self._listening.accept()
         except (BlockingIOError, ConnectionError):
             return
-        except (
-            OSError
-        ):  # out of descriptors: it stays readable, and is looked at again with the next beat
+        except OSError:  # out of descriptors: still readable, so it is left until the next beat
             self._selector.unregister(self._listening)
             return
         with contextlib.suppress(OSError):

@@ -69,8 +69,14 @@ class StatusSocket:
         """Take the next question of this user, if there is one; tell whether it asks for stacks."""
         if self._listener is None:
             return None
-        with contextlib.suppress(OSError):
+        try:
             connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return None
+        except OSError:  # out of descriptors, and readable for as long as it is open
+            self.close()
+            return None
+        with contextlib.suppress(OSError):
             connection.settimeout(_SEND_S)
             # Where this is not known, not on Linux, the run directory's own mode keeps others out.
             option = getattr(socket, "SO_PEERCRED", None)
