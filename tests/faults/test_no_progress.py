@@ -159,13 +159,16 @@ class Seen(RankState):
         return Progress(steps=self.steps)
 
 
-@pytest.mark.parametrize("steps_at_first_look", [0, 1, 5])
+@pytest.mark.parametrize(
+    ("steps_before", "steps_at_first_look"), [(0, 0), (0, 1), (0, 5), (1, 1), (1, 5)]
+)
 def test_how_long_the_first_step_took_is_learned_however_soon_it_came(
-    steps_at_first_look: int,
+    steps_before: int, steps_at_first_look: int
 ) -> None:
-    """A launcher on a busy machine may see the rank's join and its first step at one look."""
+    """A launcher may see the rank's first step at the look at which it hears of its join, or before."""
     learned, rank = LearnedGaps(), Seen()
     watch = ProgressWatch([rank], "auto", learned=learned)
+    rank.steps = steps_before
     assert not watch.stalled()
     rank.phase = "running"
     rank.steps = steps_at_first_look

@@ -378,7 +378,8 @@ class ProgressWatch:
             )
             self._since_s = now_s
         self._has_begun, self._was_saving = not starting, is_saving
-        self._is_first = not has_stepped
+        # A step may be seen in shared memory before the rank's report that it has joined is read.
+        self._is_first = starting or not has_stepped
         leaves = any(each.returned is not None for each in self._workers)
         self._longest = (
             None
