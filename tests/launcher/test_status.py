@@ -193,7 +193,7 @@ def test_a_folder_without_sockets_has_nothing_to_wait_for(tmp_path: Path) -> Non
 
 
 def test_a_launcher_without_a_descriptor_is_not_woken_again(tmp_path: Path) -> None:
-    """Nobody can be answered, and what asks would keep a core busy."""
+    """A process that asks cannot be answered, and would keep a core busy."""
     listener = StatusSocket(tmp_path)
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(str(tmp_path / SOCKET))
