@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from ddpsafe._clock import Deadline
 from ddpsafe._launcher.diagnosis.evidence import read_native_error
 from ddpsafe._wire.foreign_texts import says_that_it_ends
-from ddpsafe._wire.messages import MAIN_GROUP, last_in_main
+from ddpsafe._wire.messages import MAIN_GROUP, last_entered_ns, last_in_main
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -337,10 +337,7 @@ class ProgressWatch:
             return False
         # The time counts from the last collective that a rank has entered, if that gives more. Each
         # is counted once: should the wall clock be set back, it lies in the future for long.
-        positions = [worker.position for worker in self._workers if worker.position is not None]
-        entered_ns = max(
-            (each.entered_ns for at in positions for each in at.collectives), default=0
-        )
+        entered_ns = last_entered_ns(worker.position for worker in self._workers)
         if entered_ns != self._entered_ns:
             self._entered_ns = entered_ns
             ago = timedelta(seconds=max(0, time.time_ns() - entered_ns) / 1e9)

@@ -33,7 +33,7 @@ from ddpsafe._launcher.diagnosis.stragglers import find_stragglers
 from ddpsafe._launcher.diagnosis.wait_graph import Deadlock, RankView, find_deadlock, unchanged
 from ddpsafe._launcher.watch.status_socket import Rates, StatusSocket
 from ddpsafe._logging import get_logger
-from ddpsafe._wire.messages import Whereabouts
+from ddpsafe._wire.messages import Whereabouts, last_entered_ns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -535,15 +535,7 @@ class LiveWatch:
         }
         # Collectives show progress where steps are not counted. Only one that is new does: on the
         # clock of this launcher the same one is entered at another time at each look.
-        last_ns = max(
-            (
-                each.entered_ns
-                for outcome in outcomes.values()
-                if outcome.position is not None
-                for each in outcome.position.collectives
-            ),
-            default=0,
-        )
+        last_ns = last_entered_ns(outcome.position for outcome in outcomes.values())
         if last_ns > self._entered_ns:
             self._entered_ns = last_ns
             entered_s = now_s - max(0.0, time.time_ns() - last_ns) / 1e9
