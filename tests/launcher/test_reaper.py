@@ -27,10 +27,10 @@ def folder(tmp_path: Path) -> Path:
 
 def start(folder: Path, launcher_pid: int) -> subprocess.Popen[str]:
     """Start it, and tell it what a launcher does."""
-    command = [sys.executable, "-I", "-S", str(reaper._PROGRAM), str(launcher_pid)]
+    command = [sys.executable, "-I", "-S", str(reaper._PROGRAM), str(launcher_pid), "-"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
     assert process.stdin is not None
-    for line in ({"path": sys.path}, {"launch": "5" * 32}, {"folder": str(folder)}):
+    for line in ({"path": sys.path, "launch": "5" * 32}, {"folder": str(folder)}):
         process.stdin.write(json.dumps(line) + "\n")
     process.stdin.flush()
     return process

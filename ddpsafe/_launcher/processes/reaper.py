@@ -15,7 +15,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import Explanation, PreflightError
 from ddpsafe._launcher.processes.descendants import ProcessIdentity, RankIdentity, kill_members
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 _PROGRAM: Final = Path(__file__).with_name("reaper_program.py")
+_GOODBYE: Final = "goodbye"
 _CLEAN_UP_S: Final = 5.0
 
 
@@ -41,8 +42,7 @@ class Guard:
             sys.path
         )  # a Path among them is common; Python ignores it, too
         path = [entry for entry in entries if isinstance(entry, str)]
-        self._say(json.dumps({"path": path}))
-        self._say(json.dumps({"launch": launch_id}))
+        self._say(json.dumps({"path": path, "launch": launch_id}))
 
     def protect(self, rank: RankIdentity) -> None:
         """End this process and its session too, should the launcher vanish.
@@ -57,7 +57,7 @@ class Guard:
 
     def dismiss(self) -> None:
         """End the guard: the launcher has cleaned up itself."""
-        self._say("goodbye")
+        self._say(_GOODBYE)
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None  # noqa: S101 - opened with a pipe
@@ -80,7 +80,7 @@ def posted_guard(launch_id: str) -> Iterator[Guard]:
     """
     try:
         process = subprocess.Popen(  # noqa: S603 - our own interpreter and program
-            [sys.executable, "-I", "-S", str(_PROGRAM), str(os.getpid())],
+            [sys.executable, "-I", "-S", str(_PROGRAM), str(os.getpid()), _GOODBYE],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -104,23 +104,22 @@ def clean_up(said: Sequence[str]) -> None:
     """End the ranks of a launcher that is gone, and remove what it left.
 
     Args:
-        said: The lines that it has sent, without the one of the path.
+        said: The lines that it has sent.
     """
-    known: dict[str, list[Any]] = {"launch": [], "rank": [], "folder": []}
-    for line in said:
-        for what, told in json.loads(line).items():
-            known[what].append(told)
-    if not known["launch"]:
-        return
-    launch_id: str = known["launch"][0]
-    # The last that was said of a process holds: its number may be another one's by now.
+    first, *others = map(json.loads, said)
+    launch_id: str = first["launch"]
     ranks: dict[int, RankIdentity] = {}
-    for rank in known["rank"]:
-        left = rank["left"]
-        members = None if left is None else tuple(ProcessIdentity(**each) for each in left)
-        ranks[rank["pid"]] = RankIdentity(rank["pid"], rank["created_s"], members)
+    folders: list[str] = []
+    for known in others:
+        if "folder" in known:
+            folders.append(known["folder"])
+        else:  # the last that was said of a process holds: its number may be another one's by now
+            rank = known["rank"]
+            left = rank["left"]
+            members = None if left is None else tuple(ProcessIdentity(**each) for each in left)
+            ranks[rank["pid"]] = RankIdentity(rank["pid"], rank["created_s"], members)
     kill_members(list(ranks.values()), launch_id, within_s=_CLEAN_UP_S)
     # Whoever killed the launcher's process group has killed Python's resource tracker with it.
     unlink_semaphores(launch_id)
-    for folder in known["folder"]:
+    for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)

@@ -20,8 +20,8 @@ _LOOK_EVERY_S = 0.25
 _IMPORT_AFTER_S = 5.0
 
 
-def main(launcher_pid: int) -> None:
-    """Read lines until the launcher ends this process, or is gone itself."""
+def main(launcher_pid: int, goodbye: str) -> None:
+    """Read lines until the launcher says goodbye, having cleaned up itself, or is gone."""
     # What is sent to all processes of a job must not end the one that cleans up after them.
     for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)
@@ -42,7 +42,7 @@ def main(launcher_pid: int) -> None:
     # A process that the launcher has forked off holds the pipe open beyond the launcher's death.
     threading.Thread(target=await_end, daemon=True).start()
     for line in sys.stdin:
-        if line == "goodbye\n":
+        if line.strip() == goodbye:
             return
         if not line.endswith("\n"):  # killed in the middle of it
             break
@@ -52,17 +52,17 @@ def main(launcher_pid: int) -> None:
 
 def _clean_up(said: list[str]) -> None:
     if said:
-        _import(said[0])(said[1:])
+        _import(said[0])(said)
 
 
-def _import(said: str) -> Callable[[list[str]], None]:
+def _import(first: str) -> Callable[[list[str]], None]:
     import json
 
-    sys.path[:] = json.loads(said)["path"]
+    sys.path[:] = json.loads(first)["path"]
     from ddpsafe._launcher.processes.reaper import clean_up
 
     return clean_up
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])
