@@ -436,6 +436,7 @@ _CALLS_OF_CUT_OFF: Final = 2
 _SAYS_LITTLE: Final = (_FIX_OF_USER, *(fix for _, _, fix in KINDS_OF_EXCEPTIONS[-2:]))
 """Fixes that what the script was doing is better than."""
 _RULE_OF: Final = {rule.code: rule for rule in RULES}
+_PLACES: Final = {code: place for place, code in enumerate(_RULE_OF)}
 _WORKER_RAISED: Final = _RULE_OF["DS-DATA-worker-raised"]
 _REPLICA_RAISED: Final = "The forward failed in a copy of DataParallel"
 _FIX_OF_REPLICA: Final = "Read the 'Original Traceback' that follows: it ends with the line of the model. Try it on one GPU; for several use DistributedDataParallel, with one process for each, as DataParallel copies the model in every step and splits only tensors."
@@ -1389,7 +1390,7 @@ def _is_raised_in(rule: LogRule, innermost: str | None) -> bool:
 
 def _place(rule: LogRule) -> tuple[bool, int, int]:
     """Return what orders the rules that match one line, in full: then the more specific one."""
-    return *_strength(rule), RULES.index(rule)
+    return *_strength(rule), _PLACES[rule.code]
 
 
 def _strength(rule: LogRule) -> tuple[bool, int]:
