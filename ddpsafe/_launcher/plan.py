@@ -356,9 +356,8 @@ def rank_env(plan: LaunchPlan, world: World, master_port: int, logs: LogFiles) -
     if plan.num_threads is not None:
         given["OMP_NUM_THREADS"] = str(plan.num_threads)
     if plan.style == "run" and "backend" in plan.config.model_fields_set:
-        given["DDPSAFE_BACKEND"] = (
-            plan.config.backend
-        )  # for launch() in the script, and what it starts
+        # For launch() in the script, and what it starts.
+        given["DDPSAFE_BACKEND"] = plan.config.backend
     kept = set(interfaces)
     if plan.style == "spawn":
         kept |= set(given)

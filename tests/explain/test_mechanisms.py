@@ -2001,7 +2001,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("assert forward_num_iterations % self.num_ranks_in_next_stage == 0", "USER-exception", "msr-fiddle/pipedream#43"),
     ("RuntimeError: replicas_[0].size() >= 1 ASSERT FAILED at /pytorch/torch/csrc/distributed/c10d/reducer.cpp:53, please report a bug to PyTorch. Expected at least one parameter.", "DDP-no-grad", "XPixelGroup/RankSRGAN#14"),
     ("RuntimeError: Function ConvolutionBackward0 returned an invalid gradient at index 1", "GRAD-invalid", "Lightning-AI/pytorch-lightning#20218"),
-    ("FileNotFoundError: [Errno 2] No such file or directory: '/work/dataset/index-cache/43d5_doc_idx.npy'", "DATA-index-cache", "deepspeedai/Megatron-DeepSpeed#356"),
+    ("FileNotFoundError: [Errno 2] No such file or directory: '/home/me/dataset/index-cache/43d5_doc_idx.npy'", "DATA-index-cache", "deepspeedai/Megatron-DeepSpeed#356"),
     ("Safetensors Saving I/O error: Invalid argument (os error 22)", "CKPT-tiny", "modelscope/ms-swift#6493"),
     ('safetensors_rust.SafetensorError: Error while serializing: IoError(Os { code: 5, kind: Uncategorized, message: "Input/output error" })', "HW-storage-io", "huggingface/transformers#35895"),
     ("_pickle.PicklingError: Can't pickle <class 'safetensors_rust.SafetensorError'>: import of module 'safetensors_rust' failed", "MP-exception-unsent", "safetensors#684"),

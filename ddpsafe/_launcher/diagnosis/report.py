@@ -111,17 +111,16 @@ def _text(error: LaunchError) -> str:
             parts.append(f"at {outcome.stack}")
         if outcome.position is not None and outcome.position.collectives:
             parts.append("last collectives:")
-            parts += [f"  {each}, {_state(each.done)}" for each in outcome.position.collectives]
+            parts += [
+                f"  {each}, {'ended' if each.done else 'not ended'}"
+                for each in outcome.position.collectives
+            ]
         log = None if outcome.stderr is None else Path(outcome.stderr).with_suffix(".stacks")
         stacks = "" if log is None else read_log(log).rstrip()
         if stacks:
             parts += ["all threads, the last call first:", stacks]
         sections.append("\n".join(parts))
     return f"\n\n{_RULE}\n".join(sections)
-
-
-def _state(done: bool) -> str:  # noqa: FBT001 - the subject of the call
-    return "ended" if done else "not ended"
 
 
 def _facts_of_ranks(outcomes: Mapping[int, RankOutcome]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import functools
 import gc
 import itertools
 import logging
+import operator
 import os
 import pathlib
 import random
@@ -479,7 +480,7 @@ def _restore_dict(item: dict[Any, Any], kept: dict[Any, Any]) -> bool:
 
 
 def _restore_items(item: Any, kept: list[Any]) -> bool:
-    if len(item) == len(kept) and all(map(_is, item, kept)):
+    if len(item) == len(kept) and all(map(operator.is_, item, kept)):
         return False
     if isinstance(item, list):
         list.__setitem__(item, slice(None), kept)
@@ -488,10 +489,6 @@ def _restore_items(item: Any, kept: list[Any]) -> bool:
     for value in kept:
         (item.append if isinstance(item, collections.deque) else item.add)(value)
     return True
-
-
-def _is(left: object, right: object) -> bool:
-    return left is right
 
 
 def _restore_by(setter: Callable[[Any], object], kept: Any) -> bool:
