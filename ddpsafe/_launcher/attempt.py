@@ -19,7 +19,7 @@ from ddpsafe._errors import (
     RankKilledError,
     ranks_text,
 )
-from ddpsafe._launcher.diagnosis import errors, evidence
+from ddpsafe._launcher.diagnosis import errors, readings
 from ddpsafe._launcher.diagnosis.stragglers import log_stragglers
 from ddpsafe._launcher.plan import rank_env
 from ddpsafe._launcher.processes import shutdown
@@ -127,7 +127,7 @@ def run_attempt(  # noqa: PLR0913 - the parts of one attempt
         PreflightError: The ranks could not be started.
         Interrupted: The launcher is to stop; all ranks have ended.
     """
-    oom_kills_before = evidence.count_oom_kills()
+    oom_kills_before = readings.count_oom_kills()
     with ExitStack() as stack:
         inbox = stack.enter_context(open_inbox())
         workers, end = stack.enter_context(
@@ -145,7 +145,7 @@ def run_attempt(  # noqa: PLR0913 - the parts of one attempt
             if given_s is None:
                 end(workers)
             else:  # as torch's: they may end by themselves, then by SIGTERM
-                evidence.continue_suspended(workers)
+                readings.continue_suspended(workers)
                 shutdown.await_ends(workers, Deadline.after(timedelta(seconds=given_s)))
                 end(workers, grace=timedelta(seconds=given_s))
         ended = errors.EndedAttempt(
@@ -154,7 +154,7 @@ def run_attempt(  # noqa: PLR0913 - the parts of one attempt
             attempt=number,
             retry=plan.config.retry,
             run_dir=directory.path,
-            oom_kills=evidence.count_oom_kills() - oom_kills_before,
+            oom_kills=readings.count_oom_kills() - oom_kills_before,
             timeouts=timeouts,
         )
     if inbox.received is not None:
@@ -221,7 +221,7 @@ def ask_where(workers: Sequence[Worker]) -> None:
     What is asked for may come before the news of an end, as to a launcher that was stopped.
     """
     shutdown.note_ends(workers)
-    found = evidence.collect(workers)
+    found = readings.collect(workers)
     for worker in workers:
         worker.note_reading(found.get(worker.rank))
     shutdown.note_ends(workers)

@@ -23,7 +23,7 @@ from ddpsafe._errors import (
     ranks_text,
 )
 from ddpsafe._launcher import attempt
-from ddpsafe._launcher.diagnosis import errors, evidence
+from ddpsafe._launcher.diagnosis import errors, readings
 from ddpsafe._launcher.diagnosis.root_cause import is_own_fault
 from ddpsafe._launcher.nodes.control_channel import BEAT_S, LOSS_S, Lost, SilenceWatch
 from ddpsafe._launcher.nodes.node_messages import (
@@ -329,7 +329,7 @@ def coordinate(  # noqa: PLR0913 - the parts of one attempt
     did = "could not start its ranks"
     phase: Literal["start", "attempt"] = "start"
     error: DDPSafeError | Interrupted | None = None
-    oom_kills_before = evidence.count_oom_kills()
+    oom_kills_before = readings.count_oom_kills()
     config = plan.config
     try:
         with attempt.started_ranks(
@@ -411,7 +411,7 @@ def _collect(
             outcomes |= {each.rank: each for each in found.outcomes}
         if is_told_to_go and not any(map(_broke_by_itself, outcomes.values())):
             ending = replace(ending, reason="signal")  # who is to blame will not be known any more
-    oom_kills = evidence.count_oom_kills() - oom_kills_before + sum(nodes.oom_kills.values())
+    oom_kills = readings.count_oom_kills() - oom_kills_before + sum(nodes.oom_kills.values())
     return errors.EndedAttempt(
         outcomes=dict(sorted(outcomes.items())),
         ending=ending,

@@ -1,4 +1,4 @@
-"""Where the ranks are, asked before they are ended, and whether the kernel killed for memory."""
+"""What each rank tells, asked before it is ended or written as it crashed; and kills for memory."""
 
 from __future__ import annotations
 
