@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return USAGE
             options, unknown = make_parser().parse_known_args(given)
             if unknown:
-                from ddpsafe._cpython import options_of
+                from ddpsafe._stdlib_private import options_of
 
                 parser: argparse.ArgumentParser = options.parser
                 option = next((each for each in unknown if each.startswith("-")), unknown[0])

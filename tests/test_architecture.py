@@ -234,10 +234,10 @@ DOCUMENTED: Final = {"_exit", "_getframe", "_current_frames", "_current_exceptio
 
 
 def test_private_names_of_the_standard_library_are_in_one_module() -> None:
-    """`_cpython` uses them, guarded, and its test holds them against the Python that runs it."""
+    """`_stdlib_private` uses them, guarded, and its test holds them against the Python that runs it."""
     found = []
     for file in MODULES:
-        if module_of(file) == "ddpsafe._cpython":
+        if module_of(file) == "ddpsafe._stdlib_private":
             continue
         roots = {
             (name.asname or name.name).partition(".")[0]

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe import _gpus
 from ddpsafe._config.backends import require_backend
-from ddpsafe._cpython import is_importing_main
 from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._host import count_cores
 from ddpsafe._launcher.processes.start import CallFile
+from ddpsafe._stdlib_private import is_importing_main
 from ddpsafe._wire import payload
 from ddpsafe._wire.payload import main_is_importable
 from ddpsafe._wire.spec import MARKER, RankTimeouts, make_launch_id

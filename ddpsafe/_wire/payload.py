@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import cloudpickle
 
-from ddpsafe._cpython import serves_forks
+from ddpsafe._stdlib_private import serves_forks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 from ddpsafe._clock import BoundedCall, Deadline, HeldClock
-from ddpsafe._cpython import end_as_interpreter
 from ddpsafe._logging import name_rank
+from ddpsafe._stdlib_private import end_as_interpreter
 from ddpsafe._wire import payload
 from ddpsafe._wire.exception_chain import (
     MAX_MESSAGE,

@@ -10,7 +10,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Final, TextIO
 
-from ddpsafe import _cpython
+from ddpsafe import _stdlib_private
 from ddpsafe._errors import Explanation, PreflightError
 from ddpsafe._wire.rank_pipe import Claim, StepCounter
 from ddpsafe._wire.spec import SAFE_PATH, STACKS_SIGNAL, open_log, semaphore_prefix
@@ -123,7 +123,7 @@ _borrowed: dict[str, str | None] = {}
 
 def name_semaphores(launch_id: str) -> None:
     """Let the launcher recognise the semaphores of this rank and of the processes it starts."""
-    _cpython.name_semaphores(semaphore_prefix(launch_id))
+    _stdlib_private.name_semaphores(semaphore_prefix(launch_id))
 
 
 def use_start_method(name: str | None) -> None:

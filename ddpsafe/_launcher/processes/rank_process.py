@@ -10,9 +10,9 @@ import time
 from dataclasses import replace
 from typing import IO, TYPE_CHECKING
 
-from ddpsafe._cpython import forget_child
 from ddpsafe._launcher.processes.descendants import RankIdentity, open_pidfd
 from ddpsafe._logging import get_logger
+from ddpsafe._stdlib_private import forget_child
 from ddpsafe._wire import payload
 from ddpsafe._wire.messages import (
     AcceptsStop,

@@ -29,8 +29,8 @@ import numpy as np
 import torch
 import torch.multiprocessing as mp
 
-from ddpsafe._cpython import has_started, is_fed
 from ddpsafe._errors import Explanation
+from ddpsafe._stdlib_private import has_started, is_fed
 from ddpsafe.data._loader.reachable import is_standard_stream, parts_of, reachable
 from ddpsafe.data.errors import DataWarning, UnsafeWorkersError
 

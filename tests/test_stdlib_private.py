@@ -1,4 +1,4 @@
-"""The private names of CPython still are what ddpsafe takes them for."""
+"""The private names of the standard library still are what ddpsafe takes them for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import scripts
 
-from ddpsafe import _cpython
+from ddpsafe import _stdlib_private
 
 FORK = multiprocessing.get_context("fork")
 SPAWN = multiprocessing.get_context("spawn")
@@ -23,7 +23,7 @@ def test_the_folder_of_helpers_is_known_once_it_is_there(tmp_path: Path) -> None
     """And asking for it makes none."""
     source = """
         from multiprocessing import util
-        from ddpsafe._cpython import helpers_folder
+        from ddpsafe._stdlib_private import helpers_folder
         print(helpers_folder())
         made = util.get_temp_dir()
         print(str(helpers_folder()) == made)
@@ -35,7 +35,7 @@ def test_semaphores_are_named(tmp_path: Path) -> None:
     """Those of queues too, which are made of locks. In a script: joblib gives names of its own."""
     source = """
         import multiprocessing
-        from ddpsafe._cpython import name_semaphores
+        from ddpsafe._stdlib_private import name_semaphores
         name_semaphores("/ddpsafe-test")
         print(multiprocessing.get_context("spawn").Lock()._semlock.name)
     """
@@ -47,7 +47,7 @@ def test_a_child_that_is_forgotten_is_not_joined_at_the_exit(tmp_path: Path) -> 
     """The script ends while it sleeps."""
     source = """
         import multiprocessing, time
-        from ddpsafe._cpython import forget_child
+        from ddpsafe._stdlib_private import forget_child
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=[600])
         child.start()
         forget_child(child)
@@ -69,7 +69,7 @@ def test_a_rank_ends_as_the_interpreter_does(tmp_path: Path) -> None:
     """Threads are joined, then what is registered for the exit runs."""
     source = """
         import atexit, os, threading, time
-        from ddpsafe._cpython import end_as_interpreter
+        from ddpsafe._stdlib_private import end_as_interpreter
         atexit.register(print, "at exit", flush=True)
         threading.Thread(target=lambda: (time.sleep(0.1), print("thread", flush=True))).start()
         end_as_interpreter()
@@ -82,7 +82,7 @@ def test_who_imports_the_main_script_of_its_parent_knows(tmp_path: Path) -> None
     """At the import, and not later."""
     source = """
         import multiprocessing
-        from ddpsafe._cpython import is_importing_main
+        from ddpsafe._stdlib_private import is_importing_main
         print(__name__, is_importing_main(), flush=True)
         def work():
             print(is_importing_main(), flush=True)
@@ -97,25 +97,25 @@ def test_who_imports_the_main_script_of_its_parent_knows(tmp_path: Path) -> None
 def test_executors_and_pools_are_told_by_what_they_have_started() -> None:
     """A fork would lose their threads, or share their processes."""
     with ThreadPoolExecutor(1) as threads:
-        assert not _cpython.has_started(threads)
+        assert not _stdlib_private.has_started(threads)
         threads.submit(int).result()
-        assert _cpython.has_started(threads)
-    assert not _cpython.has_started(threads)
+        assert _stdlib_private.has_started(threads)
+    assert not _stdlib_private.has_started(threads)
     with ProcessPoolExecutor(1, mp_context=SPAWN) as processes:
-        assert not _cpython.has_started(processes)
+        assert not _stdlib_private.has_started(processes)
         processes.submit(time.time).result()
-        assert _cpython.has_started(processes)
+        assert _stdlib_private.has_started(processes)
     with SPAWN.Pool(1) as pool:
-        assert _cpython.is_fed(pool)
+        assert _stdlib_private.is_fed(pool)
     pool.join()
-    assert not _cpython.is_fed(pool)
+    assert not _stdlib_private.is_fed(pool)
 
 
 def test_what_serves_forks_is_told_from_what_travels() -> None:
     """A lock says how it was made; everything else does not."""
-    assert _cpython.serves_forks(FORK.Lock())
-    assert not _cpython.serves_forks(SPAWN.Lock())
-    assert not _cpython.serves_forks(sys)
+    assert _stdlib_private.serves_forks(FORK.Lock())
+    assert not _stdlib_private.serves_forks(SPAWN.Lock())
+    assert not _stdlib_private.serves_forks(sys)
 
 
 def test_options_of_a_parser_are_known() -> None:
@@ -123,4 +123,4 @@ def test_options_of_a_parser_are_known() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--one", "-o")
     parser.add_argument("--two", action="store_true")
-    assert _cpython.options_of(parser) == ["--one", "-o", "--two"]
+    assert _stdlib_private.options_of(parser) == ["--one", "-o", "--two"]

@@ -1,4 +1,4 @@
-"""The private names of CPython that ddpsafe touches, all of them, each with its reason.
+"""The private names of the standard library that ddpsafe touches, all of them, each with its reason.
 
 Nothing else in the package may use one, as with torch's in `_worker.torch_hooks`. Where a Python
 renames one, the convenience behind it is lost and nothing else; a test uses each of them.
