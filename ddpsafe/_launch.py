@@ -23,7 +23,11 @@ from ddpsafe._launcher.watch.console import shown_log
 from ddpsafe._launcher.watch.hang_detection import LearnedGaps
 from ddpsafe._launcher.watch.signals import Interrupted, interrupts_kept, pass_on
 from ddpsafe._logging import json_scope, launch_fields
-from ddpsafe._preflight import require_ready_host, require_ready_node, require_ready_nodes
+from ddpsafe._preflight import (
+    require_ready_between_nodes,
+    require_ready_to_join,
+    require_ready_to_launch,
+)
 from ddpsafe._worker.entrypoint import run_rank
 from ddpsafe._worker.join import attached
 
@@ -192,7 +196,7 @@ def _ready_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False)
     """Plan a launch, on a machine that is ready for it."""
     with shown_log(config.console), interrupts_kept():
         plan = make_plan(config, style=style, daemon=daemon)
-        require_ready_host(config, nproc=plan.nproc, backend=plan.backend)
+        require_ready_to_launch(config, nproc=plan.nproc, backend=plan.backend)
     return plan
 
 
@@ -243,7 +247,7 @@ def _run_plan(
                     run_rank=run_rank,
                     directory=directory,
                     cancelled=cancelled,
-                    require_ready_nodes=require_ready_nodes,
+                    require_ready_between_nodes=require_ready_between_nodes,
                 )
                 values = nodes.run()
                 attempts = nodes.attempts
@@ -265,7 +269,7 @@ def _run_here(
     require_data_paths(config.data_paths)
     world = attached.find_place(os.environ)
     if world is not None:
-        require_ready_node(config, world)
+        require_ready_to_join(config, world)
     with attached.process_group(config=config) as context:
         # A launch inside of a rank does not get the ranks that it asks for: each asks once.
         if context.world.rank == 0 or context.world.started_by == "ddpsafe":

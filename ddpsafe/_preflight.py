@@ -1,4 +1,8 @@
-"""The preflight of a launch: what the doctor would say, before any process starts."""
+"""The preflight: what the doctor would say, before the user's function runs in any rank.
+
+On a host that is about to start ranks, in a rank that another launcher has started, and between the
+launchers of several nodes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ if TYPE_CHECKING:
 _NOTHING: Final = "nothing was started"
 
 
-def require_ready_host(config: LaunchConfig, *, nproc: int, backend: str) -> None:
+def require_ready_to_launch(config: LaunchConfig, *, nproc: int, backend: str) -> None:
     """Examine this host before a launch starts its ranks.
 
     Args:
@@ -38,7 +42,7 @@ def require_ready_host(config: LaunchConfig, *, nproc: int, backend: str) -> Non
     require_healthy(doctor.run(asked, checks=checks, mesh=False), outcome=_NOTHING)
 
 
-def require_ready_node(config: LaunchConfig, world: World) -> None:
+def require_ready_to_join(config: LaunchConfig, world: World) -> None:
     """Examine this host in a rank that another launcher has started.
 
     Every rank does the cheap checks, so that all of them fail; with ``preflight="full"`` the first
@@ -76,7 +80,7 @@ def require_ready_node(config: LaunchConfig, world: World) -> None:
     require_healthy(report, outcome=_NOTHING, speaks=is_first)
 
 
-def require_ready_nodes(
+def require_ready_between_nodes(
     store: Store, config: LaunchConfig, *, nnodes: int, node_rank: int, backend: str
 ) -> None:
     """Examine the connections between the nodes of a launch, before any of them starts its ranks.

@@ -16,7 +16,7 @@ from doctor_kit import examine, needs_namespaces
 import ddpsafe
 from ddpsafe import doctor
 from ddpsafe._commands.doctor import next_port
-from ddpsafe._preflight import require_ready_host, require_ready_node
+from ddpsafe._preflight import require_ready_to_join, require_ready_to_launch
 from ddpsafe._world import World
 
 if TYPE_CHECKING:
@@ -29,12 +29,12 @@ def test_preflight_costs_less_than_100_ms(tmp_path: Path) -> None:
     import sys, time
     import ddpsafe
     from ddpsafe import _launch  # what a launch has loaded by then, torch apart
-    from ddpsafe._preflight import require_ready_host
+    from ddpsafe._preflight import require_ready_to_launch
     config = ddpsafe.LaunchConfig()
     times = []
     for _ in range(3):
         began_s = time.process_time()
-        require_ready_host(config, nproc=2, backend="gloo")
+        require_ready_to_launch(config, nproc=2, backend="gloo")
         times.append(time.process_time() - began_s)
     print(*times)
     """
@@ -47,7 +47,7 @@ def test_preflight_costs_less_than_100_ms(tmp_path: Path) -> None:
 def test_healthy_machine_is_launched_on_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
     """No failure, no warning, and no line for each look under ``basicConfig(level=INFO)``."""
     caplog.set_level(logging.INFO)
-    require_ready_host(ddpsafe.LaunchConfig(), nproc=2, backend="gloo")
+    require_ready_to_launch(ddpsafe.LaunchConfig(), nproc=2, backend="gloo")
     assert caplog.messages == []
 
 
@@ -61,11 +61,11 @@ def test_container_without_network_and_ipv6_raises_no_alarm() -> None:
     before = """
 import logging, pathlib, sys
 from ddpsafe import LaunchConfig
-from ddpsafe._preflight import require_ready_host
+from ddpsafe._preflight import require_ready_to_launch
 class Said(logging.Handler):
     def emit(self, record): raise SystemExit(record.getMessage())
 logging.getLogger().addHandler(Said())
-require_ready_host(LaunchConfig(), nproc=2, backend="gloo")
+require_ready_to_launch(LaunchConfig(), nproc=2, backend="gloo")
 """
     assert examine("NET", "NAME", "PORT", "PATH", host=host, before=before).problems() == []
 
@@ -100,7 +100,7 @@ def test_preflight_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who knows better may go on."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
     config = ddpsafe.LaunchConfig(preflight="off")
-    require_ready_host(config, nproc=2, backend="gloo")
+    require_ready_to_launch(config, nproc=2, backend="gloo")
 
 
 def test_warning_is_one_line_of_the_log(
@@ -109,12 +109,12 @@ def test_warning_is_one_line_of_the_log(
     """A launch goes on; the first rank of a node speaks, the others do not repeat it."""
     monkeypatch.setenv("TMPDIR", str(tmp_path / "gone"))
     world = World.alone()
-    require_ready_node(ddpsafe.LaunchConfig(), world)
+    require_ready_to_join(ddpsafe.LaunchConfig(), world)
     (line,) = caplog.messages
     assert line.startswith("DS-PATH-006: TMPDIR=")
     assert "\n" not in line
     second = World(**{**_fields(world), "rank": 1, "local_rank": 1, "local_world_size": 2})
-    require_ready_node(ddpsafe.LaunchConfig(), second)
+    require_ready_to_join(ddpsafe.LaunchConfig(), second)
     assert len(caplog.messages) == 1
 
 
@@ -130,7 +130,7 @@ def test_full_preflight_of_one_node_does_the_checks_that_take_longer(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     config = ddpsafe.LaunchConfig(preflight="full")
     with pytest.raises(ddpsafe.PreflightError, match=r"DS-VER-001: .*broken here"):
-        require_ready_host(config, nproc=1, backend="gloo")
+        require_ready_to_launch(config, nproc=1, backend="gloo")
 
 
 def test_nodes_meet_one_port_above_the_job() -> None:

@@ -83,7 +83,7 @@ class Round:
             run_rank=SimpleNamespace(),  # type: ignore[arg-type]
             directory=SimpleNamespace(path=Path("run")),  # type: ignore[arg-type]
             cancelled=threading.Event(),
-            require_ready_nodes=self.examine,
+            require_ready_between_nodes=self.examine,
         )
 
     def examine(self, *_: object, **__: object) -> None:

@@ -97,7 +97,7 @@ class NodeLaunch:
         run_rank: What their processes run.
         directory: Where the logs go.
         cancelled: Set when the launcher is to stop.
-        require_ready_nodes: Examines the connections between the nodes, see `_preflight`.
+        require_ready_between_nodes: Examines the connections between the nodes, see `_preflight`.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class NodeLaunch:
         run_rank: RunRank,
         directory: RunDirectory,
         cancelled: Event,
-        require_ready_nodes: Callable[..., None],
+        require_ready_between_nodes: Callable[..., None],
     ) -> None:
         """Keep what is given."""
-        self._require_ready_nodes = require_ready_nodes
+        self._require_ready_between_nodes = require_ready_between_nodes
         self._plan, self._calls, self._run_rank = plan, calls, run_rank
         self._directory, self._cancelled = directory, cancelled
         self._channel: Channel | None = None
@@ -425,7 +425,7 @@ class NodeLaunch:
         if not plan.examines:
             return
         try:
-            self._require_ready_nodes(
+            self._require_ready_between_nodes(
                 seat.board.store,
                 self._plan.config,
                 nnodes=seat.nnodes,
