@@ -1,4 +1,4 @@
-"""Where file systems are mounted: tells a mount from the empty directory it belongs on."""
+"""The mount points that this process sees: tells a mount from the empty directory it belongs on."""
 
 from __future__ import annotations
 

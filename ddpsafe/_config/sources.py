@@ -1,4 +1,7 @@
-"""Where the fields of a config come from besides arguments: the environment and a TOML file."""
+"""The sources of a config's fields besides arguments: ``DDPSAFE_*`` variables and a TOML file.
+
+Also which variable set a value, which variables are misspelt, and which file is to be trusted.
+"""
 
 from __future__ import annotations
 

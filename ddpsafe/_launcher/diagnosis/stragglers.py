@@ -1,5 +1,6 @@
-"""Who makes the others wait, and for how long, from the times at which ranks entered collectives.
+"""Who makes the others wait, and for how long, as long as a run makes progress.
 
+Known from the times at which ranks entered collectives; a rank that hangs is found by `root_cause`.
 torch's flight recorder notes those anyway, so a step costs nothing more. A rank that comes last to a
 collective makes all others wait from the moment at which the last of them came. Of collectives that
 are under way at the same time, as the buckets of DDP are, the time is counted once.

@@ -5,10 +5,10 @@ passes on what its ranks report, and does as it is told. Each module imports onl
 
     node_messages    what the nodes tell each other, as JSON
     control_channel  the control channel: both ends of one TCP connection for each participant
-    rendezvous       TorchElastic's rendezvous on a sealed store, and the plan of a round
+    rendezvous       how nodes find each other: TorchElastic's rendezvous on a sealed store
     node_zero        node 0: the watch over all ranks, and what it concludes
     other_node       every other node: passes on and does as it is told
-    rounds           one attempt after the other, on this node
+    rounds           one attempt after the other, on this node: the plan of each, and its ranks
 
 Nothing here is loaded where a launch has one node.
 """

@@ -1,4 +1,4 @@
-"""TorchElastic's rendezvous on a store bound to one address, and the plan of each round.
+"""How nodes find each other: TorchElastic's rendezvous, on a store bound to one address.
 
 The stock rendezvous keeps its state as a pickle in an open store: whoever reaches the port runs code
 in every launcher. Here each value in the store is sealed with the job's secret, and the seal is

@@ -1,4 +1,7 @@
-"""What the nodes of one examination tell each other, over a socket or over a store of torch."""
+"""`Transport`: how the nodes of one examination exchange values under topics.
+
+The one over a store of torch is here, both ends of the one over a socket are in `server`.
+"""
 
 from __future__ import annotations
 
