@@ -23,13 +23,13 @@ _environment = threading.RLock()
 _taken: dict[str, str] = {}
 
 
-def find_own(name: str) -> str:
-    """Return one of `OWN_SECRETS`, also after `take_own`; empty where there is none."""
+def find_own_secret(name: str) -> str:
+    """Return one of `OWN_SECRETS`, also after `take_own_secrets`; empty where there is none."""
     with _environment:
         return os.environ.get(name) or _taken.get(name, "")
 
 
-def take_own() -> None:
+def take_own_secrets() -> None:
     """Take `OWN_SECRETS` out of the environment of this process, which knows them from now on."""
     with _environment:
         for name in OWN_SECRETS:
@@ -39,7 +39,7 @@ def take_own() -> None:
 
 
 @contextlib.contextmanager
-def withheld_own() -> Iterator[None]:
+def withheld_own_secrets() -> Iterator[None]:
     """Keep `OWN_SECRETS` from a process that is started meanwhile.
 
     `multiprocessing` hands on the environment as it is. The script that a rank imports first may

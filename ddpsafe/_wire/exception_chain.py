@@ -60,7 +60,7 @@ def where_of(tb: TracebackType | None) -> str:
         ``path:line in function``, or nothing where every frame is a library's.
     """
     frames = traceback.extract_tb(tb)
-    own = find_own(frame.filename for frame in frames)
+    own = find_own_files(frame.filename for frame in frames)
     frame = next((each for each in reversed(frames) if each.filename in own), None)
     return f"{frame.filename}:{frame.lineno} in {frame.name}" if frame else ""
 
@@ -168,7 +168,7 @@ def is_library(filename: str) -> bool:
     return filename.startswith(("<string>", *_OWN)) or bool(package_of(filename))
 
 
-def find_own(files: Iterable[str]) -> frozenset[str]:
+def find_own_files(files: Iterable[str]) -> frozenset[str]:
     """Return which files of a stack are the user's.
 
     A project that is installed lies among the libraries: where no file lies elsewhere, it is the

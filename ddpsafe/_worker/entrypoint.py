@@ -22,7 +22,7 @@ from ddpsafe._wire.exception_chain import (
     MAX_MESSAGE,
     exit_code_of,
     find_on_its_way,
-    find_own,
+    find_own_files,
     line_of,
     point_to_point_in,
 )
@@ -116,7 +116,7 @@ def _place_of(thread: threading.Thread, frames: dict[int, FrameType], *, is_main
     """Return the innermost line that a thread is at: one of the user's, of the main thread only such."""
     frame = frames.get(thread.ident or 0)
     stack = traceback.extract_stack(frame) if frame is not None else []
-    files = find_own(each.filename for each in stack)
+    files = find_own_files(each.filename for each in stack)
     own = [each for each in stack if each.filename in files]
     shown = own or ([] if is_main else stack)
     return f"{shown[-1].filename}:{shown[-1].lineno} in {shown[-1].name}" if shown else ""

@@ -11,7 +11,7 @@ import threading
 import traceback
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._wire.exception_chain import find_own, is_library, package_of, point_to_point_in
+from ddpsafe._wire.exception_chain import find_own_files, is_library, package_of, point_to_point_in
 from ddpsafe._wire.messages import Collective, Frame, Position, ThreadStack, Whereabouts
 from ddpsafe._worker.torch_hooks import read_groups, read_recorders
 
@@ -71,7 +71,9 @@ def read_whereabouts() -> Whereabouts:
     )
     newest = position.newest()
     # Another thread may yet call a collective, or let the main thread go on in another way.
-    own = {package_of(file) for file in find_own(at.file for at in reversed(stack.frames))} - {""}
+    own = {
+        package_of(file) for file in find_own_files(at.file for at in reversed(stack.frames))
+    } - {""}
     alone = not any(
         isinstance(thread, threading.Timer)
         or any(
@@ -128,7 +130,7 @@ def _is_evaluating(frame: FrameType | None) -> bool:
     if frame is None or torch is None:
         return False
     frames = [each for each, _ in traceback.walk_stack(frame)]
-    own = find_own(each.f_code.co_filename for each in reversed(frames))
+    own = find_own_files(each.f_code.co_filename for each in reversed(frames))
     for each in frames:
         if each.f_code.co_filename in own:
             modules = [one for one in each.f_locals.values() if isinstance(one, torch.nn.Module)]

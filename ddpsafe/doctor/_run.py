@@ -13,7 +13,7 @@ from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._config import LaunchConfig
 from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._host import count_cores
-from ddpsafe._secrets import DOCTOR_SECRET, Mask, find_own
+from ddpsafe._secrets import DOCTOR_SECRET, Mask, find_own_secret
 from ddpsafe.doctor._checks import all_checks, launch_checks
 from ddpsafe.doctor._report import AreaStep, Report, failed, masked, warning, worst_first
 from ddpsafe.doctor._subject import Subject, environment_of, find_place
@@ -181,7 +181,7 @@ def run(
         from ddpsafe.doctor._fingerprint import fingerprint
         from ddpsafe.doctor._mesh import examine
 
-        known = find_own(DOCTOR_SECRET) if secret is None else secret
+        known = find_own_secret(DOCTOR_SECRET) if secret is None else secret
         between, matrix = examine(
             nnodes=resolved.nnodes,
             node_rank=resolved.node_rank or 0,

@@ -11,7 +11,7 @@ import pytest
 import ddpsafe
 from ddpsafe import PreflightError
 from ddpsafe._launcher.uncaught import presentable
-from ddpsafe._wire.exception_chain import find_own, is_library
+from ddpsafe._wire.exception_chain import find_own_files, is_library
 
 OURS: Final = str(Path(ddpsafe.__file__).parent)
 STDLIB: Final = sysconfig.get_path("stdlib")
@@ -78,4 +78,4 @@ def test_a_cause_keeps_its_traceback_where_a_line_may_be_the_users(
 )
 def test_lines_of_the_user_in_a_stack(files: tuple[str, ...], own: tuple[str, ...]) -> None:
     """Those outside of the libraries; where there are none, the package that was called first."""
-    assert find_own(files) == set(own)
+    assert find_own_files(files) == set(own)

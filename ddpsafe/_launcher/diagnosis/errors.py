@@ -40,7 +40,7 @@ from ddpsafe._launcher.diagnosis.root_cause import (
     newest_collective,
 )
 from ddpsafe._wire import payload
-from ddpsafe._wire.exception_chain import clip, find_own
+from ddpsafe._wire.exception_chain import clip, find_own_files
 from ddpsafe._wire.foreign_texts import without_source
 from ddpsafe._wire.messages import is_peer_origin
 from ddpsafe._wire.spec import unreported_mark
@@ -767,7 +767,7 @@ def last_output(outcome: RankOutcome) -> list[str]:
     frames = [
         (found["file"], line) for line in stacks.splitlines() if (found := _FRAME.match(line))
     ]
-    own = find_own(file for file, _ in reversed(frames))
+    own = find_own_files(file for file, _ in reversed(frames))
     lines += [line for file, line in frames if file in own]
     if not lines:
         return []

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import psutil
 
 from ddpsafe._clock import Deadline
-from ddpsafe._wire.exception_chain import find_own, is_point_to_point
+from ddpsafe._wire.exception_chain import find_own_files, is_point_to_point
 from ddpsafe._wire.foreign_texts import find_native_text, read_places
 from ddpsafe._wire.messages import (
     UNKNOWN_COLLECTIVE,
@@ -415,7 +415,7 @@ def _line_of(frames: Sequence[Frame]) -> str:
 
 def _own_frames(frames: Sequence[Frame]) -> list[Frame]:
     """Return the user's of a thread's calls, the innermost first as those are."""
-    own = find_own(frame.file for frame in reversed(frames))
+    own = find_own_files(frame.file for frame in reversed(frames))
     return [frame for frame in frames if frame.file in own]
 
 

@@ -55,7 +55,7 @@ from ddpsafe._launcher.nodes.node_messages import (
 )
 from ddpsafe._launcher.watch.signals import Interrupted
 from ddpsafe._logging import get_logger
-from ddpsafe._secrets import JOB_SECRET, find_own
+from ddpsafe._secrets import JOB_SECRET, find_own_secret
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -1189,7 +1189,7 @@ def find_secret(config: LaunchConfig) -> bytes:
             )
             raise ConfigError(Explanation(f"rendezvous.secret_file {path} is empty.", fix=fix))
         return hashlib.sha256(b"file\0" + secret).digest()
-    told = find_own(JOB_SECRET)
+    told = find_own_secret(JOB_SECRET)
     if told:
         return hashlib.sha256(b"variable\0" + told.encode()).digest()
     known = (str(config.rendezvous.endpoint), config.rendezvous.id or "")
@@ -1211,7 +1211,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def has_derived_secret(config: LaunchConfig) -> bool:
     """Tell whether the job's secret is one that whoever knows endpoint and id can derive, too."""
-    return config.rendezvous.secret_file is None and not find_own(JOB_SECRET)
+    return config.rendezvous.secret_file is None and not find_own_secret(JOB_SECRET)
 
 
 def label_of(facts: NodeFacts) -> str:

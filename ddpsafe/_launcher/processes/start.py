@@ -18,7 +18,7 @@ from ddpsafe._errors import Explanation, PreflightError
 from ddpsafe._host import is_directory_foreign
 from ddpsafe._launcher.processes.rank_process import Worker
 from ddpsafe._logging import get_logger
-from ddpsafe._secrets import withheld_own
+from ddpsafe._secrets import withheld_own_secrets
 from ddpsafe._wire.rank_pipe import Inheritance, InheritedFd, StepCounter, open_memory
 from ddpsafe._wire.spec import SAFE_PATH
 
@@ -157,7 +157,7 @@ def started_workers(
         # Python's resource tracker starts with SIGUSR1 blocked: schedulers send it to whole groups.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
         try:
-            with withheld_own(), _no_foreign_modules():
+            with withheld_own_secrets(), _no_foreign_modules():
                 resource_tracker.ensure_running()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -261,7 +261,7 @@ def _start(
         with (
             _main_to_import(spec.style),
             _search_path_of_text(),
-            withheld_own(),
+            withheld_own_secrets(),
             _no_foreign_modules(),
         ):
             process.start()

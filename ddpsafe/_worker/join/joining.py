@@ -14,7 +14,7 @@ from ddpsafe._clock import Deadline
 from ddpsafe._config.backends import require_backend
 from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._logging import name_rank
-from ddpsafe._secrets import take_own
+from ddpsafe._secrets import take_own_secrets
 from ddpsafe._worker import environment, process_group, session, stop_agreement, torch_hooks
 from ddpsafe._worker.context import RankContext
 from ddpsafe._worker.join import network
@@ -85,7 +85,7 @@ def adopt_group() -> RankContext:
     control = None
     if store is not None and world_size > 1:
         keys: Keys = dist.PrefixStore(_ADOPTED, store)
-        take_own()
+        take_own_secrets()
         secret = job_secret()
         if secret is not None:  # the name of this group is not new: old messages can be repeated
             keys = SignedKeys(keys, secret, _ADOPTED)
@@ -128,7 +128,7 @@ def _join_job(world: World, config: LaunchConfig) -> RankContext:
     from torch.distributed import HashStore
 
     environment.borrow(config.env)
-    take_own()
+    take_own_secrets()
     endpoint = find_endpoint(world, os.environ) if world.world_size > 1 else None
     if endpoint is None or endpoint.is_on_this_host:
         network.prefer(loopback_interfaces())

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._host import plain_host, show_endpoint
-from ddpsafe._secrets import JOB_SECRET, find_own
+from ddpsafe._secrets import JOB_SECRET, find_own_secret
 from ddpsafe._world import expand_hosts, job_variables, require_int, trimmed
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def job_secret() -> bytes | None:
     Raises:
         ConfigError: It can be guessed.
     """
-    text = find_own(JOB_SECRET)
+    text = find_own_secret(JOB_SECRET)
     if not text:
         return None
     if len(text) < _SHORTEST_SECRET:

@@ -27,7 +27,7 @@ def launch_checks() -> dict[str, tuple[Check, ...]]:
 
     return {
         "ENV": (variables.check_debugging,),
-        "NET": (networks.check_loopback, networks.check_names),
+        "NET": (networks.check_loopback, networks.check_interface_variables),
         "LIM": (
             resources.check_shared_memory,
             resources.check_open_files,

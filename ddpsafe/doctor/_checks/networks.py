@@ -58,7 +58,7 @@ def check_loopback(subject: Subject) -> Iterator[Finding]:
     yield ok("DS-NET-007", "Loopback works.")
 
 
-def check_names(subject: Subject) -> Iterator[Finding]:
+def check_interface_variables(subject: Subject) -> Iterator[Finding]:
     """Check the interface variables by the rules of the library that reads each."""
     problems = list(check_interfaces(subject.env))
     wanted = subject.config.rendezvous.interface
@@ -101,7 +101,7 @@ def _exports(subject: Subject, variable: str) -> list[str]:
     return [place.set_line(setting, interface_variables(name).get(setting, name))]
 
 
-def check_state(subject: Subject) -> Iterator[Finding]:
+def check_interface_state(subject: Subject) -> Iterator[Finding]:
     """Look whether the interfaces that were chosen can carry anything."""
     interfaces = {each.name: each for each in list_interfaces()}
     for name, variables in chosen_names(subject, list(interfaces)).items():
@@ -150,7 +150,7 @@ _SMALLEST_MTU: Final = 1280
 """What IPv6 needs at least; below, something on the way is odd."""
 
 
-def check_way(subject: Subject) -> Iterator[Finding]:
+def check_route(subject: Subject) -> Iterator[Finding]:
     """Compare the interface that leads to the rendezvous endpoint with the one asked for."""
     endpoint = subject.endpoint
     if endpoint is None or subject.nnodes == 1:
@@ -270,9 +270,9 @@ def check_choice(subject: Subject) -> Iterator[Finding]:
 
 CHECKS: Final[tuple[Check, ...]] = (
     check_loopback,
-    check_names,
-    check_state,
-    check_way,
+    check_interface_variables,
+    check_interface_state,
+    check_route,
     check_mtu,
     check_choice,
 )
