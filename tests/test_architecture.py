@@ -57,15 +57,15 @@ BETWEEN_SIBLINGS: Final = {
     ): "nodes are examined over a store; late",
     ("ddpsafe._worker.join.network", "ddpsafe.doctor._report"): "as above",
     (
-        "ddpsafe.checkpoint._consensus",
+        "ddpsafe.checkpoint._exchange",
         "ddpsafe._worker.join.attached",
     ): "who and where the ranks are; late",
     (
-        "ddpsafe.checkpoint._consensus",
+        "ddpsafe.checkpoint._exchange",
         "ddpsafe._worker.pending_exception",
     ): "announces a wait; late",
     (
-        "ddpsafe.checkpoint._consensus",
+        "ddpsafe.checkpoint._exchange",
         "ddpsafe._worker.environment",
     ): "tells how far a rank is; late",
 }

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from ddpsafe._errors import Explanation
 from ddpsafe.checkpoint import _directory, _restore, _save
 from ddpsafe.checkpoint._checksums import DamagedFileError
-from ddpsafe.checkpoint._consensus import Message, Ranks
 from ddpsafe.checkpoint._directory import Keep, is_whole
+from ddpsafe.checkpoint._exchange import Message, Ranks
 from ddpsafe.checkpoint._format import REPLICATED, OptimizerFacts, from_json, read_manifest
 from ddpsafe.checkpoint._sharded import is_sharded
 from ddpsafe.checkpoint._state import (
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from ddpsafe.checkpoint._consensus import Absence
+    from ddpsafe.checkpoint._exchange import Absence
 
 # How long an error may keep a process for a save that is under way.
 _LAST_WAIT: Final = timedelta(seconds=5)

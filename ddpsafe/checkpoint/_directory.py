@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import Explanation, ranks_text
 from ddpsafe.checkpoint._checksums import DamagedFileError
-from ddpsafe.checkpoint._consensus import Message
+from ddpsafe.checkpoint._exchange import Message
 from ddpsafe.checkpoint._format import read_manifest
 from ddpsafe.checkpoint._lock import DirectoryLock, Owner, read_owner
 from ddpsafe.checkpoint.errors import (
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from ddpsafe.checkpoint._consensus import Absence, Ranks
+    from ddpsafe.checkpoint._exchange import Absence, Ranks
 
 _STEP: Final = re.compile(r"step-([0-9]{12,18})")
 _ASIDE: Final = ".aside-"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ddpsafe._errors import Explanation
 from ddpsafe.checkpoint import _compare, _directory, _sharded
 from ddpsafe.checkpoint._checksums import DamagedFileError
-from ddpsafe.checkpoint._consensus import Message, to_wire
+from ddpsafe.checkpoint._exchange import Message, to_wire
 from ddpsafe.checkpoint._format import (
     NAME,
     NOT_DAMAGE,
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ddpsafe.checkpoint._checksums import VerifiedFile
-    from ddpsafe.checkpoint._consensus import Absence, Ranks
+    from ddpsafe.checkpoint._exchange import Absence, Ranks
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from ddpsafe._clock import BoundedCall
 from ddpsafe._errors import Explanation
 from ddpsafe.checkpoint import _directory, _sharded
 from ddpsafe.checkpoint._checksums import ChecksumWriter, DamagedFileError
-from ddpsafe.checkpoint._consensus import Message
+from ddpsafe.checkpoint._exchange import Message
 from ddpsafe.checkpoint._format import (
     NAME,
     RANKS,
@@ -44,7 +44,7 @@ from ddpsafe.checkpoint.errors import (
 )
 
 if TYPE_CHECKING:
-    from ddpsafe.checkpoint._consensus import Absence, Exchange, Ranks
+    from ddpsafe.checkpoint._exchange import Absence, Exchange, Ranks
     from ddpsafe.checkpoint._lock import DirectoryLock
     from ddpsafe.checkpoint._state import Snapshot
 

@@ -11,7 +11,7 @@ import pytest
 
 from ddpsafe._errors import Explanation
 from ddpsafe.checkpoint import errors
-from ddpsafe.checkpoint._consensus import from_wire, to_wire
+from ddpsafe.checkpoint._exchange import from_wire, to_wire
 
 FACTS: Final[dict[str, Any]] = {
     "differences": {"weight": ((2, 3), (3, 2))},

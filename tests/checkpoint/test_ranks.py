@@ -18,7 +18,7 @@ from torch.torch_version import TorchVersion
 
 import ddpsafe
 from ddpsafe._worker.store_sync import Control
-from ddpsafe.checkpoint import Checkpointer, _consensus
+from ddpsafe.checkpoint import Checkpointer, _exchange
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -169,10 +169,10 @@ def test_other_number_of_ranks_reads_every_sample_once(tmp_path: Path) -> None:
 
 def test_host_that_shows_nothing_any_more_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank on another host is judged by what it shows, and only while this one looks."""
-    monkeypatch.setattr(_consensus, "SILENCE_S", 0.2)
-    monkeypatch.setattr(_consensus, "_LOOK_S", 0.0)
+    monkeypatch.setattr(_exchange, "SILENCE_S", 0.2)
+    monkeypatch.setattr(_exchange, "_LOOK_S", 0.0)
     control = Control(torch.distributed.HashStore(), rank=0, world_size=3)
-    lives = _consensus._Lives(control, "here", 0, on_many_hosts=False)
+    lives = _exchange._Lives(control, "here", 0, on_many_hosts=False)
     there = {"host": "gpu-07", "kernel": "another", "pid": 1, "started": "5"}
     control.put("here/process/1", json.dumps(there).encode())
 

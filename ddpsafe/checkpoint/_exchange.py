@@ -1,4 +1,4 @@
-"""The ranks that save and restore together, and how they agree: over the store, in exchanges.
+"""Exchanges: how the ranks that save and restore together agree, over the store.
 
 In an exchange every rank sends rank 0 a message, and rank 0 announces one answer. A rank that failed
 says so; a rank whose process has ended is noticed while the others wait for it. No rank waits in a
