@@ -30,7 +30,7 @@ from ddpsafe._host import is_directory_gone, plain_host, show_endpoint
 from ddpsafe._launch import run_processes
 from ddpsafe._launcher.uncaught import without_frames
 from ddpsafe._logging import current_fields, json_line, json_of_error
-from ddpsafe._wire.exception_chain import where_of
+from ddpsafe._wire.exception_facts import where_of
 from ddpsafe._wire.messages import ScriptExit
 from ddpsafe._world import find_node_place, read_nnodes, require_int
 from ddpsafe.cli import HEALTHY, PARTS, TORCHRUN_NOTED, USAGE, complain

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ddpsafe._errors import DDPSafeError, PreemptedError, causes_of
 from ddpsafe._launcher.watch.streams import say, write_line
 from ddpsafe._logging import json_of_error, json_scope
-from ddpsafe._wire.exception_chain import is_internal
+from ddpsafe._wire.exception_facts import is_internal
 
 if TYPE_CHECKING:
     from collections.abc import Callable

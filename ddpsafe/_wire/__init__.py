@@ -1,4 +1,4 @@
-"""What crosses between launcher and rank. Knows no torch.
+"""What crosses between launcher and rank, and how it is read off an exception. Knows no torch.
 
 Each module imports only those before it::
 
@@ -6,6 +6,6 @@ Each module imports only those before it::
     payload          functions, arguments and results, pickled; what cannot travel is named
     foreign_texts    texts of torch, gloo, NCCL and CUDA: origin and kind; the only regexes on errors
     spec             what one rank needs to know to start
-    exception_chain  an exception and its chain, as facts
+    exception_facts  which exception of a chain says why a rank failed, its line, text and exit code
     messages         what ranks report, and what the launcher concludes: outcomes, positions
 """

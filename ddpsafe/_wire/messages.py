@@ -17,7 +17,7 @@ from ddpsafe._errors import (
     Origin,
     signal_name,
 )
-from ddpsafe._wire.exception_chain import (
+from ddpsafe._wire.exception_facts import (
     MAX_MESSAGE,
     PointToPoint,
     clip,

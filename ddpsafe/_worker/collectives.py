@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast, get_args
 
 from ddpsafe._errors import ConfigError, Explanation, MismatchError
-from ddpsafe._wire.exception_chain import clip
+from ddpsafe._wire.exception_facts import clip
 from ddpsafe._wire.payload import find_unpicklable
 
 if TYPE_CHECKING:

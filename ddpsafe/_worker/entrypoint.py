@@ -18,7 +18,7 @@ from ddpsafe._clock import BoundedCall, Deadline, HeldClock
 from ddpsafe._logging import name_rank
 from ddpsafe._stdlib_private import end_as_interpreter
 from ddpsafe._wire import payload
-from ddpsafe._wire.exception_chain import (
+from ddpsafe._wire.exception_facts import (
     MAX_MESSAGE,
     exit_code_of,
     find_on_its_way,

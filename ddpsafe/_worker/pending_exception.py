@@ -19,7 +19,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Protocol
 
-from ddpsafe._wire.exception_chain import has_continued, note_wait
+from ddpsafe._wire.exception_facts import has_continued, note_wait
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

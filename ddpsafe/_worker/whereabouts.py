@@ -11,7 +11,7 @@ import threading
 import traceback
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._wire.exception_chain import find_own_files, is_library, package_of, point_to_point_in
+from ddpsafe._wire.exception_facts import find_own_files, is_library, package_of, point_to_point_in
 from ddpsafe._wire.messages import Collective, Frame, Position, ThreadStack, Whereabouts
 from ddpsafe._worker.torch_hooks import read_groups, read_recorders
 

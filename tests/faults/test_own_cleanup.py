@@ -17,7 +17,7 @@ from fault_kit import BY_TIMEOUT, SIZES, WORLDS, World, require_hang, require_ra
 from training_programs import Optimizer, train
 
 import ddpsafe
-from ddpsafe._wire.exception_chain import find_on_its_way
+from ddpsafe._wire.exception_facts import find_on_its_way
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -32,7 +32,7 @@ from ddpsafe._launcher.diagnosis.readings import (
 )
 from ddpsafe._launcher.diagnosis.root_cause import CONCLUSIONS, RULES, find_root_cause
 from ddpsafe._launcher.watch.supervisor import Ending, EndReason
-from ddpsafe._wire.exception_chain import PointToPoint, note_wait
+from ddpsafe._wire.exception_facts import PointToPoint, note_wait
 from ddpsafe._wire.messages import Collective, NativeError, Position, Raised, RankOutcome
 from ddpsafe._wire.payload import CannotTravelError
 from ddpsafe.checkpoint.errors import NoSpaceError

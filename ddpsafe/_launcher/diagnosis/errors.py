@@ -40,7 +40,7 @@ from ddpsafe._launcher.diagnosis.root_cause import (
     newest_collective,
 )
 from ddpsafe._wire import payload
-from ddpsafe._wire.exception_chain import clip, find_own_files
+from ddpsafe._wire.exception_facts import clip, find_own_files
 from ddpsafe._wire.foreign_texts import without_source
 from ddpsafe._wire.messages import is_peer_origin
 from ddpsafe._wire.spec import unreported_mark

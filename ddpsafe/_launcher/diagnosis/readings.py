@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import psutil
 
 from ddpsafe._clock import Deadline
-from ddpsafe._wire.exception_chain import find_own_files, is_point_to_point
+from ddpsafe._wire.exception_facts import find_own_files, is_point_to_point
 from ddpsafe._wire.foreign_texts import find_native_text, read_places
 from ddpsafe._wire.messages import (
     UNKNOWN_COLLECTIVE,

@@ -36,7 +36,7 @@ from ddpsafe._errors import (
 )
 from ddpsafe._launcher.watch.signals import Interrupted
 from ddpsafe._logging import get_logger
-from ddpsafe._wire.exception_chain import text_of
+from ddpsafe._wire.exception_facts import text_of
 from ddpsafe._wire.messages import (
     AcceptsStop,
     AskedToStop,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._errors import TRY_AGAIN_EXIT_CODE, DDPSafeError, Explanation, PreemptedError
 from ddpsafe._logging import get_logger
-from ddpsafe._wire.exception_chain import (
+from ddpsafe._wire.exception_facts import (
     clip,
     exit_code_of,
     read_chain,

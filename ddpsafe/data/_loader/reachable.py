@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import numpy as np
 import torch
 
-from ddpsafe._wire.exception_chain import package_of
+from ddpsafe._wire.exception_facts import package_of
 from ddpsafe.data._per_process import PerProcess, closing_what_opens
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ import pytest
 import ddpsafe
 from ddpsafe import PreflightError
 from ddpsafe._launcher.uncaught import presentable
-from ddpsafe._wire.exception_chain import find_own_files, is_library
+from ddpsafe._wire.exception_facts import find_own_files, is_library
 
 OURS: Final = str(Path(ddpsafe.__file__).parent)
 STDLIB: Final = sysconfig.get_path("stdlib")

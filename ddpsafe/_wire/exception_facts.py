@@ -1,6 +1,6 @@
-"""What can be said of an exception in plain text, and which one of a chain says why a rank failed.
+"""The facts of an exception: which one of its chain says why a rank failed, whose line it is from, its text.
 
-Nothing here raises an exception itself.
+Nothing here raises an exception itself, and nothing is sent: `messages` does that.
 
 What leaves the user's function is often not what went wrong. ``except Exception: sys.exit(1)`` and
 ``raise RuntimeError("epoch 3") from exc`` wrap what another rank's end has caused here; a collective
