@@ -266,13 +266,13 @@ class Reading:
     Attributes:
         shown: The exception to show: the one that left, or the own error that an echo hides.
         origin: Where the failure comes from; another rank only where the whole chain says so.
-        is_wrapped: Whether `shown` was raised while a peer error was handled.
+        wraps_peer_error: Whether `shown` was raised while a peer error was handled.
         hidden_by: The peer error that hides `shown`, which may have been handled before it.
     """
 
     shown: BaseException
     origin: Origin = "own"
-    is_wrapped: bool = False
+    wraps_peer_error: bool = False
     hidden_by: BaseException | None = None
 
 
@@ -388,7 +388,7 @@ def _read(exc: BaseException, depth: int = 0) -> Reading:
         if inner and origin != "own" and looks_beneath:
             return Reading(shown=inner[0], hidden_by=outer, origin=_origin_of(inner[0], depth))
         if origin in ("peer-lost", "timeout"):
-            return Reading(shown=exc, origin=origin, is_wrapped=outer is not exc)
+            return Reading(shown=exc, origin=origin, wraps_peer_error=outer is not exc)
     return Reading(shown=exc, origin=_origin_of(exc, depth))
 
 

@@ -360,7 +360,7 @@ class Raised:
         explanation: What an error of ddpsafe's own says, as data.
         kind: The kind of failure, where the exception's class tells it.
         setting: The field of `Timeouts` whose deadline passed, if it says that.
-        is_wrapped: Whether it was raised while a peer error was handled.
+        wraps_peer_error: Whether it was raised while a peer error was handled.
         point_to_point: Which send or receive it came from.
         hidden_by: The peer error that was raised on top of it and left in its place, in a line.
         handled: What was being handled when the rank asked to exit, in a line.
@@ -384,7 +384,7 @@ class Raised:
     explanation: Explanation | None = None
     kind: FailureKind | None = None
     setting: str = ""
-    is_wrapped: bool = False
+    wraps_peer_error: bool = False
     point_to_point: PointToPoint | None = None
     hidden_by: str = ""
     handled: str = ""
@@ -447,7 +447,7 @@ class Raised:
             explanation=shown.explanation if isinstance(shown, DDPSafeError) else None,
             kind=_kind_of(shown),
             setting=shown.setting if isinstance(shown, LaunchTimeoutError) else "",
-            is_wrapped=reading.is_wrapped,
+            wraps_peer_error=reading.wraps_peer_error,
             point_to_point=point_to_point_of(
                 (shown if reading.hidden_by is None else reading.hidden_by).__traceback__
             ),

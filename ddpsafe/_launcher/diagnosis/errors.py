@@ -319,7 +319,7 @@ def _broke(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     if cause.root.raised is not None and cause.root.raised.exit_code is None:
         raised = cause.root.raised
         # No rank is hanging, so this exception counts even though a peer's failure triggered it.
-        return _raised(ended, cause, replace(raised, origin="own") if raised.is_wrapped else raised)
+        return _raised(ended, cause, replace(raised, origin="own") if raised.wraps_peer_error else raised)
     return _exited(ended, cause)
 
 
@@ -727,7 +727,7 @@ def positions(outcomes: Iterable[RankOutcome]) -> list[str]:
                 else "has returned"
             )
         raised = outcome.raised
-        if raised is not None and (not raised.is_peer_error or raised.is_wrapped):
+        if raised is not None and (not raised.is_peer_error or raised.wraps_peer_error):
             did = "raised" if raised.final and not raised.hidden_by else "was handling"
             parts.append(f"{did} {first_line(outcome)}")
         if outcome.position is not None and outcome.position.handling:

@@ -257,7 +257,7 @@ def _errors_of_all_others(evidence: Evidence) -> Ranks:
 def _error_after_peer_error(evidence: Evidence) -> Ranks:
     root = (evidence.find_out_of_place() or _unknown(evidence))[0]
     others = [out for out in evidence.ranks if out is not root]
-    alone = _handled_a_peer_error(root) and not any(map(_handled_a_peer_error, others))
+    alone = _raised_over_a_peer_error(root) and not any(map(_raised_over_a_peer_error, others))
     return [root] if alone and not evidence.someone_is_outside else ()
 
 
@@ -594,9 +594,9 @@ def _is_certain(outcome: RankOutcome) -> bool:
     return outcome.raised is None or outcome.raised.is_certain
 
 
-def _handled_a_peer_error(outcome: RankOutcome) -> bool:
+def _raised_over_a_peer_error(outcome: RankOutcome) -> bool:
     """Tell whether a rank raised an error of its own while it handled a peer error."""
-    return outcome.raised is not None and outcome.raised.is_wrapped
+    return outcome.raised is not None and outcome.raised.wraps_peer_error
 
 
 def _crashed_inside(outcome: RankOutcome) -> bool:
