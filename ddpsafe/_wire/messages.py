@@ -497,7 +497,8 @@ Message = (
 
 
 Status = Literal["returned", "raised", "exited", "killed", "stopped", "running"]
-"""``stopped``: ended by the launcher, so it says nothing about the rank itself."""
+"""``stopped``: ended by the launcher, so it says nothing about the rank itself. A rank that is suspended by
+SIGSTOP is told by `RankOutcome.state` instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -531,7 +532,8 @@ class RankOutcome:
         native: What native code wrote before it ended the process, if that blames another rank.
         ended_ns: When the launcher saw its end (monotonic).
         position: Where it was in the sequence of collectives, where that is known.
-        state: What the system said of the process before it was ended, e.g. ``stopped``.
+        state: What the system said of the process before it was ended, as psutil names it: ``stopped`` is
+            suspended (SIGSTOP), not the `status` of that name.
         stack: Where its main thread was before it was ended: the user's innermost line.
         in_collective: Whether that line waited in a collective; ``None`` where unknown.
         progress: How far it had come: steps of its optimizers, and checkpoints.

@@ -319,7 +319,9 @@ def _broke(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     if cause.root.raised is not None and cause.root.raised.exit_code is None:
         raised = cause.root.raised
         # No rank is hanging, so this exception counts even though a peer's failure triggered it.
-        return _raised(ended, cause, replace(raised, origin="own") if raised.wraps_peer_error else raised)
+        return _raised(
+            ended, cause, replace(raised, origin="own") if raised.wraps_peer_error else raised
+        )
     return _exited(ended, cause)
 
 
