@@ -286,7 +286,9 @@ def conclude(ended: EndedAttempt) -> LaunchError:
     """Turn a failed attempt into the error to raise, with its cause attached."""
     if ended.ending.reason == "rendezvous":
         return _not_all_joined(ended)
-    cause = find_root_cause(ended.outcomes, is_failing=ended.ending.reason == "failing")
+    cause = find_root_cause(
+        ended.outcomes, is_stuck_with_error=ended.ending.reason == "stuck-with-error"
+    )
     if ended.ending.reason in ("attempt", "progress"):
         return _too_long(ended, cause)
     conclusion = cause.conclusion

@@ -2,10 +2,13 @@
 
 `Evidence` is computed once from the outcomes of all ranks; `RULES` are tried on it in order, and
 the first one that finds a rank decides. They are ranked by what evidence can mean, not by time: a
-rank that lost a peer often complains before the one that broke has said anything. A rank "handles an
-error" if it may still catch it: its main thread is in an ``except`` or ``finally``, or the error stands
-beneath the loss of a peer. Such an error counts only together with where the ranks are, so three rules
-about errors ask first which rank the rules with `by_place` would name.
+rank that lost a peer often complains before the one that broke has said anything.
+
+A rank "handles an error" if that may not be what ended it (`Raised.is_certain` is false): its main thread
+is in an ``except`` or ``finally`` and may still catch it, the loss of a peer was raised on top of it, or its
+origin is "mismatch": it came in a wait for ranks that were elsewhere, and may be their doing. Such an error
+counts only together with where the ranks are, so three rules about errors ask first which ranks are "out of
+place": those that the first rule with `by_place` finds.
 
 A new case is one rule in `RULES` with its name in `RuleName`, one row in `CONCLUSIONS`, which says what
 the error then tells, and one row of tests/launcher/test_root_cause.py.
@@ -66,12 +69,13 @@ class Evidence:
 
     Attributes:
         ranks: The outcome of every rank, by rank.
-        is_failing: Whether the attempt was ended before any timeout because a rank with an exception
-            in flight and another rank wait for each other in different places.
+        is_stuck_with_error: Whether the attempt was ended before any timeout because a rank with an
+            exception in flight and another rank wait for each other in different places.
         failed: The ranks that raised, exited or were killed, by rank.
-        broke: Those of them that blame no other rank, the likely cause first.
-        errors: `broke` without the ranks whose error every rank with an error handles, in the same
-            place, as in a script that runs inside ``except ImportError``.
+        blame_no_other: Those of them that do not blame another rank, the likely cause first; also those
+            that were killed or exited and so raised nothing.
+        suspects: `blame_no_other` without the ranks whose error every rank with an error handles, in the
+            same place, as in a script that runs inside ``except ImportError``.
         groups: For each process group, where the ranks that are in it are.
         awaited: The ranks that have not entered a collective that others are in, and the one whose
             send such a rank waits for; the most likely cause first.
@@ -82,10 +86,10 @@ class Evidence:
     """
 
     ranks: Ranks
-    is_failing: bool
+    is_stuck_with_error: bool
     failed: Ranks
-    broke: Ranks
-    errors: Ranks
+    blame_no_other: Ranks
+    suspects: Ranks
     groups: Mapping[str, Sequence[GroupPosition]]
     awaited: Ranks
     mismatched: Ranks
@@ -93,7 +97,9 @@ class Evidence:
     someone_is_outside: bool
 
     @classmethod
-    def of(cls, outcomes: Mapping[int, RankOutcome], *, is_failing: bool = False) -> Evidence:
+    def of(
+        cls, outcomes: Mapping[int, RankOutcome], *, is_stuck_with_error: bool = False
+    ) -> Evidence:
         """Compute it; see the attributes."""
         ranks = sorted(outcomes.values(), key=lambda outcome: outcome.rank)
         failed = [
@@ -101,14 +107,14 @@ class Evidence:
             for out in ranks
             if out.status in ("raised", "killed", "exited") or out.native is not None
         ]
-        broke = _by_likelihood([out for out in failed if is_own_fault(out)])
+        blame_no_other = _by_likelihood([out for out in failed if is_own_fault(out)])
         groups = _groups(ranks)
         return cls(
             ranks=ranks,
-            is_failing=is_failing,
+            is_stuck_with_error=is_stuck_with_error,
             failed=failed,
-            broke=broke,
-            errors=[out for out in broke if not _is_common(out, ranks)],
+            blame_no_other=blame_no_other,
+            suspects=[out for out in blame_no_other if not _is_common(out, ranks)],
             groups=groups,
             awaited=_find_awaited(groups, outcomes),
             mismatched=_find_mismatched(ranks),
@@ -162,7 +168,7 @@ RuleName = Literal[
     "stuck-with-error",
     "ended-by-itself",
     "error-beside-crash",
-    "error-where-missed",
+    "error-out-of-place",
     "errors-of-all-others",
     "error-after-peer-error",
     "suspended",
@@ -221,14 +227,16 @@ class RootCause:
         return CONCLUSIONS[self.rule.name]
 
 
-def find_root_cause(outcomes: Mapping[int, RankOutcome], *, is_failing: bool = False) -> RootCause:
-    """Return what the first rule that applies finds.
+def find_root_cause(
+    outcomes: Mapping[int, RankOutcome], *, is_stuck_with_error: bool = False
+) -> RootCause:
+    """Return what the first rule that applies finds; `unknown`, the last one, always does.
 
     Args:
         outcomes: What is known of each rank, by rank.
-        is_failing: See `Evidence`.
+        is_stuck_with_error: See `Evidence`.
     """
-    evidence = Evidence.of(outcomes, is_failing=is_failing)
+    evidence = Evidence.of(outcomes, is_stuck_with_error=is_stuck_with_error)
     rule, found = next((rule, found) for rule in RULES if (found := rule.find(evidence)))
     root = found[0]
     collateral = [out for out in evidence.failed if out.rank != root.rank]
@@ -238,20 +246,20 @@ def find_root_cause(outcomes: Mapping[int, RankOutcome], *, is_failing: bool = F
 # ---- the rules, each a question to the evidence ----
 
 
-def _error_where_missed(evidence: Evidence) -> Ranks:
-    missed = evidence.find_out_of_place() or evidence.errors
-    return [out for out in evidence.errors if out in missed]
+def _error_out_of_place(evidence: Evidence) -> Ranks:
+    out_of_place = evidence.find_out_of_place() or evidence.suspects
+    return [out for out in evidence.suspects if out in out_of_place]
 
 
 def _errors_of_all_others(evidence: Evidence) -> Ranks:
-    missed = evidence.find_out_of_place()
-    others = [out for out in evidence.ranks if out not in missed]
-    errors = evidence.errors
-    if _suspended(evidence) or any(out.status == "returned" for out in missed):
+    out_of_place = evidence.find_out_of_place()
+    others = [out for out in evidence.ranks if out not in out_of_place]
+    suspects = evidence.suspects
+    if _suspended(evidence) or any(out.status == "returned" for out in out_of_place):
         # A suspended or returned rank explains the waits: only errors that nothing catches count.
-        errors = [out for out in errors if out.raised is None or not out.raised.is_caught]
-    all_others = missed and others and all(out in errors for out in others)
-    return errors if all_others and not evidence.someone_is_outside else ()
+        suspects = [out for out in suspects if out.raised is None or not out.raised.is_caught]
+    all_others = out_of_place and others and all(out in suspects for out in others)
+    return suspects if all_others and not evidence.someone_is_outside else ()
 
 
 def _error_after_peer_error(evidence: Evidence) -> Ranks:
@@ -266,13 +274,13 @@ def _suspended(evidence: Evidence) -> Ranks:
 
 
 def _in_rpc(evidence: Evidence) -> Ranks:
-    someone_waits = any(is_peer_origin(out.origin) for out in evidence.ranks)
-    return [out for out in evidence.ranks if out.in_rpc] if someone_waits else ()
+    wait_failed = any(is_peer_origin(out.origin) for out in evidence.ranks)
+    return [out for out in evidence.ranks if out.in_rpc] if wait_failed else ()
 
 
 def _elsewhere(evidence: Evidence) -> Ranks:
-    someone_waits = any(out.in_collective or out.raised is not None for out in evidence.ranks)
-    return [out for out in evidence.ranks if out.in_collective is False] if someone_waits else ()
+    is_awaited = any(out.in_collective or out.raised is not None for out in evidence.ranks)
+    return [out for out in evidence.ranks if out.in_collective is False] if is_awaited else ()
 
 
 def _unknown(evidence: Evidence) -> Ranks:
@@ -286,45 +294,52 @@ def _unknown(evidence: Evidence) -> Ranks:
 RULES: Final = (
     Rule(
         name="stuck-with-error",
-        sign="waits at a barrier in an `except` or a `finally` while the others wait for it elsewhere",
+        sign="has an error and waits, in an `except` or a `finally`, while another rank waits for it in a "
+        "different place",
         why="neither wait can succeed, so its error is reported without waiting for a timeout",
-        find=lambda evidence: evidence.broke if evidence.is_failing else (),
+        find=lambda evidence: evidence.blame_no_other if evidence.is_stuck_with_error else (),
     ),
     Rule(
         name="ended-by-itself",
-        sign="was killed, exited, or raised an error of its own",
-        why="it broke by itself; of several such ranks, the first one did, except that a killed rank "
-        "comes before one that exited without a report a moment earlier and before one whose own "
-        "connection broke, for the kernel closes the connections of a killed process before its end "
-        "can be seen: 50 ms; there is no limit for SIGKILL and SIGTERM, which no crash sends",
-        find=lambda evidence: [out for out in evidence.errors[:1] if _is_certain(out)],
+        sign="was killed, exited, or raised an error that surely ended it, and no likelier rank handles an "
+        "error",
+        why="it broke by itself. Of several, the earliest; errors and crashes inside a collective come last, "
+        "since they may follow from another rank. A killed rank comes before one whose own connection "
+        "broke, and before one that exited without a report at most 50 ms earlier, for its connections are "
+        "closed before its end can be seen; after SIGKILL or SIGTERM, which no crash sends, however much "
+        "earlier",
+        find=lambda evidence: [out for out in evidence.suspects[:1] if _is_certain(out)],
     ),
     Rule(
         name="error-beside-crash",
         sign="handles an error while another rank crashes in a collective",
         why="its `finally` calls a collective while the others are in a different one, and gloo then "
         "writes into their buffers, which crashes them",
-        find=lambda evidence: evidence.errors if any(map(_crashed_inside, evidence.errors)) else (),
+        find=lambda evidence: (
+            evidence.suspects if any(map(_crashed_inside, evidence.suspects)) else ()
+        ),
     ),
     Rule(
-        name="error-where-missed",
-        sign="handles an error, and is the rank that the others wait for, or nothing tells where "
-        "the ranks are",
+        name="error-out-of-place",
+        sign="handles an error, and is out of place, or no rank is",
         why="an error that is handled may be harmless, but here it explains why the rank did not "
         "come; it counts for nothing where all ranks handle the same error in the same place",
-        find=_error_where_missed,
+        find=_error_out_of_place,
     ),
     Rule(
         name="errors-of-all-others",
-        sign="handles an error, as do all ranks but the one that seems to be out of place",
-        why="they have left the collective in which that rank still waits, so it only looks out of "
+        sign="handles an error, as does every rank that is not out of place, and no rank without an error is "
+        "outside of a collective. Errors after which the program continues do not count where a rank is "
+        "suspended or the one out of place has returned",
+        why="they have left the collective in which another rank still waits, so that one only looks out of "
         "place",
         find=_errors_of_all_others,
     ),
     Rule(
         name="error-after-peer-error",
-        sign="is the rank that the others miss, and raised an error of its own while it handled the "
-        "loss of a peer",
+        sign="is out of place (if no rank is: is what `unknown` would find), and is the only one that raised "
+        "an error of its own while it handled the loss of a peer; no rank without an error is outside of a "
+        "collective",
         why="no rank hangs, and no other rank raised an error on top of a lost peer, so this one is why "
         "it is missing",
         find=_error_after_peer_error,
@@ -338,9 +353,8 @@ RULES: Final = (
     ),
     Rule(
         name="returned-behind",
-        sign="has returned, while another rank is in a later collective",
-        why="it left early; the ranks are asked where they are, so this is told within 1 to 10 s and "
-        "not after a timeout",
+        sign="has returned, and is the rank that `behind` would find",
+        why="it left early",
         find=lambda evidence: [out for out in evidence.awaited[:1] if out.status == "returned"],
         by_place=True,
     ),
@@ -377,21 +391,22 @@ RULES: Final = (
     ),
     Rule(
         name="returned",
-        sign="has returned, while others failed in a wait",
-        why="it left early; the flight recorder does not show where the ranks are",
+        sign="has returned",
+        why="it left early; where the ranks are in the sequence of collectives is not known, or the rules above "
+        "would have told",
         find=lambda evidence: [out for out in evidence.ranks if out.status == "returned"],
         by_place=True,
     ),
     Rule(
         name="in-rpc",
-        sign="executes a call that came by RPC, while another rank's wait failed",
+        sign="executes a call that came by RPC, while a wait of a rank failed",
         why="its main thread is waiting for all calls to finish, and this one takes long",
         find=_in_rpc,
         by_place=True,
     ),
     Rule(
         name="elsewhere",
-        sign="is outside of a collective, while others wait in one or timed out there",
+        sign="is outside of a collective, while another rank is in one or raised an error",
         why="it is busy or hangs where it is",
         find=_elsewhere,
         by_place=True,
@@ -404,8 +419,9 @@ RULES: Final = (
     ),
     Rule(
         name="unknown",
-        sign="shows only that it lost a peer, or nothing is known at all",
-        why="a peer error is blamed only when there is no other evidence",
+        sign="failed, or is any rank where none did",
+        why="a peer error is blamed only when there is no other evidence. One that timed out comes before one "
+        "that lost a peer: a wait that times out closes connections, and the other end may see that first",
         find=_unknown,
     ),
 )
@@ -463,7 +479,7 @@ CONCLUSIONS: Final[dict[RuleName, Conclusion]] = {
     "stuck-with-error": _ENDED,
     "ended-by-itself": _ENDED,
     "error-beside-crash": _ENDED,
-    "error-where-missed": _ENDED,
+    "error-out-of-place": _ENDED,
     "errors-of-all-others": _ENDED,
     "error-after-peer-error": _ENDED,
     "suspended": replace(
@@ -763,9 +779,9 @@ def _find_mismatched(ranks: Ranks) -> Ranks:
 
     Where several are as rare, those are the ranks of all of them, the last rank first.
 
-    Looked at is the number that the hindmost rank is in: a rank that skips one pairs its next
-    with the others' present one, and all go on until two do not fit. Sizes count only while a
-    collective is under way, for gather and all-to-all may differ in them and end well.
+    Looked at is the number that the hindmost rank is in. Rank 1 skips number 3: its 4th call is counted as
+    3 and meets the others' 3rd, and so on, until two do not fit. Sizes count only while a collective is
+    under way, for gather and all-to-all may differ in them and end well.
 
     Under NCCL a rank is where its GPU waits, however many more it has queued. Names come from the
     recorder where it has any: NCCL's watchdog uses other ones, and its counters none.

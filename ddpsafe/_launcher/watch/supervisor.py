@@ -68,7 +68,7 @@ class Peers(Protocol):
 EndReason = Literal[
     "done",
     "failed",
-    "failing",
+    "stuck-with-error",
     "left",
     "deadlock",
     "overdue",
@@ -80,7 +80,7 @@ EndReason = Literal[
 ]
 """``deadlock``: ranks are proved to wait for ever. ``lost``: one of several nodes is gone.
 ``overdue``: asked to stop, and not all ranks have. ``left``: a rank has returned and the others are in a collective that needs it.
-``failing``: a rank waits for the others while its exception is on the way."""
+``stuck-with-error``: a rank waits for the others while its exception is on the way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +192,7 @@ class Watch:
             ("failed", lambda: any(map(has_failed, workers))),
             ("lost", lambda: self._peers is not None and self._peers.has_lost_node()),
             ("done", lambda: all(worker.returned is not None for worker in workers)),
-            ("failing", self._flight.stuck),
+            ("stuck-with-error", self._flight.stuck),
             ("left", self._sequence.somebody_left),
             ("deadlock", self._live.is_deadlocked),
             ("overdue", self.stop_request.is_overdue),
