@@ -24,7 +24,7 @@ from ddpsafe._launcher.diagnosis.stragglers import log_stragglers
 from ddpsafe._launcher.plan import rank_env
 from ddpsafe._launcher.processes import shutdown
 from ddpsafe._launcher.processes.launcher_store import open_store
-from ddpsafe._launcher.processes.reaper import posted_guard
+from ddpsafe._launcher.processes.reaper import running_reaper
 from ddpsafe._launcher.processes.shutdown import find_helpers_folder
 from ddpsafe._launcher.processes.start import require_room, started_workers
 from ddpsafe._launcher.watch.console import open_console, terminal_variables
@@ -192,9 +192,9 @@ def started_ranks(
     note_attempt(number, world_size=place.world_size, node_rank=place.node_rank)
     config = plan.config
     with ExitStack() as stack:
-        guard = stack.enter_context(posted_guard(plan.launch_id))
+        reaper = stack.enter_context(running_reaper(plan.launch_id))
         store = stack.enter_context(
-            open_store(directory.path if directory.is_ours else None, guard)
+            open_store(directory.path if directory.is_ours else None, reaper)
         )
         end = partial(shutdown.end_workers, grace=config.timeouts.grace, launch_id=plan.launch_id)
         workers = stack.enter_context(
@@ -205,13 +205,13 @@ def started_ranks(
                 expects_restarts=bool(config.retry.on - STARTUP_KINDS),
                 daemon=plan.daemon,
                 run_rank=run_rank,
-                guard=guard,
+                reaper=reaper,
                 end=end,
             )
         )
         for folder in (find_helpers_folder(), None if directory.is_kept else directory.path):
             if folder is not None:
-                guard.remove_later(folder)
+                reaper.remove_later(folder)
         yield workers, end
 
 

@@ -478,7 +478,7 @@ def _tie_to_launcher(
     reaches a rank that holds the GIL or hangs in C++, but it is bound to the thread that started the
     rank, and other forked processes do not matter to it. The pipe is seen wherever Python still runs,
     also under the forkserver. The parent check covers the moment between the start and both. (The
-    launcher's guard process covers what descends from the rank.)
+    launcher's reaper process covers what descends from the rank.)
 
     Args:
         pipe_fd: Read end of a pipe that only the launcher can write to.

@@ -61,5 +61,5 @@ def test_a_system_that_starts_no_process_is_a_preflight_error(
     """As at the limit of ``ulimit -u``: nothing was started."""
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with pytest.raises(ddpsafe.PreflightError, match="could not be started") as caught:
-        reaper.posted_guard("5" * 32).__enter__()
+        reaper.running_reaper("5" * 32).__enter__()
     assert "ulimit -u" in str(caught.value)

@@ -23,7 +23,7 @@ from ddpsafe._launcher.plan import LOOPBACK
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ddpsafe._launcher.processes.reaper import Guard
+    from ddpsafe._launcher.processes.reaper import Reaper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +40,14 @@ class LauncherStore:
 
 
 @contextlib.contextmanager
-def open_store(parent: Path | None, guard: Guard) -> Iterator[LauncherStore]:
+def open_store(parent: Path | None, reaper: Reaper) -> Iterator[LauncherStore]:
     """Make the folder of a fresh store, until the attempt is over.
 
     Args:
         parent: A private folder on a local disk; ``None`` for the system's temporary directory. A
             run directory that the user chose may be on a network mount, where each look at a key
             would be a question to a server.
-        guard: Removes the folder should this process be killed.
+        reaper: Removes the folder should this process be killed.
 
     Raises:
         PreflightError: It cannot be made.
@@ -56,7 +56,7 @@ def open_store(parent: Path | None, guard: Guard) -> Iterator[LauncherStore]:
         try:
             folder = Path(tempfile.mkdtemp(prefix="ddpsafe-store-", dir=parent))
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            guard.remove_later(folder)
+            reaper.remove_later(folder)
             stack.enter_context(_kept_from_cleaners(folder))
             master_port = stack.enter_context(reserved_port())
         except OSError as exc:

@@ -1,7 +1,7 @@
 """A small process that outlives the launcher for as long as it takes to clean up after it.
 
 A launcher that is killed by SIGKILL can do nothing, and a rank killed with it cannot end what it
-started. The guard learns the ranks' pids on a pipe; when the pipe ends without a good-bye, it ends
+started. The reaper learns the ranks' pids on a pipe; when the pipe ends without a good-bye, it ends
 them and all that descends from them.
 """
 
@@ -29,8 +29,8 @@ _GOODBYE: Final = "goodbye"
 _CLEAN_UP_S: Final = 5.0
 
 
-class Guard:
-    """The launcher's end of the guard process."""
+class Reaper:
+    """The launcher's end of the reaper process."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         """Own the process."""
@@ -56,7 +56,7 @@ class Guard:
         self._say(json.dumps({"folder": str(folder)}))
 
     def dismiss(self) -> None:
-        """End the guard: the launcher has cleaned up itself."""
+        """End the reaper: the launcher has cleaned up itself."""
         self._say(_GOODBYE)
         self._process.kill()
         self._process.wait()
@@ -72,8 +72,8 @@ class Guard:
 
 
 @contextlib.contextmanager
-def posted_guard(launch_id: str) -> Iterator[Guard]:
-    """Keep a guard while ranks run. Its own session keeps the terminal's signals away from it.
+def running_reaper(launch_id: str) -> Iterator[Reaper]:
+    """Keep a reaper while ranks run. Its own session keeps the terminal's signals away from it.
 
     Raises:
         PreflightError: The system would not start another process.
@@ -92,12 +92,12 @@ def posted_guard(launch_id: str) -> Iterator[Guard]:
         cause = "a limit of this machine: processes (ulimit -u), open files (ulimit -n), memory."
         fix = "raise the limit, or end what else runs."
         raise PreflightError(Explanation(what, cause=cause, fix=fix)) from exc
-    guard = Guard(process)
+    reaper = Reaper(process)
     try:
-        guard.teach(launch_id)
-        yield guard
+        reaper.teach(launch_id)
+        yield reaper
     finally:
-        guard.dismiss()
+        reaper.dismiss()
 
 
 def clean_up(said: Sequence[str]) -> None:

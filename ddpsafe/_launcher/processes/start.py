@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ddpsafe._launcher.processes.descendants import RankIdentity
-    from ddpsafe._launcher.processes.reaper import Guard
+    from ddpsafe._launcher.processes.reaper import Reaper
     from ddpsafe._wire.payload import Pickled
     from ddpsafe._wire.spec import CallStyle, RankSpec
 
@@ -121,7 +121,7 @@ def started_workers(
     expects_restarts: bool,
     daemon: bool,
     run_rank: RunRank,
-    guard: Guard,
+    reaper: Reaper,
     end: Callable[[Sequence[Worker]], None],
 ) -> Iterator[list[Worker]]:
     """Start one process for each spec; leaving ends and reaps every one that is left.
@@ -137,7 +137,7 @@ def started_workers(
         expects_restarts: Whether the user asked for more attempts after a failure in training.
         daemon: See `LaunchPlan`.
         run_rank: What each process runs; imported by name there.
-        guard: Ends them should this process be killed.
+        reaper: Ends them should this process be killed.
         end: Ends and reaps workers.
 
     Raises:
@@ -178,7 +178,7 @@ def started_workers(
                         call.handles,
                         daemon=daemon,
                         run_rank=run_rank,
-                        protect=guard.protect,
+                        protect=reaper.protect,
                     )
                 )
         for worker in workers:
