@@ -19,7 +19,7 @@ from ddpsafe._errors import (
     RankKilledError,
     ranks_text,
 )
-from ddpsafe._launcher.diagnosis import errors, readings
+from ddpsafe._launcher.diagnosis import attempt_error, readings
 from ddpsafe._launcher.diagnosis.stragglers import log_stragglers
 from ddpsafe._launcher.plan import rank_env
 from ddpsafe._launcher.processes import shutdown
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from mmap import mmap
     from threading import Event
 
-    from ddpsafe._launcher.diagnosis.errors import EndedAttempt
+    from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt
     from ddpsafe._launcher.handle import GracePeriod
     from ddpsafe._launcher.plan import LaunchPlan
     from ddpsafe._launcher.processes.launcher_store import LauncherStore
@@ -79,7 +79,7 @@ def conclude_stop(
     else:
         what = f"{ranks} stopped on {request.source()} and returned, {where}."
         fix = f"start the same command again; exit code {TRY_AGAIN_EXIT_CODE} tells a scheduler to do so."
-    details = errors.positions(ended.outcomes.values()) if late else []
+    details = attempt_error.positions(ended.outcomes.values()) if late else []
     logs = ended.run_dir if late or keeps_logs else None
     return PreemptedError(
         Explanation(what, cause=_CAUSE, fix=fix, details=details, logs=logs),
@@ -148,7 +148,7 @@ def run_attempt(  # noqa: PLR0913 - the parts of one attempt
                 readings.continue_suspended(workers)
                 shutdown.await_ends(workers, Deadline.after(timedelta(seconds=given_s)))
                 end(workers, grace=timedelta(seconds=given_s))
-        ended = errors.EndedAttempt(
+        ended = attempt_error.EndedAttempt(
             outcomes={worker.rank: worker.outcome() for worker in workers},
             ending=ending,
             attempt=number,
@@ -266,7 +266,7 @@ def conclude(
     if reason in ("done", "signal"):
         raise Interrupted(received or signal.SIGTERM)
     directory.note_tracebacks(ended.outcomes.values())
-    error = errors.conclude(ended)
+    error = attempt_error.conclude(ended)
     error.add_details(*details)
     # A SIGTERM that the launcher has received went to the ranks too, as a cgroup's or scancel --full's.
     is_by_sigterm = isinstance(error, RankKilledError) and error.signal == signal.SIGTERM
@@ -292,7 +292,7 @@ def values_of(
             try:
                 values[worker.rank] = _load(worker.result)
             except Exception as exc:
-                error = errors.unloadable(ended, worker.rank, exc)
+                error = attempt_error.unloadable(ended, worker.rank, exc)
                 directory.report(ended.attempt, error)
                 raise error from exc
     directory.note_end(ended.attempt, ended.outcomes)

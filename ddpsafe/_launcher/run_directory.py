@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import Explanation, LaunchError, PreflightError
-from ddpsafe._launcher.diagnosis.report import write_ranks, write_report
+from ddpsafe._launcher.diagnosis.report_files import write_ranks, write_report
 from ddpsafe._launcher.diagnosis.report_page import write_page
 from ddpsafe._logging import get_logger
 from ddpsafe._wire.spec import LogFiles, open_log

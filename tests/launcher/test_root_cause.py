@@ -22,7 +22,7 @@ import pytest
 import ddpsafe
 from ddpsafe._config import RetryPolicy, Timeouts
 from ddpsafe._errors import DDPSafeError, Explanation, FailureKind, MismatchError
-from ddpsafe._launcher.diagnosis.errors import EndedAttempt, conclude
+from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt, conclude
 from ddpsafe._launcher.diagnosis.readings import (
     StackReading,
     is_endless_recursion,

@@ -19,7 +19,7 @@ import pytest
 from ddpsafe import PreflightError, RankKilledError
 from ddpsafe._clock import Deadline
 from ddpsafe._config import LaunchConfig
-from ddpsafe._launcher.diagnosis import errors
+from ddpsafe._launcher.diagnosis import attempt_error
 from ddpsafe._launcher.nodes.control_channel import Channel
 from ddpsafe._launcher.nodes.node_messages import (
     Hello,
@@ -139,7 +139,7 @@ def collected(
     then: Callable[[], object],
     *,
     after_s: float = SOON_S,
-) -> tuple[errors.EndedAttempt, OtherNodes, float]:
+) -> tuple[attempt_error.EndedAttempt, OtherNodes, float]:
     """Let node 0 collect evidence of a failure that node 1 has told of; return how long it took, too."""
     nodes = OtherNodes(ends.node_0, ROUND, ends.inbox)
     ends.node_1.send(said)
@@ -197,7 +197,7 @@ def test_a_kill_for_memory_is_told_of_a_node_that_is_lost_then(ends: Ends, tmp_p
     ended, nodes, took_s = collected(ends, tmp_path, KILLED, lambda: ends.close(ends.node_1))
     assert took_s < WAITS_S - 2
     assert list(nodes.lost) == [1]
-    error = errors.conclude(ended)
+    error = attempt_error.conclude(ended)
     assert isinstance(error, RankKilledError)
     assert (error.kind, error.rank, error.exit_code) == ("out-of-memory", 1, 137)
 

@@ -14,7 +14,7 @@ import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe._launcher.diagnosis.report import RANKS
+from ddpsafe._launcher.diagnosis.report_files import RANKS
 from ddpsafe._wire.spec import open_log
 
 if TYPE_CHECKING:

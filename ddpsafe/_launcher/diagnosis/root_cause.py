@@ -568,7 +568,7 @@ CONCLUSIONS: Final[dict[RuleName, Conclusion]] = {
         is_start_likelier=True,
     ),
 }
-"""What each rule leads to; `errors.conclude` makes the error out of it."""
+"""What each rule leads to; `attempt_error.conclude` makes the error out of it."""
 
 
 # ---- what the rules ask of one rank ----

@@ -23,7 +23,8 @@ from ddpsafe._errors import (
     ranks_text,
 )
 from ddpsafe._launcher import attempt
-from ddpsafe._launcher.diagnosis import errors, readings
+from ddpsafe._launcher.diagnosis import readings
+from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt
 from ddpsafe._launcher.diagnosis.root_cause import is_own_fault
 from ddpsafe._launcher.nodes.control_channel import BEAT_S, LOSS_S, Lost, SilenceWatch
 from ddpsafe._launcher.nodes.node_messages import (
@@ -393,7 +394,7 @@ def _collect(
     plan: LaunchPlan,
     directory: RunDirectory,
     oom_kills_before: int,
-) -> errors.EndedAttempt:
+) -> EndedAttempt:
     """Find out what became of every rank of every node."""
     if ending.reason in ("done", "signal") or nodes.has_lost_node():
         outcomes = {worker.rank: worker.outcome() for worker in workers}
@@ -412,7 +413,7 @@ def _collect(
         if is_told_to_go and not any(map(_broke_by_itself, outcomes.values())):
             ending = replace(ending, reason="signal")  # who is to blame will not be known any more
     oom_kills = readings.count_oom_kills() - oom_kills_before + sum(nodes.oom_kills.values())
-    return errors.EndedAttempt(
+    return EndedAttempt(
         outcomes=dict(sorted(outcomes.items())),
         ending=ending,
         attempt=number,
@@ -434,7 +435,7 @@ def own_outcomes(workers: Sequence[Worker]) -> dict[int, RankOutcome]:
 
 
 def _conclude(
-    ended: errors.EndedAttempt,
+    ended: EndedAttempt,
     nodes: OtherNodes,
     workers: Sequence[Worker],
     request: StopRequest,
@@ -480,12 +481,12 @@ def name_failed_node(error: DDPSafeError | Interrupted, who: str, did: str) -> N
         error.explanation = replace(error.explanation, what=what)
 
 
-def _first_failed(nodes: OtherNodes, ended: errors.EndedAttempt) -> DDPSafeError | Interrupted:
+def _first_failed(nodes: OtherNodes, ended: EndedAttempt) -> DDPSafeError | Interrupted:
     failed = next(iter(nodes.failed.values()))
     return error_of(failed.result, outcomes=ended.outcomes, run_dir=ended.run_dir)
 
 
-def node_lost(ended: errors.EndedAttempt, plan: RoundPlan, lost: dict[int, Lost]) -> NodeLostError:
+def node_lost(ended: EndedAttempt, plan: RoundPlan, lost: dict[int, Lost]) -> NodeLostError:
     """Return the error of nodes that are gone, named by the first."""
     node, first = min(lost.items(), key=lambda item: item[1].seen_ns)
     others = [each for each in lost if each != node]

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final, Literal
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import DDPSafeError, LaunchError, PreemptedError
 from ddpsafe._launcher import attempt
-from ddpsafe._launcher.diagnosis import errors, readings
-from ddpsafe._launcher.diagnosis.errors import first_line, original_of
+from ddpsafe._launcher.diagnosis import readings
+from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt, first_line, original_of
 from ddpsafe._launcher.diagnosis.root_cause import is_own_fault
 from ddpsafe._launcher.nodes.control_channel import Lost, SilenceWatch
 from ddpsafe._launcher.nodes.node_messages import (
@@ -356,8 +356,8 @@ class Participant:
                 error.__cause__ = original_of(raised)
         return NodeResult(values=None, error=error, is_again=result.is_final is False)
 
-    def _ended(self, outcomes: dict[int, RankOutcome]) -> errors.EndedAttempt:
-        return errors.EndedAttempt(
+    def _ended(self, outcomes: dict[int, RankOutcome]) -> EndedAttempt:
+        return EndedAttempt(
             outcomes=outcomes,
             ending=Ending(reason="lost", waited_s=self._started.waited_s()),
             attempt=self._number,
@@ -368,7 +368,7 @@ class Participant:
             nnodes=len(self._round.nodes),
         )
 
-    def _lost_node_0(self, ended: errors.EndedAttempt) -> NodeResult:
+    def _lost_node_0(self, ended: EndedAttempt) -> NodeResult:
         lost = self._lost or Lost(
             why="it has not said how the attempt ended", is_silent=False, seen_ns=0
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import LaunchTimeoutError, RankFailedError
-from ddpsafe._launcher.diagnosis.errors import where
+from ddpsafe._launcher.diagnosis.attempt_error import where
 from ddpsafe._launcher.diagnosis.stragglers import find_stragglers_of
 from ddpsafe._wire.spec import open_log, read_log
 
