@@ -35,7 +35,7 @@ def require_ready_to_launch(config: LaunchConfig, *, nproc: int, backend: str) -
     if config.preflight == "off":
         return
     from ddpsafe import doctor
-    from ddpsafe.doctor._report import require_healthy
+    from ddpsafe.doctor._findings import require_healthy
 
     asked = LaunchConfig.resolve(config, nproc_per_node=nproc, backend=backend)
     checks = "launch" if config.preflight == "local" else "all"
@@ -62,7 +62,7 @@ def require_ready_to_join(config: LaunchConfig, world: World) -> None:
     from ddpsafe import doctor
     from ddpsafe._worker.join.launcher_address import find_endpoint
     from ddpsafe._worker.join.store import has_met
-    from ddpsafe.doctor._report import require_healthy
+    from ddpsafe.doctor._findings import require_healthy
 
     asked = LaunchConfig.resolve(config, nproc_per_node=world.local_world_size)
     is_first = world.local_rank == 0
@@ -95,8 +95,8 @@ def require_ready_between_nodes(
     Raises:
         PreflightError: Something was found that will break the job; the same on every node.
     """
-    from ddpsafe.doctor._report import require_healthy
-    from ddpsafe.doctor._run import examine_nodes
+    from ddpsafe.doctor._examine import examine_nodes
+    from ddpsafe.doctor._findings import require_healthy
 
     report = examine_nodes(
         store,

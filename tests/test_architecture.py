@@ -53,9 +53,9 @@ BETWEEN_SIBLINGS: Final = {
     ): "ctx.loader makes the rank's loader; late",
     (
         "ddpsafe._worker.join.network",
-        "ddpsafe.doctor._run",
+        "ddpsafe.doctor._examine",
     ): "nodes are examined over a store; late",
-    ("ddpsafe._worker.join.network", "ddpsafe.doctor._report"): "as above",
+    ("ddpsafe._worker.join.network", "ddpsafe.doctor._findings"): "as above",
     (
         "ddpsafe.checkpoint._exchange",
         "ddpsafe._worker.join.attached",

@@ -20,7 +20,7 @@ from ddpsafe._errors import ConfigError, DDPSafeError, Explanation
 from ddpsafe._world import find_world
 from ddpsafe.cli import HEALTHY, UNHEALTHY, USAGE, complain, say
 from ddpsafe.doctor._codes import CODES, read_page
-from ddpsafe.doctor._report import to_copy
+from ddpsafe.doctor._findings import to_copy
 
 if TYPE_CHECKING:
     from argparse import Namespace

@@ -18,7 +18,7 @@ import psutil
 from ddpsafe import _gpus
 from ddpsafe._launcher.watch.status_socket import ask
 from ddpsafe.cli import HEALTHY, UNHEALTHY, USAGE, complain, say
-from ddpsafe.doctor._report import printable
+from ddpsafe.doctor._findings import printable
 
 if TYPE_CHECKING:
     import argparse

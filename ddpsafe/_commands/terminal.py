@@ -11,13 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ddpsafe.cli import complain, say
-from ddpsafe.doctor._report import AreaStep, printable
+from ddpsafe.doctor._findings import AreaStep, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ddpsafe.doctor import Report
-    from ddpsafe.doctor._report import DialResult
+    from ddpsafe.doctor._findings import DialResult
 
 _MARKS: Final = {"failed": "✗ failed", "warning": "! warning", "ok": "✓ ok"}
 _STYLES: Final = {"failed": "bold red", "warning": "yellow", "ok": "green"}

@@ -1,6 +1,6 @@
 """The doctor: finds what will break a job before it does."""
 
-from ddpsafe.doctor._report import Direction, Finding, Matrix, Report
-from ddpsafe.doctor._run import run
+from ddpsafe.doctor._examine import run
+from ddpsafe.doctor._findings import Direction, Finding, Matrix, Report
 
 __all__ = ["Direction", "Finding", "Matrix", "Report", "run"]

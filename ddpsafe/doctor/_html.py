@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe.doctor._report import printable
+from ddpsafe.doctor._findings import printable
 
 if TYPE_CHECKING:
-    from ddpsafe.doctor._report import Direction, Matrix, Report
+    from ddpsafe.doctor._findings import Direction, Matrix, Report
 
 _MEANING: Final = {
     "open": ("", "open"),

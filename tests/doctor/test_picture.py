@@ -10,12 +10,12 @@ import pytest
 from browser import Browser
 
 from ddpsafe.doctor import Direction, Finding, Matrix, Report
-from ddpsafe.doctor._report import to_copy
+from ddpsafe.doctor._findings import to_copy
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ddpsafe.doctor._report import DialResult
+    from ddpsafe.doctor._findings import DialResult
 
 SVG: Final = "{http://www.w3.org/2000/svg}"
 

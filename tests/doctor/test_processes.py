@@ -14,8 +14,8 @@ from source_tree import PACKAGE
 
 from ddpsafe import LaunchConfig
 from ddpsafe._clock import Deadline
-from ddpsafe.doctor._report import ok
-from ddpsafe.doctor._run import _bounded
+from ddpsafe.doctor._examine import _bounded
+from ddpsafe.doctor._findings import ok
 from ddpsafe.doctor._subject import Subject
 
 if TYPE_CHECKING:

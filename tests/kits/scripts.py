@@ -38,7 +38,7 @@ OF_LAUNCHES: Final = (
     "ddpsafe._launcher.nodes.rounds",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
     "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
-    "ddpsafe.doctor._run",
+    "ddpsafe.doctor._examine",
     "ddpsafe._launcher.attempt",
     "ddpsafe._launcher.retry",
     "ddpsafe._worker.context",

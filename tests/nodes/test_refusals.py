@@ -30,7 +30,7 @@ from ddpsafe._launcher.nodes.rendezvous import _OBJECTION, _OVER, Board, NodeRen
 from ddpsafe._launcher.nodes.rounds import _FAILED, _REFUSAL, NodeLaunch
 from ddpsafe._launcher.plan import make_plan
 from ddpsafe._launcher.watch.signals import Interrupted, SignalInbox, open_inbox
-from ddpsafe.doctor._report import Finding
+from ddpsafe.doctor._findings import Finding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ddpsafe import RankContext
-    from ddpsafe.doctor._report import Finding, Matrix
+    from ddpsafe.doctor._findings import Finding, Matrix
 
 
 def examine() -> None:

@@ -159,8 +159,8 @@ def _examine(
     backend: str,
     deadline: Deadline,
 ) -> None:
-    from ddpsafe.doctor._report import require_healthy
-    from ddpsafe.doctor._run import examine_nodes
+    from ddpsafe.doctor._examine import examine_nodes
+    from ddpsafe.doctor._findings import require_healthy
 
     # No other rank may speak for this node.
     claim = secrets.token_hex(16)

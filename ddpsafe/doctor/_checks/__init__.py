@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ddpsafe.doctor._report import Finding
+    from ddpsafe.doctor._findings import Finding
     from ddpsafe.doctor._subject import Subject
 
 

@@ -11,7 +11,7 @@ import psutil
 
 from ddpsafe._config.mounts import find_mount_point
 from ddpsafe._config.wait_for_paths import PathWatch
-from ddpsafe.doctor._report import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._findings import Finding, failed, ok, to_copy, warning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

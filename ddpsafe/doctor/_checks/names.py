@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from ddpsafe._clock import BoundedCall
 from ddpsafe._config.endpoint import find_address
 from ddpsafe._host import list_interfaces, look_up_name
-from ddpsafe.doctor._report import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._findings import Finding, failed, ok, to_copy, warning
 from ddpsafe.doctor._system.tcp import addresses_of
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from ddpsafe._host import (
     list_names,
     source_address,
 )
-from ddpsafe.doctor._report import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._findings import Finding, failed, ok, to_copy, warning
 from ddpsafe.doctor._subject import find_place
 from ddpsafe.doctor._system.tcp import addresses_of
 

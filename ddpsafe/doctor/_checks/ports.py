@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import psutil
 
 from ddpsafe._host import PORT_RANGE, list_interfaces, port_range, show_endpoint
-from ddpsafe.doctor._report import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._findings import Finding, failed, ok, to_copy, warning
 from ddpsafe.doctor._system.tcp import addresses_of
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe.doctor._report import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._findings import Finding, failed, ok, to_copy, warning
 from ddpsafe.doctor._system.torch_probe import find_safe_directory
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import psutil
 
 from ddpsafe._host import count_cores, read_limits, whole_cores
-from ddpsafe.doctor._report import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._findings import Finding, failed, ok, to_copy, warning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

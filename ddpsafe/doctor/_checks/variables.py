@@ -11,7 +11,7 @@ from ddpsafe._config.endpoint import DEFAULT_PORT, parse_endpoint
 from ddpsafe._errors import ConfigError
 from ddpsafe._host import count_cores, plain_host, show_endpoint
 from ddpsafe._world import find_world
-from ddpsafe.doctor._report import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._findings import Finding, failed, ok, to_copy, warning
 from ddpsafe.doctor._subject import find_place
 
 if TYPE_CHECKING:

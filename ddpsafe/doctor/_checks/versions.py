@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._config.backends import find_unknown, suggest
 from ddpsafe._host import is_directory_gone
-from ddpsafe.doctor._report import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._findings import Finding, failed, ok, to_copy, warning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

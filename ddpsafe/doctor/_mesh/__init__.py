@@ -52,9 +52,9 @@ from ddpsafe.doctor._mesh.transport import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
 
+    from ddpsafe.doctor._findings import Finding, Matrix
     from ddpsafe.doctor._mesh.protocol import Greeting, Node
     from ddpsafe.doctor._mesh.transport import Store
-    from ddpsafe.doctor._report import Finding, Matrix
     from ddpsafe.doctor._subject import VariableSource
 
     Found = tuple[list[Finding], Matrix]

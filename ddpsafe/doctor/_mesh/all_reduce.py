@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Final
 from ddpsafe._clock import Deadline
 from ddpsafe._host import interface_variables
 from ddpsafe.doctor import _codes
+from ddpsafe.doctor._findings import Finding, printable
 from ddpsafe.doctor._mesh.findings.results import AllReduce
 from ddpsafe.doctor._mesh.protocol import Address, AnyPort, Reduced, read, write
 from ddpsafe.doctor._mesh.transport import RESULTS, wait_for
-from ddpsafe.doctor._report import Finding, printable
 from ddpsafe.doctor._system.torch_probe import WITHOUT_DIRECTORY, find_safe_directory
 
 if TYPE_CHECKING:

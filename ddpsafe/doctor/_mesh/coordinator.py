@@ -32,11 +32,11 @@ from ddpsafe.doctor._mesh.transport import RESULTS, gather
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from ddpsafe.doctor._findings import Finding, Matrix
     from ddpsafe.doctor._mesh.job import Job
     from ddpsafe.doctor._mesh.local_node import LocalNode
     from ddpsafe.doctor._mesh.protocol import Answer, Rejected
     from ddpsafe.doctor._mesh.transport import Json, Transport
-    from ddpsafe.doctor._report import Finding, Matrix
 
 
 _LOOK: Final = timedelta(seconds=4)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Literal
 
 from ddpsafe._host import LIBRARY_VARIABLES
 from ddpsafe._world import expand_hosts, job_variables
+from ddpsafe.doctor._findings import Matrix, printable
 from ddpsafe.doctor._mesh.connection import (
     VERSION,
 )
 from ddpsafe.doctor._mesh.protocol import Greeting, as_hostname
-from ddpsafe.doctor._report import Matrix, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

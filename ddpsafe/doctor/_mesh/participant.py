@@ -21,12 +21,12 @@ from ddpsafe.doctor._mesh.transport import (
 )
 
 if TYPE_CHECKING:
+    from ddpsafe.doctor._findings import Finding, Matrix
     from ddpsafe.doctor._mesh.findings.results import Results
     from ddpsafe.doctor._mesh.job import Job
     from ddpsafe.doctor._mesh.local_node import LocalNode
     from ddpsafe.doctor._mesh.protocol import Node
     from ddpsafe.doctor._mesh.transport import Json, Transport
-    from ddpsafe.doctor._report import Finding, Matrix
 
 T = TypeVar("T")
 

@@ -21,8 +21,8 @@ from ddpsafe.doctor._mesh.protocol import Contact, Dialled, Hex, Rank, read
 from ddpsafe.doctor._system.tcp import find_tcp_state, is_silent_neighbour
 
 if TYPE_CHECKING:
+    from ddpsafe.doctor._findings import DialResult
     from ddpsafe.doctor._mesh.protocol import Reason
-    from ddpsafe.doctor._report import DialResult
 
 
 BULK_BYTES: Final = 64 << 10

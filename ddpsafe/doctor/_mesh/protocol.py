@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, Ty
 
 from pydantic import AfterValidator, Field, Strict, TypeAdapter
 
-from ddpsafe.doctor._report import (
+from ddpsafe.doctor._findings import (
     DialResult,
     printable,
 )

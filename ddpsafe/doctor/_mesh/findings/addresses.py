@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from ddpsafe.doctor import _codes
+from ddpsafe.doctor._findings import Finding, to_copy
 from ddpsafe.doctor._mesh.findings.fixes import (
     common_networks,
     endpoint_lines,
@@ -14,7 +15,6 @@ from ddpsafe.doctor._mesh.findings.fixes import (
     library_setting,
 )
 from ddpsafe.doctor._mesh.findings.results import as_details, is_closed
-from ddpsafe.doctor._report import Finding, to_copy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ddpsafe.doctor._findings import Direction, Matrix
 from ddpsafe.doctor._mesh.all_reduce import check_all_reduce
 from ddpsafe.doctor._mesh.findings.addresses import (
     check_addresses,
@@ -15,11 +16,10 @@ from ddpsafe.doctor._mesh.findings.attendance import check_attendance
 from ddpsafe.doctor._mesh.findings.connections import check_connections
 from ddpsafe.doctor._mesh.findings.differences import check_facts
 from ddpsafe.doctor._mesh.protocol import Dialled
-from ddpsafe.doctor._report import Direction, Matrix
 
 if TYPE_CHECKING:
+    from ddpsafe.doctor._findings import Finding
     from ddpsafe.doctor._mesh.findings.results import Results
-    from ddpsafe.doctor._report import Finding
 
 
 def make_findings(results: Results) -> list[Finding]:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._host import list_interfaces, show_endpoint
 from ddpsafe.doctor import _codes
+from ddpsafe.doctor._findings import Finding, to_copy
 from ddpsafe.doctor._mesh.findings.fixes import allow, describe_chain
-from ddpsafe.doctor._report import Finding, to_copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

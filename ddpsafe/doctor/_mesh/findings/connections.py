@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe.doctor import _codes
+from ddpsafe.doctor._findings import Finding, to_copy
 from ddpsafe.doctor._mesh.findings.fixes import (
     cloud_lines,
     describe_chain,
@@ -18,7 +19,6 @@ from ddpsafe.doctor._mesh.findings.fixes import (
 )
 from ddpsafe.doctor._mesh.findings.results import as_details, is_closed
 from ddpsafe.doctor._mesh.probe import SMALLEST_MTU_BYTES
-from ddpsafe.doctor._report import Finding, to_copy
 from ddpsafe.doctor._system.tcp import MAIN_TABLE
 
 if TYPE_CHECKING:

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe.doctor import _codes
-from ddpsafe.doctor._report import Finding, to_copy
+from ddpsafe.doctor._findings import Finding, to_copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from ddpsafe.doctor._findings import Severity
     from ddpsafe.doctor._mesh.findings.results import Results
     from ddpsafe.doctor._mesh.protocol import Node
     from ddpsafe.doctor._mesh.transport import Json
-    from ddpsafe.doctor._report import Severity
 
 _ABSENT: Final = "(none)"
 _LONGEST_SHOWN: Final = 60

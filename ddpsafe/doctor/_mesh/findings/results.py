@@ -39,9 +39,9 @@ from ddpsafe.doctor._mesh.reach_node_zero import Obstacle  # noqa: TC001
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from ddpsafe.doctor._findings import DialResult
     from ddpsafe.doctor._mesh.findings.connections import Way
     from ddpsafe.doctor._mesh.transport import Json
-    from ddpsafe.doctor._report import DialResult
 
 _LONGEST_BYTES: Final = 256 << 20
 """Of results when it is unpacked: a thousand nodes need 4 MB."""

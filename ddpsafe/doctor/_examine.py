@@ -1,4 +1,4 @@
-"""`run`: all checks of this host, and with several nodes those between them, in one report."""
+"""`run` and `examine_nodes`: all checks of this host, those between several nodes, in one report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._host import count_cores
 from ddpsafe._secrets import DOCTOR_SECRET, Mask, find_own_secret
 from ddpsafe.doctor._checks import all_checks, launch_checks
-from ddpsafe.doctor._report import AreaStep, Report, failed, masked, warning, worst_first
+from ddpsafe.doctor._findings import AreaStep, Report, failed, masked, warning, worst_first
 from ddpsafe.doctor._subject import Subject, environment_of, find_place
 from ddpsafe.doctor._system.nvidia import count_device_nodes
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from ddpsafe._config import LaunchFields
     from ddpsafe.doctor._checks import Check
+    from ddpsafe.doctor._findings import Finding, Matrix
     from ddpsafe.doctor._mesh.transport import Store
-    from ddpsafe.doctor._report import Finding, Matrix
     from ddpsafe.doctor._subject import VariableSource
 
 
