@@ -7,12 +7,10 @@ Each module imports only those before it::
     replay          positions of samplers and datasets that are not ddpsafe's
     sampler_search  which sampler divides the data, and which knows the position
     epochs          how workers that outlive an epoch learn of the next one
-    position        which batches count as read
     worker_safety   handles that must not cross into a worker
-    arguments       what a loader was given, checked and completed
     worker_death    a dead or hanging worker, by name, line and reason
     workers         how worker processes are started and seeded
-    iteration       one pass over a loader
+    iteration       one pass over a loader, which of its batches count as read, and its state
     loader          `DataLoader`
     build           `ctx.loader`: sampler, seeds, workers and check in one call
 """

@@ -1,4 +1,4 @@
-"""One pass over a loader: counts what was delivered, and guards the epoch it belongs to."""
+"""One pass over a loader: what it has delivered, of which epoch, and the state after that."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from ddpsafe._errors import Explanation
+from ddpsafe.data._loader.sampler_search import batch_geometry, find_epoch_holder
 from ddpsafe.data._loader.worker_death import explained, watch_workers
-from ddpsafe.data.errors import DataWarning, LateSetEpochError
+from ddpsafe.data._samplers.base import Cursor, require_int
+from ddpsafe.data.errors import DataConfigError, DataWarning, LateSetEpochError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from torch.utils.data import DataLoader
 
     from ddpsafe.data._loader.epochs import EpochBoard
     from ddpsafe.data._loader.replay import Replay
@@ -52,6 +56,26 @@ class Delivery:
         """Note that the pass is over, whatever still holds its iterator."""
         self.superseded = why
         self.severe = severe
+
+    def count_used(self, batches: int | None) -> int:
+        """Return how many batches count as read: the first `batches`, or as `used` says, or all."""
+        if batches is None:
+            return self.batches if self.used is None else self.used
+        used = require_int(batches, "batches")
+        if not 0 <= used <= self.batches:
+            raise DataConfigError(
+                Explanation(
+                    f"batches={used}, but this iteration has delivered {self.batches}.",
+                    cause="batches counts from the beginning of this iteration.",
+                    fix="pass how many of its batches were used.",
+                )
+            )
+        return used
+
+    def is_finished(self, used: int) -> bool:
+        """Tell whether the epoch counts as read once so many batches were used."""
+        at_end = self.exhausted and self.used is None and used == self.batches
+        return self.complete or at_end
 
 
 class EpochIterator(Generic[T_co]):
@@ -176,3 +200,49 @@ def late_set_epoch(asked: int, running: int, batches: int) -> LateSetEpochError:
             fix="call set_epoch() before the loop, or loop `for epoch in loader.epochs(n):`.",
         )
     )
+
+
+def cursor_of(loader: DataLoader[Any]) -> Cursor | None:
+    """Return the sampler that knows the position and whose batches can be counted."""
+    resolved = _resolve(loader)
+    return None if resolved is None else resolved[0]
+
+
+def save_state(
+    loader: DataLoader[Any], delivery: Delivery, batches: int | None, replay: Replay | None
+) -> dict[str, Any]:
+    """Return the state after the delivered batches, or after the first `batches` of them."""
+    require_order(loader)
+    resolved = _resolve(loader)
+    if resolved is None or replay is not None:
+        assert replay is not None, "made where no cursor is"  # noqa: S101 - our own invariant
+        used = delivery.count_used(batches)
+        finished = delivery.is_finished(used)
+        epoch = find_epoch_holder(loader).epoch if delivery.epoch is None else delivery.epoch
+        return replay.state(int(epoch), used, delivery.batches, finished=finished)
+    cursor, batch_size, drop_last = resolved
+    if delivery.epoch is None or cursor.epoch is not delivery.epoch:
+        # Nothing was read of the epoch that the cursor stands in.
+        used, exhausted = 0, False
+    else:
+        used = delivery.count_used(batches)
+        exhausted = delivery.is_finished(used)
+    return cursor.state_after(used, batch_size=batch_size, drop_last=drop_last, exhausted=exhausted)
+
+
+def require_order(loader: DataLoader[Any]) -> None:
+    """Refuse a state of a loader that delivers batches in no order."""
+    if not loader.in_order:
+        raise DataConfigError(
+            Explanation(
+                "This loader has no state: in_order=False delivers batches in no order.",
+                cause="a resume must know which samples were read, and find the others again.",
+                fix="use in_order=True.",
+            )
+        )
+
+
+def _resolve(loader: DataLoader[Any]) -> tuple[Cursor, int, bool] | None:
+    holder = find_epoch_holder(loader)
+    geometry = batch_geometry(loader, holder) if isinstance(holder, Cursor) else None
+    return None if geometry is None else (holder, *geometry)

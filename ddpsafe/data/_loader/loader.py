@@ -5,17 +5,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import torch
+from torch.utils.data import IterableDataset
 
+from ddpsafe._errors import Explanation
 from ddpsafe.data._consistency import compare_states
 from ddpsafe.data._iterable import ShardedIterable
-from ddpsafe.data._loader.arguments import check_arguments, local_sampler, pins_memory, worker_seed
 from ddpsafe.data._loader.epochs import EpochBoard, tell_epoch
-from ddpsafe.data._loader.iteration import Delivery, EpochIterator, late_set_epoch
+from ddpsafe.data._loader.iteration import (
+    Delivery,
+    EpochIterator,
+    cursor_of,
+    late_set_epoch,
+    require_order,
+    save_state,
+)
 from ddpsafe.data._loader.limits import batches_in_flight, check_shared_memory, warn_of_limits
-from ddpsafe.data._loader.position import cursor_of, require_order, save_state
 from ddpsafe.data._loader.replay import Replay, TrackedIndices, is_stateful
 from ddpsafe.data._loader.sampler_search import (
     batch_geometry,
@@ -25,19 +32,20 @@ from ddpsafe.data._loader.sampler_search import (
     mark_unset,
     refuse_undivided,
 )
+from ddpsafe.data._loader.worker_safety import WorkerSafety
 from ddpsafe.data._loader.workers import WorkerLoader
-from ddpsafe.data._replica import current_replica
+from ddpsafe.data._replica import chosen_seed, current_replica
 from ddpsafe.data._samplers.base import AutoEpoch, Cursor, check_epoch, require_int
+from ddpsafe.data._samplers.ordered import LocalSampler
 from ddpsafe.data._samplers.permutation import derive_keys
 from ddpsafe.data._seeding import WorkerInit
+from ddpsafe.data.errors import DataConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch.utils.data import Dataset, Sampler
     from torch.utils.data.dataloader import _BaseDataLoaderIter
-
-    from ddpsafe.data._loader.worker_safety import WorkerSafety
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -74,6 +82,30 @@ class Epochs:
         self._loader.enter_loop(self, epoch)
         self.current = epoch
         return epoch
+
+
+def local_sampler(
+    dataset: object, *, shuffle: bool | None, seed: int | None
+) -> tuple[LocalSampler | None, bool | None]:
+    """Make the resumable sampler of a world of one; in larger worlds the caller must give one."""
+    sized = hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)
+    if not sized or current_replica().num_replicas > 1:
+        return None, shuffle
+    chosen = (chosen_seed() or 0) if seed is None else seed
+    sampler = LocalSampler(dataset, shuffle=bool(shuffle), seed=chosen)  # type: ignore[arg-type]  # sized
+    sampler.takes_seed_of_state = seed is None
+    return sampler, None
+
+
+def worker_seed(seed: int | None, holder: object) -> int:
+    """Return the seed of the workers: the loader's, the one chosen for the run, the sampler's."""
+    if seed is not None:
+        return require_int(seed, "seed")
+    chosen = chosen_seed()
+    if chosen is not None:
+        return chosen
+    inherited = getattr(holder, "seed", 0)
+    return inherited if isinstance(inherited, int) else 0
 
 
 class DataLoader(WorkerLoader[T_co]):
@@ -126,7 +158,24 @@ class DataLoader(WorkerLoader[T_co]):
         seed: int | None = None,
         worker_safety: WorkerSafety = "error",
     ) -> None:
-        check_arguments(sampler, batch_sampler, worker_safety)
+        if sampler is not None and batch_sampler is not None:
+            raise DataConfigError(
+                Explanation(
+                    "A sampler and a batch_sampler were given together.",
+                    cause="a batch_sampler already decides which samples are read.",
+                    fix="give one of them.",
+                )
+            )
+        if worker_safety not in get_args(WorkerSafety):
+            raise DataConfigError(
+                Explanation(
+                    f"worker_safety cannot be {worker_safety!r}.",
+                    cause="the name is misspelled.",
+                    fix=f"choose one of {', '.join(get_args(WorkerSafety))}.",
+                )
+            )
+        if pin_memory is None:
+            pin_memory = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no types here
         if sampler is None and batch_sampler is None and generator is None:
             sampler, shuffle = local_sampler(dataset, shuffle=shuffle, seed=seed)
         super().__init__(
@@ -137,7 +186,7 @@ class DataLoader(WorkerLoader[T_co]):
             batch_sampler,
             num_workers,
             collate_fn,
-            pins_memory(pin_memory),
+            bool(pin_memory),
             drop_last,
             timeout,
             None,
