@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 import tenacity
 
 from ddpsafe._clock import BoundedCall, Deadline
-from ddpsafe._config.mounts import find_mount_point
 from ddpsafe._errors import Explanation, PreflightError
+from ddpsafe._host import find_mount_point
 from ddpsafe._logging import get_logger
 
 if TYPE_CHECKING:

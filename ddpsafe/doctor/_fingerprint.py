@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final
 from ddpsafe._clock import BoundedCall
 from ddpsafe._host import Interface, list_interfaces
 from ddpsafe._secrets import Mask, hide_value
-from ddpsafe.doctor._checks.data_storage import find_storage
 from ddpsafe.doctor._checks.processes import clock_is_synchronised
+from ddpsafe.doctor._checks.storage import find_storage
 from ddpsafe.doctor._subject import environment_of
 from ddpsafe.doctor._system.nvidia import read_driver
 

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpsafe._clock import Deadline
-from ddpsafe._config.mounts import find_mount_point, list_mount_points
 from ddpsafe._config.paths import AbsolutePath, DataPath, require_data_paths
 from ddpsafe._config.wait_for_paths import PathWatch
 from ddpsafe._errors import ConfigError, PreflightError
+from ddpsafe._host import find_mount_point, list_mount_points
 
 
 class Mine(pydantic.BaseModel):

@@ -23,7 +23,7 @@ class Check(Protocol):
 
 def launch_checks() -> dict[str, tuple[Check, ...]]:
     """Return the checks that every launch does: cheap, and about what would break it."""
-    from ddpsafe.doctor._checks import networks, resources, run_storage, variables
+    from ddpsafe.doctor._checks import networks, resources, storage, variables
 
     return {
         "ENV": (variables.check_debugging,),
@@ -35,7 +35,7 @@ def launch_checks() -> dict[str, tuple[Check, ...]]:
             resources.check_memory,
         ),
         # A run directory that cannot be written is the launch's own to refuse.
-        "PATH": (run_storage.check_temporary_directory, run_storage.check_room),
+        "PATH": (storage.check_temporary_directory, storage.check_room),
     }
 
 
@@ -46,13 +46,12 @@ def all_checks() -> dict[str, tuple[Check, ...]]:
     """
     from ddpsafe.doctor._checks import (
         cuda,
-        data_storage,
         names,
         networks,
         ports,
         processes,
         resources,
-        run_storage,
+        storage,
         variables,
         versions,
     )
@@ -63,7 +62,7 @@ def all_checks() -> dict[str, tuple[Check, ...]]:
         "PORT": ports.CHECKS,
         "NET": networks.CHECKS,
         "LIM": resources.CHECKS,
-        "PATH": (*data_storage.CHECKS, *run_storage.CHECKS),
+        "PATH": storage.CHECKS,
         "PROC": processes.CHECKS,
         "VER": versions.CHECKS,
         "GPU": cuda.CHECKS,
