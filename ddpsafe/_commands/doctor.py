@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from pydantic_core import PydanticCustomError
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from ddpsafe import doctor
-from ddpsafe._commands.terminal import progress, show_report
 from ddpsafe._config import LaunchConfig
 from ddpsafe._config.durations import parse_duration
 from ddpsafe._config.endpoint import parse_endpoint
@@ -20,15 +24,20 @@ from ddpsafe._errors import ConfigError, DDPSafeError, Explanation
 from ddpsafe._world import find_world
 from ddpsafe.cli import HEALTHY, UNHEALTHY, USAGE, complain, say
 from ddpsafe.doctor._codes import CODES, read_page
-from ddpsafe.doctor._findings import to_copy
+from ddpsafe.doctor._findings import AreaStep, printable, to_copy
 
 if TYPE_CHECKING:
     from argparse import Namespace
+    from collections.abc import Callable, Iterator
 
     from ddpsafe._world import World
     from ddpsafe.doctor import Report
+    from ddpsafe.doctor._findings import DialResult
 
 _LAST_PORT: Final = 65535
+_MARKS: Final = {"failed": "✗ failed", "warning": "! warning", "ok": "✓ ok"}
+_STYLES: Final = {"failed": "bold red", "warning": "yellow", "ok": "green"}
+_MOST_LINES: Final = 40
 
 
 def examine(options: Namespace) -> int:
@@ -165,3 +174,67 @@ def _of_launcher(world: World | None) -> dict[str, Any]:
         "nproc_per_node": world.local_world_size,
         "endpoint": where,
     }
+
+
+@contextlib.contextmanager
+def progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Show what is being waited for: one live line on a terminal, lines elsewhere."""
+    if quiet:
+        yield lambda _: None
+        return
+    if not sys.stderr.isatty():
+        # In a log only what takes long is worth a line.
+        yield lambda line: None if isinstance(line, AreaStep) else complain(printable(line))
+        return
+    with Console(stderr=True).status("starting") as status:
+        yield lambda line: status.update(Text(printable(line)))
+
+
+def show_report(report: Report, *, verbose: bool) -> None:
+    """Print a report; what is well only where `verbose`."""
+    shown = [each for each in report.findings if verbose or each.severity != "ok"]
+    on_terminal = sys.stdout.isatty()
+    if on_terminal:
+        table = Table(show_edge=False, pad_edge=False, expand=False)
+        table.add_column("result", no_wrap=True)
+        table.add_column("code", no_wrap=True)
+        table.add_column("what was found")
+        for finding in shown:
+            mark = Text(_MARKS[finding.severity], style=_STYLES[finding.severity])
+            table.add_row(mark, printable(finding.code), Text(printable(finding.fact)))
+        if shown:
+            Console().print(table)
+    for finding in shown if not on_terminal else ():
+        if finding.severity == "ok":  # the others come below, whole
+            say(printable(f"ok {finding.code}: {finding.fact}"))
+    if report.matrix is not None:
+        hosts, directions = report.matrix.hostnames, report.matrix.directions
+        closed = [each for each in directions if each.result != "open"]
+        rows: dict[tuple[int, DialResult], list[str]] = {}
+        for each in closed:
+            rows.setdefault((each.source, each.result), []).append(hosts[each.target])
+        lines = [
+            printable(f"  {hosts[source]} -> {', '.join(targets)}: {result}")
+            for (source, result), targets in rows.items()
+        ]
+        opened = len(directions) - len(closed)
+        say(f"\n{len(hosts)} hosts: {opened} of {len(directions)} directions are open")
+        for line in lines[:_MOST_LINES]:
+            say(line)
+        if len(lines) > _MOST_LINES:
+            say(f"  … and {len(lines) - _MOST_LINES} more")
+    for number, finding in enumerate(shown):
+        if finding.severity != "ok":
+            if number or on_terminal or report.matrix is not None:
+                say("")
+            severity = "" if on_terminal else f"{finding.severity} "
+            say(severity + finding.as_text())  # not through rich: a line to copy must not be broken
+    if shown:
+        say("")
+    fine = sum(1 for each in report.findings if each.severity == "ok")
+    parts = [
+        f"{len(report.failed)} failed",
+        f"{len(report.warnings)} {'warning' if len(report.warnings) == 1 else 'warnings'}",
+        f"{fine} passed" + ("" if verbose else " (--verbose lists them)"),
+    ]
+    say(f"{report.hostname}: {', '.join(parts)}, after {report.took_s:.1f} s.")
