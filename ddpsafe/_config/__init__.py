@@ -1,6 +1,6 @@
 """What can be asked for, where it is read from, and what is said when it is wrong.
 
-Start at ``launch_config``. A value passes through ``sources``, ``assembly`` and ``launch_fields``.
+Start at ``launch_config``. A value passes through ``sources`` and ``launch_fields``.
 """
 
 from ddpsafe._config.launch_config import (

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     Field,
+    ValidationError,
     ValidationInfo,
     field_validator,
 )
 from pydantic_settings import BaseSettings, InitSettingsSource, SettingsConfigDict
 from typing_extensions import Self, TypedDict, Unpack
 
-from ddpsafe._config.assembly import build, merge, parts_as_tables, refuse_config, set_fields
 from ddpsafe._config.launch_fields import (
     validate_backend,
     validate_env,
@@ -27,12 +28,15 @@ from ddpsafe._config.paths import AbsolutePath, DataPath
 from ddpsafe._config.policies import Rendezvous, RetryPolicy
 from ddpsafe._config.problems import (
     COUNTS_OF_RANKS,
+    Part,
     Problem,
     describe_fields,
+    problems_of,
     raise_config_error,
     require_none,
     show,
     show_at,
+    unknown_field,
     wrong,
 )
 from ddpsafe._config.sources import (
@@ -40,14 +44,17 @@ from ddpsafe._config.sources import (
     PREFIX,
     ConfigFile,
     EnvironmentSource,
+    find_variable,
+    implicit_file_problems,
     read_config_file,
+    slipped_variables,
 )
 from ddpsafe._config.timeouts import Timeouts
 from ddpsafe._errors import ConfigProblem
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Callable, Sequence
 
     from pydantic_settings import PydanticBaseSettingsSource
 
@@ -199,10 +206,10 @@ class LaunchConfig(BaseSettings):
     def __init__(self, /, **fields: Unpack[LaunchFields]) -> None:
         """Read the sources and validate every field."""
         file = _file.get() or read_config_file()
-        given = parts_as_tables(dict(fields))
+        given = _parts_as_tables(dict(fields))
         token = _file.set(file)
         try:
-            build(type(self), lambda known: BaseSettings.__init__(self, **known), given, file)
+            _build(type(self), lambda known: BaseSettings.__init__(self, **known), given, file)
         finally:
             _file.reset(token)
 
@@ -256,10 +263,23 @@ class LaunchConfig(BaseSettings):
         if config is None:
             return cls(**fields)
         if not isinstance(config, LaunchConfig):
-            refuse_config(config)
-        given = merge(set_fields(config), parts_as_tables(dict(fields)))
+            raise_config_error(
+                [
+                    ConfigProblem(
+                        field="config",
+                        given=show_at((), config),
+                        why=f"expected a LaunchConfig, got a {type(config).__name__}",
+                        write="config=LaunchConfig(...), or the fields as keyword arguments",
+                    )
+                ]
+            )
+        given = _set_fields(config)
+        for name, value in _parts_as_tables(dict(fields)).items():
+            below = given.get(name)
+            both = isinstance(below, dict) and isinstance(value, dict)
+            given[name] = below | value if both else value
         resolved = cls.__new__(cls)
-        build(cls, lambda known: BaseModel.__init__(resolved, **known), given)
+        _build(cls, lambda known: BaseModel.__init__(resolved, **known), given)
         return resolved
 
     @field_validator("node_rank")
@@ -344,3 +364,64 @@ def refuse_fields(fields: Mapping[str, object], allowed: type, *, why: str, writ
 def _names_of(fields: type) -> frozenset[str]:
     names: frozenset[str] = fields.__optional_keys__  # type: ignore[attr-defined] # of a TypedDict
     return names
+
+
+def _parts_as_tables(fields: dict[str, Any]) -> dict[str, Any]:
+    """Turn parts that are models into what the user set of them, so that sources can merge."""
+    return {
+        name: _set_fields(value) if isinstance(value, Part) else value
+        for name, value in fields.items()
+    }
+
+
+def _set_fields(model: BaseModel) -> dict[str, Any]:
+    """Return the fields of a model that the user has set, those of its parts as tables."""
+    return _parts_as_tables({name: getattr(model, name) for name in model.model_fields_set})
+
+
+def _build(
+    model: type[BaseModel],
+    make: Callable[[dict[str, Any]], None],
+    given: dict[str, Any],
+    file: ConfigFile | None = None,
+) -> None:
+    """Call `make` with the fields; translate what pydantic finds into one `ConfigError`.
+
+    Args:
+        model: What is built.
+        make: Builds it.
+        given: The arguments of the call.
+        file: The file below them, where one is read.
+    """
+
+    def source(location: Sequence[int | str]) -> str:
+        """Return the variable or the file that the value at `location` came from, if one did."""
+        if _is_in(location, given):
+            return ""
+        variable = find_variable(location)
+        if variable is not None:
+            return variable
+        return str(file.path) if file is not None and _is_in(location, file.table) else ""
+
+    # pydantic-settings takes names with an underscore for options of its own.
+    odd = [name for name in given if name.startswith("_")]
+    problems = [unknown_field(name, given[name], model) for name in odd]
+    try:
+        make({name: value for name, value in given.items() if name not in odd})
+    except ValidationError as error:
+        problems += problems_of(error, model, source=source)
+    problems += slipped_variables(model.model_fields)
+    problems += implicit_file_problems(file)
+    if problems:
+        raise_config_error(problems)
+
+
+def _is_in(location: Sequence[int | str], table: Mapping[str, object]) -> bool:
+    value: object = table
+    for part in location:
+        if not isinstance(value, Mapping):
+            return True  # the value as a whole was given, and is wrong further down
+        if part not in value:
+            return False
+        value = value[part]
+    return True
