@@ -4,10 +4,9 @@ Importing it imports torch; ``import ddpsafe`` alone does not. Errors are in
 `ddpsafe.data.errors`.
 """
 
-from ddpsafe.data._consistency import check_dataset_consistency
+from ddpsafe.data._consistency import check_dataset_consistency, sorted_files
 from ddpsafe.data._evaluation import gather_exact, masked_batches
 from ddpsafe.data._even_steps import EvenSteps, even_steps
-from ddpsafe.data._files import sorted_files
 from ddpsafe.data._iterable import ShardedIterable
 from ddpsafe.data._loader.loader import DataLoader
 from ddpsafe.data._loader.worker_safety import WorkerHazard, check_worker_safety
