@@ -179,6 +179,35 @@ def test_how_long_the_first_step_took_is_learned_however_soon_it_came(
     assert learned.first_s < LearnedGaps.LEAST_SLOW_S
 
 
+@pytest.mark.parametrize("steps_before", [None, 0, 1])
+def test_nothing_is_learned_from_a_time_in_which_the_launcher_was_suspended(
+    steps_before: int | None,
+) -> None:
+    """It is not known how long the rank took: one that is short would end the next attempt."""
+    learned, rank = LearnedGaps(), Seen()
+    watch = ProgressWatch([rank], "auto", learned=learned)
+    assert not watch.stalled()
+    if steps_before is not None:  # else it joins and makes its first step meanwhile
+        rank.phase = "running"
+        assert not watch.stalled()
+        rank.steps = steps_before
+        assert not watch.stalled()
+    first_s = learned.first_s
+    assert (first_s is not None) == bool(steps_before)
+    watch.restart()
+    rank.phase = "running"
+    rank.steps += 1
+    assert not watch.stalled()
+    assert learned.first_s == first_s
+    limits = []
+    for _ in range(LearnedGaps.KNOWN):
+        limits.append(learned.limit(is_first=False, is_save=False))
+        rank.steps += 1
+        assert not watch.stalled()
+    assert limits == [None] * LearnedGaps.KNOWN
+    assert learned.limit(is_first=False, is_save=False) is not None
+
+
 @pytest.mark.parametrize("attempts", [1, 2])
 def test_a_limit_that_the_run_has_learned_ends_it(
     tmp_path: Path, attempts: int, monkeypatch: pytest.MonkeyPatch

@@ -301,8 +301,8 @@ class ProgressWatch:
         self._longest = longest if isinstance(longest, timedelta) else None
         self._seen: object = None
         self._since_s = time.monotonic()
-        self._was_saving = self._has_begun = False
-        self._is_first = True
+        self._was_saving = self._is_interrupted = False
+        self._is_first = self._was_starting = True
         self._entered_ns = 0
         self._ask_at_s = 0.0
         self._renew(self._longest)
@@ -353,8 +353,7 @@ class ProgressWatch:
 
     def restart(self) -> None:
         """Count from now: the launcher was suspended, and what it knows of the ranks is old."""
-        self._has_begun = False  # the time of the suspension is not one of the run
-        self._since_s = time.monotonic()
+        self._is_interrupted = True
         self._renew(self._longest)
 
     def _learn(self, progress: Sequence[Progress], *, starting: bool) -> None:
@@ -364,17 +363,14 @@ class ProgressWatch:
         now_s = time.monotonic()
         is_saving = any(each.saving for each in progress)
         has_stepped = any(each.steps for each in progress)
-        begins = not starting and not self._has_begun
-        # The first step may have been made by the first look after all have joined.
-        has_begun_at_once = begins and self._is_first and has_stepped
-        if starting or (begins and not has_begun_at_once):
-            self._since_s = now_s
-        elif has_stepped:  # until then the time goes on, whatever else happens
-            self._learned.note(
-                now_s - self._since_s, is_first=self._is_first, is_save=self._was_saving
-            )
-            self._since_s = now_s
-        self._has_begun, self._was_saving = not starting, is_saving
+        # The first step may have been made by the first look after all have joined: it took no
+        # longer than since the look before. Until it is made the time goes on, whatever happens.
+        if has_stepped and not starting and not self._is_interrupted:
+            gap_s = now_s - self._since_s
+            self._learned.note(gap_s, is_first=self._is_first, is_save=self._was_saving)
+        if has_stepped or starting or self._was_starting:
+            self._since_s, self._is_interrupted = now_s, False
+        self._was_starting, self._was_saving = starting, is_saving
         # A step may be seen in shared memory before the rank's report that it has joined is read.
         self._is_first = starting or not has_stepped
         leaves = any(each.returned is not None for each in self._workers)
