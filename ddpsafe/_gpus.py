@@ -338,7 +338,7 @@ def wait_for_memory(pids: Collection[int], deadline: Deadline) -> bool:
     Returns:
         Whether it lists none.
     """
-    while pids and _find_users(pids):
+    while pids and find_users(pids):
         if deadline.expired():
             return False
         time.sleep(min(_LOOK_S, deadline.remaining_s()))
@@ -483,23 +483,24 @@ class GpuUse:
 
 def read_use() -> dict[int, GpuUse]:
     """Return what each process uses of this host's GPUs; nothing where nvidia-ml-py is missing."""
-    return _ask_driver(_read_use) or {}
 
+    def read(nvml: Any) -> dict[int, GpuUse]:
+        used: dict[int, int] = {}
+        on: dict[int, list[GpuReading]] = {}
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            reading = _read_gpu(nvml, index, handle) if processes else None
+            for process in processes:
+                used[process.pid] = used.get(process.pid, 0) + (process.usedGpuMemory or 0)
+                if reading is not None:
+                    on.setdefault(process.pid, []).append(reading)
+        return {
+            pid: GpuUse(memory_bytes=size, gpus=tuple(on.get(pid, ())))
+            for pid, size in used.items()
+        }
 
-def _read_use(nvml: Any) -> dict[int, GpuUse]:
-    used: dict[int, int] = {}
-    on: dict[int, list[GpuReading]] = {}
-    for index in range(nvml.nvmlDeviceGetCount()):
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        reading = _read_gpu(nvml, index, handle) if processes else None
-        for process in processes:
-            used[process.pid] = used.get(process.pid, 0) + (process.usedGpuMemory or 0)
-            if reading is not None:
-                on.setdefault(process.pid, []).append(reading)
-    return {
-        pid: GpuUse(memory_bytes=size, gpus=tuple(on.get(pid, ()))) for pid, size in used.items()
-    }
+    return _ask_driver(read) or {}
 
 
 def _read_gpu(nvml: Any, index: int, handle: Any) -> GpuReading:
@@ -526,15 +527,15 @@ def _read_gpu(nvml: Any, index: int, handle: Any) -> GpuReading:
     )
 
 
-def _find_users(pids: Collection[int]) -> set[int]:
+def find_users(pids: Collection[int]) -> set[int]:
     """Return which of these processes the driver lists on a GPU; none where it cannot be asked."""
-    return (_ask_driver(_list_users) or set()) & set(pids)
 
+    def list_all(nvml: Any) -> set[int]:
+        handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
+        listed = map(nvml.nvmlDeviceGetComputeRunningProcesses, handles)
+        return {process.pid for processes in listed for process in processes}
 
-def _list_users(nvml: Any) -> set[int]:
-    handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
-    listed = map(nvml.nvmlDeviceGetComputeRunningProcesses, handles)
-    return {process.pid for processes in listed for process in processes}
+    return (_ask_driver(list_all) or set()) & set(pids)
 
 
 def _ask_driver(question: Callable[[Any], T]) -> T | None:

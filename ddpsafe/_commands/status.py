@@ -99,7 +99,7 @@ def _read(folder: Path, *, stacks: bool) -> Facts:
         each.update(usage.get(each["pid"], {}))
         use = gpus.get(each["pid"])
         each["gpu_memory_bytes"] = None if use is None else use.memory_bytes
-        each["gpus"] = [] if use is None else [_gpu_facts(reading) for reading in use.gpus]
+        each["gpus"] = [] if use is None else [gpu_facts(reading) for reading in use.gpus]
     return {**facts, "state": "running"}
 
 
@@ -196,7 +196,8 @@ def _lines(launch: Facts) -> list[str]:
     ]
 
 
-def _gpu_facts(reading: _gpus.GpuReading) -> Facts:
+def gpu_facts(reading: _gpus.GpuReading) -> Facts:
+    """Return what is told of a GPU: what was read, and what follows from it."""
     facts = asdict(reading)
     del facts["slowdowns"]
     said = {"slowed_by": reading.slowed_by, "is_throttled": reading.is_throttled}

@@ -41,7 +41,11 @@ def _validate_path(value: object) -> Path:
     example = 'an absolute path: "/data/train"'
     if not text.strip():
         raise wrong("it is empty, which means the current directory", write=example)
-    if "\0" in text or not _can_be_encoded(text):
+    try:
+        encoded = os.fsencode(text)
+    except UnicodeEncodeError:
+        encoded = b"\0"
+    if b"\0" in encoded:
         raise wrong(f"{show(text)} has characters that no path can have", write=example)
     if text.startswith("~"):
         raise wrong(
@@ -66,14 +70,6 @@ def _validate_path(value: object) -> Path:
             "relative to the directory the job is launched from",
         )
     return Path(text)
-
-
-def _can_be_encoded(text: str) -> bool:
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 AbsolutePath = Annotated[Path, BeforeValidator(_validate_path)]

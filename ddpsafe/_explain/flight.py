@@ -117,7 +117,13 @@ class FlightRecordings:
         if not isinstance(rank, int):
             match = _LAST_NUMBER.search(path.name)
             rank = int(match[1]) if match else max(self._dumped, default=-1) + 1
-        calls = [(_group_of(each), _call_of(each)) for each in entries if not each.get("is_p2p")]
+        calls = []
+        for each in entries:
+            if not each.get("is_p2p"):
+                named = each.get("process_group")
+                is_named = isinstance(named, (list, tuple)) and named
+                group = str(named[0] if is_named else each.get("pg_id", "0"))
+                calls.append((group, _call_of(each)))
         # In a dump the ranks of a group are a text: "[0, 1]".
         members = {
             str(group.get("name", name)): set(
@@ -230,11 +236,6 @@ def _find_mismatch(group: str, calls: dict[int, dict[int, _Recorded]]) -> Record
                 code="FLIGHT-mismatch", facts=facts, rank=rank, evidence=lines[:_SHOWN]
             )
     return None
-
-
-def _group_of(entry: dict[str, Any]) -> str:
-    group = entry.get("process_group")
-    return str(group[0] if isinstance(group, (list, tuple)) and group else entry.get("pg_id", "0"))
 
 
 def _call_of(entry: dict[str, Any]) -> _Recorded:

@@ -28,7 +28,7 @@ from ddpsafe._errors import DDPSafeError, signal_name
 from ddpsafe._wire.foreign_texts import find_peer_text, is_of_a_backend
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Sequence
     from multiprocessing.process import BaseProcess
     from types import FrameType, TracebackType
 
@@ -379,7 +379,14 @@ def read_chain(exc: BaseException) -> Reading:
 
 
 def _read(exc: BaseException, depth: int = 0) -> Reading:
-    chain = list(_chain_of(exc))
+    # The exception, what it was raised from or while handling, and so on.
+    chain: list[BaseException] = []
+    seen: set[int] = set()
+    at: object = exc
+    while isinstance(at, BaseException) and id(at) not in seen:
+        seen.add(id(at))
+        chain.append(at)
+        at = at.__context__ if at.__cause__ is None else at.__cause__
     for number in reversed(range(len(chain))):
         outer, inner = chain[number], chain[number + 1 : number + 2]
         origin = _origin_of(outer, depth)
@@ -416,13 +423,3 @@ def _origin_of(exc: BaseException, depth: int) -> Origin:
         return "own"
     row = find_peer_text(line)
     return "own" if row is None else row.origin
-
-
-def _chain_of(exc: BaseException) -> Iterator[BaseException]:
-    """Yield an exception, what it was raised from or while handling, and so on."""
-    seen: set[int] = set()
-    at: object = exc
-    while isinstance(at, BaseException) and id(at) not in seen:
-        seen.add(id(at))
-        yield at
-        at = at.__context__ if at.__cause__ is None else at.__cause__

@@ -309,18 +309,18 @@ def _dump_nccl(*, asks_events: bool) -> dict[str, Any]:
 
     Only the thread that queries is let off the rule that no thread may while a graph is captured.
     """
+
+    def query_events() -> dict[str, Any]:
+        with contextlib.suppress(OSError, AttributeError):
+            exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+            exchange(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+        return _dump(_DUMP_NCCL)
+
     if asks_events and _dump(_DUMP_NCCL, includeCollectives=False).get("pg_status"):
-        query = BoundedCall(_query_events, name="ddpsafe-recorder")
+        query = BoundedCall(query_events, name="ddpsafe-recorder")
         if query.wait(_EVENTS_S):
             return query.result()
     return _dump(_DUMP_NCCL, includeCollectives=False)
-
-
-def _query_events() -> dict[str, Any]:
-    with contextlib.suppress(OSError, AttributeError):
-        exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
-        exchange(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
-    return _dump(_DUMP_NCCL)
 
 
 def _from_counters(content: dict[str, Any]) -> tuple[Collective, ...]:

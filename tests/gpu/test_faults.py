@@ -59,7 +59,7 @@ def fails(folder: Path, fn: Callable[..., Any], *args: Any, **fields: Any) -> An
 
 def on_gpu(error: Any) -> set[int]:
     """Return which ranks of a failed attempt the driver still lists."""
-    return _gpus._find_users([each.pid for each in error.outcomes.values() if each.pid])
+    return _gpus.find_users([each.pid for each in error.outcomes.values() if each.pid])
 
 
 def test_recorder_of_nccl_is_read(tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ def test_the_gpu_of_a_slow_rank_is_shown(
     """Below who makes the others wait; without that, only a GPU with which something is wrong."""
     launch = facts()
     (rank,) = launch["ranks"]  # type: ignore[misc]
-    rank["gpus"] = [status._gpu_facts(reading(clocks))]
+    rank["gpus"] = [status.gpu_facts(reading(clocks))]
     launch["stragglers"] = [{"ranks": [0] if is_late else [], "text": "they wait"}]
     lines = status._lines({**launch, "state": "running", "run_dir": "run"})
     shown = [line for line in lines if line.startswith("rank 0 is on GPU 3: ")]

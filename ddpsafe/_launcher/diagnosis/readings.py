@@ -117,7 +117,11 @@ def collect(workers: Sequence[Worker]) -> dict[int, RankReading]:
     if stopped:
         for worker in running:  # else they go on as soon as the one that they wait for does
             worker.signal(signal.SIGSTOP)
-        _await_stopped(running)
+        # The main threads take the signal, and until then other threads may run.
+        deadline = Deadline.after(_STOP)
+        for worker in running:
+            while not deadline.expired() and _state(worker) not in _WITHOUT_CPU:
+                wait([], _POLL_S)
         for worker in stopped:
             worker.was_stopped = True
         found |= _question(stopped, states)
@@ -138,14 +142,6 @@ def _state(worker: Worker) -> str:
         if worker.pid is not None:
             return str(psutil.Process(worker.pid).status())
     return ""
-
-
-def _await_stopped(workers: Sequence[Worker]) -> None:
-    """Wait for the main threads: they take the signal, and until then other threads may run."""
-    deadline = Deadline.after(_STOP)
-    for worker in workers:
-        while not deadline.expired() and _state(worker) not in _WITHOUT_CPU:
-            wait([], _POLL_S)
 
 
 def continue_suspended(workers: Sequence[Worker]) -> None:

@@ -75,7 +75,8 @@ class Evidence:
         blame_no_other: Those of them that do not blame another rank, the likely cause first; also those
             that were killed or exited and so raised nothing.
         suspects: `blame_no_other` without the ranks whose error every rank with an error handles, in the
-            same place, as in a script that runs inside ``except ImportError``.
+            same place, as in a script that runs inside ``except ImportError``: that cannot be why one of
+            them is missing.
         groups: For each process group, where the ranks that are in it are.
         awaited: The ranks that have not entered a collective that others are in, and the one whose
             send such a rank waits for; the most likely cause first.
@@ -108,13 +109,20 @@ class Evidence:
             if out.status in ("raised", "killed", "exited") or out.native is not None
         ]
         blame_no_other = _by_likelihood([out for out in failed if is_own_fault(out)])
+        errors = [(out.raised.type_name, out.raised.where) for out in ranks if out.raised]
+        is_common = len(errors) > 1 and len(set(errors)) == 1
+        suspects = [
+            out
+            for out in blame_no_other
+            if not is_common or _is_certain(out) or out.origin == "mismatch"
+        ]
         groups = _groups(ranks)
         return cls(
             ranks=ranks,
             is_stuck_with_error=is_stuck_with_error,
             failed=failed,
             blame_no_other=blame_no_other,
-            suspects=[out for out in blame_no_other if not _is_common(out, ranks)],
+            suspects=suspects,
             groups=groups,
             awaited=_find_awaited(groups, outcomes),
             mismatched=_find_mismatched(ranks),
@@ -627,18 +635,6 @@ def _crashed_inside(outcome: RankOutcome) -> bool:
 def _was_killed_from_outside(outcome: RankOutcome) -> bool:
     """Tell whether SIGKILL or SIGTERM ended the rank, which no crash sends."""
     return outcome.status == "killed" and -(outcome.exit_code or 0) in _FROM_OUTSIDE
-
-
-def _is_common(outcome: RankOutcome, ranks: Ranks) -> bool:
-    """Tell whether all ranks that raised anything handle the same error in the same place.
-
-    A script may run as a whole inside ``except ImportError:``. All of its ranks then handle that
-    error, so it cannot be why one of them is missing.
-    """
-    if _is_certain(outcome) or outcome.raised is None or outcome.raised.origin == "mismatch":
-        return False
-    errors = [(out.raised.type_name, out.raised.where) for out in ranks if out.raised]
-    return len(errors) > 1 and len(set(errors)) == 1
 
 
 def _by_likelihood(broke: Ranks) -> Ranks:

@@ -93,8 +93,12 @@ class RemoteRank(RankState):
         is_stopped: Whether a signal had stopped it when its launcher said so last.
     """
 
-    def __init__(self, world: World, hostname: str, say: Callable[[bytes], None]) -> None:
-        """Know nothing yet; `say` reaches the rank through its launcher."""
+    def __init__(self, world: World, hostname: str, channel: Channel) -> None:
+        """Know nothing yet; the rank is reached through its launcher."""
+
+        def say(word: bytes) -> None:
+            channel.send(RankWord(rank=world.rank, word=word.hex()), to=world.node_rank)
+
         super().__init__(say)
         self.world, self.hostname = world, hostname
         self.exit_code: int | None = None
@@ -143,9 +147,7 @@ class OtherNodes:
         """Watch the nodes of a round; a signal to one of their launchers is one to all."""
         self._channel, self._plan, self._inbox = channel, plan, inbox
         self._by_rank = {
-            rank: RemoteRank(
-                world_of(plan, rank), plan.nodes[node].hostname, self._say_to(node, rank)
-            )
+            rank: RemoteRank(world_of(plan, rank), plan.nodes[node].hostname, channel)
             for node in range(1, len(plan.nodes))
             for rank in plan.ranks_of(node)
         }
@@ -169,12 +171,6 @@ class OtherNodes:
     def fileno(self) -> int:
         """Return a descriptor that is readable when there is news."""
         return self._channel.fileno()
-
-    def _say_to(self, node: int, rank: int) -> Callable[[bytes], None]:
-        def say(word: bytes) -> None:
-            self._channel.send(RankWord(rank=rank, word=word.hex()), to=node)
-
-        return say
 
     def take_news(self) -> None:
         """Read what the nodes have said."""

@@ -510,9 +510,6 @@ class NodeRendezvous:
                     self.address,
                 )
             self._root.put(_HOST, self.facts)
-        self._come()
-
-    def _come(self) -> None:
         self._root.put(f"{_CAME}/{self._root.count(_CAME, 1)}", self.facts)
 
     def _require_same_job(self) -> None:

@@ -544,9 +544,11 @@ class LiveWatch:
         cause = find_root_cause(outcomes)
         waiting, goal = cause.evidence.find_who_waited(cause.root)
         culprits = [cause.root.rank] if goal is not None else list(frames)
-        is_slow = any(
-            _is_at_something_slow(answers.get(rank), frames.get(rank, ())) for rank in culprits
-        ) or not self._has_begun(answers, goal)
+        is_slow = not self._has_begun(answers, goal) or any(
+            (rank in answers and answers[rank].is_evaluating)
+            or any(part in frame.file for frame in frames.get(rank, ()) for part in _SLOW)
+            for rank in culprits
+        )
         if now_s - self._moved_s < self._limit_s(is_slow=is_slow):
             return
         workers = {worker.rank: worker for worker in self._workers}
@@ -626,12 +628,6 @@ def _collective_of(at: Whereabouts | None) -> dict[str, object] | None:
 
 def _told_threads(threads: Sequence[tuple[str, Sequence[Frame]]]) -> list[dict[str, object]]:
     return [{"name": name, "frames": [list(frame) for frame in calls]} for name, calls in threads]
-
-
-def _is_at_something_slow(at: Whereabouts | None, frames: Sequence[Frame]) -> bool:
-    if at is not None and at.is_evaluating:
-        return True
-    return any(part in frame.file for frame in frames for part in _SLOW)
 
 
 def _place_of(outcome: RankOutcome) -> str:

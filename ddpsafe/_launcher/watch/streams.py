@@ -44,7 +44,13 @@ def pour(stream: TextIO, text: str) -> Iterator[None]:
         stream.flush()  # what was printed before comes first
         for piece in _pieces(data):
             try:
-                _write_past(fd, piece)
+                left = piece
+                while left:
+                    with contextlib.suppress(BlockingIOError):
+                        left = left[os.write(fd, left) :]
+                        continue
+                    # Another process that shares the pipe has made it so.
+                    select.select([], [fd], [])
             except BrokenPipeError:
                 # At exit Python complains of what it could not write, as after any print.
                 _write(stream, piece.decode(encoding, "replace"))
@@ -93,14 +99,6 @@ def _find_descriptor(stream: TextIO) -> int | None:
 def _write(stream: TextIO, text: str) -> None:
     stream.write(text)
     stream.flush()
-
-
-def _write_past(fd: int, piece: bytes) -> None:
-    while piece:
-        with contextlib.suppress(BlockingIOError):
-            piece = piece[os.write(fd, piece) :]
-            continue
-        select.select([], [fd], [])  # another process that shares the pipe has made it so
 
 
 def _pieces(data: bytes) -> Iterator[bytes]:

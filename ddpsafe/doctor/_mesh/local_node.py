@@ -192,8 +192,12 @@ async def _of_hostname(interfaces: Sequence[Interface], fallback: str) -> Announ
     except (OSError, UnicodeError):
         found = []
     for family, _, _, _, address in found:
-        if _can_bind(family, str(address[0])):
-            return _of_address(str(address[0]), interfaces, chosen_by, fallback)
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as trial:
+                trial.bind((str(address[0]), 0))
+        except OSError:
+            continue
+        return _of_address(str(address[0]), interfaces, chosen_by, fallback)
     usable = _owner_name(interfaces, fallback)
     return Announced(
         address=fallback, interface=usable, chosen_by=chosen_by, flaw=flaw, wanted="127.0.0.1"
@@ -207,15 +211,6 @@ def _owner(interfaces: Sequence[Interface], address: str) -> Interface | None:
 def _owner_name(interfaces: Sequence[Interface], address: str) -> str:
     owner = _owner(interfaces, address)
     return "" if owner is None else owner.name
-
-
-def _can_bind(family: int, address: str) -> bool:
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as trial:
-            trial.bind((address, 0))
-    except OSError:
-        return False
-    return True
 
 
 _AT_A_TIME: Final = 256
