@@ -351,25 +351,25 @@ def read_errors(within_s: float) -> list[str]:
     Args:
         within_s: How far back the kernel's log is read for Xid errors, in seconds.
     """
-    return _read_xids(within_s) + (_ask_driver(_find_memory_errors) or [])
 
+    def memory_errors(nvml: Any) -> list[str]:
+        found = []
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            said = []
+            with contextlib.suppress(Exception):  # not every GPU counts
+                kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+                count = int(nvml.nvmlDeviceGetTotalEccErrors(handle, kind, since))
+                said += [f"{count} uncorrectable ECC errors since the last reset"] if count else []
+            with contextlib.suppress(Exception):
+                _, _, is_pending, has_failed = nvml.nvmlDeviceGetRemappedRows(handle)
+                said += ["a row waits for a reset to be remapped"] if is_pending else []
+                said += ["a row could not be remapped"] if has_failed else []
+            if said:
+                found.append(f"the driver says of GPU {index}: {'; '.join(said)}")
+        return found
 
-def _find_memory_errors(nvml: Any) -> list[str]:
-    found = []
-    for index in range(nvml.nvmlDeviceGetCount()):
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        said = []
-        with contextlib.suppress(Exception):  # not every GPU counts
-            kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-            count = int(nvml.nvmlDeviceGetTotalEccErrors(handle, kind, since))
-            said += [f"{count} uncorrectable ECC errors since the last reset"] if count else []
-        with contextlib.suppress(Exception):
-            _, _, is_pending, has_failed = nvml.nvmlDeviceGetRemappedRows(handle)
-            said += ["a row waits for a reset to be remapped"] if is_pending else []
-            said += ["a row could not be remapped"] if has_failed else []
-        if said:
-            found.append(f"the driver says of GPU {index}: {'; '.join(said)}")
-    return found
+    return _read_xids(within_s) + (_ask_driver(memory_errors) or [])
 
 
 def _read_xids(within_s: float, log: Path = _KERNEL_LOG) -> list[str]:

@@ -65,7 +65,7 @@ def examine_host(
         for area, members in chosen.items():
             on_progress(AreaStep(f"checking {area}"))
             for check in members:
-                findings += _bounded(check, asked, patient=area in _ASKS_TORCH)
+                findings += do_check(check, asked, patient=area in _ASKS_TORCH)
     return findings
 
 
@@ -83,7 +83,7 @@ def _torch_asked(subject: Subject, *, wanted: bool) -> Iterator[Subject]:
         probe.close()
 
 
-def _bounded(check: Check, subject: Subject, *, patient: bool) -> list[Finding]:
+def do_check(check: Check, subject: Subject, *, patient: bool) -> list[Finding]:
     """Do one check; one that fails or does not come back is a finding, not the end."""
     own = Deadline.after(None if patient else LIMIT).earlier(subject.deadline)
     found: list[Finding] = []  # what it said before it stuck counts

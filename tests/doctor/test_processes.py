@@ -14,7 +14,7 @@ from source_tree import PACKAGE
 
 from ddpsafe import LaunchConfig
 from ddpsafe._clock import Deadline
-from ddpsafe.doctor._examine import _bounded
+from ddpsafe.doctor._examine import do_check
 from ddpsafe.doctor._findings import ok
 from ddpsafe.doctor._subject import Subject
 
@@ -88,7 +88,7 @@ def test_check_that_does_not_come_back_ends_with_its_deadline() -> None:
         deadline=Deadline.after(timedelta(seconds=0.1)),
     )
     try:
-        before, found = _bounded(check_forever, subject, patient=True)
+        before, found = do_check(check_forever, subject, patient=True)
     finally:
         over.set()
     assert (before.severity, found.code) == ("ok", "DS-PROC-004")

@@ -377,7 +377,7 @@ def test_the_others_are_told_of_an_exit_whatever_its_code_is(
     from torch.distributed import HashStore
 
     control = Control(HashStore(), rank=1, world_size=2)
-    attached._say_goodbye(control, SystemExit(code))
+    attached.say_goodbye(control, SystemExit(code))
     departure = control.departure()
     assert departure is not None
     assert departure.is_failure is is_failure

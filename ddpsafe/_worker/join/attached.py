@@ -174,7 +174,7 @@ def _abandon(member: RankContext, exc: BaseException) -> None:
     control = member.control
     if control is not None:
         # Bounded: the host of the store may be gone, and its client would wait for it.
-        leaving = BoundedCall(partial(_say_goodbye, control, exc), name="ddpsafe-leave")
+        leaving = BoundedCall(partial(say_goodbye, control, exc), name="ddpsafe-leave")
         if leaving.wait(_ABANDON_S):
             # A peer's error ("Connection closed by peer") does not say which rank failed first.
             first = leaving.result()
@@ -187,7 +187,7 @@ def _abandon(member: RankContext, exc: BaseException) -> None:
     _forget(member)
 
 
-def _say_goodbye(control: Control, exc: BaseException) -> Departure | None:
+def say_goodbye(control: Control, exc: BaseException) -> Departure | None:
     """Tell the others that this rank fails; return who failed first, if its error is a peer's."""
     first = None
     if session.find_spec() is None:  # else the launcher knows, and tells the cause by itself
