@@ -9,8 +9,7 @@ Each module imports only those before it::
     epochs          how workers that outlive an epoch learn of the next one
     worker_safety   handles that must not cross into a worker
     worker_death    a dead or hanging worker, by name, line and reason
-    workers         how worker processes are started and seeded
     iteration       one pass over a loader, which of its batches count as read, and its state
-    loader          `DataLoader`
+    loader          `DataLoader`: its epochs, its workers, its state
     build           `ctx.loader`: sampler, seeds, workers and check in one call
 """

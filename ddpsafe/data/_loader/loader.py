@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pickle
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 
 from ddpsafe._errors import Explanation
 from ddpsafe.data._consistency import compare_states
 from ddpsafe.data._iterable import ShardedIterable
-from ddpsafe.data._loader.epochs import EpochBoard, tell_epoch
+from ddpsafe.data._loader.epochs import (
+    EpochBoard,
+    FollowedDataset,
+    NamingDataset,
+    add_note,
+    limit_notes,
+    tell_epoch,
+)
 from ddpsafe.data._loader.iteration import (
     Delivery,
     EpochIterator,
@@ -23,7 +33,13 @@ from ddpsafe.data._loader.iteration import (
     save_state,
 )
 from ddpsafe.data._loader.limits import batches_in_flight, check_shared_memory, warn_of_limits
-from ddpsafe.data._loader.replay import Replay, TrackedIndices, is_stateful
+from ddpsafe.data._loader.replay import (
+    ParcelCollate,
+    Replay,
+    TrackedIndices,
+    TrackedStream,
+    is_stateful,
+)
 from ddpsafe.data._loader.sampler_search import (
     batch_geometry,
     check_population,
@@ -32,8 +48,7 @@ from ddpsafe.data._loader.sampler_search import (
     mark_unset,
     refuse_undivided,
 )
-from ddpsafe.data._loader.worker_safety import WorkerSafety
-from ddpsafe.data._loader.workers import WorkerLoader
+from ddpsafe.data._loader.worker_safety import WorkerSafety, explain_pickling, refuse_unsafe_workers
 from ddpsafe.data._replica import chosen_seed, current_replica
 from ddpsafe.data._samplers.base import AutoEpoch, Cursor, check_epoch, require_int
 from ddpsafe.data._samplers.ordered import LocalSampler
@@ -108,7 +123,7 @@ def worker_seed(seed: int | None, holder: object) -> int:
     return inherited if isinstance(inherited, int) else 0
 
 
-class DataLoader(WorkerLoader[T_co]):
+class DataLoader(TorchDataLoader[T_co]):
     """torch's `DataLoader` with torch's arguments, safe to use in every rank.
 
     It sets the epoch by itself (``set_epoch()`` by the user wins) and tells the sampler, the
@@ -383,6 +398,74 @@ class DataLoader(WorkerLoader[T_co]):
         # Where no batch is left, it was read to its end, though it was not asked for it.
         skipped = 0 if self._replay is None else self._replay.skipped()
         return skipped + delivery.batches < length
+
+    def _get_iterator(self) -> _BaseDataLoaderIter:
+        if self.num_workers == 0:
+            with self._read_here():
+                return super()._get_iterator()
+        init = self.worker_init_fn
+        parts: dict[str, object] = {
+            "dataset": self.dataset,
+            "collate_fn": self.collate_fn,
+            "worker_init_fn": init.user_fn if isinstance(init, WorkerInit) else init,
+        }
+        refuse_unsafe_workers(
+            parts, requested=self.multiprocessing_context, safety=self.worker_safety
+        )
+        try:
+            with self._followed(), warnings.catch_warnings():
+                # torch recommends fork here, which is what made the dataset unsafe.
+                warnings.filterwarnings("ignore", message="Got pickle error when attempting")
+                return super()._get_iterator()
+        except Exception as error:
+            for note in limit_notes(error):
+                add_note(error, note)
+            # What pickle raises depends on the object, the protocol and the version of Python.
+            kinds = (pickle.PicklingError, TypeError, AttributeError, ValueError)
+            explanation = explain_pickling(error, parts) if isinstance(error, kinds) else None
+            if explanation is None:
+                raise
+            raise explanation from error
+
+    @contextlib.contextmanager
+    def _followed(self) -> Iterator[None]:
+        """Let the workers receive the dataset behind its follower; `self.dataset` stays."""
+        if not isinstance(self.worker_init_fn, WorkerInit) or self._board is None:
+            yield
+            return
+        dataset, collate_fn = self.dataset, self.collate_fn
+        tracker = None if self._replay is None else self._replay.tracker
+        self.worker_init_fn.board = self._board
+        if not isinstance(dataset, IterDataPipe | MapDataPipe):
+            self.__dict__["dataset"] = FollowedDataset(dataset, collate_fn, self._board, tracker)
+        if tracker is not None and tracker.is_pipe:
+            tracker = None
+        if tracker is not None and (tracker.is_stream or tracker.is_stateful):
+            self.__dict__["collate_fn"] = ParcelCollate(collate_fn, tracker)
+        try:
+            yield
+        finally:
+            self.__dict__.update(dataset=dataset, collate_fn=collate_fn)
+            self.worker_init_fn.board = None
+
+    @contextlib.contextmanager
+    def _read_here(self) -> Iterator[None]:
+        """Let torch read the dataset here: from where its state says, and naming a sample that fails."""
+        tracker = None if self._replay is None else self._replay.tracker
+        dataset = self.dataset
+        if isinstance(dataset, IterDataPipe | MapDataPipe):
+            yield
+            return
+        if not isinstance(dataset, IterableDataset):
+            if tracker is not None and tracker.is_stateful:
+                tracker.enter(dataset)
+            self.__dict__["dataset"] = NamingDataset(dataset)
+        elif tracker is not None:
+            self.__dict__["dataset"] = TrackedStream(dataset, tracker)
+        try:
+            yield
+        finally:
+            self.__dict__["dataset"] = dataset
 
     @contextlib.contextmanager
     def _private_generator(self, epoch: int) -> Iterator[None]:
