@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ddpsafe._config import LaunchConfig
 from ddpsafe._config.endpoint import complete_endpoint
-from ddpsafe._config.policies import DETERMINISTIC
+from ddpsafe._config.parts import DETERMINISTIC
 from ddpsafe._errors import (
     FAILURE_KINDS,
     ConfigError,

@@ -10,9 +10,8 @@ from ddpsafe._config.launch_config import (
     SpawnFields,
     refuse_fields,
 )
+from ddpsafe._config.parts import Rendezvous, RetryPolicy, Timeouts
 from ddpsafe._config.paths import AbsolutePath, DataPath, require_data_paths
-from ddpsafe._config.policies import Rendezvous, RetryPolicy
-from ddpsafe._config.timeouts import Timeouts
 
 __all__ = [
     "AbsolutePath",

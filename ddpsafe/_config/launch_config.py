@@ -24,8 +24,8 @@ from ddpsafe._config.launch_fields import (
     validate_nproc,
     validate_start_method,
 )
+from ddpsafe._config.parts import Rendezvous, RetryPolicy, Timeouts
 from ddpsafe._config.paths import AbsolutePath, DataPath
-from ddpsafe._config.policies import Rendezvous, RetryPolicy
 from ddpsafe._config.problems import (
     COUNTS_OF_RANKS,
     Part,
@@ -49,7 +49,6 @@ from ddpsafe._config.sources import (
     read_config_file,
     slipped_variables,
 )
-from ddpsafe._config.timeouts import Timeouts
 from ddpsafe._errors import ConfigProblem
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import tenacity
 from tenacity.stop import stop_base
 
 from ddpsafe._clock import Deadline
-from ddpsafe._config.policies import DETERMINISTIC
+from ddpsafe._config.parts import DETERMINISTIC
 from ddpsafe._errors import (
     STARTUP_KINDS,
     DDPSafeError,

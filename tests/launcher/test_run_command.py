@@ -12,7 +12,7 @@ import scripts
 from ddpsafe import _gpus
 from ddpsafe._commands.run import read_options
 from ddpsafe._config import LaunchConfig, RetryPolicy, Timeouts
-from ddpsafe._config.policies import DETERMINISTIC
+from ddpsafe._config.parts import DETERMINISTIC
 from ddpsafe._errors import FAILURE_KINDS, PreemptedError
 from ddpsafe._launcher.plan import make_plan, rank_env
 from ddpsafe._wire.spec import LogFiles
