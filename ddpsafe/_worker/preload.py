@@ -22,6 +22,8 @@ __all__ = [
 
 _SERVER = os.getpid()
 
+gc.disable()  # torch, which is loaded next, stays; to look for garbage takes a fifth of its import
+
 
 @atexit.register
 def _end_at_once() -> None:
@@ -56,6 +58,7 @@ def _give_back() -> None:
         # All that is loaded stays for good. Without this the first collection in a rank writes to
         # every page of torch's objects, and so copies them: 0.2 s of each short launch.
         gc.freeze()
+        gc.enable()
 
 
 os.register_at_fork(after_in_child=_give_back)

@@ -357,6 +357,7 @@ class LastAtExit:
 
 def main() -> None:
     """Import, serve, and in each fork run a script."""
+    gc.disable()  # what is imported stays
     last = LastAtExit()
     atexit.register(last)  # before what the imports register, which therefore runs earlier
     asking = socket.socket(fileno=int(sys.argv[1]))
@@ -365,10 +366,10 @@ def main() -> None:
         importlib.import_module(name)
     assert threading.active_count() == 1, "a fork would lose a thread"
     sys.path[0] = ""
-    gc.collect()
     gc.freeze()  # or the first collection in each fork would copy every page
     asking.send(b"{}")
     asked, streams = serve(asking)
+    gc.enable()
     try:
         be_new(asked, streams)
         if asked["launches"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import random
 import socket
@@ -38,6 +39,8 @@ def describe(ctx: RankContext, *args: object, **kwargs: object) -> dict[str, obj
         "args": args,
         "kwargs": kwargs,
         "pid": os.getpid(),
+        # What torch has made stays: collections run, and leave it out.
+        "collects": (gc.isenabled(), gc.get_freeze_count() > 100_000),
     }
 
 
