@@ -260,7 +260,7 @@ def exit_code_of(exc: BaseException) -> int | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class ChainFacts:
     """What a chain of exceptions means.
 
     Attributes:
@@ -368,17 +368,17 @@ def _leaves(statement: ast.stmt) -> bool:
     return name in ("exit", "_exit", "quit", "abort")
 
 
-def read_chain(exc: BaseException) -> Reading:
+def read_chain(exc: BaseException) -> ChainFacts:
     """Find what says why the rank failed, from the exception that left its function.
 
     An exception that cannot be read, since its class plays tricks, is what is shown.
     """
     with contextlib.suppress(Exception):
         return _read(exc)
-    return Reading(shown=exc)
+    return ChainFacts(shown=exc)
 
 
-def _read(exc: BaseException, depth: int = 0) -> Reading:
+def _read(exc: BaseException, depth: int = 0) -> ChainFacts:
     # The exception, what it was raised from or while handling, and so on.
     chain: list[BaseException] = []
     seen: set[int] = set()
@@ -393,10 +393,10 @@ def _read(exc: BaseException, depth: int = 0) -> Reading:
         # A script that raises "from None" has decided that what lies beneath does not matter.
         looks_beneath = isinstance(outer, DDPSafeError) or not outer.__suppress_context__
         if inner and origin != "own" and looks_beneath:
-            return Reading(shown=inner[0], hidden_by=outer, origin=_origin_of(inner[0], depth))
+            return ChainFacts(shown=inner[0], hidden_by=outer, origin=_origin_of(inner[0], depth))
         if origin in ("peer-lost", "timeout"):
-            return Reading(shown=exc, origin=origin, wraps_peer_error=outer is not exc)
-    return Reading(shown=exc, origin=_origin_of(exc, depth))
+            return ChainFacts(shown=exc, origin=origin, wraps_peer_error=outer is not exc)
+    return ChainFacts(shown=exc, origin=_origin_of(exc, depth))
 
 
 def _origin_of(exc: BaseException, depth: int) -> Origin:
