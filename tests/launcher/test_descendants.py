@@ -39,8 +39,10 @@ def test_a_stranger_who_got_the_pid_of_a_rank_is_left_alone() -> None:
     assert json.loads(run.stdout) == {"told": [True, True, True], "not told": [True, True]}
 
 
-def test_what_a_rank_left_in_its_session_is_ended_after_its_end() -> None:
-    """It is known by what was there when the rank ended."""
+def test_what_a_rank_left_in_its_session_is_ended_after_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is known by what was there when the rank ended, also after a step of the wall clock."""
     rank = subprocess.Popen(["sh", "-c", "sleep 300 & exec sleep 301"], start_new_session=True)
     identity = RankIdentity.of(rank.pid)
     assert identity is not None
@@ -50,6 +52,10 @@ def test_what_a_rank_left_in_its_session_is_ended_after_its_end() -> None:
     ended = identity.ended()
     rank.wait()
     assert [each.pid for each in ended.left or ()] == [child.pid]
+    # The kernel computes the time of boot, to which psutil adds, from the wall clock.
+    booted_s = psutil.boot_time()
+    for name, value in {"boot_time": lambda: booted_s + 3600, "BOOT_TIME": booted_s + 3600}.items():
+        monkeypatch.setattr(f"psutil._pslinux.{name}", value, raising=False)
     assert [each.pid for each in find_members([ended], LAUNCH_ID)] == [child.pid]
     kill_members([ended], LAUNCH_ID, within_s=1)
     assert not is_running(child.pid)

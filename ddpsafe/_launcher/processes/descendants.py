@@ -6,8 +6,10 @@ import contextlib
 import itertools
 import os
 import signal
+import sys
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import psutil
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _FEWEST_LOOKS: Final = 3
+_START_FIELD: Final = 19  # of /proc/PID/stat, counted after the name: field 22 of proc(5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +29,16 @@ class ProcessIdentity:
 
     Attributes:
         pid: Its process id.
-        created_s: When it started, in seconds since the epoch, as psutil reports it.
+        started: When it started, to be compared only: see `_start_of`.
     """
 
     pid: int
-    created_s: float
+    started: float
 
     def is_alive(self) -> bool:
         """Tell whether its pid is that of the same process, be it one that waits to be reaped."""
-        with contextlib.suppress(psutil.Error):
-            return bool(psutil.Process(self.pid).create_time() == self.created_s)
+        with contextlib.suppress(psutil.Error, OSError):
+            return _start_of(self.pid) == self.started
         return False
 
 
@@ -56,8 +59,8 @@ class RankIdentity(ProcessIdentity):
     def of(cls, pid: int) -> RankIdentity | None:
         """Describe a live process; ``None`` if it has gone."""
         try:
-            return cls(pid, psutil.Process(pid).create_time())
-        except psutil.Error:
+            return cls(pid, _start_of(pid))
+        except (psutil.Error, OSError):
             return None
 
     def ended(self) -> RankIdentity:
@@ -65,8 +68,8 @@ class RankIdentity(ProcessIdentity):
         left = []
         for pid in psutil.pids():
             if pid != self.pid and _session_of(pid) == self.pid:
-                with contextlib.suppress(psutil.Error):
-                    left.append(ProcessIdentity(pid, psutil.Process(pid).create_time()))
+                with contextlib.suppress(psutil.Error, OSError):
+                    left.append(ProcessIdentity(pid, _start_of(pid)))
         return replace(self, left=tuple(left))
 
     def owns_session(self) -> bool | None:
@@ -178,6 +181,17 @@ def is_in_kernel(pid: int | None) -> bool:
     with contextlib.suppress(psutil.Error):
         return pid is not None and bool(psutil.Process(pid).status() == psutil.STATUS_DISK_SLEEP)
     return False
+
+
+def _start_of(pid: int) -> float:
+    """Return when a process started: in ticks since the boot on Linux.
+
+    psutil's seconds since the epoch change with every step of the wall clock.
+    """
+    if sys.platform != "linux":
+        return float(psutil.Process(pid).create_time())
+    _, _, fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
+    return float(fields.split()[_START_FIELD])
 
 
 def _session_of(pid: int) -> int | None:

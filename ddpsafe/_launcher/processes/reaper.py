@@ -117,7 +117,7 @@ def clean_up(said: Sequence[str]) -> None:
             rank = known["rank"]
             left = rank["left"]
             members = None if left is None else tuple(ProcessIdentity(**each) for each in left)
-            ranks[rank["pid"]] = RankIdentity(rank["pid"], rank["created_s"], members)
+            ranks[rank["pid"]] = RankIdentity(rank["pid"], rank["started"], members)
     kill_members(list(ranks.values()), launch_id, within_s=_CLEAN_UP_S)
     # Whoever killed the launcher's process group has killed Python's resource tracker with it.
     unlink_semaphores(launch_id)
