@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing.spawn
 import os
-import subprocess
+import py_compile
+import resource
+import shutil
+import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import scripts
 
 import ddpsafe
 from ddpsafe._launcher.processes import reaper
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    import subprocess
 
 
 @pytest.fixture
@@ -25,13 +32,12 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def start(folder: Path, launcher_pid: int) -> subprocess.Popen[str]:
+def start(folder: Path, launcher_pid: int, path: list[str] = sys.path) -> subprocess.Popen[bytes]:
     """Start it, and tell it what a launcher does."""
-    command = [sys.executable, "-I", "-S", str(reaper._PROGRAM), str(launcher_pid), "-"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+    process = reaper.start(launcher_pid)
     assert process.stdin is not None
-    for line in ({"path": sys.path, "launch": "5" * 32}, {"folder": str(folder)}):
-        process.stdin.write(json.dumps(line) + "\n")
+    for line in ({"path": path, "launch": "5" * 32}, {"folder": str(folder)}):
+        process.stdin.write(json.dumps(line).encode() + b"\n")
     process.stdin.flush()
     return process
 
@@ -40,7 +46,7 @@ def test_a_launcher_that_is_killed_in_the_middle_of_a_line(folder: Path) -> None
     """What was told before is cleaned up."""
     process = start(folder, os.getpid())
     assert process.stdin is not None
-    process.stdin.write('{"rank": {"pi')
+    process.stdin.write(b'{"rank": {"pi')
     process.stdin.close()
     assert process.wait(60) == 0
     assert not folder.exists()
@@ -55,11 +61,106 @@ def test_a_launcher_that_was_killed_before_the_first_look(folder: Path) -> None:
     assert not folder.exists()
 
 
-def test_a_system_that_starts_no_process_is_a_preflight_error(
-    monkeypatch: pytest.MonkeyPatch,
+def test_no_signal_but_sigkill_ends_it(folder: Path) -> None:
+    """Schedulers send theirs to all processes of a job, at any moment."""
+    process = start(folder, os.getpid())
+    for signum in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        process.send_signal(signum)
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(60) == 0
+    assert not folder.exists()
+
+
+def test_a_file_system_that_is_away_for_a_moment(folder: Path, tmp_path: Path) -> None:
+    """What cleans up is imported as soon as it can be."""
+    away, broken, tried = tmp_path / "away", tmp_path / "broken", tmp_path / "tried"
+    package = broken / "ddpsafe"
+    package.mkdir(parents=True)
+    package.joinpath("__init__.py").write_text(f"open({str(tried)!r}, 'w'); raise OSError")
+    process = start(folder, os.getpid(), [str(away), str(broken), *sys.path])
+    assert process.stdin is not None
+    process.stdin.close()
+    scripts.wait_until(tried.exists)
+    away.mkdir()
+    away.joinpath("ddpsafe").symlink_to(Path(ddpsafe.__file__).parent)
+    assert process.wait(60) == 0
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("packed", ["zip", "pyc"])
+def test_code_without_a_source_file_starts_it(tmp_path: Path, packed: str) -> None:
+    """In a zip file, and compiled without its source."""
+    copy = tmp_path / "ddpsafe"
+    shutil.copytree(
+        Path(ddpsafe.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    source = copy / "_launcher" / "processes" / "reaper_program.py"
+    location = tmp_path
+    if packed == "zip":
+        location = Path(shutil.make_archive(str(tmp_path / "app"), "zip", tmp_path, "ddpsafe"))
+        shutil.rmtree(copy)
+    else:
+        py_compile.compile(str(source), str(source.with_suffix(".pyc")), doraise=True)
+        source.unlink()
+    program = f"""
+        import json, sys
+        sys.path.insert(0, {str(location)!r})
+        from ddpsafe._launcher.processes import reaper
+        process = reaper.start(1)
+        process.stdin.close()
+        print(reaper.__file__.startswith({str(location)!r}), process.wait(60))
+    """
+    assert scripts.run(tmp_path, program, fresh=True).lines() == ["True 0"]
+
+
+@pytest.mark.parametrize(
+    ("executable", "cause"),
+    [
+        ("/nonexistent/python", "Python's own program ('/nonexistent/python') is not there"),
+        ("/etc/passwd", "Python's own program ('/etc/passwd') is not there, or may not be run"),
+        ("", "Python's own program ('') is not there"),
+        (None, "Python's own program ('') is not there"),
+    ],
+)
+def test_a_python_that_cannot_be_started_is_named(
+    monkeypatch: pytest.MonkeyPatch, executable: str | None, cause: str
 ) -> None:
-    """As at the limit of ``ulimit -u``: nothing was started."""
-    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    """No limit of the machine is blamed."""
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", executable)
     with pytest.raises(ddpsafe.PreflightError, match="could not be started") as caught:
         reaper.running_reaper("5" * 32).__enter__()
-    assert "ulimit -u" in str(caught.value)
+    assert str(caught.value.explanation.cause).startswith(cause)
+
+
+def test_a_limit_that_stops_the_start_is_named() -> None:
+    """By the number of the error."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    running = reaper.running_reaper("5" * 32)
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        caught = stack.enter_context(pytest.raises(ddpsafe.PreflightError))
+        running.__enter__()
+    assert "ulimit -n" in str(caught.value)
+    assert "ulimit -u" not in str(caught.value)
+
+
+def test_a_frozen_program_is_not_started_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its executable is the program itself, and would launch in turn."""
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", "/nonexistent/program")
+    with reaper.running_reaper("5" * 32) as without:
+        without.remove_later(Path("/nonexistent"))
+    assert "this program is frozen" in caplog.text
+
+
+def test_one_that_ended_too_early_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """As by the kernel for memory: a launcher that is killed then leaves its processes."""
+    with reaper.running_reaper("5" * 32) as running:
+        assert running._process is not None
+        running._process.kill()
+        scripts.wait_until(lambda: running._process.poll() is not None)
+    assert "has ended too early (SIGKILL)" in caplog.text

@@ -6,8 +6,8 @@ Each module imports only those before it::
     launcher_store  the private folder in which the ranks meet
     rank_process    one rank: its process, its pipe, what is said about stopping
     shutdown        SIGTERM, grace, SIGKILL, and what ranks leave behind
-    reaper          a small process that outlives the launcher, and ends what a killed one leaves
-    reaper_program  what that process runs
+    reaper_program  what the process does that cleans up after a killed launcher
+    reaper          starts that process, tells it of the ranks, and ends it
     start           all ranks or none
 
 Nothing here knows why a rank has failed.

@@ -8,32 +8,50 @@ them and all that descends from them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import marshal
 import os
-import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from multiprocessing import spawn
+from typing import IO, TYPE_CHECKING, Final
 
-from ddpsafe._errors import Explanation, PreflightError
-from ddpsafe._launcher.processes.descendants import ProcessIdentity, RankIdentity, kill_members
-from ddpsafe._launcher.processes.shutdown import unlink_semaphores
+from ddpsafe._errors import Explanation, PreflightError, signal_name
+from ddpsafe._launcher.processes.reaper_program import outlive
+from ddpsafe._logging import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
+    from pathlib import Path
 
-_PROGRAM: Final = Path(__file__).with_name("reaper_program.py")
-_GOODBYE: Final = "goodbye"
-_CLEAN_UP_S: Final = 5.0
+    from ddpsafe._launcher.processes.descendants import RankIdentity
+
+logger = get_logger(__name__)
+
+# Its code comes through the pipe: ddpsafe may lie in a zip file, or be compiled without its source.
+_BOOTSTRAP: Final = """# ddpsafe's reaper: ends what a killed launcher leaves
+import marshal, os, sys, threading, time
+type(lambda: 0)(marshal.load(sys.stdin.buffer), globals())(int(sys.argv[1]))
+"""
+
+LIMITS: Final = {
+    errno.EAGAIN: "the number of processes is limited on this machine (ulimit -u, pids.max).",
+    errno.EMFILE: "the number of open files is limited for this process (ulimit -n).",
+    errno.ENFILE: "the number of open files is limited on this machine (fs.file-max).",
+    errno.ENOMEM: "this machine, or its cgroup, has no memory left.",
+    errno.ENOSPC: "the disk with the run directory or TMPDIR is full.",
+}
+"""Which limit stopped the start of a process, by errno."""
 
 
 class Reaper:
     """The launcher's end of the reaper process."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        """Own the process."""
+    def __init__(self, process: subprocess.Popen[bytes] | None) -> None:
+        """Own the process; without one nothing is cleaned up."""
         self._process = process
 
     def teach(self, launch_id: str) -> None:
@@ -57,40 +75,85 @@ class Reaper:
 
     def dismiss(self) -> None:
         """End the reaper: the launcher has cleaned up itself."""
-        self._say(_GOODBYE)
-        self._process.kill()
+        if self._process is None:
+            return
+        code = self._process.poll()
+        if code is not None:
+            logger.warning(
+                "the process that cleans up after a killed launcher has ended too early (%s): what "
+                "ranks had started would have lived on",
+                signal_name(-code) if code < 0 else f"exit code {code}",
+            )
+        self._process.kill()  # before it sees the end of the pipe, at which it would clean up
         self._process.wait()
-        assert self._process.stdin is not None  # noqa: S101 - opened with a pipe
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+            _pipe_of(self._process).close()
 
     def _say(self, line: str) -> None:
-        assert self._process.stdin is not None  # noqa: S101 - opened with a pipe
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
+        if self._process is not None:
+            _send(self._process, line.encode() + b"\n")
+
+
+def _pipe_of(process: subprocess.Popen[bytes]) -> IO[bytes]:
+    assert process.stdin is not None  # noqa: S101 - opened with a pipe
+    return process.stdin
+
+
+def _send(process: subprocess.Popen[bytes], data: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        _pipe_of(process).write(data)
+        _pipe_of(process).flush()
+
+
+def start(launcher_pid: int) -> subprocess.Popen[bytes]:
+    """Start the process, in a session of its own, which keeps the terminal's signals away from it.
+
+    Raises:
+        OSError: The system would not start another one.
+    """
+    executable = os.fsdecode(spawn.get_executable() or "")
+    # What is sent to all processes of a job must not end the one that cleans up after them: it
+    # begins with all signals blocked, and leaves them so.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        process = subprocess.Popen(  # noqa: S603 - our own interpreter and program
+            [executable, "-I", "-S", "-c", _BOOTSTRAP, str(launcher_pid)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    _send(process, marshal.dumps(outlive.__code__))
+    return process
 
 
 @contextlib.contextmanager
 def running_reaper(launch_id: str) -> Iterator[Reaper]:
-    """Keep a reaper while ranks run. Its own session keeps the terminal's signals away from it.
+    """Keep a reaper while ranks run, where this program can start one.
 
     Raises:
         PreflightError: The system would not start another process.
     """
-    try:
-        process = subprocess.Popen(  # noqa: S603 - our own interpreter and program
-            [sys.executable, "-I", "-S", str(_PROGRAM), str(os.getpid()), _GOODBYE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
+    # The program of a frozen application is the application, which would run again.
+    if getattr(sys, "frozen", False):
+        logger.warning(
+            "this program is frozen, so nothing cleans up should the launcher be killed by SIGKILL: "
+            "what ranks have started may live on then"
         )
+        yield Reaper(None)
+        return
+    try:
+        process = start(os.getpid())
     except OSError as exc:
         what = f"the process that cleans up after a killed launcher could not be started: {exc}."
-        cause = "a limit of this machine: processes (ulimit -u), open files (ulimit -n), memory."
+        cause = LIMITS.get(exc.errno or 0)
         fix = "raise the limit, or end what else runs."
+        if cause is None and exc.filename is not None:
+            cause = f"Python's own program ({exc.filename!r}) is not there, or may not be run."
+            fix = "install it again, or name it with multiprocessing.set_executable(path)."
+        cause = cause or "a limit of this machine: processes (ulimit -u), open files, memory."
         raise PreflightError(Explanation(what, cause=cause, fix=fix)) from exc
     reaper = Reaper(process)
     try:
@@ -98,28 +161,3 @@ def running_reaper(launch_id: str) -> Iterator[Reaper]:
         yield reaper
     finally:
         reaper.dismiss()
-
-
-def clean_up(said: Sequence[str]) -> None:
-    """End the ranks of a launcher that is gone, and remove what it left.
-
-    Args:
-        said: The lines that it has sent.
-    """
-    first, *others = map(json.loads, said)
-    launch_id: str = first["launch"]
-    ranks: dict[int, RankIdentity] = {}
-    folders: list[str] = []
-    for known in others:
-        if "folder" in known:
-            folders.append(known["folder"])
-        else:  # the last that was said of a process holds: its number may be another one's by now
-            rank = known["rank"]
-            left = rank["left"]
-            members = None if left is None else tuple(ProcessIdentity(**each) for each in left)
-            ranks[rank["pid"]] = RankIdentity(rank["pid"], rank["started"], members)
-    kill_members(list(ranks.values()), launch_id, within_s=_CLEAN_UP_S)
-    # Whoever killed the launcher's process group has killed Python's resource tracker with it.
-    unlink_semaphores(launch_id)
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)

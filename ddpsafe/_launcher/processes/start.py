@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import multiprocessing
 import os
 import resource
@@ -17,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 from ddpsafe._errors import Explanation, PreflightError
 from ddpsafe._host import is_directory_foreign
 from ddpsafe._launcher.processes.rank_process import Worker
+from ddpsafe._launcher.processes.reaper import LIMITS
 from ddpsafe._logging import get_logger
 from ddpsafe._secrets import withheld_own_secrets
 from ddpsafe._wire.rank_pipe import Inheritance, InheritedFd, StepCounter, open_memory
@@ -202,7 +202,7 @@ def _translated(spec: RankSpec) -> Iterator[None]:
             cause = f"the fork server's socket lies below {below}, too long for a socket."
             fix = 'set TMPDIR to a short path, such as /tmp, or take start_method="spawn".'
         else:
-            cause = _LIMITS.get(
+            cause = LIMITS.get(
                 exc.errno or 0,
                 "a limit of this machine: processes (ulimit -u), open files (ulimit -n), memory, disk.",
             )
@@ -338,13 +338,3 @@ def _search_path_of_text() -> Iterator[None]:
 def _close_all(workers: Sequence[Worker]) -> None:
     for worker in workers:
         worker.close()
-
-
-_LIMITS: Final = {
-    errno.EAGAIN: "the number of processes is limited on this machine (ulimit -u, pids.max).",
-    errno.EMFILE: "the number of open files is limited for this process (ulimit -n).",
-    errno.ENFILE: "the number of open files is limited on this machine (fs.file-max).",
-    errno.ENOMEM: "this machine, or its cgroup, has no memory left.",
-    errno.ENOSPC: "the disk with the run directory or TMPDIR is full.",
-}
-"""Which limit stopped a start, by errno."""
