@@ -9,6 +9,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import multiprocessing.process
+import multiprocessing.util
+import os
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,12 +30,17 @@ def is_importing_main() -> bool:
 
 
 def helpers_folder() -> Path | None:
-    """Return the folder of the forkserver's socket, if `multiprocessing` has made one.
+    """Return the folder of the forkserver's socket, if `multiprocessing` has made one in this process.
 
-    The public function makes one.
+    The public function makes one. What it has made in a process that this one was forked from, or
+    started by, is that one's: only there is it registered to be removed.
     """
     folder = _config().get("tempdir")
-    return None if folder is None else Path(folder)
+    for each in [*getattr(multiprocessing.util, "_finalizer_registry", {}).values()]:
+        is_own = getattr(each, "_pid", None) == os.getpid()
+        if is_own and folder is not None and folder in (getattr(each, "_args", None) or ()):
+            return Path(folder)
+    return None
 
 
 def name_semaphores(prefix: str) -> None:

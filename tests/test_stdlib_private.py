@@ -20,15 +20,20 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 def test_the_folder_of_helpers_is_known_once_it_is_there(tmp_path: Path) -> None:
-    """And asking for it makes none."""
+    """And asking for it makes none. A process that is forked does not own that of its parent."""
     source = """
+        import os
         from multiprocessing import util
         from ddpsafe._stdlib_private import helpers_folder
         print(helpers_folder())
         made = util.get_temp_dir()
-        print(str(helpers_folder()) == made)
+        print(str(helpers_folder()) == made, flush=True)
+        if os.fork() == 0:
+            print(helpers_folder(), flush=True)
+            os._exit(0)
+        os.wait()
     """
-    assert scripts.run(tmp_path, source).lines() == ["None", "True"]
+    assert scripts.run(tmp_path, source).lines() == ["None", "True", "None"]
 
 
 def test_semaphores_are_named(tmp_path: Path) -> None:

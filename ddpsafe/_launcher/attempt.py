@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from multiprocessing.util import get_temp_dir
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import Deadline
@@ -25,13 +26,13 @@ from ddpsafe._launcher.plan import rank_env
 from ddpsafe._launcher.processes import shutdown
 from ddpsafe._launcher.processes.launcher_store import open_store
 from ddpsafe._launcher.processes.reaper import running_reaper
-from ddpsafe._launcher.processes.shutdown import find_helpers_folder
 from ddpsafe._launcher.processes.start import require_room, started_workers
 from ddpsafe._launcher.watch.console import open_console, terminal_variables
 from ddpsafe._launcher.watch.signals import Interrupted, is_order, open_inbox
 from ddpsafe._launcher.watch.supervisor import Watch
 from ddpsafe._logging import note_attempt
 from ddpsafe._secrets import OWN_SECRETS
+from ddpsafe._stdlib_private import helpers_folder
 from ddpsafe._wire import payload
 from ddpsafe._wire.spec import RankSpec
 
@@ -193,6 +194,12 @@ def started_ranks(
     config = plan.config
     with ExitStack() as stack:
         reaper = stack.enter_context(running_reaper(plan.launch_id))
+        if config.start_method == "forkserver":
+            with suppress(OSError):  # told of where the server is started
+                get_temp_dir()  # now, or the start would make it, and be killed before it is known
+        for folder in (helpers_folder(), None if directory.is_kept else directory.path):
+            if folder is not None:
+                reaper.remove_later(folder)
         store = stack.enter_context(
             open_store(directory.path if directory.is_ours else None, reaper)
         )
@@ -209,9 +216,6 @@ def started_ranks(
                 end=end,
             )
         )
-        for folder in (find_helpers_folder(), None if directory.is_kept else directory.path):
-            if folder is not None:
-                reaper.remove_later(folder)
         yield workers, end
 
 

@@ -54,16 +54,25 @@ def test_the_launcher_ends_the_ranks_and_then_by_the_signal(
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_no_temporary_file_is_left(tmp_path: Path, signum: signal.Signals) -> None:
-    """Neither the run directory that we made nor the folder of Python's own helpers."""
+    """Neither the run directory that we made nor the folder of Python's own helpers.
+
+    By SIGKILL as soon as a rank is started: the launcher says no more then.
+    """
     with tempfile.TemporaryDirectory() as temporary:  # short, for the fork server's socket
         statements = f"""
             os.environ["TMPDIR"] = {temporary!r}
+            if {signum == signal.SIGKILL}:
+                import multiprocessing.process
+                start = multiprocessing.process.BaseProcess.start
+                die = lambda rank: (start(rank), os.kill(os.getpid(), signal.SIGKILL))
+                multiprocessing.process.BaseProcess.start = die
             ddpsafe.launch(orphan_programs.wait_for_go, (folder,), **{{**options, "run_dir": None}})
         """
         with start_script(tmp_path, statements) as job:
-            job.wait_until_up()
-            assert list(Path(temporary).iterdir())
-            os.kill(job.pid, signum)
+            if signum == signal.SIGTERM:
+                job.wait_until_up()
+                assert list(Path(temporary).iterdir())
+                os.kill(job.pid, signum)
             assert job.end().code == -signum
             scripts.wait_until(lambda: not list(Path(temporary).iterdir()), within_s=5)
 

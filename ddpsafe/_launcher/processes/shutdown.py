@@ -8,7 +8,7 @@ import shutil
 import signal
 import time
 from datetime import timedelta
-from multiprocessing import process, resource_tracker
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -58,16 +58,9 @@ def unlink_semaphores(launch_id: str) -> list[str]:
     return removed
 
 
-def find_helpers_folder() -> Path | None:
-    """Return the folder in which `multiprocessing` keeps the forkserver's socket, if there is one."""
-    if process.parent_process() is not None:
-        return None  # a process of `multiprocessing`, such as a rank, shares that of its parent
-    return helpers_folder()
-
-
 def remove_helpers_folder() -> None:
-    """Remove that folder: a process that is ended by a signal does not do so itself."""
-    folder = find_helpers_folder()
+    """Remove the fork server's folder: a process that is ended by a signal does not do so itself."""
+    folder = helpers_folder()
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
 
