@@ -214,3 +214,33 @@ def test_a_signal_to_node_0_while_it_waits_ends_all_launchers_alike(
     os.kill(launchers[0].pid, signum)
     interrupted(launchers, signum)
     require_nothing_left(network)
+
+
+WHILE_IT_OPENS: Final = """
+    import os
+    import signal
+    import sys
+
+    import ddpsafe
+
+    told = []
+
+    def tell(event, arguments):
+        if event == "socket.bind" and arguments[1][1] == 28900 and not told:
+            told.append(os.kill(os.getpid(), signal.SIGTERM))
+
+    if __name__ == "__main__":
+        sys.addaudithook(tell)
+        meets = {"endpoint": "h0:28900"}
+        ddpsafe.launch(print, nnodes=2, nproc_per_node=1, backend="gloo", rendezvous=meets)
+"""
+
+
+def test_a_signal_to_node_0_while_it_opens_the_endpoint_is_not_lost(
+    network: Network, tmp_path: Path
+) -> None:
+    """It acts on it once it waits for the others, which may take ten minutes to come."""
+    launcher = Launcher(network[0], [str(scripts.write(tmp_path, "opens.py", WHILE_IT_OPENS))], {})
+    assert launcher.end(60) == -signal.SIGTERM, launcher.err
+    assert "SIGTERM; no rank is left running" in launcher.err
+    require_nothing_left(network)

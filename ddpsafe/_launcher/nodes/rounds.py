@@ -183,7 +183,7 @@ class NodeLaunch:
         self.attempts = number
         self._close_channel()
         with contextlib.ExitStack() as stack:
-            inbox = stack.enter_context(open_inbox())
+            inbox = stack.enter_context(open_inbox(rendezvous.inbox))
             rendezvous.inbox = inbox
             known = rendezvous.launchers
             while True:
@@ -504,7 +504,7 @@ class NodeLaunch:
         """Be another node, round by round, as long as node 0 says so."""
         while True:
             self._close_channel()
-            with open_inbox() as inbox:
+            with open_inbox(rendezvous.inbox) as inbox:
                 rendezvous.inbox = inbox
                 try:
                     self._require_data_paths(rendezvous)

@@ -87,13 +87,17 @@ def is_order(received: signal.Signals | None) -> TypeGuard[signal.Signals]:
 
 
 @contextlib.contextmanager
-def open_inbox() -> Iterator[SignalInbox]:
+def open_inbox(earlier: SignalInbox | None = None) -> Iterator[SignalInbox]:
     """Take over the signals that would end this process, where the script has not.
 
     An ignored signal stays ignored (nohup ignores SIGHUP), a handler of the user's stays in place.
     Outside the main thread Python allows no handlers; the main thread's own apply then. But when the
     interpreter ends before the launch, in a daemon thread, it is ended too: the ranks would be waited
     for by `multiprocessing`, and the frozen thread could not end them.
+
+    Args:
+        earlier: The inbox of what came before. A signal that arrived there too late for it is in this
+            one: nobody else has it.
     """
     read_fd, write_fd = os.pipe()
     os.set_blocking(write_fd, False)
@@ -114,6 +118,8 @@ def open_inbox() -> Iterator[SignalInbox]:
                 before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         else:
             atexit.register(inbox.cancel)
+        if earlier is not None and earlier.received is not None:
+            inbox.put(earlier.received, None, earlier.where)
         yield inbox
     finally:
         atexit.unregister(inbox.cancel)
