@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import gc
 import importlib
 import io
 import os
@@ -165,6 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             if sys.stdout is not None:  # None where the caller has closed it
                 sys.stdout.flush()
+            if arguments is None:  # the interpreter ends: what is loaded is not worth a search
+                gc.freeze()
     except BrokenPipeError:
         try:
             sys.stdout.flush()

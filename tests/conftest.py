@@ -163,7 +163,7 @@ def _ranks_share_imports() -> Iterator[None]:
     preload = forkserver.set_forkserver_preload
     more = ["torch._dynamo", "ddpsafe._functions", "ddpsafe.checkpoint", "ddpsafe.data"]
     # The first to start the server may be the workers of a DataLoader, which ask for nothing.
-    preload(["torch", "ddpsafe._worker.preload", *more])
+    preload(["ddpsafe._worker.preload", "torch", *more])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forkserver, "set_forkserver_preload", lambda names: preload([*names, *more]))
         yield

@@ -96,8 +96,7 @@ def open_inbox(earlier: SignalInbox | None = None) -> Iterator[SignalInbox]:
     for by `multiprocessing`, and the frozen thread could not end them.
 
     Args:
-        earlier: The inbox of what came before. A signal that arrived there too late for it is in this
-            one: nobody else has it.
+        earlier: The inbox before. A signal that came there too late to be acted on is in this one, too.
     """
     read_fd, write_fd = os.pipe()
     os.set_blocking(write_fd, False)
