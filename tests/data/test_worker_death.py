@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_programs import Gated, Lethal, Numbers, lose_a_worker_of_torchs_loader
+import scripts
+from data_programs import Ending, Gated, Lethal, Numbers, lose_a_worker_of_torchs_loader
 
 import ddpsafe
 from ddpsafe.data import DataLoader
@@ -45,6 +46,18 @@ def test_death_names_worker_rank_index_path_and_limit(how: str, text: str, limit
     assert limit in message
     assert (caught.value.worker, caught.value.rank, caught.value.index) == (1, 0, 13)
     assert isinstance(caught.value, RuntimeError)
+
+
+def test_a_worker_that_is_ending_is_named_though_a_batch_of_it_is_lost_first(
+    tmp_path: Path,
+) -> None:
+    """The tensors of a batch are fetched from their worker: the connection is refused before it is dead."""
+    mark = tmp_path / "is-ending"
+    batches = iter(DataLoader(Ending(40, 13, mark), 4, num_workers=2))
+    next(batches)
+    scripts.wait_until(mark.exists, within_s=30)
+    with pytest.raises(WorkerDiedError, match=r"worker 1 .* exited with code 3"):
+        next(batches)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes since Python 3.11")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import signal
 import threading
+import time
 import weakref
+from datetime import timedelta
 from multiprocessing import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ddpsafe._clock import Deadline
 from ddpsafe._errors import Explanation, signal_name
 from ddpsafe._host import read_limits
 from ddpsafe.data._loader.epochs import add_note
@@ -68,6 +71,9 @@ def watch_workers(iterator: Any, inner: Any) -> None:
         signal.signal(signal.SIGCHLD, _Explaining(handler))
 
 
+_DYING: Final = timedelta(seconds=1)
+"""How long a worker may take to end that answers no more."""
+
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
@@ -84,15 +90,22 @@ def explained(error: Exception, iterator: object, board: EpochBoard | None) -> E
         add_note(error, describe_open_files())
         return None
     workers: list[BaseProcess] = getattr(iterator, "_workers", [])
-    if not workers or not isinstance(error, RuntimeError) or isinstance(error, WorkerDiedError):
+    is_told = isinstance(error, WorkerDiedError) or str(error).startswith("Caught ")  # in a worker
+    if not workers or is_told or not isinstance(error, (RuntimeError, OSError, EOFError)):
         return None
+    if not isinstance(error, RuntimeError):
+        # The worker that has the batch did not hand it over: where it is ending, it is dead soon.
+        for pause_s in Deadline.after(_DYING).pauses_s():
+            if any(process.exitcode for process in workers):
+                break
+            time.sleep(pause_s)
     if isinstance(error.__cause__, WorkerDiedError):
         return error.__cause__
     return _explain(error, iterator, workers, board)
 
 
 def _explain(
-    error: RuntimeError, iterator: object, workers: list[BaseProcess], board: EpochBoard | None
+    error: Exception, iterator: object, workers: list[BaseProcess], board: EpochBoard | None
 ) -> Exception | None:
     dataset = getattr(getattr(iterator, "_dataset", None), "dataset", None)
     for worker, process in enumerate(workers):
