@@ -197,8 +197,12 @@ def count_visible(env: Mapping[str, str]) -> int:
 
     seen = torch.cuda.device_count()
     if named is not None and named != os.environ.get(VISIBLE):
-        has_cuda = torch.version.cuda is not None or torch.version.hip is not None
-        seen = count_named(named, present=count_present()) if has_cuda or seen else 0
+        # Hidden from this process, they would still be seen by the rank.
+        may_see = torch.version.hip is not None or (
+            torch.version.cuda is not None and may_have_driver()
+        )
+        present = count_present() or (seen if VISIBLE not in os.environ else None)
+        seen = count_named(named, present=present) if may_see or seen else 0
     elif named is None:
         named = os.environ.get(VISIBLE)
     return min(seen, 1) if is_split(named) else seen
@@ -252,23 +256,27 @@ def may_have_driver() -> bool:
 
 
 def count_named(text: str, *, present: int | None) -> int:
-    """Count the GPUs that a value of ``CUDA_VISIBLE_DEVICES`` shows, as CUDA reads it.
+    """Count the GPUs that a value of ``CUDA_VISIBLE_DEVICES`` shows, as torch reads it.
 
-    The first entry that is wrong ends the list, and one that stands there twice empties it.
+    Names, where it begins with one, else the numbers that the entries begin with. The first entry that
+    is wrong ends the list, and one that stands there twice empties it.
 
     Args:
         text: The value.
         present: How many GPUs the host has; ``None`` where that is not known.
     """
-    entries: list[str] = []
-    for entry in (part.strip() for part in text.split(",")):
-        is_named = entry.startswith(("GPU-", "MIG-"))
-        if not is_named and (not entry.isdecimal() or (present and int(entry) >= present)):
+    prefix = next((each for each in ("GPU-", "MIG-") if text.startswith(each)), None)
+    entries: list[str | int] = []
+    for part in text.split(","):
+        number = re.match(r"\+?[0-9]+", part.strip())
+        if not (number if prefix is None else part.startswith(prefix)):
             break
+        entry = part if number is None else int(number[0])
         if entry in entries:
             return 0
         entries.append(entry)
-    return len(entries)
+    beyond = [present and isinstance(entry, int) and entry >= present for entry in entries]
+    return [*beyond, True].index(True)
 
 
 def count_present() -> int | None:

@@ -193,7 +193,7 @@ def test_a_folder_without_sockets_has_nothing_to_wait_for(tmp_path: Path) -> Non
 
 
 def test_a_launcher_without_a_descriptor_is_not_woken_again(tmp_path: Path) -> None:
-    """A process that asks cannot be answered, and would keep a core busy."""
+    """A process that asks cannot be answered, and would keep a core busy; it is at the next look."""
     listener = StatusSocket(tmp_path)
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(str(tmp_path / SOCKET))
@@ -206,7 +206,13 @@ def test_a_launcher_without_a_descriptor_is_not_woken_again(tmp_path: Path) -> N
             assert listener.accept() is None
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert listener.handles() == []
+        assert listener.handles() == []
+        client.sendall(b"status")
+        assert listener.accept() is False
+        assert select.select(listener.handles(), [], [], 0) == ([], [], [])
+        listener.answer({"ranks": 2})
+        assert client.recv(100) == b'{"ranks": 2}\n'
+    listener.close()
 
 
 HOT: Final = {"sm_mhz": 1200, "max_sm_mhz": 1980, "slowdowns": 0x48, "celsius": 91}

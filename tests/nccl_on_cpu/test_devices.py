@@ -118,13 +118,37 @@ def test_ranks_without_a_gpu_of_their_own_are_refused(
         ("GPU-8f3a,GPU-8f3a", 8, 0),
         ("MIG-1/2/0", 1, 1),
         ("NoDevFiles", 8, 0),
+        ("0,00", 8, 0),
+        ("4,9,9", 8, 0),
+        ("0abc,1", 8, 2),
+        ("+0", 8, 1),
+        (" 0 , 1 ,", 8, 2),
+        ("GPU-8f3a,1", 8, 1),
+        ("0,GPU-8f3a", 8, 1),
     ],
 )
-def test_visible_devices_are_counted_as_cuda_counts_them(
-    text: str, present: int | None, count: int
+def test_visible_devices_are_counted_as_torch_counts_them(
+    monkeypatch: pytest.MonkeyPatch, text: str, present: int | None, count: int
 ) -> None:
     """The first entry that is wrong ends the list; one that stands there twice empties it."""
     assert _gpus.count_named(text, present=present) == count
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
+    parsed: list[object] = torch.cuda._parse_visible_devices()
+    beyond = [isinstance(entry, int) and entry >= (present or 64) for entry in parsed]
+    assert [*beyond, True].index(True) == count
+
+
+def test_what_a_rank_is_shown_is_counted_whether_or_not_torch_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A build for CUDA on a host without a driver has none; of WSL, which has no files of it, torch knows."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(_gpus, "count_present", lambda: None)
+    for has_driver, seen, count in ((False, 0, 0), (True, 1, 1), (True, 4, 2)):
+        monkeypatch.setattr(_gpus, "may_have_driver", lambda has_driver=has_driver: has_driver)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda seen=seen: seen)
+        assert _gpus.count_visible({"CUDA_VISIBLE_DEVICES": "0,1"}) == count
 
 
 CPU = {"__version__": "2.13.0+cpu", "cuda": None, "hip": None, "rocm": None, "xpu": None}

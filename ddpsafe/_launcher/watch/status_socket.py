@@ -44,6 +44,7 @@ class StatusSocket:
         self._path = run_dir / SOCKET
         self._listener: socket.socket | None = None
         self._asked_by: list[socket.socket] = []
+        self._is_left = False
         with contextlib.suppress(OSError), contextlib.ExitStack() as failing:
             self._path.unlink(missing_ok=True)  # of an attempt before, or of a launcher that died
             # One that does not listen is always readable, so it is closed.
@@ -58,7 +59,9 @@ class StatusSocket:
 
     def handles(self) -> list[int]:
         """Return what becomes readable when another process asks."""
-        return [] if self._listener is None else [self._listener.fileno()]
+        if self._listener is None or self._is_left:
+            return []
+        return [self._listener.fileno()]
 
     @property
     def is_asked(self) -> bool:
@@ -69,14 +72,16 @@ class StatusSocket:
         """Take the next question of this user, if there is one; tell whether it asks for stacks."""
         if self._listener is None:
             return None
+        self._is_left = False
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
             return None
-        except OSError:  # out of descriptors, and readable for as long as it is open
-            self.close()
+        except OSError:
+            # Out of descriptors: it stays readable, so nothing waits for it until the next look.
+            self._is_left = True
             return None
-        with contextlib.suppress(OSError):
+        try:
             connection.settimeout(_SEND_S)
             # Where this is not known, not on Linux, the run directory's own mode keeps others out.
             option = getattr(socket, "SO_PEERCRED", None)
@@ -85,11 +90,12 @@ class StatusSocket:
                 said = connection.getsockopt(socket.SOL_SOCKET, option, _CREDENTIALS.size)
                 _, uid, _ = _CREDENTIALS.unpack(said)
             if uid in (0, os.geteuid()):
-                with contextlib.suppress(OSError):
-                    asked = connection.recv(len(WITH_STACKS))
-                    self._asked_by.append(connection)
-                    return asked == WITH_STACKS
-            connection.close()
+                asked = connection.recv(len(WITH_STACKS))
+                self._asked_by.append(connection)
+                return asked == WITH_STACKS
+        except OSError:
+            pass
+        connection.close()
         return None
 
     def answer(self, facts: Facts) -> None:
