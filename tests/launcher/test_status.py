@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import live_programs as programs
 import pytest
+import scripts
 from fault_kit import World
 
 from ddpsafe._commands import status
@@ -213,6 +214,35 @@ def test_a_launcher_without_a_descriptor_is_not_woken_again(tmp_path: Path) -> N
         listener.answer({"ranks": 2})
         assert client.recv(100) == b'{"ranks": 2}\n'
     listener.close()
+
+
+WITHOUT_PATIENCE: Final = """
+    import signal
+    import socket
+    import time
+    from pathlib import Path
+
+    import ddpsafe
+    from ddpsafe._launcher.watch.status_socket import SOCKET
+
+    def ask_and_leave(ctx, run_dir):
+        with socket.socket(socket.AF_UNIX) as asking:
+            asking.connect(str(run_dir / SOCKET))
+            asking.sendall(b"status")
+        time.sleep(1)
+
+    if __name__ == "__main__":
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        run_dir = Path("run").absolute()
+        ddpsafe.launch(ask_and_leave, (run_dir,), nproc_per_node=1, run_dir=run_dir)
+        print("after", signal.getsignal(signal.SIGPIPE) == signal.SIG_DFL)
+"""
+
+
+def test_who_asks_and_leaves_does_not_end_a_launcher_that_sigpipe_would(tmp_path: Path) -> None:
+    """As scripts have it that are read by ``head``: it is theirs again after the launch."""
+    ended = scripts.run(tmp_path, WITHOUT_PATIENCE)
+    assert (ended.code, ended.out) == (0, "after True\n"), ended.err
 
 
 HOT: Final = {"sm_mhz": 1200, "max_sm_mhz": 1980, "slowdowns": 0x48, "celsius": 91}

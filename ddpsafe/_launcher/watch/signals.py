@@ -115,6 +115,10 @@ def open_inbox(earlier: SignalInbox | None = None) -> Iterator[SignalInbox]:
             if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
                 # The kernel would reap the ranks itself, and how they ended would be lost.
                 before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            if signal.getsignal(signal.SIGPIPE) == signal.SIG_DFL:
+                # As command line scripts set it. A rank or ``ddpsafe status`` that has gone would end
+                # this process without a word.
+                before[signal.SIGPIPE] = signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         else:
             atexit.register(inbox.cancel)
         if earlier is not None and earlier.received is not None:
