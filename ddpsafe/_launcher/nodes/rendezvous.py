@@ -1109,13 +1109,17 @@ class NodeRendezvous:
             nodes.append(found)
         return nodes
 
-    def close(self) -> None:
-        """Leave; as the host of the store, tell late nodes that the job is over, and go last."""
+    def close(self, *, may_answer: bool = True) -> None:
+        """Leave; as the host of the store, tell late nodes that the job is over, and go last.
+
+        Args:
+            may_answer: Whether the host of the store is there; else nothing is waited for.
+        """
         handler, backend = self._handler, self._backend
         if handler is not None:
             backend.cancelled = not self.serves
             call = BoundedCall(handler.shutdown, name="ddpsafe-rendezvous")
-            call.wait(_CLOSE.total_seconds())
+            call.wait(_CLOSE.total_seconds() if may_answer else 0)
             state = backend.state
             if self.serves and state is not None and (state.wait_list or state.redundancy_list):
                 time.sleep(_FORGET_S)

@@ -136,14 +136,18 @@ class NodeLaunch:
             except BaseException:
                 rendezvous.close()
                 raise
+        may_answer = True
         try:
             if rendezvous.serves:
                 return self._lead(rendezvous)
             return self._follow(rendezvous)
+        except NodeLostError:
+            may_answer = rendezvous.serves
+            raise
         finally:
             if self._channel is not None:
                 self._channel.close()
-            rendezvous.close()
+            rendezvous.close(may_answer=may_answer)
 
     def _lead(self, rendezvous: NodeRendezvous) -> dict[int, object]:
         """Be node 0, whose retry policy decides for all."""
