@@ -71,7 +71,7 @@ def _pytest(session: nox.Session, command: str, *options: str) -> None:
     workers: list[str] = []
     if not any(argument.startswith(("-n", "--numprocesses")) for argument in arguments):
         # Most tests wait for processes of theirs, so more run at a time than there are cores.
-        workers = ["-n", "8", "--dist", "worksteal"]
+        workers = ["-n", "10", "--dist", "worksteal"]
     session.env["PYTHONDONTWRITEBYTECODE"] = ""
     # From an empty folder, neither the tests nor a process they start can import the checkout;
     # --installed makes pytest refuse to run if they could.
