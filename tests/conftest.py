@@ -55,14 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(msg)
 
 
-WAITING: Final = {"nodes", "faults", "test_pasted.py"}
-"""Folders and files of tests that wait more than they compute."""
-
 TOGETHER: Final = 5
-"""How many of them follow one another: those of one file may share hosts."""
-
-WELL_BEFORE_THE_END: Final = 0.85
-"""The part of a worker's tests over which they are spread: who waits last has nothing beside it."""
+"""How many tests of several nodes follow one another: they share hosts, and wait more than others."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -87,27 +81,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _mixed(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
-    """Give each worker its share of the tests that wait, between the files of the others.
+    """Give each worker its share of the tests of several nodes, between the files of the others.
 
     A worker begins with as long a part of the list as each other one. Slurm's tests share a cluster
     and take minutes, so they come first.
     """
-    waiting = [item for item in items if WAITING.intersection(item.path.parts)]
-    by_file = [[*group] for _, group in itertools.groupby(waiting, key=lambda item: item.path)]
+    nodes = [item for item in items if "nodes" in item.path.parts]
+    by_file = [[*group] for _, group in itertools.groupby(nodes, key=lambda item: item.path)]
     groups = [
         file[start : start + TOGETHER]
         for file in by_file
         for start in range(0, len(file), TOGETHER)
     ]
     others = sorted(
-        (item for item in items if not WAITING.intersection(item.path.parts)),
+        (item for item in items if "nodes" not in item.path.parts),
         key=lambda item: "slurm" not in item.path.parts,
     )
     mixed: list[pytest.Item] = []
     for worker in range(workers):
         part = others[len(others) * worker // workers : len(others) * (worker + 1) // workers]
         own = groups[worker::workers]
-        every = WELL_BEFORE_THE_END * len(part) / max(1, len(own))
+        every = len(part) / max(1, len(own))
         due = 0.0
         for number, item in enumerate(part):
             is_first_of_file = number == 0 or item.path != part[number - 1].path
