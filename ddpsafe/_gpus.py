@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import itertools
 import os
 import re
 import socket
@@ -275,8 +276,9 @@ def count_named(text: str, *, present: int | None) -> int:
         if entry in entries:
             return 0
         entries.append(entry)
-    beyond = [present and isinstance(entry, int) and entry >= present for entry in entries]
-    return [*beyond, True].index(True)
+    if prefix is not None or not present:
+        return len(entries)
+    return sum(1 for _ in itertools.takewhile(lambda entry: int(entry) < present, entries))
 
 
 def count_present() -> int | None:

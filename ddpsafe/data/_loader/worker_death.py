@@ -90,8 +90,9 @@ def explained(error: Exception, iterator: object, board: EpochBoard | None) -> E
         add_note(error, describe_open_files())
         return None
     workers: list[BaseProcess] = getattr(iterator, "_workers", [])
-    is_told = isinstance(error, WorkerDiedError) or str(error).startswith("Caught ")  # in a worker
-    if not workers or is_told or not isinstance(error, (RuntimeError, OSError, EOFError)):
+    # A worker's own error is told as "Caught … in DataLoader worker process".
+    is_explained = isinstance(error, WorkerDiedError) or str(error).startswith("Caught ")
+    if not workers or is_explained or not isinstance(error, (RuntimeError, OSError, EOFError)):
         return None
     if not isinstance(error, RuntimeError):
         # The worker that has the batch did not hand it over: where it is ending, it is dead soon.
