@@ -204,9 +204,10 @@ def show_report(report: Report, *, verbose: bool) -> None:
             table.add_row(mark, printable(finding.code), Text(printable(finding.fact)))
         if shown:
             Console().print(table)
-    for finding in shown if not on_terminal else ():
-        if finding.severity == "ok":  # the others come below, whole
-            say(printable(f"ok {finding.code}: {finding.fact}"))
+    else:
+        for finding in shown:
+            if finding.severity == "ok":  # the others come below, whole
+                say(printable(f"ok {finding.code}: {finding.fact}"))
     if report.matrix is not None:
         hosts, directions = report.matrix.hostnames, report.matrix.directions
         closed = [each for each in directions if each.result != "open"]

@@ -208,7 +208,7 @@ class LaunchConfig(BaseSettings):
         given = _parts_as_tables(dict(fields))
         token = _file.set(file)
         try:
-            _build(type(self), lambda known: BaseSettings.__init__(self, **known), given, file)
+            _build(self, BaseSettings.__init__, given, file)
         finally:
             _file.reset(token)
 
@@ -278,7 +278,7 @@ class LaunchConfig(BaseSettings):
             both = isinstance(below, dict) and isinstance(value, dict)
             given[name] = below | value if both else value
         resolved = cls.__new__(cls)
-        _build(cls, lambda known: BaseModel.__init__(resolved, **known), given)
+        _build(resolved, BaseModel.__init__, given)
         return resolved
 
     @field_validator("node_rank")
@@ -379,16 +379,16 @@ def _set_fields(model: BaseModel) -> dict[str, Any]:
 
 
 def _build(
-    model: type[BaseModel],
-    make: Callable[[dict[str, Any]], None],
+    config: BaseModel,
+    init: Callable[..., None],
     given: dict[str, Any],
     file: ConfigFile | None = None,
 ) -> None:
-    """Call `make` with the fields; translate what pydantic finds into one `ConfigError`.
+    """Call `init` with the fields; translate what pydantic finds into one `ConfigError`.
 
     Args:
-        model: What is built.
-        make: Builds it.
+        config: What is built.
+        init: Pydantic's, with or without what the settings' sources hold.
         given: The arguments of the call.
         file: The file below them, where one is read.
     """
@@ -402,11 +402,12 @@ def _build(
             return variable
         return str(file.path) if file is not None and _is_in(location, file.table) else ""
 
+    model = type(config)
     # pydantic-settings takes names with an underscore for options of its own.
     odd = [name for name in given if name.startswith("_")]
     problems = [unknown_field(name, given[name], model) for name in odd]
     try:
-        make({name: value for name, value in given.items() if name not in odd})
+        init(config, **{name: value for name, value in given.items() if name not in odd})
     except ValidationError as error:
         problems += problems_of(error, model, source=source)
     problems += slipped_variables(model.model_fields)

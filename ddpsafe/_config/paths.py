@@ -42,10 +42,10 @@ def _validate_path(value: object) -> Path:
     if not text.strip():
         raise wrong("it is empty, which means the current directory", write=example)
     try:
-        encoded = os.fsencode(text)
+        is_possible = b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
-        encoded = b"\0"
-    if b"\0" in encoded:
+        is_possible = False
+    if not is_possible:
         raise wrong(f"{show(text)} has characters that no path can have", write=example)
     if text.startswith("~"):
         raise wrong(

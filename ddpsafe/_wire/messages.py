@@ -298,8 +298,8 @@ def last_in_main(position: Position | None) -> Collective | None:
 
 def last_entered_ns(positions: Iterable[Position | None]) -> int:
     """Return when a rank has last entered a collective, on the wall clock; 0 where none is known to have."""
-    known = (each for each in positions if each is not None)
-    return max((each.entered_ns for at in known for each in at.collectives), default=0)
+    entered_ns = (each.entered_ns for at in positions if at is not None for each in at.collectives)
+    return max(entered_ns, default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -418,8 +418,8 @@ class Raised:
         held: str = "",
     ) -> Raised:
         """Describe an exception in plain text; never raises itself."""
-        reading = read_chain(exc)
-        shown = reading.shown
+        facts = read_chain(exc)
+        shown = facts.shown
         name, message = type_name_of(shown), clip(text_of(shown), MAX_MESSAGE)
         code = exit_code_of(shown)
         handled = None if code is None else shown.__cause__
@@ -443,15 +443,15 @@ class Raised:
             exit_code=code,
             final=final,
             held=held,
-            origin=reading.origin,
+            origin=facts.origin,
             explanation=shown.explanation if isinstance(shown, DDPSafeError) else None,
             kind=_kind_of(shown),
             setting=shown.setting if isinstance(shown, LaunchTimeoutError) else "",
-            wraps_peer_error=reading.wraps_peer_error,
+            wraps_peer_error=facts.wraps_peer_error,
             point_to_point=point_to_point_of(
-                (shown if reading.hidden_by is None else reading.hidden_by).__traceback__
+                (shown if facts.hidden_by is None else facts.hidden_by).__traceback__
             ),
-            hidden_by="" if reading.hidden_by is None else in_a_line(reading.hidden_by),
+            hidden_by="" if facts.hidden_by is None else in_a_line(facts.hidden_by),
             handled="" if handled is None else in_a_line(handled),
             dead_worker=dead_worker,
         )

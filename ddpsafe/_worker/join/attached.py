@@ -191,12 +191,12 @@ def say_goodbye(control: Control, exc: BaseException) -> Departure | None:
     """Tell the others that this rank fails; return who failed first, if its error is a peer's."""
     first = None
     if session.find_spec() is None:  # else the launcher knows, and tells the cause by itself
-        reading = read_chain(exc)
-        error = f"{type_name_of(reading.shown)}: {text_of(reading.shown)}"
+        facts = read_chain(exc)
+        error = f"{type_name_of(facts.shown)}: {text_of(facts.shown)}"
         is_failure = exit_code_of(exc) != 0
         with contextlib.suppress(RuntimeError):  # the store is gone, which says something too
-            control.depart(clip(error, _MAX_REASON), reading.origin, is_failure=is_failure)
-        if reading.origin != "own" and not isinstance(exc, DDPSafeError):  # ours have said it
+            control.depart(clip(error, _MAX_REASON), facts.origin, is_failure=is_failure)
+        if facts.origin != "own" and not isinstance(exc, DDPSafeError):  # ours have said it
             first = control.departure()
     with contextlib.suppress(RuntimeError):
         control.arrive("leave")  # after the reason: who waits there reads it then

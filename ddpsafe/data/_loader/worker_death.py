@@ -72,7 +72,7 @@ def watch_workers(iterator: Any, inner: Any) -> None:
 
 
 _DYING: Final = timedelta(seconds=1)
-"""How long a worker may take to end that answers no more."""
+"""How long a worker that no longer answers may take to end."""
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
@@ -90,9 +90,10 @@ def explained(error: Exception, iterator: object, board: EpochBoard | None) -> E
         add_note(error, describe_open_files())
         return None
     workers: list[BaseProcess] = getattr(iterator, "_workers", [])
+    if not workers or not isinstance(error, (RuntimeError, OSError, EOFError)):
+        return None
     # A worker's own error is told as "Caught … in DataLoader worker process".
-    is_explained = isinstance(error, WorkerDiedError) or str(error).startswith("Caught ")
-    if not workers or is_explained or not isinstance(error, (RuntimeError, OSError, EOFError)):
+    if isinstance(error, WorkerDiedError) or str(error).startswith("Caught "):
         return None
     if not isinstance(error, RuntimeError):
         # The worker that has the batch did not hand it over: where it is ending, it is dead soon.

@@ -110,11 +110,19 @@ def _shadowed(fact: str, found: Path) -> Finding:
     )
 
 
+def _torch_version(subject: Subject) -> str:
+    return str(ask(subject).get("describe", {}).get("version", ""))
+
+
+def _major_minor(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
 def check_known(subject: Subject) -> Iterator[Finding]:
     """Compare Python and torch with the versions that ddpsafe is made for."""
     python = sys.version_info[:2]
-    torch = str(ask(subject).get("describe", {}).get("version", ""))
-    numbers = tuple(int(part) for part in re.findall(r"\d+", torch)[:2])
+    torch = _torch_version(subject)
+    numbers = _major_minor(torch)
     if numbers and numbers < _OLDEST_TORCH:
         yield failed(
             "DS-VER-002",
@@ -135,8 +143,8 @@ def check_known(subject: Subject) -> Iterator[Finding]:
 
 def check_load(subject: Subject) -> Iterator[Finding]:
     """Look whether `weights_only=True` of this torch keeps its promise."""
-    torch = str(ask(subject).get("describe", {}).get("version", ""))
-    numbers = tuple(int(part) for part in re.findall(r"\d+", torch)[:2])
+    torch = _torch_version(subject)
+    numbers = _major_minor(torch)
     if numbers and numbers < _SAFE_LOAD_TORCH:
         yield warning(
             "DS-VER-006",
@@ -178,7 +186,7 @@ def check_nccl(subject: Subject) -> Iterator[Finding]:
 
 def check_companions(subject: Subject) -> Iterator[Finding]:
     """Compare the torch that is installed with the one that torchvision and the like were built for."""
-    installed = str(ask(subject).get("describe", {}).get("version", "")).partition("+")[0]
+    installed = _torch_version(subject).partition("+")[0]
     wrong = 0
     for name in _COMPANIONS if installed else ():
         requirements: list[str] = []
