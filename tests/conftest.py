@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 import leftovers
 import pytest
+import scripts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse to test the checkout where the installed package was asked for.
+    """Refuse to test the checkout where the installed package was asked for; start what workers share.
 
     What tests start inherits ignored signals, as pytest does in the background of a script: they
     are about a Ctrl-C that arrives.
@@ -53,6 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--installed") and not location.is_relative_to(sys.prefix):
         msg = f"ddpsafe would be imported from {location}, not from {sys.prefix}"
         raise pytest.UsageError(msg)
+    if (config.getoption("numprocesses", None) or 1) > 1:  # not so in a worker
+        config.add_cleanup(scripts.share_warm_python().close)
 
 
 TOGETHER: Final = 5

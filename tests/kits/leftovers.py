@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import psutil
+from warm_server import MARK
 
 from ddpsafe._wire.spec import make_launch_id, semaphore_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-
-MARK: Final = "PYTEST_RUN_MARK"
-"""Set in pytest's environment: who inherited it was started by this run, an orphan too."""
 
 GRACE_S: Final = 3.0
 """How long a process may take to be gone; the product promises one second."""

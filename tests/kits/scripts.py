@@ -18,7 +18,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from warm_python import Forked, WarmPython, piped
+from warm_python import Forked, SharedPython, WarmPython, piped
 from warm_server import read_at_start
 
 if TYPE_CHECKING:
@@ -56,6 +56,9 @@ FORKING: Final = {"DDPSAFE_START_METHOD": "forkserver"}
 
 SPAWNING: Final = {"DDPSAFE_START_METHOD": "spawn"}
 """Variables of a script whose ranks start as they do by default."""
+
+SHARED: Final = "PYTEST_WARM_PYTHON"
+"""Names the interpreter that the workers of a run share, in their environment."""
 
 IMPORTED: Final = (TESTS / "programs", TESTS / "kits")
 """Where rank functions are imported from, as ``pythonpath`` of pyproject.toml has it."""
@@ -144,9 +147,16 @@ class Script:
 @functools.cache
 def warm_python() -> WarmPython:
     """Return the interpreter of this pytest that has imported what launches need."""
-    server = WarmPython(OF_LAUNCHES, clean_environment())
+    server = WarmPython(OF_LAUNCHES, clean_environment(), os.environ.get(SHARED))
     Finalize(None, server.close, exitpriority=0)
     return server
+
+
+def share_warm_python() -> SharedPython:
+    """Start the interpreter of which those of the workers of this run are forked."""
+    shared = SharedPython(OF_LAUNCHES, clean_environment())
+    os.environ[SHARED] = shared.address
+    return shared
 
 
 def can_be_forked(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:

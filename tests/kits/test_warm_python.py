@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import leftovers
 import pytest
 import scripts
+from warm_python import SharedPython, WarmPython
 
 FACTS = """
     import json, multiprocessing, os, pathlib, signal, sys, tempfile, threading
@@ -130,21 +132,23 @@ def test_options_of_the_interpreter_and_what_torch_reads_at_its_import_need_a_ne
 
 
 OF_A_KILLED_TEST = """
-    import os, time
-    from warm_python import WarmPython
+    import os, sys, time
+    from warm_python import SharedPython, WarmPython
 
-    warm = WarmPython([], os.environ)
+    shared = SharedPython([], os.environ).address if sys.argv[1] == "shared" else None
+    warm = WarmPython([], os.environ, shared)
     print(warm.start(["sleep.py"], environment=os.environ, streams=(0, 1, 2)).pid, flush=True)
     time.sleep(1000)
 """
 
 
-def test_a_script_ends_with_the_tests_that_started_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("interpreter", ["own", "shared"])
+def test_a_script_ends_with_the_tests_that_started_it(tmp_path: Path, interpreter: str) -> None:
     """A run of tests that is killed leaves no script behind."""
     scripts.write(tmp_path, "sleep.py", "import time; time.sleep(1000)")
     test = scripts.write(tmp_path, "test.py", OF_A_KILLED_TEST)
     kits = os.fspath(Path(__file__).parent)
-    command = [sys.executable, str(test)]
+    command = [sys.executable, str(test), interpreter]
     env = {**os.environ, "PYTHONPATH": kits}
     with subprocess.Popen(
         command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True
@@ -154,3 +158,33 @@ def test_a_script_ends_with_the_tests_that_started_it(tmp_path: Path) -> None:
         killed.kill()
         assert select.select([watch], [], [], 30)[0]
         os.close(watch)
+
+
+def test_who_shares_an_interpreter_finds_what_its_scripts_leave_behind(tmp_path: Path) -> None:
+    """Their environment shows the mark of the worker that has started them, and of no other."""
+    scripts.write(tmp_path, "sleep.py", "import time; time.sleep(1000)")
+    shared = SharedPython([], os.environ)
+    workers = [WarmPython([], os.environ, shared.address) for _ in range(2)]
+    before = leftovers.Snapshot.take()
+    marks = [os.environ[leftovers.MARK], "another worker of the same run"[:32].ljust(32)]
+    with open(os.devnull, "r+b") as nothing:  # noqa: PTH123
+        started = [
+            worker.start(
+                ["sleep.py"],
+                environment={**os.environ, leftovers.MARK: mark},
+                streams=(nothing.fileno(),) * 3,
+                folder=tmp_path,
+                launches=False,
+            )
+            for worker, mark in zip(workers, marks, strict=True)
+        ]
+
+    def left() -> list[str]:
+        return leftovers.Snapshot.take().new_since(before)
+
+    scripts.wait_until(left)
+    assert [text.split()[1] for text in left()] == [str(started[0].pid)]
+    shared.close()
+    scripts.wait_until(lambda: not left())
+    for worker in workers:
+        worker.close()

@@ -10,13 +10,18 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
+import uuid
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
+
+from warm_server import MARK
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -91,24 +96,25 @@ class Forked:
 
 
 class WarmPython:
-    """An interpreter that has imported some modules, and forks a process for each script.
+    """An interpreter that has imported some modules, and forks a process for each script."""
 
-    Args:
-        modules: What it imports.
-        environment: Its variables.
-    """
+    def __init__(
+        self, modules: Sequence[str], environment: Mapping[str, str], shared: str | None = None
+    ) -> None:
+        """Start it; who asks first waits until it is there.
 
-    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start it; who asks first waits until it is there."""
-        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(other.fileno()), *modules],
-            pass_fds=[other.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            env=environment,
-        )
-        other.close()
+        Args:
+            modules: What it imports.
+            environment: Its variables.
+            shared: Address of a `SharedPython` of which it is forked, with its modules and variables.
+        """
+        self._process: subprocess.Popen[bytes] | None = None
+        if shared is None:
+            self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._process = started(other, modules, environment)
+        else:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._socket.connect(shared)
         self._lock = threading.Lock()
         self._is_ready = False
 
@@ -164,7 +170,46 @@ class WarmPython:
     def close(self) -> None:
         """End it."""
         self._socket.close()
+        if self._process is not None:
+            self._process.wait(_LIMIT_S)
+
+
+class SharedPython:
+    """An interpreter of which the workers of one run fork theirs: they would import torch in each."""
+
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start it; it ends with this process.
+
+        Args:
+            modules: What it imports.
+            environment: Its variables; each script of a worker shows the worker's mark.
+        """
+        self.address = str(Path(tempfile.mkdtemp(prefix="w-")) / "s")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+            listening.bind(self.address)
+            listening.listen()
+            nobodys = {MARK: "0" * len(uuid.uuid4().hex)}
+            self._process = started(listening, modules, {**environment, **nobodys})
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
         self._process.wait(_LIMIT_S)
+        shutil.rmtree(Path(self.address).parent)
+
+
+def started(
+    talking: socket.socket, modules: Sequence[str], environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start an interpreter that imports the modules and answers at a socket, which closes here."""
+    with talking:
+        return subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(talking.fileno()), *modules],
+            pass_fds=[talking.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env=environment,
+        )
 
 
 @contextlib.contextmanager

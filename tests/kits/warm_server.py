@@ -4,7 +4,8 @@ A script finds what a new interpreter would give it: its own main module, argume
 folder, streams, signals and end. What it does not pay for is the import of torch, and that of the
 fork server of its launches: a second process, forked before the script runs, waits to become it.
 
-Started with the number of a socket and the names of modules to import; see `warm_python`.
+Started with the number of a socket and the names of modules to import; see `warm_python`. Where that
+socket listens, each pytest that connects gets an interpreter of its own, forked from this one.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ READ_AT_START: Final = (
 )
 """Beginnings of variables that Python, the linker or torch read when they start or are imported."""
 
+MARK: Final = "PYTEST_RUN_MARK"
+"""Set in pytest's environment: who inherited it was started by this run, an orphan too."""
+
 UNBUFFERED: Final = "PYTHONUNBUFFERED"
 """The one of them that a fork takes over, with its streams."""
 
@@ -75,6 +79,44 @@ def enter(pid: int | str, *names: str) -> None:
         if libc.setns(fd, NAMESPACES[name]) != 0:
             raise OSError(ctypes.get_errno(), f"setns {name}")
         os.close(fd)
+
+
+def serve_each(listening: socket.socket) -> socket.socket:
+    """Fork a server for each pytest that connects, until the one that started this ends.
+
+    Returns:
+        In each fork: its connection.
+    """
+    die_with_parent(os.getppid(), is_on_host=False)
+    own = os.getpid()
+    while True:
+        asking, _ = listening.accept()
+        if os.fork() == 0:
+            listening.close()
+            die_with_parent(own, is_on_host=False)
+            return asking
+        asking.close()
+
+
+class ShownEnvironment:
+    """What /proc/PID/environ shows: what a test left behind is found by its mark there.
+
+    It is the memory in which the kernel has put the variables of the interpreter that is forked.
+    """
+
+    def __init__(self) -> None:
+        """Find it."""
+        _, _, fields = Path("/proc/self/stat").read_text().rpartition(")")
+        self._start, end = map(int, fields.split()[47:49])
+        self._shown = ctypes.string_at(self._start, end - self._start)
+
+    def take_over(self, name: str, environment: Mapping[str, str]) -> None:
+        """Show a variable that was shown before, with as long a value."""
+        found = self._shown.find(f"\0{name}=".encode())
+        if found >= 0 and name in environment:
+            text = f"\0{name}={environment[name]}\0".encode()
+            assert self._shown.find(b"\0", found + 1) == found + len(text) - 1
+            ctypes.memmove(self._start + found, text, len(text))
 
 
 def serve(asking: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -367,10 +409,14 @@ def main() -> None:
     assert threading.active_count() == 1, "a fork would lose a thread"
     sys.path[0] = ""
     gc.freeze()  # or the first collection in each fork would copy every page
+    shown = ShownEnvironment()
+    if asking.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        asking = serve_each(asking)
     asking.send(b"{}")
     asked, streams = serve(asking)
     gc.enable()
     try:
+        shown.take_over(MARK, asked["env"])
         be_new(asked, streams)
         if asked["launches"]:
             StandIn()
