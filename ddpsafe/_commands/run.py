@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import importlib.util
 import logging
 import os
-import runpy
 import shutil
-import signal
-import subprocess
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._config import LaunchConfig
 from ddpsafe._config.endpoint import complete_endpoint
@@ -24,20 +20,17 @@ from ddpsafe._errors import (
     ConfigError,
     DDPSafeError,
     Explanation,
-    PreemptedError,
 )
 from ddpsafe._host import is_directory_gone, plain_host, show_endpoint
 from ddpsafe._launch import run_processes
 from ddpsafe._launcher.uncaught import without_frames
 from ddpsafe._logging import current_fields, json_line, json_of_error
-from ddpsafe._wire.exception_facts import where_of
-from ddpsafe._wire.messages import ScriptExit
+from ddpsafe._worker.script import Kind, run_script
 from ddpsafe._world import find_node_place, read_nnodes, require_int
 from ddpsafe.cli import HEALTHY, PARTS, TORCHRUN_NOTED, USAGE, complain
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Sequence
 
 
 def run_ranks(options: Namespace) -> int:
@@ -232,9 +225,6 @@ def _number(options: Namespace, name: str) -> int:
     return int(text)
 
 
-Kind = Literal["script", "module", "program"]
-
-
 def _kind_of(options: Namespace) -> Kind:
     if options.module:
         return "module"
@@ -277,45 +267,3 @@ def _require_target(options: Namespace) -> str:
         message = f"There is no script {name!r} in {Path.cwd()}; {advice}"
         raise ConfigError(message)
     return str(Path(name).absolute())
-
-
-def run_script(
-    rank: int,
-    target: str,
-    arguments: Sequence[str],
-    kind: Kind,
-) -> ScriptExit | None:
-    """Be one rank: run the script from its first line, as ``python script.py`` would.
-
-    Returns:
-        Where the script called ``sys.exit(0)``, if it did: that is how a rank ends that the others
-        may still wait for.
-    """
-    del rank  # the script reads RANK
-    if kind == "program":
-        # It runs to its end, and this process ends as it does.
-        code = subprocess.run([target, *arguments], check=False).returncode  # noqa: S603 - the user's own
-        if code < 0:
-            with contextlib.suppress(OSError):  # SIGKILL has no handler
-                signal.signal(-code, signal.SIG_DFL)
-            os.kill(os.getpid(), -code)
-        if code:
-            raise SystemExit(code)
-        return None
-    sys.argv = [target, *arguments]
-    try:
-        if kind == "module":
-            sys.path.insert(0, str(Path.cwd()))
-            runpy.run_module(target, run_name="__main__", alter_sys=True)
-        else:
-            sys.path.insert(0, str(Path(target).parent))
-            runpy.run_path(target, run_name="__main__")
-    except SystemExit as end:
-        if end.code not in {None, 0}:
-            raise
-        return ScriptExit(where=where_of(end.__traceback__))
-    except PreemptedError:
-        # `launch` in the script has done what this launcher had asked for, which tells by itself
-        # that all ranks have stopped.
-        return None
-    return None

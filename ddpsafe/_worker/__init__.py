@@ -13,6 +13,7 @@
     whereabouts        where the rank is, told while it goes on
     pending_exception  exceptions that are being handled when a rank begins to wait
     stop_agreement     all ranks stop at the same call of `stop_requested`
+    script             the script, module or program of `ddpsafe run`
     preload            what the fork server loads once
     join/              ranks that another launcher has started
 """
