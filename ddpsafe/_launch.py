@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from ddpsafe._config import LaunchConfig, SpawnFields, refuse_fields, require_data_paths
 from ddpsafe._errors import DDPSafeError, Explanation
+from ddpsafe._garbage import out_of_collections
 from ddpsafe._launcher.attempt import run_attempt
 from ddpsafe._launcher.handle import SpawnHandle, as_torchs
 from ddpsafe._launcher.plan import Calls, make_plan, require_main_guard, require_may_have_children
@@ -188,7 +189,8 @@ def run_processes(fn: Callable[..., object], args: Sequence[Any], config: Launch
     Raises:
         DDPSafeError: As in `launch`.
     """
-    plan = _ready_plan(config, style="run")
+    with out_of_collections():  # this process is ddpsafe's own
+        plan = _ready_plan(config, style="run")
     _run_plan(plan, Calls(fn, args, {}, None, style="run"))
 
 

@@ -10,7 +10,10 @@ import io
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
+
+from ddpsafe._garbage import out_of_collections
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -162,7 +165,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if options.command == "run":
                     text += " Options of the script go after its name."
                 parser.error(text)
-            return find_command(options.command)(options)
+            with out_of_collections() if arguments is None else nullcontext():
+                command = find_command(options.command)
+            return command(options)
         finally:
             if sys.stdout is not None:  # None where the caller has closed it
                 sys.stdout.flush()

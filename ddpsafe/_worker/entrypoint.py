@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import os
 import resource
 import signal
@@ -16,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 from ddpsafe._clock import BoundedCall, Deadline, HeldClock
+from ddpsafe._garbage import out_of_collections
 from ddpsafe._logging import name_rank
 from ddpsafe._stdlib_private import end_as_interpreter
 from ddpsafe._wire import payload
@@ -58,7 +58,7 @@ from ddpsafe._worker import environment, pending_exception, stop_agreement
 from ddpsafe._worker.stop_agreement import LauncherLine, StopCalls
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
     from types import FrameType
 
     from ddpsafe._wire.messages import Phase
@@ -382,7 +382,7 @@ def _run_user_code(
 
     pending_exception.tell(reporter)
     name_rank(spec.world, spec.attempt)
-    with _out_of_collections():
+    with out_of_collections():
         session.install_hooks(spec, since_start)  # imports torch
     environment.use_threads(spec.num_threads)
     environment.count_steps(
@@ -406,22 +406,6 @@ def _run_user_code(
     value = fn(spec.world.local_rank, *args, **kwargs)
     # mp.spawn drops the value too, which therefore need not be picklable.
     return value if isinstance(value, ScriptExit) else None
-
-
-@contextlib.contextmanager
-def _out_of_collections() -> Iterator[None]:
-    """Keep what is loaded by the end of the block out of garbage collections: it stays for good.
-
-    Each full one would look through all of torch, 0.1 s; an import of torch alone leads to several.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if was_enabled:
-            gc.enable()
 
 
 def _write_result(pickled: payload.Pickled, fd: int) -> bool:
