@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast, get_args
 
 from ddpsafe._errors import ConfigError, Explanation, MismatchError
+from ddpsafe._garbage import out_of_collections
 from ddpsafe._wire.exception_facts import clip
 from ddpsafe._wire.payload import find_unpicklable
 
@@ -54,7 +55,8 @@ def wrap(
         return model
     options: dict[str, Any] = {"device_ids": None if device.type == "cpu" else [device]}
     options.update(ddp_kwargs)
-    return nn.parallel.DistributedDataParallel(model, **options)
+    with out_of_collections(after_script=True):  # it imports torch._dynamo
+        return nn.parallel.DistributedDataParallel(model, **options)
 
 
 def unwrap(model: M) -> M:

@@ -382,7 +382,7 @@ def _run_user_code(
 
     pending_exception.tell(reporter)
     name_rank(spec.world, spec.attempt)
-    with out_of_collections():
+    with out_of_collections(after_script=spec.style != "run"):
         session.install_hooks(spec, since_start)  # imports torch
     environment.use_threads(spec.num_threads)
     environment.count_steps(

@@ -39,7 +39,7 @@ def describe(ctx: RankContext, *args: object, **kwargs: object) -> dict[str, obj
         "args": args,
         "kwargs": kwargs,
         "pid": os.getpid(),
-        # What torch has made stays: collections run, and leave it out.
+        # Collections run; in a fork they leave torch out, whose pages it shares.
         "collects": (gc.isenabled(), gc.get_freeze_count() > 100_000),
     }
 

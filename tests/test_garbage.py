@@ -1,0 +1,54 @@
+"""Garbage collections, and what is loaded for good."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import scripts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROGRAM = """
+    import gc, sys, weakref
+    from ddpsafe._garbage import out_of_collections
+
+    class Large:
+        def __init__(self):
+            self.itself = self
+
+    before, after_script, was_enabled = map(int, sys.argv[1])
+    if before:
+        gc.freeze()
+    if not was_enabled:
+        gc.disable()
+    made, frozen = Large(), gc.get_freeze_count()
+    try:
+        with out_of_collections(after_script=bool(after_script)):
+            1 / gc.isenabled()
+    except ZeroDivisionError:
+        pass
+    assert gc.isenabled() == was_enabled
+    made = weakref.ref(made)
+    gc.collect()
+    print(made() is None, (gc.get_freeze_count() - frozen) // 1000 > 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("000", "False True"),
+        ("001", "False True"),
+        ("010", "True False"),
+        ("011", "True False"),
+        ("110", "True False"),
+        ("111", "True False"),
+    ],
+)
+def test_what_a_script_has_made_is_freed_once_it_is_garbage(
+    tmp_path: Path, case: str, said: str
+) -> None:
+    """Whoever deletes a model and collects has the room; what ddpsafe alone has loaded stays."""
+    assert scripts.run(tmp_path, PROGRAM, case, fresh=True).lines() == [said]
