@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-# What tests start shares a few cores. Threads of OpenMP that spin while they wait for one another
-# took half of the time of a training in two ranks.
+# What tests start shares a few cores, so no thread spins while it waits. OpenMP's took half of the
+# time of a training in two ranks; numpy's, a tenth of each `import torch`.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
