@@ -175,6 +175,7 @@ def test_closed_endpoint_is_told_by_the_node_that_cannot_come(
     host, visitor = examine(network, timeout_s=2)
     assert visitor.codes() == [code]
     assert f"h0:{PORT} (10.77.0.1)" in visitor.one(code)["fact"]
+    assert ("-I eth0 10.77.0.2    # on h1" in visitor.one(code)["fix"]) == (otherwise == "drop")
     require_in_time([visitor], 5)
     assert host.codes() == ["DS-MESH-001"]
     require_in_time([host], 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -9,7 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 from mesh_kit import healthy_node as node
 
+from ddpsafe._host import Interface
 from ddpsafe.doctor import _codes
+from ddpsafe.doctor._mesh.findings import attendance
 from ddpsafe.doctor._mesh.findings.all import make_findings
 from ddpsafe.doctor._mesh.findings.attendance import (
     cannot_serve,
@@ -296,6 +299,9 @@ PRINTED: Final[dict[str, Callable[[], list[Finding]]]] = {
 def test_page_shows_what_the_doctor_prints(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Facts, cause, lines to paste and all: a text that changes takes its page along."""
     monkeypatch.setattr(socket, "gethostname", lambda: "h1")
+    eth0 = Interface("eth0", (ipaddress.ip_interface("10.77.0.2/24"),), 1500, is_running=True)
+    monkeypatch.setattr(attendance, "source_address", lambda _: str(eth0.networks[0].ip))
+    monkeypatch.setattr(attendance, "find_interface_of", lambda _: eth0)
     (found,) = (each for each in PRINTED[code]() if each.severity in ("failed", "warning"))
     assert found.code == code
     block = f"```text\n{found.as_text()}\n```"

@@ -528,7 +528,7 @@ def test_limit_of_the_rate_is_not_called_broken(make_hosts: MakeHosts) -> None:
 
 
 def test_two_hosts_that_announce_one_address_are_not_called_lost(make_hosts: MakeHosts) -> None:
-    """Every packet finds the one or the other; whatever else breaks, the address is named."""
+    """Every packet finds the one or the other; whichever is cut off, the address is named."""
 
     def alike(network: Network, index: int) -> str:
         return names_of_all(network, index).replace("10.77.0.3 h2", "10.77.0.2 h2")
@@ -539,5 +539,7 @@ def test_two_hosts_that_announce_one_address_are_not_called_lost(make_hosts: Mak
         ip addr add {network[1].address()}/24 dev eth0
     """)
     told = examine(network, timeout_s=10)
-    assert "DS-MESH-024" in told[0].codes(), [each["fact"] for each in told[0].findings]
     assert not {"DS-MESH-010", "DS-MESH-011"} & {*told[0].codes()}
+    if "DS-MESH-024" not in told[0].codes():  # one of them has never got an answer
+        cut_off = [each for each in told[1:] if "DS-MESH-004" in each.codes()]
+        assert "arping -D -c 3 -I eth0 10.77.0.2" in cut_off[0].one("DS-MESH-004")["fix"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import shlex
 import socket
 from importlib import metadata
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._host import list_interfaces, show_endpoint
+from ddpsafe._host import find_interface_of, list_interfaces, show_endpoint, source_address
 from ddpsafe.doctor import _codes
 from ddpsafe.doctor._findings import Finding, to_copy
 from ddpsafe.doctor._mesh.findings.fixes import allow, describe_chain
@@ -102,14 +103,29 @@ def _dropped(obstacle: Obstacle, host: str, port: int) -> _Description:
     addresses = ", ".join(obstacle.addresses)
     return (
         f"gets no answer from {show_endpoint(host, port)} ({addresses}): packets vanish",
-        f"a firewall or security group drops port {port} on {host} or on the way, or the host is off.",
+        (
+            f"a firewall or security group drops port {port} on {host} or on the way, or the host is "
+            "off; where another host has the address of this one, the answers go there."
+        ),
         to_copy(
             f"Open the port on {host}, as root:",
             f"{_iptables(obstacle)} -I INPUT -p tcp --dport {port} -j ACCEPT",
             f"firewall-cmd --permanent --add-port={port}/tcp && firewall-cmd --reload",
             f"# in a cloud: an inbound rule of the security group, TCP {port}",
+            *_find_namesake(obstacle),
         ),
     )
+
+
+def _find_namesake(obstacle: Obstacle) -> Iterator[str]:
+    """Yield the line that asks the network whether another host has the address of this one."""
+    for address in obstacle.addresses[:1]:
+        with contextlib.suppress(OSError):  # there is no way to it any more
+            own = source_address(address)
+            interface = find_interface_of(own)
+            if interface is not None and not interface.is_loopback and ":" not in own:
+                device = shlex.quote(interface.name)
+                yield f"# does another host have {own}? arping -D -c 3 -I {device} {own}    # on {socket.gethostname()}"
 
 
 def _iptables(obstacle: Obstacle) -> str:
