@@ -299,8 +299,9 @@ PRINTED: Final[dict[str, Callable[[], list[Finding]]]] = {
 def test_page_shows_what_the_doctor_prints(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Facts, cause, lines to paste and all: a text that changes takes its page along."""
     monkeypatch.setattr(socket, "gethostname", lambda: "h1")
-    eth0 = Interface("eth0", (ipaddress.ip_interface("10.77.0.2/24"),), 1500, is_running=True)
-    monkeypatch.setattr(attendance, "source_address", lambda _: str(eth0.networks[0].ip))
+    address = ipaddress.ip_interface("10.77.0.2/24")
+    eth0 = Interface(name="eth0", networks=(address,), mtu_bytes=1500, is_running=True)
+    monkeypatch.setattr(attendance, "source_address", lambda _: str(address.ip))
     monkeypatch.setattr(attendance, "find_interface_of", lambda _: eth0)
     (found,) = (each for each in PRINTED[code]() if each.severity in ("failed", "warning"))
     assert found.code == code
