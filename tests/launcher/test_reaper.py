@@ -10,18 +10,17 @@ import py_compile
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import scripts
 
 import ddpsafe
 from ddpsafe._launcher.processes import reaper
-
-if TYPE_CHECKING:
-    import subprocess
+from ddpsafe._launcher.processes.descendants import kill_members
+from ddpsafe._wire.spec import MARKER
 
 
 @pytest.fixture
@@ -86,6 +85,32 @@ def test_a_file_system_that_is_away_for_a_moment(folder: Path, tmp_path: Path) -
     away.joinpath("ddpsafe").symlink_to(Path(ddpsafe.__file__).parent)
     assert process.wait(60) == 0
     assert not folder.exists()
+
+
+def test_a_package_that_is_on_no_path_is_found(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with an editable install that consists of an import hook."""
+    elsewhere = [each for each in sys.path if not Path(each, "ddpsafe", "py.typed").exists()]
+    monkeypatch.setattr(sys, "path", elsewhere)
+    process = reaper.start(os.getpid())
+    launcher = reaper.Reaper(process)
+    launcher.teach("5" * 32)
+    launcher.remove_later(folder)
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(90) == 0
+    assert not folder.exists()
+
+
+def test_the_end_of_an_outer_launch_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that a rank starts may launch in turn, and dies before it can clean up."""
+    monkeypatch.setenv(MARKER, "6" * 32)
+    with subprocess.Popen(["sleep", "60"]) as other, reaper.running_reaper("5" * 32) as running:
+        killed = kill_members([], "6" * 32, within_s=1)
+        assert running._process is not None
+        assert running._process.poll() is None
+    assert [each.pid for each in killed] == [other.pid]
 
 
 @pytest.mark.parametrize("packed", ["zip", "pyc"])

@@ -17,15 +17,16 @@ import subprocess
 import sys
 from dataclasses import asdict
 from multiprocessing import spawn
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
 from ddpsafe._errors import Explanation, PreflightError, signal_name
 from ddpsafe._launcher.processes.reaper_program import outlive
 from ddpsafe._logging import get_logger
+from ddpsafe._wire.spec import MARKER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from ddpsafe._launcher.processes.descendants import RankIdentity
 
@@ -60,6 +61,7 @@ class Reaper:
             sys.path
         )  # a Path among them is common; Python ignores it, too
         path = [entry for entry in entries if isinstance(entry, str)]
+        path.append(str(Path(__file__).parents[3]))  # an import hook may have found ddpsafe there
         self._say(json.dumps({"path": path, "launch": launch_id}))
 
     def protect(self, rank: RankIdentity) -> None:
@@ -122,6 +124,8 @@ def start(launcher_pid: int) -> subprocess.Popen[bytes]:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
+            # What ends an outer launch's processes must not end the one that cleans up after this one.
+            env={name: text for name, text in os.environ.items() if name != MARKER},
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
