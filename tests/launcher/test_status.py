@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -17,7 +18,6 @@ from fault_kit import World
 
 from ddpsafe._commands import status
 from ddpsafe._gpus import GpuReading
-from ddpsafe._launcher.watch import status_socket
 from ddpsafe._launcher.watch.status_socket import SOCKET, StatusSocket, ask
 from ddpsafe.cli import main
 
@@ -130,6 +130,13 @@ def facts() -> dict[str, object]:
     }
 
 
+def await_question(listener: StatusSocket) -> bool:
+    """Wait as a launcher does; tell whether it asks for stacks."""
+    while (wants_stacks := listener.accept()) is None:
+        assert select.select(listener.handles(), [], [], 30)[0]
+    return wants_stacks
+
+
 def test_watching_shows_it_again_until_the_launch_ends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,8 +145,7 @@ def test_watching_shows_it_again_until_the_launch_ends(
 
     def be_the_launcher() -> None:
         for _ in range(2):
-            select.select(listener.handles(), [], [], 30)
-            assert listener.accept() is False
+            assert await_question(listener) is False
             listener.answer(facts() | {"run_dir": str(tmp_path)})
         listener.close()
 
@@ -159,8 +165,7 @@ def test_a_path_that_is_not_utf_8_can_be_told(tmp_path: Path) -> None:
     path = os.fsdecode(b"/data/caf\xe9.py")
 
     def be_the_launcher() -> None:
-        select.select(listener.handles(), [], [], 30)
-        listener.accept()
+        await_question(listener)
         listener.answer({"where": path})
 
     launcher = threading.Thread(target=be_the_launcher)
@@ -170,22 +175,36 @@ def test_a_path_that_is_not_utf_8_can_be_told(tmp_path: Path) -> None:
     listener.close()
 
 
-def test_a_process_that_gets_no_answer_sees_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The launch ends before it has answered, or the process has not said what it asks."""
-    monkeypatch.setattr(status_socket, "_SEND_S", 0.01)
+def test_the_launcher_does_not_wait_for_a_process_that_says_nothing(tmp_path: Path) -> None:
+    """It has its answer once it asks, or sees the end: of the launch, or of the launcher's patience."""
     listener = StatusSocket(tmp_path)
-    with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as asking:
-        for client, asked, taken in ((silent, b"", None), (asking, b"stacks\n", True)):
+    with contextlib.ExitStack() as stack:
+        silent, later, asking, gone, *more = (
+            stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(11)
+        )
+        for client in (silent, later, asking, gone, *more):
             client.settimeout(30)
+        for client in (silent, later, gone):
             client.connect(str(tmp_path / SOCKET))
-            client.sendall(asked)
-            assert listener.accept() is taken
+            assert listener.accept() is None
+        assert select.select(listener.handles(), [], [], 0)[0] == []
+        gone.close()
+        asking.connect(str(tmp_path / SOCKET))
+        asking.sendall(b"stacks\n")
+        assert await_question(listener) is True
+        listener.answer({"ranks": 2})
+        assert asking.recv(100) == b'{"ranks": 2}\n'
+        assert select.select(listener.handles(), [], [], 0)[0] == []
+        for client in more:
+            client.connect(str(tmp_path / SOCKET))
+            assert listener.accept() is None
         assert silent.recv(1) == b""
+        later.sendall(b"status\n")
+        assert await_question(listener) is False
         assert listener.is_asked
         listener.close()
-        assert asking.recv(1) == b""
+        assert [client.recv(1) for client in (later, *more)] == [b""] * 8
+    assert listener.handles() == []
 
 
 def test_a_folder_without_sockets_has_nothing_to_wait_for(tmp_path: Path) -> None:
@@ -209,7 +228,7 @@ def test_a_launcher_without_a_descriptor_is_not_woken_again(tmp_path: Path) -> N
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert listener.handles() == []
         client.sendall(b"status")
-        assert listener.accept() is False
+        assert await_question(listener) is False
         assert select.select(listener.handles(), [], [], 0) == ([], [], [])
         listener.answer({"ranks": 2})
         assert client.recv(100) == b'{"ranks": 2}\n'

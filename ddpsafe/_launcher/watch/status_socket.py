@@ -43,6 +43,7 @@ class StatusSocket:
         """Listen, if the file system has sockets; else no launch fails for it."""
         self._path = run_dir / SOCKET
         self._listener: socket.socket | None = None
+        self._connected: list[socket.socket] = []  # and has not asked yet
         self._asked_by: list[socket.socket] = []
         self._is_left = False
         with contextlib.suppress(OSError), contextlib.ExitStack() as failing:
@@ -59,9 +60,10 @@ class StatusSocket:
 
     def handles(self) -> list[int]:
         """Return what becomes readable when another process asks."""
+        waiting = [each.fileno() for each in self._connected]
         if self._listener is None or self._is_left:
-            return []
-        return [self._listener.fileno()]
+            return waiting
+        return [self._listener.fileno(), *waiting]
 
     @property
     def is_asked(self) -> bool:
@@ -69,34 +71,51 @@ class StatusSocket:
         return bool(self._asked_by)
 
     def accept(self) -> bool | None:
-        """Take the next question of this user, if there is one; tell whether it asks for stacks."""
+        """Take the questions of this user that have come; tell whether one asks for stacks."""
+        self._connect()
+        wants_stacks: bool | None = None
+        for connection in list(self._connected):
+            try:
+                said = connection.recv(len(WITH_STACKS))
+            except BlockingIOError:
+                continue
+            except ConnectionError:
+                said = b""
+            self._connected.remove(connection)
+            if said:
+                connection.settimeout(_SEND_S)
+                self._asked_by.append(connection)
+                wants_stacks = bool(wants_stacks) or said == WITH_STACKS
+            else:
+                connection.close()
+        return wants_stacks
+
+    def _connect(self) -> None:
+        """Take the next connection of this user, if there is one."""
         if self._listener is None:
-            return None
+            return
         self._is_left = False
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
-            return None
+            return
         except OSError:
             # Out of descriptors: it stays readable, so nothing waits for it until the next look.
             self._is_left = True
-            return None
-        try:
-            connection.settimeout(_SEND_S)
-            # Where this is not known, not on Linux, the run directory's own mode keeps others out.
-            option = getattr(socket, "SO_PEERCRED", None)
-            uid = os.geteuid()
-            if option is not None:
-                said = connection.getsockopt(socket.SOL_SOCKET, option, _CREDENTIALS.size)
-                _, uid, _ = _CREDENTIALS.unpack(said)
-            if uid in (0, os.geteuid()):
-                asked = connection.recv(len(WITH_STACKS))
-                self._asked_by.append(connection)
-                return asked == WITH_STACKS
-        except OSError:
-            pass
-        connection.close()
-        return None
+            return
+        connection.settimeout(0)
+        # Where this is not known, not on Linux, the run directory's own mode keeps others out.
+        option = getattr(socket, "SO_PEERCRED", None)
+        uid = os.geteuid()
+        if option is not None:
+            said = connection.getsockopt(socket.SOL_SOCKET, option, _CREDENTIALS.size)
+            _, uid, _ = _CREDENTIALS.unpack(said)
+        if uid not in (0, os.geteuid()):
+            connection.close()
+            return
+        self._connected.append(connection)
+        if len(self._connected) > _QUEUED:
+            self._connected.pop(0).close()
 
     def answer(self, facts: Facts) -> None:
         """Send the facts to all that have asked; one that does not read them is left."""
@@ -109,8 +128,9 @@ class StatusSocket:
 
     def close(self) -> None:
         """Listen no longer; who has asked meanwhile sees the end of its connection."""
-        for connection in self._asked_by:
+        for connection in (*self._connected, *self._asked_by):
             connection.close()
+        self._connected.clear()
         self._asked_by.clear()
         if self._listener is not None:
             self._listener.close()
