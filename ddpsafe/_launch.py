@@ -22,7 +22,12 @@ from ddpsafe._launcher.run_directory import open_run_directory
 from ddpsafe._launcher.uncaught import presentable
 from ddpsafe._launcher.watch.console import shown_log
 from ddpsafe._launcher.watch.hang_detection import LearnedGaps
-from ddpsafe._launcher.watch.signals import Interrupted, interrupts_kept, pass_on
+from ddpsafe._launcher.watch.signals import (
+    Interrupted,
+    broken_pipes_raise,
+    interrupts_kept,
+    pass_on,
+)
 from ddpsafe._logging import json_scope, launch_fields
 from ddpsafe._preflight import (
     require_ready_between_nodes,
@@ -235,6 +240,7 @@ def _run_plan(
         folder = f"node-{rank}{socket.gethostname()}"
     try:
         with (
+            broken_pipes_raise(),
             closing(calls),
             launch_fields(plan.config.node_rank),
             shown_log(plan.console),

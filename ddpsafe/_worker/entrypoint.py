@@ -318,6 +318,7 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
         spec: Everything but the user's own function and arguments.
         inheritance: Pipes and files shared with the launcher.
     """
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPIPE])  # see `broken_pipes_raise`
     sender = Sender(inheritance.report.fd)
     reporter = Reporter(sender, spec.logs.stderr, inheritance.shared.fd)
     line = LauncherLine(sender, StopCalls())

@@ -238,22 +238,38 @@ def test_a_launcher_without_a_descriptor_is_not_woken_again(tmp_path: Path) -> N
 WITHOUT_PATIENCE: Final = """
     import signal
     import socket
+    import subprocess
+    import threading
     import time
     from pathlib import Path
 
     import ddpsafe
     from ddpsafe._launcher.watch.status_socket import SOCKET
 
-    def ask_and_leave(ctx, run_dir):
-        with socket.socket(socket.AF_UNIX) as asking:
-            asking.connect(str(run_dir / SOCKET))
-            asking.sendall(b"status")
-        time.sleep(1)
+    def ask_and_leave(_, run_dir):
+        assert signal.SIGPIPE not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        for waits in (False, True):
+            with socket.socket(socket.AF_UNIX) as asking:
+                asking.connect(str(run_dir / SOCKET))
+                asking.sendall(b"status")
+                assert not waits or asking.recv(1)
+
+    def start_program():
+        while not (run_dir / SOCKET).exists():
+            time.sleep(0.01)
+        ended = subprocess.run(["sh", "-c", "kill -s PIPE $$"], restore_signals=False)
+        print("a program ends by", -ended.returncode)
 
     if __name__ == "__main__":
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         run_dir = Path("run").absolute()
+        starting = threading.Thread(target=start_program)
+        starting.start()
         ddpsafe.launch(ask_and_leave, (run_dir,), nproc_per_node=1, run_dir=run_dir)
+        starting.join()
+        ddpsafe.spawn(
+            ask_and_leave, (run_dir,), join=False, start_method="forkserver", run_dir=run_dir
+        ).join()
         print("after", signal.getsignal(signal.SIGPIPE) == signal.SIG_DFL)
 """
 
@@ -261,7 +277,7 @@ WITHOUT_PATIENCE: Final = """
 def test_who_asks_and_leaves_does_not_end_a_launcher_that_sigpipe_would(tmp_path: Path) -> None:
     """As scripts have it that are read by ``head``: it is theirs again after the launch."""
     ended = scripts.run(tmp_path, WITHOUT_PATIENCE)
-    assert (ended.code, ended.out) == (0, "after True\n"), ended.err
+    assert (ended.code, ended.out) == (0, "a program ends by 13\nafter True\n"), ended.err
 
 
 HOT: Final = {"sm_mhz": 1200, "max_sm_mhz": 1980, "slowdowns": 0x48, "celsius": 91}

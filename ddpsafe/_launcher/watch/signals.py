@@ -115,10 +115,6 @@ def open_inbox(earlier: SignalInbox | None = None) -> Iterator[SignalInbox]:
             if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
                 # The kernel would reap the ranks itself, and how they ended would be lost.
                 before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            if signal.getsignal(signal.SIGPIPE) == signal.SIG_DFL:
-                # As command line scripts set it. A rank or ``ddpsafe status`` that has gone would end
-                # this process without a word.
-                before[signal.SIGPIPE] = signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         else:
             atexit.register(inbox.cancel)
         if earlier is not None and earlier.received is not None:
@@ -131,6 +127,32 @@ def open_inbox(earlier: SignalInbox | None = None) -> Iterator[SignalInbox]:
             signal.signal(signum, handler)
         os.close(read_fd)
         os.close(write_fd)
+
+
+@contextlib.contextmanager
+def broken_pipes_raise() -> Iterator[None]:
+    """Let a write whose reader has gone fail, also where a command line script has reset SIGPIPE.
+
+    A rank, another node or ``ddpsafe status`` that goes would end this process without a word. Outside
+    the main thread Python sets no handlers: there it is blocked, and `run_rank` unblocks it in ranks.
+    """
+    if signal.getsignal(signal.SIGPIPE) != signal.SIG_DFL:
+        yield
+    elif threading.current_thread() is threading.main_thread():
+        # A handler, for programs that are started meanwhile would inherit that it is ignored.
+        signal.signal(signal.SIGPIPE, lambda *_: None)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    else:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPIPE])
+        try:
+            yield
+        finally:
+            if signal.SIGPIPE not in before and signal.SIGPIPE in signal.sigpending():
+                signal.sigwait([signal.SIGPIPE])
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
