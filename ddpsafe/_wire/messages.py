@@ -36,7 +36,7 @@ from ddpsafe._wire.rank_pipe import Progress
 from ddpsafe._wire.spec import read_log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,12 +294,6 @@ class Whereabouts:
 def last_in_main(position: Position | None) -> Collective | None:
     """Return the last collective in the group of all ranks, where that is known."""
     return None if position is None else position.in_group(MAIN_GROUP)
-
-
-def last_entered_ns(positions: Iterable[Position | None]) -> int:
-    """Return when a rank has last entered a collective, on the wall clock; 0 where none is known to have."""
-    entered_ns = (each.entered_ns for at in positions if at is not None for each in at.collectives)
-    return max(entered_ns, default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import hang_programs as programs
@@ -12,10 +13,12 @@ from training_programs import Optimizer, return_rank, train
 
 import ddpsafe
 from ddpsafe._launcher.processes.rank_process import RankState
-from ddpsafe._launcher.watch.hang_detection import LearnedGaps, ProgressWatch
+from ddpsafe._launcher.watch.hang_detection import LearnedGaps, NewCollectives, ProgressWatch
+from ddpsafe._wire.messages import Collective, Position
 from ddpsafe._wire.rank_pipe import Progress
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 PROGRESS_S = 1.5
@@ -206,6 +209,44 @@ def test_nothing_is_learned_from_a_time_in_which_the_launcher_was_suspended(
         assert not watch.stalled()
     assert limits == [None] * LearnedGaps.KNOWN
     assert learned.limit(is_first=False, is_save=False) is not None
+
+
+def at(calls: Sequence[tuple[str, str, str]]) -> Position:
+    """Return a position from groups, numbers and times."""
+    return Position(
+        collectives=tuple(
+            Collective(
+                group=group,
+                number=int(number),
+                name="gloo:all_reduce",
+                sizes="[[1]]",
+                state="completed",
+                entered_ns=int(entered_ns),
+            )
+            for group, number, entered_ns in calls
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("looks", "entered_ns"),
+    [
+        (["", "a1@5", "a1@5", "a2@7 a1@5", "a2@7"], [0, 5, 0, 7, 0]),
+        (["b1@900 a1@5", "b1@900 a2@3", "b1@900 a3@4"], [900, 3, 4]),  # set back after b1
+        (["a1@5", "a1@5|a1@6", "|a1@6", "a1@5|a1@6", "a2@8|a1@6"], [5, 6, 0, 0, 8]),
+        (["a7@5", "a1@6", "b1@6 a1@6"], [5, 6, 6]),  # another process group, then one more
+    ],
+)
+def test_each_collective_counts_once_whatever_the_wall_clock_does(
+    looks: list[str], entered_ns: list[int]
+) -> None:
+    """What was entered before it was set back lies in the future for long."""
+    known = NewCollectives()
+    found = []
+    for look in looks:
+        ranks = [re.findall(r"(.)(\d+)@(\d+)", said) for said in look.split("|")]
+        found.append(known.last_entered_ns(at(calls) if calls else None for calls in ranks))
+    assert found == entered_ns
 
 
 @pytest.mark.parametrize("attempts", [1, 2])

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Final, Literal
 from ddpsafe._clock import Deadline
 from ddpsafe._launcher.diagnosis.readings import read_native_error
 from ddpsafe._wire.foreign_texts import says_that_it_ends
-from ddpsafe._wire.messages import MAIN_GROUP, last_entered_ns, last_in_main
+from ddpsafe._wire.messages import MAIN_GROUP, last_in_main
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from ddpsafe._launcher.processes.rank_process import RankState, Worker
     from ddpsafe._wire.messages import Collective, Position
@@ -280,6 +280,34 @@ class LearnedGaps:
         return timedelta(seconds=max(least_s, self.FACTOR * known_s))
 
 
+class NewCollectives:
+    """Which collectives ranks have entered since the last look.
+
+    By their numbers: should the wall clock be set back, those of before lie in the future for long.
+    """
+
+    def __init__(self) -> None:
+        """Know none."""
+        self._known: dict[tuple[int, str], int] = {}
+
+    def last_entered_ns(self, positions: Iterable[Position | None]) -> int:
+        """Return when the last of them was entered, on the wall clock; 0 where there is none.
+
+        Args:
+            positions: Where the ranks are, in the same order each time.
+        """
+        last_ns = 0
+        for place, at in enumerate(positions):
+            if at is None:
+                continue
+            for group in {each.group for each in at.collectives}:
+                last = at.in_group(group)
+                if last is not None and self._known.get((place, group)) != last.number:
+                    self._known[place, group] = last.number
+                    last_ns = max(last_ns, last.entered_ns)
+        return last_ns
+
+
 class ProgressWatch:
     """Notices that no rank has made a step, or entered a collective, for too long.
 
@@ -303,7 +331,7 @@ class ProgressWatch:
         self._since_s = time.monotonic()
         self._was_saving = self._is_interrupted = False
         self._is_first = self._was_starting = True
-        self._entered_ns = 0
+        self._collectives = NewCollectives()
         self._ask_at_s = 0.0
         self._renew(self._longest)
 
@@ -335,11 +363,9 @@ class ProgressWatch:
             self._renew(self._longest)
         if self._longest is None:
             return False
-        # The time counts from the last collective that a rank has entered, if that gives more. Each
-        # is counted once: should the wall clock be set back, it lies in the future for long.
-        entered_ns = last_entered_ns(worker.position for worker in self._workers)
-        if entered_ns != self._entered_ns:
-            self._entered_ns = entered_ns
+        # The time counts from the last collective that a rank has entered, if that gives more.
+        entered_ns = self._collectives.last_entered_ns(each.position for each in self._workers)
+        if entered_ns:
             ago = timedelta(seconds=max(0, time.time_ns() - entered_ns) / 1e9)
             if self._longest - ago > timedelta(seconds=self._deadline.remaining_s()):
                 self._renew(self._longest - ago)

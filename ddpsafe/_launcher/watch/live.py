@@ -31,9 +31,10 @@ from ddpsafe._launcher.diagnosis.readings import (
 from ddpsafe._launcher.diagnosis.root_cause import find_root_cause
 from ddpsafe._launcher.diagnosis.stragglers import find_stragglers
 from ddpsafe._launcher.diagnosis.wait_graph import Deadlock, RankView, find_deadlock, unchanged
+from ddpsafe._launcher.watch.hang_detection import NewCollectives
 from ddpsafe._launcher.watch.status_socket import Rates, StatusSocket
 from ddpsafe._logging import get_logger
-from ddpsafe._wire.messages import Whereabouts, last_entered_ns
+from ddpsafe._wire.messages import Whereabouts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -313,7 +314,7 @@ class LiveWatch:
         self._next_look_s = 0.0
         self._pause_s = self._settings.quiet_s
         self._next_warning_s = 0.0
-        self._entered_ns = 0
+        self._collectives = NewCollectives()
         self.proof: Deadlock | None = None
         self.longest_s = 0.0
         self._rates = Rates(clock)
@@ -535,9 +536,8 @@ class LiveWatch:
         }
         # Collectives show progress where steps are not counted. Only one that is new does: on the
         # clock of this launcher the same one is entered at another time at each look.
-        last_ns = last_entered_ns(outcome.position for outcome in outcomes.values())
-        if last_ns > self._entered_ns:
-            self._entered_ns = last_ns
+        last_ns = self._collectives.last_entered_ns(each.position for each in outcomes.values())
+        if last_ns:
             entered_s = now_s - max(0.0, time.time_ns() - last_ns) / 1e9
             if entered_s > self._moved_s:
                 self._move(entered_s)
