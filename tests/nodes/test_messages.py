@@ -92,7 +92,7 @@ def test_whatever_ends_a_launcher_can_be_told_to_the_other_nodes(
 ) -> None:
     """Only what was raised before the ranks ran is of a kind that is tried again by default.
 
-    The log of the launcher has the traceback, which the message points at.
+    The log of the launcher has the traceback, which the message points at, and the message its end.
     """
     with pytest.raises(type(exc)):
         raise exc
@@ -107,6 +107,8 @@ def test_whatever_ends_a_launcher_can_be_told_to_the_other_nodes(
     assert isinstance(told, PreflightError)
     assert told.kind == kind
     assert words in str(told)
+    here = f"  {__file__}:"
+    assert [each.startswith(here) for each in told.explanation.details[1:]] == [True]
     assert (told.kind in STARTUP_KINDS) is (phase == "start" and not isinstance(exc, ValueError))
 
 

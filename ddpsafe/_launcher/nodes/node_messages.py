@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import signal
+import traceback
 from dataclasses import dataclass, field, replace
 from datetime import timedelta  # noqa: TC003 - read by pydantic
 from pathlib import Path
@@ -395,6 +396,7 @@ _APART: Final = frozenset(
 
 
 _LIMIT: Final = "a limit of that machine (ports, open files, memory, disk)"
+_SHOWN_CALLS: Final = 8
 
 
 def as_error(
@@ -411,7 +413,13 @@ def as_error(
     """
     if isinstance(exc, Interrupted) or any(cls.__name__ in _ERRORS for cls in type(exc).__mro__):
         return exc  # type: ignore[return-value]
-    # On the other nodes there is no traceback, and an error that is shown to a user drops this one.
+    # On the other nodes there is no traceback, and an error that is shown to a user drops this one;
+    # where a launcher is silent, with console="none", the error has the end of it all the same.
+    calls = [
+        f"  {frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
+        for frame, line in traceback.walk_tb(exc.__traceback__)
+    ]
+    details = ["It was raised there at, the last call first:", *calls[: -_SHOWN_CALLS - 1 : -1]]
     logger.error("%s %s", node, did, exc_info=exc)
     what = f"{node} {did}: {type(exc).__name__}: {text_of(exc).rstrip('.')}."
     kind: FailureKind = "user-error"
@@ -422,8 +430,8 @@ def as_error(
         is_port = getattr(exc, "errno", None) in (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
         kind = "port" if is_port else "startup-network"
         cause = f"{_LIMIT}, or a file that is missing."
-    fix = "see the traceback in the log of that node's launcher."
-    error = PreflightError(Explanation(what, cause=cause, fix=fix), kind=kind)
+    fix = "see the whole traceback in the log of that node's launcher."
+    error = PreflightError(Explanation(what, cause=cause, fix=fix, details=details), kind=kind)
     error.__cause__ = exc
     return error
 
