@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import ipaddress
 import shutil
 import socket
@@ -468,6 +469,26 @@ def test_the_endpoint_is_served_as_soon_as_its_port_is_free(
     threading.Timer(0.3, held_port.close).start()
     assert serve_or_find(endpoint, 20) is None
     assert endpoint._store is not None
+
+
+def test_the_port_of_the_endpoint_is_free_before_any_garbage_is_collected(
+    endpoint: NodeRendezvous, held_port: socket.socket
+) -> None:
+    """The next launch of a script may need it at once."""
+    import torch  # noqa: F401 - a launch has by then; an import in the call keeps the call's frames
+
+    address = held_port.getsockname()
+    held_port.close()
+    gc.disable()
+    try:
+        assert serve_or_find(endpoint, 20) is None
+        endpoint._handler = endpoint._make_handler()
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server(address)
+        endpoint.close()
+        socket.create_server(address).close()
+    finally:
+        gc.enable()
 
 
 def test_a_program_on_loopback_is_not_what_the_name_of_another_host_leads_to(

@@ -221,7 +221,6 @@ def make_sealed_backend(
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
-    inner = C10dRendezvousBackend(store, job)
     times = _LocalTimes(last_call)
 
     def opened(sealed: bytes) -> Any:
@@ -240,6 +239,11 @@ def make_sealed_backend(
         state: Any = None
         forget = staticmethod(times.forget)
 
+        def __init__(self, inner: C10dRendezvousBackend) -> None:
+            # Here, not in a closure: a class that is made here is garbage in a circle, and what its
+            # methods hold would keep the port of the store until a collection.
+            self._inner = inner
+
         @property
         def name(self) -> str:
             return "ddpsafe"
@@ -249,7 +253,7 @@ def make_sealed_backend(
                 self.state.closed = True  # to this node: torch's own threads end with it
                 return pickle.dumps(self.state), None
             self._require_not_cancelled()
-            found = inner.get_state()
+            found = self._inner.get_state()
             return None if found is None else (self._see(found[0]), found[1])
 
         def set_state(self, state: bytes, token: Any = None) -> Any:
@@ -257,7 +261,7 @@ def make_sealed_backend(
                 return *self.get_state(), False
             self._require_not_cancelled()
             written = times.written(_CheckedUnpickler(io.BytesIO(state)).load())
-            found = inner.set_state(seal.close("state", pickle.dumps(written)), token)
+            found = self._inner.set_state(seal.close("state", pickle.dumps(written)), token)
             return None if found is None else (self._see(found[0]), found[1], found[2])
 
         def _see(self, sealed: bytes) -> bytes:
@@ -268,7 +272,7 @@ def make_sealed_backend(
             if self.cancelled:
                 raise RendezvousClosedError
 
-    return SealedBackend()
+    return SealedBackend(C10dRendezvousBackend(store, job))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
