@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ddpsafe import RankContext
 
 
-STEP_S: Final = 0.01
+STEP_S: Final = 0.05
 """How long a step takes, or ranks that wait to be asked would take all cores meanwhile."""
 
 
