@@ -93,8 +93,14 @@ def test_the_kernels_killer_is_named_with_its_node(
 ) -> None:
     """Memory runs out on one host: all nodes say so of its rank, not of a kill by a user."""
     # To fill a gigabyte takes a while; and a fork server may have been there before the limit.
-    fields = {"timeouts": {"collective": 60}, "start_method": "spawn"}
-    case = Case(name="fill", what="fill", rank=victim, fields=fields, after={victim: "is-limited"})
+    case = Case(
+        name="fill",
+        what="fill",
+        rank=victim,
+        fields={"timeouts": {"collective": 60}},
+        of_node={victim: {"start_method": "spawn"}},
+        after={victim: "is-limited"},
+    )
     with memory_group() as group:
         if group is None:
             pytest.skip("needs a writable memory control group")

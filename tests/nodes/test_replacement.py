@@ -269,7 +269,7 @@ def test_a_warning_to_one_launcher_of_run_stops_the_ranks_of_all_nodes(
     script = scripts.write(tmp_path, "script.py", SCRIPT.format(folder=str(tmp_path)))
     options = ["--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint=h0:{28670 + victim}"]
     command = ["-m", "ddpsafe", "run", *options, f"--run-dir={tmp_path}/run", str(script)]
-    launchers = [Launcher(network[node], command, {}) for node in (0, 1)]
+    launchers = [Launcher(network[node], command, scripts.FORKING) for node in (0, 1)]
     scripts.wait_until(
         lambda: len(list(tmp_path.glob("ready-*"))) == 2,
         otherwise=lambda: [each.err for each in launchers],

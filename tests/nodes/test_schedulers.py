@@ -79,7 +79,7 @@ def start(
     script = str(scripts.write(folder, "train.py", TRAIN))
     options = [each for each in command[2:-1] if not each.startswith("--run-dir")]
     arguments = ["-m", "ddpsafe", "run", f"--run-dir={folder}/run", *options, script]
-    return Launcher(network[index], arguments, env)
+    return Launcher(network[index], arguments, {**scripts.FORKING, **env})
 
 
 def require_all_ranks(launchers: list[Launcher], ranks: int) -> None:

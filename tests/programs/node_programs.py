@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 STEPS = 8
 FAULT_AT = 3
-LONG = 6000
+LONG = 1200
+PACE_S = 0.1
+"""How long a step of a training takes that waits for what the test does."""
 
 
 def strike(folder: Path, name: str) -> None:
@@ -41,7 +43,7 @@ def train(ctx: RankContext, folder: Path, name: str, what: str, culprit: int) ->
         (folder / f"running-{name}-{ctx.attempt}-{ctx.rank}").write_text(str(os.getpid()))
     if what == "stubborn":
         while not ctx.stop_requested():
-            time.sleep(0.02)
+            time.sleep(PACE_S)
         (folder / f"stopping-{name}-{ctx.rank}").touch()
         time.sleep(600)  # saves for long
     if what == "resume":
@@ -50,7 +52,7 @@ def train(ctx: RankContext, folder: Path, name: str, what: str, culprit: int) ->
         return hold(ctx, folder / f"release-{name}", folder / f"fail-{name}-{ctx.rank}")
     for step in range(LONG if what == "long" else STEPS):
         if what == "long":
-            time.sleep(0.02)
+            time.sleep(PACE_S)
         if step == FAULT_AT and ctx.rank == culprit and what not in ("none", "long"):
             strike(folder, f"{name}-{ctx.attempt}" if "until" in what else name)
             if what == "return":
@@ -90,7 +92,7 @@ def hold(ctx: RankContext, release: Path, fail: Path) -> int:
     import torch.distributed as dist
 
     while True:
-        time.sleep(0.02)
+        time.sleep(PACE_S)
         if fail.exists():
             _fail()
         may_end = torch.tensor(float(ctx.rank == 0 and release.exists()))
@@ -108,11 +110,11 @@ def go_on(ctx: RankContext, folder: Path, name: str) -> dict[str, int]:
         checkpointer.restore(state)
         first = state["step"]
         while (first == 0 or state["step"] < first + 10) and not ctx.stop_requested():
-            time.sleep(0.02)
+            time.sleep(PACE_S)
             state["step"] = round(ctx.reduce_mean(float(state["step"] + 1)))
+            checkpointer.save(state, state["step"])
             if state["step"] == first + 3:
                 (folder / f"running-{name}-{ctx.attempt}-{ctx.rank}").touch()
-            checkpointer.save(state, state["step"])
     return {"first": first, "last": state["step"], "attempt": ctx.attempt, "of": ctx.world_size}
 
 
