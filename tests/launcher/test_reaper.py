@@ -14,12 +14,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import scripts
 
 import ddpsafe
 from ddpsafe._launcher.processes import reaper
 from ddpsafe._launcher.processes.descendants import kill_members
+from ddpsafe._secrets import JOB_SECRET
 from ddpsafe._wire.spec import MARKER
 
 
@@ -106,10 +108,12 @@ def test_a_package_that_is_on_no_path_is_found(
 def test_the_end_of_an_outer_launch_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that a rank starts may launch in turn, and dies before it can clean up."""
     monkeypatch.setenv(MARKER, "6" * 32)
+    monkeypatch.setenv(JOB_SECRET, "s3cr3t")
     with subprocess.Popen(["sleep", "60"]) as other, reaper.running_reaper("5" * 32) as running:
         killed = kill_members([], "6" * 32, within_s=1)
         assert running._process is not None
         assert running._process.poll() is None
+        assert JOB_SECRET not in psutil.Process(running._process.pid).environ()
     assert [each.pid for each in killed] == [other.pid]
 
 

@@ -23,6 +23,7 @@ from typing import IO, TYPE_CHECKING, Final
 from ddpsafe._errors import Explanation, PreflightError, signal_name
 from ddpsafe._launcher.processes.reaper_program import outlive
 from ddpsafe._logging import get_logger
+from ddpsafe._secrets import withheld_own_secrets
 from ddpsafe._wire.spec import MARKER
 
 if TYPE_CHECKING:
@@ -118,15 +119,16 @@ def start(launcher_pid: int) -> subprocess.Popen[bytes]:
     # begins with all signals blocked, and leaves them so.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
-        process = subprocess.Popen(  # noqa: S603 - our own interpreter and program
-            [executable, "-I", "-S", "-c", _BOOTSTRAP, str(launcher_pid)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            # What ends an outer launch's processes must not end the one that cleans up after this one.
-            env={name: text for name, text in os.environ.items() if name != MARKER},
-        )
+        with withheld_own_secrets():
+            process = subprocess.Popen(  # noqa: S603 - our own interpreter and program
+                [executable, "-I", "-S", "-c", _BOOTSTRAP, str(launcher_pid)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                # What ends an outer launch's processes must not end the one that cleans up after this one.
+                env={name: text for name, text in os.environ.items() if name != MARKER},
+            )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     _send(process, marshal.dumps(outlive.__code__))
