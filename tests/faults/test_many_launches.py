@@ -37,7 +37,7 @@ def launch_badly(world: World) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("launches", [30, pytest.param(200, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("launches", [20, pytest.param(200, marks=pytest.mark.soak)])
 def test_descriptors_threads_memory_shared_memory_and_files_stay_as_they_are(
     tmp_path: Path, launches: int
 ) -> None:
@@ -46,9 +46,9 @@ def test_descriptors_threads_memory_shared_memory_and_files_stay_as_they_are(
     The first ones start Python's own helpers, and are not counted.
     """
     before = leftovers.Snapshot.take()
-    _repeat(tmp_path, 20)
+    _repeat(tmp_path, 10)
     first = _take_stock()
-    _repeat(tmp_path, launches - 20)
+    _repeat(tmp_path, launches - 10)
     last = _take_stock()
     require_nothing_left(before)
     grown = last.pop("memory") - first.pop("memory")

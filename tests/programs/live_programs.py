@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 SIZE = 4
 
+BATCH_S = 0.02
+"""How long the next batch of an evaluation takes to come."""
+
 
 def cross_two_groups(ctx: RankContext, folder: Path) -> None:
     """Call the collectives of two groups in two orders."""
@@ -215,6 +218,7 @@ def evaluate_on_one_rank(ctx: RankContext, folder: Path, takes_s: float) -> str:
         ends = time.monotonic() + takes_s
         with torch.no_grad():
             while time.monotonic() < ends:
+                time.sleep(BATCH_S)
                 model(torch.ones(256, 256))
     average_gradients()
     return "done"
@@ -255,6 +259,7 @@ def accumulate_evaluate_and_save(ctx: RankContext, _folder: Path, takes_s: float
                 ends = time.monotonic() + takes_s
                 with torch.no_grad():
                     while time.monotonic() < ends:
+                        time.sleep(BATCH_S)
                         model.module(torch.ones(64, 64))
                 model.train()
                 torch.save(model.module.state_dict(), SlowDisk(takes_s))

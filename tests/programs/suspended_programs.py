@@ -6,9 +6,11 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from typing import TYPE_CHECKING, Final
 
 from orphan_programs import wait_for
+from stop_programs import STEP_S
 from training_programs import average_gradients
 
 if TYPE_CHECKING:
@@ -70,6 +72,7 @@ class Talking:
 
         has_ended = torch.zeros(1)
         while not has_ended:
+            time.sleep(STEP_S)
             average_gradients()
             (self.folder / f"ready-{os.getpid()}").touch()
             has_ended += (self.folder / "go").exists()
@@ -108,5 +111,6 @@ def run(_ctx: RankContext, call: Callable[[], None]) -> str:
 def save_slowly(ctx: RankContext, folder: Path) -> None:
     """Stop when asked to, and save until the test says so."""
     while not ctx.stop_requested():
+        time.sleep(STEP_S)
         (folder / f"ready-{ctx.rank}").touch()
     wait_for(folder / "go")
