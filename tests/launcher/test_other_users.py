@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import stat
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +44,7 @@ def test_another_user_cannot_join_read_stop_or_fail_a_launch(tmp_path: Path) -> 
             files = [tmp_path / f"facts-{rank}" for rank in range(2)]
             scripts.wait_until(lambda: all(file.exists() for file in files) or launching.done())
             facts = [json.loads(file.read_text()) for file in files]
-            succeeded = [_attack(each) for each in facts]
+            succeeded = [_attack(tmp_path, each) for each in facts]
         finally:
             (tmp_path / "attacked").touch()
         result = launching.result()
@@ -66,21 +65,20 @@ def _open_to_all(folder: Path) -> Iterator[None]:
         folder.chmod(before)
 
 
-def _attack(facts: dict[str, object]) -> list[str]:
-    """Attack in a fresh process, which imports what it needs before it becomes the other user."""
-    command = [sys.executable, programs.__file__]
-    run = subprocess.run(
-        command,
-        input=json.dumps(facts),
-        capture_output=True,
-        env=scripts.clean_environment(),
-        text=True,
-        check=False,
-        timeout=100,
-    )
-    assert run.returncode == 0, run.stderr
-    found: list[str] = json.loads(run.stdout)
+def _attack(folder: Path, facts: dict[str, object]) -> list[str]:
+    """Attack in a process that has imported what it needs, and becomes the other user then."""
+    command = [str(scripts.write(folder, "attack.py", ATTACK)), json.dumps(facts)]
+    run = scripts.Script(command, folder=folder).end(100)
+    assert run.code == 0, run.err
+    found: list[str] = json.loads(run.out)
     return found
+
+
+ATTACK = """
+    import json, sys, other_user_programs
+
+    print(json.dumps(other_user_programs.attack(json.loads(sys.argv.pop()))))
+"""
 
 
 PLANTED = "import os\nopen(os.environ['MARK'], 'a').write(__file__ + chr(10))\n"

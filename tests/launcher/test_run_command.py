@@ -437,13 +437,14 @@ def test_ctrl_c_while_it_loads_ends_the_command_without_a_traceback(
 
 STOPS: Final = """
 import os, signal, sys
-import ddpsafe
+import ddpsafe, psutil
 
 
 def train(ctx):
     ctx.barrier()
     if ctx.rank == 0:
-        os.kill(os.getppid(), signal.SIGUSR1)
+        server = psutil.Process().parent()
+        os.kill(server.ppid(), signal.SIGUSR1)  # the launcher
     while not ctx.stop_requested():
         pass
 
@@ -458,9 +459,7 @@ def test_a_script_that_was_asked_to_stop_ends_the_command_with_75(tmp_path: Path
     """Not as a failure of a rank, though `launch` ends the script of each by an exception."""
     scripts.write(tmp_path, "train.py", STOPS)
     options = ("--nproc-per-node", "2", "--run-dir", str(tmp_path / "run"))
-    # The parent of the ranks has to be the launcher.
-    command = ["-m", "ddpsafe", "run", *options, "train.py"]
-    done = scripts.Script(command, folder=tmp_path, env=scripts.SPAWNING).end()
+    done = run(tmp_path, *options, "train.py")
     assert done.code == PreemptedError.exit_code, done.err
     assert "ranks 0 and 1 (world_size 2) stopped on SIGUSR1 to the launcher" in done.err
     assert "RankRaisedError" not in done.err

@@ -93,8 +93,17 @@ def test_every_spelling_of_the_call_runs_the_script(
     assert notes(tmp_path) == {0: [SUM], 1: [SUM]}
 
 
-def test_a_script_runs_unchanged_with_the_default_start_method(tmp_path: Path) -> None:
-    """The tutorial's script, one word changed, with two demos in a row; nothing else is printed."""
+@pytest.mark.parametrize(
+    ("start_method", "demos"),
+    [
+        ("", ["sum"]),
+        (", start_method='forkserver'", ["sum", "basic"]),
+        pytest.param("", ["sum", "basic"], marks=pytest.mark.soak),
+    ],
+    ids=["one demo, by default", "forkserver", "by default"],
+)
+def test_a_script_runs_unchanged(tmp_path: Path, start_method: str, demos: list[str]) -> None:
+    """The tutorial's script, one word changed, with its demos in a row; nothing else is printed."""
     source = """
         import os, sys, torch
         import torch.distributed as dist
@@ -128,16 +137,18 @@ def test_a_script_runs_unchanged_with_the_default_start_method(tmp_path: Path) -
             cleanup()
 
         def run_demo(demo_fn, world_size):
-            mp.spawn(demo_fn, args=(world_size,), nprocs=world_size, join=True)
+            mp.spawn(demo_fn, args=(world_size,), nprocs=world_size, join=TRUE)
 
         if __name__ == "__main__":
-            run_demo(demo_sum, 2)
-            run_demo(demo_basic, 2)
+            for name in sys.argv[2:]:
+                run_demo({"sum": demo_sum, "basic": demo_basic}[name], 2)
     """
     with socket.create_server(("127.0.0.1", 0)) as other_program:
         port = str(other_program.getsockname()[1])
-        run = scripts.run(tmp_path, source, port, env=scripts.SPAWNING)
-    assert run.lines() == ["sum 2.0", "sum 2.0", "gradient True", "gradient True"]
+        text = source.replace("TRUE", f"True{start_method}")
+        run = scripts.run(tmp_path, text, port, *demos)
+    said = {"sum": ["sum 2.0"] * 2, "basic": ["gradient True"] * 2}
+    assert run.lines() == [line for name in demos for line in said[name]]
     assert run.err == ""
 
 

@@ -106,8 +106,3 @@ def _succeeds(attempt: Callable[[], object]) -> bool:
     except (OSError, RuntimeError):
         return False
     return True
-
-
-if __name__ == "__main__":
-    found = attack(json.loads(sys.stdin.read()))
-    print(json.dumps(found))

@@ -255,8 +255,16 @@ def test_variables_set_by_hand_make_a_group(tmp_path: Path) -> None:
     ]
 
 
-def test_setup_and_cleanup_of_ddpsafe_replace_those_of_a_script(tmp_path: Path) -> None:
-    """``from ddpsafe import setup, cleanup`` is the whole change to a script with mp.spawn."""
+@pytest.mark.parametrize(
+    "start_method", [pytest.param("spawn", marks=pytest.mark.soak), "forkserver"]
+)
+def test_setup_and_cleanup_of_ddpsafe_replace_those_of_a_script(
+    tmp_path: Path, start_method: str
+) -> None:
+    """``from ddpsafe import setup, cleanup`` is the whole change to a script with mp.spawn.
+
+    Which is `mp.start_processes` with one of these start methods.
+    """
     script = scripts.write(
         tmp_path,
         "train.py",
@@ -277,7 +285,7 @@ def test_setup_and_cleanup_of_ddpsafe_replace_those_of_a_script(tmp_path: Path) 
             cleanup()
 
         if __name__ == "__main__":
-            mp.spawn(demo, args=(2,), nprocs=2, join=True)
+            mp.start_processes(demo, args=(2,), nprocs=2, join=True, start_method="{start_method}")
         """,
     )
     run = scripts.Script([str(script)], folder=tmp_path).end()
