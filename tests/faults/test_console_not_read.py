@@ -35,9 +35,7 @@ class Unread:
         process: The launcher.
     """
 
-    def __init__(
-        self, folder: Path, then: str, options: str, *, on: str, unbuffered: bool, fresh: bool
-    ) -> None:
+    def __init__(self, folder: Path, then: str, options: str, *, on: str, unbuffered: bool) -> None:
         """Start two ranks, of which one writes much."""
         text = f"""
             import console_programs
@@ -57,7 +55,6 @@ class Unread:
                 folder=folder,
                 streams=[nothing.fileno(), theirs, err.fileno()],
                 environment={**scripts.clean_environment(), "PYTHONUNBUFFERED": "1" * unbuffered},
-                fresh=fresh,
             )
         os.close(theirs)
 
@@ -115,10 +112,9 @@ def unread(
     *,
     on: str = "pipe",
     unbuffered: bool = False,
-    fresh: bool = False,
 ) -> Iterator[Unread]:
     """Start the script; see `console_programs.write_much` for what its rank does."""
-    script = Unread(folder, then, options, on=on, unbuffered=unbuffered, fresh=fresh)
+    script = Unread(folder, then, options, on=on, unbuffered=unbuffered)
     try:
         yield script
     finally:
@@ -222,7 +218,7 @@ def test_reader_that_goes_away_does_not_end_the_ranks(
     tmp_path: Path, code: int, *, unbuffered: bool
 ) -> None:
     """As with ``| head -1``; only the script's own ``print`` and exit say that the pipe is broken."""
-    with unread(tmp_path, "return", unbuffered=unbuffered, fresh=True) as script:
+    with unread(tmp_path, "return", unbuffered=unbuffered) as script:
         script.wait_until_stuck()
         script.stop_reading()
         script.open_gate()

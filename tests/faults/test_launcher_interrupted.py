@@ -162,11 +162,18 @@ def test_a_terminal_that_is_closed(tmp_path: Path) -> None:
         job.require_all_gone()
 
 
-def test_nohup_lets_the_job_go_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "program", [pytest.param("nohup", marks=pytest.mark.soak), "its system call"]
+)
+def test_nohup_lets_the_job_go_on(tmp_path: Path, program: str) -> None:
     """An ignored SIGHUP stays ignored; torchrun takes it over and stops."""
-    statements = "print(ddpsafe.launch(orphan_programs.wait_for_go, (folder,), **options).values)"
-    command = ["nohup", sys.executable, *write_script(tmp_path, statements)]
-    with start_script(tmp_path, command=command) as job:
+    launch = "print(ddpsafe.launch(orphan_programs.wait_for_go, (folder,), **options).values)"
+    if program == "nohup":
+        command = ["nohup", sys.executable, *write_script(tmp_path, launch)]
+        started = start_script(tmp_path, command=command)
+    else:
+        started = start_script(tmp_path, f"signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{launch}")
+    with started as job:
         scripts.wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
         os.kill(job.pid, signal.SIGHUP)
         (tmp_path / "go").touch()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from typing import TYPE_CHECKING
 
 import leftovers
 import psutil
 import pytest
 import scripts
-from fault_kit import launch_everything, start_script, write_script
+from fault_kit import launch_everything, start_script
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,8 +51,7 @@ def test_of_root_whose_ranks_have_become_another_user(tmp_path: Path) -> None:
 def test_with_its_whole_process_group(tmp_path: Path) -> None:
     """Python's resource tracker dies with the launcher; the semaphores of its ranks still go."""
     statement = "ddpsafe.launch(orphan_programs.hold_a_semaphore, (folder,), **options)"
-    script = write_script(tmp_path, statement)
-    with start_script(tmp_path, command=["setsid", sys.executable, *script]) as job:
+    with start_script(tmp_path, statement, session=True) as job:
         job.wait_until_up()
         assert list(leftovers.own_semaphores())
         os.killpg(job.pid, signal.SIGKILL)

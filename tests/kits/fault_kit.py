@@ -356,7 +356,12 @@ class Started:
 
 @contextlib.contextmanager
 def start_script(
-    folder: Path, statements: str = "", *, command: list[str] | None = None, fresh: bool = False
+    folder: Path,
+    statements: str = "",
+    *,
+    command: list[str] | None = None,
+    fresh: bool = False,
+    session: bool = False,
 ) -> Iterator[Started]:
     """Start the script of `write_script`, or a command that runs it, in the background.
 
@@ -365,6 +370,7 @@ def start_script(
         statements: See `write_script`.
         command: What runs the script, instead of Python.
         fresh: Whether a new interpreter runs it; see `scripts`.
+        session: Whether the script leads a session, and a process group, of its own.
     """
     with (
         Path(os.devnull).open("rb") as nothing,
@@ -378,6 +384,7 @@ def start_script(
                 folder=folder,
                 streams=[stream.fileno() for stream in (nothing, out, err)],
                 fresh=fresh,
+                session=session,
             )
         else:
             process = subprocess.Popen(

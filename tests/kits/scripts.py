@@ -172,6 +172,7 @@ def start(
     streams: Sequence[int],
     environment: Mapping[str, str] | None = None,
     fresh: bool = False,
+    session: bool = False,
 ) -> subprocess.Popen[bytes] | Forked:
     """Start ``python *arguments`` with these files as stdin, stdout and stderr; see `Script`."""
     environment = clean_environment() if environment is None else environment
@@ -179,9 +180,17 @@ def start(
         stdin, stdout, stderr = streams
         command = [sys.executable, *arguments]
         return subprocess.Popen(
-            command, cwd=folder, env=environment, stdin=stdin, stdout=stdout, stderr=stderr
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=session,
         )
-    return warm_python().start(arguments, environment=environment, streams=streams, folder=folder)
+    return warm_python().start(
+        arguments, environment=environment, streams=streams, folder=folder, session=session
+    )
 
 
 def write(folder: Path, name: str, source: str) -> Path:

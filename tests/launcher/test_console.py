@@ -439,13 +439,19 @@ def test_a_line_is_drawn_over_wherever_its_reads_end(
 
 def test_no_colour_where_none_is_wanted(tmp_path: Path) -> None:
     """``NO_COLOR`` holds for reports of ddpsafe on a terminal."""
+    scripts.write(tmp_path, "no-torch/torch.py", "raise ImportError('its import takes a second')")
     found = {}
     for name in ("TERM", "NO_COLOR"):  # the first is set in any case
         reader, writer = pty.openpty()
         process = scripts.start(
             ["-m", "ddpsafe", "doctor", "--no-mesh", "--verbose"],
             folder=tmp_path,
-            environment={**scripts.clean_environment(), "TERM": "xterm", name: "xterm"},
+            environment={
+                **scripts.clean_environment(),
+                "PYTHONPATH": str(tmp_path / "no-torch"),
+                "TERM": "xterm",
+                name: "xterm",
+            },
             streams=(writer, writer, writer),
         )
         os.close(writer)
