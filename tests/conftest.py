@@ -55,12 +55,21 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--installed") and not location.is_relative_to(sys.prefix):
         msg = f"ddpsafe would be imported from {location}, not from {sys.prefix}"
         raise pytest.UsageError(msg)
-    if (config.getoption("numprocesses", None) or 1) > 1:  # not so in a worker
+    if (config.getoption("numprocesses", None) or 1) > 1 and scripts.MAY_SHARE:
         config.add_cleanup(scripts.share_warm_python().close)
 
 
 TOGETHER: Final = 5
 """How many tests of several nodes follow one another: they share hosts, and wait more than others."""
+
+WAITING: Final = {
+    "test_pasted",
+    "test_proved_at_once",
+    "test_console_not_read",
+    "test_launcher_suspended",
+    "test_live_warning",
+}
+"""Other files whose tests wait for four seconds and more: last, they would leave the cores idle."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -88,7 +97,7 @@ def _mixed(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     """Give each worker its share of the tests of several nodes, between the files of the others.
 
     A worker begins with as long a part of the list as each other one. Slurm's tests share a cluster
-    and take minutes, so they come first.
+    and take minutes, so they come first, and next in each part the files that wait.
     """
     nodes = [item for item in items if "nodes" in item.path.parts]
     by_file = [[*group] for _, group in itertools.groupby(nodes, key=lambda item: item.path)]
@@ -104,6 +113,7 @@ def _mixed(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     mixed: list[pytest.Item] = []
     for worker in range(workers):
         part = others[len(others) * worker // workers : len(others) * (worker + 1) // workers]
+        part.sort(key=lambda item: ("slurm" not in item.path.parts, item.path.stem not in WAITING))
         own = groups[worker::workers]
         every = len(part) / max(1, len(own))
         due = 0.0
@@ -170,6 +180,8 @@ def _ranks_share_imports() -> Iterator[None]:
     preload(["ddpsafe._worker.preload", "torch", *more])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forkserver, "set_forkserver_preload", lambda names: preload([*names, *more]))
+        if scripts.SHARED in os.environ:
+            scripts.warm_python().serve_forks()
         yield
 
 

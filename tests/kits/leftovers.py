@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import psutil
+from warm_python import FORK_SERVERS
 from warm_server import MARK
 
 from ddpsafe._wire.spec import make_launch_id, semaphore_prefix
@@ -134,7 +135,8 @@ def _processes_of_this_run(pids: Iterable[int]) -> dict[int, str]:
         except psutil.NoSuchProcess:
             continue
         # What a server has forked has the server's command line, but not our pid above it.
-        if not (is_child and any(helper in command for helper in HELPERS)):
+        is_helper = is_child and any(helper in command for helper in HELPERS)
+        if not is_helper and pid not in FORK_SERVERS:
             found[pid] = f"process {pid} ({status}): {command[:200]}"
     return found
 

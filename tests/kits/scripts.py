@@ -60,6 +60,9 @@ SPAWNING: Final = {"DDPSAFE_START_METHOD": "spawn"}
 SHARED: Final = "PYTEST_WARM_PYTHON"
 """Names the interpreter that the workers of a run share, in their environment."""
 
+MAY_SHARE: Final = os.environ.get("PYTEST_WARM_PYTHON_OF_EACH") != "1"
+"""Not so for who measures each worker, with all its processes."""
+
 IMPORTED: Final = (TESTS / "programs", TESTS / "kits")
 """Where rank functions are imported from, as ``pythonpath`` of pyproject.toml has it."""
 

@@ -188,3 +188,43 @@ def test_who_shares_an_interpreter_finds_what_its_scripts_leave_behind(tmp_path:
     scripts.wait_until(lambda: not left())
     for worker in workers:
         worker.close()
+
+
+OF_SHARED_FORKS = """
+    import multiprocessing, os, select, signal, sys
+    from pathlib import Path
+    from warm_python import SharedPython, WarmPython
+
+    def show(line):
+        mark = os.environ["PYTEST_RUN_MARK"].encode()
+        is_found = mark in Path("/proc/self/environ").read_bytes()
+        line.send((os.getppid(), "colorsys" in sys.modules, is_found))
+
+    def ask():
+        ours, theirs = context.Pipe()
+        process = context.Process(target=show, args=[theirs])
+        process.start()
+        process.join()
+        return ours.recv()
+
+    if __name__ == "__main__":
+        shared = SharedPython(["colorsys"], os.environ)
+        warm = WarmPython([], {}, shared.address)
+        warm.serve_forks()
+        context = multiprocessing.get_context("forkserver")
+        first, second = ask(), ask()
+        print(first == second, *first[1:])
+        watch = os.pidfd_open(first[0])
+        os.kill(first[0], signal.SIGKILL)
+        select.select([watch], [], [])
+        third = ask()
+        print(third[0] != first[0], *third[1:])
+        warm.close()
+        shared.close()
+"""
+
+
+def test_fork_servers_of_workers_are_forked_too(tmp_path: Path) -> None:
+    """They have what it has imported, what they fork shows the worker's mark, and one may die."""
+    run = scripts.run(tmp_path, OF_SHARED_FORKS)
+    assert (run.lines(), run.err) == (["True True True"] * 2, "")

@@ -18,15 +18,19 @@ import sys
 import tempfile
 import threading
 import uuid
+from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
-from warm_server import MARK
+from warm_server import MARK, asked_fork_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 PROGRAM: Final = Path(__file__).with_name("warm_server.py")
+
+FORK_SERVERS: Final[set[int]] = set()
+"""Pids of the fork servers of this process whose parent is another one."""
 
 _LIMIT_S: Final = 20
 
@@ -152,6 +156,33 @@ class WarmPython:
             "launches": launches,
         }
         return Forked(self, self.ask(asked, streams)["pid"])
+
+    def serve_forks(self) -> None:
+        """Have the fork server of this process forked, too, where `multiprocessing` would start it.
+
+        Its parent is another process, so `multiprocessing` cannot ask the kernel whether it runs.
+        """
+        spawn, server = util.spawnv_passfds, forkserver._forkserver
+        ensure_running = server.ensure_running
+        watch: list[int] = []
+
+        def start(path: bytes, arguments: Sequence[bytes], fds: Sequence[int]) -> int:
+            asked = asked_fork_server(arguments, fds)
+            if asked is None:
+                return spawn(path, arguments, fds)
+            pid = self.ask(asked, asked["fds"])["pid"]
+            watch[:] = [os.pidfd_open(pid)]
+            FORK_SERVERS.add(pid)
+            return pid
+
+        def ensure() -> None:
+            if watch and not select.select(watch, [], [], 0)[0]:
+                return
+            ensure_running()
+            server._forkserver_pid = None
+
+        util.spawnv_passfds = start
+        server.ensure_running = forkserver.ensure_running = ensure
 
     def ask(self, asked: Mapping[str, object], fds: Sequence[int] = ()) -> dict[str, int]:
         """Ask one thing."""

@@ -129,7 +129,7 @@ def serve(asking: socket.socket) -> tuple[dict[str, Any], list[int]]:
     while True:
         raw, fds = b"", []
         with contextlib.suppress(ConnectionResetError):  # the tests ended with an answer unread
-            raw, fds, _, _ = socket.recv_fds(asking, 1 << 20, 3)
+            raw, fds, _, _ = socket.recv_fds(asking, 1 << 20, 250)
         if not raw:
             os._exit(0)
         asked = json.loads(raw)
@@ -137,11 +137,11 @@ def serve(asking: socket.socket) -> tuple[dict[str, Any], list[int]]:
             _, status = os.waitpid(asked["wait"], 0)
             answer = {"code": os.waitstatus_to_exitcode(status)}
         else:
-            pid = fork_into(asked["host"])
+            pid = fork_into(asked.get("host"))
             if pid == 0:
                 asking.close()
                 # The server ends with the tests that it serves, killed ones too, and with it this.
-                die_with_parent(server, is_on_host=asked["host"] is not None)
+                die_with_parent(server, is_on_host=asked.get("host") is not None)
                 return asked, fds
             for fd in fds:
                 os.close(fd)
@@ -253,11 +253,43 @@ def run(arguments: Sequence[str]) -> None:
         sys.exit(1)
 
 
+def asked_fork_server(arguments: Sequence[Any], fds: Sequence[int]) -> dict[str, Any] | None:
+    """Return what a fork has to take over to be a fork server, None for another program.
+
+    That is one that `multiprocessing` starts as ``python -c "from multiprocessing.forkserver …"``.
+    """
+    code = os.fsdecode(arguments[-1])
+    if not code.startswith("from multiprocessing.forkserver import main"):
+        return None
+    return {
+        "code": code,
+        "fds": [*(fd for fd in (0, 1, 2) if is_open(fd)), *fds],
+        "env": dict(os.environ),
+        "folder": str(Path.cwd()),
+        "ignored": [each for each in signals() if signal.getsignal(each) == signal.SIG_IGN],
+        "blocked": [*signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+    }
+
+
+def be_fork_server(asked: Mapping[str, Any], fds: Sequence[int]) -> None:
+    """Be the fork server of who has asked; blocked signals that came meanwhile were not for it."""
+    put_at(fds, asked["fds"])
+    for signum in signals():
+        usual = signal.getsignal(signum)
+        signal.signal(signum, signal.SIG_IGN)
+        if signum not in asked["ignored"]:
+            signal.signal(signum, usual)
+    take_over(asked["env"], asked["folder"])
+    module = be_main(["-c"], "")
+    signal.pthread_sigmask(signal.SIG_SETMASK, asked["blocked"])
+    exec(asked["code"], vars(module))
+
+
 class StandIn:
     """A fork of an interpreter that has run nothing yet, which becomes the fork server of a script.
 
-    It takes the place of ``python -c "from multiprocessing.forkserver import main; …"``, unless the
-    script has changed what a new interpreter would have inherited in other ways than these.
+    Unless the script has changed what a new interpreter would have inherited in other ways than
+    `asked_fork_server` tells.
     """
 
     def __init__(self) -> None:
@@ -279,20 +311,10 @@ class StandIn:
 
     def start(self, path: Any, arguments: Sequence[Any], fds: Sequence[int]) -> int:
         """Start a process of `multiprocessing`; the first fork server is there already."""
-        code = os.fsdecode(arguments[-1])
-        is_server = code.startswith("from multiprocessing.forkserver import main")
-        if is_server and self._socket.fileno() >= 0 and self._state == inherited_state():
-            streams = [fd for fd in (0, 1, 2) if is_open(fd)]
-            asked = {
-                "code": code,
-                "fds": [*streams, *fds],
-                "env": dict(os.environ),
-                "folder": str(Path.cwd()),
-                "ignored": [each for each in signals() if signal.getsignal(each) == signal.SIG_IGN],
-                "blocked": [*signal.pthread_sigmask(signal.SIG_BLOCK, [])],
-            }
+        asked = asked_fork_server(arguments, fds)
+        if asked and self._socket.fileno() >= 0 and self._state == inherited_state():
             with self._socket, contextlib.suppress(OSError):  # it was killed
-                socket.send_fds(self._socket, [json.dumps(asked).encode()], [*streams, *fds])
+                socket.send_fds(self._socket, [json.dumps(asked).encode()], asked["fds"])
                 return self._pid
         return self._start(path, arguments, fds)
 
@@ -307,18 +329,8 @@ class StandIn:
             raw = b""
         if not raw:
             os._exit(0)
-        asked = json.loads(raw)
         asking.detach()
-        put_at(fds, asked["fds"])
-        for signum in signals():  # what came meanwhile was not for it
-            usual = signal.getsignal(signum)
-            signal.signal(signum, signal.SIG_IGN)
-            if signum not in asked["ignored"]:
-                signal.signal(signum, usual)
-        take_over(asked["env"], asked["folder"])
-        module = be_main(["-c"], "")
-        signal.pthread_sigmask(signal.SIG_SETMASK, asked["blocked"])
-        exec(asked["code"], vars(module))
+        be_fork_server(json.loads(raw), fds)
         sys.exit()
 
 
@@ -419,10 +431,13 @@ def main() -> None:
     gc.enable()
     try:
         shown.take_over(MARK, asked["env"])
-        be_new(asked, streams)
-        if asked["launches"]:
-            StandIn()
-        run(asked["argv"])
+        if "code" in asked:
+            be_fork_server(asked, streams)
+        else:
+            be_new(asked, streams)
+            if asked["launches"]:
+                StandIn()
+            run(asked["argv"])
     except (SystemExit, KeyboardInterrupt) as error:
         # Without the frames of its traceback, which hold what the script has made.
         is_exit = isinstance(error, SystemExit)
