@@ -28,13 +28,6 @@ def _examining(_own_temporary_directory: None) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
-def training(_own_temporary_directory: None) -> Iterator[None]:
-    """Keep a process that has imported torch, for jobs on hosts."""
-    with serving_forks(FORKED["train"]):
-        yield
-
-
 @pytest.fixture
 def make_hosts(_examining: None) -> Iterator[MakeHosts]:
     """Make hosts out of namespaces, or skip; where CI requires them, fail instead."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hosts import Network
     from mesh_kit import MakeHosts
 
-pytestmark = [pytest.mark.root, pytest.mark.usefixtures("training")]
+pytestmark = pytest.mark.root
 
 ON: Final = re.compile(r"    # on (.*)$")
 Variables = dict[int, dict[str, str]]

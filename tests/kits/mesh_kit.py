@@ -18,11 +18,8 @@ if TYPE_CHECKING:
 
 PROGRAM: Final = str(Path(__file__).parents[1] / "programs" / "mesh_programs.py")
 _LIMIT_S: Final = 60
-FORKED: Final = {
-    "examine": ("ddpsafe.doctor._mesh", "mesh_programs"),
-    "train": ("torch.distributed", "mesh_programs"),
-}
-"""Programs that are forked, each with what it needs imported."""
+FORKED: Final = {"examine": ("ddpsafe.doctor._mesh", "mesh_programs")}
+"""Programs that are forked without torch, and what they need imported."""
 
 
 class MakeHosts(Protocol):
