@@ -7,16 +7,22 @@ import os
 import re
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import scripts
 from data_programs import Ending, Gated, Lethal, Numbers, lose_a_worker_of_torchs_loader
+from torch.utils.data import Sampler
 
 import ddpsafe
 from ddpsafe.data import DataLoader
+from ddpsafe.data._loader import worker_death
 from ddpsafe.data.errors import WorkerDiedError, WorkerTimeoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def read(how: str) -> None:
@@ -58,6 +64,29 @@ def test_a_worker_that_is_ending_is_named_though_a_batch_of_it_is_lost_first(
     scripts.wait_until(mark.exists, within_s=30)
     with pytest.raises(WorkerDiedError, match=r"worker 0 .* exited with code 3"):
         next(batches)
+
+
+class Unreadable(Sampler[int]):
+    """A sampler whose list of samples is not there."""
+
+    def __iter__(self) -> Iterator[int]:
+        """Read it."""
+        yield from range(8)
+        yield int(Path("/nowhere/samples.txt").read_text(encoding="utf-8"))
+
+    def __len__(self) -> int:
+        """Say how many there would be."""
+        return 40
+
+
+def test_an_error_of_the_sampler_is_not_taken_for_a_lost_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is raised at once: no worker is dying that could be waited for."""
+    monkeypatch.setattr(worker_death, "_DYING", timedelta(minutes=10))
+    batches = iter(DataLoader(Numbers(40), 4, sampler=Unreadable(), num_workers=1))
+    with pytest.raises(FileNotFoundError, match="samples"):
+        list(batches)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes since Python 3.11")

@@ -6,6 +6,7 @@ import errno
 import signal
 import threading
 import time
+import traceback
 import weakref
 from datetime import timedelta
 from multiprocessing import util
@@ -95,7 +96,9 @@ def explained(error: Exception, iterator: object, board: EpochBoard | None) -> E
     # A worker's own error is told as "Caught … in DataLoader worker process".
     if isinstance(error, WorkerDiedError) or str(error).startswith("Caught "):
         return None
-    if not isinstance(error, RuntimeError):
+    *_, (raising, _) = traceback.walk_tb(error.__traceback__)
+    package = raising.f_globals.get("__name__", "").partition(".")[0]
+    if not isinstance(error, RuntimeError) and package in {"multiprocessing", "torch"}:
         # The worker that has the batch did not hand it over: where it is ending, it is dead soon.
         for pause_s in Deadline.after(_DYING).pauses_s():
             if any(process.exitcode for process in workers):
