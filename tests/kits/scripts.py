@@ -34,6 +34,7 @@ OF_LAUNCHES: Final = (
     "jinja2",  # which draws the report of a failure
     "encodings.idna",  # which looking up a host's name imports
     "ddpsafe._functions",
+    "ddpsafe.checkpoint",
     "ddpsafe._launch",
     "ddpsafe._launcher.nodes.rounds",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
