@@ -30,19 +30,19 @@ _current: RankContext | None = None
 
 
 def enter(context: RankContext | None) -> RankContext | None:
-    """Make a context the current one; return the one before, to be restored."""
+    """Make a context the current one; return the previous one."""
     global _current
     before, _current = _current, context
     return before
 
 
 def find_current() -> RankContext | None:
-    """Return the context of this rank, or ``None`` outside of one."""
+    """Return the context of this rank, or ``None`` if this process is not a rank."""
     return _current
 
 
 def current_world() -> World:
-    """Return this process' place: of the context, else of the environment, else alone."""
+    """Return this process's world: from the context, else from the environment, else alone."""
     if _current is not None:
         return _current.world
     return find_world(os.environ) or World.alone()
@@ -53,7 +53,7 @@ _since_start: Callable[[], float] = time.monotonic
 
 
 def find_spec() -> RankSpec | None:
-    """Return what our launcher told this rank, or ``None`` in any other process."""
+    """Return the spec of this rank, or ``None`` if ddpsafe's launcher did not start this process."""
     return _spec
 
 
@@ -61,16 +61,17 @@ def install_hooks(spec: RankSpec, since_start: Callable[[], float]) -> None:
     """Prepare torch for scripts that make and destroy their process group themselves.
 
     Args:
-        spec: What the launcher told this rank.
+        spec: The spec of this rank.
         since_start: The clock for waits at the rendezvous. It stands still until the launcher has
-            started all ranks: one that is suspended in between (Ctrl-Z) starts the rest when it goes on.
+            started all ranks: if the launcher is suspended before (Ctrl-Z), it starts the rest only
+            when it resumes.
     """
     global _spec, _since_start
     _spec, _since_start = spec, since_start
-    torch_hooks.meet_at_launcher(
-        lambda timeout: _meet(spec, timeout),
+    torch_hooks.use_launcher_store(
+        lambda timeout: _store_of_all_ranks(spec, timeout),
         world_size=spec.world.world_size,
-        env=os.environ,  # type: ignore[arg-type]  # a mapping of str, which is all it needs
+        env=os.environ,  # type: ignore[arg-type]  # only read, as a mapping of str
         on_larger_group=lambda: _leave_loopback(spec),
     )
     if spec.style == "launch" or "collective" in spec.timeouts.chosen:
@@ -80,22 +81,23 @@ def install_hooks(spec: RankSpec, since_start: Callable[[], float]) -> None:
 
 
 def _leave_loopback(spec: RankSpec) -> None:
-    """Take back the interface of a launch on one host: other hosts have to reach this rank now."""
+    """Undo the loopback setting of a launch on one host, so that other hosts can reach this rank."""
     for name, text in loopback_interfaces().items():
         if spec.env.get(name) == text == os.environ.get(name):
             del os.environ[name]
 
 
-def _meet(spec: RankSpec, timeout: timedelta | None) -> Store:
-    """Wait for all ranks before the script's own group is made: gloo and NCCL do not name the missing rank."""
+def _store_of_all_ranks(spec: RankSpec, timeout: timedelta | None) -> Store:
+    """Wait for all ranks, then open the store for the group that the script makes."""
     member = find_current()
     control = None if member is None else member.control
     limit = spec.timeouts.rendezvous
     if timeout is None or torch_hooks.is_default_timeout(timeout):
         timeout = torch_hooks.DEFAULT_TIMEOUT
     if spec.style != "launch" and "rendezvous" not in spec.timeouts.chosen:
-        limit = timeout  # what the user has not set must not end a script that works
+        limit = timeout  # a default of ddpsafe's must not end a script that works without it
     deadline = Deadline.after(min(timeout, limit), clock=_since_start)
+    # gloo and NCCL would not name a missing rank.
     process_group.wait_for_everyone(control, spec.world, deadline=deadline)
     return open_fresh_store(spec)
 
@@ -103,18 +105,14 @@ def _meet(spec: RankSpec, timeout: timedelta | None) -> Store:
 def join(
     spec: RankSpec, device: torch.device, *, on_phase: Callable[[Phase], None]
 ) -> context.RankContext:
-    """Become a member: connect to the launcher's store, in ``launch`` style make the group too."""
+    """Connect to the launcher's store and, in ``launch`` style, make the process group."""
     control = None
     if spec.world.world_size > 1:
         place = spec.store_place
         store: Keys = FolderStore(Path(spec.store_dir, "control"))
         if place is not None:
             store = _client(place, "control")
-        control = Control(
-            store,
-            rank=spec.world.rank,
-            world_size=spec.world.world_size,
-        )
+        control = Control(store, rank=spec.world.rank, world_size=spec.world.world_size)
     if spec.style == "launch":
         on_phase("joining")
         open_group(spec, control, backend=spec.backend, device=device)
@@ -132,14 +130,14 @@ def join(
 
 
 def rendezvous_deadline(spec: RankSpec) -> Deadline:
-    """Return until when to wait for the other ranks, from now, or from when all have been started."""
+    """Return the deadline of a rendezvous that begins now, or when the launcher has started all ranks."""
     return Deadline.after(spec.timeouts.rendezvous, clock=_since_start)
 
 
 def open_group(
     spec: RankSpec, control: Control | None, *, backend: str, device: torch.device
 ) -> None:
-    """Make the process group of this launch, at the launcher's store."""
+    """Make the process group of this launch through the launcher's store."""
     process_group.open_group(
         open_fresh_store(spec),
         control,
@@ -152,18 +150,14 @@ def open_group(
 
 
 def leave(deadline: Deadline) -> None:
-    """Leave on the good path.
-
-    A rank whose script has closed its group itself does not wait, but tells the others that it
-    has come.
-    """
+    """Leave the launch after success: wait for the other ranks and close the group."""
     import torch.distributed as dist
 
     member = enter(None)
     control = None if member is None else member.control
     if dist.is_initialized():
         process_group.close_group(control, deadline=deadline)
-    elif control is not None:
+    elif control is not None:  # the script closed its group: do not wait, but let the others pass
         control.arrive("leave")
 
 
@@ -172,9 +166,10 @@ _clients: dict[str, TCPStore] = {}
 
 
 def _client(place: StorePlace, use: str) -> Store:
-    """Return a connection to the launcher's store: a wait on one would hold up the other uses."""
+    """Return this use's connection to the launcher's store."""
     import torch.distributed as dist
 
+    # One connection for each use: a client serialises its calls, so a wait would block the others.
     if use not in _clients:
         _clients[use] = dist.TCPStore(
             place.host, place.port, is_master=False, wait_for_workers=False
@@ -183,7 +178,7 @@ def _client(place: StorePlace, use: str) -> Store:
 
 
 def open_fresh_store(spec: RankSpec) -> Store:
-    """Open a store for the next group: a second group must not read the first one's addresses."""
+    """Open a store for the next group, which must not read the addresses of the previous one."""
     import torch.distributed as dist
 
     name = f"group-{next(_groups)}"

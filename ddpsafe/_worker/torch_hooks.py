@@ -1,8 +1,8 @@
-"""The private names of torch that ddpsafe touches, all of them, each with its reason.
+"""All private names of torch that ddpsafe uses, each with its reason.
 
-Nothing else in the package may use a private name of torch. Each is looked up with a fallback, so
-that a torch that renames one costs the convenience behind it and nothing else; a test checks them
-against the installed torch.
+No other module may use a private name of torch. Each lookup has a fallback: if a version of torch
+renames one, ddpsafe loses the feature behind it and nothing else. A test checks the names against the
+installed torch.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ if TYPE_CHECKING:
     Handler = Callable[..., Rendezvous]
 
 _SCHEMES: Final = ("env", "tcp", "file")
-# Long enough for gloo's thread to let go of the last collective's objects: with a pause of 50 ms
-# that releases the GIL, 0 of 15 teardowns hung that otherwise hung in 14 of 30.
+
+# Long enough for gloo's thread to release the last collective's objects. Without a pause that releases
+# the GIL, 14 of 30 teardowns hung; with 50 ms, 0 of 15.
 DRAIN_S: Final = 0.05
 
-# Ranks that have come apart are found a few collectives later: two for each batch norm's buffers.
-_KEPT: Final = 16
-_ARRIVALS: Final = 256
-_AHEAD: Final = 128
+# Ranks out of step are noticed a few collectives later: two for each batch norm's buffers.
+_KEPT_BEFORE: Final = 16
+# How far NCCL's queue may run ahead of the first incomplete collective and still be reported whole.
+_KEPT_AHEAD: Final = 128
+_KEPT_ARRIVALS: Final = 256
 
-_AWAITED: Final = (
+_WAITING_FUNCTIONS: Final = (
     "barrier",
     "monitored_barrier",
     "all_gather_object",
@@ -51,37 +53,36 @@ _AWAITED: Final = (
 )
 
 DEFAULT_TIMEOUT: Final = timedelta(minutes=30)
-"""How long ranks wait for each other in ``init_process_group`` by default, as torch documents it."""
+"""The documented default timeout of ``init_process_group``."""
 
 _kept_groups: list[object] = []
 _safe_destroys: set[object] = set()
 _forgotten: set[tuple[str, str]] = set()
 
 
-def meet_at_launcher(
+def use_launcher_store(
     open_store: Callable[[timedelta | None], Store],
     *,
     world_size: int,
     env: dict[str, str],
     on_larger_group: Callable[[], None],
 ) -> None:
-    """Let the script's own ``init_process_group`` meet at the launcher's store.
+    """Make the script's own ``init_process_group`` use the launcher's store.
 
-    Scripts bring hard-coded ports, and two jobs on one port can join each other without an
-    error. A rendezvous that asks for exactly this launch's ranks gets the launcher's store
-    instead, whatever address it names; every other one is left to torch.
-
-    `register_rendezvous_handler` is public but refuses to replace a scheme, hence the table.
+    Scripts hard-code ports, and two jobs on one port can join each other without an error. So a
+    rendezvous of exactly this launch's ranks gets the launcher's store, whatever address the script
+    passed. Every other rendezvous is left to torch.
 
     Args:
-        open_store: Opens a store under a prefix that no other group of this launch has, once all
-            ranks are there or the timeout that the script gave has passed.
+        open_store: Waits for all ranks, with the timeout that the script passed, and opens a store
+            under a prefix that no other group of this launch uses.
         world_size: The launch's number of ranks.
-        env: ``os.environ``, read when the script asks.
-        on_larger_group: Called before a group that has more ranks than this launch, some of which
-            may be on other hosts.
+        env: ``os.environ``, read at each rendezvous.
+        on_larger_group: Called before a rendezvous of more ranks than this launch has: some may be
+            on other hosts.
     """
-    # `torch.distributed.rendezvous` the attribute is the function, not the module.
+    # The public `register_rendezvous_handler` refuses to replace a scheme, hence the private table.
+    # The attribute `torch.distributed.rendezvous` is the function, not the module.
     module = importlib.import_module("torch.distributed.rendezvous")
     handlers: dict[str, Handler] = getattr(module, "_rendezvous_handlers", {})
     for scheme in _SCHEMES:
@@ -98,9 +99,9 @@ def _handler(
     on_larger_group: Callable[[], None],
 ) -> Handler:
     def handler(url: str, **options: Any) -> Rendezvous:
-        asked = parse_qs(urlparse(url).query)
-        rank = int(asked.get("rank", [env.get("RANK", "-1")])[0])
-        size = int(asked.get("world_size", [env.get("WORLD_SIZE", "-1")])[0])
+        query = parse_qs(urlparse(url).query)
+        rank = int(query.get("rank", [env.get("RANK", "-1")])[0])
+        size = int(query.get("world_size", [env.get("WORLD_SIZE", "-1")])[0])
         if size == world_size and 0 <= rank < size:
             yield open_store(options.get("timeout")), rank, size
         else:
@@ -112,28 +113,28 @@ def _handler(
 
 
 def limit_collectives(timeout: timedelta) -> None:
-    """Let groups for which the script names no timeout have this one, not torch's 30 minutes."""
+    """Replace torch's default timeout of 30 minutes in groups for which the script passes none."""
     c10d = importlib.import_module("torch.distributed.distributed_c10d")
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
-        # For NCCL it is None where torch was built without, which torch looks at.
+        # NCCL's is None in a torch built without NCCL, and torch checks for that.
         if getattr(c10d, name, None) is not None:
             setattr(c10d, name, timeout)
 
 
 def is_default_timeout(timeout: timedelta) -> bool:
-    """Tell whether it is what ``init_process_group`` takes where the script names no timeout."""
+    """Return whether ``init_process_group`` has this timeout because the script passed none."""
     c10d = importlib.import_module("torch.distributed.distributed_c10d")
     names = ("default_pg_timeout", "default_pg_nccl_timeout")
     return timeout in (DEFAULT_TIMEOUT, *(getattr(c10d, name, None) for name in names))
 
 
 def before_destroy(hook: Callable[[], object]) -> None:
-    """Call `hook` whenever the script destroys its process group, and make that safe.
+    """Call `hook` before the script destroys its process group, and make the destruction safe.
 
-    ``destroy_process_group`` while a DDP object is alive can end in a destructor that joins a
-    thread with the GIL held, while that thread waits for the GIL: a deadlock without a timeout
-    (pytorch #56297, #190489). A rank leaves through `os._exit`, so keeping the group's object
-    until then costs nothing and its destructor never runs.
+    ``destroy_process_group`` while a DDP object is alive can run a destructor that joins a thread
+    with the GIL held, while that thread waits for the GIL: a deadlock without a timeout
+    (pytorch #56297, #190489). So the group's object is kept. A rank exits through `os._exit`, and
+    the destructor never runs.
     """
     c10d = importlib.import_module("torch.distributed.distributed_c10d")
     stock = c10d.destroy_process_group
@@ -151,24 +152,24 @@ def before_destroy(hook: Callable[[], object]) -> None:
 
 
 def is_safe_destroy(destroy: Callable[..., object]) -> bool:
-    """Tell whether `before_destroy` has made this ``destroy_process_group`` safe."""
+    """Return whether this ``destroy_process_group`` is the safe one of `before_destroy`."""
     return destroy in _safe_destroys
 
 
 def around_waits(waiting: Callable[[], AbstractContextManager[None]]) -> None:
-    """Be in the context `waiting` whenever the script waits in a barrier, or gathers objects.
+    """Enter the context `waiting` whenever the script waits in a barrier or gathers objects.
 
-    That is what people write into an ``except`` or a ``finally``. The collectives of tensors are left
-    alone: `torch.compile` knows them by identity.
+    These are the calls that people write in an ``except`` or a ``finally``. Collectives of tensors are
+    not replaced: `torch.compile` recognises them by identity.
     """
     c10d = importlib.import_module("torch.distributed.distributed_c10d")
-    for name in _AWAITED:
+    for name in _WAITING_FUNCTIONS:
         stock = getattr(c10d, name, None)
         if stock is not None:
-            _replace(name, stock, _inside(waiting, stock))
+            _replace(name, stock, _called_inside(waiting, stock))
 
 
-def _inside(
+def _called_inside(
     waiting: Callable[[], AbstractContextManager[None]], stock: Callable[..., object]
 ) -> Callable[..., object]:
     @functools.wraps(stock)
@@ -180,7 +181,7 @@ def _inside(
 
 
 def _replace(name: str, stock: object, ours: object) -> None:
-    """Replace the function wherever a script's ``from … import`` has already taken it."""
+    """Replace a function of torch in every module that has imported it by name."""
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
         if names.get(name) is stock:
@@ -189,11 +190,11 @@ def _replace(name: str, stock: object, ours: object) -> None:
 
 @functools.cache
 def let_members_make_groups() -> None:
-    """Let ``new_group(use_local_synchronization=True)`` need its members only, as without ``device_id``.
+    """Let only the members of a group call ``new_group(use_local_synchronization=True)``.
 
-    A group that is bound to a device makes others by ``ncclCommSplit``, which waits for every rank of
-    the job, while that option promises that only its members need to call it. Such a group
-    connects at its first collective instead.
+    torch promises that. But if the main group is bound to a device (``device_id``), torch makes the new
+    group with ``ncclCommSplit``, which waits for every rank of the job. So the main group is unbound
+    during the call, and the new group connects at its first collective.
     """
     c10d = importlib.import_module("torch.distributed.distributed_c10d")
     stock = c10d.new_group
@@ -221,39 +222,34 @@ def default_store() -> Store | None:
     return None if getter is None else getter()
 
 
-def read_flight_recorders(*, asks_events: bool) -> tuple[Collective, ...]:
-    """Return the collectives at which each process group is; see `read_recorders`."""
-    return read_recorders(asks_events=asks_events)[0]
-
-
 def read_recorders(*, asks_events: bool) -> tuple[tuple[Collective, ...], tuple[Arrival, ...]]:
     """Read torch's two flight recorders.
 
-    gloo writes into the one and NCCL into the other (`FlightRecorder` is a template, with a recorder
-    for each type of event); a build for CUDA has both. They are on by default since torch 2.9, and
-    an empty result says nothing.
+    gloo writes to one and NCCL to the other (`FlightRecorder` is a template with one instance for
+    each type of event); a build for CUDA has both. They are on by default since torch 2.9. An empty
+    result may just mean that they are off.
 
     Args:
-        asks_events: Whether NCCL's recorder may query the events of what is under way. That tells
-            names and shapes, but it goes to the driver, which may let it wait, and from another
-            thread it breaks the capture of a CUDA graph. So a job that may be healthy is only asked
-            for NCCL's counters.
+        asks_events: Whether NCCL's recorder may query the CUDA events of running collectives. That
+            yields names and shapes, but the query may block in the driver, and from another thread
+            it breaks the capture of a CUDA graph. So for a job that may be healthy, only NCCL's
+            counters are read.
 
     Returns:
-        The collectives at which each process group is, and the moments at which this rank entered
-        the last ones of the group of all ranks: none where NCCL only queues them.
+        The last collectives of each process group, and the times at which this rank entered the last
+        ones of the group of all ranks. Times are missing where NCCL only queues the collectives.
     """
     nccl = _read(_DUMP_NCCL, functools.partial(_dump_nccl, asks_events=asks_events))
     others = _read(_DUMP_OTHERS, functools.partial(_dump, _DUMP_OTHERS))
-    own = _from_counters(nccl) if not asks_events else _flat(_from_entries(nccl))
+    of_nccl = _select_relevant(_from_entries(nccl)) if asks_events else _from_counters(nccl)
     groups = _from_entries(others, beside=nccl)
     entered = groups.get(MAIN_GROUP, {})
     arrivals = tuple((each.number, each.entered_ns) for each in entered.values() if each.entered_ns)
-    return (*own, *_flat(groups)), arrivals[-_ARRIVALS:]
+    return (*of_nccl, *_select_relevant(groups)), arrivals[-_KEPT_ARRIVALS:]
 
 
 def read_groups() -> dict[str, tuple[int, ...]]:
-    """Return the ranks of each process group that this rank is in, by `Collective.group`."""
+    """Return the members of each process group of this rank; keys as in `Collective.group`."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     world = getattr(c10d, "_world", None)
     names = getattr(world, "pg_names", {})
@@ -267,15 +263,15 @@ def read_groups() -> dict[str, tuple[int, ...]]:
 
 
 def forget_collectives() -> None:
-    """Leave out what was entered so far: the next process group counts its own from 1.
+    """Ignore the collectives so far: the next process group counts its own from 1.
 
-    The recorders keep the entries of groups that are destroyed, under the same names. Their summary
-    of groups takes 0.1 ms, however many entries there are.
+    The recorders keep the entries of destroyed groups, under the same names.
     """
     import torch.distributed as dist
 
-    if dist.is_initialized():  # the ranks meet for something else, as RPC does
+    if dist.is_initialized():  # a rendezvous of something else, such as RPC
         return
+    # The summaries of the groups take 0.1 ms, however many entries there are.
     for name in (_DUMP_NCCL, _DUMP_OTHERS):
         summary = _read(name, functools.partial(_dump, name, includeCollectives=False))
         _forgotten.update((name, group) for group in summary.get("pg_status", {}))
@@ -283,12 +279,12 @@ def forget_collectives() -> None:
 
 _DUMP_NCCL: Final = "_dump_nccl_trace_json"
 _DUMP_OTHERS: Final = "_dump_fr_trace_json"
-_EVENTS_S: Final = 0.3
+_EVENTS_LIMIT_S: Final = 0.3
 _THREAD_LOCAL: Final = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 def _read(name: str, dump: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Read one recorder; one that fails, or is not there, must not cost the other's evidence."""
+    """Read one recorder; if that fails, return nothing, so that the other one is still read."""
     try:
         content = dump()
     except Exception:  # noqa: BLE001 - a private function of torch may change
@@ -305,12 +301,11 @@ def _dump(name: str, **options: bool) -> dict[str, Any]:
 
 
 def _dump_nccl(*, asks_events: bool) -> dict[str, Any]:
-    """Return NCCL's counters, and its entries if the driver answers soon.
-
-    Only the thread that queries is let off the rule that no thread may while a graph is captured.
-    """
+    """Return NCCL's counters, and its entries if the driver replies in time."""
 
     def query_events() -> dict[str, Any]:
+        # By default no thread may query events while another one captures a CUDA graph. This mode
+        # lifts that for the calling thread only.
         with contextlib.suppress(OSError, AttributeError):
             exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
             exchange(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
@@ -318,13 +313,13 @@ def _dump_nccl(*, asks_events: bool) -> dict[str, Any]:
 
     if asks_events and _dump(_DUMP_NCCL, includeCollectives=False).get("pg_status"):
         query = BoundedCall(query_events, name="ddpsafe-recorder")
-        if query.wait(_EVENTS_S):
+        if query.wait(_EVENTS_LIMIT_S):
             return query.result()
     return _dump(_DUMP_NCCL, includeCollectives=False)
 
 
 def _from_counters(content: dict[str, Any]) -> tuple[Collective, ...]:
-    """Return what the counters of the group of all ranks tell: it is the first that was made."""
+    """Return the collectives of the group of all ranks, the first that was made, from its counters."""
     status = {
         int(group): counters
         for group, counters in content.get("pg_status", {}).items()
@@ -336,7 +331,7 @@ def _from_counters(content: dict[str, Any]) -> tuple[Collective, ...]:
     queued = int(status[first]["last_enqueued_collective"])
     completed = max(0, int(status[first]["last_completed_collective"]))  # -1 before the first
     if _queued.get(first, (0, 0))[0] != queued:
-        _queued[first] = (queued, time.time_ns())  # torch notes no time here
+        _queued[first] = (queued, time.time_ns())  # torch records no time with the counters
     numbers = sorted({completed, min(completed + 1, queued), queued} - {-1, 0})
     return tuple(
         Collective(
@@ -352,7 +347,7 @@ def _from_counters(content: dict[str, Any]) -> tuple[Collective, ...]:
 
 
 _queued: dict[int, tuple[int, int]] = {}
-"""The last number that each group of NCCL was seen to have queued, and when that was noticed."""
+"""For each NCCL group, the last number that was seen as queued, and when it was first seen."""
 
 
 def _from_entries(
@@ -361,30 +356,33 @@ def _from_entries(
     """Return the entries of each group, by their number.
 
     Args:
-        content: What a recorder has dumped.
-        beside: The dump of NCCL, of which a group may be a member too, with other numbers.
+        content: The dump of a recorder.
+        beside: NCCL's dump, if `content` is the other recorder's: a group that is in both counts its
+            collectives separately in each.
     """
     entries = content.get("entries", [])
     if not entries and content.get("recorder") == _DUMP_NCCL:
         return {MAIN_GROUP: {each.number: each for each in _from_counters(content)}}
     of_nccl = (beside or {}).get("pg_config", {})
-    newest = {_name_of_group(entry): entry.get("pg_id") for entry in entries}
+    # A script may destroy a group and make one of the same name: only the newest counts.
+    newest = {_group_key(entry): entry.get("pg_id") for entry in entries}
     groups: dict[str, dict[int, Collective]] = defaultdict(dict)
     for entry in entries:
-        is_present = entry.get("pg_id") == newest[_name_of_group(entry)]
-        is_known = (content.get("recorder"), str(entry.get("pg_id"))) not in _forgotten
-        if is_present and is_known and not entry.get("is_p2p"):
+        is_newest = entry.get("pg_id") == newest[_group_key(entry)]
+        is_forgotten = (content.get("recorder"), str(entry.get("pg_id"))) in _forgotten
+        if is_newest and not is_forgotten and not entry.get("is_p2p"):
             name, number = entry["profiling_name"], int(entry["collective_seq_id"])
-            # All ranks of a group call it so: most have no description of their own.
+            # All ranks of a group know it by this name; most groups have no description.
             short, description = entry["process_group"]
             label = description if description == MAIN_GROUP else short
             counters = content.get("pg_status", {}).get(str(entry.get("pg_id")), {})
             is_done = entry["retired"] or entry.get("state") == "completed"
-            # A coalesced call that was captured in a CUDA graph is recorded, but never retired.
+            # The recorder never retires a coalesced call that was captured in a CUDA graph.
             is_done |= name.endswith("coalesced") and number <= int(
                 counters.get("last_completed_collective", 0)
             )
-            # gloo's have begun when they are recorded; NCCL's wait for the stream until an event says so.
+            # gloo's calls have begun when they are recorded. NCCL's are queued on a stream until an
+            # event shows that they have begun.
             has_begun = entry.get("state") == "started" or not name.startswith("nccl:")
             collective = Collective(
                 group=f"{label} ({name.partition(':')[0]})"
@@ -399,26 +397,28 @@ def _from_entries(
                 timeout_s=int(entry.get("timeout_ms", 0)) / 1000,
                 thread_id=int(entry.get("thread_id", 0)),
             )
-            # The members of a coalesced call never complete; the entry of the whole call comes last.
+            # The members of a coalesced call never complete. The entry of the whole call has the same
+            # number, comes last and replaces theirs.
             groups[collective.group][collective.number] = collective
     return groups
 
 
-def _flat(groups: dict[str, dict[int, Collective]]) -> tuple[Collective, ...]:
-    """Return the entries that matter; see `_KEPT`."""
+def _select_relevant(groups: dict[str, dict[int, Collective]]) -> tuple[Collective, ...]:
+    """Return the entries around the first incomplete one of each group, and the last ones."""
     kept: list[Collective] = []
     for group in groups.values():
-        # Those around the first incomplete one, and the last: NCCL's ranks run ahead of it.
+        # The last ones too: with NCCL, a rank queues collectives far ahead of the incomplete one.
         calls = list(group.values())
         first = next((index for index, each in enumerate(calls) if not each.done), len(calls))
-        if len(calls) - first <= _AHEAD:
-            kept += calls[max(0, first - _KEPT) :]
+        if len(calls) - first <= _KEPT_AHEAD:
+            kept += calls[max(0, first - _KEPT_BEFORE) :]
         else:
-            kept += [*calls[max(0, first - _KEPT) : first + _AHEAD], *calls[-_KEPT:]]
+            kept += calls[max(0, first - _KEPT_BEFORE) : first + _KEPT_AHEAD]
+            kept += calls[-_KEPT_BEFORE:]
     return tuple(kept)
 
 
-def _name_of_group(entry: dict[str, Any]) -> tuple[str, ...]:
-    """Return what a later group may share: a group of two backends has an id for each."""
+def _group_key(entry: dict[str, Any]) -> tuple[str, ...]:
+    """Return the name of an entry's group, with the backend: a group of two has an id for each."""
     backend = entry["profiling_name"].partition(":")[0]
     return (*entry["process_group"], backend)

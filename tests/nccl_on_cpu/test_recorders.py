@@ -11,7 +11,7 @@ import torch.distributed
 
 from ddpsafe._wire.messages import MAIN_GROUP, Position
 from ddpsafe._worker import torch_hooks
-from ddpsafe._worker.torch_hooks import forget_collectives, read_flight_recorders
+from ddpsafe._worker.torch_hooks import forget_collectives, read_recorders
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -121,7 +121,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Recorder, Rec
 
 def position() -> Position:
     """Return where this process is, by names and shapes."""
-    return Position(collectives=read_flight_recorders(asks_events=True))
+    return Position(collectives=read_recorders(asks_events=True)[0])
 
 
 def numbers(found: Position, group: str = MAIN_GROUP) -> list[int]:
@@ -265,7 +265,7 @@ def test_healthy_job_is_asked_for_counters_only(
     """No CUDA event is queried, which would break a graph that another thread captures."""
     # -1 is where torch begins; a first collective that waits has completed nothing.
     nccl, _ = record([entry(1)], status=status)
-    found = read_flight_recorders(asks_events=False)
+    found = read_recorders(asks_events=False)[0]
     assert [(each.number, each.state) for each in found] == expected
     assert set(nccl.queries) == {False}
 
@@ -289,7 +289,7 @@ def test_groups_that_were_destroyed_are_forgotten_in_both(record: Any) -> None:
     nccl.entries.append(entry(1, pg_id=1))
     nccl.status["1"] = (1, 0)
     assert numbers(position()) == [1]
-    assert [each.number for each in read_flight_recorders(asks_events=False)] == [1]
+    assert [each.number for each in read_recorders(asks_events=False)[0]] == [1]
 
 
 def test_unknown_names_pair_with_all() -> None:

@@ -34,14 +34,14 @@ def numbers_of_collectives(ctx: RankContext) -> list[tuple[int, str]]:
     """Reduce three times; return what the recorders tell, in full and by counters."""
     import torch
 
-    from ddpsafe._worker.torch_hooks import read_flight_recorders
+    from ddpsafe._worker.torch_hooks import read_recorders
 
     for _ in range(3):
         reduce_once(ctx)
     torch.cuda.synchronize()
     time.sleep(0.5)  # the watchdog looks ten times a second
-    full = read_flight_recorders(asks_events=True)
-    counted = read_flight_recorders(asks_events=False)
+    full = read_recorders(asks_events=True)[0]
+    counted = read_recorders(asks_events=False)[0]
     return [(each.number, each.state) for each in (full[-1], counted[-1])]
 
 
@@ -239,15 +239,15 @@ def replay_a_graph(ctx: RankContext) -> float:
 
     import torch
 
-    from ddpsafe._worker.torch_hooks import read_flight_recorders
+    from ddpsafe._worker.torch_hooks import read_recorders
 
     reduce_once(ctx).sum().item()
     ends = threading.Event()
 
     def ask() -> None:
         while not ends.is_set():
-            read_flight_recorders(asks_events=False)
-            read_flight_recorders(asks_events=True)
+            read_recorders(asks_events=False)
+            read_recorders(asks_events=True)
 
     asking = threading.Thread(target=ask)
     asking.start()
