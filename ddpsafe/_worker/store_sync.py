@@ -1,7 +1,7 @@
-"""Messages between ranks that need no collective: barriers and results over a store.
+"""Barriers and messages between ranks over a store, without a collective.
 
-A collective on a failing path waits for ranks that are dead, and its error names no rank. The
-store answers at once who is there, and every rank can read it.
+A collective on a failing path waits for dead ranks, and its error names no rank. The store shows at
+once which ranks have arrived, and every rank can read it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
     from ddpsafe._errors import Origin
 
-# How long the rank that serves the store stays for the others to read how a barrier ended.
+# How long the rank that serves the store waits until the others have read a result.
 _LINGER: Final = timedelta(seconds=10)
 _DEPARTED: Final = "control/departed"
 
 
 class Keys(Protocol):
-    """What `Control` needs of a store: torch's have it, and `FolderStore`."""
+    """What `Control` needs of a store; torch's stores and `FolderStore` have it."""
 
     def set(self, key: str, value: str, /) -> None:
         """Set a key."""
@@ -39,24 +39,24 @@ class Keys(Protocol):
         """Return the value of a key that is set."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Tell whether all the keys are set."""
+        """Return whether all the keys are set."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set a key that has the expected value, empty for none; return what it has then."""
+        """Set a key if it has the expected value (empty: if it is not set); return its value after that."""
 
     def delete_key(self, key: str, /) -> bool:
-        """Remove a key; tell whether it was set."""
+        """Remove a key; return whether it was set."""
 
 
 class FolderStore:
-    """A store whose keys are files in a folder of the ranks' host.
+    """A store for ranks of one host; each key is a file in a folder.
 
-    It has no server that could be suspended or starved, and no lock: a rank that is stopped or
-    killed at any instruction leaves every key either set or not. `FileStore` of torch appends to one
-    file under a lock, so a rank stopped there would stop all others without a timeout.
+    It has no server that could be suspended or starved, and no lock: wherever a rank is stopped or
+    killed, every key is either set or not. torch's `FileStore` appends to one file under a lock, so
+    a rank stopped there would block all others without a timeout.
 
     Args:
-        folder: The folder; made where it does not exist. It has to be private to the user.
+        folder: The folder; made if it does not exist. It must be private to the user.
     """
 
     _numbers = itertools.count()
@@ -67,7 +67,7 @@ class FolderStore:
         self._folder = str(folder)
 
     def set(self, key: str, value: str | bytes, /) -> None:
-        """Set a key, for all ranks at one instant."""
+        """Set a key atomically."""
         os.replace(self._written(value), self._path(key))  # noqa: PTH105 - plain paths: it is called often
 
     def get(self, key: str, /) -> bytes:
@@ -76,7 +76,7 @@ class FolderStore:
             return file.read()
 
     def check(self, keys: list[str], /) -> bool:
-        """Tell whether all the keys are set."""
+        """Return whether all the keys are set."""
         return all(os.path.exists(self._path(key)) for key in keys)  # noqa: PTH110 - as above
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
@@ -89,7 +89,7 @@ class FolderStore:
         return self.get(key)
 
     def delete_key(self, key: str, /) -> bool:
-        """Remove a key; tell whether it was set."""
+        """Remove a key; return whether it was set."""
         try:
             os.unlink(self._path(key))  # noqa: PTH108 - as above
         except FileNotFoundError:
@@ -97,11 +97,11 @@ class FolderStore:
         return True
 
     def _path(self, key: str) -> str:
-        # Any text may be a key, a barrier's name of any length; not every file system tells "a" from "A".
+        # Hashed: a key may be any text of any length, and some file systems do not tell "a" from "A".
         return f"{self._folder}/{hashlib.sha256(key.encode()).hexdigest()}"
 
     def _written(self, value: str | bytes) -> str:
-        """Write a value to a file that only this call knows."""
+        """Write a value to a file of its own; return the path."""
         path = f"{self._folder}/.{os.getpid()}-{next(self._numbers)}"
         with open(path, "wb") as file:  # noqa: PTH123 - as above
             file.write(value.encode() if isinstance(value, str) else value)
@@ -109,22 +109,22 @@ class FolderStore:
 
 
 class SignedKeys:
-    """Keys of a store to which others than the ranks can write: a value that is not signed is not there.
+    """Keys of a store to which others can write too: a value without a valid signature counts as not set.
 
-    It keeps forged values out, not the store alive: who can write to it can still remove keys.
+    This rejects forged values. It does not protect the store itself: others can still remove keys.
 
     Args:
         store: The store.
-        secret: What only the ranks of the job know.
-        scope: What these keys are for. A value that was signed for another scope or another key does
-            not count, so a scope that is new for each start of the ranks admits no old ones.
+        secret: Known only to the ranks of the job.
+        scope: What these keys are for. A value that was signed for another scope or another key is
+            rejected, so a scope that is new for each start of the ranks rejects old values.
     """
 
-    _MAC: Final = 64
-    _TRIES: Final = 8
+    _MAC_CHARS: Final = 64
+    _MAX_TRIES: Final = 8
 
     def __init__(self, store: Keys, secret: bytes, scope: str) -> None:
-        """Derive the key of the scope."""
+        """Derive the signing key of the scope."""
         self._store = store
         self._secret = hmac.digest(secret, f"ddpsafe {scope}".encode(), "sha256")
 
@@ -136,29 +136,28 @@ class SignedKeys:
         """Return the value of a key that is set."""
         value = self._find(key)
         if value is None:
-            raise RuntimeError(
-                f"{key} is not set, or by another program"
-            )  # as a store that is gone
+            # RuntimeError, as torch's stores raise when their server has exited.
+            raise RuntimeError(f"{key} is not set, or was set by another program")
         return value
 
     def check(self, keys: list[str], /) -> bool:
-        """Tell whether all the keys are set, and signed."""
+        """Return whether all the keys are set and signed."""
         return self._store.check(keys) and all(self._find(key) is not None for key in keys)
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set a key that has the expected value, empty for none; return what it has then."""
+        """Set a key if it has the expected value (empty: if it is not set); return its value after that."""
         signed = self._sign(key, desired)
         known = self._sign(key, expected) if expected else b""
-        for _ in range(self._TRIES):  # each value of another program is taken for none
+        for _ in range(self._MAX_TRIES):  # an unsigned value counts as not set: replace it
             found = self._store.compare_set(key, known, signed)  # type: ignore[arg-type]  # as above
             value = self._verified(key, found)
             if value is not None:
                 return value
             known = found
-        raise RuntimeError(f"{key} is written again and again by another program")
+        raise RuntimeError(f"another program keeps writing to {key}")
 
     def delete_key(self, key: str, /) -> bool:
-        """Remove a key; tell whether it was set."""
+        """Remove a key; return whether it was set."""
         return self._store.delete_key(key)
 
     def _find(self, key: str) -> bytes | None:
@@ -170,18 +169,18 @@ class SignedKeys:
         return hmac.new(self._secret, message, "sha256").hexdigest().encode() + content
 
     def _verified(self, key: str, signed: bytes) -> bytes | None:
-        value = signed[self._MAC :]
+        value = signed[self._MAC_CHARS :]
         return value if hmac.compare_digest(signed, self._sign(key, value)) else None
 
 
 class Departure(NamedTuple):
-    """That a rank has failed, as it told the others.
+    """A rank's message to the others that it ends and will reach no more barriers.
 
     Attributes:
-        rank: Which one.
+        rank: The rank that ends.
         origin: Where its error comes from: the rank itself, or another one.
-        error: Its error, in a line.
-        is_failure: False for ``sys.exit(0)``, which leaves the others alone but fails nothing.
+        error: Its error, in one line.
+        is_failure: False for ``sys.exit(0)``: the rank leaves the others, but has not failed.
     """
 
     rank: int
@@ -191,18 +190,18 @@ class Departure(NamedTuple):
 
 
 class Control:
-    """One rank's line to the others through the store.
+    """One rank's barriers and messages through the store.
 
     Attributes:
-        store: The connection, for keys of others than `Control`.
-        failed_peer: Who had failed when the last barrier ended, as far as that is known.
+        store: The store, also for keys that are not `Control`'s.
+        failed_peer: The rank that had failed when the last barrier (`is_last`) ended, if known.
 
     Args:
-        store: A store connection of its own: one client serialises its calls, so a long wait
-            here must not block the process group's.
+        store: A store connection that nothing else uses: a client serialises its calls, so a long
+            wait here would block the process group's.
         rank: This rank.
-        world_size: How many there are.
-        served_by_rank_zero: Whether the store goes when rank 0 goes.
+        world_size: Number of ranks.
+        served_by_rank_zero: Whether the store's server exits with rank 0.
     """
 
     def __init__(
@@ -213,47 +212,51 @@ class Control:
         self._rank = rank
         self._world_size = world_size
         self._served_by_rank_zero = served_by_rank_zero
-        self._turns: dict[str, int] = {}
+        self._uses: dict[str, int] = {}
         self.failed_peer: Departure | None = None
 
     def barrier(self, name: str, *, deadline: Deadline, is_last: bool = False) -> list[int]:
-        """Wait until every rank has come to the barrier of that name.
+        """Wait until every rank has reached the barrier of that name.
 
         Args:
-            name: Ranks wait for each other under one name; every use of it is a new barrier.
+            name: Name of the barrier; every use of it is a new barrier.
             deadline: When to stop waiting.
-            is_last: Ranks may exit right after it.
+            is_last: Whether ranks may exit right after it.
 
         Returns:
-            The ranks that did not come in time, the same on every rank: empty when all met.
+            The ranks that did not arrive in time, the same list on every rank.
         """
         try:
             barrier = self.arrive(name)
-            # Failed ranks have come to the last barrier too: the others may work to their ends.
-            doors = [f"{barrier}/missing"] if is_last else [f"{barrier}/missing", _DEPARTED]
-            # The last to come, or to give up, writes the list of missing ranks.
-            self.wait_for(*doors, deadline=deadline)
-            if not self.is_set(doors[0]):
-                departed = self.departure() if _DEPARTED in doors else None
-                # Who has not come yet beside a rank that has failed may be on its way.
-                absent = (
-                    [departed.rank]
-                    if departed
-                    else [rank for rank in range(self._world_size) if not self._came(barrier, rank)]
-                )
-                self.store.compare_set(doors[0], "", json.dumps(absent))
-            missing: list[int] = json.loads(self.store.get(doors[0]))
-            if is_last:  # read before parting: the store may go right after it
+            # The last rank to arrive, or the first to give up, sets the list of missing ranks.
+            result = f"{barrier}/missing"
+            # The last barrier does not end when a rank fails: failed ranks arrive there too, and the
+            # others may finish their work.
+            self.wait_for(*([result] if is_last else [result, _DEPARTED]), deadline=deadline)
+            if not self.is_set(result):
+                departed = None if is_last else self.departure()
+                if departed is None:
+                    absent = [
+                        rank
+                        for rank in range(self._world_size)
+                        if not self._has_arrived(barrier, rank)
+                    ]
+                else:  # only the rank that failed: others may still be on their way
+                    absent = [departed.rank]
+                self.store.compare_set(result, "", json.dumps(absent))
+            missing: list[int] = json.loads(self.store.get(result))
+            if is_last:  # read first: the store's server may exit right after `_confirm_result`
                 departure = self.departure()
                 self.failed_peer = None
                 if departure is not None and departure.rank != self._rank and departure.is_failure:
                     self.failed_peer = departure
             if missing or is_last:
-                self._part(barrier)
+                self._confirm_result(barrier)
         except RuntimeError:
             if not self._served_by_rank_zero or self._rank == 0:
                 raise
-            # The store went with rank 0, which stays at the last barrier until all have read its end.
+            # Rank 0 has exited, and with it the store. From the last barrier it does not exit before
+            # the others have read the result.
             if not is_last:
                 return [0]
             self.failed_peer = self.failed_peer or self.departure()
@@ -261,28 +264,27 @@ class Control:
         return missing
 
     def arrive(self, name: str) -> str:
-        """Come to a barrier without waiting for the others; return its name in the store."""
-        barrier = self._turn(name)
+        """Arrive at a barrier without waiting for the others; return its name in the store."""
+        barrier = self._next_use(name)
         self.store.set(f"{barrier}/{self._rank}", "here")
         if self.store.check([f"{barrier}/{rank}" for rank in range(self._world_size)]):
-            # Whoever gave up before has the last word: all ranks must read the same.
+            # A list that a rank set when it gave up stays: all ranks must read the same one.
             self.store.compare_set(f"{barrier}/missing", "", "[]")
-            # Who has come to this turn has read how the one before ended: its keys go, else a
-            # barrier in each of a million steps would fill the store.
-            turn = self._turns[name] - 2
-            if turn >= 0:
-                former = f"control/{name}/{turn}"
+            # All ranks are here, so they have read the result of the previous use: delete its keys.
+            # Otherwise a barrier in each of a million steps would fill the store.
+            previous = self._uses[name] - 2
+            if previous >= 0:
                 for key in ("missing", *map(str, range(self._world_size))):
-                    self.store.delete_key(f"{former}/{key}")
+                    self.store.delete_key(f"control/{name}/{previous}/{key}")
         return barrier
 
     def depart(self, error: str, origin: Origin, *, is_failure: bool = True) -> None:
-        """Tell whoever waits for this rank, now or later, that it has failed and will not come."""
-        told = json.dumps(Departure(self._rank, origin, error, is_failure))
-        self.store.compare_set(_DEPARTED, "", told)
+        """Tell ranks that wait for this one, now or later, that it ends and will not arrive."""
+        departure = json.dumps(Departure(self._rank, origin, error, is_failure))
+        self.store.compare_set(_DEPARTED, "", departure)
 
     def departure(self) -> Departure | None:
-        """Return what the first rank that has failed said, if one has."""
+        """Return the message of the first rank that failed, if one has."""
         try:
             if not self.is_set(_DEPARTED):
                 return None
@@ -290,58 +292,58 @@ class Control:
         except RuntimeError:
             if not self._served_by_rank_zero or self._rank == 0:
                 return None
-            return Departure(0, "own", "its process ended, and with it the store of the ranks.")
+            return Departure(0, "own", "its process ended, and with it the ranks' store.")
 
     def raise_to(self, name: str, value: int) -> None:
-        """Let the number of that name be at least `value` on all ranks."""
+        """Raise the shared number of that name to at least `value`."""
         known = ""
         while not known or int(known) < value:
             known = self.store.compare_set(f"control/{name}", known, str(value)).decode()
 
     def number(self, name: str) -> int:
-        """Return what `raise_to` has come to, once all ranks have called it."""
+        """Return the shared number that `raise_to` raised, once all ranks have called that."""
         return int(self.store.get(f"control/{name}"))
 
-    def _came(self, barrier: str, rank: int) -> bool:
-        return bool(self.store.check([f"{barrier}/{rank}"]))
+    def _has_arrived(self, barrier: str, rank: int) -> bool:
+        return self.is_set(f"{barrier}/{rank}")
 
-    def _part(self, barrier: str) -> None:
-        """Let everyone who came read how it ended before the store goes with rank 0."""
+    def _confirm_result(self, barrier: str) -> None:
+        """Confirm that this rank has read the result; rank 0 waits until all that arrived have."""
         self.store.set(f"{barrier}/seen/{self._rank}", "yes")
-        self._stay_for(
-            barrier, (rank for rank in range(self._world_size) if self._came(barrier, rank))
+        self._wait_until_seen(
+            barrier, (rank for rank in range(self._world_size) if self._has_arrived(barrier, rank))
         )
 
-    def _stay_for(
+    def _wait_until_seen(
         self,
-        barrier: str,
+        key: str,
         ranks: Iterable[int],
         is_lost: Callable[[int], bool] = lambda _: False,
     ) -> None:
-        """Wait, where the store goes with this rank, until those ranks have read it, or have ended."""
+        """If the store's server exits with this rank, wait until those ranks have read, or are lost."""
         if self._served_by_rank_zero and self._rank == 0:
             linger = Deadline.after(_LINGER)
             for rank in ranks:
                 for pause_s in linger.pauses_s():
-                    if self.is_set(f"{barrier}/seen/{rank}") or is_lost(rank):
+                    if self.is_set(f"{key}/seen/{rank}") or is_lost(rank):
                         break
                     time.sleep(pause_s)
 
     def publish(self, name: str, error: str | None) -> None:
-        """Tell the others how the step of that name ended here: with which error, if with one."""
-        step = self._turn(name)
+        """Publish how the step of that name ended on this rank: with an error, or ``None``."""
+        step = self._next_use(name)
         failure = None if error is None else Departure(self._rank, "own", error)
         self.store.set(step, json.dumps(failure))
         if failure is not None:
-            self._stay_for(step, range(1, self._world_size))
+            self._wait_until_seen(step, range(1, self._world_size))
 
     def result_of(self, name: str, *, deadline: Deadline) -> tuple[bool, Departure | None]:
-        """Wait for what `publish` told.
+        """Wait for the result that another rank publishes with `publish`.
 
         Returns:
-            Whether it came in time, and who failed how if the step did.
+            Whether it was published in time, and the failure if the step failed.
         """
-        key = self._turn(name)
+        key = self._next_use(name)
         if not self.wait_for(key, deadline=deadline):
             return False, None
         failure = json.loads(self.store.get(key))
@@ -349,38 +351,35 @@ class Control:
         return True, None if failure is None else Departure(*failure)
 
     def put(self, key: str, data: bytes) -> None:
-        """Leave bytes for another rank under a key that is used once."""
+        """Store bytes for other ranks under a key that is used once."""
         self.store.set(f"control/{key}", data)  # type: ignore[arg-type]  # all take bytes too
 
     def take(self, key: str, *, deadline: Deadline) -> bytes | None:
-        """Wait for what `put` left, or return ``None`` at the deadline."""
+        """Wait for the bytes that `put` stores; return ``None`` at the deadline."""
         if not self.wait_for(f"control/{key}", deadline=deadline):
             return None
         return bytes(self.store.get(f"control/{key}"))
 
     def acknowledge(self, key: str) -> None:
-        """Say that this rank has taken what it was told under a key."""
+        """Confirm that this rank has read the bytes of a key."""
         self.store.set(f"control/{key}/seen/{self._rank}", "yes")
 
     def stay(self, key: str, is_lost: Callable[[int], bool] = lambda _: False) -> None:
-        """Wait, for a moment and only where the store goes with this rank, until all have.
+        """If the store's server exits with this rank, wait a while until all have read a key's bytes.
 
         Args:
-            key: What they were told under.
-            is_lost: Tells whether a rank has ended, and is not waited for.
+            key: The key.
+            is_lost: Returns whether a rank has ended, and need not be waited for.
         """
-        self._stay_for(f"control/{key}", range(1, self._world_size), is_lost)
+        self._wait_until_seen(f"control/{key}", range(1, self._world_size), is_lost)
 
     def drop(self, key: str) -> None:
-        """Remove what `put` left, once everyone has taken it."""
+        """Remove the bytes that `put` stored, once every rank has read them."""
         self.store.delete_key(f"control/{key}")
 
     def wait_for(self, *keys: str, deadline: Deadline) -> bool:
-        """Wait until one of the keys is set; tell whether it was before the deadline.
-
-        It looks again and again with growing pauses: torch's own wait handles no Ctrl-C and writes
-        warnings to stderr whenever a slice of it ends.
-        """
+        """Wait until one of the keys is set; return whether it was set before the deadline."""
+        # Polled: the wait of torch's stores ignores Ctrl-C and writes warnings to stderr.
         for pause_s in deadline.pauses_s():
             if any(map(self.is_set, keys)):
                 return True
@@ -388,10 +387,11 @@ class Control:
         return False
 
     def is_set(self, key: str) -> bool:
-        """Look at a key without waiting."""
+        """Return whether a key is set, without waiting."""
         return bool(self.store.check([key]))
 
-    def _turn(self, name: str) -> str:
-        turn = self._turns.get(name, 0)
-        self._turns[name] = turn + 1
-        return f"control/{name}/{turn}"
+    def _next_use(self, name: str) -> str:
+        """Return the key of the next use of a name: ranks use it equally often, so keys agree."""
+        use = self._uses.get(name, 0)
+        self._uses[name] = use + 1
+        return f"control/{name}/{use}"
