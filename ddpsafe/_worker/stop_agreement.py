@@ -1,7 +1,7 @@
-"""All ranks stop at the same call of `stop_requested`.
+"""How all ranks agree on the call of `stop_requested` at which they stop.
 
-The signals, the count of calls and the agreement; and how the request travels: over the launcher's
-pipe, or over the ranks' store.
+Each rank promises its first open call, and all stop at the highest promise. Requests and promises
+travel through the launcher's pipes, or through the ranks' store.
 """
 
 from __future__ import annotations
@@ -25,45 +25,45 @@ if TYPE_CHECKING:
     from ddpsafe._worker.store_sync import Keys
 
 
-_NOTED: Final = (signal.SIGTERM, signal.SIGUSR1)
-"""What schedulers send: preemption, time limits, drained nodes; and a warning ahead of them."""
-_LOOK_EVERY_S: Final = 0.5
-_AGREE_EVERY_S: Final = 0.01
-_LEAVE_S: Final = 2.0
+_STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
+"""What schedulers send for preemption, a time limit or a drained node, and as a warning ahead of it."""
+_REQUEST_POLL_S: Final = 0.5
+_AGREEMENT_POLL_S: Final = 0.01  # shorter: a rank may be waiting in a call by now
+_LEAVE_LIMIT_S: Final = 2.0
 _ASKED: Final = "stop/asked"
 _AGREED: Final = "stop/agreed"
 
 
 class StopSignals:
-    """Notes the signals between `open` and `close`.
+    """Records stop signals between `open` and `close`.
 
-    An ignored signal stays ignored. A handler that was there is called too. A process that is
-    forked off meanwhile dies of the signal as it would without us.
+    An ignored signal stays ignored. A handler of the user's is still called. A process that this one
+    forks reacts to the signals as it would without ddpsafe.
 
     Attributes:
-        noted: The first signal that came; ``None`` until then.
+        noted: The first signal that arrived; ``None`` before.
     """
 
     def __init__(self) -> None:
-        """Touch nothing yet."""
+        """Change no handler yet."""
         self._before: dict[signal.Signals, Any] = {}
         self._pid = os.getpid()
         self._is_open = False
         self.noted: signal.Signals | None = None
 
     def open(self) -> None:
-        """Begin, where Python allows handlers: in the main thread."""
+        """Begin to record; only in the main thread, where Python allows handlers."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._is_open = True
-        for signum in _NOTED:
+        for signum in _STOP_SIGNALS:
             before = signal.getsignal(signum)
             if before is not None and before != signal.SIG_IGN:
                 self._before[signum] = before
                 signal.signal(signum, self._note)
 
     def close(self) -> None:
-        """Put back what was there, unless another handler is there by now."""
+        """Restore the previous handlers, except where the script has set another one."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._is_open = False
@@ -72,19 +72,18 @@ class StopSignals:
                 signal.signal(signum, before)
 
     def raise_again(self) -> None:
-        """Let the signal do what it would have done without us."""
+        """Let the recorded signal have its default effect, if it has no handler of the user's."""
         if self.noted is not None and signal.getsignal(self.noted) == signal.SIG_DFL:
             signal.raise_signal(self.noted)
 
     def die_of_sigterm(self) -> None:
-        """End by SIGTERM after all, from any thread, while the main one is in native code too.
+        """End this process by SIGTERM, from any thread, even while the main thread is in native code.
 
-        Where a handler of the user's stands behind ours, that one decides, as it does without us.
+        If the user has a handler for SIGTERM, that one decides, as it does without ddpsafe.
         """
         if self._before.get(signal.SIGTERM) == signal.SIG_DFL and os.getpid() == self._pid:
-            ctypes.CDLL(None).signal(
-                int(signal.SIGTERM), None
-            )  # Python allows it in one thread only
+            # Python's signal.signal works in the main thread only. None is SIG_DFL.
+            ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
             os.kill(self._pid, signal.SIGTERM)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
@@ -94,16 +93,16 @@ class StopSignals:
             self.noted = signal.Signals(signum)
         if callable(before):
             before(signum, frame)
-        elif not is_noted:  # in a fork, or a handler of the user's calls this one after `close`
+        elif not is_noted:  # in a fork, or called by a handler of the user's after `close`
             signal.signal(signum, before)
             os.kill(os.getpid(), signum)
 
 
 class NoAgreementError(Exception):
-    """Other ranks have promised nothing in time.
+    """Some ranks sent no promise in time.
 
     Attributes:
-        deadline: How long it was waited for them.
+        deadline: The deadline of the wait for them.
     """
 
     def __init__(self, deadline: Deadline) -> None:
@@ -113,10 +112,10 @@ class NoAgreementError(Exception):
 
 
 class StopCalls:
-    """Counts this rank's calls, and knows which one is the first to be answered with yes."""
+    """Counts this rank's calls of `stop_requested`, and returns yes from the agreed call on."""
 
     def __init__(self) -> None:
-        """Start before the first call; no rank has been asked to stop."""
+        """Start before the first call, without a request to stop."""
         self._lock = threading.Lock()
         self._count = 0
         self._promise: int | None = None
@@ -125,34 +124,34 @@ class StopCalls:
 
     @property
     def count(self) -> int:
-        """How many calls there have been."""
+        """Number of calls so far."""
         return self._count
 
     def promise(self) -> int:
-        """Return the number of the first call, from 1, that waits for `agree`; always the same."""
+        """Return the number, from 1, of the first call that waits for `agree`; always the same one."""
         with self._lock:
             if self._promise is None:
                 self._promise = self._count + 1
             return self._promise
 
     def agree(self, call: int) -> None:
-        """Say yes from that call on."""
+        """Answer yes from that call on."""
         self._agreed = call
         self._is_known.set()
 
     def give_up(self) -> None:
-        """Wait no more: there will be no agreement."""
+        """Stop waiting: there will be no agreement."""
         self._is_known.set()
 
     def answer(self, limit: timedelta | None) -> bool:
         """Count a call and answer it.
 
         Args:
-            limit: How long to wait for the others' promises; ``None`` where the launcher ends
-                this process if they do not come.
+            limit: How long to wait for the others' promises; ``None`` if a launcher ends this
+                process should they not arrive.
 
         Raises:
-            NoAgreementError: The limit passed before the others had promised, or they cannot.
+            NoAgreementError: The others did not promise within the limit, or cannot any more.
         """
         with self._lock:
             self._count += 1
@@ -169,36 +168,36 @@ class StopCalls:
 
 
 class Others(Protocol):
-    """How a rank's part in stopping reaches the other ranks: through its launcher, or a store."""
+    """How a rank agrees with the others on stopping: through its launcher, or a store."""
 
     def accept(self) -> None:
-        """Say that this rank asks whether it should stop; called at its first call."""
+        """Report that this rank calls `stop_requested`; called once, at its first call."""
 
     def ask(self, signum: signal.Signals) -> None:
-        """Say that this rank has been asked to stop, by that signal."""
+        """Report that this rank received that signal, and so is asked to stop."""
 
     def confirm(self) -> None:
-        """Say that this rank has answered yes for the first time."""
+        """Report that `stop_requested` returned true on this rank for the first time."""
 
     def missing(self) -> list[int]:
-        """Return the ranks that have promised nothing yet."""
+        """Return the ranks that have not promised yet."""
 
     def leave(self) -> None:
-        """Say that this rank asks no more."""
+        """Report that this rank does not call `stop_requested` any more."""
 
 
 class Alone:
-    """The others in a world of one."""
+    """The other ranks in a world of one: there are none."""
 
     def __init__(self, calls: StopCalls) -> None:
-        """Agree with oneself."""
+        """Keep the calls of this rank."""
         self._calls = calls
 
     def accept(self) -> None:
         """Do nothing: there are no others."""
 
     def ask(self, signum: signal.Signals) -> None:
-        """Stop at once."""
+        """Agree to stop at the next call."""
         del signum
         self._calls.agree(self._calls.promise())
 
@@ -214,21 +213,21 @@ class Alone:
 
 
 class StopBoard:
-    """The board on which ranks write requests and promises, and a thread that reads it.
+    """Requests and promises in the ranks' store, and a thread that polls for them.
 
-    A request may come to one rank only: one pod is evicted, one process is signalled. The thread
-    looks for it twice a second, from the rank's first call on, so a call itself costs no word with
-    the store.
+    A request may reach one rank only: one pod is evicted, one process is signalled. From the rank's
+    first call on, the thread polls for it twice a second, so that a call itself does not access the
+    store.
 
     Args:
-        store: The ranks' store; one look at a time, so it may be shared.
+        store: The ranks' store. It may be shared: the thread never waits in it.
         rank: This rank.
-        world_size: How many there are.
-        calls: This rank's part of the agreement.
+        world_size: Number of ranks.
+        calls: This rank's calls.
     """
 
     def __init__(self, store: Keys, *, rank: int, world_size: int, calls: StopCalls) -> None:
-        """Read nothing yet."""
+        """Do not poll yet."""
         self._store = store
         self._rank = rank
         self._world_size = world_size
@@ -238,58 +237,56 @@ class StopBoard:
         self._reader: threading.Thread | None = None
 
     def accept(self) -> None:
-        """Begin to read."""
+        """Begin to poll."""
         self._reader = threading.Thread(target=self._read, name="ddpsafe-stop", daemon=True)
         self._reader.start()
-        # A thread inside the store's client must not be there when the interpreter goes.
+        # The thread must not be inside the store's client while the interpreter shuts down.
         atexit.register(self._end_reading)
 
     def ask(self, signum: signal.Signals) -> None:
-        """Write the request."""
-        with contextlib.suppress(RuntimeError):  # the store went with rank 0
+        """Set the request in the store."""
+        with contextlib.suppress(RuntimeError):  # the store exited with rank 0
             self._store.set(_ASKED, signum.name)
 
     def confirm(self) -> None:
-        """Say nothing: whoever reads the board knows."""
+        """Do nothing: every rank reads the agreement from the store."""
 
     def missing(self) -> list[int]:
-        """Return the ranks that have promised nothing yet."""
+        """Return the ranks that have not promised yet."""
         ranks = range(self._world_size)
         try:
             return [rank for rank in ranks if not self._store.check([_promise_of(rank)])]
-        except RuntimeError:  # the store went with rank 0
+        except RuntimeError:  # the store exited with rank 0
             return [0]
 
     def leave(self) -> None:
-        """Stop reading; promise whatever is still open, so that the others do not wait for this rank."""
+        """Stop polling, and promise if that is still open, so that the others do not wait for this rank."""
         self._end_reading()
-        # The host of the store may be gone, and its client would wait for it.
-        BoundedCall(self._promise, name="ddpsafe-stop").wait(_LEAVE_S)
+        # Bounded: if the store's host is down, the client would wait for it.
+        BoundedCall(self._promise, name="ddpsafe-stop").wait(_LEAVE_LIMIT_S)
 
     def _end_reading(self) -> None:
         self._is_over.set()
         if self._reader is not None:
-            self._reader.join(_LOOK_EVERY_S)
+            self._reader.join(_REQUEST_POLL_S)
         atexit.unregister(self._end_reading)
 
     def _read(self) -> None:
         try:
             while not self._store.check([_ASKED]):
-                if self._is_over.wait(_LOOK_EVERY_S):
+                if self._is_over.wait(_REQUEST_POLL_S):
                     return
             self._promise()
             while not self._store.check([_AGREED]):
-                if self._is_over.wait(_AGREE_EVERY_S):
+                if self._is_over.wait(_AGREEMENT_POLL_S):
                     return
             self._calls.agree(int(self._store.get(_AGREED)))
-        except (
-            RuntimeError,
-            ValueError,
-        ):  # the store went with rank 0, or another user wrote there
+        except (RuntimeError, ValueError):
+            # The store exited with rank 0, or another user wrote to it.
             self._calls.give_up()
 
     def _promise(self) -> None:
-        """Write this rank's promise, once; the last one to do so writes what all agree on."""
+        """Set this rank's promise, once; the last rank to do so sets the agreed call."""
         if not self._has_promised.acquire(blocking=False):
             return
         self._store.set(_promise_of(self._rank), str(self._calls.promise()))
@@ -303,58 +300,58 @@ def _promise_of(rank: int) -> str:
 
 
 class LauncherLine:
-    """What this rank tells its launcher about stopping; the launcher finds the agreement.
+    """Reports about stopping to this rank's launcher, which finds the agreement.
 
     Attributes:
-        calls: This rank's part of it.
+        calls: This rank's calls.
     """
 
     def __init__(self, sender: Sender, calls: StopCalls) -> None:
-        """Keep the pipe."""
+        """Keep the pipe to the launcher."""
         self._sender = sender
         self.calls = calls
 
     def accept(self) -> None:
-        """Say that asking this rank to stop has a point."""
+        """Report that this rank reacts to a request to stop."""
         self._sender.send(AcceptsStop())
 
     def ask(self, signum: signal.Signals) -> None:
-        """Pass on that this rank has been asked."""
+        """Report the signal that asks this rank to stop."""
         self._sender.send(AskedToStop(signal_name=signum.name))
 
     def promise(self) -> None:
-        """Tell which call is still open."""
+        """Report the first call that is still open."""
         self._sender.send(StopPromise(call=self.calls.promise()))
 
     def confirm(self) -> None:
-        """Tell that the answer was yes."""
+        """Report that `stop_requested` returned true."""
         self._sender.send(Stops())
 
     def missing(self) -> list[int]:
-        """Return an empty list: the launcher knows, and ends the ranks if it takes too long."""
+        """Return an empty list: the launcher knows them, and ends the ranks if they take too long."""
         return []
 
     def leave(self) -> None:
-        """Tell nothing: the report of the rank's end says it."""
+        """Do nothing: the report of the rank's outcome implies it."""
 
 
 class Stopping:
-    """One rank's part in stopping together.
+    """One rank's state for `stop_requested`.
 
-    A rank that never asks is not touched: its signals keep their meaning, and it has no thread.
+    Nothing changes in a rank that never calls it: signals keep their effect, and no thread starts.
 
     Attributes:
-        calls: The agreement.
-        signals: What this process was sent.
-        answered: Whether a call has been answered with yes.
+        calls: The rank's calls.
+        signals: The stop signals that this process received.
+        answered: Whether a call has returned true.
     """
 
     def __init__(self, calls: StopCalls, others: Others, *, limit: timedelta | None = None) -> None:
-        """Wait for the first call.
+        """Do nothing before the first call.
 
         Args:
-            calls: The agreement.
-            others: How to reach the other ranks.
+            calls: The rank's calls.
+            others: How to agree with the other ranks.
             limit: See `StopCalls.answer`.
         """
         self.calls = calls
@@ -381,19 +378,17 @@ class Stopping:
         return answer
 
     def missing(self) -> list[int]:
-        """Return the ranks on which the answer waits."""
+        """Return the ranks for which the answer waits."""
         return self._others.missing()
 
     def leave(self) -> None:
-        """Ask no more, so that the others do not wait for this rank."""
+        """End this rank's part, so that the others do not wait for it."""
         self._others.leave()
 
     def close(self) -> None:
-        """Give the signals back; one that was not answered ends the process after all.
-
-        SIGUSR1 is only a warning, and a rank that has come to its end needs none.
-        """
+        """Restore the signal handlers; a SIGTERM that no call has answered ends the process now."""
         self.signals.close()
+        # SIGUSR1 is only a warning, which a rank at its end does not need.
         if self.signals.noted == signal.SIGTERM and not self.answered:
             self.signals.raise_again()
 
@@ -402,12 +397,12 @@ _current: Stopping | None = None
 
 
 def enter(stopping: Stopping | None) -> Stopping | None:
-    """Make it this process'; return the one before."""
+    """Make it this process's state; return the previous one."""
     global _current
     before, _current = _current, stopping
     return before
 
 
 def find_current() -> Stopping | None:
-    """Return this process' part, or ``None`` outside of any rank."""
+    """Return this process's state, or ``None`` if it is not a rank."""
     return _current
