@@ -1,4 +1,4 @@
-"""The few collectives behind `RankContext`, each a no-op in a world of one."""
+"""The collectives behind `RankContext`, each a no-op if the group has one rank."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ M = TypeVar("M", bound="nn.Module")
 T = TypeVar("T")
 
 ReduceOp = Literal["sum", "mean", "min", "max", "product"]
-"""What `RankContext.all_reduce` can do with the ranks' values."""
+"""The operations of `RankContext.all_reduce`."""
 
-_SHOWN: Final = 80
+_SHOWN_CHARS: Final = 80
 
 
 def wrap(
@@ -42,7 +42,7 @@ def wrap(
     sync_batchnorm: bool,
     ddp_kwargs: Mapping[str, Any],
 ) -> nn.Module:
-    """Move to the device, convert BatchNorm on request, wrap in DDP where there is a group."""
+    """Move to the device, convert BatchNorm on request, and wrap in DDP if there is a group."""
     import torch.distributed as dist
     from torch import nn
 
@@ -55,12 +55,12 @@ def wrap(
         return model
     options: dict[str, Any] = {"device_ids": None if device.type == "cpu" else [device]}
     options.update(ddp_kwargs)
-    with out_of_collections(after_script=True):  # it imports torch._dynamo
+    with out_of_collections(after_script=True):  # DDP imports torch._dynamo
         return nn.parallel.DistributedDataParallel(model, **options)
 
 
 def unwrap(model: M) -> M:
-    """Return what is inside DDP and `torch.compile` wrappers."""
+    """Return the module inside DDP and `torch.compile` wrappers."""
     from torch import nn
 
     found: nn.Module = model
@@ -69,29 +69,29 @@ def unwrap(model: M) -> M:
         if isinstance(found, nn.parallel.DistributedDataParallel):
             inner = found.module
         else:
-            inner = getattr(found, "_orig_mod", None)  # what torch.compile wraps
+            inner = getattr(found, "_orig_mod", None)  # of torch.compile
         if inner is None:
             return cast("M", found)
         found = inner
 
 
 def require_group(world: World) -> None:
-    """Refuse to act as if alone in a rank that has peers but no group yet.
+    """Check that this rank can reach its peers; without a group, it would act as if it were alone.
 
     Raises:
-        ConfigError: The world has several ranks and no process group was made.
+        ConfigError: The world has several ranks, and there is no process group.
     """
     import torch.distributed as dist
 
     if world.world_size > 1 and not dist.is_initialized():
         what = f"{world} has no process group yet."
-        cause = "a method that needs the other ranks was called before setup(), or after cleanup()."
+        cause = "a method that communicates was called before setup() or after cleanup()."
         fix = "call it inside ddpsafe.process_group(), or between setup() and cleanup()."
         raise ConfigError(Explanation(what, cause=cause, fix=fix))
 
 
 def group_size() -> int:
-    """Return the size of the default group; 1 where there is none."""
+    """Return the size of the default group; 1 without a group."""
     import torch.distributed as dist
 
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -107,9 +107,8 @@ def reduce_mean(x: Reducible, weight: float | None, device: torch.device) -> obj
         except (TypeError, ValueError):
             share = math.nan
         if not 0 <= share < math.inf:
-            what = (
-                f"reduce_mean(weight={clip(repr(weight), _SHOWN)}): not a finite number from 0 on."
-            )
+            shown = clip(repr(weight), _SHOWN_CHARS)
+            what = f"reduce_mean(weight={shown}): the weight is not a finite number >= 0."
             fix = "pass this rank's number of samples."
             raise ConfigError(Explanation(what, cause="the weight that this rank passed.", fix=fix))
     if group_size() == 1:
@@ -122,7 +121,7 @@ def all_reduce(x: Reducible, op: ReduceOp, device: torch.device) -> object:
     """Reduce a number, a tensor or a dict over the ranks; see `RankContext.all_reduce`."""
     if op not in get_args(ReduceOp):
         names = get_args(ReduceOp)
-        asked = str(op).rpartition(".")[2].lower()  # "AVG" of torch's ReduceOp.AVG, too
+        asked = str(op).rpartition(".")[2].lower()  # also "AVG" of torch's ReduceOp.AVG
         near = (
             [_OTHER_NAMES[asked]]
             if asked in _OTHER_NAMES
@@ -131,9 +130,7 @@ def all_reduce(x: Reducible, op: ReduceOp, device: torch.device) -> object:
         choice = f"one of {', '.join(map(repr, names))}"
         fix = f"did you mean {near[0]!r}? Write {choice}." if near else f"write {choice}."
         what = f"all_reduce(op={op!r}): there is no such operation."
-        raise ConfigError(
-            Explanation(what, cause="torch or numpy has it under this name.", fix=fix)
-        )
+        raise ConfigError(Explanation(what, cause="a typo, or a name of torch or numpy.", fix=fix))
     values = _require_values(x, "all_reduce", op)
     has_float = _require_same_form(values, device, call="all_reduce", op=op)
     return _reduced(values, op, device, has_float=has_float)
@@ -151,12 +148,12 @@ _OTHER_NAMES: Final = {
 
 
 def _require_values(x: Any, call: str, op: str = "", path: str = "x") -> Any:
-    """Return what can be reduced, numbers of other libraries as Python's, dicts in order.
+    """Return `x` ready to reduce: numbers of other libraries as Python numbers, dicts sorted by key.
 
-    Refused here, on the rank that passed it and before any rank waits for it.
+    Anything else is refused here, on the rank that passed it and before any rank waits for it.
 
     Raises:
-        ConfigError: It names what was passed, and where in a dict.
+        ConfigError: `x` cannot be reduced; the error names the value, and its place in a dict.
     """
     import torch
 
@@ -170,24 +167,24 @@ def _require_values(x: Any, call: str, op: str = "", path: str = "x") -> Any:
     if not isinstance(x, torch.Tensor):
         number = x.item() if getattr(x, "ndim", None) == 0 else x  # numpy's; booleans stay booleans
         if not isinstance(number, (int, float, numbers.Real)):
-            why = "it is neither a number, a tensor nor a dict of them"
+            why = "it is not a number, a tensor or a dict of them"
             fix = "pass torch.as_tensor(x), or gather objects with ctx.all_gather(x)."
             raise _not_reducible(call, path, x, why, fix)
         number = number if isinstance(number, (int, float)) else float(number)
         share = group_size() if op == "sum" else 1
         if isinstance(number, int) and abs(number) >= 2**63 // share:
-            why = f"it may not fit 64 bits, reduced over {group_size()} ranks"
+            why = f"reduced over {group_size()} ranks, it may not fit 64 bits"
             fix = "pass a float, or gather the numbers: sum(ctx.all_gather(x))."
             raise _not_reducible(call, path, x, why, fix)
         return number
     if x.is_complex():
-        why, fix = "complex numbers have no order, and no mean here", "pass torch.view_as_real(x)."
+        why, fix = "complex numbers are not supported", "pass torch.view_as_real(x)."
     elif x.layout != torch.strided:
         why, fix = f"its layout is {x.layout}", "pass x.to_dense()."
     elif x.device.type == "meta":
-        why, fix = "it is on the device 'meta', without values", "pass a tensor that has values."
+        why, fix = "it is on device 'meta', without values", "pass a tensor that has values."
     elif op == "mean" and not x.is_floating_point():
-        why, fix = f"the mean of {x.dtype} is not of that dtype", "pass x.double()."
+        why, fix = f"its mean cannot be of dtype {x.dtype}", "pass x.double()."
     else:
         return x
     raise _not_reducible(call, path, x, why, fix)
@@ -196,11 +193,10 @@ def _require_values(x: Any, call: str, op: str = "", path: str = "x") -> Any:
 def _not_reducible(call: str, path: str, x: object, why: str, fix: str) -> ConfigError:
     import torch
 
-    shown = f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else clip(repr(x), _SHOWN)
+    shown = f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else clip(repr(x), _SHOWN_CHARS)
     what = f"{call}: {path} is {shown}, of type {type(x).__qualname__}, and {why}."
-    return ConfigError(
-        Explanation(what, cause="it takes numbers, dense real tensors, and dicts of them.", fix=fix)
-    )
+    cause = f"{call} takes numbers, dense real tensors, and dicts of them."
+    return ConfigError(Explanation(what, cause=cause, fix=fix))
 
 
 def _reduced(x: Reducible, op: ReduceOp, device: torch.device, *, has_float: bool) -> object:
@@ -214,8 +210,8 @@ def _reduced(x: Reducible, op: ReduceOp, device: torch.device, *, has_float: boo
     is_tensor = isinstance(x, torch.Tensor)
     widest = torch.int64 if isinstance(x, int) else torch.float64
     values = x.detach() if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=widest)
-    # Wide enough that no partial result overflows or rounds; given back in the caller's dtype. A
-    # number may be 0 on one rank and 0.5 on another, and all ranks have to send one dtype.
+    # 64 bits, so that partial results do not overflow or lose precision; the result has the caller's
+    # dtype again. All ranks must send the same dtype, but a number may be 0 on one and 0.5 on another.
     is_number = not is_tensor or values.numel() == 1
     is_float = values.is_floating_point() or (has_float and is_number)
     wide = torch.float64 if is_float else torch.int64
@@ -240,10 +236,10 @@ def _mean(x: Reducible, share: float, device: torch.device) -> object:
     values = x.detach() if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=torch.float64)
     if not values.is_floating_point():
         values = values.to(torch.float64)
-    # float64 carries counts and sums exactly; the result is given back in the caller's dtype.
+    # float64, so that counts and sums are exact; the result has the caller's dtype again.
     total = torch.zeros(values.numel() + 1, dtype=torch.float64, device=values.device)
     total[-1] = share
-    if share:  # the mean of no samples is nan, and counts for nothing
+    if share:  # with a weight of 0, values may be nan (the mean of no samples), and nan * 0 is nan
         total[:-1] = values.to(torch.float64).flatten() * share
     total = total.to(device)
     if group_size() > 1:
@@ -258,10 +254,10 @@ def _mean(x: Reducible, share: float, device: torch.device) -> object:
 
 
 def _require_same_form(x: Reducible, device: torch.device, *, call: str, op: str = "") -> bool:
-    """Compare keys and shapes first: others would be other collectives, a hang or a wrong mean.
+    """Compare keys and shapes over the ranks: with different ones they would hang, or reduce wrongly.
 
     Returns:
-        Whether a number is a float on some rank.
+        Whether some rank passed a number that is a float.
     """
     import torch
     import torch.distributed as dist
@@ -276,10 +272,11 @@ def _require_same_form(x: Reducible, device: torch.device, *, call: str, op: str
         return has_float
     form = f"{_form_of(x, with_kind=bool(op))} for {op}" if op else _form_of(x, with_kind=False)
     digest = zlib.crc32(f"{call} {form}".encode())
+    # MAX of the digest and of its negative: equal amounts only if all ranks have the same digest.
     highest = torch.tensor([digest, -digest, has_float], dtype=torch.int64, device=device)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-    most, least, is_float = highest.tolist()
-    if most != -least:
+    largest, negated_smallest, is_float = highest.tolist()
+    if largest != -negated_smallest:
         what = f"{call}: the ranks passed different keys or shapes; this one has {form}."
         cause = "the ranks computed different metrics, or one of them is in another collective."
         fix = "pass the same keys and shapes on every rank, in the same order of calls."
@@ -300,7 +297,7 @@ def _form_of(x: Reducible, *, with_kind: bool) -> str:
 
 
 def all_gather(obj: T) -> list[T]:
-    """Return every rank's object, by rank."""
+    """Return every rank's object, ordered by rank."""
     import torch.distributed as dist
 
     if group_size() == 1:
@@ -330,10 +327,10 @@ def broadcast(obj: T, src: int, device: torch.device) -> T:
 
 @contextlib.contextmanager
 def _explained_pickling(obj: object, call: str) -> Iterator[None]:
-    """Explain an object of this rank that cannot be pickled; torch tries before any rank waits.
+    """Explain an error of pickling this rank's object; torch pickles before any rank waits.
 
     Raises:
-        ConfigError: It says which part of the object it is.
+        ConfigError: The object cannot be pickled; the error names the part of it.
     """
     try:
         yield
@@ -342,7 +339,7 @@ def _explained_pickling(obj: object, call: str) -> Iterator[None]:
         if culprit is None:
             raise
         path, reason = culprit
-        what = f"{call}: {path} cannot be pickled ({clip(str(reason), _SHOWN)})."
-        cause = "objects travel between ranks as pickles; lambdas, open files and locks cannot."
+        what = f"{call}: {path} cannot be pickled ({clip(str(reason), _SHOWN_CHARS)})."
+        cause = "objects are pickled to send them to other ranks; lambdas, open files and locks cannot be."
         fix = "pass plain data: numbers, strings, tensors, and dicts or lists of them."
         raise ConfigError(Explanation(what, cause=cause, fix=fix)) from exc

@@ -1,4 +1,4 @@
-"""`RankContext`: what the user's function knows and can do in its rank."""
+"""`RankContext`: the rank's place in the job, and the operations over all ranks."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 def barrier_timeout_error(
     context: RankContext, label: str, missing: list[int], deadline: Deadline
 ) -> BarrierTimeoutError:
-    """Return the error of a wait that ended without all ranks.
+    """Return the error of a rank whose barrier ended before all ranks had reached it.
 
     Args:
         context: The rank that waited.
-        label: What the ranks met for.
-        missing: The ranks that did not come.
-        deadline: How long it was waited.
+        label: Name of the barrier.
+        missing: The ranks that did not reach it.
+        deadline: The deadline of the wait.
     """
     waited_s = deadline.waited_s()
     names = ranks_text(missing)
     what = (
         f"{context.world} waited {waited_s:.1f} s at the barrier {label!r} "
-        f"in attempt {context.attempt}: {names} did not come."
+        f"in attempt {context.attempt}: {names} did not reach it."
     )
     departure = None if context.control is None else context.control.departure()
     if departure is None:
@@ -63,15 +63,15 @@ def barrier_timeout_error(
 
 
 def peer_failure_line(departure: Departure) -> str:
-    """Say in a line which rank failed first, for a rank that fails because of it."""
+    """Return a line that names the rank that failed first, for a rank that fails because of it."""
     if departure.origin in ("peer-lost", "timeout"):
-        return f"rank {departure.rank} failed before, because of another rank: {departure.error}"
+        return f"rank {departure.rank} failed earlier, because of another rank: {departure.error}"
     return f"rank {departure.rank} failed first: {departure.error}"
 
 
 def peer_failed_error(context: RankContext, departure: Departure) -> RankRaisedError:
-    """Return the error for a rank that returned although the job failed."""
-    what = f"{peer_failure_line(departure)} ({context.world} itself had returned)."
+    """Return the error for a rank that itself returned, in a job that failed."""
+    what = f"{peer_failure_line(departure)} ({context.world} itself returned)."
     cause, fix = _after_departure(departure)
     error = RankRaisedError(
         Explanation(what, cause=cause, fix=fix),
@@ -85,16 +85,16 @@ def peer_failed_error(context: RankContext, departure: Departure) -> RankRaisedE
 
 
 def _after_departure(departure: Departure) -> tuple[str, str]:
-    """Say why a rank that has failed did not come, and where to look."""
+    """Return cause and fix for a wait for a rank that had failed."""
     rank, origin, error, _ = departure
     if origin not in ("peer-lost", "timeout"):
         cause = f"rank {rank} has failed: {error}"
-        fix = f"look at rank {rank}'s own error; this one only follows from it."
+        fix = f"look at rank {rank}'s own error; this one is only a consequence."
         return cause, fix
-    # A rank that is killed cannot report: the first report comes from one that was in touch with it.
+    # A killed rank reports nothing: the first report is of a rank that was connected to it.
     what = "lost" if origin == "peer-lost" else "waited without success for"
-    cause = f"rank {rank} has failed as well, since it {what} another rank: {error}"
-    fix = "find the rank whose output ends without such an error; the others only follow from it."
+    cause = f"rank {rank} failed too, because it {what} another rank: {error}"
+    fix = "find the rank whose output ends without such an error; the other errors follow from its end."
     return cause, fix
 
 
@@ -103,7 +103,7 @@ _MAX_MESSAGE: Final = 1_000
 
 @contextlib.contextmanager
 def following(context: RankContext, *, local: bool) -> Iterator[None]:
-    """Run the body in the leading rank first; see `RankContext.rank_zero_first`."""
+    """Run the body on the leading rank first, then on the others; see `RankContext.rank_zero_first`."""
     control = context.control
     if control is None:
         collectives.require_group(context.world)
@@ -112,11 +112,11 @@ def following(context: RankContext, *, local: bool) -> Iterator[None]:
     name = f"rank-zero-first/{context.node_rank if local else 'all'}"
     leads = context.is_local_main if local else context.is_main
     if not leads:
-        # torchrun, Slurm's default and we number ranks node by node.
+        # torchrun, Slurm by default, and ddpsafe number ranks node by node.
         leader = context.rank - context.local_rank if local else 0
         deadline = Deadline.after(context.barrier_timeout)
-        came, failure = control.result_of(name, deadline=deadline)
-        if not came:
+        is_published, failure = control.result_of(name, deadline=deadline)
+        if not is_published:
             raise barrier_timeout_error(context, "rank_zero_first", [leader], deadline)
         if failure is not None:
             failed = failure.rank
@@ -149,19 +149,19 @@ X = TypeVar("X", bound="float | torch.Tensor | Mapping[str, float | torch.Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
-    """One rank's place in the job, and what ranks do together.
+    """One rank's place in the job, and the operations over all ranks.
 
-    Every method that talks to other ranks has to be called by all of them, in the same order. It
-    is a no-op that returns its argument in a world of one, and a `ConfigError` in a rank of more
-    that has no process group yet.
+    All ranks must call every method that communicates, in the same order. With a world_size of 1 it is
+    a no-op that returns its argument, `all_gather` in a list. In a larger world it raises
+    `ConfigError` until the rank has a process group.
 
     Attributes:
         world: Ranks and sizes, see the properties.
-        device: The rank's device; the current one where it is a GPU.
+        device: The rank's device. If it is a GPU, it is CUDA's current device.
         backend: Backend of the process group, e.g. ``gloo``.
         attempt: This attempt, counted from 1.
-        run_dir: Where the launch keeps its logs; ``None`` when ddpsafe did not launch it.
-        barrier_timeout: Default deadline of `barrier` and of `rank_zero_first`.
+        run_dir: Where the launch keeps its logs; ``None`` if ddpsafe did not launch this rank.
+        barrier_timeout: Default timeout of `barrier` and `rank_zero_first`.
     """
 
     world: World
@@ -216,15 +216,15 @@ class RankContext:
         """Move a model to the rank's device and wrap it in DistributedDataParallel.
 
         Args:
-            model: The model, on any device. On a GPU it is moved in place, as ``model.to`` does.
-            sync_batchnorm: Convert BatchNorm layers to SyncBatchNorm. It needs GPUs; on the CPU
-                the layers stay as they are.
+            model: The model, on any device; moved in place, as ``model.to`` does.
+            sync_batchnorm: Convert BatchNorm layers to SyncBatchNorm, which works on GPUs only; on
+                the CPU the layers stay as they are.
             **ddp_kwargs: Passed to ``torch.nn.parallel.DistributedDataParallel``.
 
         Returns:
-            The wrapped model; the model itself where it has nothing to train. For a type checker
-            it is what `model` is, so that calls are checked; its own methods and attributes
-            are on ``ctx.unwrap(wrapped)``.
+            The wrapped model, or the model itself if none of its parameters requires a gradient.
+            For type checkers it has the type of `model`, so that calls are checked. Use
+            ``ctx.unwrap(wrapped)`` for the model's own methods and attributes.
         """
         collectives.require_group(self.world)
         wrapped = collectives.wrap(
@@ -237,20 +237,21 @@ class RankContext:
         return collectives.unwrap(model)
 
     def barrier(self, name: str | None = None, timeout: DurationLike | None = None) -> None:
-        """Wait until every rank has come here; the CPU waits, no collective is queued.
+        """Wait until every rank has called this. The CPU waits; no collective is queued.
 
         Args:
-            name: What ranks meet for; shown when one is missing.
-            timeout: How long to wait: a timedelta, a number of seconds, or a text such as
-                ``"5min"``; the launch's ``timeouts.barrier`` by default.
+            name: Name of the barrier; shown when a rank is missing.
+            timeout: How long to wait: a timedelta, a number of seconds, or a string such as
+                ``"5min"``. The default is the launch's ``timeouts.barrier``.
 
         Raises:
             ConfigError: `timeout` is not a duration.
-            BarrierTimeoutError: On every rank that waited, naming the ranks that did not come.
+            BarrierTimeoutError: On every rank that waited; it names the ranks that did not call this.
         """
         limit = self.barrier_timeout
         if timeout is not None:
-            from ddpsafe._config.durations import require_wait  # pydantic, which few ranks need
+            # Imports pydantic, which few ranks need.
+            from ddpsafe._config.durations import require_wait
 
             limit = require_wait(timeout, name="barrier(timeout=…)")
         if self.control is None:
@@ -269,7 +270,7 @@ class RankContext:
     @overload
     def rank_zero_first(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
 
-    def rank_zero_first(  # type: ignore[misc]  # a `local` of the function's own is taken by us
+    def rank_zero_first(  # type: ignore[misc]  # `local` is never passed on to `fn`
         self,
         fn: Any = None,
         /,
@@ -277,20 +278,20 @@ class RankContext:
         local: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Let rank 0 go first, e.g. to download, and the others follow when it is done.
+        """Run on rank 0 first, e.g. a download; the other ranks follow when it is done.
 
-        As a context, ``with ctx.rank_zero_first(): …``; as a call,
+        As a context manager, ``with ctx.rank_zero_first(): …``; as a call,
         ``ctx.rank_zero_first(download, url)``, which returns each rank's own result.
 
         Args:
-            fn: The function of the call form.
+            fn: The function to call; leave it out to get the context manager.
             *args: Its arguments.
-            local: Let local rank 0 of every node go first; for a disk that nodes do not share.
+            local: Run on local rank 0 of every node first; for a disk that nodes do not share.
             **kwargs: Its keyword arguments.
 
         Raises:
-            RankRaisedError: On the other ranks, when rank 0 failed; they do not wait for it.
-            BarrierTimeoutError: Rank 0 did not come within the barrier's timeout.
+            RankRaisedError: On the other ranks, as soon as rank 0 has failed.
+            BarrierTimeoutError: Rank 0 was not done within ``timeouts.barrier``.
         """
         if fn is None:
             return following(self, local=local)
@@ -305,7 +306,7 @@ class RankContext:
         file: TextIO | None = None,
         flush: bool = True,
     ) -> None:
-        """Print on rank 0 only; same arguments as Python's ``print``, but flushes by default."""
+        """Print on rank 0 only. Takes the arguments of Python's ``print``, but flushes by default."""
         if self.is_main:
             stream = sys.stdout if file is None else file
             stream.write((" " if sep is None else sep).join(map(str, values)))
@@ -314,19 +315,19 @@ class RankContext:
                 stream.flush()
 
     def reduce_mean(self, x: X, weight: float | None = None) -> X:
-        """Average over ranks, never in place; a small all-reduce compares keys and shapes first.
+        """Average over ranks, never in place. A small all-reduce compares keys and shapes first.
 
         Args:
             x: A number, a tensor (any shape, floating dtype; the result keeps both), or a dict of
-                them; keys and shapes are the same on every rank.
-            weight: This rank's share, e.g. its number of samples: a mean of means over ranks
-                with different counts is wrong without it.
+                them, with the same keys and shapes on every rank.
+            weight: This rank's weight, e.g. its number of samples. Without it, the mean of the
+                ranks' means is wrong if they have different numbers of samples.
 
         Returns:
             The mean, of the type of `x`, the same on every rank.
 
         Raises:
-            ConfigError: `x` or `weight` is not such a value.
+            ConfigError: `x` or `weight` is of another type, or `weight` is negative or not finite.
             MismatchError: The ranks passed different keys or shapes.
             ValueError: The weights sum to zero.
         """
@@ -335,20 +336,21 @@ class RankContext:
             return cast("X", collectives.reduce_mean(x, weight, self.device))
 
     def all_reduce(self, x: X, op: ReduceOp = "sum") -> X:
-        """Reduce over ranks, never in place; a small all-reduce compares keys and shapes first.
+        """Reduce over ranks, never in place. A small all-reduce compares keys and shapes first.
 
         Args:
-            x: A number, a tensor (any shape; the result keeps its dtype), or a dict of them; keys
-                and shapes are the same on every rank.
+            x: A number, a tensor (any shape; the result keeps its dtype), or a dict of them, with the
+                same keys and shapes on every rank.
             op: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` or ``"product"``.
 
         Returns:
             The result, of the type of `x`, the same on every rank. The mean of integers is a
-            float; a tensor of integers is refused. The sum of booleans is their number.
+            float; for a tensor of integers, ``"mean"`` is refused. The sum of booleans is the number
+            of true ones.
 
         Raises:
-            ConfigError: There is no such operation, `x` is not such a value, or it is of a dtype
-                that the operation does not fit.
+            ConfigError: There is no such operation, `x` is of another type, or the operation does
+                not support its dtype.
             MismatchError: The ranks passed different keys, shapes or operations.
         """
         collectives.require_group(self.world)
@@ -356,19 +358,18 @@ class RankContext:
             return cast("X", collectives.all_reduce(x, op, self.device))
 
     def all_gather(self, obj: T) -> list[T]:
-        """Return every rank's object, by rank, on every rank.
+        """Return every rank's object, ordered by rank, on every rank.
 
-        Objects travel by pickle between the ranks, as ``torch.distributed.all_gather_object``
-        does it.
+        Objects are pickled, as by ``torch.distributed.all_gather_object``.
 
         Raises:
-            ConfigError: This rank's object cannot be pickled; it says which part of it.
+            ConfigError: This rank's object cannot be pickled; the error names the part of it.
         """
         collectives.require_group(self.world)
         return collectives.all_gather(obj)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Return rank `src`'s object on every rank (pickle, as `all_gather`).
+        """Return rank `src`'s object on every rank; pickled, as by `all_gather`.
 
         Raises:
             ConfigError: There is no such rank, or its object cannot be pickled.
@@ -379,14 +380,14 @@ class RankContext:
     def loader(
         self, dataset: Dataset[T], *, batch_size: int | None = 1, train: bool = True, **options: Any
     ) -> DataLoader[T]:
-        """Make this rank's loader of a dataset: sampler, seeds, workers, and a check of the data.
+        """Make this rank's data loader: sampler, seeds, workers, and a check of the dataset.
 
         Args:
-            dataset: The same on every rank, or every rank raises.
-            batch_size: Samples per batch of one rank.
+            dataset: The dataset. If it differs between ranks, every rank raises.
+            batch_size: Samples per batch and rank.
             train: ``True`` shuffles; ``False`` reads each sample exactly once, for evaluation.
-            **options: ``shuffle``, ``seed``, ``check`` (compare the dataset over the ranks, keep its
-                fingerprint in the state), and those of `ddpsafe.data.DataLoader`.
+            **options: ``shuffle``, ``seed``, ``check`` (compare the dataset between ranks, and keep
+                its fingerprint in the state), and the options of `ddpsafe.data.DataLoader`.
         """
         from ddpsafe.data._loader.build import build_loader
 
@@ -394,16 +395,18 @@ class RankContext:
         return build_loader(dataset, batch_size=batch_size, train=train, **options)
 
     def stop_requested(self) -> bool:
-        """Tell whether the job was asked to stop; all ranks get the same answer at the same call.
+        """Return whether the job should stop; the same call returns the same on all ranks.
 
-        SIGTERM or SIGUSR1, to the launcher or to any rank, is such a request. Ranks that have
-        called this are given ``timeouts.stop`` to save and return; a job that never calls it is
-        ended at once.
+        SIGTERM or SIGUSR1, to the launcher or to any rank, asks the job to stop. Ranks that have
+        called this method then have ``timeouts.stop`` to save and return. A job that never calls it
+        is ended at once.
 
-        Costs about a microsecond: no collective, no word with the store. Ask in every step.
+        A call takes about a microsecond, with no collective and no access to the store: call it in
+        every step.
 
         Raises:
-            BarrierTimeoutError: A request came, and some ranks could not be asked for their part.
+            BarrierTimeoutError: The job should stop, but some ranks did not take part in agreeing on
+                the call at which to do so.
         """
         collectives.require_group(self.world)
         stop = stop_agreement.find_current()

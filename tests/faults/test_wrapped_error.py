@@ -140,7 +140,7 @@ def test_barriers_of_different_names(tmp_path: Path) -> None:
     assert error.kind == "hang"
     assert "at the barrier 'trained'" in str(error)
     assert "at the barrier 'evaluated'" in str(error)
-    assert "ranks 0 and 2 did not come" in str(error)
+    assert "ranks 0 and 2 did not reach it" in str(error)
     assert "collective" not in str(error)
 
 

@@ -180,7 +180,7 @@ def barrier_timed_out(missing: list[int], name: str = "evaluated") -> Raiser:
 
     def raiser() -> None:
         explanation = Explanation(
-            f"rank 0 of 3 waited 1.5 s at the barrier {name!r}: ranks did not come.",
+            f"rank 0 of 3 waited 1.5 s at the barrier {name!r}: ranks did not reach it.",
             cause="a rank is slower, hangs, or took another branch.",
             fix="let every rank call the same barriers.",
         )

@@ -218,9 +218,9 @@ def test_ranks_end_by_themselves_when_a_task_dies(slurm: Cluster, tmp_path: Path
     }
     assert "peer" in by_rank[0]
     # Rank 2 was killed, so the first to tell of a failure is the other one that lost it.
-    assert "rank 0 did not come" in by_rank[1]
+    assert "rank 0 did not reach it" in by_rank[1]
     assert "at the barrier 'all have evaluated'" in by_rank[1]
-    assert "rank 0 has failed as well, since it lost another rank" in by_rank[1]
+    assert "rank 0 failed too, because it lost another rank" in by_rank[1]
     assert "find the rank whose output ends without such an error" in by_rank[1]
     (waited_s,) = re.findall(r"waited (\d+\.\d) s at the barrier", by_rank[1])
     assert float(waited_s) < 20, "it waited for the barrier's timeout"

@@ -245,7 +245,7 @@ def test_missing_rank_is_named_on_every_rank_that_waited(missing: dict[int, Any]
         assert found["took_s"] < 1 + 10
         assert f"rank {rank} (world_size 3)" in str(error)
         assert "at the barrier 'save the model'" in str(error)
-        assert "rank 2 did not come" in str(error)
+        assert "rank 2 did not reach it" in str(error)
         assert "attempt 1" in str(error)
         assert "What to do:" in str(error)
 
@@ -273,10 +273,10 @@ def test_rank_that_took_another_branch_is_blamed(run_dir: Path) -> None:
 
 
 REFUSED: Final = [
-    ("x", "sum", "x is 'x', of type str, and it is neither a number, a tensor nor a dict of them."),
+    ("x", "sum", "x is 'x', of type str, and it is not a number, a tensor or a dict of them."),
     (None, "sum", "x is None, of type NoneType"),
     ([1.0, 2.0], "sum", "pass torch.as_tensor(x)"),
-    (np.ones(2), "sum", "of type ndarray, and it is neither"),
+    (np.ones(2), "sum", "of type ndarray, and it is not a number"),
     ({"loss": 1.0, "name": "a"}, "sum", "x['name'] is 'a', of type str"),
     ({"val": {"loss": None}}, "sum", "x['val']['loss'] is None"),
     ({1: 1.0, "a": 2.0}, "sum", "its keys have no order"),
